@@ -1,0 +1,1 @@
+"""The inference engine of Spark and its daemon (`python -m engine MODEL.gguf`)."""

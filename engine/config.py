@@ -1,0 +1,46 @@
+"""What the engine was asked for: one frozen record, shared by the daemon and its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["auto", "cuda", "cpu", "reference"]
+KVType = Literal["f16", "q8_0"]
+CachePolicy = Literal["spark", "static", "lru", "uniform", "all"]
+
+DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
+KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
+POLICIES: tuple[CachePolicy, ...] = ("spark", "static", "lru", "uniform", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that the daemon's command line sets.
+
+    model: path of the GGUF file (the first part of a split one).
+    device: `reference` is the NumPy oracle; `auto` takes CUDA where there is a GPU, else the CPU.
+    policy: what the slots do. `all`: every expert resident. `uniform`: the same share of every
+        layer, fixed. `static`: the placement from `profile`, fixed. `lru`: no profile, all slots
+        are cache. `spark`: pinned slots from the profile (uniform without one) plus cache slots.
+    profile: routing counts to place by; None where the policy needs none.
+    residency_pct: share of all expert bytes held in slots, pinned and cache together, 0..100.
+    cache_slots: slots of each layer that are cache under `spark`; None chooses.
+    ctx_tokens: context length; None takes the model's own, bounded by what is sensible.
+    kv_type, chunk_tokens: type of the KV cache, tokens a prefill step.
+    threads: CPU threads; None takes the physical cores.
+    poison: fill evicted slots with NaN (tests of the exactness invariant).
+    """
+
+    model: Path
+    device: Device = "auto"
+    policy: CachePolicy = "all"
+    profile: Path | None = None
+    residency_pct: float = 100.0
+    cache_slots: int | None = None
+    ctx_tokens: int | None = None
+    kv_type: KVType = "f16"
+    chunk_tokens: int = 512
+    threads: int | None = None
+    poison: bool = False
