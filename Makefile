@@ -1,0 +1,50 @@
+# Everything sets itself up: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard cpu/*.cpp cpu/*.h cpu/CMakeLists.txt)
+
+.PHONY: help setup demo test lint type bench check results clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## a virtual environment with Spark and its development tools
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(BUILD_INPUTS) | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+$(VENV)/.demo: $(BUILD_INPUTS) | $(VENV)/bin/python
+	@test -e $(STAMP) || { echo "installing Spark into $(VENV) (once, a minute or two)"; \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .; }
+	@touch $@
+
+demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU only, < 2 minutes
+	$(VENV)/bin/spark demo
+
+test: setup ## the test suite, < 10 minutes on two cores
+	$(PY) -m pytest
+
+lint: setup ## ruff: style, imports, docstrings, formatting of tests
+	$(VENV)/bin/ruff check .
+
+type: setup ## mypy, strict on spark and engine
+	$(VENV)/bin/mypy
+
+bench: setup ## the CPU benchmarks of RESULTS.md (about ten minutes)
+	$(PY) benchmarks/cpu_kernels.py --json data/results/cpu_kernels.json
+	$(PY) benchmarks/pipeline.py --json data/results/pipeline.json
+	$(PY) benchmarks/render.py
+
+results: setup ## render RESULTS.md from data/results/*.json
+	$(PY) benchmarks/render.py
+
+check: lint type test ## what CI runs
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

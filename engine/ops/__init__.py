@@ -1,0 +1,84 @@
+"""Backends: modules of functions with one signature set, and the records they share.
+
+`reference` is NumPy, slow and obvious, the oracle; `cpu` binds the kernels of `cpu/`. Ops are
+stateless: they write into given outputs and workspaces, allocate nothing that outlives a call and
+take no decision on the host that a captured graph could not take.
+
+Axis letters: T tokens, D embd, F ff, E experts, A active, H heads, K kv heads, S cached positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
+U64 = NDArray[np.uint64]
+
+KV_BLOCK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds of a step; a workspace is sized by them once.
+
+    max_tokens: rows T of one step. n_embd, n_ff, n_vocab, n_expert, n_expert_used: of the model.
+    n_head_dim: n_head * head_dim, the width of the attention output.
+    """
+
+    max_tokens: int
+    n_embd: int
+    n_head_dim: int
+    n_ff: int
+    n_vocab: int
+    n_expert: int
+    n_expert_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """Cached keys and values of one layer, by slot (physical block * 64 + offset).
+
+    f16: `k`, `v` are float16 [n_slots, K, head_dim] and `k_scale`, `v_scale` are None.
+    q8_0: `k`, `v` are int8 [n_slots, K, head_dim], scales float16 [n_slots, K, head_dim / 32].
+    """
+
+    k: NDArray[np.float16] | NDArray[np.int8]
+    v: NDArray[np.float16] | NDArray[np.int8]
+    k_scale: NDArray[np.float16] | None = None
+    v_scale: NDArray[np.float16] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetches:
+    """Experts that enter slots in a step: rows (expert, slot, evicted or -1), `count[0]` of them."""
+
+    rows: I32  # [n_expert, 3]
+    count: I32  # [1]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of one MoE layer: types and shapes of the three matrices, and where they are.
+
+    gate, up: matrices [F, D]; down: [D, F]; `part_bytes` the size of one expert's gate, up, down.
+    expert_ptr: uint64 [E, 3] where an expert is read from now, a view of the residency state.
+    home_ptr: uint64 [E, 3] its place in the slow tier. slot_ptr: uint64 [N, 3] all slots.
+    poison: fill a slot with 0xFF (NaN scales in every block format) before a fetch refills it.
+    """
+
+    gate_type: gguf.GGMLQuantizationType
+    up_type: gguf.GGMLQuantizationType
+    down_type: gguf.GGMLQuantizationType
+    n_embd: int
+    n_ff: int
+    part_bytes: tuple[int, int, int]
+    expert_ptr: U64
+    home_ptr: U64
+    slot_ptr: U64
+    poison: bool = False

@@ -1,0 +1,136 @@
+"""Quantized blocks taken apart into the integers and scales that docs/arithmetic.md multiplies.
+
+Layouts are those of the GGUF format (the `gguf` package's `quants` module is the oracle; the tests
+rebuild every weight from these parts and compare).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+from numpy.typing import NDArray
+
+from engine import quants
+from engine.ops import F32, U8
+from engine.quants import QTensor
+
+IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTerms:
+    """A matrix [N, K] as blocks of 32 in two halves of 16.
+
+    q: int16 [N, K / 32, 2, 16]. scale: float32 [N, K / 32]. half_scale: int32 [N, K / 32, 2], integer
+    factors of the halves, or None. minimum: float32 [N, K / 32], subtracted times the sum of the
+    activations, or None. The weight is scale * half_scale * q - minimum.
+    """
+
+    q: NDArray[np.int16]
+    scale: F32
+    half_scale: NDArray[np.int32] | None = None
+    minimum: F32 | None = None
+
+
+def float_rows(w: QTensor) -> F32:
+    """A matrix of a float type as float32, converted exactly."""
+    return quants.dequantize(w)
+
+
+def _half_floats(raw: U8) -> F32:
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+
+
+def _k_scales(raw: U8) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The eight 6-bit scales and minimums of a Q4_K or Q5_K block: [..., 12] -> two of [..., 8]."""
+    low, mid, high = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
+    scale = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=-1)
+    minimum = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=-1)
+    return scale, minimum
+
+
+def _nibble_pairs(qs: U8) -> U8:
+    """128 bytes as eight blocks of 32: bytes 32j..32j+31 hold block 2j low and block 2j+1 high."""
+    pairs = qs.reshape(*qs.shape[:-1], 4, 1, 32)
+    return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*qs.shape[:-1], 8, 32)
+
+
+def _q8_0(raw: U8) -> BlockTerms:
+    return BlockTerms(raw[..., 2:].view(np.int8).astype(np.int16), _half_floats(raw[..., :2])[..., 0])
+
+
+def _q4_0(raw: U8) -> BlockTerms:
+    qs = raw[..., 2:]
+    q = np.concatenate([qs & 15, qs >> 4], axis=-1).astype(np.int16) - 8
+    return BlockTerms(q, _half_floats(raw[..., :2])[..., 0])
+
+
+def _q4_k(raw: U8) -> BlockTerms:
+    d = _half_floats(raw[..., :4])
+    scale, minimum = _k_scales(raw[..., 4:16])
+    q = _nibble_pairs(raw[..., 16:]).astype(np.int16)
+    return BlockTerms(q, d[..., :1] * scale.astype(np.float32), None, d[..., 1:] * minimum.astype(np.float32))
+
+
+def _q5_k(raw: U8) -> BlockTerms:
+    d = _half_floats(raw[..., :4])
+    scale, minimum = _k_scales(raw[..., 4:16])
+    bits = (raw[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    q = (_nibble_pairs(raw[..., 48:]) | (bits << 4)).astype(np.int16)
+    return BlockTerms(q, d[..., :1] * scale.astype(np.float32), None, d[..., 1:] * minimum.astype(np.float32))
+
+
+def _q6_k(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    ql = raw[..., :128].reshape(*lead, 2, 2, 32)  # [half of 128, first or second 32 bytes, 32]
+    qh = raw[..., 128:192].reshape(*lead, 2, 1, 32)
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    low = np.concatenate([ql & 15, ql >> 4], axis=-2)  # [2, 4, 32]
+    q = (low | (((qh >> shifts) & 3) << 4)).astype(np.int16) - 32
+    half_scale = raw[..., 192:208].view(np.int8).astype(np.int32).reshape(*lead, 8, 2)
+    scale = np.repeat(_half_floats(raw[..., 208:210]), 8, axis=-1)
+    return BlockTerms(q.reshape(*lead, 8, 32), scale, half_scale)
+
+
+def _iq4_xs(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    d = _half_floats(raw[..., :2])
+    high = np.ascontiguousarray(raw[..., 2:4]).view(np.uint16)
+    low = np.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], axis=-1).reshape(*lead, 8)
+    shifts = 2 * np.arange(8, dtype=np.uint16)
+    ls = low.astype(np.int32) | (((high >> shifts) & 3) << 4).astype(np.int32)
+    qs = raw[..., 8:].reshape(*lead, 8, 16)
+    q = IQ4_VALUES[np.concatenate([qs & 15, qs >> 4], axis=-1)]
+    return BlockTerms(q, d * (ls - 32).astype(np.float32))
+
+
+# type: (bytes of a block, elements of a block, its taker-apart)
+_FORMATS = {
+    QType.Q8_0: (34, 32, _q8_0),
+    QType.Q4_0: (18, 32, _q4_0),
+    QType.Q4_K: (144, 256, _q4_k),
+    QType.Q5_K: (176, 256, _q5_k),
+    QType.Q6_K: (210, 256, _q6_k),
+    QType.IQ4_XS: (136, 256, _iq4_xs),
+}
+
+
+def integer_blocks(w: QTensor) -> BlockTerms:
+    """Take a quantized matrix [N, K] apart; `w.qtype` is a native block type."""
+    n_bytes, n_elements, take_apart = _FORMATS[w.qtype]
+    N, K = w.shape
+    terms = take_apart(w.data.reshape(N, K // n_elements, n_bytes))
+
+    def rows(a: NDArray[np.float32]) -> F32:
+        return a.reshape(N, K // 32)
+
+    return BlockTerms(
+        terms.q.reshape(N, K // 32, 2, 16),
+        rows(terms.scale),
+        None if terms.half_scale is None else terms.half_scale.reshape(N, K // 32, 2),
+        None if terms.minimum is None else rows(terms.minimum),
+    )

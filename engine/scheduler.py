@@ -1,0 +1,325 @@
+"""Requests in, steps out: which tokens the next forward pass works on, and what a request gets for it.
+
+Requests run one after the other, in the order they came; each call of `Engine.step` is one unit of
+work between which the daemon answers pings and cancels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import profile as profiles
+from engine.config import EngineConfig
+from engine.errors import ContextOverflowError, RequestError, SparkError, UsageError
+from engine.ops import F32
+from engine.profile import Profile
+from engine.protocol import (
+    Done,
+    Event,
+    Generate,
+    Progress,
+    Score,
+    Timing,
+    Tokens,
+    Usage,
+    error_event,
+)
+from engine.runner import MAX_ROWS, Runner, Span
+from engine.sampling import SamplingParams, check_finite, sample
+from engine.trace import TraceWriter
+
+DECODE_SLICE_S = 0.025  # decoded tokens are sent in groups: at most one event every 25 ms
+
+
+@dataclass(slots=True)
+class _Job:
+    request: Generate | Score
+    work: Iterator[list[Event]]
+    close: Callable[[], None]
+
+
+class Engine:
+    """A runner and the requests that wait for it.
+
+    progress: called with (bytes loaded, bytes to load) while the model loads.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        self.config = config
+        self.runner = Runner(config, progress)
+        self.base = self.runner.profile
+        self._jobs: deque[_Job] = deque()
+        self._requests = 0
+
+    def hello(self) -> dict[str, Any]:
+        """Which file was opened."""
+        file = self.runner.file
+        return {"model": [str(p) for p in file.paths], "architecture": file.architecture, "bytes": file.size_bytes}
+
+    def ready(self) -> dict[str, Any]:
+        """Every effective setting, the memory plan, and why what was not asked for was chosen."""
+        r, c = self.runner, self.runner.config
+        return {
+            "model": {
+                "architecture": r.file.architecture,
+                "model_id": r.file.model_id,
+                "file_id": r.file.file_id,
+                "n_layer": c.n_layer,
+                "n_embd": c.n_embd,
+                "n_expert": c.n_expert,
+                "n_expert_used": c.n_expert_used,
+                "n_vocab": c.n_vocab,
+                "moe_layers": list(c.moe_layers),
+                "expert_bytes": list(r.placement.expert_bytes),
+            },
+            "device": r.device,
+            "kernels": r.ws.kernels,
+            "threads": r.threads,
+            "ctx_tokens": r.n_ctx,
+            "chunk_tokens": r.chunk_tokens,
+            "kv_type": self.config.kv_type,
+            "policy": self.config.policy,
+            "residency_pct": 100.0 * r.residency.arena_bytes / r.residency.experts_bytes,
+            "slots_per_layer": list(r.placement.slots_per_layer),
+            "cache_slots": list(r.placement.cache_slots),
+            "profile": None if self.config.profile is None else str(self.config.profile),
+            "reasons": r.reasons,
+            "warnings": r.warnings,
+            "plan": r.plan(),
+        }
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def submit(self, request: Generate | Score) -> None:
+        """Queue a request; raises RequestError for one that can never run."""
+        r = self.runner
+        bad = next((t for t in request.tokens if t >= r.config.n_vocab), None)
+        if bad is not None:
+            raise RequestError(f"token {bad} is outside the vocabulary of {r.config.n_vocab}")
+        n, limit = len(request.tokens), r.n_ctx
+        if n > limit or (isinstance(request, Generate) and n == limit):
+            raise ContextOverflowError(
+                f"{n} tokens do not fit in the context of {limit}",
+                hint="send fewer tokens, or serve with a larger --ctx",
+            )
+        if any(job.request.id == request.id for job in self._jobs):
+            raise RequestError(f"request {request.id} is still running")
+        sequence = r.new_sequence()
+        work = self._generate(request, sequence) if isinstance(request, Generate) else self._score(request, sequence)
+        self._jobs.append(_Job(request, work, sequence.release))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._jobs)
+
+    def step(self) -> list[Event]:
+        """Do one unit of work for the first request; its failure is its own error event."""
+        job = self._jobs[0]
+        try:
+            events = next(job.work, None)
+            if events is not None:
+                return events
+            self._finish(job)
+            return []
+        except SparkError as error:
+            self._finish(job)
+            return [error_event(job.request.id, error)]
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a request, of which no further event comes; False where there is none."""
+        for job in self._jobs:
+            if job.request.id == request_id:
+                self._finish(job)
+                return True
+        return False
+
+    def _finish(self, job: _Job) -> None:
+        job.work.close()  # type: ignore[attr-defined]
+        job.close()
+        self._jobs.remove(job)
+        self._requests += 1
+        if self.config.policy == "spark":
+            layers = list(self.runner.config.moe_layers)
+            self.runner.residency.follow(self._learned().counts[layers])
+
+    # --- the work of a request, one list of events a unit -----------------------------------------
+
+    def _prefill(self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Any) -> Iterator[slice]:
+        """Feed tokens chunk by chunk on the grid of absolute positions; the last token's logits are kept."""
+        size = self.runner.chunk_tokens
+        for start in range(0, len(tokens), size):
+            part = slice(start, min(start + size, len(tokens)))
+            want = (part.stop - part.start - 1,) if part.stop == len(tokens) else ()
+            self._result = self.runner.run([Span(sequence, tokens[part], counted[part], want)])
+            yield part
+
+    def _generate(self, request: Generate, sequence: Any) -> Iterator[list[Event]]:
+        r, s = self.runner, request.sampling
+        params = SamplingParams(
+            s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed
+        )
+        stop = frozenset(r.stop_tokens if request.stop_tokens is None else request.stop_tokens)
+        prompt = np.asarray(request.tokens, np.int32)
+        before = r.residency.counters()
+        began = time.perf_counter()
+        for part in self._prefill(prompt, np.zeros(len(prompt), bool), sequence):
+            yield [Progress(request.id, part.stop, len(prompt))]
+        prefill_s = time.perf_counter() - began
+        history, made = list(request.tokens), 0
+        limit = min(request.max_tokens, r.n_ctx - len(prompt))
+        counted, reason = np.ones(1, bool), "length"
+        logits = self._result.logits[0]
+        began, pending, sent = time.perf_counter(), [], time.perf_counter()
+        while True:
+            token = sample(logits, params, len(history), history)
+            if token in stop:
+                reason = "stop"
+                break
+            history.append(token)
+            pending.append(token)
+            made += 1
+            if made == limit:
+                break
+            now = time.perf_counter()
+            if made == 1 or now - sent > DECODE_SLICE_S:
+                yield [Tokens(request.id, tuple(pending))]
+                pending, sent = [], now
+            span = Span(sequence, np.asarray([token], np.int32), counted, (0,))
+            logits = r.run([span]).logits[0]
+        timing = Timing(prefill_s, time.perf_counter() - began)
+        events: list[Event] = [Tokens(request.id, tuple(pending))] if pending else []
+        usage = Usage(len(prompt), made)
+        residency = r.residency.since(before)
+        yield [*events, Done(request.id, usage, timing, residency, "stop" if reason == "stop" else "length")]
+
+    def _score(self, request: Score, sequence: Any) -> Iterator[list[Event]]:
+        r = self.runner
+        tokens = np.asarray(request.tokens, np.int32)
+        generated = np.ones(len(tokens), bool) if request.generated is None else np.asarray(request.generated)
+        counted = generated if request.count == "generated" else np.ones(len(tokens), bool)
+        r.capture_hidden(request.hidden)
+        before = r.residency.counters()
+        trace = None
+        if request.trace_dir is not None:
+            c = r.config
+            trace = TraceWriter(
+                Path(request.trace_dir), r.file.model_id, n_layer=c.n_layer, n_expert=c.n_expert,
+                n_expert_used=c.n_expert_used, n_embd=c.n_embd, hidden=request.hidden,
+                name=f"{request.session_id}-{request.window}",
+            )  # fmt: skip
+        logprobs = np.zeros(len(tokens))
+        began = time.perf_counter()
+        try:
+            for part in self._prefill(tokens, counted, sequence):
+                if request.logprobs:
+                    self._log_probabilities(tokens, part, logprobs)
+                if trace is not None:
+                    self._trace(trace, request, part, generated)
+                yield [Progress(request.id, part.stop, len(tokens))]
+            if trace is not None:
+                trace.close()
+        except BaseException:
+            if trace is not None:
+                trace.discard()
+            raise
+        done = Done(
+            request.id,
+            Usage(len(tokens), 0),
+            Timing(time.perf_counter() - began, 0.0),
+            r.residency.since(before),
+            nll=float(-logprobs[generated].sum()) if request.logprobs else None,
+            logprobs=tuple(logprobs[1:].tolist()) if request.logprobs else None,
+        )
+        yield [done]
+
+    def _log_probabilities(self, tokens: NDArray[np.int32], part: slice, out: NDArray[np.float64]) -> None:
+        # Position i - 1 predicts token i; the last position of all predicts a token nobody gave.
+        last = min(part.stop, len(tokens) - 1)
+        for start in range(part.start, last, MAX_ROWS):
+            stop = min(start + MAX_ROWS, last)
+            logits = self.runner.logits(np.arange(start - part.start, stop - part.start, dtype=np.int32))
+            check_finite(logits)
+            out[start + 1 : stop + 1] = log_softmax_at(logits, tokens[start + 1 : stop + 1])
+
+    def _trace(self, trace: TraceWriter, request: Score, part: slice, generated: NDArray[np.bool_]) -> None:
+        result, c = self._result, self.runner.config
+        # Windows of one session share no position, and none looks like the next token of another.
+        positions = request.window * (self.runner.n_ctx + 1) + np.arange(part.start, part.stop)
+        hidden = None if result.hidden is None else result.hidden[list(c.moe_layers)].swapaxes(0, 1)
+        trace.append(
+            request.session_id,
+            positions.astype(np.int32),
+            generated[part],
+            np.asarray(c.moe_layers, np.int16),
+            result.experts.swapaxes(0, 1),
+            result.weights.swapaxes(0, 1),
+            hidden,
+        )
+
+    # --- counters ---------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: requests, hits and misses by layer, memory."""
+        r = self.runner
+        return {
+            "requests": self._requests,
+            "queued": len(self._jobs),
+            **r.residency.totals(),
+            "kv_blocks": {"total": r.kv.pool.n_blocks, "free": r.kv.pool.free_blocks},
+            "plan": r.plan(),
+        }
+
+    def _counts(self) -> NDArray[np.int64]:
+        c = self.runner.config
+        counts = np.zeros((c.n_layer, c.n_expert), np.int64)
+        counts[list(c.moe_layers)] = self.runner.residency.state.counts
+        return counts
+
+    def _learned(self) -> Profile:
+        """The loaded profile with what was counted since merged in; without one, the counts alone."""
+        c = self.runner.config
+        base = self.base or Profile(
+            counts=np.zeros((c.n_layer, c.n_expert), np.int64),
+            n_expert_used=c.n_expert_used,
+            model_id=self.runner.file.model_id,
+        )
+        return profiles.merge(base, self._counts())
+
+    def profile(self, action: str, path: Path | None = None) -> dict[str, Any]:
+        """Write what was learned to a profile file, read the raw counts, or reset them."""
+        if action == "write":
+            target = path or self.config.profile
+            if target is None:
+                raise UsageError("no path to write the profile to")
+            learned = self._learned()
+            profiles.save(replace(learned, model_id=self.runner.file.model_id), target)
+            return {"path": str(target), "tokens": learned.tokens}
+        if action == "reset":
+            state = self.runner.residency.state
+            for counter in (state.counts, state.hits, state.misses):
+                counter[:] = 0
+            return {}
+        return {"counts": self._counts().tolist(), **self.runner.residency.totals()}
+
+    def close(self) -> None:
+        """Cancel everything and release the model."""
+        while self._jobs:
+            self._finish(self._jobs[0])
+        self.runner.close()
+
+
+def log_softmax_at(logits: F32, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
+    """log p of one token a row: logits float32 [T, V], tokens [T] -> float64 [T]."""
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=1)
+    total = np.log(np.exp(wide - top[:, None]).sum(axis=1))
+    return np.asarray(wide[np.arange(len(tokens)), tokens] - top - total)
