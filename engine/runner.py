@@ -163,9 +163,8 @@ class Runner:
     def _profile(self) -> Profile | None:
         if self.options.profile is None:
             return None
-        profile, warning = load_profile(self.options.profile, model_id=self.file.model_id)
-        if warning:
-            self.warnings.append(warning)
+        profile, warnings = load_profile(self.options.profile, model_id=self.file.model_id)
+        self.warnings.extend(warnings)
         expected = (self.config.n_layer, self.config.n_expert)
         if profile.counts.shape != expected:
             raise UsageError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ from engine.trace import TraceWriter
 
 DECODE_SLICE_S = 0.025  # decoded tokens are sent in groups: at most one event every 25 ms
 
+Work = Generator[list[Event], None, None]  # one list of events a unit of work, a Done at the end
+
 
 @dataclass(slots=True)
 class _Job:
     request: Generate | Score
-    work: Iterator[list[Event]]
+    work: Work
     close: Callable[[], None]
 
 
@@ -125,11 +127,10 @@ class Engine:
         """Do one unit of work for the first request; its failure is its own error event."""
         job = self._jobs[0]
         try:
-            events = next(job.work, None)
-            if events is not None:
-                return events
-            self._finish(job)
-            return []
+            events = next(job.work)
+            if isinstance(events[-1], Done):
+                self._finish(job)
+            return events
         except SparkError as error:
             self._finish(job)
             return [error_event(job.request.id, error)]
@@ -143,7 +144,7 @@ class Engine:
         return False
 
     def _finish(self, job: _Job) -> None:
-        job.work.close()  # type: ignore[attr-defined]
+        job.work.close()
         job.close()
         self._jobs.remove(job)
         self._requests += 1
@@ -151,9 +152,9 @@ class Engine:
             layers = list(self.runner.config.moe_layers)
             self.runner.residency.follow(self._learned().counts[layers])
 
-    # --- the work of a request, one list of events a unit -----------------------------------------
+    # --- the work of a request -------------------------------------------------------------------
 
-    def _prefill(self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Any) -> Iterator[slice]:
+    def _prefill(self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Any) -> Generator[slice, None, None]:
         """Feed tokens chunk by chunk on the grid of absolute positions; the last token's logits are kept."""
         size = self.runner.chunk_tokens
         for start in range(0, len(tokens), size):
@@ -162,7 +163,7 @@ class Engine:
             self._result = self.runner.run([Span(sequence, tokens[part], counted[part], want)])
             yield part
 
-    def _generate(self, request: Generate, sequence: Any) -> Iterator[list[Event]]:
+    def _generate(self, request: Generate, sequence: Any) -> Work:
         r, s = self.runner, request.sampling
         params = SamplingParams(
             s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed
@@ -201,7 +202,7 @@ class Engine:
         residency = r.residency.since(before)
         yield [*events, Done(request.id, usage, timing, residency, "stop" if reason == "stop" else "length")]
 
-    def _score(self, request: Score, sequence: Any) -> Iterator[list[Event]]:
+    def _score(self, request: Score, sequence: Any) -> Work:
         r = self.runner
         tokens = np.asarray(request.tokens, np.int32)
         generated = np.ones(len(tokens), bool) if request.generated is None else np.asarray(request.generated)

@@ -24,16 +24,18 @@ Cached = NDArray[np.float16] | NDArray[np.int8]
 FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
 
 _EXP_C = [
-    np.float32(float.fromhex(h))
+    np.full(1, float.fromhex(h), np.float32)
     for h in ("0x1p0", "0x1p0", "0x1p-1", "0x1.555556p-3", "0x1.555556p-5", "0x1.111112p-7", "0x1.6c16c2p-10")
 ]
-_LOG2E = np.float32(float.fromhex("0x1.715476p+0"))
-_LN2_HI = np.float32(float.fromhex("0x1.62e400p-1"))
-_LN2_LO = np.float32(float.fromhex("0x1.7f7d1cp-20"))
+_LOG2E = np.full(1, float.fromhex("0x1.715476p+0"), np.float32)
+_LN2_HI = np.full(1, float.fromhex("0x1.62e400p-1"), np.float32)
+_LN2_LO = np.full(1, float.fromhex("0x1.7f7d1cp-20"), np.float32)
 
 
 class Workspace:
     """Nothing: the reference backend allocates as it goes."""
+
+    kernels = "NumPy"
 
     def __init__(self, limits: Limits, threads: int) -> None:
         self.limits = limits
@@ -346,7 +348,7 @@ def route(
         else:
             total = sum32(exp(logits - top))
         weights[:] = p / total[:, None]
-    rows = policy.advance(state, layer, experts, counted, rule.gain, rule.cap)
+    rows = policy.advance(state, layer, experts, counted != 0, rule.gain, rule.cap)
     fetches.count[0] = len(rows)
     fetches.rows[: len(rows)] = rows
 

@@ -1,0 +1,319 @@
+"""Calibration: feed recorded sessions through the model and count which experts each layer routes to.
+
+The counts are exact integers and every window adds to them independently, so a run that was interrupted
+and resumed ends with the profile of one that never was. What is counted is checkpointed beside the
+profile (`PROFILE.partial`, itself a profile) and removed when the profile is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from engine import profile as profiles
+from engine import simulate
+from engine.config import EngineConfig
+from engine.errors import FileFormatError, SparkError, UsageError
+from engine.profile import Profile
+from engine.protocol import Done, Sampling
+from engine.trace import read_routing
+from spark.client import DaemonClient, Deadlines, RequestStream, engine_command
+from spark.tokens import TokenFile, Window
+
+CHECKPOINT_EVERY_S = 5.0
+SPLIT_TOKENS = 4096  # generated tokens on which splits of the slots are compared
+SPLIT_RESIDENCIES = (20.0, 40.0, 60.0, 80.0)
+_CHECKPOINT = "# spark-checkpoint: "
+
+Progress = Callable[[str, int, int], None]  # what is being done, done so far, in total
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """What to calibrate on and what to count.
+
+    count: whose routing counts, of the tokens the model itself would have decoded or of all.
+    generate_tokens: also count this many tokens of the model's own continuation of each window.
+    trace_dir, hidden: write the routing of every token there, with hidden states.
+    max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
+    """
+
+    tokens: Path
+    out: Path
+    count: Literal["generated", "all"] = "generated"
+    generate_tokens: int = 0
+    trace_dir: Path | None = None
+    hidden: bool = False
+    max_tokens: int | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateReport:
+    """What a calibration read and counted; `to_json` has the keys of `--json`."""
+
+    model: str
+    profile: Path
+    tokens: int
+    generated_tokens: int
+    counted_tokens: int
+    sessions: int
+    seconds: float
+    resumed_tokens: int
+    split: tuple[tuple[float, float], ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens read in this run by its own time."""
+        return (self.tokens - self.resumed_tokens) / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `--json` writes it."""
+        return {
+            "model": self.model,
+            "profile": str(self.profile),
+            "tokens": self.tokens,
+            "generated_tokens": self.generated_tokens,
+            "counted_tokens": self.counted_tokens,
+            "sessions": self.sessions,
+            "tokens_per_s": self.tokens_per_s,
+            "split": [list(pair) for pair in self.split],
+        }
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was counted so far; `save` makes it durable."""
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+    windows: int = 0
+    tokens: int = 0
+    generated_tokens: int = 0
+
+
+def partial_path(out: Path) -> Path:
+    """Where the checkpoint of a calibration to `out` lies."""
+    return out.with_name(out.name + ".partial")
+
+
+def calibrate(
+    config: EngineConfig, options: CalibrateOptions, deadlines: Deadlines, progress: Progress
+) -> CalibrateReport:
+    """Count the routing of a token file and write the profile.
+
+    Raises what the token file, the model or the daemon are refused for; whatever ends the run early,
+    Ctrl-C included, what was counted is in the checkpoint.
+    """
+    if options.hidden and options.trace_dir is None:
+        raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
+    with (
+        TokenFile(options.tokens) as file,
+        DaemonClient(
+            engine_command(config), deadlines=deadlines, on_loading=lambda a, b: progress("loading", a, b)
+        ) as client,
+    ):
+        model = client.ready.info["model"]
+        file.require_model(model["model_id"])
+        if file.max_window_tokens > client.ready.info["ctx_tokens"]:
+            raise UsageError(
+                f"windows of {file.max_window_tokens} tokens do not fit in the context of "
+                f"{client.ready.info['ctx_tokens']}",
+                hint="tokenize with a smaller --window",
+            )
+        fingerprint = _fingerprint(options, model["model_id"])
+        tally = _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
+        if options.resume:
+            tally = _load_checkpoint(options.out, fingerprint) or tally
+        resumed_tokens = tally.tokens
+        began = time.monotonic()
+        _count(client, file, options, tally, fingerprint, progress)
+        seconds = time.monotonic() - began
+        sessions = {w.session_id for w in islice(file.windows(), tally.windows)}
+        split = _split(client, file, tally, progress)
+        used = model["n_expert_used"]
+        counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
+        profile = Profile(
+            counts=tally.counts,
+            n_expert_used=used,
+            model_id=model["model_id"],
+            tokens=counted,
+            sessions=len(sessions),
+            count=options.count,
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            split=split,
+        )
+    profiles.save(profile, options.out)
+    partial_path(options.out).unlink(missing_ok=True)
+    return CalibrateReport(
+        model=str(config.model),
+        profile=options.out,
+        tokens=tally.tokens,
+        generated_tokens=tally.generated_tokens,
+        counted_tokens=counted,
+        sessions=len(sessions),
+        seconds=seconds,
+        resumed_tokens=resumed_tokens,
+        split=split,
+    )
+
+
+def _count(
+    client: DaemonClient,
+    file: TokenFile,
+    options: CalibrateOptions,
+    tally: _Tally,
+    fingerprint: dict[str, Any],
+    progress: Progress,
+) -> None:
+    total = min(file.n_tokens, options.max_tokens or file.n_tokens)
+    start = tally.counts.copy()
+    client.profile("reset")
+    saved = time.monotonic()
+    try:
+        for window in islice(file.windows(), tally.windows, None):
+            if tally.tokens >= total:
+                break
+            run(
+                client.score(
+                    window.tokens, generated=window.generated, session_id=window.session_id, window=window.window,
+                    trace_dir=options.trace_dir, hidden=options.hidden, count=options.count,
+                )
+            )  # fmt: skip
+            if options.generate_tokens:
+                _continue(client, window, options.generate_tokens)
+            # Read back after every window: the tally never holds half of one.
+            tally.counts = start + np.asarray(client.profile("read")["counts"], np.int64)
+            tally.windows += 1
+            tally.tokens += len(window.tokens)
+            tally.generated_tokens += int(np.count_nonzero(window.generated))
+            progress("calibrating", min(tally.tokens, total), total)
+            if time.monotonic() - saved > CHECKPOINT_EVERY_S:
+                _save_checkpoint(options.out, tally, fingerprint)
+                saved = time.monotonic()
+    finally:
+        if tally.windows:
+            _save_checkpoint(options.out, tally, fingerprint)
+
+
+def run(stream: RequestStream) -> Done:
+    """Wait for the end of a request."""
+    for event in stream:
+        if isinstance(event, Done):
+            return event
+    raise AssertionError("a stream ends with Done or raises")
+
+
+def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
+    room = client.ready.info["ctx_tokens"] - len(window.tokens)
+    if room > 0:
+        # Sampled, since greedy text of a small model repeats itself; the seed makes it reproducible.
+        sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
+        run(client.generate(window.tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
+
+
+# --- checkpoint ---------------------------------------------------------------------------------------
+
+
+def _fingerprint(options: CalibrateOptions, model_id: str) -> dict[str, Any]:
+    with options.tokens.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    return {
+        "model": model_id,
+        "token_file": digest,
+        "count": options.count,
+        "generate": options.generate_tokens,
+    }
+
+
+def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any]) -> None:
+    state = {
+        "windows": tally.windows,
+        "tokens": tally.tokens,
+        "generated_tokens": tally.generated_tokens,
+        **fingerprint,
+    }
+    n_used = max(1, int(np.count_nonzero(tally.counts.sum(axis=0))))
+    profile = Profile(
+        counts=tally.counts,
+        n_expert_used=min(n_used, tally.counts.shape[1]),
+        model_id=fingerprint["model"],
+        extra_lines=(_CHECKPOINT + json.dumps(state),),
+    )
+    profiles.save(profile, partial_path(out))
+
+
+def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
+    path = partial_path(out)
+    if not path.exists():
+        return None
+    profile, _ = profiles.load(path, model_id=fingerprint["model"])
+    line = next((x for x in profile.extra_lines if x.startswith(_CHECKPOINT)), None)
+    if line is None:
+        raise FileFormatError(f"{path} is not a checkpoint", hint="remove it and start without --resume")
+    state = json.loads(line.removeprefix(_CHECKPOINT))
+    changed = [key for key, value in fingerprint.items() if state.get(key) != value]
+    if changed:
+        raise UsageError(
+            f"{path} was counted with another {', '.join(changed)}: found {[state.get(k) for k in changed]}, "
+            f"expected {[fingerprint[k] for k in changed]}",
+            hint="remove it, or resume with the options it was started with",
+        )
+    return _Tally(profile.counts.copy(), state["windows"], state["tokens"], state["generated_tokens"])
+
+
+# --- the split of the slots ---------------------------------------------------------------------------
+
+
+def _sample_windows(file: TokenFile, n_windows: int) -> Iterator[Window]:
+    """Windows spread evenly over the first `n_windows`, until they hold SPLIT_TOKENS generated tokens."""
+    windows = list(islice(file.windows(), n_windows))
+    stride, found, taken = max(1, len(windows) // 16), 0, 0
+    for first in range(stride):
+        for window in windows[first::stride]:
+            if found >= SPLIT_TOKENS:
+                return
+            taken += 1
+            found += int(np.count_nonzero(window.generated))
+            yield window
+
+
+def _split(
+    client: DaemonClient, file: TokenFile, tally: _Tally, progress: Progress
+) -> tuple[tuple[float, float], ...]:
+    """For some residencies, the share of cache slots that misses least on a sample of the windows."""
+    model = client.ready.info["model"]
+    with tempfile.TemporaryDirectory(prefix="spark-split-") as folder:
+        for window in _sample_windows(file, tally.windows):
+            run(
+                client.score(
+                    window.tokens, generated=window.generated, session_id=window.session_id, window=window.window,
+                    trace_dir=Path(folder),
+                )
+            )  # fmt: skip
+        try:
+            trace = read_routing(Path(folder), model["model_id"])
+        except SparkError:
+            return ()  # no window was counted
+    if not trace.generated.any():
+        return ()
+    found = []
+    sizes = model["expert_bytes"]
+    for i, pct in enumerate(SPLIT_RESIDENCIES):
+        progress("choosing cache slots", i, len(SPLIT_RESIDENCIES))
+        budget = int(sum(sizes) * model["n_expert"] * pct / 100)
+        counts = tally.counts[model["moe_layers"]]
+        found.append((pct, simulate.best_split(trace, counts, sizes, budget).fraction))
+    progress("choosing cache slots", len(SPLIT_RESIDENCIES), len(SPLIT_RESIDENCIES))
+    return tuple(found)
+
+

@@ -1,0 +1,85 @@
+"""The JSON that commands write: what ran, where, and what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from engine.errors import SparkError
+from spark import __version__
+
+
+def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} CPUs"
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that this package runs from; None for an installed wheel."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    dirty = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if commit and dirty else commit
+
+
+def provenance() -> dict[str, Any]:
+    """Command, version, commit, host and time: what every file of figures carries."""
+    gpu = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    name, _, driver = (gpu.splitlines()[0] if gpu else "").partition(", ")
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "version": __version__,
+        "commit": _commit(),
+        "host": {"cpu": _cpu(), "gpu": name or None, "driver": driver or None},
+        "versions": {"python": platform.python_version(), **_versions("numpy", "gguf", "tokenizers")},
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def _versions(*names: str) -> dict[str, str]:
+    return {name: metadata.version(name) for name in names}
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report with its provenance, whole or not at all; raises SparkError where it cannot be written."""
+    text = json.dumps({**report, **provenance()}, indent=1) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise SparkError(f"cannot write {path}: {error.strerror}", hint="is there such a folder, and room?") from error

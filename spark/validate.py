@@ -1,0 +1,289 @@
+"""Validation: what each policy misses on sessions it has not seen, and that no token changes.
+
+The routing of the held-out sessions is recorded once; every policy of the ladder is replayed on that
+record, so all are compared on the same accesses, beside the bound that no policy can beat. Then each
+policy serves held-out prompts for real: its tokens must be those of the all-resident run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import placement, policy, simulate
+from engine import profile as profiles
+from engine.config import CachePolicy, EngineConfig
+from engine.errors import UsageError
+from engine.placement import Placement
+from engine.profile import Profile
+from engine.protocol import Done, Tokens
+from engine.trace import RoutingTrace, read_routing
+from spark.client import DaemonClient, Deadlines, engine_command
+from spark.tokens import TokenFile
+
+LADDER: tuple[CachePolicy, ...] = ("all", "uniform", "static", "lru", "spark")
+PROMPT_TOKENS = 512
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateOptions:
+    """What to validate on.
+
+    tokens: held-out token file. profile: counts to place by. cross: profiles of other traffic, reported
+    apart. residency_pct: share of expert bytes in slots. max_tokens: of the held-out file, for the replay.
+    prompts, generate_tokens: prompts served for real under each policy, and tokens generated for each.
+    """
+
+    tokens: Path
+    profile: Path
+    cross: tuple[Path, ...] = ()
+    residency_pct: float = 60.0
+    max_tokens: int | None = None
+    prompts: int = 8
+    generate_tokens: int = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What serving prompts under one policy gave; rates are medians over prompts, the first left out."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    device_bytes: int
+    slots_per_layer: tuple[int, ...]
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rung of the ladder; the serving fields are None where nothing is served (the bound)."""
+
+    policy: str
+    hit_rate: float
+    misses_per_token: float
+    hit_rate_by_layer: tuple[float, ...] | None
+    decode_tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    device_bytes: int | None = None
+    identical_tokens: bool | None = None
+    served_hit_rate: float | None = None
+    profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateReport:
+    """The ladder on held-out sessions."""
+
+    model: str
+    profile: Path
+    residency_pct: float
+    tokens: int
+    generated_tokens: int
+    prompts: int
+    rows: tuple[Row, ...]
+    cross: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `--json` writes it."""
+
+        def rows(found: Sequence[Row]) -> list[dict[str, Any]]:
+            return [{name: getattr(row, name) for name in Row.__slots__} for row in found]  # type: ignore[attr-defined]
+
+        return {
+            "model": self.model,
+            "profile": str(self.profile),
+            "residency_pct": self.residency_pct,
+            "tokens": self.tokens,
+            "generated_tokens": self.generated_tokens,
+            "prompts": self.prompts,
+            "rows": rows(self.rows),
+            "cross": rows(self.cross),
+        }
+
+
+def validate(
+    config: EngineConfig, options: ValidateOptions, deadlines: Deadlines, progress: Progress
+) -> ValidateReport:
+    """Replay and serve the ladder; raises what the files, the model or the daemon are refused for."""
+    if not 0 < options.residency_pct <= 100:
+        raise UsageError(f"--residency {options.residency_pct:g}: expected more than 0 and at most 100 percent")
+    with TokenFile(options.tokens) as file, tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
+        with _daemon(replace(config, policy="all"), deadlines, progress) as client:
+            model = client.ready.info["model"]
+            file.require_model(model["model_id"])
+            loaded = [profiles.load(p, model_id=model["model_id"])[0] for p in (options.profile, *options.cross)]
+            n_read = _record(client, file, options, Path(folder), progress)
+            trace = read_routing(Path(folder), model["model_id"])
+            prompts = _prompts(file, options.prompts, client.ready.info["ctx_tokens"] - options.generate_tokens)
+            served = {"all": _serve(client, prompts, options.generate_tokens, "all", progress)}
+        for name in LADDER[1:]:
+            rung = replace(config, policy=name, profile=options.profile, residency_pct=options.residency_pct)
+            with _daemon(rung, deadlines, progress) as client:
+                served[name] = _serve(client, prompts, options.generate_tokens, name, progress)
+
+    sizes, layers = model["expert_bytes"], model["moe_layers"]
+    own, *others = (p.counts[layers] for p in loaded)
+    rows = []
+    for step, name in enumerate(LADDER):
+        progress("replaying policies", step, len(LADDER) + 1)
+        placed = place(name, own, loaded[0], sizes, model["n_expert_used"], options.residency_pct)
+        assert placed.slots_per_layer == served[name].slots_per_layer, "the replay places as the engine does"
+        rows.append(_row(name, trace, placed, served[name], served["all"].tokens))
+    progress("replaying policies", len(LADDER), len(LADDER) + 1)
+    rows.append(_bound(trace, sizes, model["n_expert"], options.residency_pct))
+    cross = []
+    for path, counts, profile in zip(options.cross, others, loaded[1:], strict=True):
+        for name in ("static", "spark"):
+            placed = place(name, counts, profile, sizes, model["n_expert_used"], options.residency_pct)
+            cross.append(replace(_row(name, trace, placed, None, ()), profile=str(path)))
+    progress("replaying policies", len(LADDER) + 1, len(LADDER) + 1)
+    return ValidateReport(
+        str(config.model), options.profile, options.residency_pct, n_read, int(trace.generated.sum()),
+        len(prompts), tuple(rows), tuple(cross),
+    )  # fmt: skip
+
+
+def _daemon(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> DaemonClient:
+    return DaemonClient(
+        engine_command(config), deadlines=deadlines, on_loading=lambda done, total: progress("loading", done, total)
+    )
+
+
+def place(
+    name: str, counts: NDArray[np.int64], profile: Profile, sizes: Sequence[int], n_used: int, residency_pct: float
+) -> Placement:
+    """The placement of a rung of the ladder, as the engine makes it; counts int64 [L, E] of the MoE layers."""
+    n_expert = counts.shape[1]
+    budget = placement.residency_budget(n_expert, sizes, residency_pct)
+    match name:
+        case "all":
+            return placement.everything(n_expert, sizes)
+        case "uniform":
+            return placement.uniform(n_expert, sizes, budget)
+        case "lru":
+            return placement.lru(n_expert, sizes, budget)
+        case _:
+            share = profile.split_for(residency_pct) if name == "spark" else 0.0
+            return placement.greedy(counts, sizes, budget, n_expert_used=n_used, cache_fraction=share)
+
+
+# --- recording and serving ----------------------------------------------------------------------------
+
+
+def _record(
+    client: DaemonClient, file: TokenFile, options: ValidateOptions, folder: Path, progress: Progress
+) -> int:
+    total, read = min(file.n_tokens, options.max_tokens or file.n_tokens), 0
+    for window in file.windows():
+        if read >= total:
+            break
+        stream = client.score(
+            window.tokens, generated=window.generated, session_id=window.session_id, window=window.window,
+            trace_dir=folder,
+        )  # fmt: skip
+        for event in stream:
+            if isinstance(event, Done):
+                read += event.usage.prompt_tokens
+        progress("recording routing", min(read, total), total)
+    return read
+
+
+def _prompts(file: TokenFile, n_prompts: int, room: int) -> list[tuple[int, ...]]:
+    """What comes before the first generated token of windows spread over the file, one a session if it can be."""
+    by_session: dict[str, list[tuple[int, ...]]] = {}
+    for window in file.windows():
+        generated = np.flatnonzero(window.generated)
+        if generated.size and 0 < generated[0]:
+            end = int(generated[0])
+            start = max(0, end - min(PROMPT_TOKENS, room))
+            by_session.setdefault(window.session_id, []).append(tuple(int(t) for t in window.tokens[start:end]))
+    chosen: list[tuple[int, ...]] = []
+    while by_session and len(chosen) < n_prompts:
+        for session in list(by_session):
+            found = by_session[session].pop(0)
+            if found not in chosen:
+                chosen.append(found)
+            if not by_session[session]:
+                del by_session[session]
+    if not chosen:
+        raise UsageError("the held-out file has no turn to continue", hint="it needs at least one assistant turn")
+    return chosen[:n_prompts]
+
+
+def _serve(
+    client: DaemonClient, prompts: Sequence[tuple[int, ...]], n_tokens: int, name: str, progress: Progress
+) -> Served:
+    tokens, decode, prefill = [], [], []
+    hits = misses = 0
+    for i, prompt in enumerate(prompts):
+        progress(f"serving: {name}", i, len(prompts))
+        made: list[int] = []
+        for event in client.generate(prompt, max_tokens=n_tokens, stop_tokens=[]):
+            if isinstance(event, Tokens):
+                made += event.tokens
+            elif isinstance(event, Done):
+                decode.append((event.usage.completion_tokens - 1) / event.timing.decode_s)
+                prefill.append(event.usage.prompt_tokens / event.timing.prefill_s)
+                hits += event.residency["hits"]
+                misses += event.residency["misses"]
+        tokens.append(tuple(made))
+    progress(f"serving: {name}", len(prompts), len(prompts))
+    info = client.ready.info
+    rest = slice(1, None) if len(prompts) > 1 else slice(None)  # the first warms up
+    return Served(
+        tuple(tokens),
+        statistics.median(decode[rest]),
+        statistics.median(prefill[rest]),
+        info["plan"]["device_bytes"],
+        tuple(info["slots_per_layer"]),
+        hits / max(1, hits + misses),
+    )
+
+
+# --- rows ---------------------------------------------------------------------------------------------
+
+
+def _row(
+    name: str, trace: RoutingTrace, placed: Placement, served: Served | None, expected: tuple[tuple[int, ...], ...]
+) -> Row:
+    result = simulate.simulate(trace, placed, policy.LRU)
+    uses = np.maximum(result.hits + result.misses, 1)
+    row = Row(
+        name,
+        hit_rate=result.hit_rate,
+        misses_per_token=float(result.misses.sum()) / max(1, int(trace.generated.sum())),
+        hit_rate_by_layer=tuple((result.hits / uses).tolist()),
+    )
+    if served is None:
+        return row
+    return replace(
+        row,
+        decode_tokens_per_s=served.decode_tokens_per_s,
+        prefill_tokens_per_s=served.prefill_tokens_per_s,
+        device_bytes=served.device_bytes,
+        identical_tokens=served.tokens == expected,
+        served_hit_rate=served.hit_rate,
+    )
+
+
+def _bound(trace: RoutingTrace, sizes: Sequence[int], n_expert: int, residency_pct: float) -> Row:
+    budget = placement.residency_budget(n_expert, sizes, residency_pct)
+    n_generated = int(trace.generated.sum())
+    uses = n_generated * trace.experts.shape[1] * trace.experts.shape[2]
+    hits = simulate.belady(trace, sizes, budget)
+    return Row(
+        "belady",
+        hit_rate=hits / max(1, uses),
+        misses_per_token=(uses - hits) / max(1, n_generated),
+        hit_rate_by_layer=None,
+    )
