@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, RequestError, SparkError, UsageError
+from engine.kv import Sequence
 from engine.ops import F32
 from engine.profile import Profile
 from engine.protocol import (
@@ -36,6 +38,7 @@ from engine.runner import MAX_ROWS, Runner, Span
 from engine.sampling import SamplingParams, check_finite, sample
 from engine.trace import TraceWriter
 
+PAST_WEIGHT = 0.5  # what a profile keeps at least when a session is merged in
 DECODE_SLICE_S = 0.025  # decoded tokens are sent in groups: at most one event every 25 ms
 
 Work = Generator[list[Event], None, None]  # one list of events a unit of work, a Done at the end
@@ -154,7 +157,9 @@ class Engine:
 
     # --- the work of a request -------------------------------------------------------------------
 
-    def _prefill(self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Any) -> Generator[slice, None, None]:
+    def _prefill(
+        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Sequence
+    ) -> Generator[slice, None, None]:
         """Feed tokens chunk by chunk on the grid of absolute positions; the last token's logits are kept."""
         size = self.runner.chunk_tokens
         for start in range(0, len(tokens), size):
@@ -163,7 +168,7 @@ class Engine:
             self._result = self.runner.run([Span(sequence, tokens[part], counted[part], want)])
             yield part
 
-    def _generate(self, request: Generate, sequence: Any) -> Work:
+    def _generate(self, request: Generate, sequence: Sequence) -> Work:
         r, s = self.runner, request.sampling
         params = SamplingParams(
             s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed
@@ -173,7 +178,8 @@ class Engine:
         before = r.residency.counters()
         began = time.perf_counter()
         for part in self._prefill(prompt, np.zeros(len(prompt), bool), sequence):
-            yield [Progress(request.id, part.stop, len(prompt))]
+            if part.stop < len(prompt):
+                yield [Progress(request.id, part.stop, len(prompt))]
         prefill_s = time.perf_counter() - began
         history, made = list(request.tokens), 0
         limit = min(request.max_tokens, r.n_ctx - len(prompt))
@@ -202,36 +208,24 @@ class Engine:
         residency = r.residency.since(before)
         yield [*events, Done(request.id, usage, timing, residency, "stop" if reason == "stop" else "length")]
 
-    def _score(self, request: Score, sequence: Any) -> Work:
+    def _score(self, request: Score, sequence: Sequence) -> Work:
         r = self.runner
         tokens = np.asarray(request.tokens, np.int32)
         generated = np.ones(len(tokens), bool) if request.generated is None else np.asarray(request.generated)
         counted = generated if request.count == "generated" else np.ones(len(tokens), bool)
         r.capture_hidden(request.hidden)
         before = r.residency.counters()
-        trace = None
-        if request.trace_dir is not None:
-            c = r.config
-            trace = TraceWriter(
-                Path(request.trace_dir), r.file.model_id, n_layer=c.n_layer, n_expert=c.n_expert,
-                n_expert_used=c.n_expert_used, n_embd=c.n_embd, hidden=request.hidden,
-                name=f"{request.session_id}-{request.window}",
-            )  # fmt: skip
         logprobs = np.zeros(len(tokens))
         began = time.perf_counter()
-        try:
+        # A window is one part or more of the trace; one that fails leaves nothing behind it but whole parts.
+        with self._open_trace(request) as trace:
             for part in self._prefill(tokens, counted, sequence):
                 if request.logprobs:
                     self._log_probabilities(tokens, part, logprobs)
                 if trace is not None:
                     self._trace(trace, request, part, generated)
-                yield [Progress(request.id, part.stop, len(tokens))]
-            if trace is not None:
-                trace.close()
-        except BaseException:
-            if trace is not None:
-                trace.discard()
-            raise
+                if part.stop < len(tokens):
+                    yield [Progress(request.id, part.stop, len(tokens))]
         done = Done(
             request.id,
             Usage(len(tokens), 0),
@@ -241,6 +235,15 @@ class Engine:
             logprobs=tuple(logprobs[1:].tolist()) if request.logprobs else None,
         )
         yield [done]
+
+    def _open_trace(self, request: Score) -> AbstractContextManager[TraceWriter | None]:
+        if request.trace_dir is None:
+            return nullcontext()
+        c = self.runner.config
+        return TraceWriter(
+            Path(request.trace_dir), self.runner.file.model_id, c.n_expert_used, c.n_embd, request.hidden,
+            n_layer=c.n_layer, n_expert=c.n_expert,
+        )  # fmt: skip
 
     def _log_probabilities(self, tokens: NDArray[np.int32], part: slice, out: NDArray[np.float64]) -> None:
         # Position i - 1 predicts token i; the last position of all predicts a token nobody gave.
@@ -260,7 +263,7 @@ class Engine:
             request.session_id,
             positions.astype(np.int32),
             generated[part],
-            np.asarray(c.moe_layers, np.int16),
+            c.moe_layers,
             result.experts.swapaxes(0, 1),
             result.weights.swapaxes(0, 1),
             hidden,
@@ -293,7 +296,7 @@ class Engine:
             n_expert_used=c.n_expert_used,
             model_id=self.runner.file.model_id,
         )
-        return profiles.merge(base, self._counts())
+        return profiles.merge(base, self._counts(), PAST_WEIGHT)
 
     def profile(self, action: str, path: Path | None = None) -> dict[str, Any]:
         """Write what was learned to a profile file, read the raw counts, or reset them."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -20,22 +20,23 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engine import placement, simulate
 from engine import profile as profiles
-from engine import simulate
 from engine.config import EngineConfig
 from engine.errors import FileFormatError, SparkError, UsageError
 from engine.profile import Profile
-from engine.protocol import Done, Sampling
-from engine.trace import read_routing
-from spark.client import DaemonClient, Deadlines, RequestStream, engine_command
-from spark.tokens import TokenFile, Window
+from engine.protocol import Sampling
+from engine.trace import part_paths, read_routing
+from spark import replay
+from spark.client import DaemonClient, Deadlines
+from spark.replay import Progress
+from spark.tokens import TokensFile, Window, read_tokens
 
 CHECKPOINT_EVERY_S = 5.0
 SPLIT_TOKENS = 4096  # generated tokens on which splits of the slots are compared
+SPLIT_WINDOWS = 16
 SPLIT_RESIDENCIES = (20.0, 40.0, 60.0, 80.0)
 _CHECKPOINT = "# spark-checkpoint: "
-
-Progress = Callable[[str, int, int], None]  # what is being done, done so far, in total
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class _Tally:
     windows: int = 0
     tokens: int = 0
     generated_tokens: int = 0
+    trace_parts: int = 0
 
 
 def partial_path(out: Path) -> Path:
@@ -116,17 +118,13 @@ def calibrate(
     """
     if options.hidden and options.trace_dir is None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
-    with (
-        TokenFile(options.tokens) as file,
-        DaemonClient(
-            engine_command(config), deadlines=deadlines, on_loading=lambda a, b: progress("loading", a, b)
-        ) as client,
-    ):
+    file = read_tokens(options.tokens)
+    with replay.open_daemon(config, deadlines, progress) as client:
         model = client.ready.info["model"]
-        file.require_model(model["model_id"])
-        if file.max_window_tokens > client.ready.info["ctx_tokens"]:
+        replay.require_model(file, client)
+        if file.window > client.ready.info["ctx_tokens"]:
             raise UsageError(
-                f"windows of {file.max_window_tokens} tokens do not fit in the context of "
+                f"windows of {file.window} tokens do not fit in the context of "
                 f"{client.ready.info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
@@ -134,11 +132,15 @@ def calibrate(
         tally = _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
         if options.resume:
             tally = _load_checkpoint(options.out, fingerprint) or tally
+            if options.trace_dir is not None and options.trace_dir.exists():
+                # A window that was traced but not counted will be traced again.
+                for part in part_paths(options.trace_dir)[tally.trace_parts :]:
+                    part.unlink()
         resumed_tokens = tally.tokens
         began = time.monotonic()
         _count(client, file, options, tally, fingerprint, progress)
         seconds = time.monotonic() - began
-        sessions = {w.session_id for w in islice(file.windows(), tally.windows)}
+        sessions = {w.session_id for w in islice(file, tally.windows)}
         split = _split(client, file, tally, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
@@ -169,7 +171,7 @@ def calibrate(
 
 def _count(
     client: DaemonClient,
-    file: TokenFile,
+    file: TokensFile,
     options: CalibrateOptions,
     tally: _Tally,
     fingerprint: dict[str, Any],
@@ -180,15 +182,12 @@ def _count(
     client.profile("reset")
     saved = time.monotonic()
     try:
-        for window in islice(file.windows(), tally.windows, None):
+        for window in islice(file, tally.windows, None):
             if tally.tokens >= total:
                 break
-            run(
-                client.score(
-                    window.tokens, generated=window.generated, session_id=window.session_id, window=window.window,
-                    trace_dir=options.trace_dir, hidden=options.hidden, count=options.count,
-                )
-            )  # fmt: skip
+            replay.score(
+                client, window, trace_dir=options.trace_dir, hidden=options.hidden, count=options.count
+            )
             if options.generate_tokens:
                 _continue(client, window, options.generate_tokens)
             # Read back after every window: the tally never holds half of one.
@@ -196,6 +195,8 @@ def _count(
             tally.windows += 1
             tally.tokens += len(window.tokens)
             tally.generated_tokens += int(np.count_nonzero(window.generated))
+            if options.trace_dir is not None:
+                tally.trace_parts = len(part_paths(options.trace_dir))
             progress("calibrating", min(tally.tokens, total), total)
             if time.monotonic() - saved > CHECKPOINT_EVERY_S:
                 _save_checkpoint(options.out, tally, fingerprint)
@@ -205,20 +206,13 @@ def _count(
             _save_checkpoint(options.out, tally, fingerprint)
 
 
-def run(stream: RequestStream) -> Done:
-    """Wait for the end of a request."""
-    for event in stream:
-        if isinstance(event, Done):
-            return event
-    raise AssertionError("a stream ends with Done or raises")
-
-
 def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
     room = client.ready.info["ctx_tokens"] - len(window.tokens)
     if room > 0:
         # Sampled, since greedy text of a small model repeats itself; the seed makes it reproducible.
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
-        run(client.generate(window.tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
+        tokens = window.tokens.tolist()
+        replay.finish(client.generate(tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
 
 
 # --- checkpoint ---------------------------------------------------------------------------------------
@@ -240,6 +234,7 @@ def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any]) -> N
         "windows": tally.windows,
         "tokens": tally.tokens,
         "generated_tokens": tally.generated_tokens,
+        "trace_parts": tally.trace_parts,
         **fingerprint,
     }
     n_used = max(1, int(np.count_nonzero(tally.counts.sum(axis=0))))
@@ -268,51 +263,48 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
             f"expected {[fingerprint[k] for k in changed]}",
             hint="remove it, or resume with the options it was started with",
         )
-    return _Tally(profile.counts.copy(), state["windows"], state["tokens"], state["generated_tokens"])
+    done = (state[key] for key in ("windows", "tokens", "generated_tokens", "trace_parts"))
+    return _Tally(profile.counts.copy(), *done)
 
 
 # --- the split of the slots ---------------------------------------------------------------------------
 
 
-def _sample_windows(file: TokenFile, n_windows: int) -> Iterator[Window]:
+def _sample_windows(file: TokensFile, n_windows: int) -> Iterator[Window]:
     """Windows spread evenly over the first `n_windows`, until they hold SPLIT_TOKENS generated tokens."""
-    windows = list(islice(file.windows(), n_windows))
-    stride, found, taken = max(1, len(windows) // 16), 0, 0
-    for first in range(stride):
-        for window in windows[first::stride]:
-            if found >= SPLIT_TOKENS:
-                return
-            taken += 1
-            found += int(np.count_nonzero(window.generated))
-            yield window
+    stride = max(1, n_windows // min(SPLIT_WINDOWS, max(2, n_windows // 8)))
+    found = 0
+    for window in islice(file, 0, n_windows, stride):
+        if found >= SPLIT_TOKENS:
+            return
+        found += int(np.count_nonzero(window.generated))
+        yield window
 
 
 def _split(
-    client: DaemonClient, file: TokenFile, tally: _Tally, progress: Progress
+    client: DaemonClient, file: TokensFile, tally: _Tally, progress: Progress
 ) -> tuple[tuple[float, float], ...]:
     """For some residencies, the share of cache slots that misses least on a sample of the windows."""
     model = client.ready.info["model"]
     with tempfile.TemporaryDirectory(prefix="spark-split-") as folder:
         for window in _sample_windows(file, tally.windows):
-            run(
-                client.score(
-                    window.tokens, generated=window.generated, session_id=window.session_id, window=window.window,
-                    trace_dir=Path(folder),
-                )
-            )  # fmt: skip
+            replay.score(client, window, trace_dir=Path(folder))
         try:
             trace = read_routing(Path(folder), model["model_id"])
         except SparkError:
             return ()  # no window was counted
     if not trace.generated.any():
         return ()
-    found = []
-    sizes = model["expert_bytes"]
+    # What the sample itself added to the counts is taken out, so that no placement is judged on its own making.
+    counts = tally.counts[model["moe_layers"]]
+    rest = np.maximum(counts - trace.counts(), 0)
+    placed_by = rest if 2 * rest.sum() >= counts.sum() else None
+    sizes, found = model["expert_bytes"], []
     for i, pct in enumerate(SPLIT_RESIDENCIES):
         progress("choosing cache slots", i, len(SPLIT_RESIDENCIES))
-        budget = int(sum(sizes) * model["n_expert"] * pct / 100)
-        counts = tally.counts[model["moe_layers"]]
-        found.append((pct, simulate.best_split(trace, counts, sizes, budget).fraction))
+        budget = placement.residency_budget(model["n_expert"], sizes, pct)
+        split = simulate.best_split(trace, sizes, budget, counts=placed_by, max_tokens=SPLIT_TOKENS)
+        found.append((pct, split.cache_fraction))
     progress("choosing cache slots", len(SPLIT_RESIDENCIES), len(SPLIT_RESIDENCIES))
     return tuple(found)
 

@@ -88,14 +88,13 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
         def progress(label: str, done: int, total: int) -> None:
             if label not in tasks:
-                for task in tasks.values():
-                    bars.update(task, visible=False)
+                for other in tasks.values():
+                    bars.update(other, visible=False)
                 tasks[label] = bars.add_task(label, rate="", eta="")
-            task = next(t for t in bars.tasks if t.id == tasks[label])
-            elapsed = task.elapsed or 0.0
+            elapsed = next(t.elapsed for t in bars.tasks if t.id == tasks[label]) or 0.0
             rate = done / elapsed if elapsed > 0.5 and done else 0.0
             bars.update(
-                task.id, completed=done, total=total, visible=True,
+                tasks[label], completed=done, total=total, visible=True,
                 rate=f"{rate:,.0f}/s" if rate else "", eta=f"{(total - done) / rate:,.0f} s left" if rate else "",
             )  # fmt: skip
 
@@ -142,14 +141,14 @@ def token_file(model: Path, given: Path, progress: Callable[[str, int, int], Non
     """A token file: `given` itself, or what its sessions (JSONL) are tokenized to for this run."""
     import tempfile
 
-    from spark.tokens import DEFAULT_WINDOW_TOKENS, tokenize
+    from spark.tokens import tokenize
 
     if given.suffix != ".jsonl":
         yield given
         return
     with tempfile.TemporaryDirectory(prefix="spark-tokens-") as folder:
         path = Path(folder) / "tokens.parquet"
-        tokenize(model, given, path, DEFAULT_WINDOW_TOKENS, lambda done, total: progress("tokenizing", done, total))
+        tokenize(model, given, path, progress=lambda done, total: progress("tokenizing", done, total))
         yield path
 
 
@@ -234,8 +233,8 @@ def calibrate(
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress, token_file(model, data, progress) as tokens:
         options = calibration.CalibrateOptions(
-            tokens, target, count.value, generate, trace, hidden, max_tokens, resume  # type: ignore[arg-type]
-        )  # fmt: skip
+            tokens, target, count.value, generate, trace, hidden, max_tokens, resume
+        )
         try:
             report = calibration.calibrate(engine_config(model, device, threads), options, deadlines, progress)
         except BaseException:

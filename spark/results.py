@@ -72,14 +72,15 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     text = json.dumps({**report, **provenance()}, indent=1) + "\n"
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            temporary = Path(file.name)
             try:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
+                temporary.chmod(0o644)
+                temporary.replace(path)
             except BaseException:
-                os.unlink(file.name)
+                temporary.unlink()
                 raise
     except OSError as error:
         raise SparkError(f"cannot write {path}: {error.strerror}", hint="is there such a folder, and room?") from error

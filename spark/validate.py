@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,14 @@ from engine.config import CachePolicy, EngineConfig
 from engine.errors import UsageError
 from engine.placement import Placement
 from engine.profile import Profile
-from engine.protocol import Done, Tokens
 from engine.trace import RoutingTrace, read_routing
-from spark.client import DaemonClient, Deadlines, engine_command
-from spark.tokens import TokenFile
+from spark import replay
+from spark.client import DaemonClient, Deadlines
+from spark.replay import Progress
+from spark.tokens import TokensFile, read_tokens
 
 LADDER: tuple[CachePolicy, ...] = ("all", "uniform", "static", "lru", "spark")
 PROMPT_TOKENS = 512
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,11 @@ def validate(
     """Replay and serve the ladder; raises what the files, the model or the daemon are refused for."""
     if not 0 < options.residency_pct <= 100:
         raise UsageError(f"--residency {options.residency_pct:g}: expected more than 0 and at most 100 percent")
-    with TokenFile(options.tokens) as file, tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
-        with _daemon(replace(config, policy="all"), deadlines, progress) as client:
+    file = read_tokens(options.tokens)
+    with tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
+        with replay.open_daemon(replace(config, policy="all"), deadlines, progress) as client:
             model = client.ready.info["model"]
-            file.require_model(model["model_id"])
+            replay.require_model(file, client)
             loaded = [profiles.load(p, model_id=model["model_id"])[0] for p in (options.profile, *options.cross)]
             n_read = _record(client, file, options, Path(folder), progress)
             trace = read_routing(Path(folder), model["model_id"])
@@ -128,7 +128,7 @@ def validate(
             served = {"all": _serve(client, prompts, options.generate_tokens, "all", progress)}
         for name in LADDER[1:]:
             rung = replace(config, policy=name, profile=options.profile, residency_pct=options.residency_pct)
-            with _daemon(rung, deadlines, progress) as client:
+            with replay.open_daemon(rung, deadlines, progress) as client:
                 served[name] = _serve(client, prompts, options.generate_tokens, name, progress)
 
     sizes, layers = model["expert_bytes"], model["moe_layers"]
@@ -153,12 +153,6 @@ def validate(
     )  # fmt: skip
 
 
-def _daemon(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> DaemonClient:
-    return DaemonClient(
-        engine_command(config), deadlines=deadlines, on_loading=lambda done, total: progress("loading", done, total)
-    )
-
-
 def place(
     name: str, counts: NDArray[np.int64], profile: Profile, sizes: Sequence[int], n_used: int, residency_pct: float
 ) -> Placement:
@@ -181,29 +175,23 @@ def place(
 
 
 def _record(
-    client: DaemonClient, file: TokenFile, options: ValidateOptions, folder: Path, progress: Progress
+    client: DaemonClient, file: TokensFile, options: ValidateOptions, folder: Path, progress: Progress
 ) -> int:
     total, read = min(file.n_tokens, options.max_tokens or file.n_tokens), 0
-    for window in file.windows():
+    for window in file:
         if read >= total:
             break
-        stream = client.score(
-            window.tokens, generated=window.generated, session_id=window.session_id, window=window.window,
-            trace_dir=folder,
-        )  # fmt: skip
-        for event in stream:
-            if isinstance(event, Done):
-                read += event.usage.prompt_tokens
+        read += replay.score(client, window, trace_dir=folder).usage.prompt_tokens
         progress("recording routing", min(read, total), total)
     return read
 
 
-def _prompts(file: TokenFile, n_prompts: int, room: int) -> list[tuple[int, ...]]:
+def _prompts(file: TokensFile, n_prompts: int, room: int) -> list[tuple[int, ...]]:
     """What comes before the first generated token of windows spread over the file, one a session if it can be."""
     by_session: dict[str, list[tuple[int, ...]]] = {}
-    for window in file.windows():
+    for window in file:
         generated = np.flatnonzero(window.generated)
-        if generated.size and 0 < generated[0]:
+        if generated.size and generated[0] > 0:
             end = int(generated[0])
             start = max(0, end - min(PROMPT_TOKENS, room))
             by_session.setdefault(window.session_id, []).append(tuple(int(t) for t in window.tokens[start:end]))
@@ -227,15 +215,11 @@ def _serve(
     hits = misses = 0
     for i, prompt in enumerate(prompts):
         progress(f"serving: {name}", i, len(prompts))
-        made: list[int] = []
-        for event in client.generate(prompt, max_tokens=n_tokens, stop_tokens=[]):
-            if isinstance(event, Tokens):
-                made += event.tokens
-            elif isinstance(event, Done):
-                decode.append((event.usage.completion_tokens - 1) / event.timing.decode_s)
-                prefill.append(event.usage.prompt_tokens / event.timing.prefill_s)
-                hits += event.residency["hits"]
-                misses += event.residency["misses"]
+        made, done = replay.finish(client.generate(prompt, max_tokens=n_tokens, stop_tokens=[]))
+        decode.append((done.usage.completion_tokens - 1) / done.timing.decode_s)
+        prefill.append(done.usage.prompt_tokens / done.timing.prefill_s)
+        hits += done.residency["hits"]
+        misses += done.residency["misses"]
         tokens.append(tuple(made))
     progress(f"serving: {name}", len(prompts), len(prompts))
     info = client.ready.info
@@ -278,12 +262,10 @@ def _row(
 
 def _bound(trace: RoutingTrace, sizes: Sequence[int], n_expert: int, residency_pct: float) -> Row:
     budget = placement.residency_budget(n_expert, sizes, residency_pct)
-    n_generated = int(trace.generated.sum())
-    uses = n_generated * trace.experts.shape[1] * trace.experts.shape[2]
-    hits = simulate.belady(trace, sizes, budget)
+    bound = simulate.belady(trace, sizes, budget)
     return Row(
         "belady",
-        hit_rate=hits / max(1, uses),
-        misses_per_token=(uses - hits) / max(1, n_generated),
-        hit_rate_by_layer=None,
+        hit_rate=bound.hit_rate,
+        misses_per_token=float(bound.misses.sum()) / max(1, int(trace.generated.sum())),
+        hit_rate_by_layer=None,  # the bound shares one budget among all layers
     )

@@ -1,0 +1,62 @@
+"""Recorded windows through a daemon: the one place that calibration and validation feed a model from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from engine.config import EngineConfig
+from engine.errors import WrongModelError
+from engine.protocol import Done, Event, Tokens
+from spark.client import DaemonClient, Deadlines, engine_command
+from spark.tokens import TokensFile, Window
+
+Progress = Callable[[str, int, int], None]  # what is being done, done so far, in total
+
+
+def open_daemon(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> DaemonClient:
+    """Start the daemon and wait until it is ready, reporting bytes loaded under the label `loading`."""
+    command = engine_command(config)
+    return DaemonClient(command, deadlines=deadlines, on_loading=lambda done, total: progress("loading", done, total))
+
+
+def require_model(file: TokensFile, client: DaemonClient) -> None:
+    """Raise WrongModelError, showing both ids, unless the token file was made for the daemon's model."""
+    found, expected = file.origin.model_id, client.ready.info["model"]["model_id"]
+    if found != expected:
+        raise WrongModelError(
+            f"{file.path} was made for model {found}, this is model {expected}",
+            hint="tokenize the sessions again with this model",
+        )
+
+
+def finish(events: Iterable[Event]) -> tuple[list[int], Done]:
+    """Wait for the end of a request: the tokens it produced and its Done."""
+    tokens: list[int] = []
+    done = None
+    for event in events:
+        if isinstance(event, Tokens):
+            tokens += event.tokens
+        elif isinstance(event, Done):
+            done = event
+    assert done is not None, "a stream ends with Done or raises"
+    return tokens, done
+
+
+def score(
+    client: DaemonClient,
+    window: Window,
+    *,
+    trace_dir: Path | None = None,
+    hidden: bool = False,
+    count: Literal["generated", "all"] = "generated",
+) -> Done:
+    """Feed a window teacher-forced; its routing is counted, and traced where `trace_dir` is given."""
+    _, done = finish(
+        client.score(
+            window.tokens.tolist(), generated=window.generated.tolist(), session_id=window.session_id,
+            window=window.window, trace_dir=trace_dir, hidden=hidden, count=count,
+        )
+    )  # fmt: skip
+    return done
