@@ -174,9 +174,23 @@ def extract_sessions(
     )  # fmt: skip
     with progress_bars() as progress:
         report = extract(options, lambda done, total: progress("reading logs", done, total))
-    for title, columns, rows in report.tables():
-        table(title, columns, rows)
+    show_extraction(report.to_json())
     save(json_file, report.to_json())
+
+
+def show_extraction(report: dict[str, Any]) -> None:
+    """Print what was read, what was skipped and why."""
+    rows: list[tuple[str, object]] = [
+        ("log files", report["files"]),
+        *((f"sessions, {side}", n) for side, n in report["sessions"].items()),
+        ("messages", f"{report['messages']:,}"),
+        *((f"tokens, {role}", f"{n:,}") for role, n in report["tokens"].items()),
+        *((f"{what} tokens, {p}", f"{n:,}") for what in ("prompt", "context")
+          for p, n in report[f"{what}_tokens"].items()),
+        *((f"skipped: {reason}", n) for reason, n in report["skipped_lines"].items()),
+        *((f"redacted: {kind}", n) for kind, n in report["redacted"].items()),
+    ]  # fmt: skip
+    table(f"Sessions (token counts: {report['token_counter']})", ["", "count"], rows)
 
 
 @app.command()

@@ -269,5 +269,5 @@ def tiny(rng: np.random.Generator) -> tuple[Config, dict[str, F32]]:
         if "norm" in name:
             tensors[name] = 1 + np.float32(0.3) * values
         else:
-            tensors[name] = values * np.float32(1.5 / np.sqrt(shape[-1]))
+            tensors[name] = values * np.float32(1.0 if name == "token_embd.weight" else 1.2 / np.sqrt(shape[-1]))
     return config, tensors

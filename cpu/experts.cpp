@@ -1,0 +1,125 @@
+// The expert FFN. Twin: expert_ffn of engine/ops/reference.py.
+//
+// 1. The step's fetches, in parallel. 2. Tokens are grouped by expert and the normed residual quantized.
+// 3. Chunks of 32 rows of gate and up of every expert: silu(gate) * up of a chunk is one block of
+// activations, quantized where it was computed. 4. Chunks of rows of down, all experts of a chunk, so the
+// same thread folds them in rank order and adds them to the residual. One loop each, over all experts.
+#include <algorithm>
+#include <cstring>
+
+#include "workspace.h"
+
+using namespace spark;
+
+namespace {
+
+const uint8_t *at(uint64_t address) { return reinterpret_cast<const uint8_t *>(uintptr_t(address)); }
+
+void fetch(spark_workspace &ws, const spark_experts &bank, const int32_t *rows, int64_t n) {
+    constexpr int64_t kPiece = 128 * 1024;
+    int64_t pieces[3];
+    for (int part = 0; part < 3; part++)
+        pieces[part] = (bank.part_bytes[part] + kPiece - 1) / kPiece;
+    const int64_t of_expert = pieces[0] + pieces[1] + pieces[2];
+    ws.pool.run(n * of_expert, [&](int64_t item, int) {
+        const int32_t *row = rows + item / of_expert * 3;
+        int64_t piece = item % of_expert;
+        int part = 0;
+        while (piece >= pieces[part])
+            piece -= pieces[part++];
+        const int64_t first = piece * kPiece, size = std::min(kPiece, bank.part_bytes[part] - first);
+        auto *to = const_cast<uint8_t *>(at(bank.slot_ptr[row[1] * 3 + part])) + first;
+        if (bank.poison)
+            std::memset(to, 0xff, size_t(size));
+        std::memcpy(to, at(bank.home_ptr[row[0] * 3 + part]) + first, size_t(size));
+    });
+}
+
+// Pairs (token, rank) in the order of their experts; returns the number of experts in use.
+int64_t group_pairs(spark_workspace &ws, const int32_t *experts, int64_t T, int64_t n_used, int64_t n_expert) {
+    int64_t *uses = ws.uses.get(), n_groups = 0, next = 0;
+    for (int64_t i = 0; i < T * n_used; i++)
+        uses[experts[i]]++;
+    for (int64_t e = 0; e < n_expert; e++) {
+        if (!uses[e])
+            continue;
+        ws.groups.get()[n_groups++] = {e, next, next + uses[e]};
+        const int64_t first = next;
+        next += uses[e];
+        uses[e] = first;
+    }
+    for (int64_t i = 0; i < T * n_used; i++) {
+        const int64_t place = uses[experts[i]]++;
+        ws.pair_token.get()[place] = int32_t(i / n_used);
+        ws.place_of_pair.get()[i] = int32_t(place);
+    }
+    for (int64_t g = 0; g < n_groups; g++)
+        uses[ws.groups.get()[g].expert] = 0;
+    return n_groups;
+}
+
+} // namespace
+
+extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t T, int64_t n_used,
+                                    const int32_t *experts, const float *weights, const spark_experts *bank,
+                                    const int32_t *fetch_rows, const int32_t *fetch_count, float *x) {
+    const Kernels &k = ws->kernels;
+    const int64_t D = bank->n_embd, F = bank->n_ff, n_fetch = *fetch_count, ff_supers = supers(F);
+    if (out_of_range(experts, T * n_used, bank->n_expert) || n_fetch < 0 || n_fetch > bank->n_expert)
+        return SPARK_BAD_INDEX;
+    for (int64_t i = 0; i < n_fetch; i++)
+        if (out_of_range(fetch_rows + 3 * i, 1, bank->n_expert) || out_of_range(fetch_rows + 3 * i + 1, 1, bank->n_slots))
+            return SPARK_BAD_INDEX;
+    fetch(*ws, *bank, fetch_rows, n_fetch);
+
+    const int64_t n_groups = group_pairs(*ws, experts, T, n_used, bank->n_expert);
+    const Group *groups = ws->groups.get();
+    auto part = [&](int64_t expert, int which, int64_t rows, int64_t cols) -> Weights {
+        const int64_t type = bank->type[which];
+        return {at(bank->expert_ptr[expert * 3 + which]), rows, cols, row_bytes(type, cols), type};
+    };
+
+    const Inputs in{ws->activations.get(), h, supers(D), D};
+    if (!is_float(bank->type[0]) || !is_float(bank->type[1]))
+        ws->rows(T, double(D) / 4, [&](int64_t first, int64_t last, int) {
+            for (int64_t t = first; t < last; t++)
+                k.quantize(h + t * D, D, ws->activations.get() + t * in.supers);
+        });
+
+    const bool plain = is_float(bank->type[2]);
+    const int64_t ff_chunks = (F + kChunkRows - 1) / kChunkRows;
+    ws->pool.run(n_groups * ff_chunks, [&](int64_t item, int thread) {
+        const Group &g = groups[item / ff_chunks];
+        const int64_t chunk = item % ff_chunks, first = chunk * kChunkRows, last = std::min(first + kChunkRows, F);
+        const Weights gate = part(g.expert, 0, F, D), up = part(g.expert, 1, F, D);
+        float *gated = ws->expert_scratch.get() + thread * ws->expert_floats, *upped = gated + kGroupTokens * kChunkRows;
+        for (int64_t start = g.first; start < g.last; start += kGroupTokens) {
+            const int64_t n = std::min(kGroupTokens, g.last - start);
+            const int32_t *tokens = ws->pair_token.get() + start;
+            k.product(gate, first, last, in, tokens, n, gated, kChunkRows);
+            k.product(up, first, last, in, tokens, n, upped, kChunkRows);
+            for (int64_t i = 0; i < n; i++) {
+                float *z = plain ? ws->plain_hidden.get() + (start + i) * F + first : gated + i * kChunkRows;
+                k.silu_mul(gated + i * kChunkRows, upped + i * kChunkRows, last - first, z);
+                if (!plain)
+                    k.quantize_block(z, chunk, ws->hidden.get() + (start + i) * ff_supers);
+            }
+        }
+    });
+
+    const Inputs hidden{ws->hidden.get(), ws->plain_hidden.get(), ff_supers, F};
+    const int64_t chunks = (D + kChunkRows - 1) / kChunkRows;
+    ws->pool.run(T ? chunks : 0, [&](int64_t item, int thread) {
+        const int64_t first = item * kChunkRows, last = std::min(first + kChunkRows, D);
+        float *y = ws->expert_scratch.get() + thread * ws->expert_floats; // [pairs][kChunkRows]
+        for (const Group *g = groups; g < groups + n_groups; g++) {
+            const Inputs of_group{hidden.quantized + g->first * ff_supers, hidden.plain + g->first * F, ff_supers, F};
+            k.product(part(g->expert, 2, D, F), first, last, of_group, nullptr, g->last - g->first,
+                      y + g->first * kChunkRows, kChunkRows);
+        }
+        for (int64_t t = 0; t < T; t++)
+            k.fold_experts(x + t * D + first, weights + t * n_used, y, ws->place_of_pair.get() + t * n_used, kChunkRows,
+                           n_used, last - first);
+    });
+    return SPARK_OK;
+}

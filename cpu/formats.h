@@ -1,0 +1,257 @@
+// Panels: kRows rows by 256 weights of a block format, unpacked for integer dot products.
+//
+// A panel holds w[p][i]: in group r, bytes 4i..4i+3 of blocks p, 2+p, 4+p, 6+p of row r. So a register of
+// sums has one float lane for each block, and no sum is taken across lanes until a row ends. `load` takes
+// a panel from memory; `multiply` adds its terms for one activation vector to the float lanes acc[p]
+// (docs/arithmetic.md, "A row of a product"). Weights are read as they lie in the file, at any alignment.
+#pragma once
+
+#include "math.h"
+
+namespace {
+
+using spark::Activations;
+
+struct Lanes {
+    F acc[2]; // by parity of the block
+};
+
+inline B group_constant(int32_t a, int32_t b, int32_t c, int32_t d) {
+    const int32_t values[4] = {a, b, c, d};
+    return repeat_bytes(values);
+}
+
+// The binary16 at offset + step * g (g = 0..3) of each row.
+inline F strided_halves(const uint8_t *const *rows, size_t offset, size_t step) {
+    alignas(64) uint16_t words[kWidth];
+    for (int r = 0; r < kRows; r++)
+        for (int g = 0; g < 4; g++)
+            words[4 * r + g] = load_u16(rows[r] + offset + step * g);
+    return load_half(words);
+}
+
+// --- one scale a block: Q8_0, Q4_0, IQ4_XS
+
+// minus_sum << shift starts the sums: it takes an offset of 2^shift off every weight.
+template <int wide, int shift> struct ScaledPanel {
+    B w[2][8];
+    F scale[2];
+
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++) {
+            const I start = shift < 0 ? zero_ints() : shift_left<shift < 0 ? 0 : shift>(repeat_ints(a.minus_sum[p]));
+            const F total = to_float(dot<8, wide>(start, w[p], a.q[p]));
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), scale[p] * total, lanes.acc[p]);
+        }
+    }
+};
+constexpr int kSignedShift = kBiasedDot ? 7 : -1;
+
+struct Q8_0 : ScaledPanel<0, kSignedShift> {
+    static constexpr int kBytes = 34, kElements = 32;
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++) {
+            for (int half = 0; half < 2; half++) {
+                B in[4];
+                for (int g = 0; g < 4; g++)
+                    in[g] = load_rows(rows, offset + 34 * (2 * g + p) + 2 + 16 * half);
+                transpose(in, w[p] + 4 * half);
+            }
+            for (int i = 0; i < 8; i++)
+                w[p][i] = biased(w[p][i]);
+            scale[p] = strided_halves(rows, offset + 34 * p, 68);
+        }
+    }
+    static float term(const uint8_t *block, const int8_t *q) {
+        int32_t total = 0;
+        for (int i = 0; i < 32; i++)
+            total += int8_t(block[2 + i]) * q[i];
+        return half_to_float(load_u16(block)) * float(total);
+    }
+};
+
+struct Q4_0 : ScaledPanel<8, 3> {
+    static constexpr int kBytes = 18, kElements = 32;
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++) {
+            B in[4], packed[4];
+            for (int g = 0; g < 4; g++)
+                in[g] = load_rows(rows, offset + 18 * (2 * g + p) + 2);
+            transpose(in, packed);
+            for (int i = 0; i < 4; i++) {
+                w[p][i] = low_nibbles(packed[i]);
+                w[p][4 + i] = high_nibbles(packed[i]);
+            }
+            scale[p] = strided_halves(rows, offset + 18 * p, 36);
+        }
+    }
+    static float term(const uint8_t *block, const int8_t *q) {
+        int32_t total = 0;
+        for (int i = 0; i < 16; i++)
+            total += ((block[2 + i] & 15) - 8) * q[i] + ((block[2 + i] >> 4) - 8) * q[16 + i];
+        return half_to_float(load_u16(block)) * float(total);
+    }
+};
+
+constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+struct IQ4_XS : ScaledPanel<0, kSignedShift> {
+    static constexpr int kBytes = 136, kElements = 256;
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        const B table = biased(repeat_bytes(kIQ4Values));
+        const B header = load_rows(rows, offset); // d, 16 bits of high scale bits, 4 bytes of low nibbles
+        const F d = half_word<0>(header);
+        for (int p = 0; p < 2; p++) {
+            B in[4], packed[4];
+            for (int g = 0; g < 4; g++)
+                in[g] = load_rows(rows, offset + 8 + 16 * (2 * g + p));
+            transpose(in, packed);
+            for (int i = 0; i < 4; i++) {
+                w[p][i] = look_up(table, low_nibbles(packed[i]));
+                w[p][4 + i] = look_up(table, high_nibbles(packed[i]));
+            }
+            const I at = as_ints(group_constant(4 * p, 8 + 4 * p, 16 + 4 * p, 24 + 4 * p));
+            const I high_at = as_ints(group_constant(16 + 2 * p, 20 + 2 * p, 24 + 2 * p, 28 + 2 * p));
+            const B low = and_bytes(shift_right_by(repeat_dword<1>(header), at), as_bytes(splat_int(15)));
+            const B high = and_bytes(shift_right_by(repeat_dword<0>(header), high_at), as_bytes(splat_int(3)));
+            const I scales = as_ints(or_bytes(low, as_bytes(shift_left<4>(as_ints(high)))));
+            scale[p] = d * to_float(add_ints(scales, splat_int(-32)));
+        }
+    }
+};
+
+// --- a scale and a minimum a block: Q4_K, Q5_K
+
+template <int wide> struct MinimumPanel {
+    B w[2][8];
+    F scale[2], minimum[2];
+
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++) {
+            const F total = to_float(dot<8, wide>(zero_ints(), w[p], a.q[p]));
+            const F u = fma_minus(scale[p], total, minimum[p] * repeat_floats(a.sum[p]));
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), u, lanes.acc[p]);
+        }
+    }
+
+    // d, dmin and 12 bytes of 6-bit scales and minimums: four low bytes of each, four of shared high parts.
+    void load_scales(const uint8_t *const *rows, size_t offset) {
+        alignas(16) static constexpr uint8_t kLow[16] = {4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15};
+        alignas(16) static constexpr uint8_t kTop[16] = {128, 128, 128, 128, 4, 5, 6, 7, 128, 128, 128, 128, 8, 9, 10, 11};
+        const B header = load_rows(rows, offset);
+        const B spread = look_up(header, repeat_bytes(kLow)); // [L, H, M, H]
+        const B low = and_bytes(shift_right_by(spread, as_ints(group_constant(0, 0, 0, 4))),
+                                group_constant(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f));
+        const B top = and_bytes(shift_right_by(look_up(header, repeat_bytes(kTop)), splat_int(2)), splat_byte(0x30));
+        const B six = or_bytes(low, top); // 8 scales, 8 minimums
+        const F d = half_word<0>(header), dmin = half_word<1>(header);
+        for (int p = 0; p < 2; p++) {
+            scale[p] = d * to_float(as_ints(spread_bytes(six, p)));
+            minimum[p] = dmin * to_float(as_ints(spread_bytes(six, 8 + p)));
+        }
+    }
+
+    // Bytes first, first + 2, first + 4, first + 6 as dwords.
+    static B spread_bytes(B v, int first) {
+        const int32_t blank = int32_t(0x80808000);
+        return look_up(v, group_constant(blank | first, blank | (first + 2), blank | (first + 4), blank | (first + 6)));
+    }
+
+    void load_nibbles(const uint8_t *const *rows, size_t offset) {
+        for (int half = 0; half < 2; half++) {
+            B in[4], packed[4];
+            for (int g = 0; g < 4; g++)
+                in[g] = load_rows(rows, offset + 32 * g + 16 * half);
+            transpose(in, packed);
+            for (int i = 0; i < 4; i++) {
+                w[0][4 * half + i] = low_nibbles(packed[i]);
+                w[1][4 * half + i] = high_nibbles(packed[i]);
+            }
+        }
+    }
+};
+
+struct Q4_K : MinimumPanel<8> {
+    static constexpr int kBytes = 144, kElements = 256;
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_scales(rows, offset);
+        load_nibbles(rows, offset + 16);
+    }
+};
+
+struct Q5_K : MinimumPanel<4> {
+    static constexpr int kBytes = 176, kElements = 256;
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_scales(rows, offset);
+        load_nibbles(rows, offset + 48);
+        for (int half = 0; half < 2; half++) { // bit b of byte l: the fifth bit of element l of block b
+            const B high = load_rows(rows, offset + 16 + 16 * half);
+            add_fifth_bit<0>(high, half);
+            add_fifth_bit<1>(high, half);
+            add_fifth_bit<2>(high, half);
+            add_fifth_bit<3>(high, half);
+        }
+    }
+    template <int i> void add_fifth_bit(B high, int half) {
+        const B dword = repeat_dword<i>(high);
+        for (int p = 0; p < 2; p++) {
+            const B bit = and_bytes(shift_right_by(dword, as_ints(group_constant(p, 2 + p, 4 + p, 6 + p))), splat_byte(1));
+            w[p][4 * half + i] = or_bytes(w[p][4 * half + i], as_bytes(shift_left<4>(as_ints(bit))));
+        }
+    }
+};
+
+// --- integer scales of half blocks: Q6_K
+
+struct Q6_K {
+    static constexpr int kBytes = 210, kElements = 256;
+    B w[2][8];
+    F scale, half_scale[2][2]; // [half][p]; exact integers
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        // In each half of 128: low nibbles of 64 bytes are blocks 0 and 1, high ones 2 and 3; byte l of the
+        // 32 with high bits has two bits for element l of each of the four. Columns are taken in the order
+        // blocks 0, 4, 1, 5 (low) and 2, 6, 3, 7 (high), so that zipping them gives 0, 2, 4, 6 and 1, 3, 5, 7.
+        for (int half = 0; half < 2; half++) {
+            const size_t at = offset + 16 * half;
+            const B in[4] = {load_rows(rows, at), load_rows(rows, at + 64), load_rows(rows, at + 32), load_rows(rows, at + 96)};
+            B packed[4];
+            transpose(in, packed);
+            const B first = load_rows(rows, at + 128), second = load_rows(rows, at + 160);
+            const B low_pair = zip_low32(first, second), high_pair = zip_high32(first, second);
+            const B bits[4] = {repeat_qword<0>(low_pair), repeat_qword<1>(low_pair), repeat_qword<0>(high_pair),
+                               repeat_qword<1>(high_pair)};
+            for (int i = 0; i < 4; i++) {
+                const B low_bits = shift_left_by(bits[i], as_ints(group_constant(4, 4, 2, 2)));
+                const B high_bits = shift_right_by(bits[i], as_ints(group_constant(0, 0, 2, 2)));
+                const B low = or_bytes(low_nibbles(packed[i]), and_bytes(low_bits, splat_byte(0x30)));
+                const B high = or_bytes(high_nibbles(packed[i]), and_bytes(high_bits, splat_byte(0x30)));
+                w[0][4 * half + i] = zip_low32(low, high);
+                w[1][4 * half + i] = zip_high32(low, high);
+            }
+        }
+        const I scales = as_ints(load_rows(rows, offset + 192)); // dword g: the four halves of blocks 2g, 2g + 1
+        half_scale[0][0] = to_float(shift_right_signed<24>(shift_left<24>(scales)));
+        half_scale[1][0] = to_float(shift_right_signed<24>(shift_left<16>(scales)));
+        half_scale[0][1] = to_float(shift_right_signed<24>(shift_left<8>(scales)));
+        half_scale[1][1] = to_float(shift_right_signed<24>(scales));
+        scale = half_word<7>(load_rows(rows, offset + 194));
+    }
+
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++) {
+            const F first = to_float(dot<4, 2>(repeat_ints(a.minus_half[0][p]), w[p], a.q[p]));
+            const F second = to_float(dot<4, 2>(repeat_ints(a.minus_half[1][p]), w[p] + 4, a.q[p] + 4));
+            // Integers below 2^24 all along: float arithmetic is exact here.
+            const F total = fma(half_scale[0][p], first, half_scale[1][p] * second);
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), scale * total, lanes.acc[p]);
+        }
+    }
+};
+
+} // namespace

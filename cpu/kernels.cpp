@@ -1,0 +1,23 @@
+// One instruction set's kernels. CMake compiles this file once for each, with its flags and
+// SPARK_KERNELS set to the name of the table. Everything here has internal linkage: an inline
+// function shared between sets could be linked from the wrong one.
+#include "kernels.h"
+
+#if defined(__AVX512BW__)
+#include "vector_avx512.h"
+#elif defined(__AVX2__)
+#include "vector_avx2.h"
+#else
+#include "vector_portable.h"
+#endif
+
+#include "attention.h"
+#include "product.h"
+
+namespace spark {
+
+// In the order of kernels.h.
+extern const Kernels SPARK_KERNELS = {product, quantize, quantize_block, rms_norm,  rotate, store_f16, store_q8,
+                                      silu_mul, add, fold_experts, exp_minus, sum32, attend};
+
+} // namespace spark

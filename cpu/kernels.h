@@ -1,0 +1,99 @@
+// What an instruction set offers to the operations: one table of functions, the same bits in each.
+//
+// kernels.cpp is compiled once for every instruction set; choose_kernels picks a table at run time.
+// Inputs of products are laid out as the vector code wants them ("quantized" below).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "spark_cpu.h"
+
+namespace spark {
+
+constexpr int kBlock = 32;       // elements that share a scale
+constexpr int kSuper = 256;      // elements of a panel of weights, eight blocks
+constexpr int kLanes = 32;       // of every reduction (docs/arithmetic.md)
+constexpr int kKVBlock = 64;     // positions of a KV block
+constexpr int kMaxHeadDim = 512; // of attention's scratch memory
+
+// Eight blocks of activations in 8 bits. Block 2g+p is column g of half p. A register of weights holds
+// dword i (bytes 4i..4i+3) of four blocks of one parity, so q has the same order.
+struct alignas(32) Activations {
+    int8_t q[2][8][16];          // [p][i][4g + byte]
+    float d[2][4];               // scales
+    float sum[2][4];             // of each block's q
+    int32_t minus_sum[2][4];     // the same, negated
+    int32_t minus_half[2][2][4]; // [half of 16][p][g]: -32 times the sum of that half's q
+};
+static_assert(sizeof(Activations) == 416);
+
+struct Inputs {
+    const Activations *quantized; // [T][supers]
+    const float *plain;           // [T][cols], for float weights
+    int64_t supers, cols;
+};
+
+struct Weights {
+    const uint8_t *data;
+    int64_t rows, cols, row_bytes;
+    int64_t type;
+};
+
+// Scores and values of a group of query heads that share one KV head, for a few tokens of a sequence.
+struct AttentionTile {
+    const float *q;         // [T][n_head][head_dim]
+    float *out;             // [T][n_head][head_dim]
+    const int32_t *table;   // physical block of each logical block
+    const int32_t *position; // [T]
+    const spark_kv *kv;
+    int64_t first_token, last_token; // [first, last) of the step
+    int64_t first_head, last_head;   // [first, last), all reading kv_head
+    int64_t n_head, kv_head;
+    float scale;
+    float *scratch; // attention_scratch_floats(head_dim, queries)
+};
+
+constexpr int64_t kTileQueries = 64; // tokens times heads of an AttentionTile
+
+constexpr int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+constexpr int64_t attention_scratch_floats(int64_t head_dim) {
+    const int64_t width = padded(head_dim, 16);
+    return 2 * kKVBlock * width + kTileQueries * (2 * width + 32) + 2 * kKVBlock;
+}
+
+struct Kernels {
+    // out[i * stride + r - first] = row r of w against activation row index[i] (i without an index).
+    void (*product)(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
+                    float *out, int64_t stride);
+    void (*quantize)(const float *x, int64_t n, Activations *row); // n a multiple of 32
+    void (*quantize_block)(const float *x, int64_t block, Activations *row);
+    void (*rms_norm)(const float *x, const float *weight, int64_t n, float eps, float *y);
+    void (*rotate)(float *x, const float *cosines, const float *sines, int64_t half);
+    void (*store_f16)(const float *x, int64_t n, uint16_t *y);
+    void (*store_q8)(const float *x, int64_t n, int8_t *q, uint16_t *scale); // n a multiple of 32
+    void (*silu_mul)(const float *gate, const float *up, int64_t n, float *z);
+    void (*add)(float *x, const float *y, int64_t n);
+    // x[i] += fold over a of w[a] * y[row[a]][i]
+    void (*fold_experts)(float *x, const float *w, const float *y, const int32_t *row, int64_t stride, int64_t n_used,
+                         int64_t n);
+    void (*exp)(const float *x, float minus, int64_t n, float *y); // exp(x - minus)
+    float (*sum)(const float *x, int64_t n);
+    void (*attend)(const AttentionTile &tile);
+};
+
+extern const Kernels kernels_portable;
+#ifdef SPARK_X86
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
+#endif
+
+int best_isa();
+const Kernels *choose_kernels(int isa); // nullptr: this machine or this build lacks it
+
+int64_t row_bytes(int64_t type, int64_t cols);
+inline bool is_float(int64_t type) { return type == SPARK_F32 || type == SPARK_F16 || type == SPARK_BF16; }
+
+void dequantize_row(int64_t type, const uint8_t *row, int64_t cols, float *y);
+
+} // namespace spark

@@ -1,0 +1,132 @@
+// The choice of experts and what the slots make of it. Twins: route of engine/ops/reference.py and
+// advance of engine/policy.py, which specifies every decision (docs/residency.md).
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "workspace.h"
+
+using namespace spark;
+
+namespace {
+
+// Larger first; NaN is smaller than everything.
+inline bool larger(float a, float b) { return a > b || (b != b && a == a); }
+
+// The n_used largest logits, ties to the smaller index; always distinct.
+void top_experts(const float *logits, int64_t n_expert, int64_t n_used, int32_t *chosen) {
+    int64_t n = 0;
+    for (int64_t e = 0; e < n_expert; e++) {
+        if (n == n_used && !larger(logits[e], logits[chosen[n - 1]]))
+            continue;
+        int64_t at = n < n_used ? n++ : n - 1;
+        for (; at > 0 && larger(logits[e], logits[chosen[at - 1]]); at--)
+            chosen[at] = chosen[at - 1];
+        chosen[at] = int32_t(e);
+    }
+}
+
+void weigh(const Kernels &k, const float *logits, int64_t n_expert, const int32_t *chosen, int64_t n_used,
+           bool renormalize, float *weights, float *terms) {
+    float top = -std::numeric_limits<float>::infinity();
+    for (int64_t e = 0; e < n_expert; e++)
+        top = logits[e] > top ? logits[e] : top;
+    float total;
+    if (renormalize) {
+        for (int64_t a = 0; a < n_used; a++)
+            weights[a] = logits[chosen[a]];
+        k.exp(weights, top, n_used, weights);
+        total = weights[0];
+        for (int64_t a = 1; a < n_used; a++)
+            total = total + weights[a];
+    } else {
+        k.exp(logits, top, n_expert, terms);
+        total = k.sum(terms, n_expert);
+        for (int64_t a = 0; a < n_used; a++)
+            weights[a] = terms[chosen[a]];
+    }
+    for (int64_t a = 0; a < n_used; a++)
+        weights[a] = weights[a] / total;
+}
+
+// The unpinned slot with the lowest (score, slot) whose expert this step does not use, or -1.
+int64_t victim(const spark_slots &s, int64_t begin, int64_t end, const int64_t *uses) {
+    int64_t best = -1;
+    for (int64_t slot = begin; slot < end; slot++) {
+        if (s.pinned[slot] || (s.expert_of[slot] >= 0 && uses[s.expert_of[slot]]))
+            continue;
+        if (best < 0 || s.score[slot] < s.score[best])
+            best = slot;
+    }
+    return best;
+}
+
+int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const int32_t *experts, int64_t T,
+                int64_t n_used, const uint8_t *counted, int64_t gain, int64_t cap, int32_t *fetches) {
+    const int64_t E = s.n_expert, begin = s.slot_begin[layer], end = s.slot_begin[layer + 1];
+    int32_t *slot_of = s.slot_of + layer * E, *missing = ws.order.get();
+    int64_t *counts = s.counts + layer * E, *uses = ws.uses.get();
+    uint64_t *expert_ptr = s.expert_ptr + layer * E * 3;
+    const uint64_t *home_ptr = s.home_ptr + layer * E * 3;
+    const int64_t clock = ++s.clock[layer];
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t a = 0; a < n_used; a++) {
+            const int32_t e = experts[t * n_used + a];
+            uses[e]++;
+            if (counted[t]) {
+                counts[e]++;
+                (slot_of[e] >= 0 ? s.hits : s.misses)[layer]++;
+            }
+        }
+    int64_t n_missing = 0;
+    for (int64_t e = 0; e < E; e++) {
+        if (!uses[e])
+            continue;
+        const int32_t slot = slot_of[e];
+        if (slot < 0)
+            missing[n_missing++] = int32_t(e);
+        else if (!s.pinned[slot])
+            s.score[slot] = std::min(std::max(s.score[slot], clock) + gain, clock + cap);
+    }
+    std::sort(missing, missing + n_missing,
+              [uses](int32_t a, int32_t b) { return uses[a] != uses[b] ? uses[a] > uses[b] : a < b; });
+    int32_t n = 0;
+    for (int64_t i = 0; i < n_missing; i++) {
+        const int64_t slot = victim(s, begin, end, uses);
+        if (slot < 0 || s.score[slot] > clock + gain)
+            break; // the next victims could only be worse
+        const int32_t leaves = s.expert_of[slot], enters = missing[i];
+        if (leaves >= 0) {
+            slot_of[leaves] = -1;
+            std::copy_n(home_ptr + leaves * 3, 3, expert_ptr + leaves * 3);
+        }
+        slot_of[enters] = int32_t(slot);
+        s.expert_of[slot] = enters;
+        std::copy_n(s.slot_ptr + slot * 3, 3, expert_ptr + enters * 3);
+        s.score[slot] = clock + std::min(gain, cap);
+        fetches[3 * n] = enters;
+        fetches[3 * n + 1] = int32_t(slot);
+        fetches[3 * n + 2] = leaves;
+        n++;
+    }
+    std::fill_n(uses, E, 0);
+    return n;
+}
+
+} // namespace
+
+extern "C" int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used, int32_t renormalize,
+                               const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
+                               int64_t cap, int32_t *experts, float *weights, int32_t *fetch_rows,
+                               int32_t *fetch_count) {
+    const int64_t E = state->n_expert;
+    ws->rows(T, double(E) * 2, [&](int64_t first, int64_t last, int thread) {
+        float *terms = ws->expert_scratch.get() + thread * ws->expert_floats;
+        for (int64_t t = first; t < last; t++) {
+            top_experts(logits + t * E, E, n_used, experts + t * n_used);
+            weigh(ws->kernels, logits + t * E, E, experts + t * n_used, n_used, renormalize != 0, weights + t * n_used, terms);
+        }
+    });
+    *fetch_count = advance(*ws, *state, layer, experts, T, n_used, counted, gain, cap, fetch_rows);
+    return SPARK_OK;
+}

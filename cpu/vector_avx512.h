@@ -1,0 +1,132 @@
+// Vectors of four rows of four blocks: AVX-512 F, BW, VL, DQ, and VNNI where the compiler is told so.
+// The interface is vector_portable.h's.
+#pragma once
+
+#include <immintrin.h>
+
+#include "half.h"
+
+namespace {
+
+constexpr int kRows = 4;
+constexpr int kWidth = 4 * kRows;
+#ifdef __AVX512VNNI__
+constexpr bool kBiasedDot = true;
+#else
+constexpr bool kBiasedDot = false;
+#endif
+
+typedef __m512i B;
+typedef __m512i I;
+typedef __m512 F;
+
+inline __m128i load_16(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
+
+// --- loads and stores
+inline B load_rows(const uint8_t *const *rows, size_t offset) {
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(rows[0] + offset)), load_16(rows[1] + offset), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(rows[2] + offset)), load_16(rows[3] + offset), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+inline B repeat_bytes(const void *p) { return _mm512_broadcast_i32x4(load_16(p)); }
+inline I repeat_ints(const int32_t *p) { return repeat_bytes(p); }
+inline F repeat_floats(const float *p) { return _mm512_castsi512_ps(repeat_bytes(p)); }
+inline F load(const float *p) { return _mm512_loadu_ps(p); }
+inline void store(float *p, F v) { _mm512_storeu_ps(p, v); }
+inline void store_group(float *p, F v, int i) {
+    const __m128 parts[4] = {_mm512_castps512_ps128(v), _mm512_extractf32x4_ps(v, 1), _mm512_extractf32x4_ps(v, 2),
+                             _mm512_extractf32x4_ps(v, 3)};
+    _mm_storeu_ps(p, parts[i]);
+}
+inline F splat(float f) { return _mm512_set1_ps(f); }
+inline I splat_int(int32_t i) { return _mm512_set1_epi32(i); }
+inline B splat_byte(uint8_t b) { return _mm512_set1_epi8(char(b)); }
+inline F load_half(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p))); }
+inline F load_bf16(const void *p) {
+    const __m256i words = _mm256_loadu_si256(static_cast<const __m256i *>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+inline F load_int8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(p))); }
+inline void store_half(uint16_t *p, F v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// --- within groups
+inline B zip_low32(B a, B b) { return _mm512_unpacklo_epi32(a, b); }
+inline B zip_high32(B a, B b) { return _mm512_unpackhi_epi32(a, b); }
+inline B zip_low64(B a, B b) { return _mm512_unpacklo_epi64(a, b); }
+inline B zip_high64(B a, B b) { return _mm512_unpackhi_epi64(a, b); }
+template <int k> inline B repeat_dword(B a) { return _mm512_shuffle_epi32(a, _MM_PERM_ENUM(k * 0x55)); }
+template <int k> inline B repeat_qword(B a) { return _mm512_shuffle_epi32(a, _MM_PERM_ENUM(k ? 0xee : 0x44)); }
+inline B look_up(B table, B index) { return _mm512_shuffle_epi8(table, index); }
+inline F swap_pairs(F v) { return _mm512_permute_ps(v, 0x4e); }
+inline F swap_neighbors(F v) { return _mm512_permute_ps(v, 0xb1); }
+template <int k> inline F half_word(B a) {
+    const __m512i rows = _mm512_set_epi64(0, 0, 0, 0, (24 + k) * 0x0001000100010001, (16 + k) * 0x0001000100010001,
+                                          (8 + k) * 0x0001000100010001, k * 0x0001000100010001);
+    return _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi16(rows, a)));
+}
+
+// --- bytes and integers
+inline B and_bytes(B a, B b) { return _mm512_and_si512(a, b); }
+inline B or_bytes(B a, B b) { return _mm512_or_si512(a, b); }
+inline B low_nibbles(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+inline B high_nibbles(B a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+inline B shift_right_by(B a, I counts) { return _mm512_srlv_epi32(a, counts); }
+inline B shift_left_by(B a, I counts) { return _mm512_sllv_epi32(a, counts); }
+template <int n> inline I shift_left(I a) { return _mm512_slli_epi32(a, n); }
+template <int n> inline I shift_right_signed(I a) { return _mm512_srai_epi32(a, n); }
+inline I as_ints(B a) { return a; }
+inline B as_bytes(I a) { return a; }
+inline B float_bytes(F v) { return _mm512_castps_si512(v); }
+inline F byte_floats(B v) { return _mm512_castsi512_ps(v); }
+inline I zero_ints() { return _mm512_setzero_si512(); }
+inline I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
+
+template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q)[16]) {
+#ifdef __AVX512VNNI__
+    for (int s = 0; s < steps; s++)
+        init = _mm512_dpbusd_epi32(init, w[s], repeat_bytes(q[s]));
+#else
+    const I ones = _mm512_set1_epi16(1);
+    constexpr int group = wide ? wide : 1;
+    for (int s = 0; s < steps; s += group) {
+        I pairs = _mm512_setzero_si512();
+        for (int t = s; t < s + group; t++) {
+            const B a = repeat_bytes(q[t]);
+            // Signed weights: |w| times q with the sign of w; a pair stays below 2 * 128 * 127 < 2^15.
+            const I two = wide ? _mm512_maddubs_epi16(w[t], a)
+                               : _mm512_maddubs_epi16(_mm512_abs_epi8(w[t]),
+                                                      _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(w[t]),
+                                                                           _mm512_setzero_si512(), a));
+            pairs = t == s ? two : _mm512_add_epi16(pairs, two);
+        }
+        init = _mm512_add_epi32(init, _mm512_madd_epi16(pairs, ones));
+    }
+#endif
+    return init;
+}
+inline B biased(B w) { return kBiasedDot ? _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80))) : w; }
+
+// --- floats
+inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F fma_minus(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
+inline F max_of(F a, F b) { return _mm512_max_ps(a, b); }
+inline F clamp_above(F v, float top) { return _mm512_min_ps(splat(top), v); }
+inline F zero_where_below(F v, F x, float bound) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(bound), _CMP_NLT_UQ), v);
+}
+inline I magnitude_bits(F v) { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff)); }
+inline I max_ints(I a, I b) { return _mm512_max_epi32(a, b); }
+inline int32_t largest(I v) { return _mm512_reduce_max_epi32(v); }
+inline float largest(F v) { return _mm512_reduce_max_ps(v); }
+inline F round_even(F v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F two_to(F n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+inline void store_rounded(int8_t *p, F v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+
+} // namespace

@@ -1,0 +1,20 @@
+"""`python -m engine MODEL.gguf ...`: the daemon with the real engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from engine import daemon
+from engine.config import EngineConfig
+
+
+def _open_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> daemon.Engine:
+    # Imported only now: whatever the engine's libraries print when they load must not reach stdout.
+    from engine.scheduler import Engine
+
+    return Engine(config, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(daemon.run(_open_engine))

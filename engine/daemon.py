@@ -1,0 +1,318 @@
+"""The daemon: reads requests on stdin, drives an engine step by step, writes events to stdout.
+
+Only events ever reach stdout: the real one is kept under a private descriptor and descriptor 1 points
+at stderr from before the engine is loaded, so a C library that prints cannot break the protocol.
+One thread reads stdin; everything else happens in the main thread, requests between two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, Protocol
+
+from engine import protocol
+from engine.config import DEVICES, KV_TYPES, POLICIES, EngineConfig
+from engine.errors import EXIT_INTERRUPTED, CancelledError, CapacityError, RequestError, SparkError
+
+MAX_WAITING = 256  # requests that are unanswered at once
+_INBOX_LINES = 64  # lines read ahead of the main thread
+_STALLED_S = 1.0  # how long a stopping daemon waits for a client that reads nothing
+_LOADING_EVERY_S = 0.2
+_WORKING_EVERY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the daemon drives; `engine.scheduler.Engine` is the real one."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+
+    def hello(self) -> dict[str, Any]:
+        """Say what was loaded, for the Ready event."""
+
+    def ready(self) -> dict[str, Any]:
+        """Give the memory plan and the effective settings, for the Ready event."""
+
+    def submit(self, request: protocol.Generate | protocol.Score) -> None:
+        """Take a request, or raise RequestError."""
+
+    def step(self) -> list[protocol.Event]:
+        """Do one step of work; the events it produced, among them a request's final Done or Error."""
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a request, of which no further event comes; False where there is none."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters."""
+
+    def profile(self, action: str, path: Path | None) -> dict[str, Any]:
+        """Write, reset or read the routing counts."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+OpenEngine = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
+
+
+def run(open_engine: OpenEngine, arguments: Sequence[str] | None = None) -> int:
+    """Run the daemon until its input ends, a signal comes or it is told to; the exit status.
+
+    arguments: the command line; None: that of the process. A failure to load is one Error event
+    without an id, and the status is the error's. An end that was asked for gives 0, Ctrl-C 130.
+    """
+    config = parse_arguments(arguments)
+    inbox = _Inbox()
+    output = _Output(_take_stdout(), inbox)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
+    inbox.start()
+    try:
+        try:
+            engine = _load(open_engine, config, inbox, output)
+            try:
+                _serve(engine, inbox, output)
+            finally:
+                engine.close()
+        except SparkError as error:
+            _log.error("%s: %s", error.code, error.message)
+            output.emit(protocol.error_event(None, error))
+            return error.exit_code
+    except _Stopped as stop:
+        _log.info("stopped: %s", stop)
+    return EXIT_INTERRUPTED if inbox.signal == signal.SIGINT else 0
+
+
+class _Stopped(BaseException):
+    """Nothing is left to do. Not an Exception, so that no handler in the engine takes it for a failure."""
+
+
+class _Inbox:
+    """Lines from stdin, and what tells the daemon to stop: the end of stdin or a signal."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._ended = False
+        self._lines: SimpleQueue[Any] = SimpleQueue()
+        self._room = threading.Semaphore(_INBOX_LINES)
+        self._wake = object()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal came or stdin ended, though lines read before may be left."""
+        return self._ended or self.signal is not None
+
+    def start(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        threading.Thread(target=self._read, name="stdin", daemon=True).start()
+
+    def take(self, *, wait: bool) -> Iterator[bytes | None]:
+        """Give the lines that came, None for one that was too long; `wait` for the first.
+
+        Raises _Stopped at the end of stdin and, before any line that is left, after a signal.
+        """
+        while self.signal is None:
+            try:
+                line = self._lines.get(block=wait)
+            except Empty:
+                return
+            if line is self._wake:
+                break
+            self._room.release()
+            yield line
+            wait = False
+        raise _Stopped("stdin ended" if self.signal is None else signal.Signals(self.signal).name)
+
+    def _read(self) -> None:
+        for line in protocol.read_lines(sys.stdin.fileno()):
+            self._room.acquire()
+            self._lines.put(line)
+        self._ended = True
+        self._lines.put(self._wake)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._lines.put(self._wake)  # SimpleQueue.put may be called in a signal handler
+
+
+def _take_stdout() -> int:
+    """Keep the real stdout under a new descriptor and point descriptor 1 at stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return kept
+
+
+class _Output:
+    """Writes events; raises _Stopped when nobody reads them."""
+
+    def __init__(self, fd: int, inbox: _Inbox) -> None:
+        self.emitted_s = time.monotonic()
+        self._fd = fd
+        self._inbox = inbox
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    def emit(self, event: protocol.Event) -> None:
+        started_s = time.monotonic()
+        left = memoryview(protocol.format_line(event))
+        while left:
+            if self._poll.poll(1000 * _STALLED_S):
+                try:
+                    # A pipe that polls as writable takes PIPE_BUF bytes without blocking.
+                    left = left[os.write(self._fd, left[: select.PIPE_BUF]) :]
+                except BrokenPipeError:
+                    raise _Stopped("stdout was closed") from None
+            elif self._inbox.stopping and time.monotonic() > started_s + _STALLED_S:
+                raise _Stopped("stdout is not read")
+        self.emitted_s = time.monotonic()
+
+
+def _load(open_engine: OpenEngine, config: EngineConfig, inbox: _Inbox, output: _Output) -> Engine:
+    """Announce the daemon, open the engine and announce that too."""
+    output.emit(protocol.Hello(protocol.PROTOCOL, {"model": str(config.model), "pid": os.getpid()}))
+    reported_s = 0.0
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal reported_s
+        if inbox.stopping:
+            raise _Stopped("while loading")
+        if done_bytes >= total_bytes or time.monotonic() > reported_s + _LOADING_EVERY_S:
+            output.emit(protocol.Loading(done_bytes, total_bytes))
+            reported_s = time.monotonic()
+
+    try:
+        engine = open_engine(config, progress)
+    except MemoryError:
+        raise CapacityError("there is not enough memory to load the model") from None
+    except OSError as error:
+        raise SparkError(f"the model cannot be loaded: {error}") from error
+    output.emit(protocol.Ready({**engine.hello(), **engine.ready()}))
+    return engine
+
+
+def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
+    """Answer requests until there is a reason to stop; cancels what then still runs."""
+    running: set[int] = set()
+    try:
+        while True:
+            for line in inbox.take(wait=not engine.busy):
+                for event in _answer(line, engine, running):
+                    output.emit(event)
+            events = engine.step() if engine.busy else []
+            for event in events:
+                if isinstance(event, protocol.Done | protocol.Error) and event.id is not None:
+                    running.discard(event.id)
+                output.emit(event)
+            if running and time.monotonic() > output.emitted_s + _WORKING_EVERY_S:
+                output.emit(protocol.Working(len(running)))
+    except _Stopped:
+        for request_id in sorted(running):
+            engine.cancel(request_id)
+            output.emit(protocol.error_event(request_id, CancelledError("the daemon is stopping")))
+        raise
+
+
+def _answer(line: bytes | None, engine: Engine, running: set[int]) -> Iterator[protocol.Event]:
+    """Handle one line; gives the events that answer it at once, if any."""
+    given: dict[str, Any] = {}
+    try:
+        if line is None:
+            raise RequestError(f"a line of more than {protocol.MAX_LINE_BYTES} bytes")
+        given = protocol.decode(line)
+        yield from _handle(protocol.request_from(given), engine, running)
+    except (SparkError, OSError) as error:
+        known = error if isinstance(error, SparkError) else SparkError(str(error))
+        request_id = given.get("id")
+        named = type(request_id) is int and 0 <= request_id <= protocol.MAX_ID
+        yield protocol.error_event(request_id if named else None, known)
+
+
+def _handle(request: protocol.Request, engine: Engine, running: set[int]) -> Iterator[protocol.Event]:
+    match request:
+        case protocol.Generate() | protocol.Score():
+            if request.id in running:
+                raise RequestError(f"field 'id': request {request.id} is still running")
+            if len(running) >= MAX_WAITING:
+                raise RequestError(f"{MAX_WAITING} requests are waiting already", hint="send it again later")
+            engine.submit(request)
+            running.add(request.id)
+        case protocol.Cancel():
+            found = request.target in running and engine.cancel(request.target)
+            yield protocol.Cancelled(request.id, request.target, found)
+            if found:
+                running.discard(request.target)
+                yield protocol.error_event(request.target, CancelledError("the client cancelled it"))
+        case protocol.Stats():
+            yield protocol.StatsReport(request.id, engine.stats())
+        case protocol.ProfileRequest():
+            path = None if request.path is None else Path(request.path)
+            yield protocol.ProfileReport(request.id, engine.profile(request.action, path))
+        case protocol.Ping():
+            yield protocol.Pong(request.id)
+        case protocol.Shutdown():
+            yield protocol.Bye(request.id)
+            raise _Stopped("told to")
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def read(value: str) -> int:
+        if not value.isdecimal() or int(value) < low:
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, found {value!r}")
+        return int(value)
+
+    return read
+
+
+def _percentage(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0.0 <= number <= 100.0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 100, found {value!r}")
+    return number
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
+    """Read the daemon's command line, one flag for each field of EngineConfig; exits with 2 for a bad one."""
+    default = EngineConfig(model=Path())
+    parser = argparse.ArgumentParser(
+        prog="python -m engine",
+        description="Loads a model and serves the line protocol: requests on stdin, events on stdout, logs on stderr.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL.gguf", help="the model; of a split one, its first part")
+    add("--device", choices=DEVICES, help="where to compute (default: auto, CUDA where there is a GPU)")
+    add("--policy", choices=POLICIES, help="what the slots do (default: all)")
+    add("--profile", type=Path, help="routing counts to place experts by")
+    add("--residency-pct", type=_percentage, help="share of all expert bytes held in slots (default: 100)")
+    add(
+        "--cache-slots",
+        type=_at_least(0),
+        help="slots of each layer that are cache, under the policy spark (default: chosen)",
+    )
+    add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
+    add("--kv-type", choices=KV_TYPES, help="type of the KV cache (default: f16)")
+    add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: 512)")
+    add("--threads", type=_at_least(1), help="CPU threads (default: one a physical core)")
+    add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
+    parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)[1:]})
+    return EngineConfig(**vars(parser.parse_args(arguments)))

@@ -1,0 +1,141 @@
+"""The daemon as an asynchronous server sees it: restarted when it died, its events awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine import protocol
+from engine.errors import DeadlineError, SparkError
+from spark.client import DaemonClient, Deadlines, RequestStream
+
+_log = logging.getLogger(__name__)
+
+
+class Backend:
+    """A daemon that is there when it is needed.
+
+    command: called for the command of each start. deadlines: of the daemon; a single request that takes
+    longer than `total_s` is cancelled and leaves the daemon and the others alone. learned_profile: where
+    the daemon's counts are written, None: nowhere. Raises what DaemonClient raises.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[], Sequence[str]],
+        deadlines: Deadlines,
+        learned_profile: Path | None,
+        on_loading: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+    ) -> None:
+        self._command = command
+        self._deadlines = deadlines
+        self._learned_profile = learned_profile
+        self._served = 0  # requests since the counts were last written
+        self._lock = threading.Lock()
+        self._client = self._start(on_loading)
+
+    @property
+    def ready(self) -> protocol.Ready:
+        """What the daemon last said of itself."""
+        return self._client.ready
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon runs; if not, the next request starts it."""
+        return self._client.alive
+
+    @property
+    def total_s(self) -> float | None:
+        """How long one request may take."""
+        return self._deadlines.total_s
+
+    def client(self) -> DaemonClient:
+        """Return the daemon's client, after a start if it died; counts as a request served."""
+        with self._lock:
+            if not self._client.alive:
+                self._client.close()
+                _log.warning("the daemon is gone; starting it again")
+                self._client = self._start()
+            self._served += 1
+            return self._client
+
+    def save(self) -> None:
+        """Write what the daemon has learned, if there is anything new."""
+        with self._lock:
+            if self._learned_profile is not None and self._served and self._client.alive:
+                self._client.profile("write", self._learned_profile)
+                self._served = 0
+
+    def close(self) -> None:
+        """Save, and end the daemon."""
+        try:
+            self.save()
+        except SparkError as error:
+            _log.error("the profile could not be saved: %s", error.message)
+        finally:
+            self._client.close()
+
+    def _start(self, on_loading: Callable[[int, int], None] = lambda done_bytes, total_bytes: None) -> DaemonClient:
+        deadlines = replace(self._deadlines, total_s=None)
+        return DaemonClient(self._command(), deadlines=deadlines, on_loading=on_loading)
+
+
+class Generation:
+    """A Generate request, followed by a thread of its own, whose events are awaited in the event loop."""
+
+    def __init__(self, backend: Backend, tokens: Sequence[int], max_tokens: int, sampling: protocol.Sampling) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[protocol.Event | BaseException] = asyncio.Queue()
+        self._total_s = backend.total_s
+        self._end_s = None if self._total_s is None else time.monotonic() + self._total_s
+        self._stream: RequestStream | None = None
+        self._cancelled = self._over = False
+        arguments = (backend, tokens, max_tokens, sampling)
+        threading.Thread(target=self._follow, args=arguments, name="generation", daemon=True).start()
+
+    async def next(self, patience_s: float) -> protocol.Event | None:
+        """Wait for the next event, `patience_s` at most (then None); raises what the request failed with."""
+        left_s = patience_s if self._end_s is None else min(patience_s, self._end_s - time.monotonic())
+        try:
+            event = await asyncio.wait_for(self._events.get(), max(0.0, left_s))
+        except TimeoutError:
+            if left_s < patience_s:
+                raise DeadlineError(f"the reply was not finished after {self._total_s:g} s") from None
+            return None
+        self._over = isinstance(event, protocol.Done | BaseException)
+        if isinstance(event, BaseException):
+            raise event
+        return event
+
+    def cancel(self) -> None:
+        """Have the daemon end it, unless it is over."""
+        self._cancelled = True
+        if self._stream is not None and not self._over:
+            self._loop.run_in_executor(None, self._end, self._stream)
+
+    @staticmethod
+    def _end(stream: RequestStream) -> None:
+        with contextlib.suppress(SparkError):
+            stream.cancel()
+
+    def _follow(self, backend: Backend, tokens: Sequence[int], max_tokens: int, sampling: protocol.Sampling) -> None:
+        try:
+            client = backend.client()
+            stream = client.generate(tokens, max_tokens=max_tokens, sampling=sampling)
+            self._stream = stream
+            if self._cancelled:
+                self._end(stream)
+            for event in stream:
+                self._post(event)
+        except Exception as error:  # raised again by `next`, in the event loop
+            self._post(error)
+
+    def _post(self, event: protocol.Event | BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -1,0 +1,187 @@
+"""Extraction of sessions from coding agents' logs: Claude Code and Codex, old and new formats.
+
+Both formats are unstable, so everything is optional: what is not understood is counted and passed over.
+Logs are read one root session after the other, and a session's text waits in a spool, so memory does
+not grow with the size of the logs (nor with that of a single one).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from engine.errors import FileFormatError, SparkError, UsageError
+from spark.extract import claude, codex
+from spark.extract.conversation import Conversation, messages
+from spark.extract.intake import Intake
+from spark.extract.report import ESTIMATE, Report, Tally, estimate_tokens
+from spark.extract.roots import Group, group_claude, group_codex, list_logs
+from spark.sessions import Message, SessionWriter, root_of, split_rank
+
+__all__ = ["ExtractOptions", "Report", "extract"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractOptions:
+    """What to extract and where to.
+
+    out_dir: gets train.jsonl and test.jsonl; made if it does not exist.
+    claude_dir, codex_dir: the programs' home folders (or any folder with such logs); None takes
+        CLAUDE_CONFIG_DIR or ~/.claude, with ~/.config/claude, and CODEX_HOME or ~/.codex.
+    test_frac: share of the root sessions that goes to test.jsonl, 0 to 1.
+    redact: replace secrets.
+    """
+
+    out_dir: Path
+    source: Literal["claude", "codex", "both"] = "both"
+    claude_dir: Path | None = None
+    codex_dir: Path | None = None
+    test_frac: float = 0.2
+    redact: bool = True
+
+
+def extract(
+    options: ExtractOptions,
+    progress: Callable[[int, int], None],
+    *,
+    count_tokens: Callable[[str], int] | None = None,
+) -> Report:
+    """Read the logs and write train.jsonl and test.jsonl, both whole or neither.
+
+    progress: called with bytes read and bytes in all. count_tokens: counts for the report; without it
+    tokens are estimated. A fraction between 0 and 1 leaves a root session on each side if there are two.
+    Raises UsageError for a fraction out of range, FileFormatError where there are no logs, SparkError
+    when the output cannot be written.
+    """
+    if not 0 <= options.test_frac <= 1:
+        raise UsageError(f"the test fraction is {options.test_frac}, expected 0 to 1")
+    logs = {family: list_logs(homes, _FOLDERS[family]) for family, homes in _homes(options).items()}
+    total = sum(size for files in logs.values() for _, size in files)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(min(done, total), total)
+
+    intake = Intake(redact=options.redact, advance=advance, spool_dir=options.out_dir)
+    tally = Tally(count_tokens or estimate_tokens)
+    progress(0, total)
+    try:
+        options.out_dir.mkdir(parents=True, exist_ok=True)
+        sessions = _write(options, _conversations(logs, intake), tally)
+    except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
+        message = f"{options.out_dir} cannot be written: {error.strerror}"
+        raise SparkError(message, hint="choose another --out-dir") from error
+    return Report(
+        files=sum(map(len, logs.values())),
+        sessions=sessions,
+        messages=tally.messages,
+        tokens=dict(sorted(tally.tokens.items())),
+        prompt_tokens=tally.prompt_percentiles(),
+        context_tokens=tally.context_percentiles(),
+        token_counter=ESTIMATE if count_tokens is None else "tokenizer",
+        skipped_lines=dict(sorted(intake.skipped.items())),
+        dropped_blocks=dict(sorted(intake.dropped.items())),
+        redacted=dict(sorted(intake.redacted.items())),
+    )
+
+
+_FOLDERS = {"claude": ("projects",), "codex": ("sessions", "archived_sessions")}
+
+
+def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
+    """The folders to search, by family; a folder that was named must exist, one of all must."""
+    homes: dict[str, list[Path]] = {}
+    tried: list[Path] = []
+    for family, given, defaults in (
+        ("claude", options.claude_dir, _default_claude_dirs),
+        ("codex", options.codex_dir, _default_codex_dirs),
+    ):
+        if options.source not in (family, "both"):
+            continue
+        if given is not None and not given.is_dir():
+            raise FileFormatError(f"{given} is no folder", hint=f"give --{family}-dir the program's home folder")
+        candidates = [given] if given is not None else defaults()
+        homes[family] = [path for path in candidates if path.is_dir()]
+        tried += candidates
+    if not any(homes.values()):
+        raise FileFormatError(
+            f"no session logs: looked for {', '.join(map(str, tried))}",
+            hint="name the folders with --claude-dir and --codex-dir",
+        )
+    return homes
+
+
+def _default_claude_dirs() -> list[Path]:
+    named = os.environ.get("CLAUDE_CONFIG_DIR")
+    first = Path(named).expanduser() if named else Path.home() / ".claude"
+    return list(dict.fromkeys([first, Path.home() / ".config" / "claude"]))
+
+
+def _default_codex_dirs() -> list[Path]:
+    named = os.environ.get("CODEX_HOME")
+    return [Path(named).expanduser() if named else Path.home() / ".codex"]
+
+
+def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> Iterator[Conversation]:
+    """Every conversation of the logs, in an order that depends on nothing but them."""
+    groups: list[Group] = []
+    if "claude" in logs:
+        groups += group_claude(logs["claude"], intake)
+    if "codex" in logs:
+        groups += group_codex(logs["codex"], intake)
+    for group in groups:
+        read_group = claude.read_group if group.source == "claude" else codex.read_group
+        yield from read_group(group, intake)
+
+
+def _write(options: ExtractOptions, conversations: Iterator[Conversation], tally: Tally) -> dict[str, int]:
+    """Write the conversations to the two files, split by root session; returns how many went to each."""
+    with ExitStack() as stack:
+
+        def writer(name: str) -> SessionWriter:
+            return stack.enter_context(SessionWriter(options.out_dir / name))
+
+        train, test = writer("train.jsonl"), writer("test.jsonl")
+        used: set[str] = set()
+        for conversation in conversations:
+            head = replace(conversation.head, session_id=_unused(conversation.head.session_id, used))
+            used.add(head.session_id)
+            side = test if split_rank(head.root_id) < options.test_frac else train
+            side.write(head, _counted(conversation, tally))
+        train.seal()
+        test.seal()
+
+        roots = sorted({root_of(session_id) for session_id in used}, key=split_rank)
+        if 0 < options.test_frac < 1 and len(roots) > 1 and not (train.session_ids and test.session_ids):
+            # So few sessions that one side got none: the root nearest to the limit changes sides.
+            full, test_roots = (test, roots[:-1]) if test.session_ids else (train, roots[:1])
+            train, test = writer("train.jsonl"), writer("test.jsonl")
+            for session_id, line in full.lines():
+                (test if root_of(session_id) in test_roots else train).write_line(session_id, line)
+            train.seal()
+            test.seal()
+        train.publish()
+        test.publish()
+        return {"train": len(train.session_ids), "test": len(test.session_ids)}
+
+
+def _counted(conversation: Conversation, tally: Tally) -> Iterator[Message]:
+    tally.begin_session()
+    for message, typed in messages(conversation.parts):
+        tally.add(message, typed)
+        yield message
+
+
+def _unused(session_id: str, used: set[str]) -> str:
+    """The id, or one beside it of the same root: a session's log may lie in two places, with different ends."""
+    root, number, candidate = root_of(session_id), 2, session_id
+    while candidate in used:
+        candidate = f"{root}/{number}{session_id[len(root):]}"
+        number += 1
+    return candidate

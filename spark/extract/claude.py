@@ -1,0 +1,365 @@
+"""Claude Code's logs: records of one block each, linked by `parentUuid` into trees.
+
+A log is read once, into nodes: one for each response (its lines share a message id, the results of its
+calls may come before them, between them or after them) and one for each user message. The nodes of a
+thread (the main one, or a subagent whose records are inline) form trees; the path that ends in the last
+node is the conversation, what hangs off it was taken back by the user. A compaction cuts the thread.
+Nodes that an earlier file of the same root holds too are replays and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark.extract.blocks import response_parts, user_parts
+from spark.extract.conversation import Conversation, ToolTable
+from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, read_records
+from spark.extract.roots import Group, LogFile, plain_id
+from spark.extract.tree import Boundary, Node, settle_segment, split_paths
+from spark.sessions import Session
+
+# Records that hold nothing the model saw, or only copies of it.
+_BOOKKEEPING = frozenset(
+    "summary file-history-snapshot queue-operation custom-title ai-title last-prompt mode progress tag agent-name "  # noqa: SIM905
+    "agent-color agent-setting permission-mode worktree-state pr-link attribution-snapshot speculation-accept "
+    "content-replacement".split()
+)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What earlier files of a group held: nodes by identity, user messages by their words."""
+
+    nodes: set[int] = field(default_factory=set)
+    words: set[int] = field(default_factory=set)
+
+
+def read_group(group: Group, intake: Intake) -> Iterator[Conversation]:
+    """The conversations of one root session; each must be consumed before the next is asked for."""
+    seen = _Seen()
+    own_logs = frozenset(file.agent for file in group.files if file.agent)
+    for file in group.files:
+        with Spool(intake.spool_dir) as spool:
+            log = _Log(file, own_logs, intake, spool)
+            for record in read_records(file.path, intake):
+                try:
+                    log.add(record)
+                except RecursionError:
+                    intake.skip("too_deep")
+            yield from log.conversations(seen)
+
+
+class _Log:
+    """One file: nodes as they are read, then conversations."""
+
+    def __init__(self, file: LogFile, own_logs: frozenset[str], intake: Intake, spool: Spool) -> None:
+        self._file = file
+        self._own_logs = own_logs  # subagents that have a log of their own
+        self._intake = intake
+        self._spool = spool
+        self._line = 0
+        self._events: list[Node | Boundary] = []
+        self._node_of: dict[int, Node | Boundary] = {}  # by record id
+        self._links: dict[int, int | None] = {}  # parents of records that are no nodes
+        self._responses: dict[tuple[str, str], Node] = {}  # by thread and message id
+        self._callers: dict[str, Node] = {}  # by call id
+        self._said: set[tuple[int, int]] = set()  # identity of a response and fingerprint of a line of it
+        self._kept_tails: set[int] = set()  # last records that a compaction kept
+        self._tools: dict[str, ToolTable] = {}
+        self._segments: dict[str, int] = {}  # compactions so far, by thread
+        self._linked = False
+
+    # --- Reading ---
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take one record of the log."""
+        self._line += 1
+        kind = as_text(record.get("type"))
+        uuid, parent = _record_id(record.get("uuid")), _record_id(record.get("parentUuid"))
+        if uuid is not None and uuid in self._node_of:
+            self._intake.skip("replay")
+            return
+        self._linked |= parent is not None and (parent in self._node_of or parent in self._links)
+        if kind == "progress" and (inner := _subagent_record(record)) is not None:
+            self._add_message(inner)
+        elif kind in ("user", "assistant"):
+            self._add_message(record)
+        elif kind == "system" and record.get("subtype") == "compact_boundary":
+            self._add_boundary(record)
+            return
+        elif kind == "system" and record.get("subtype") == "local_command" and as_text(record.get("content")):
+            inner = {**record, "message": {"role": "user", "content": record["content"]}, "isMeta": True}
+            self._add_message(inner)
+        elif kind == "attachment":
+            self._add_attachment(record)
+        elif kind == "system" or kind in _BOOKKEEPING:
+            self._intake.skip("bookkeeping")
+        else:
+            self._intake.skip("unknown_type")
+        if uuid is not None and uuid not in self._node_of:
+            self._links[uuid] = parent
+
+    def _add_attachment(self, record: dict[str, Any]) -> None:
+        attachment = as_object(record.get("attachment"))
+        prompt = attachment.get("prompt")
+        if attachment.get("type") != "queued_command" or not isinstance(prompt, str | list):
+            self._intake.skip("bookkeeping")
+            return
+        self._add_message({**record, "message": {"role": "user", "content": prompt}})
+
+    def _add_boundary(self, record: dict[str, Any]) -> None:
+        """A compaction, announced by its own record."""
+        boundary = self._new_boundary(self._thread_of(record))
+        if (uuid := _record_id(record.get("uuid"))) is not None:
+            self._node_of[uuid] = boundary
+        kept = as_object(as_object(record.get("compactMetadata")).get("preservedSegment"))
+        if (tail := _record_id(kept.get("tailUuid"))) is not None:
+            self._kept_tails.add(tail)
+        self._intake.skip("bookkeeping")
+
+    def _new_boundary(self, thread: str) -> Boundary:
+        self._segments[thread] = self._segments.get(thread, 0) + 1
+        boundary = Boundary(thread, self._segments[thread])
+        self._events.append(boundary)
+        return boundary
+
+    def _thread_of(self, record: dict[str, Any]) -> str:
+        """The thread of a record: inline records of a subagent are told apart by its id or by their links."""
+        agent = as_text(record.get("agentId"))
+        if record.get("isSidechain") is not True or agent == self._file.agent or (self._file.agent and not agent):
+            return ""
+        if agent:
+            return f"agent-{plain_id(agent)}"
+        parent = self._resolve(_record_id(record.get("parentUuid")))
+        if parent is not None and parent.thread:
+            return parent.thread
+        return f"side-{plain_id(as_text(record.get('uuid')))[:8]}"
+
+    def _add_message(self, record: dict[str, Any]) -> None:
+        message = record.get("message")
+        if not isinstance(message, dict):
+            self._intake.skip("null_message" if message is None else "malformed")
+            return
+        agent = as_text(record.get("agentId"))
+        if record.get("isSidechain") is True and agent != self._file.agent and agent in self._own_logs:
+            self._intake.skip("mirror")  # the subagent's own log has it
+            return
+        if _record_id(record.get("uuid")) in self._node_of:
+            self._intake.skip("replay")
+            return
+        thread = self._thread_of(record)
+        if record.get("type") == "assistant" or message.get("role") == "assistant":
+            self._add_response(record, message, thread)
+        else:
+            self._add_user(record, message, thread)
+
+    def _add_response(self, record: dict[str, Any], message: dict[str, Any], thread: str) -> None:
+        if message.get("model") == "<synthetic>" or record.get("isApiErrorMessage") is True:
+            self._intake.skip("synthetic")
+            return
+        parts = response_parts(message, self._intake)
+        if not parts:
+            self._intake.skip("no_text")
+            return
+        uuid, parent = as_text(record.get("uuid")), _record_id(record.get("parentUuid"))
+        message_id = as_text(message.get("id"))
+        at, words = self._spool.put(parts)
+        node = self._responses.get((thread, message_id)) if message_id else None
+        if node is not None and not self._continues(node, parent):
+            node = None
+        if node is None:
+            identity = fingerprint(f"message {message_id}" if message_id else f"record {uuid or words}")
+            node = self._new_node(record, thread, True, identity)
+            if message_id:
+                self._responses[thread, message_id] = node
+        else:
+            if (node.identity, words) in self._said:
+                self._intake.skip("replay")
+                self._note_id(record, node)
+                return
+            node.lines += 1
+        self._said.add((node.identity, words))
+        node.parts.append(at)
+        self._note_id(record, node)
+        tools = self._tools.setdefault(thread, ToolTable())
+        for part in parts:
+            if part.kind == "call":
+                node.calls.append(part.call_id)
+                self._callers[part.call_id] = node
+                tools.observe(part.name, part.arguments)
+
+    def _continues(self, node: Node, parent: int | None) -> bool:
+        """Whether a line with the node's message id belongs to it: some servers give every response one id."""
+        above = self._resolve(parent)
+        return above is None or above is node or parent == node.parent or above.thread != node.thread
+
+    def _add_user(self, record: dict[str, Any], message: dict[str, Any], thread: str) -> None:
+        summary = record.get("isCompactSummary") is True
+        inserted = summary or record.get("isMeta") is True
+        texts, results = user_parts(message, self._intake, inserted=inserted)
+        if not texts and not results:
+            self._intake.skip("no_text")
+            return
+        if summary and not (self._events and isinstance(self._events[-1], Boundary)):
+            self._new_boundary(thread)
+        uuid = as_text(record.get("uuid"))
+        words = fingerprint(json.dumps(texts))
+        first_result = next(iter(results), "")
+        identity = f"result {first_result}" if first_result and not texts else f"record {uuid or words}"
+        node = self._new_node(record, thread, False, fingerprint(identity))
+        if texts:
+            at, _ = self._spool.put(texts)
+            node.words = words
+            (node.after if results else node.parts).append(at)
+        for call_id, part in results.items():
+            node.results[call_id] = self._spool.put([part])[0]
+        self._note_id(record, node)
+        caller = self._callers.get(first_result)
+        if caller is not None and caller.thread == thread:
+            self._settle(node, caller)
+
+    def _new_node(self, record: dict[str, Any], thread: str, response: bool, identity: int) -> Node:
+        parent = record.get("parentUuid")
+        node = Node(
+            order=self._line,
+            thread=thread,
+            response=response,
+            identity=identity,
+            parent=_record_id(parent),
+            starts="parentUuid" in record and parent is None,
+            started_at=as_text(record.get("timestamp")),
+        )
+        self._events.append(node)
+        return node
+
+    def _note_id(self, record: dict[str, Any], node: Node) -> None:
+        if (uuid := _record_id(record.get("uuid"))) is not None:
+            self._node_of[uuid] = node
+
+    def _settle(self, node: Node, caller: Node) -> None:
+        """Join results to the response whose calls they answer."""
+        node.home = caller
+        caller.lines += node.lines
+        caller.after += node.after
+        for call_id, at in node.results.items():
+            if call_id in caller.results:
+                self._intake.skip("replay", 0 if len(node.results) > 1 else 1)
+            else:
+                caller.results[call_id] = at
+
+    # --- Order ---
+
+    def conversations(self, seen: _Seen) -> Iterator[Conversation]:
+        """The file's conversations: threads in order of appearance, segments, then what was taken back."""
+        nodes = self._linked_nodes()
+        threads: dict[str, dict[int, list[Node]]] = {}
+        for node in nodes:
+            threads.setdefault(node.thread, {}).setdefault(node.segment, []).append(node)
+        for thread, segments in threads.items():
+            session_id = f"{self._file.session_id}/{thread}" if thread else self._file.session_id
+            for segment, members in sorted(segments.items()):
+                mark = f"#{segment + 1}" if segment else ""
+                for branch, path in enumerate(split_paths(members)):
+                    kept = self._without_replays(path, seen)
+                    if not any(node.response for node in kept):
+                        self._intake.skip("no_response", sum(node.lines for node in kept))
+                    else:
+                        suffix = mark + (f"~{branch}" if branch else "")
+                        yield self._conversation(session_id + suffix, thread, kept)
+        seen.nodes.update(node.identity for node in nodes)
+        seen.words.update(node.words for node in nodes if node.words)
+
+    def _linked_nodes(self) -> list[Node]:
+        """The nodes in file order, each with the node above it and its segment."""
+        for event in self._events:
+            if isinstance(event, Node) and event.results and not event.response and event.home is None:
+                callers = (self._callers.get(call_id) for call_id in event.results)
+                caller = next((c for c in callers if c is not None and c.thread == event.thread), None)
+                if caller is not None:
+                    self._settle(event, caller)
+        nodes: list[Node] = []
+        last: dict[str, Node | Boundary] = {}  # by thread
+        for event in self._events:
+            if isinstance(event, Boundary):
+                last[event.thread] = event
+            elif event.home is None:
+                above = self._above(event, last.get(event.thread))
+                if isinstance(above, Node):
+                    event.above = above
+                else:
+                    event.segment = above.segment if above is not None else 0
+                last[event.thread] = event
+                nodes.append(event)
+        for node in nodes:
+            settle_segment(node)
+        return nodes
+
+    def _above(self, node: Node, last: Node | Boundary | None) -> Node | Boundary | None:
+        """What a node answers: by its link, or else the last thing in its thread."""
+        above = self._resolve(node.parent)
+        if above is not None and above.thread == node.thread and above is not node:
+            return last if node.parent in self._kept_tails and isinstance(last, Boundary) else above
+        starts_over = node.starts and self._linked and not node.response and not node.results
+        if starts_over and above is None and not isinstance(last, Boundary):
+            return None  # the user went back to before the first message
+        return last
+
+    def _resolve(self, uuid: int | None) -> Node | Boundary | None:
+        """The node or compaction that a record id leads to, through records that are neither."""
+        passed: set[int] = set()
+        while uuid is not None and uuid not in passed:
+            if (found := self._node_of.get(uuid)) is not None:
+                return found.home or found if isinstance(found, Node) else found
+            passed.add(uuid)
+            uuid = self._links.get(uuid)
+        return None
+
+    # --- Writing ---
+
+    def _without_replays(self, path: list[Node], seen: _Seen) -> list[Node]:
+        """The nodes of a path that no earlier file has; up to the last copy, user messages go by their words."""
+        last_copy = max((i for i, node in enumerate(path) if node.identity in seen.nodes), default=-1)
+        kept = []
+        for i, node in enumerate(path):
+            if node.identity in seen.nodes or (i < last_copy and node.words in seen.words):
+                self._intake.skip("replay", node.lines)
+            else:
+                kept.append(node)
+        return kept
+
+    def _conversation(self, session_id: str, thread: str, nodes: list[Node]) -> Conversation:
+        table = self._tools.get(thread)
+        head = Session(
+            session_id=session_id,
+            source="claude",
+            started_at=next((node.started_at for node in nodes if node.started_at), ""),
+            tools=table.definitions() if table else (),
+            messages=(),
+        )
+        return Conversation(head, self._parts(nodes))
+
+    def _parts(self, nodes: list[Node]) -> Iterator[Part | None]:
+        for node in nodes:
+            yield None
+            answered = [call_id for call_id in node.calls if call_id in node.results]
+            stray = [call_id for call_id in node.results if call_id not in node.calls]
+            for at in (*node.parts, *(node.results[call_id] for call_id in answered + stray), *node.after):
+                yield from self._spool.get(at)
+
+
+def _subagent_record(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The message of a subagent inside a `progress` record, as a record of its own."""
+    data = as_object(record.get("data"))
+    inner = as_object(data.get("message"))
+    if not isinstance(inner.get("message"), dict):
+        return None
+    agent = as_text(data.get("agentId")) or as_text(record.get("parentToolUseID")) or "unnamed"
+    known: dict[str, Any] = {key: inner[key] for key in ("type", "uuid", "message", "requestId") if key in inner}
+    return {**known, "timestamp": record.get("timestamp"), "isSidechain": True, "agentId": agent}
+
+
+def _record_id(uuid: object) -> int | None:
+    return fingerprint(uuid) if isinstance(uuid, str) and uuid else None

@@ -1,0 +1,363 @@
+"""Codex's logs: the items of a thread in the order in which its model saw them.
+
+Lines are `{timestamp, type, payload}`; before September 2025 they were the payloads alone. The items of
+a thread form one conversation, which a `compacted` line cuts and replaces, and whose last turns a
+rollback takes back. A fork or a subagent may begin with items of its parent: these are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark.extract.conversation import Conversation, ToolTable
+from spark.extract.intake import (
+    Intake,
+    Part,
+    Spool,
+    as_object,
+    as_text,
+    fingerprint,
+    is_inserted,
+    parse_json,
+    read_records,
+)
+from spark.extract.roots import Group, LogFile, codex_meta
+from spark.sessions import Session
+
+_BOOKKEEPING = frozenset(("turn_context", "world_state", "inter_agent_communication_metadata"))
+_MIRRORED = {"user_message": "user", "agent_message": "assistant", "agent_reasoning": "reasoning"}
+_EXTRA_KEYS = ("type", "id", "call_id", "status", "timestamp", "ordinal", "internal_chat_message_metadata_passthrough")
+
+
+@dataclass(slots=True)
+class _Item:
+    """One item of a thread: `place` in the spool; `index` counts the items of the file, copies included."""
+
+    place: int
+    index: int
+    prompt: bool  # the user typed it: a turn begins
+    response: bool  # the model wrote it
+    started_at: str
+
+
+@dataclass(slots=True)
+class _Segment:
+    """The items between two compactions, and the turns that were taken back from among them."""
+
+    items: list[_Item] = field(default_factory=list)
+    branches: list[list[_Item]] = field(default_factory=list)
+
+
+class _Sequence:
+    """The fingerprints of a file's items, in which a fork's opening is looked up."""
+
+    def __init__(self, prints: array[int]) -> None:
+        self._at: dict[int, list[int]] = {}
+        for index, value in enumerate(prints):
+            self._at.setdefault(value, []).append(index)
+
+    def length_of_copy(self, prints: array[int]) -> int:
+        """How many items at the start of `prints` occur here in the same order: a copy may leave some out."""
+        last = -1
+        for count, value in enumerate(prints):
+            places = self._at.get(value, [])
+            nearest = bisect_right(places, last)
+            if nearest == len(places):
+                return count
+            last = places[nearest]
+        return len(prints)
+
+
+def read_group(group: Group, intake: Intake) -> Iterator[Conversation]:
+    """The conversations of one root thread; each must be consumed before the next is asked for."""
+    earlier: list[_Sequence] = []
+    for file in group.files:
+        with Spool(intake.spool_dir) as spool:
+            log = _Log(file, intake, spool)
+            for record in read_records(file.path, intake):
+                try:
+                    log.add(record)
+                except RecursionError:
+                    intake.skip("too_deep")
+            log.finish()
+            yield from log.conversations(max((s.length_of_copy(log.prints) for s in earlier), default=0))
+            if len(group.files) > 1:
+                earlier.append(_Sequence(log.prints))
+
+
+class _Log:
+    """One file: items as they are read, then conversations."""
+
+    def __init__(self, file: LogFile, intake: Intake, spool: Spool) -> None:
+        self._file = file
+        self._intake = intake
+        self._spool = spool
+        self._instructions = ""
+        self._known = False  # whether the thread's own head was read
+        self._timestamp = file.started_at
+        self._segments = [_Segment()]
+        self._tools = ToolTable()
+        self._asked: set[str] = set()  # ids of calls so far
+        self._early: dict[str, _Item] = {}  # results that came before their calls
+        self._mirrors: list[list[Part]] | None = []  # what events say, until an item shows that they are copies
+        self._mirror_lines = 0
+        self._shown: list[bool] = []  # by item index: the model wrote it or the user typed it
+        self.prints: array[int] = array("Q")
+
+    # --- Reading ---
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take one line of the log, of either era."""
+        self._timestamp = as_text(record.get("timestamp")) or self._timestamp
+        meta = codex_meta(record)
+        if meta is not None:
+            self._add_meta(meta)
+            return
+        kind = as_text(record.get("type"))
+        payload = record.get("payload", record)
+        if not isinstance(payload, dict):
+            self._intake.skip("malformed")
+        elif "record_type" in record or kind in _BOOKKEEPING:
+            self._intake.skip("bookkeeping")
+        elif kind == "response_item" or (payload is record and kind not in ("event_msg", "compacted")):
+            self._add_item(payload)
+        elif kind == "event_msg":
+            self._add_event(payload)
+        elif kind == "compacted":
+            self._compact(payload)
+        elif kind == "inter_agent_communication":
+            self._add_parts(self._texts(payload, "user"))
+        else:
+            self._intake.skip("unknown_type")
+
+    def _add_meta(self, meta: dict[str, Any]) -> None:
+        if self._known:
+            self._intake.skip("replay")  # a fork repeats its parent's head
+            return
+        self._known = True
+        self._instructions = self._intake.text(
+            as_text(as_object(meta.get("base_instructions")).get("text")) or as_text(meta.get("instructions"))
+        )
+        tools = meta.get("dynamic_tools")
+        for definition in tools if isinstance(tools, list) else []:
+            self._tools.define(self._intake.value(definition))
+
+    def _add_item(self, payload: dict[str, Any]) -> None:
+        if not self._add_parts(self._parts(payload)):
+            return
+        self._mirrors = None
+        self._intake.skip("mirror", self._mirror_lines)
+        self._mirror_lines = 0
+
+    def _add_parts(self, parts: list[Part] | None) -> bool:
+        """Append an item that consists of these parts; None or nothing is counted as skipped."""
+        if not parts:
+            self._intake.skip("unknown_type" if parts is None else "no_text")
+            return False
+        item = self._new_item(parts)
+        items = self._segments[-1].items
+        for part in parts:
+            if part.kind == "call":
+                self._tools.observe(part.name, part.arguments)
+                self._asked.add(part.call_id)
+                if (early := self._early.pop(part.call_id, None)) is not None and early in items:
+                    items.remove(early)
+                    items += [item, early]
+                    return True
+            elif part.kind == "result" and part.call_id not in self._asked:
+                self._early[part.call_id] = item
+        items.append(item)
+        return True
+
+    def _new_item(self, parts: list[Part]) -> _Item:
+        place, value = self._spool.put(parts)
+        self.prints.append(value)
+        prompt, response = parts[0].typed, parts[0].role == "assistant"
+        self._shown.append(prompt or response)
+        return _Item(place, len(self.prints) - 1, prompt, response, self._timestamp)
+
+    def _add_event(self, payload: dict[str, Any]) -> None:
+        kind = as_text(payload.get("type"))
+        turns = payload.get("num_turns")
+        if kind == "thread_rolled_back" and isinstance(turns, int) and turns > 0:
+            self._roll_back(turns)
+        if kind not in _MIRRORED:
+            self._intake.skip("bookkeeping")
+            return
+        text = self._intake.text(payload.get("message") or payload.get("text"))
+        if self._mirrors is None or not text:
+            self._intake.skip("mirror")
+            return
+        self._mirror_lines += 1
+        role = _MIRRORED[kind]
+        if role == "reasoning":
+            self._mirrors.append([Part("reasoning", text)])
+        else:
+            user = role == "user"
+            self._mirrors.append([Part("text", text, "user" if user else "assistant", user and not is_inserted(text))])
+
+    def _roll_back(self, turns: int) -> None:
+        """Take the last turns back: they become a branch."""
+        segment = self._segments[-1]
+        begins = [i for i, item in enumerate(segment.items) if item.prompt][-turns:]
+        if begins:
+            segment.branches.append(segment.items[begins[0] :])
+            del segment.items[begins[0] :]
+
+    def _compact(self, payload: dict[str, Any]) -> None:
+        """Begin a segment with what took the place of the items so far."""
+        history = payload.get("replacement_history")
+        self.prints.append(fingerprint(json.dumps(payload, sort_keys=True, default=str)))
+        self._shown.append(False)
+        index = len(self.prints) - 1
+        segment = _Segment()
+        for replaced in history if isinstance(history, list) else []:
+            if parts := self._parts(as_object(replaced)):
+                segment.items.append(_Item(self._spool.put(parts)[0], index, False, False, self._timestamp))
+        if not segment.items and (summary := self._intake.text(payload.get("message"))):
+            place = self._spool.put([Part("text", summary, "user")])[0]
+            segment.items.append(_Item(place, index, False, False, self._timestamp))
+        self._segments.append(segment)
+        self._intake.skip("bookkeeping")
+
+    def finish(self) -> None:
+        """Take what events said if there was nothing else."""
+        for parts in self._mirrors or []:
+            self._segments[-1].items.append(self._new_item(parts))
+        self._mirrors = None
+
+    # --- Items ---
+
+    def _parts(self, payload: dict[str, Any]) -> list[Part] | None:
+        """The parts of an item; None if its type is unknown."""
+        kind = as_text(payload.get("type"))
+        call_id = as_text(payload.get("call_id")) or as_text(payload.get("id"))
+        if kind == "message":
+            return self._texts(payload, as_text(payload.get("role")))
+        if kind == "agent_message":  # from another agent
+            return self._texts(payload, "user")
+        if kind == "reasoning":
+            texts = [self._joined(payload.get(key)) for key in ("summary", "content")]
+            if not any(texts) and payload.get("encrypted_content"):
+                self._intake.drop("encrypted")
+            return [Part("reasoning", text) for text in texts if text]
+        if kind in ("compaction", "context_compaction"):
+            self._intake.drop("encrypted")
+            return []
+        if kind == "ghost_snapshot":
+            return []
+        if kind.endswith("_output"):
+            output = payload.get("tools") if kind == "tool_search_output" else payload.get("output")
+            if kind == "tool_search_output":
+                for definition in output if isinstance(output, list) else []:
+                    self._tools.define(self._intake.value(definition))
+                text = json.dumps(self._intake.value(output), ensure_ascii=False)
+            else:
+                text = self._joined(output)
+            return [Part("result", text, "tool", call_id=call_id)]
+        if kind.endswith("_call"):
+            name, arguments = self._call(kind, payload)
+            parts = [Part("call", call_id=call_id, name=name, arguments=self._intake.value(arguments))]
+            if kind == "image_generation_call" and payload.get("result"):
+                parts.append(Part("result", "[image]", "tool", call_id=call_id))
+            return parts
+        return None
+
+    def _call(self, kind: str, payload: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of a call."""
+        if kind == "function_call":
+            name, space = as_text(payload.get("name")) or "unnamed", as_text(payload.get("namespace"))
+            joint = "" if not space or space[-1] in "_./:" else "."
+            return f"{space}{joint}{name}", _arguments(payload.get("arguments"))
+        if kind == "custom_tool_call":
+            return as_text(payload.get("name")) or "unnamed", _arguments(payload.get("input"))
+        if kind == "local_shell_call":
+            action = {k: v for k, v in as_object(payload.get("action")).items() if k != "type" and v is not None}
+            return "local_shell", action
+        if kind == "web_search_call":
+            return "web_search", as_object(payload.get("action"))
+        if kind == "tool_search_call":
+            return "tool_search", _arguments(payload.get("arguments"))
+        if kind == "image_generation_call":
+            return "image_generation", {"prompt": as_text(payload.get("revised_prompt"))}
+        return kind.removesuffix("_call"), {k: v for k, v in payload.items() if k not in _EXTRA_KEYS}
+
+    def _texts(self, payload: dict[str, Any], role: str) -> list[Part]:
+        text = self._joined(payload.get("content"))
+        if not text:
+            return []
+        if role in ("system", "developer"):
+            return [Part("text", text, "system")]
+        if role == "assistant":
+            return [Part("text", text)]
+        return [Part("text", text, "user", payload.get("type") == "message" and not is_inserted(text))]
+
+    def _joined(self, content: object) -> str:
+        """The text of a string, of content items, or of an object that holds either."""
+        if isinstance(content, str):
+            return self._intake.text(content)
+        if isinstance(content, dict):
+            return self._joined(content.get("content"))
+        texts = []
+        for item in content if isinstance(content, list) else []:
+            kind = as_text(as_object(item).get("type"))
+            if isinstance(item, str):
+                texts.append(self._intake.text(item))
+            elif "image" in kind:
+                texts.append("[image]")
+            elif isinstance(as_object(item).get("text"), str):
+                texts.append(self._intake.text(item["text"]))
+            else:
+                self._intake.drop("encrypted" if "encrypted" in kind else "unknown")
+        return "\n".join(text for text in texts if text)
+
+    # --- Writing ---
+
+    def conversations(self, copied: int) -> Iterator[Conversation]:
+        """The thread's conversations without the first `copied` items: segments, each with its branches.
+
+        An opening that holds only instructions and the environment is no copy: every thread has them.
+        """
+        if not any(self._shown[:copied]):
+            copied = 0
+        self._intake.skip("replay", copied)
+        for number, segment in enumerate(self._segments, 1):
+            mark = f"#{number}" if number > 1 else ""
+            for branch, path in enumerate([segment.items, *segment.branches]):
+                kept = [item for item in path if item.index >= copied]
+                if not any(item.response for item in kept):
+                    self._intake.skip("no_response", len(kept))
+                else:
+                    yield self._conversation(mark + (f"~{branch}" if branch else ""), kept)
+
+    def _conversation(self, suffix: str, items: list[_Item]) -> Conversation:
+        head = Session(
+            session_id=self._file.session_id + suffix,
+            source="codex",
+            started_at=items[0].started_at,
+            tools=self._tools.definitions(),
+            messages=(),
+        )
+        return Conversation(head, self._read_back(items))
+
+    def _read_back(self, items: list[_Item]) -> Iterator[Part | None]:
+        if self._instructions:
+            yield Part("text", self._instructions, "system")
+        for item in items:
+            yield from self._spool.get(item.place)
+
+
+def _arguments(value: object) -> dict[str, Any]:
+    """Arguments as an object: a string that holds one is parsed, any other goes under `input`."""
+    if isinstance(value, str):
+        try:
+            parsed = parse_json(value)
+        except ValueError:
+            parsed = None
+        return parsed if isinstance(parsed, dict) else {"input": value}
+    return value if isinstance(value, dict) else {} if value is None else {"input": value}

@@ -1,0 +1,176 @@
+"""What both log families share on the way in: lines that may be broken, text that may hold secrets.
+
+Logs are read line by line. A line that cannot be used is counted under a reason and passed over.
+The text that is kept is parked in a spool, in memory up to a limit and on disk beyond it, so that a
+session can be put in order by small records while its text stays out of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from spark.extract.redact import redact, redact_value
+from spark.sessions import Role
+
+MAX_LINE_BYTES = 32 << 20
+SPOOL_MEMORY_BYTES = 32 << 20
+
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinities are not JSON
+
+
+@dataclass(slots=True)
+class Intake:
+    """What one run counts while it reads.
+
+    advance: called with the number of bytes read, to show progress.
+    spool_dir: where sessions that exceed the spool's memory go while they are read.
+    """
+
+    redact: bool
+    advance: Callable[[int], None]
+    spool_dir: Path
+    skipped: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    redacted: Counter[str] = field(default_factory=Counter)
+
+    def skip(self, reason: str, lines: int = 1) -> None:
+        """Count lines that gave nothing to a session."""
+        if lines:
+            self.skipped[reason] += lines
+
+    def drop(self, reason: str) -> None:
+        """Count a block, inside a line, that gave nothing to a session."""
+        self.dropped[reason] += 1
+
+    def text(self, value: object) -> str:
+        """A string from a log without its secrets; anything else gives the empty string."""
+        if not isinstance(value, str):
+            return ""
+        return redact(value, self.redacted) if self.redact else value
+
+    def value(self, value: Any) -> Any:
+        """A JSON value from a log without its secrets."""
+        return redact_value(value, self.redacted) if self.redact else value
+
+
+def read_records(path: Path, intake: Intake) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a log, in file order; what is no object is counted by reason."""
+    for line in read_lines(path, intake):
+        try:
+            record = parse_json(line.decode(errors="replace").lstrip("\ufeff"))
+        except ValueError:
+            intake.skip("invalid_json")
+            continue
+        if isinstance(record, dict):
+            yield record
+        else:
+            intake.skip("not_an_object")
+
+
+def parse_json(text: str) -> Any:
+    """The JSON value of a text, with strings that can be encoded again; raises ValueError."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError as error:  # from brackets nested without end
+        raise ValueError("nested too deeply") from error
+    return _mend_surrogates(value) if "\\ud" in text or "\\uD" in text else value
+
+
+def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
+    """The lines of a file that are not empty and not longer than MAX_LINE_BYTES."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                intake.advance(len(line))
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    while rest := file.readline(MAX_LINE_BYTES):
+                        intake.advance(len(rest))
+                        if rest.endswith(b"\n"):
+                            break
+                    intake.skip("oversized")
+                elif line.strip():
+                    yield line
+    except OSError:
+        intake.skip("unreadable_file")
+
+
+def _mend_surrogates(value: Any) -> Any:
+    """The value with lone halves of surrogate pairs, where a program cut a string, replaced by U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [_mend_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_mend_surrogates(key): _mend_surrogates(item) for key, item in value.items()}
+    return value
+
+
+def as_object(value: object) -> dict[str, Any]:
+    """The value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_text(value: object) -> str:
+    """The value if it is a string, else the empty string."""
+    return value if isinstance(value, str) else ""
+
+
+_INSERTED = re.compile(r"\s*(?:<[A-Za-z][A-Za-z_ -]*>|# AGENTS\.md|Caveat: |\[Request interrupted)")
+
+
+def is_inserted(text: str) -> bool:
+    """Whether a user message was put in by the program: an environment, a command's output, instructions."""
+    return _INSERTED.match(text) is not None
+
+
+def fingerprint(text: str) -> int:
+    """64 bits that stand for a text; two texts of one disk's logs collide with probability 1e-7."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+class Part(NamedTuple):
+    """A piece of a message: `text` of a role, `reasoning`, a `call` of a tool, or a call's `result`.
+
+    typed: a text that the user typed, not one that the program put in on the user's behalf.
+    """
+
+    kind: Literal["text", "reasoning", "call", "result"]
+    text: str = ""
+    role: Role = "assistant"
+    typed: bool = False
+    call_id: str = ""
+    name: str = ""
+    arguments: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+
+class Spool:
+    """Parts of messages, parked until their order is known; use as a context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_MEMORY_BYTES, dir=str(directory))  # noqa: SIM115
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def put(self, parts: list[Part]) -> tuple[int, int]:
+        """Park some parts; returns where they are and a fingerprint of what they say."""
+        line = json.dumps(parts, ensure_ascii=False)
+        at = self._file.seek(0, 2)
+        self._file.write(line.encode() + b"\n")
+        return at, fingerprint(line)
+
+    def get(self, at: int) -> list[Part]:
+        """The parts that `put` parked there."""
+        self._file.seek(at)
+        return [Part(*fields) for fields in json.loads(self._file.readline())]

@@ -1,0 +1,244 @@
+"""Which log files belong together: each with the session that the user started.
+
+Subagents, forks and resumed copies share text with their root session, so a group of files is read
+together (which is where replays are found) and stays together when sessions are split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spark.extract.intake import Intake, as_object, as_text, read_lines, read_records
+from spark.sessions import Source
+
+HEAD_RECORDS = 50  # where a file says what it is and what it continues
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """One log file.
+
+    session_id: id of the session in it, which begins with its root's.
+    agent: id of the subagent whose log it is, else empty.
+    """
+
+    path: Path
+    size: int
+    session_id: str
+    agent: str = ""
+    started_at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The files of one root session, parents before what replays them."""
+
+    source: Source
+    root_id: str
+    files: tuple[LogFile, ...]
+
+
+class _Families:
+    """Ids joined into families (disjoint sets)."""
+
+    def __init__(self) -> None:
+        self._parent: dict[str, str] = {}
+
+    def find(self, name: str) -> str:
+        self._parent.setdefault(name, name)
+        while (up := self._parent[name]) != name:
+            self._parent[name] = self._parent[up]
+            name = up
+        return name
+
+    def join(self, a: str, b: str) -> None:
+        self._parent[self.find(a)] = self.find(b)
+
+
+def list_logs(homes: Iterable[Path], folders: Sequence[str]) -> list[tuple[Path, int]]:
+    """Every *.jsonl file, with its size, under those folders of the homes; of a home without them, under itself."""
+    found: dict[Path, int] = {}
+    for home in homes:
+        tops = [home / folder for folder in folders if (home / folder).is_dir()] or [home]
+        for top in tops:
+            for folder, _, names in os.walk(top):
+                for name in names:
+                    path = Path(folder, name)
+                    if name.endswith(".jsonl") and path.is_file():  # not a pipe
+                        found[path] = path.stat().st_size
+    return sorted(found.items())
+
+
+def plain_id(name: str) -> str:
+    """An id without the marks that have a meaning in session ids."""
+    return re.sub(r"[^\w.:+-]", "_", name) or "unnamed"
+
+
+# --- Claude Code ---
+
+
+def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]:
+    """Group Claude Code's logs by root session, in the order of their ids.
+
+    A subagent's log lies in a folder named after its session (`<id>/subagents/...`) or, in older
+    versions, beside it as `agent-*.jsonl` with the session's id inside. A fork names its parent. A
+    resumed copy is recognised because records in it, or their parents, are in another log too.
+    """
+    families = _Families()
+    main: dict[str, list[tuple[bool, str, Path, int]]] = {}  # session: is a fork, started at, path, size
+    agents: list[tuple[str, str, str, Path, int]] = []  # owner, agent, started at, path, size
+    quiet = replace(intake, advance=lambda _: None, skipped=type(intake.skipped)())  # heads are read again
+    for path, size in logs:
+        name = plain_id(path.stem)
+        head = list(islice(read_records(path, quiet), HEAD_RECORDS))
+        started_at = next((t for r in head if (t := as_text(r.get("timestamp")))), "")
+        sessions = [plain_id(s) for r in head if (s := as_text(r.get("sessionId")))]
+        if "subagents" in path.parts[:-1]:
+            depth = path.parts.index("subagents")
+            agents.append((plain_id(path.parts[depth - 1]), name.removeprefix("agent-"), started_at, path, size))
+        elif name.startswith("agent-"):
+            agents.append((sessions[0] if sessions else name, name.removeprefix("agent-"), started_at, path, size))
+        else:
+            forks = [plain_id(f) for r in head if (f := as_text(as_object(r.get("forkedFrom")).get("sessionId")))]
+            main.setdefault(name, []).append((bool(forks), started_at, path, size))
+            for other in (*sessions, *forks):
+                families.join(name, other)
+    if len(main) > 1:
+        for a, b in _shared_records({name: [entry[2] for entry in files] for name, files in main.items()}, quiet):
+            families.join(a, b)
+
+    members: dict[str, list[str]] = {}
+    for name in sorted(main, key=lambda name: (*main[name][0][:2], name)):
+        members.setdefault(families.find(name), []).append(name)
+    grouped: dict[str, list[LogFile]] = {}
+    root_of_family = {family: names[0] for family, names in members.items()}
+    for family, names in members.items():
+        root = root_of_family[family]
+        grouped[root] = [
+            LogFile(path, size, root if name == root else f"{root}/{name}", "", started_at)
+            for name in names
+            for _, started_at, path, size in main[name]
+        ]
+    for owner, agent, started_at, path, size in sorted(agents, key=lambda a: (a[2], a[3])):
+        root = root_of_family.setdefault(families.find(owner), owner)
+        parent = root if owner in (root, agent) else f"{root}/{owner}"
+        grouped.setdefault(root, []).append(LogFile(path, size, f"{parent}/agent-{agent}", agent, started_at))
+    return [Group("claude", root, tuple(files)) for root, files in sorted(grouped.items())]
+
+
+_RECORD_ID = re.compile(rb'uid" ?: ?"([0-9A-Za-z-]{8,64})"')  # uuid, parentUuid, logicalParentUuid
+_MESSAGE_ID = re.compile(rb'"id" ?: ?"(msg_[0-9A-Za-z_-]{16,})"')
+
+
+def _shared_records(files: dict[str, list[Path]], intake: Intake) -> Iterator[tuple[str, str]]:
+    """Pairs of sessions of which one has or answers a record of the other.
+
+    Ids are found by pattern, without parsing, and kept as 64-bit hashes: 12 bytes a record. Titles
+    (`summary` lines) are left out: programs have written other sessions' titles into a log.
+    """
+    names = list(files)
+    ids, owners = [], []
+    for owner, name in enumerate(names):
+        hashes = array("Q")
+        for path in files[name]:
+            for line in read_lines(path, intake):
+                if b'"summary"' in line[:60]:
+                    continue
+                for pattern in (_RECORD_ID, _MESSAGE_ID):
+                    for record_id in pattern.findall(line):
+                        digest = hashlib.blake2b(record_id, digest_size=8).digest()
+                        hashes.append(int.from_bytes(digest, "big"))
+        unique = np.unique(np.frombuffer(hashes, np.uint64)) if hashes else np.empty(0, np.uint64)
+        ids.append(unique)
+        owners.append(np.full(len(unique), owner, np.int32))
+    all_ids, all_owners = np.concatenate(ids), np.concatenate(owners)
+    order = np.argsort(all_ids, kind="stable")
+    all_ids, all_owners = all_ids[order], all_owners[order]
+    shared = np.flatnonzero(all_ids[1:] == all_ids[:-1])
+    for a, b in np.unique(np.stack([all_owners[shared], all_owners[shared + 1]], axis=1), axis=0):
+        yield names[a], names[b]
+
+
+# --- Codex ---
+
+_TRAILING_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")
+
+
+def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]:
+    """Group Codex's logs by root thread, in the order of their ids.
+
+    A log's first lines name the thread, and the thread it was forked from or spawned by. The same
+    thread may have several logs (one archived, one that continues another); a parent may be missing.
+    """
+    quiet = replace(intake, advance=lambda _: None, skipped=type(intake.skipped)())
+    threads: list[tuple[str, str, Path, int]] = []  # thread, started at, path, size
+    parents: dict[str, str] = {}
+    for path, size in logs:
+        thread, parent, started_at = _codex_head(path, quiet)
+        threads.append((thread, started_at, path, size))
+        if parent and parent != thread:
+            parents.setdefault(thread, parent)
+        in_name = _TRAILING_ID.search(path.stem)
+        if in_name and in_name[0] != thread:  # the log of an earlier state of the thread: others refer to it
+            parents.setdefault(in_name[0], thread)
+
+    grouped: dict[str, list[tuple[int, str, Path, LogFile]]] = {}
+    for thread, started_at, path, size in threads:
+        depth, root = _ancestry(thread, parents)
+        log = LogFile(path, size, thread if thread == root else f"{root}/{thread}", "", started_at)
+        grouped.setdefault(root, []).append((depth, started_at, path, log))
+    return [
+        Group("codex", root, tuple(log for *_, log in sorted(members, key=lambda m: m[:3])))
+        for root, members in sorted(grouped.items())
+    ]
+
+
+def _codex_head(path: Path, intake: Intake) -> tuple[str, str, str]:
+    """Thread id, parent's id (empty if it has none) and start of a log."""
+    in_name = _TRAILING_ID.search(path.stem)
+    thread = in_name[0] if in_name else plain_id(path.stem)
+    for record in islice(read_records(path, intake), HEAD_RECORDS):
+        meta = codex_meta(record)
+        if meta is not None:
+            spawned = as_object(as_object(as_object(meta.get("source")).get("subagent")).get("thread_spawn"))
+            candidates = (
+                meta.get("forked_from_id"),
+                spawned.get("parent_thread_id"),
+                meta.get("parent_thread_id"),
+                as_object(meta.get("history_base")).get("thread_id"),
+            )
+            parent = next((text for c in candidates if (text := as_text(c))), "")
+            started_at = as_text(meta.get("timestamp")) or as_text(record.get("timestamp"))
+            own = as_text(meta.get("id"))
+            return plain_id(own) if own else thread, plain_id(parent) if parent else "", started_at
+    return thread, "", ""
+
+
+def codex_meta(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The head of a thread's log if the record is one, of either era."""
+    if record.get("type") == "session_meta":
+        return as_object(record.get("payload")) or record
+    if "type" not in record and isinstance(record.get("id"), str) and "record_type" not in record:
+        return record
+    return None
+
+
+def _ancestry(thread: str, parents: dict[str, str]) -> tuple[int, str]:
+    """How many ancestors a thread has and the first of them; of a ring of parents, the least id."""
+    seen = [thread]
+    while (parent := parents.get(seen[-1])) is not None:
+        if parent in seen:
+            return 0, min(seen[seen.index(parent) :])
+        seen.append(parent)
+    return len(seen) - 1, seen[-1]
+

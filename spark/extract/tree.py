@@ -1,0 +1,74 @@
+"""The shape of one log: nodes that answer each other, cut by compactions, with branches that were taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A response with the results of its calls, or a user message.
+
+    order: line in the file. thread: empty for the file's own conversation. identity: the same in every
+    copy of the node. parts, after: places in the spool of the node's parts and of user text that came
+    with the results. results: places of results by call id. calls: call ids in order.
+    above: the node that this one answers, once links are resolved; segment: compactions before it.
+    """
+
+    order: int
+    thread: str
+    response: bool
+    identity: int
+    parent: int | None
+    starts: bool
+    started_at: str
+    lines: int = 1
+    words: int = 0
+    parts: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    results: dict[str, int] = field(default_factory=dict)
+    home: Node | None = None
+    above: Node | None = None
+    segment: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class Boundary:
+    """A compaction in a thread: the next node begins segment `segment`."""
+
+    thread: str
+    segment: int
+
+
+def split_paths(nodes: list[Node]) -> list[list[Node]]:
+    """Split a segment's trees into paths that share no node: first the one to the last node, then the others.
+
+    Each path runs from the oldest node that no path before it has to a node without an answer. The
+    others come in the order in which they begin.
+    """
+    taken: set[int] = set()
+    paths = []
+    for leaf in reversed(nodes):
+        path: list[Node] = []
+        node: Node | None = leaf
+        while node is not None and node.order not in taken:
+            taken.add(node.order)
+            path.append(node)
+            node = node.above
+        if path:
+            paths.append(path[::-1])
+    return paths[:1] + sorted(paths[1:], key=lambda path: path[0].order)
+
+
+def settle_segment(node: Node) -> None:
+    """Give a node, and those above it, the segment of the first of them."""
+    path: list[Node] = []
+    at: Node | None = node
+    while at is not None and at.segment < 0:
+        path.append(at)
+        at.segment = 0  # ends a ring of links
+        at = at.above
+    segment = at.segment if at is not None else 0
+    for passed in path:
+        passed.segment = segment

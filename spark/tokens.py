@@ -1,0 +1,336 @@
+r"""Token files: what a model was given and generated in recorded sessions, cut in windows, as Parquet.
+
+Made by `spark tokenize`, read by `spark calibrate` and `spark validate`. One row is one window:
+
+    session_id  string      the session it comes from
+    window      int32       number of the window within the session, from 0
+    tokens      list<int32> at most `window` tokens, to be read by the model from an empty context
+    generated   list<bool>  one for each token: the model itself decoded it
+
+**What is stored.** For each turn of the model (spark/render.py) serving reads the rendering of everything before it
+and decodes the answer. A server keeps what it has read, and so does this file: a session is a chain of turns, and of
+each turn only what follows the prefix it shares with the turn before it is new. Mostly the new turn extends the last
+one: prompt, answer, then the next prompt begins with both. Templates drop older reasoning, though, and where the
+rendering of a turn departs from the one before it, even inside an older answer, a new window begins there: with the
+rendering's tokens from that point on, as context. So the new tokens of all windows are exactly those that a server
+with a perfect prefix cache would have computed, in that order, and each generated token is new once.
+
+**Windows.** New tokens are cut in windows. A window begins with up to a quarter of `window` of the tokens that
+precede its first new one in the rendering, so that no token is decoded without a context unless it is the first.
+These leading tokens are not marked `generated`, whatever they were where they were new. Therefore: every generated
+token appears once, and once only, marked `generated`; a window's tokens are consecutive tokens of one rendering.
+
+**Metadata** (of the Parquet schema): `spark.format` = `tokens`, `spark.version` = `1`, `spark.model_id`,
+`spark.tokenizer` and `spark.template` (64 hex digits each), `spark.window`. A file made for another model, tokenizer
+or template is refused. Files are written under a temporary name and renamed when they are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
+from engine.gguf import open_model
+from engine.tokenizer import load
+from spark.render import Renderer, Tokens, Turn
+from spark.sessions import read_sessions
+
+MIN_WINDOW = 16
+_VERSION = "1"
+_BATCH_TOKENS = 1 << 20  # of a row group: what is held in memory
+_BATCH_ROWS = 64
+_HINT = "make token files with `spark tokenize`"
+
+_COLUMNS = pa.schema(
+    [
+        ("session_id", pa.string()),
+        ("window", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),
+        ("generated", pa.list_(pa.bool_())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One row of a token file. tokens: int32 [n], generated: bool [n], of the same length, at least 1."""
+
+    session_id: str
+    window: int
+    tokens: Tokens
+    generated: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a token file was made with: ids of 64 hex digits."""
+
+    model_id: str
+    tokenizer: str
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What `tokenize` did.
+
+    tokens: of all windows, repeated context included. generated_tokens, windows, sessions: counts. skipped_turns:
+    turns that the chat template refused, counted by what it said.
+    """
+
+    tokens: int
+    generated_tokens: int
+    windows: int
+    sessions: int
+    skipped_turns: dict[str, int] = field(default_factory=dict)
+
+
+def tokenize(
+    model: str | Path,
+    sessions: str | Path,
+    out: str | Path,
+    window: int = 4096,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Write the sessions of a JSONL file as a token file for a model.
+
+    window: most tokens a row. progress: called with the sessions done and their number. The file appears whole or
+    not at all. Raises ModelFormatError or UnsupportedModelError for the model, FileFormatError for the sessions,
+    UsageError for a window below MIN_WINDOW, SparkError if the template refuses every turn or the disk the file.
+    """
+    _check_window(window)
+    sessions, out = Path(sessions), Path(out)
+    with open_model(model) as file:
+        renderer = Renderer(load(file))
+        origin = Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
+    total = _count_sessions(sessions)
+    totals: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    progress(0, total)
+    with _Writer(out, origin, window) as writer:
+        for done, session in enumerate(read_sessions(sessions), 1):
+            turns = _accepted(renderer.turns(session), skipped, totals)
+            for row in windows(session.session_id, turns, window):
+                writer.write(row)
+                totals.update(tokens=len(row.tokens), generated=int(row.generated.sum()), windows=1)
+            progress(done, total)
+        if skipped and not totals["turns"]:
+            raise SparkError(
+                f"{sessions}: the model's chat template refuses all {skipped.total()} turns of the model, "
+                f"most often: {skipped.most_common(1)[0][0]}"
+            )
+        writer.publish()
+    return Summary(totals["tokens"], totals["generated"], totals["windows"], total, dict(skipped))
+
+
+def windows(session_id: str, turns: Iterable[Turn], window: int) -> Iterator[Window]:
+    """The rows of one session, in order; see the head of this file for what they hold."""
+    _check_window(window)
+    number = 0
+    context, mask = np.empty(0, np.int32), np.empty(0, np.bool_)  # the last rendering, and what of it was generated
+    new = 0  # context[new:] has not been written yet
+
+    def cut(whole: bool) -> Iterator[Window]:
+        """Write full windows; with `whole`, the rest too."""
+        nonlocal new, number
+        while new < len(context):
+            begin = max(0, new - window // 4)
+            end = min(begin + window, len(context))
+            if end - begin < window and not whole:
+                return
+            generated = mask[begin:end].copy()
+            generated[: new - begin] = False
+            yield Window(session_id, number, context[begin:end], generated)
+            new, number = end, number + 1
+
+    for turn in turns:
+        rendering = np.concatenate((turn.prompt, turn.generated))
+        shared = _common_prefix(context, turn.prompt)
+        if shared < len(context):
+            yield from cut(whole=True)
+            new = shared
+        context = rendering
+        mask = np.concatenate((mask[:shared], np.zeros(len(rendering) - shared, np.bool_)))
+        mask[len(turn.prompt) :] = True
+        yield from cut(whole=False)
+    yield from cut(whole=True)
+
+
+class TokensFile:
+    """A token file: iterate it for its windows, any number of times, in bounded memory.
+
+    origin: what it was made with. window: most tokens a row. n_windows: number of rows.
+    """
+
+    def __init__(self, path: Path, origin: Origin, window: int, n_windows: int) -> None:
+        self.path, self.origin, self.window, self.n_windows = path, origin, window, n_windows
+
+    def __iter__(self) -> Iterator[Window]:
+        with _reading(self.path), pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    yield self._window(row)
+
+    def _window(self, row: dict[str, Any]) -> Window:
+        tokens, generated = row["tokens"], row["generated"]
+        complete = None not in row.values() and None not in tokens and None not in generated
+        if not complete or not 0 < len(tokens) == len(generated) <= self.window or min(tokens) < 0:
+            raise FileFormatError(
+                f"{self.path}: window {row['window']} of session {row['session_id']!r} is not 1 to {self.window} "
+                "tokens with as many marks",
+                hint=_HINT,
+            )
+        return Window(row["session_id"], row["window"], np.array(tokens, np.int32), np.array(generated, np.bool_))
+
+
+def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
+    """Open a token file.
+
+    expected: what it must have been made with; WrongModelError, showing both ids, if it was not. Raises
+    FileFormatError for a file that is not a token file of this version; damage inside it shows when it is iterated.
+    """
+    path = Path(path)
+    with _reading(path), pq.ParquetFile(path) as file:
+        schema, n_windows = file.schema_arrow, file.metadata.num_rows
+        found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    if found.get("spark.format") != "tokens" or not schema.remove_metadata().equals(_COLUMNS):
+        raise FileFormatError(f"{path} is a Parquet file, but not one of tokens", hint=_HINT)
+    if found.get("spark.version") != _VERSION:
+        raise FileFormatError(
+            f"{path} is of version {found.get('spark.version')!r} of the format, expected {_VERSION!r}", hint=_HINT
+        )
+    try:
+        origin = Origin(found["spark.model_id"], found["spark.tokenizer"], found["spark.template"])
+        window = int(found["spark.window"])
+    except (KeyError, ValueError) as error:
+        raise FileFormatError(f"{path}: metadata are missing or malformed: {error}", hint=_HINT) from error
+    if expected is not None:
+        for name in ("model_id", "tokenizer", "template"):
+            ours, theirs = getattr(expected, name), getattr(origin, name)
+            if ours != theirs:
+                raise WrongModelError(
+                    f"{path} was made for another model: its {name} is {theirs}, this model's is {ours}",
+                    hint="tokenize the sessions again with this model",
+                )
+    return TokensFile(path, origin, window, n_windows)
+
+
+class _Writer:
+    """A token file under construction: nothing appears under its name unless `publish` is called."""
+
+    def __init__(self, path: Path, origin: Origin, window: int) -> None:
+        self._path = path
+        self._schema = _COLUMNS.with_metadata(
+            {
+                "spark.format": "tokens",
+                "spark.version": _VERSION,
+                "spark.model_id": origin.model_id,
+                "spark.tokenizer": origin.tokenizer,
+                "spark.template": origin.template,
+                "spark.window": str(window),
+            }
+        )
+        self._rows: list[Window] = []
+        self._held_tokens = 0
+
+    def __enter__(self) -> Self:
+        with self._writing():
+            handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", suffix=".tmp", dir=self._path.parent)
+            self._temporary = Path(name)
+            self._file = os.fdopen(handle, "wb")
+            self._parquet = pq.ParquetWriter(self._file, self._schema, compression="zstd", write_page_checksum=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError, pa.ArrowException):  # what failed first has been reported
+            self._parquet.close()
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)  # gone if it was published
+
+    def write(self, row: Window) -> None:
+        """Append a row."""
+        self._rows.append(row)
+        self._held_tokens += len(row.tokens)
+        if self._held_tokens >= _BATCH_TOKENS:
+            self._write_batch()
+
+    def publish(self) -> None:
+        """Write what is left and give the file its name."""
+        self._write_batch()
+        with self._writing():
+            self._parquet.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._temporary.replace(self._path)
+
+    def _write_batch(self) -> None:
+        columns = (
+            [row.session_id for row in self._rows],
+            [row.window for row in self._rows],
+            [row.tokens for row in self._rows],
+            [row.generated for row in self._rows],
+        )
+        arrays = [pa.array(values, kind) for values, kind in zip(columns, self._schema.types, strict=True)]
+        with self._writing():
+            self._parquet.write_batch(pa.record_batch(arrays, schema=self._schema))
+        self._rows, self._held_tokens = [], 0
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SparkError(
+                f"{self._path} cannot be written: {error.strerror or error}",
+                hint="choose an --out in a folder with room that you may write to",
+            ) from error
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise FileFormatError(f"{path} cannot be read as a token file: {reason}", hint=_HINT) from error
+
+
+def _accepted(turns: Iterable[Turn | RequestError], skipped: Counter[str], totals: Counter[str]) -> Iterator[Turn]:
+    for turn in turns:
+        if isinstance(turn, RequestError):
+            skipped[turn.message] += 1
+        else:
+            totals["turns"] += 1
+            yield turn
+
+
+def _check_window(window: int) -> None:
+    if window < MIN_WINDOW:
+        raise UsageError(f"a window of {window} tokens is too small, expected at least {MIN_WINDOW}")
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _count_sessions(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,173 @@
+"""An engine without a model, for tests of the daemon, its client and the server.
+
+It repeats what it is told: a Generate request is answered with the tokens between the last `SAY` and the
+`SAID` after it, or with the prompt reversed, one token a step, then with the end of text. Special tokens in
+a prompt make it misbehave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ContextOverflowError, ModelFormatError, NumericalError, RequestError
+from engine.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
+
+END, SAY, SAID = 256, 257, 258
+CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET = 300, 301, 302, 303, 304, 305, 306
+VOCAB = 320
+
+
+class FakeEngine:
+    """step_s: how long a step takes; load_s: how long loading takes, in five parts."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None],
+        *,
+        step_s: float = 0.0,
+        load_s: float = 0.0,
+    ) -> None:
+        if config.model.name == "broken.gguf":
+            raise ModelFormatError("key 'general.architecture': expected a string", hint="download it again")
+        if config.model.name == "printing.gguf":
+            print_in_every_way()
+        for part in range(5):
+            progress(20 * part, 100)
+            time.sleep(load_s / 5)
+        progress(100, 100)
+        self.config = config
+        self.ctx_tokens = config.ctx_tokens or 4096
+        self.step_s = step_s
+        self.served = 0
+        self.steps = 0
+        self.jobs: deque[tuple[int, Iterator[list[Event]]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.jobs)
+
+    def hello(self) -> dict:
+        return {"architecture": "fake"}
+
+    def ready(self) -> dict:
+        return {"ctx_tokens": self.ctx_tokens, "threads": self.config.threads}
+
+    def submit(self, request: Generate | Score) -> None:
+        if REFUSED in request.tokens:
+            raise RequestError("field 'tokens': a token that is always refused")
+        if len(request.tokens) >= self.ctx_tokens:
+            raise ContextOverflowError(f"{len(request.tokens)} tokens in a context of {self.ctx_tokens}")
+        work = self.generate(request) if isinstance(request, Generate) else self.score(request)
+        self.jobs.append((request.id, work))
+
+    def step(self) -> list[Event]:
+        request_id, work = self.jobs[0]
+        self.steps += 1
+        time.sleep(self.step_s)
+        try:
+            events = next(work)
+        except NumericalError as error:
+            events = [error_event(request_id, error)]
+        if any(isinstance(event, Done | Error) for event in events):
+            self.jobs.popleft()
+            self.served += 1
+        return events
+
+    def generate(self, request: Generate) -> Iterator[list[Event]]:
+        yield [Progress(request.id, len(request.tokens), len(request.tokens))]
+        for _ in range(8 if QUIET in request.tokens else 0):
+            yield []
+        misbehave(request.tokens)
+        stop = (END,) if request.stop_tokens is None else request.stop_tokens
+        sent, reason = 0, "length"
+        for token in itertools.islice(reply(request.tokens), request.max_tokens):
+            if token in stop:
+                reason = "stop"
+                break
+            sent += 1
+            yield [Tokens(request.id, (token,))]
+        usage = Usage(len(request.tokens), sent)
+        yield [Done(request.id, usage, Timing(0.25, 0.5), {"hits": sent, "misses": 1}, reason)]
+
+    def score(self, request: Score) -> Iterator[list[Event]]:
+        misbehave(request.tokens)
+        n = len(request.tokens)
+        yield [Progress(request.id, n // 2, n)]
+        marks = request.generated or (True,) * n
+        logprobs = tuple(-token / 7.0 for token in request.tokens[1:])
+        nll = -sum(p for p, mark in zip(logprobs, marks[1:], strict=True) if mark)
+        yield [
+            Done(
+                request.id,
+                Usage(n, 0),
+                Timing(0.125, 0.0),
+                {"hits": sum(marks), "misses": 0},
+                nll=nll if request.logprobs else None,
+                logprobs=logprobs if request.logprobs else None,
+            )
+        ]
+
+    def cancel(self, request_id: int) -> bool:
+        found = [job for job in self.jobs if job[0] == request_id]
+        for job in found:
+            self.jobs.remove(job)
+        return bool(found)
+
+    def stats(self) -> dict:
+        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps}
+
+    def profile(self, action: str, path: Path | None) -> dict:
+        if action == "write":
+            assert path is not None
+            path.write_text(f"served={self.served}\n")
+            return {"path": str(path)}
+        if action == "reset":
+            self.served = 0
+        return {"served": self.served}
+
+    def close(self) -> None:
+        print("fake engine closed", file=sys.stderr, flush=True)
+
+
+def reply(tokens: tuple[int, ...]) -> Iterator[int]:
+    """What a prompt is answered with; the end of text again and again after it."""
+    if SAY in tokens:
+        start = len(tokens) - tokens[::-1].index(SAY)
+        stop = tokens.index(SAID, start) if SAID in tokens[start:] else len(tokens)
+        yield from tokens[start:stop]
+    else:
+        yield from reversed(tokens)
+    while True:
+        yield END
+
+
+def misbehave(tokens: tuple[int, ...]) -> None:
+    if CRASH in tokens:
+        print("fake engine crashes", file=sys.stderr, flush=True)
+        os._exit(7)
+    if NAN in tokens:
+        raise NumericalError("3 of 9 logits are not finite")
+    if HANG in tokens:
+        time.sleep(600)
+    if PRINT in tokens:
+        print_in_every_way()
+    if BUG in tokens:
+        raise ZeroDivisionError("a bug of the engine")
+
+
+def print_in_every_way() -> None:
+    """Write to what a library takes for stdout: through Python, the descriptor and the C library."""
+    print("printed by Python", flush=True)
+    os.write(1, b"printed by a descriptor\n")
+    libc = ctypes.CDLL(None)
+    libc.puts(b"printed by C")
+    libc.fflush(None)

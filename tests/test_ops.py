@@ -1,0 +1,592 @@
+"""Every op, every type: kernels against the twin bit for bit, the twin against float64 and `gguf`.
+
+`CASES` is the one table. A case makes its inputs from a seed, runs an op of a backend and returns what the
+op wrote; its oracle computes the same in float64. No two dimensions of a case are equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as QType
+from gguf_files import random_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import policy
+from engine.errors import SparkError
+from engine.ops import KV_BLOCK_TOKENS, Experts, Fetches, KVLayer, Limits, cpu, reference
+from engine.ops.blocks import integer_blocks
+from engine.quants import NATIVE_TYPES, QTensor
+
+Outputs = dict[str, np.ndarray]
+LIMITS = Limits(
+    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=1280, n_vocab=301, n_expert=17, n_expert_used=5
+)
+FLOATS = (QType.F32, QType.F16, QType.BF16)
+SMALL_BLOCKS = (QType.Q8_0, QType.Q4_0)
+BYTES_OF = {QType.F32: 4, QType.F16: 2, QType.BF16: 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """run(ops, ws) -> what the op wrote; oracle() -> the same in float64, to within `nmse`."""
+
+    name: str
+    run: Callable[[ModuleType, Any], Outputs]
+    oracle: Callable[[], Outputs] | None = None
+    nmse: float = 0.0
+
+
+def weights(qtype: QType, rows: int, cols: int, seed: int) -> QTensor:
+    data = random_blocks(qtype, rows, cols, np.random.default_rng(seed))
+    return QTensor(f"random {qtype.name}", qtype, (rows, cols), np.ascontiguousarray(data).reshape(-1))
+
+
+def exact(w: QTensor) -> np.ndarray:
+    """The weights in float64, by the gguf package."""
+    return gguf.dequantize(w.data.reshape(w.shape[0], -1), w.qtype).astype(np.float64)
+
+
+def floats(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    # Heavy tails, so that blocks have different scales and most values round.
+    return (scale * np.random.default_rng(seed).standard_t(4, shape)).astype(np.float32)
+
+
+def gain(seed: int, n: int) -> np.ndarray:
+    return 1 + np.float32(0.3) * floats(seed, n)
+
+
+def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def product(ops: ModuleType, ws: Any, w: QTensor, x: np.ndarray) -> np.ndarray:
+    if ops is reference:
+        return reference.product(w, x)
+    y = np.full((len(x), w.shape[0]), np.nan, np.float32)
+    cpu.product(ws, w, x, y)
+    return y
+
+
+def rounding(*types: QType) -> float:
+    """NMSE that 8-bit activations cost, measured on heavy-tailed inputs, with a margin."""
+    return 1e-12 if all(t in FLOATS for t in types) else 2e-3
+
+
+# --- products and the embedding -------------------------------------------------------------------
+
+
+def product_case(qtype: QType, rows: int, cols: int, T: int) -> Case:
+    w, x = weights(qtype, rows, cols, 1), floats(2, T, cols)
+    return Case(
+        f"product {qtype.name} [{rows}, {cols}] T={T}",
+        lambda ops, ws: {"y": product(ops, ws, w, x)},
+        lambda: {"y": x.astype(np.float64) @ exact(w).T},
+        rounding(qtype),
+    )
+
+
+def extreme_product_case(qtype: QType) -> Case:
+    """Largest codes against largest activations: sums that would not fit in 16 bits."""
+    rows, cols, T = 7, 768, 3
+    w = weights(qtype, rows, cols, 3)
+    rng = np.random.default_rng(4)
+    n_elements, n_bytes = gguf.GGML_QUANT_SIZES[qtype]
+    data = w.data.reshape(-1, n_bytes).copy()
+    first, last = {QType.Q6_K: (0, 208), QType.IQ4_XS: (2, n_bytes)}.get(qtype, (4 if n_elements == 256 else 2, n_bytes))
+    codes = data[:, first:last]
+    codes[:] = rng.choice(np.array([0x00, 0x7F, 0x80, 0x88, 0xFF], np.uint8), (len(data), 1))
+    w = QTensor(w.name, qtype, w.shape, data.reshape(-1))
+    x = rng.choice(np.array([-3, 3], np.float32), (T, cols // 32, 1)).repeat(32, axis=2).reshape(T, cols)
+    return Case(
+        f"product {qtype.name} extremes",
+        lambda ops, ws: {"y": product(ops, ws, w, x)},
+        lambda: {"y": x.astype(np.float64) @ exact(w).T},
+        1e-10,  # these activations are exact in 8 bits
+    )
+
+
+def odd_activations_case(qtype: QType) -> Case:
+    """Blocks of zeros, subnormals, huge values, infinities and NaN."""
+    cols = 1024
+    x = floats(5, 9, cols)
+    x[0] = 0
+    x[1, 32:64] = 1e-40
+    x[2, 64:96] *= 1e-35
+    x[3, 96:128] *= np.float32(1e37)
+    x[4, 5] = np.inf
+    x[5, 700] = -np.inf
+    x[6, 701] = np.nan
+    x[7] *= np.float32(2.0**-101)
+    x[8, ::2] = -0.0
+    w = weights(qtype, 5, cols, 6)
+    return Case(f"product {qtype.name} odd activations", lambda ops, ws: {"y": product(ops, ws, w, x)})
+
+
+def embed_case(qtype: QType) -> Case:
+    V, D = 37, 96 if qtype in SMALL_BLOCKS else 77 if qtype in FLOATS else 512
+    table, tokens = weights(qtype, V, D, 7), np.array([36, 0, 5, 5, 17], np.int32)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        x = np.full((len(tokens), D), np.nan, np.float32)
+        ops.embed(ws, table, tokens, x)
+        return {"x": x}
+
+    return Case(f"embed {qtype.name}", run, lambda: {"x": exact(table)[tokens]})
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def empty_cache(kv_type: str, blocks: int, K: int, head_dim: int) -> KVLayer:
+    shape = (blocks * KV_BLOCK_TOKENS, K, head_dim)
+    if kv_type == "f16":
+        return KVLayer(np.zeros(shape, np.float16), np.zeros(shape, np.float16))
+    scales = (*shape[:2], head_dim // 32)
+    return KVLayer(
+        np.zeros(shape, np.int8), np.zeros(shape, np.int8), np.zeros(scales, np.float16), np.zeros(scales, np.float16)
+    )
+
+
+def cache_values(cache: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    values = cache.astype(np.float64)
+    return values if scale is None else values * scale.astype(np.float64).repeat(32, axis=-1)
+
+
+def attention_input_case(
+    types: tuple[QType, QType, QType], kv_type: str, T: int, H: int, K: int, head_dim: int, n_rot: int, norms: bool
+) -> Case:
+    D, eps = (77 if set(types) <= set(FLOATS) else 768), 1e-5
+    rng = np.random.default_rng(8)
+    x, norm = floats(9, T, D), gain(10, D)
+    wq, wk, wv = (
+        weights(t, n * head_dim, D, 11 + i) for i, (t, n) in enumerate(zip(types, (H, K, K), strict=True))
+    )
+    q_norm, k_norm = (gain(14, head_dim), gain(15, head_dim)) if norms else (None, None)
+    rope = reference.rope_table(300, n_rot, 10000.0)
+    positions = np.sort(rng.choice(300, T, replace=False)).astype(np.int32)
+    slots = rng.choice(3 * KV_BLOCK_TOKENS, T, replace=False).astype(np.int32)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        kv, q = empty_cache(kv_type, 3, K, head_dim), np.full((T, H, head_dim), np.nan, np.float32)
+        ops.attention_input(ws, x, norm, eps, wq, wk, wv, q_norm, k_norm, rope, positions, kv, slots, q)
+        arrays = {"q": q, "k": kv.k, "v": kv.v}
+        return arrays if kv.k_scale is None else arrays | {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
+
+    def oracle() -> Outputs:
+        h = rms(x, norm, eps)
+        q, k, v = ((h @ exact(w).T).reshape(T, -1, head_dim) for w in (wq, wk, wv))
+        if norms:
+            q, k = rms(q, q_norm, eps), rms(k, k_norm, eps)
+        angle = positions[:, None] * 10000.0 ** (-np.arange(n_rot // 2) / (n_rot // 2))
+        c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        for a in (q, k):
+            first, second = a[..., : n_rot // 2].copy(), a[..., n_rot // 2 : n_rot].copy()
+            a[..., : n_rot // 2], a[..., n_rot // 2 : n_rot] = first * c - second * s, first * s + second * c
+        keys, values = (np.zeros((3 * KV_BLOCK_TOKENS, K, head_dim)) for _ in "kv")
+        keys[slots], values[slots] = k, v
+        return {"q": q} if kv_type == "q8_0" else {"q": q, "k": keys, "v": values}
+
+    names = "/".join(t.name for t in types)
+    name = f"attention_input {names} {kv_type} T={T} head_dim={head_dim}"
+    return Case(name, run, oracle, max(rounding(*types), 1e-6))
+
+
+def attention_case(
+    kv_type: str, lengths: tuple[int, ...], new: tuple[int, ...], H: int, K: int, head_dim: int, odd: bool = False
+) -> Case:
+    """Sequences of `lengths` positions, the last `new` of which are the step's tokens; blocks shuffled."""
+    rng = np.random.default_rng(16)
+    blocks = [-(-n // KV_BLOCK_TOKENS) for n in lengths]
+    n_blocks = sum(blocks) + 2
+    kv = empty_cache(kv_type, n_blocks, K, head_dim)
+    for i, (cache, scale) in enumerate(((kv.k, kv.k_scale), (kv.v, kv.v_scale))):
+        if scale is None:
+            cache[:] = floats(17 + i, *cache.shape)
+        else:
+            cache[:] = rng.integers(-127, 128, cache.shape)
+            scale[:] = rng.uniform(0.005, 0.02, scale.shape)
+    order = rng.permutation(n_blocks).astype(np.int32)
+    table = np.full((len(lengths), max(blocks)), -1, np.int32)
+    for s, n in enumerate(blocks):
+        table[s, :n] = order[sum(blocks[:s]) : sum(blocks[:s]) + n]
+    sequence = np.repeat(np.arange(len(lengths)), new).astype(np.int32)
+    positions = np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, new, strict=True)]).astype(np.int32)
+    used = {int(b) for row in table for b in row if b >= 0}
+    for block in set(range(n_blocks)) - used:  # what no table names must not matter
+        kv.v[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan if kv_type == "f16" else 77
+    T, scale = len(positions), 1 / np.sqrt(head_dim)
+    q = floats(19, T, H, head_dim, scale=3.0)
+    if odd:
+        q[1, 2, 3] = np.nan
+        q[2, 0] = 1e30
+        q[3, 1] = np.inf
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        out = np.full((T, H * head_dim), np.nan, np.float32)
+        ops.attention(ws, q, kv, table, sequence, positions, scale, out)
+        return {"out": out}
+
+    def oracle() -> Outputs:
+        out = np.zeros((T, H, head_dim))
+        k, v = cache_values(kv.k, kv.k_scale), cache_values(kv.v, kv.v_scale)
+        for t in range(T):
+            at = np.arange(positions[t] + 1)
+            slots = table[sequence[t], at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
+            for h in range(H):
+                s = k[slots, h * K // H] @ q[t, h].astype(np.float64) * scale
+                p = np.exp(s - s.max())
+                out[t, h] = p / p.sum() @ v[slots, h * K // H]
+        return {"out": out.reshape(T, -1)}
+
+    name = f"attention {kv_type} lengths={lengths} new={new} H={H} K={K} head_dim={head_dim}{' odd' if odd else ''}"
+    return Case(name, run, None if odd else oracle, 1e-10)
+
+
+def attention_output_case(qtype: QType, T: int) -> Case:
+    D, K = 77, 512
+    wo, attended, residual = weights(qtype, D, K, 20), floats(21, T, K), floats(22, T, D)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        x = residual.copy()
+        ops.attention_output(ws, attended, wo, x)
+        return {"x": x}
+
+    return Case(
+        f"attention_output {qtype.name} T={T}",
+        run,
+        lambda: {"x": residual + attended.astype(np.float64) @ exact(wo).T},
+        max(rounding(qtype), 1e-12),
+    )
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def router_case(qtype: QType, T: int) -> Case:
+    E, D, eps = 17, 131, 1e-6
+    gate, x, norm = weights(qtype, E, D, 23), floats(24, T, D), gain(25, D)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        h, logits = np.full((T, D), np.nan, np.float32), np.full((T, E), np.nan, np.float32)
+        ops.router(ws, x, norm, eps, gate, h, logits)
+        return {"h": h, "logits": logits}
+
+    def oracle() -> Outputs:
+        h = rms(x, norm, eps)
+        return {"h": h, "logits": h @ exact(gate).T}
+
+    return Case(f"router {qtype.name} T={T}", run, oracle, 1e-11)
+
+
+def slot_state(slots: tuple[int, ...], E: int, seed: int) -> policy.SlotState:
+    """Slots partly full, partly pinned; every address distinct."""
+    rng = np.random.default_rng(seed)
+    state = policy.SlotState.empty(slots, E)
+    state.home_ptr[:] = 1000 + np.arange(state.home_ptr.size).reshape(state.home_ptr.shape)
+    state.slot_ptr[:] = 500000 + np.arange(state.slot_ptr.size).reshape(state.slot_ptr.shape)
+    state.expert_ptr[:] = state.home_ptr
+    for layer, n in enumerate(slots):
+        resident = rng.permutation(E)[: n * 3 // 4]
+        at = np.arange(len(resident)) + state.slot_begin[layer]
+        state.slot_of[layer, resident], state.expert_of[at], state.score[at] = at, resident, 0
+        state.expert_ptr[layer, resident] = state.slot_ptr[at]
+        state.pinned[at[: n // 3]] = 1
+    return state
+
+
+def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: int, odd: bool = False) -> Case:
+    E, A, layer = 17, 5, 1
+
+    def logits(step: int) -> np.ndarray:
+        values = floats(26 + step, T, E)
+        values[::2] = np.round(values[::2])  # ties
+        if odd:
+            values[0, 3], values[1, :], values[2, ::2] = np.nan, np.nan, np.nan
+            values[3, 4], values[4, 5], values[5] = np.inf, -np.inf, -np.inf
+        return values
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        state, outputs = slot_state(slots, E, 27), {}
+        for step in range(4):
+            experts, w = np.full((T, A), -1, np.int32), np.full((T, A), np.nan, np.float32)
+            fetches = Fetches(np.full((E, 3), -7, np.int32), np.zeros(1, np.int32))
+            counted = (np.arange(T) % 3 != step % 3).astype(np.uint8)
+            ops.route(ws, logits(step), renormalize, state, layer, counted, rule, experts, w, fetches)
+            outputs |= {f"experts {step}": experts, f"weights {step}": w}
+            outputs |= {f"fetches {step}": fetches.rows[: fetches.count[0]].copy()}
+        names = ("slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses", "expert_ptr")
+        return outputs | {name: getattr(state, name) for name in names}
+
+    def oracle() -> Outputs:
+        outputs = {}
+        for step in range(4):
+            p = np.exp(logits(step).astype(np.float64))
+            experts = np.argsort(-logits(step), axis=1, kind="stable")[:, :A]
+            chosen = np.take_along_axis(p, experts, 1)
+            total = chosen.sum(1, keepdims=True) if renormalize else p.sum(1, keepdims=True)
+            outputs |= {f"experts {step}": experts, f"weights {step}": chosen / total}
+        return outputs
+
+    name = f"route slots={slots} {rule} renormalize={renormalize} T={T}{' odd' if odd else ''}"
+    return Case(name, run, None if odd else oracle, 1e-12)
+
+
+def expert_case(types: tuple[QType, QType, QType], D: int, F: int, T: int, E: int = 7, A: int = 3) -> Case:
+    rng = np.random.default_rng(28)
+    parts = [
+        [weights(t, *shape, 100 * p + e) for e in range(E)]
+        for p, (t, shape) in enumerate(zip(types, ((F, D), (F, D), (D, F)), strict=True))
+    ]
+    h, residual = floats(29, T, D), floats(30, T, D)
+    experts = np.stack([rng.permutation(E - 1)[:A] for _ in range(T)]).astype(np.int32)  # the last one has no row
+    if T > 1:
+        experts[1, :] = experts[1, 0]  # the same one thrice
+    w = rng.uniform(0.1, 1.0, (T, A)).astype(np.float32)
+    # Two slots: one empty, one with another expert to leave; both are refilled.
+    fetched = [int(experts[0, 0]), int(experts[0, 1])]
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        sizes = tuple(parts[p][0].nbytes for p in range(3))
+        arena = np.zeros((2, sum(sizes)), np.uint8)
+        offsets = np.concatenate(([0], np.cumsum(sizes)[:2]))
+        home = np.array([[parts[p][e].data.ctypes.data for p in range(3)] for e in range(E)], np.uint64)
+        slots = (arena.ctypes.data + np.arange(2)[:, None] * sum(sizes) + offsets[None]).astype(np.uint64)
+        expert_ptr = home.copy()
+        expert_ptr[fetched] = slots
+        rows = np.full((E, 3), -1, np.int32)
+        rows[:2] = [[fetched[0], 0, -1], [fetched[1], 1, E - 1]]
+        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True)
+        x = residual.copy()
+        ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x)
+        return {"x": x, "arena": arena}
+
+    def oracle() -> Outputs:
+        gate, up, down = ([exact(m) for m in part] for part in parts)
+        x = residual.astype(np.float64)
+        for t in range(T):
+            for a in range(A):
+                e = experts[t, a]
+                g = gate[e] @ h[t]
+                x[t] += w[t, a] * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ h[t])))
+        arena = np.stack([np.concatenate([parts[p][e].data for p in range(3)]) for e in fetched])
+        return {"x": x, "arena": arena}
+
+    return Case(f"expert_ffn {'/'.join(t.name for t in types)} D={D} F={F} T={T}", run, oracle, rounding(*types))
+
+
+def head_case(qtype: QType, rows: tuple[int, ...]) -> Case:
+    V, D, T, eps = 301, 256, 9, 1e-5
+    output, x, norm = weights(qtype, V, D, 31), floats(32, T, D), gain(33, D)
+    index = np.array(rows, np.int32)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        logits = np.full((len(rows), V), np.nan, np.float32)
+        ops.head(ws, x, index, norm, eps, output, logits)
+        return {"logits": logits}
+
+    return Case(
+        f"head {qtype.name} rows={rows}", run, lambda: {"logits": rms(x[index], norm, eps) @ exact(output).T}, rounding(qtype)
+    )
+
+
+K4, K5, K6, Q8 = QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.Q8_0
+CASES = [
+    *(embed_case(t) for t in NATIVE_TYPES),
+    *(product_case(t, 13, 512, 1) for t in NATIVE_TYPES),
+    *(product_case(t, 6, 1280, 37) for t in NATIVE_TYPES),
+    *(product_case(t, 5, 352, 3) for t in SMALL_BLOCKS),
+    *(product_case(t, 3, 96, 2) for t in SMALL_BLOCKS),
+    *(product_case(t, 5, 77, 3) for t in FLOATS),
+    *(extreme_product_case(t) for t in NATIVE_TYPES if t not in FLOATS),
+    *(odd_activations_case(t) for t in NATIVE_TYPES),
+    attention_input_case((K4, K4, K6), "f16", 1, 6, 2, 64, 64, True),
+    attention_input_case((K4, K4, K6), "q8_0", 19, 6, 2, 96, 64, True),
+    attention_input_case((Q8, K5, QType.F16), "f16", 5, 4, 2, 40, 24, False),
+    attention_input_case((QType.F32, QType.F32, QType.F32), "f16", 7, 6, 3, 46, 46, True),
+    attention_case("f16", (200,), (1,), 6, 2, 64),
+    attention_case("f16", (1,), (1,), 3, 1, 44),
+    attention_case("f16", (75, 130), (75, 4), 6, 2, 48),
+    attention_case("q8_0", (64, 65, 129), (2, 1, 3), 10, 2, 32),
+    attention_case("q8_0", (333,), (21,), 4, 1, 128),
+    attention_case("f16", (70,), (7,), 3, 1, 64, odd=True),
+    *(attention_output_case(t, T) for t, T in ((K4, 1), (K6, 19), (QType.F32, 3))),
+    *(router_case(t, T) for t, T in ((QType.F32, 1), (QType.F16, 19), (QType.BF16, 40))),
+    route_case((4, 9, 3), policy.LRU, True, 1),
+    route_case((4, 9, 3), policy.LFU, True, 11),
+    route_case((0, 12), policy.Rule(3, 8), False, 2),
+    route_case((2, 0), policy.LRU, True, 40),
+    route_case((2, 17), policy.LFU, False, 7, odd=True),
+    route_case((2, 9), policy.LRU, True, 7, odd=True),
+    expert_case((K4, K4, K6), 256, 512, 1),
+    expert_case((K4, K4, K6), 512, 256, 41),
+    expert_case((K5, QType.IQ4_XS, K4), 256, 768, 6),
+    expert_case((Q8, Q8, QType.Q4_0), 352, 96, 5),
+    expert_case((QType.Q4_0, QType.F16, Q8), 288, 160, 4),
+    expert_case((QType.F32, QType.BF16, QType.F16), 77, 70, 5),
+    *(head_case(t, rows) for t, rows in ((K6, (8,)), (K4, (0, 3, 3, 7)), (QType.F16, (5, 2)), (K6, ()))),
+]
+
+
+@functools.cache
+def workspace(isa: str, threads: int = 2) -> Any:
+    return cpu.workspace(LIMITS, threads, isa)
+
+
+@functools.cache
+def twin(case: Case) -> Outputs:
+    return case.run(reference, reference.workspace(LIMITS, 1))
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal bit for bit, where a NaN has no bits of its own."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype.kind != "f":
+        return np.array_equal(a, b)
+    words = {2: np.uint16, 4: np.uint32}[a.dtype.itemsize]
+    return bool(((a.view(words) == b.view(words)) | (np.isnan(a) & np.isnan(b))).all())
+
+
+@pytest.mark.parametrize("isa", cpu.supported_isas())
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels_equal_the_twin_bit_for_bit(case: Case, isa: str) -> None:
+    outputs = case.run(cpu, workspace(isa))
+    for name, expected in twin(case).items():
+        assert same_bits(outputs[name], expected), name
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.oracle], ids=lambda c: c.name)
+def test_the_twin_is_near_float64(case: Case) -> None:
+    outputs = twin(case)
+    for name, expected in case.oracle().items():  # type: ignore[misc]
+        value = outputs[name].astype(np.float64)
+        if case.nmse == 0 or outputs[name].dtype.kind != "f":
+            assert np.array_equal(value, expected), name
+        else:
+            assert ((value - expected) ** 2).sum() <= case.nmse * (expected**2).sum(), name
+
+
+@pytest.mark.parametrize("threads", [1, 3, 5])
+def test_threads_change_no_bit(threads: int) -> None:
+    ws = cpu.workspace(LIMITS, threads)
+    for case in CASES:
+        if case.name.startswith(("attention", "expert_ffn", "head")):
+            outputs = case.run(cpu, ws)
+            assert all(same_bits(outputs[name], expected) for name, expected in twin(case).items()), case.name
+    ws.close()
+    ws.close()
+
+
+@pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
+def test_a_row_does_not_depend_on_its_step(qtype: QType) -> None:
+    w, x = weights(qtype, 9, 768, 40), floats(41, 70, 768)
+    ws = workspace(cpu.supported_isas()[-1])
+    together = product(cpu, ws, w, x)
+    for t in (0, 31, 32, 69):
+        assert same_bits(product(cpu, ws, w, x[t : t + 1]), together[t : t + 1])
+
+
+@pytest.mark.parametrize("qtype", [t for t in NATIVE_TYPES if t not in FLOATS], ids=lambda t: t.name)
+def test_integer_blocks_rebuild_the_weights(qtype: QType) -> None:
+    w = weights(qtype, 5, 1024, 42)
+    terms = integer_blocks(w)
+    scale = terms.scale[..., None, None] * np.ones(2)[:, None]
+    if terms.half_scale is not None:
+        scale = (terms.scale[..., None] * terms.half_scale)[..., None]
+    rebuilt = (scale * terms.q).astype(np.float32)
+    if terms.minimum is not None:
+        rebuilt = rebuilt - terms.minimum[..., None, None]
+    assert np.array_equal(rebuilt.reshape(w.shape), exact(w).astype(np.float32))
+
+
+@settings(max_examples=300, deadline=None)
+@given(*(st.floats(width=32, allow_nan=False, allow_infinity=False) for _ in range(3)))
+def test_fma_of_the_twin_rounds_once(a: float, b: float, c: float) -> None:
+    from fractions import Fraction
+
+    value = float(reference.fma(*(np.array([v], np.float32) for v in (a, b, c)))[0])
+    exact_value = Fraction(a) * Fraction(b) + Fraction(c)
+    if not np.isfinite(value):
+        assert abs(exact_value) >= Fraction(2) ** 128 - Fraction(2) ** 103
+        return
+    for neighbor in np.nextafter(np.float32(value), np.array([-np.inf, np.inf], np.float32)):
+        if np.isfinite(neighbor):
+            assert abs(Fraction(value) - exact_value) <= abs(Fraction(float(neighbor)) - exact_value)
+
+
+EXP_INPUTS = np.concatenate([
+    np.linspace(-90, 90, 20011), floats(43, 5000).astype(np.float64) * 20, [-87, -87.000008, 88, 88.00001, 0.0, -0.0],
+    [np.inf, -np.inf, np.nan, 1e-40, 3e38, -3e38],
+]).astype(np.float32)  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", cpu.supported_isas())
+def test_exp_equals_the_twin(isa: str) -> None:
+    assert same_bits(cpu.exp(workspace(isa), EXP_INPUTS), reference.exp(EXP_INPUTS))
+
+
+def test_exp_of_the_twin_is_accurate() -> None:
+    x = EXP_INPUTS[(EXP_INPUTS >= -87) & (EXP_INPUTS <= 88)].astype(np.float64)
+    assert np.abs(reference.exp(x.astype(np.float32)) / np.exp(x) - 1).max() < 3e-7
+    assert reference.exp(np.array([-87.1, -np.inf], np.float32)).tolist() == [0, 0]
+    assert np.isnan(reference.exp(np.array([np.nan], np.float32))).all()
+
+
+def test_no_rows_is_no_work() -> None:
+    ws = workspace(cpu.supported_isas()[-1])
+    none, ints = np.zeros((0, 256), np.float32), np.zeros(0, np.int32)
+    w, norm = weights(K4, 256, 256, 44), gain(45, 256)
+    kv, rope = empty_cache("f16", 1, 2, 64), reference.rope_table(4, 64, 1e4)
+    cpu.product(ws, w, none, none.copy())
+    cpu.embed(ws, w, ints, none.copy())
+    small = weights(K4, 128, 256, 46)
+    q = np.zeros((0, 4, 64), np.float32)
+    cpu.attention_input(ws, none, norm, 1e-5, w, small, small, None, None, rope, ints, kv, ints, q)
+    cpu.attention(ws, q, kv, np.zeros((0, 0), np.int32), ints, ints, 0.1, none.copy())
+    cpu.attention_output(ws, none, w, none.copy())
+    cpu.head(ws, none, ints, norm, 1e-5, w, none.copy())
+    cpu.router(ws, none, norm, 1e-5, weights(QType.F32, 7, 256, 47), none.copy(), np.zeros((0, 7), np.float32))
+    state = slot_state((3,), 7, 48)
+    chosen, fetches = np.zeros((0, 2), np.int32), Fetches(np.zeros((7, 3), np.int32), np.ones(1, np.int32))
+    gate = np.zeros((0, 2), np.float32)
+    cpu.route(ws, np.zeros((0, 7), np.float32), True, state, 0, np.zeros(0, np.uint8), policy.LRU, chosen, gate, fetches)
+    assert fetches.count[0] == 0
+    pointers = np.zeros((7, 3), np.uint64)
+    bank = Experts(K4, K4, K4, 256, 512, (w.nbytes * 2,) * 3, pointers, pointers, pointers)
+    cpu.expert_ffn(ws, none, chosen, gate, bank, fetches, none.copy())
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    ws = workspace(cpu.supported_isas()[-1])
+    w, x, y = weights(K4, 3, 256, 49), floats(50, 2, 256), np.zeros((2, 3), np.float32)
+    for bad in (x.astype(np.float64), floats(51, 2, 512)[:, ::2], floats(52, 3, 256)[:, :255]):
+        with pytest.raises(ValueError, match="x: "):
+            cpu.product(ws, w, bad, y)
+    frozen = y.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(TypeError):
+        cpu.product(ws, w, x, frozen)
+    with pytest.raises(ValueError, match="80"):
+        cpu.product(ws, w, floats(53, 81, 256), np.zeros((81, 3), np.float32))
+    for bad_token in (-1, 3):
+        with pytest.raises(IndexError, match="tokens"):
+            cpu.embed(ws, w, np.array([0, bad_token], np.int32), x.copy())
+    kv, q = empty_cache("f16", 2, 1, 64), floats(54, 1, 2, 64)
+    one = np.zeros(1, np.int32)
+    for table, position in ((np.array([[2, 0]]), 3), (np.array([[1, -1]]), 64), (np.array([[1, 0]]), 128)):
+        with pytest.raises(IndexError):
+            cpu.attention(
+                ws, q, kv, table.astype(np.int32), one, np.array([position], np.int32), 1.0, np.zeros((1, 128), np.float32)
+            )
+    with pytest.raises(SparkError, match="avx9"):
+        cpu.workspace(LIMITS, 1, "avx9")

@@ -1,0 +1,159 @@
+"""Requests through the engine: limits, cancellation, scores, profiles, and that nothing leaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import float_logits, k_quant_mix, read_weights, write_tiny
+
+from engine import profile as profiles
+from engine.config import EngineConfig
+from engine.errors import ContextOverflowError, RequestError
+from engine.protocol import Done, Error, Event, Generate, Sampling, Score, Tokens
+from engine.scheduler import Engine
+from engine.trace import read_routing
+
+PROMPT = tuple(int(t) for t in np.random.default_rng(5).integers(0, 301, 61))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix)
+
+
+@pytest.fixture
+def engine(model: Path):
+    made = Engine(EngineConfig(model=model, device="cpu", threads=2, ctx_tokens=200, chunk_tokens=32))
+    yield made
+    assert made.runner.kv.pool.free_blocks == made.runner.kv.pool.n_blocks or made.busy
+    made.close()
+    assert made.runner.kv.pool.free_blocks == made.runner.kv.pool.n_blocks
+
+
+def drain(engine: Engine) -> list[Event]:
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events
+
+
+def tokens_of(events: list[Event], request_id: int) -> list[int]:
+    return [t for e in events if isinstance(e, Tokens) and e.id == request_id for t in e.tokens]
+
+
+def test_generate_counts_decoded_tokens_only(engine: Engine) -> None:
+    engine.submit(Generate(1, PROMPT, max_tokens=9, stop_tokens=()))
+    events = drain(engine)
+    done = events[-1]
+    assert isinstance(done, Done)
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.finish_reason) == (61, 9, "length")
+    assert len(tokens_of(events, 1)) == 9
+    # The last token is never fed back: eight tokens were decoded, three layers, three experts each.
+    assert done.residency["hits"] == 8 * 3 * 3
+    assert sum(map(sum, engine.profile("read")["counts"])) == 8 * 3 * 3
+
+
+def test_the_same_prompt_twice_gives_the_same_tokens(engine: Engine) -> None:
+    for request_id in (1, 2):
+        engine.submit(Generate(request_id, PROMPT, 12, Sampling(temperature=0.9, top_p=0.9, seed=4), ()))
+    events = drain(engine)
+    assert tokens_of(events, 1) == tokens_of(events, 2)
+    engine.submit(Generate(3, PROMPT, 12, Sampling(temperature=0.9, top_p=0.9, seed=5), ()))
+    assert tokens_of(drain(engine), 3) != tokens_of(events, 1)
+
+
+def test_a_stop_token_ends_and_is_not_sent(engine: Engine) -> None:
+    engine.submit(Generate(1, PROMPT, 12, stop_tokens=()))
+    free = tokens_of(drain(engine), 1)
+    stop = free[4]
+    engine.submit(Generate(2, PROMPT, 12, stop_tokens=(stop,)))
+    events = drain(engine)
+    assert tokens_of(events, 2) == free[: free.index(stop)]
+    assert events[-1].finish_reason == "stop"
+
+
+def test_the_context_bounds_prompts_and_answers(engine: Engine) -> None:
+    with pytest.raises(ContextOverflowError, match="200"):
+        engine.submit(Generate(1, (7,) * 200, 4))
+    engine.submit(Generate(2, (7,) * 195, 50, stop_tokens=()))
+    done = drain(engine)[-1]
+    assert (done.usage.completion_tokens, done.finish_reason) == (5, "length")
+
+
+def test_bad_requests_are_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="token 301"):
+        engine.submit(Generate(1, (5, 301), 4))
+    engine.submit(Generate(2, PROMPT, 4))
+    with pytest.raises(RequestError, match="request 2 is still running"):
+        engine.submit(Generate(2, PROMPT, 4))
+    drain(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_cancelled_request_gives_its_blocks_back(engine: Engine, steps: int) -> None:
+    engine.submit(Generate(1, PROMPT, 100, stop_tokens=()))
+    engine.submit(Generate(2, PROMPT, 3, stop_tokens=()))
+    for _ in range(steps):
+        engine.step()
+    assert engine.cancel(1)
+    assert not engine.cancel(1)
+    events = drain(engine)
+    assert {e.id for e in events} == {2}
+    assert engine.runner.kv.pool.free_blocks == engine.runner.kv.pool.n_blocks
+
+
+def test_scores_are_log_probabilities_of_the_model(engine: Engine, model: Path) -> None:
+    marks = tuple(i % 3 == 0 for i in range(61))
+    engine.submit(Score(1, PROMPT, generated=marks, logprobs=True))
+    done = drain(engine)[-1]
+    oracle, _ = float_logits(engine.runner.config, read_weights(model), np.array(PROMPT))
+    top = oracle.max(1, keepdims=True)
+    log_p = oracle - top - np.log(np.exp(oracle - top).sum(1, keepdims=True))
+    expected = log_p[np.arange(60), PROMPT[1:]]
+    assert np.abs(np.array(done.logprobs) - expected).max() < 0.5  # 8-bit activations, 4-bit weights
+    assert np.corrcoef(done.logprobs, expected)[0, 1] > 0.99
+    assert done.nll == pytest.approx(-sum(p for p, m in zip(done.logprobs, marks[1:], strict=True) if m))
+    assert sum(map(sum, engine.profile("read")["counts"])) == sum(marks) * 3 * 3
+
+
+def test_a_score_writes_the_routing_it_counted(engine: Engine, tmp_path: Path) -> None:
+    marks = tuple(i % 4 == 1 for i in range(61))
+    for window, count in ((0, "generated"), (1, "all")):
+        engine.submit(Score(window, PROMPT, marks, "s", window, str(tmp_path / "t"), hidden=True, count=count))
+        assert isinstance(drain(engine)[-1], Done)
+    trace = read_routing(tmp_path / "t", engine.runner.file.model_id)
+    assert trace.experts.shape == (122, 3, 3)
+    assert trace.generated.tolist() == [*marks, *marks]
+    assert len(set(trace.position.tolist())) == 122
+    found = np.zeros((3, 11), np.int64)
+    for layer in range(3):
+        counted = np.concatenate([trace.experts[:61, layer][trace.generated[:61]], trace.experts[61:, layer]])
+        found[layer] = np.bincount(counted.ravel(), minlength=11)
+    assert np.array_equal(found, engine.profile("read")["counts"])
+
+
+def test_a_nan_is_an_error_of_its_request_alone(engine: Engine) -> None:
+    good = engine.runner.weights
+    engine.runner.weights = replace(good, output_norm=np.full_like(good.output_norm, np.nan))
+    engine.submit(Generate(1, PROMPT, 4))
+    events = drain(engine)
+    assert isinstance(events[-1], Error)
+    assert (events[-1].code, events[-1].id) == ("numerical", 1)
+    engine.runner.weights = good
+    engine.submit(Generate(2, PROMPT, 4, stop_tokens=()))
+    assert isinstance(drain(engine)[-1], Done)
+
+
+def test_profile_is_written_merged_and_reset(engine: Engine, tmp_path: Path) -> None:
+    engine.submit(Generate(1, PROMPT, 20, stop_tokens=()))
+    drain(engine)
+    engine.profile("write", tmp_path / "learned.csv")
+    learned, warnings = profiles.load(tmp_path / "learned.csv", model_id=engine.runner.file.model_id)
+    assert not warnings
+    assert np.array_equal(learned.counts, engine.profile("read")["counts"])
+    engine.profile("reset")
+    assert engine.stats()["hits"] == 0
+    assert not np.any(engine.profile("read")["counts"])

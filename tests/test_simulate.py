@@ -1,0 +1,273 @@
+"""The simulator against `advance`, and Belady's bound against brute force and against every policy."""
+
+import copy
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import placement, simulate
+from engine.placement import Placement
+from engine.policy import LFU, LRU, Rule, SlotState, advance, fill
+from engine.trace import RoutingTrace
+
+RULES = [LRU, LFU, Rule(1, 0), Rule(0, 9), Rule(3, 2), Rule(2, 50)]
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def make_trace(experts, generated, n_expert, session=None, position=None):
+    """A trace from experts [T, L, A]; one session unless told otherwise."""
+    n_token, n_layer, _ = np.shape(experts)
+    session = np.zeros(n_token, np.int32) if session is None else np.array(session, np.int32)
+    return RoutingTrace(
+        experts=np.array(experts, np.uint16),
+        layers=tuple(range(n_layer)),
+        generated=np.array(generated, bool),
+        session=session,
+        session_ids=tuple(f"s{i}" for i in range(session.max(initial=0) + 1)),
+        position=np.arange(n_token, dtype=np.int32) if position is None else np.array(position, np.int32),
+        model_id="0" * 64,
+        n_expert=n_expert,
+    )
+
+
+def random_trace(rng, n_token, n_layer, n_active, n_expert, skew=0.5):
+    """Skewed routing in runs of prefill and generated tokens, over a few sessions."""
+    weights = rng.dirichlet(np.full(n_expert, skew), n_layer) + 1e-4
+    keys = np.log(weights) + rng.gumbel(size=(n_token, n_layer, n_expert))
+    experts = np.argsort(-keys, axis=2)[:, :, :n_active]
+    generated = np.repeat(rng.random(n_token) < 0.6, rng.integers(1, 6, n_token))[:n_token]
+    session = np.sort(rng.integers(0, 3, n_token))
+    return make_trace(experts, generated, n_expert, session)
+
+
+def random_placement(rng, slots_per_layer, n_expert):
+    pinned, cached = [], []
+    for n in slots_per_layer:
+        residents = rng.permutation(n_expert)[: rng.integers(0, n + 1)].tolist()
+        cut = rng.integers(0, len(residents) + 1)
+        pinned.append(tuple(residents[:cut]))
+        cached.append(tuple(residents[cut:]))
+    n_layer = len(slots_per_layer)
+    return Placement(tuple(slots_per_layer), tuple(pinned), tuple(cached), (1,) * n_layer)
+
+
+def all_contents(n_layer, n_expert, sizes, budget):
+    """Every set of (layer, expert) that fits in the budget."""
+    items = [(layer, expert) for layer in range(n_layer) for expert in range(n_expert)]
+    for n in range(len(items) + 1):
+        for chosen in combinations(items, n):
+            if sum(sizes[layer] for layer, _ in chosen) <= budget:
+                yield frozenset(chosen)
+
+
+def brute_force(trace, sizes, budget):
+    """The most hits of any schedule that loads on use only, by search over all contents at every moment."""
+    n_layer = len(trace.layers)
+    moments = []  # (used, counted): a run of prefill tokens is one step of each layer
+    begin = 0
+    while begin < len(trace.generated):
+        end = begin + 1
+        while not trace.generated[begin] and end < len(trace.generated) and not trace.generated[end]:
+            end += 1
+        for layer in range(n_layer):
+            used = frozenset((layer, int(e)) for e in trace.experts[begin:end, layer].ravel())
+            moments.append((used, bool(trace.generated[begin])))
+        begin = end
+
+    @cache
+    def best(moment, contents):
+        if moment == len(moments):
+            return 0
+        used, counted = moments[moment]
+        hits = len(used & contents) if counted else 0
+        available = sorted(contents | used)
+        later = 0
+        for n in range(len(available) + 1):
+            for kept in combinations(available, n):
+                if sum(sizes[layer] for layer, _ in kept) <= budget:
+                    later = max(later, best(moment + 1, frozenset(kept)))
+        return hits + later
+
+    return max(best(0, contents) for contents in all_contents(n_layer, trace.n_expert, sizes, budget))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS, rule=st.sampled_from(RULES), n_expert=st.integers(4, 13), n_active=st.integers(1, 4))
+def test_decode_is_advance_on_every_row(seed, rule, n_expert, n_active):
+    rng = np.random.default_rng(seed)
+    slots = rng.integers(0, n_expert + 1, 3).tolist()
+    fast = SlotState.empty(slots, n_expert)
+    fill(fast, random_placement(rng, slots, n_expert))
+    slow = copy.deepcopy(fast)
+    for _ in range(3):  # the second and third run start from what the one before left
+        experts = random_trace(rng, int(rng.integers(0, 25)), 3, n_active, n_expert).experts
+        for layer in (1, 2):
+            simulate.decode(fast, layer, experts[:, layer], rule)
+            for row in experts[:, layer]:
+                advance(slow, layer, row[None], np.array([True]), rule.gain, rule.cap)
+    for name in SlotState.__slots__:
+        assert np.array_equal(getattr(fast, name), getattr(slow, name)), name
+
+
+def test_prefill_is_cut_at_sessions_jumps_and_chunks():
+    #            two sessions                 a jump in position    generated runs are cut nowhere
+    generated = [0, 0, 0, 0, 0, 1, 1] + [0, 0, 0, 0] + [1, 1, 0]
+    session = [0] * 7 + [1] * 5 + [2] * 2
+    position = [0, 1, 2, 3, 4, 5, 6, 0, 1, 9, 10, 11, 0, 1]
+    trace = make_trace(np.zeros((14, 2, 1)), generated, 3, session, position)
+    assert list(simulate._spans(trace, 3)) == [
+        (0, 3, False),
+        (3, 5, False),
+        (5, 7, True),
+        (7, 9, False),
+        (9, 11, False),
+        (11, 13, True),
+        (13, 14, False),
+    ]
+    assert list(simulate._spans(trace.part(0, 0), 3)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS, rule=st.sampled_from(RULES), chunk=st.integers(1, 9))
+def test_simulate_is_advance_step_by_step(seed, rule, chunk):
+    rng = np.random.default_rng(seed)
+    trace = random_trace(rng, int(rng.integers(1, 40)), 3, 2, 7)
+    start = random_placement(rng, rng.integers(0, 8, 3).tolist(), 7)
+    state = SlotState.empty(start.slots_per_layer, 7)
+    fill(state, start)
+    for layer in range(3):
+        begin = 0
+        while begin < len(trace.generated):
+            end = begin + 1
+            while (
+                not trace.generated[begin]
+                and end < len(trace.generated)
+                and end - begin < chunk
+                and not trace.generated[end]
+                and trace.session[end] == trace.session[begin]
+            ):
+                end += 1
+            counted = trace.generated[begin:end]
+            advance(state, layer, trace.experts[begin:end, layer], counted, rule.gain, rule.cap)
+            begin = end
+    result = simulate.simulate(trace, start, rule, chunk_tokens=chunk)
+    assert np.array_equal(result.hits, state.hits) and np.array_equal(result.misses, state.misses)
+    assert (result.hits + result.misses == trace.generated.sum() * 2).all()
+
+
+def test_pinned_everything_never_misses_and_no_slots_always_do():
+    trace = random_trace(np.random.default_rng(3), 50, 2, 3, 8)
+    full = simulate.simulate(trace, placement.everything(8, [5, 6]), LRU)
+    none = simulate.simulate(trace, placement.lru(8, [5, 6], 4), LRU)
+    assert full.hit_rate == 1.0 and none.hit_rate == 0.0
+    assert full.hits.tolist() == none.misses.tolist() == [int(trace.generated.sum()) * 3] * 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, n_layer=st.integers(1, 2), n_active=st.integers(1, 2), k=st.integers(0, 3))
+def test_belady_is_the_best_schedule(seed, n_layer, n_active, k):
+    rng = np.random.default_rng(seed)
+    n_expert = 5 - n_layer
+    trace = random_trace(rng, int(rng.integers(1, 8)), n_layer, n_active, n_expert, skew=2.0)
+    bound = simulate.belady(trace, [7] * n_layer, 7 * k + 6)
+    assert bound.exact
+    assert bound.hits.sum() == brute_force(trace, [7] * n_layer, 7 * k + 6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, sizes=st.sampled_from([(2, 3), (1, 3), (5, 4)]), budget=st.integers(0, 13))
+def test_belady_with_several_sizes_is_a_bound(seed, sizes, budget):
+    trace = random_trace(np.random.default_rng(seed), 6, 2, 2, 3, skew=2.0)
+    bound = simulate.belady(trace, sizes, budget)
+    assert not bound.exact
+    assert bound.hits.sum() >= brute_force(trace, sizes, budget)
+    assert (bound.hits >= 0).all() and (bound.misses >= 0).all()
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=SEEDS, rule=st.sampled_from(RULES), equal=st.booleans(), chunk=st.integers(1, 20))
+def test_no_policy_beats_belady(seed, rule, equal, chunk):
+    rng = np.random.default_rng(seed)
+    n_layer, n_expert = int(rng.integers(1, 4)), int(rng.integers(3, 10))
+    trace = random_trace(rng, int(rng.integers(1, 80)), n_layer, 2, n_expert)
+    sizes = [3] * n_layer if equal else rng.integers(2, 5, n_layer).tolist()
+    start = random_placement(rng, rng.integers(0, n_expert + 1, n_layer).tolist(), n_expert)
+    budget = placement.slot_bytes(start.slots_per_layer, sizes)
+    hits = simulate.simulate(trace, start, rule, chunk_tokens=chunk).hits
+    # the same slots, with the best experts of this very trace pinned
+    clairvoyant = [
+        tuple(np.argsort(-row, kind="stable")[:n].tolist())
+        for row, n in zip(trace.counts(), start.slots_per_layer, strict=True)
+    ]
+    oracle = Placement(start.slots_per_layer, tuple(clairvoyant), ((),) * n_layer, tuple(sizes))
+    static = simulate.simulate(trace, oracle, rule, chunk_tokens=chunk).hits
+    bound = simulate.belady(trace, sizes, budget)
+    assert max(hits.sum(), static.sum()) <= bound.hits.sum()
+    assert (bound.hits + bound.misses == trace.generated.sum() * 2).all()
+
+
+def test_belady_with_room_for_everything_misses_nothing_and_with_none_everything():
+    trace = random_trace(np.random.default_rng(5), 3000, 3, 2, 9)
+    assert simulate.belady(trace, [4, 4, 4], 4 * 27).misses.sum() == 0
+    assert simulate.belady(trace, [4, 5, 4], 13 * 9).misses.sum() == 0
+    assert simulate.belady(trace, [4, 4, 4], 3).hits.sum() == 0
+    empty = simulate.belady(trace.part(0, 0), [4, 4, 4], 100)
+    assert empty.hit_rate == 1.0 and empty.hits.tolist() == [0, 0, 0]
+
+
+def test_belady_over_blocks_and_stale_entries(monkeypatch):
+    """A long trace crosses blocks of steps and purges of the heap; the bound must not depend on either."""
+    trace = random_trace(np.random.default_rng(6), 9000, 2, 3, 12)
+    whole = simulate.belady(trace, [1, 1], 9)
+    monkeypatch.setattr(simulate, "_BLOCK_STEPS", 37)
+    assert simulate.belady(trace, [1, 1], 9).hits.tolist() == whole.hits.tolist()
+    lru = simulate.simulate(trace, placement.lru(12, [1, 1], 9), LRU)
+    assert lru.hits.sum() < whole.hits.sum() < trace.generated.sum() * 6
+
+
+def test_best_split_pins_where_routing_is_steady_and_caches_where_it_drifts():
+    rng = np.random.default_rng(1)
+    n_token, n_expert = 2400, 24
+    steady = np.log(1 / np.arange(1, n_expert + 1) ** 1.5)
+    noise = rng.gumbel(size=(n_token, 2, n_expert))
+    # every 100 tokens the same skew falls on other experts
+    drifting = np.repeat([rng.permutation(steady) for _ in range(n_token // 100)], 100, axis=0)[:, None, :]
+    splits = []
+    for liking in (steady, drifting):
+        experts = np.argsort(-(liking + noise), axis=2)[:, :, :3]
+        trace = make_trace(experts, np.ones(n_token), n_expert)
+        splits.append(simulate.best_split(trace, [10, 10], 10 * 20))
+    still, moving = splits
+    assert still.cache_fraction < 0.3 < moving.cache_fraction
+    for split in splits:
+        table = dict(split.table)
+        assert tuple(table) == simulate.CACHE_FRACTIONS
+        assert table[split.cache_fraction] == max(table.values())
+        assert f"{split.cache_fraction:.1%}" in split.reason and "\n" not in split.reason
+
+
+def test_best_split_places_by_the_other_half_or_by_the_counts_given():
+    # Session 0 uses experts 0 and 1, session 1 uses 4 and 5: the first half says nothing about the second.
+    experts = np.array([[[0, 1]]] * 30 + [[[4, 5]]] * 34)
+    trace = make_trace(experts, np.ones(64), 6, [0] * 30 + [1] * 34)
+    apart = simulate.best_split(trace, [1], 2)
+    assert dict(apart.table)[0.0] == 0.0 and dict(apart.table)[1.0] == 66 / 68
+    told = simulate.best_split(trace.part(30, 64), [1], 2, counts=np.array([[0, 0, 0, 1, 7, 8]]))
+    assert told.cache_fraction == 0.0 and dict(told.table)[0.0] == 1.0
+
+
+def test_best_split_of_equals_takes_the_fewest_cache_slots():
+    trace = make_trace(np.zeros((40, 1, 1)), np.ones(40), 4)
+    split = simulate.best_split(trace, [1], 3)
+    assert split.cache_fraction == 0.0 and dict(split.table)[0.25] == 1.0
+
+
+@pytest.mark.parametrize("n_token", [1, 2])
+def test_a_single_step_can_hit_only_what_was_there_before(n_token):
+    trace = make_trace([[[2, 1]]] * n_token, [True] * n_token, 4)
+    start = Placement((3,), ((1,),), ((),), (1,))
+    assert simulate.simulate(trace, start, LRU).hits.tolist() == [1 if n_token == 1 else 3]
