@@ -19,9 +19,12 @@ $(STAMP): $(BUILD_INPUTS) | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
+# The demo trains small predictors, which takes torch; DEMO_EXTRAS= leaves that step (and torch) out.
+DEMO_EXTRAS ?= [train]
+
 $(VENV)/.demo: $(BUILD_INPUTS) | $(VENV)/bin/python
-	@test -e $(STAMP) || { echo "installing Spark into $(VENV) (once, a minute or two)"; \
-	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .; }
+	@test -e $(STAMP) || { echo "installing Spark into $(VENV), once"; \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(DEMO_EXTRAS)'; }
 	@touch $@
 
 demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU only, < 2 minutes

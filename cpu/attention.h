@@ -42,81 +42,150 @@ template <class Row> void load_value(Row row, int64_t n, float *to) {
         to[i] = row.one(i);
 }
 
-// Four keys as columns: to[i * 64 + k] = rows[k][i].
-template <class Row> void load_keys(const Row (&rows)[4], int64_t n, float *to) {
+// kWidth keys as columns: to[i * 64 + k] = row(k)[i].
+template <class Rows> void load_keys(Rows row, int64_t n, float *to) {
     int64_t i = 0;
     for (; i + kWidth <= n; i += kWidth) {
-        B in[4], out[4];
-        for (int k = 0; k < 4; k++)
-            in[k] = float_bytes(rows[k].some(i));
-        transpose(in, out);
-        for (int d = 0; d < 4; d++)
+        B columns[4][kRows]; // [d][quad of keys]; group r is dimension 4r + d
+        for (int quad = 0; quad < kRows; quad++) {
+            B in[4], out[4];
+            for (int k = 0; k < 4; k++)
+                in[k] = float_bytes(row(4 * quad + k).some(i));
+            transpose(in, out);
+            for (int d = 0; d < 4; d++)
+                columns[d][quad] = out[d];
+        }
+        for (int d = 0; d < 4; d++) {
+            transpose_groups(columns[d]);
             for (int r = 0; r < kRows; r++)
-                store_group(to + (i + 4 * r + d) * kKVBlock, byte_floats(out[d]), r);
+                store(to + (i + 4 * r + d) * kKVBlock, byte_floats(columns[d][r]));
+        }
     }
     for (; i < n; i++)
-        for (int k = 0; k < 4; k++)
-            to[i * kKVBlock + k] = rows[k].one(i);
+        for (int k = 0; k < kWidth; k++)
+            to[i * kKVBlock + k] = row(k).one(i);
 }
 
-constexpr int kColumns = 2; // registers of keys that a score takes at a time
+constexpr int kColumns = kWidth > 8 ? 2 : 1; // registers of keys that a tree takes at a time
+constexpr int kPair = 2;                     // queries that share the loads of keys
 
-struct Columns {
-    F v[kColumns];
+struct Scores {
+    F v[kPair][kColumns];
 };
 
-// The tree's node over lanes j, j + o, j + 2o, ... of q . k; node<1>(0) is the whole sum.
-template <int o> inline Columns scores(const float *q, const float *keys, int64_t n, int64_t j) {
-    Columns c;
+// The tree's node over lanes j, j + o, j + 2o, ... of q . k; scores<1>(0) is the whole sum. `fixed` is n, or 0
+// where it is not a common size.
+template <int o, int fixed>
+inline Scores scores(const float *const (&q)[kPair], const float *keys, int64_t n, int64_t j) {
+    Scores s;
     if constexpr (o == kLanes) {
-        for (F &v : c.v)
-            v = splat(0.0f);
-        for (int64_t i = j; i < n; i += kLanes)
-            for (int k = 0; k < kColumns; k++)
-                c.v[k] = fma(splat(q[i]), load(keys + i * kKVBlock + k * kWidth), c.v[k]);
+        for (auto &of_query : s.v)
+            for (F &v : of_query)
+                v = splat(0.0f);
+        const int64_t end = fixed ? fixed : n;
+        for (int64_t i = j; i < end; i += kLanes)
+            for (int c = 0; c < kColumns; c++) {
+                const F k = load(keys + i * kKVBlock + c * kWidth);
+                for (int a = 0; a < kPair; a++)
+                    s.v[a][c] = fma(splat(q[a][i]), k, s.v[a][c]);
+            }
     } else {
-        c = scores<2 * o>(q, keys, n, j);
-        const Columns other = scores<2 * o>(q, keys, n, j + o);
-        for (int k = 0; k < kColumns; k++)
-            c.v[k] = c.v[k] + other.v[k];
+        s = scores<2 * o, fixed>(q, keys, n, j);
+        const Scores other = scores<2 * o, fixed>(q, keys, n, j + o);
+        for (int a = 0; a < kPair; a++)
+            for (int c = 0; c < kColumns; c++)
+                s.v[a][c] = s.v[a][c] + other.v[a][c];
     }
-    return c;
+    return s;
 }
 
-template <int registers>
-inline void add_values(const float *p, const float *values, int64_t width, int64_t valid, float alpha, float *o) {
-    F acc[registers];
-    for (int k = 0; k < registers; k++)
-        acc[k] = load(o + k * kWidth) * splat(alpha);
-    for (int64_t j = 0; j < valid; j++)
-        for (int k = 0; k < registers; k++)
-            acc[k] = fma(splat(p[j]), load(values + j * width + k * kWidth), acc[k]);
-    for (int k = 0; k < registers; k++)
-        store(o + k * kWidth, acc[k]);
-}
-
-// One query against the first `valid` positions of a loaded block.
-inline void attend_block(const float *q, const float *keys, const float *values, int64_t n, int64_t width,
-                         int64_t valid, float scale, float *o, float &top, float &total) {
-    alignas(64) float p[kKVBlock];
+template <int fixed>
+void score_pair(const float *const (&q)[kPair], const float *keys, int64_t n, int64_t valid, float scale, float *p0,
+                float *p1) {
     for (int64_t j = 0; j < valid; j += kColumns * kWidth) {
-        const Columns c = scores<1>(q, keys + j, n, 0);
-        for (int k = 0; k < kColumns; k++)
-            store(p + j + k * kWidth, c.v[k] * splat(scale));
+        // Keeps the broadcasts of q in the instructions that use them: hoisted, 2n registers would spill.
+        asm volatile("" ::: "memory");
+        const Scores s = scores<1, fixed>(q, keys + j, n, 0);
+        for (int c = 0; c < kColumns; c++) {
+            store(p0 + j + c * kWidth, s.v[0][c] * splat(scale));
+            store(p1 + j + c * kWidth, s.v[1][c] * splat(scale));
+        }
     }
-    float highest = top;
+}
+
+constexpr int kQueries = 4; // that share the loads of values
+
+// State of a query: o [width], then its maximum and its total.
+template <int queries, int registers>
+inline void add_values(const float (*p)[kKVBlock], const float *alpha, const float *values, int64_t width,
+                       int64_t valid, float *const *o, int64_t i) {
+    F acc[queries][registers];
+    for (int a = 0; a < queries; a++)
+        for (int k = 0; k < registers; k++)
+            acc[a][k] = load(o[a] + i + k * kWidth) * splat(alpha[a]);
     for (int64_t j = 0; j < valid; j++)
-        highest = p[j] > highest ? p[j] : highest; // a NaN reaches the result through p, below
-    float alpha;
-    exp_minus(&top, highest, 1, &alpha);
-    exp_minus(p, highest, valid, p);
-    total = __builtin_fmaf(total, alpha, sum32(p, valid));
-    top = highest;
+        for (int k = 0; k < registers; k++) {
+            const F v = load(values + j * width + i + k * kWidth);
+            for (int a = 0; a < queries; a++)
+                acc[a][k] = fma(splat(p[a][j]), v, acc[a][k]);
+        }
+    for (int a = 0; a < queries; a++)
+        for (int k = 0; k < registers; k++)
+            store(o[a] + i + k * kWidth, acc[a][k]);
+}
+
+// Up to kQueries query heads of one token against the first `valid` positions of a loaded block.
+template <int fixed>
+void attend_block(const float *const *q, int queries, const float *keys, const float *values, int64_t n,
+                  int64_t width, int64_t valid, float scale, float *const *o) {
+    alignas(64) float p[kQueries][kKVBlock];
+    float alpha[kQueries];
+    for (int a = 0; a < queries; a += kPair) {
+        const float *const pair[kPair] = {q[a], q[a + 1 < queries ? a + 1 : a]};
+        score_pair<fixed>(pair, keys, n, valid, scale, p[a], p[a + 1]);
+    }
+    for (int a = 0; a < queries; a++) {
+        for (int64_t j = valid; j < kKVBlock; j++)
+            p[a][j] = -__builtin_inff(); // its exp is +0, which changes neither sums nor values
+        F tops = splat(o[a][width]);
+        for (int j = 0; j < kKVBlock; j += kWidth)
+            tops = max_of(tops, load(p[a] + j));
+        const float top = largest(tops); // a NaN may be lost here; it reaches the result through p
+        exp_minus(o[a] + width, top, 1, &alpha[a]);
+        o[a][width] = top;
+        Sum sum;
+        for (int j = 0; j < kKVBlock; j += kWidth) {
+            const F e = exp(load(p[a] + j) - splat(top));
+            store(p[a] + j, e);
+            F &lane = sum.lane[j % kLanes / kWidth];
+            lane = lane + e;
+        }
+        o[a][width + 1] = __builtin_fmaf(o[a][width + 1], alpha[a], sum.fold());
+    }
+    constexpr int registers = kWidth > 8 ? 4 : 2;
     int64_t i = 0;
-    for (; i + 4 * kWidth <= width; i += 4 * kWidth)
-        add_values<4>(p, values + i, width, valid, alpha, o + i);
-    for (; i < width; i += kWidth)
-        add_values<1>(p, values + i, width, valid, alpha, o + i);
+    if (queries == kQueries) {
+        for (; i + registers * kWidth <= width; i += registers * kWidth)
+            add_values<kQueries, registers>(p, alpha, values, width, valid, o, i);
+        for (; i < width; i += kWidth)
+            add_values<kQueries, 1>(p, alpha, values, width, valid, o, i);
+    } else {
+        for (int a = 0; a < queries; a++) {
+            for (i = 0; i + registers * kWidth <= width; i += registers * kWidth)
+                add_values<1, registers>(p + a, alpha + a, values, width, valid, o + a, i);
+            for (; i < width; i += kWidth)
+                add_values<1, 1>(p + a, alpha + a, values, width, valid, o + a, i);
+        }
+    }
+}
+
+// Float copies of `filled` positions of a block: keys [width][64], values [64][width].
+template <class Keys, class Values> void load_block(const Keys &k, const Values &v, int64_t filled, int64_t n, int64_t width,
+                                       float *keys, float *values) {
+    for (int64_t j = 0; j < filled; j += kWidth)
+        load_keys([&](int64_t i) { return k(least(j + i, filled - 1)); }, n, keys + j);
+    for (int64_t j = 0; j < filled; j++)
+        load_value(v(j), n, values + j * width);
 }
 
 void attend(const AttentionTile &tile) {
@@ -136,34 +205,27 @@ void attend(const AttentionTile &tile) {
     for (int64_t start = 0; start < longest; start += kKVBlock) {
         const int64_t filled = least(kKVBlock, longest - start);
         const int64_t base = int64_t(tile.table[start / kKVBlock]) * kKVBlock;
-        auto row = [&](int64_t j) { return (base + least(j, filled - 1)) * kv.n_head_kv + tile.kv_head; };
-        for (int64_t j = 0; j < filled; j += 4) {
-            float *to = keys + j;
-            if (kv.k_scale) {
-                const ByteRow rows[4] = {byte_row(kv.k, kv.k_scale, row(j), n), byte_row(kv.k, kv.k_scale, row(j + 1), n),
-                                         byte_row(kv.k, kv.k_scale, row(j + 2), n), byte_row(kv.k, kv.k_scale, row(j + 3), n)};
-                load_keys(rows, n, to);
-            } else {
-                const HalfRow rows[4] = {half_row(kv.k, row(j), n), half_row(kv.k, row(j + 1), n),
-                                         half_row(kv.k, row(j + 2), n), half_row(kv.k, row(j + 3), n)};
-                load_keys(rows, n, to);
-            }
-        }
-        for (int64_t j = 0; j < filled; j++) {
-            float *to = values + j * width;
-            if (kv.v_scale)
-                load_value(byte_row(kv.v, kv.v_scale, row(j), n), n, to);
-            else
-                load_value(half_row(kv.v, row(j), n), n, to);
-        }
+        auto row = [&](int64_t j) { return (base + j) * kv.n_head_kv + tile.kv_head; };
+        if (kv.k_scale)
+            load_block([&](int64_t j) { return byte_row(kv.k, kv.k_scale, row(j), n); },
+                       [&](int64_t j) { return byte_row(kv.v, kv.v_scale, row(j), n); }, filled, n, width, keys, values);
+        else
+            load_block([&](int64_t j) { return half_row(kv.k, row(j), n); },
+                       [&](int64_t j) { return half_row(kv.v, row(j), n); }, filled, n, width, keys, values);
+        const auto attend_heads = n == 64 ? attend_block<64> : n == 128 ? attend_block<128> : attend_block<0>;
         for (int64_t t = tile.first_token; t < tile.last_token; t++) {
             const int64_t valid = least(kKVBlock, tile.position[t] + 1 - start);
             if (valid <= 0)
                 continue;
-            for (int64_t h = tile.first_head; h < tile.last_head; h++) {
-                float *o = state + ((t - tile.first_token) * heads + h - tile.first_head) * state_floats;
-                attend_block(tile.q + (t * tile.n_head + h) * n, keys, values, n, width, valid, tile.scale, o,
-                             o[width], o[width + 1]);
+            for (int64_t h = tile.first_head; h < tile.last_head; h += kQueries) {
+                const int queries = int(least(kQueries, tile.last_head - h));
+                const float *q[kQueries];
+                float *o[kQueries];
+                for (int a = 0; a < queries; a++) {
+                    q[a] = tile.q + (t * tile.n_head + h + a) * n;
+                    o[a] = state + ((t - tile.first_token) * heads + h + a - tile.first_head) * state_floats;
+                }
+                attend_heads(q, queries, keys, values, n, width, valid, tile.scale, o);
             }
         }
     }

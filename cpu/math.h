@@ -33,13 +33,13 @@ struct Sum {
             v = splat(0.0f);
     }
     float fold() const {
-        alignas(64) float v[kLanes];
+        F v[kRegisters];
         for (int r = 0; r < kRegisters; r++)
-            store(v + r * kWidth, lane[r]);
-        for (int o = 16; o; o >>= 1)
-            for (int j = 0; j < o; j++)
-                v[j] = v[j] + v[j + o];
-        return v[0];
+            v[r] = lane[r];
+        for (int o = kRegisters / 2; o; o /= 2)
+            for (int r = 0; r < o; r++)
+                v[r] = v[r] + v[r + o];
+        return fold_register(v[0]);
     }
     // The last n % 32 terms; a lane without a term must stay as it is, even if it is -0.
     template <class Term> void tail(int64_t n, Term term) {
@@ -181,10 +181,8 @@ void quantize_block(const float *x, int64_t block, Activations *row) {
     const int p = block & 1, g = int(block % 8) >> 1;
     alignas(32) int8_t q[kBlock];
     a.d[p][g] = quantize_block(x, q);
-    int32_t sums[2] = {};
-    for (int half = 0; half < 2; half++)
-        for (int i = 0; i < 16; i++)
-            sums[half] += q[16 * half + i];
+    int32_t sums[2];
+    half_sums(q, sums);
     for (int i = 0; i < 8; i++)
         std::memcpy(a.q[p][i] + 4 * g, q + 4 * i, 4);
     a.sum[p][g] = float(sums[0] + sums[1]);

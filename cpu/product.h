@@ -11,19 +11,33 @@ namespace {
 
 using spark::Inputs;
 using spark::kSuper;
+using spark::padded;
 using spark::Weights;
 
 constexpr int64_t kTile = 32;
+constexpr int64_t kTileBytes = 24 * 1024;  // of activations, half of a first-level cache
+constexpr int64_t kAheadBytes = 8 * 1024;  // of weights: far enough to hide memory, near enough to stay in cache
 
-// Lane 8c + 2g + p of a row's sum is lane g of its group in lanes[c].acc[p]; c counts panels modulo 4.
-inline F fold_lanes(const Lanes (&lanes)[4]) {
+// Lane 8c + 2g + p of a row's sum is lane g of its group in lanes[c].acc[p]; c counts panels modulo 4. The
+// first two steps of the tree are over c; a lane without terms is +0 and takes part.
+inline void fold_panels(const Lanes (&lanes)[4], int64_t used, F (&v)[2]) {
+    const F zero = splat(0.0f);
+    for (int p = 0; p < 2; p++) {
+        const F even = lanes[0].acc[p] + (used > 2 ? lanes[2].acc[p] : zero);
+        const F odd = (used > 1 ? lanes[1].acc[p] : zero) + (used > 3 ? lanes[3].acc[p] : zero);
+        v[p] = even + odd;
+    }
+}
+
+// The last three, of four activation rows at once: group r of the result has row r's four sums.
+inline F fold_blocks(const F (&v)[4][2]) {
     F half[2];
     for (int p = 0; p < 2; p++) {
-        F v = (lanes[0].acc[p] + lanes[2].acc[p]) + (lanes[1].acc[p] + lanes[3].acc[p]);
-        v = v + swap_pairs(v);
-        half[p] = v + swap_neighbors(v);
+        const F a = low_pairs(v[0][p], v[1][p]) + high_pairs(v[0][p], v[1][p]);
+        const F b = low_pairs(v[2][p], v[3][p]) + high_pairs(v[2][p], v[3][p]);
+        half[p] = evens(a, b) + odds(a, b);
     }
-    return half[0] + half[1]; // the same in all four lanes of a group
+    return half[0] + half[1];
 }
 
 // Blocks past the last whole panel, one at a time.
@@ -47,36 +61,48 @@ template <class Format>
 void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
                 float *out, int64_t stride) {
     constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
-    const int64_t panels = w.cols / kSuper;
+    const int64_t panels = w.cols / kSuper, used = least(4, in.supers);
+    const int64_t fits = kTileBytes / (in.supers * int64_t(sizeof(Activations))) / 4 * 4;
+    const int64_t tile = fits < 8 ? 8 : least(fits, kTile);
     Lanes lanes[kTile][4];
-    for (int64_t row = first; row < last; row += kRows) {
-        const uint8_t *rows[kRows]; // past the end: the last row again
-        for (int r = 0; r < kRows; r++)
-            rows[r] = w.data + least(row + r, last - 1) * w.row_bytes;
-        for (int64_t start = 0; start < n; start += kTile) {
-            const int64_t some = least(kTile, n - start);
-            const Activations *a[kTile];
-            for (int64_t t = 0; t < some; t++) {
-                a[t] = in.quantized + (index ? index[start + t] : start + t) * in.supers;
-                for (Lanes &part : lanes[t])
-                    part.acc[0] = part.acc[1] = splat(0.0f);
-            }
+    for (int64_t start = 0; start < n; start += tile) {
+        const int64_t some = least(tile, n - start);
+        const Activations *a[kTile];
+        for (int64_t t = 0; t < some; t++)
+            a[t] = in.quantized + (index ? index[start + t] : start + t) * in.supers;
+        for (int64_t row = first; row < last; row += kRows) {
+            const uint8_t *rows[kRows]; // past the end: the last row again
+            for (int r = 0; r < kRows; r++)
+                rows[r] = w.data + least(row + r, last - 1) * w.row_bytes;
+            const uint8_t *ahead = rows[0] + padded(kAheadBytes, kRows * w.row_bytes);
+            for (int64_t t = 0; t < some; t++)
+                for (int64_t c = 0; c < used; c++)
+                    lanes[t][c].acc[0] = lanes[t][c].acc[1] = splat(0.0f);
             for (int64_t s = 0; s < panels; s++) {
+                // The rows interleave, which defeats the processor's own prefetching.
+                if (start == 0)
+                    for (size_t b = 0; b < kRows * kPanelBytes; b += 64)
+                        __builtin_prefetch(ahead + s * kRows * kPanelBytes + b);
                 Format panel;
                 panel.load(rows, s * kPanelBytes);
                 for (int64_t t = 0; t < some; t++)
                     panel.multiply(a[t][s], lanes[t][s % 4]);
             }
-            for (int64_t t = 0; t < some; t++) {
-                if constexpr (Format::kElements == 32)
-                    if (w.cols % kSuper)
+            if constexpr (Format::kElements == 32)
+                if (w.cols % kSuper)
+                    for (int64_t t = 0; t < some; t++)
                         for (int r = 0; r < kRows; r++)
                             add_last_blocks<Format>(rows[r], w.cols, a[t], r, lanes[t]);
+            const int live = int(least(kRows, last - row));
+            for (int64_t t = 0; t < some; t += 4) {
+                F v[4][2];
+                for (int k = 0; k < 4; k++)
+                    fold_panels(lanes[least(t + k, some - 1)], used, v[k]);
                 alignas(64) float sums[kWidth];
-                store(sums, fold_lanes(lanes[t]));
-                float *to = out + (start + t) * stride + (row - first);
-                for (int r = 0; r < kRows && row + r < last; r++)
-                    to[r] = sums[4 * r];
+                store(sums, fold_blocks(v));
+                for (int k = 0; k < 4 && t + k < some; k++)
+                    for (int r = 0; r < live; r++)
+                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k];
             }
         }
     }

@@ -26,9 +26,6 @@ inline I repeat_ints(const int32_t *p) { return repeat_bytes(p); }
 inline F repeat_floats(const float *p) { return _mm256_castsi256_ps(repeat_bytes(p)); }
 inline F load(const float *p) { return _mm256_loadu_ps(p); }
 inline void store(float *p, F v) { _mm256_storeu_ps(p, v); }
-inline void store_group(float *p, F v, int i) {
-    _mm_storeu_ps(p, i ? _mm256_extractf128_ps(v, 1) : _mm256_castps256_ps128(v));
-}
 inline F splat(float f) { return _mm256_set1_ps(f); }
 inline I splat_int(int32_t i) { return _mm256_set1_epi32(i); }
 inline B splat_byte(uint8_t b) { return _mm256_set1_epi8(char(b)); }
@@ -51,8 +48,10 @@ inline B zip_high64(B a, B b) { return _mm256_unpackhi_epi64(a, b); }
 template <int k> inline B repeat_dword(B a) { return _mm256_shuffle_epi32(a, k * 0x55); }
 template <int k> inline B repeat_qword(B a) { return _mm256_shuffle_epi32(a, k ? 0xee : 0x44); }
 inline B look_up(B table, B index) { return _mm256_shuffle_epi8(table, index); }
-inline F swap_pairs(F v) { return _mm256_permute_ps(v, 0x4e); }
-inline F swap_neighbors(F v) { return _mm256_permute_ps(v, 0xb1); }
+inline F low_pairs(F a, F b) { return _mm256_shuffle_ps(a, b, 0x44); }
+inline F high_pairs(F a, F b) { return _mm256_shuffle_ps(a, b, 0xee); }
+inline F evens(F a, F b) { return _mm256_shuffle_ps(a, b, 0x88); }
+inline F odds(F a, F b) { return _mm256_shuffle_ps(a, b, 0xdd); }
 template <int k> inline F half_word(B a) {
     const B words = _mm256_shuffle_epi8(a, _mm256_set1_epi16(int16_t((2 * k + 1) << 8 | 2 * k)));
     return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0x08)));
@@ -123,6 +122,23 @@ inline void store_rounded(int8_t *p, F v) {
     const I n = _mm256_cvtps_epi32(v);
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packs_epi16(words, words));
+}
+
+inline float fold_register(F v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline void half_sums(const int8_t *q, int32_t (&sums)[2]) {
+    for (int half = 0; half < 2; half++) { // as unsigned bytes, 128 too large each
+        const __m128i s = _mm_sad_epu8(_mm_xor_si128(load_16(q + 16 * half), _mm_set1_epi8(char(0x80))), _mm_setzero_si128());
+        sums[half] = _mm_cvtsi128_si32(s) + _mm_extract_epi16(s, 4) - 16 * 128;
+    }
+}
+inline void transpose_groups(B (&v)[kRows]) {
+    const B a = _mm256_permute2x128_si256(v[0], v[1], 0x20), b = _mm256_permute2x128_si256(v[0], v[1], 0x31);
+    v[0] = a;
+    v[1] = b;
 }
 
 } // namespace

@@ -33,11 +33,6 @@ inline I repeat_ints(const int32_t *p) { return repeat_bytes(p); }
 inline F repeat_floats(const float *p) { return _mm512_castsi512_ps(repeat_bytes(p)); }
 inline F load(const float *p) { return _mm512_loadu_ps(p); }
 inline void store(float *p, F v) { _mm512_storeu_ps(p, v); }
-inline void store_group(float *p, F v, int i) {
-    const __m128 parts[4] = {_mm512_castps512_ps128(v), _mm512_extractf32x4_ps(v, 1), _mm512_extractf32x4_ps(v, 2),
-                             _mm512_extractf32x4_ps(v, 3)};
-    _mm_storeu_ps(p, parts[i]);
-}
 inline F splat(float f) { return _mm512_set1_ps(f); }
 inline I splat_int(int32_t i) { return _mm512_set1_epi32(i); }
 inline B splat_byte(uint8_t b) { return _mm512_set1_epi8(char(b)); }
@@ -59,8 +54,10 @@ inline B zip_high64(B a, B b) { return _mm512_unpackhi_epi64(a, b); }
 template <int k> inline B repeat_dword(B a) { return _mm512_shuffle_epi32(a, _MM_PERM_ENUM(k * 0x55)); }
 template <int k> inline B repeat_qword(B a) { return _mm512_shuffle_epi32(a, _MM_PERM_ENUM(k ? 0xee : 0x44)); }
 inline B look_up(B table, B index) { return _mm512_shuffle_epi8(table, index); }
-inline F swap_pairs(F v) { return _mm512_permute_ps(v, 0x4e); }
-inline F swap_neighbors(F v) { return _mm512_permute_ps(v, 0xb1); }
+inline F low_pairs(F a, F b) { return _mm512_shuffle_ps(a, b, 0x44); }
+inline F high_pairs(F a, F b) { return _mm512_shuffle_ps(a, b, 0xee); }
+inline F evens(F a, F b) { return _mm512_shuffle_ps(a, b, 0x88); }
+inline F odds(F a, F b) { return _mm512_shuffle_ps(a, b, 0xdd); }
 template <int k> inline F half_word(B a) {
     const __m512i rows = _mm512_set_epi64(0, 0, 0, 0, (24 + k) * 0x0001000100010001, (16 + k) * 0x0001000100010001,
                                           (8 + k) * 0x0001000100010001, k * 0x0001000100010001);
@@ -127,6 +124,27 @@ inline F two_to(F n) {
 }
 inline void store_rounded(int8_t *p, F v) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+
+inline float fold_register(F v) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline void half_sums(const int8_t *q, int32_t (&sums)[2]) {
+    for (int half = 0; half < 2; half++) { // as unsigned bytes, 128 too large each
+        const __m128i s = _mm_sad_epu8(_mm_xor_si128(load_16(q + 16 * half), _mm_set1_epi8(char(0x80))), _mm_setzero_si128());
+        sums[half] = _mm_cvtsi128_si32(s) + _mm_extract_epi16(s, 4) - 16 * 128;
+    }
+}
+inline void transpose_groups(B (&v)[kRows]) {
+    const B a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[0], v[1], 0xee);
+    const B c = _mm512_shuffle_i32x4(v[2], v[3], 0x44), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+    v[0] = _mm512_shuffle_i32x4(a, c, 0x88);
+    v[1] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    v[2] = _mm512_shuffle_i32x4(b, d, 0x88);
+    v[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
 } // namespace

@@ -32,7 +32,6 @@ inline I repeat_ints(const int32_t *p) { return load_as<I>(p); }
 inline F repeat_floats(const float *p) { return load_as<F>(p); }
 inline F load(const float *p) { return load_as<F>(p); }
 inline void store(float *p, F v) { std::memcpy(p, &v, sizeof v); }
-inline void store_group(float *p, F v, int) { std::memcpy(p, &v, 16); } // group i of v
 inline F splat(float f) { return F{f, f, f, f}; }
 inline I splat_int(int32_t i) { return I{i, i, i, i}; }
 inline B splat_byte(uint8_t b) { return B{} + b; }
@@ -67,8 +66,10 @@ inline B look_up(B table, B index) { // index bytes below 16, or above 127 for z
         v[i] = index[i] & 0x80 ? 0 : table[index[i] & 15];
     return v;
 }
-inline F swap_pairs(F v) { return __builtin_shufflevector(v, v, 2, 3, 0, 1); }
-inline F swap_neighbors(F v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2); }
+inline F low_pairs(F a, F b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
+inline F high_pairs(F a, F b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
+inline F evens(F a, F b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
+inline F odds(F a, F b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7); }
 template <int k> inline F half_word(B a) { return splat(half_to_float(uint16_t(a[2 * k] | a[2 * k + 1] << 8))); }
 
 // --- bytes and integers
@@ -135,5 +136,21 @@ inline void store_rounded(int8_t *p, F v) { // magnitudes of at most 127
     for (int i = 0; i < 4; i++)
         p[i] = int8_t(n[i]);
 }
+
+// v[0] + ... + v[kWidth - 1] as a tree: first j and j + kWidth / 2, then j and j + kWidth / 4, ...
+inline float fold_register(F v) {
+    const F pairs = v + __builtin_shufflevector(v, v, 2, 3, 0, 1);
+    return pairs[0] + pairs[1];
+}
+// Sums of the two halves of 32 bytes.
+inline void half_sums(const int8_t *q, int32_t (&sums)[2]) {
+    for (int half = 0; half < 2; half++) {
+        sums[half] = 0;
+        for (int i = 0; i < 16; i++)
+            sums[half] += q[16 * half + i];
+    }
+}
+// Group r of register k <-> group k of register r.
+inline void transpose_groups(B (&)[kRows]) {}
 
 } // namespace

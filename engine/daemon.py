@@ -140,11 +140,13 @@ class _Inbox:
         raise _Stopped("stdin ended" if self.signal is None else signal.Signals(self.signal).name)
 
     def _read(self) -> None:
-        for line in protocol.read_lines(sys.stdin.fileno()):
-            self._room.acquire()
-            self._lines.put(line)
-        self._ended = True
-        self._lines.put(self._wake)
+        try:
+            for line in protocol.read_lines(0):
+                self._room.acquire()
+                self._lines.put(line)
+        finally:  # one that cannot be read is at its end too
+            self._ended = True
+            self._lines.put(self._wake)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number

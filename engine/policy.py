@@ -36,7 +36,7 @@ class Rule:
 
 
 LRU = Rule(gain=0, cap=0)
-LFU = Rule(gain=8, cap=64)
+LFU = Rule(gain=8, cap=64)  # ahead of LRU on drifting Zipf routing with 4 of 32 and 8 of 128 experts
 
 
 @dataclass(slots=True, eq=False)

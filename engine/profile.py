@@ -7,9 +7,7 @@ don't know are kept.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import FileFormatError, SparkError, WrongModelError
+from engine.files import replacing
 
 VERSION = 1
 DEFAULT_CACHE_FRACTION = 0.25  # of the slots, where no split has been measured
@@ -187,25 +186,8 @@ def save(profile: Profile, path: Path) -> None:
 
     A failure raises SparkError, leaves the old file as it was and no temporary file behind.
     """
-    path = path.resolve()  # a symbolic link stays one
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(format(profile).encode())
-                os.fchmod(descriptor, 0o644)
-                file.flush()
-                os.fsync(descriptor)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
-    except OSError as error:
-        raise SparkError(
-            f"cannot write the profile {path}: {error.strerror}",
-            hint="the profile that was there, if any, is unchanged",
-        ) from error
+    with replacing(path, "the profile", hint="the profile that was there, if any, is unchanged") as file:
+        file.write(format(profile).encode())
 
 
 def merge(profile: Profile, counts: npt.NDArray[np.int64], decay: float) -> Profile:

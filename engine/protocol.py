@@ -402,8 +402,7 @@ def request_from(given: Mapping[str, Any]) -> Request:
     if isinstance(request, Score):
         if request.generated is not None and len(request.generated) != len(request.tokens):
             raise RequestError(
-                f"field 'generated': expected {len(request.tokens)} items, one a token, "
-                f"found {len(request.generated)}"
+                f"field 'generated': expected {len(request.tokens)} items, one a token, found {len(request.generated)}"
             )
         if request.hidden and request.trace_dir is None:
             raise RequestError("field 'hidden': hidden states go into a trace, and 'trace_dir' is missing")

@@ -96,7 +96,7 @@ class Runner:
         self.device, self.ops, device_reason = choose_backend(config.device)
         self.threads = config.threads or physical_cores()
         self.n_ctx = self._context()
-        self.reasons = {"device": device_reason}
+        self.reasons = [f"device {self.device}: {device_reason}"]
         self.warnings: list[str] = []
         self.profile = self._profile()
         self.placement, self.rule = self._place()
@@ -144,7 +144,7 @@ class Runner:
             raise UsageError("the policy `static` places by a profile, and none was given", hint="spark calibrate")
         counts = np.zeros(shape, np.int64) if profile is None else profile.counts[list(c.moe_layers)]
         fraction, why = (0.0, "static") if o.policy == "static" else self._cache_fraction(profile)
-        self.reasons["cache_slots"] = why
+        self.reasons.append(f"{fraction:.0%} of the slots are cache: {why}")
         placed = placement.greedy(
             counts, sizes, budget, n_expert_used=c.n_expert_used, cache_fraction=fraction
         )
@@ -154,7 +154,7 @@ class Runner:
         o, c = self.options, self.config
         if o.cache_slots is not None:
             slots = c.n_expert * o.residency_pct / 100
-            return min(1.0, o.cache_slots / max(slots, 1.0)), f"asked for {o.cache_slots} a layer"
+            return min(1.0, o.cache_slots / max(slots, 1.0)), f"{o.cache_slots} a layer were asked for"
         if profile is None:
             return 0.5, "no profile: half of the slots learn"
         fraction = profile.split_for(o.residency_pct)

@@ -86,7 +86,7 @@ class Engine:
                 "expert_bytes": list(r.placement.expert_bytes),
             },
             "device": r.device,
-            "kernels": r.ws.kernels,
+            "isa": r.ws.isa,
             "threads": r.threads,
             "ctx_tokens": r.n_ctx,
             "chunk_tokens": r.chunk_tokens,

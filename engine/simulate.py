@@ -221,8 +221,8 @@ def belady(trace: RoutingTrace, expert_bytes: Sequence[int], budget_bytes: int) 
 
     A hit is an interval: the expert stays from one use to its next, or from before the first step to its first
     use. The intervals that are open between two steps must fit in the budget. One that ends in a prefill step is
-    worth nothing and is left out. A run of prefill tokens is one step here, however the engine cuts it: that
-    only takes constraints away, so the bound holds for every chunk size.
+    worth nothing and is left out. A run of prefill tokens is one step here, however the engine cuts it into
+    chunks: what is open inside the run is also open at its end, so the bound is the same for every cut.
 
     With one expert size, at most k = budget / size intervals are open at a time, and the most are kept by
     admitting each as it begins and giving up, whenever k + 1 are open, the one that ends last; this is exact

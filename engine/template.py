@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelFormatError, RequestError
@@ -162,13 +162,9 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Make the body a block whose text `_inside` returns."""
+        """Make the body a scope."""
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
-
-    def _inside(self, caller: Macro) -> str:
-        return caller()
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _compile(source: str) -> jinja2.Template:

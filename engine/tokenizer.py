@@ -4,8 +4,8 @@ Text never becomes a control token: `<|im_end|>` in a file that a model reads is
 of. Only `encode(text, parse_special=True)`, meant for what a chat template wrote, knows control tokens.
 
 Which tokens are what (`tokenizer.ggml.token_type`):
-- control and unknown tokens (3, 2), and, whatever their type says, tokens with the name of an end of turn or of a
-  speaker: parsed only on request. Names of one letter are never parsed.
+- control and unknown tokens (3, 2) and, whatever their type, BOS, EOS, EOT, EOM and tokens with a name known to end
+  a turn or to mark a speaker: parsed only on request. Names of one letter are never parsed.
 - user-defined tokens (4), such as `<think>` or runs of blanks: found in any text, as in the published tokenizers.
 - unused tokens (5) and empty ones never come out of text and decode to nothing; byte tokens (6) decode to a byte.
 
@@ -86,17 +86,14 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left: U+FFFD if the stream ended inside a character. The stream can begin anew after it."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer:
     """Encodes and decodes the text of one model; made by `load`.
 
-    bos_id, eos_id: None where the file names none. stop_ids: tokens that end a turn (EOS, EOT, EOM and the names
-    known to). special_ids: text -> id of control and user-defined tokens. hash: SHA-256, 64 hex digits, of everything
-    that shapes encoding. template: the model's chat template, None if it has none.
+    bos_id, eos_id: None where the file names none. stop_ids: tokens that end a turn: EOS, EOT, EOM and those with
+    a name that is known for it. special_ids: text -> id of control and user-defined tokens. hash: SHA-256, 64 hex digits, of everything that shapes encoding. template: None if the model has none.
     """
 
     def __init__(self, vocabulary: _Vocabulary, template: str | None, tool_template: str | None) -> None:
@@ -108,30 +105,32 @@ class Tokenizer:
         self._tokens, self._types = vocabulary.tokens, vocabulary.types
         self._template_sources = (template, tool_template)
 
-        self._control: dict[str, int] = {}
+        control: dict[str, int] = {}
         user_defined: dict[str, int] = {}
-        ordinary: dict[str, int] = {}
+        ordinary: dict[str, int] = {}  # what text can become: user-defined tokens among them
+        marks = set(vocabulary.ids.values())
         for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             if not token or kind == TokenType.UNUSED:
                 continue
-            named = token in _END_OF_TURN or token in _SPEAKERS
+            named = token in _END_OF_TURN or token in _SPEAKERS or i in marks
             if len(token) > 1 and (named or kind in (TokenType.CONTROL, TokenType.UNKNOWN)):
-                self._control[token] = i
+                control[token] = i
             else:
                 ordinary[token] = i
                 if kind == TokenType.USER_DEFINED:
                     user_defined[token] = i
-        self.special_ids: Mapping[str, int] = self._control | user_defined
-        ends = {self._control[name] for name in _END_OF_TURN if name in self._control}
-        if {"<|return|>", "<|call|>", "<|end|>"} <= self._control.keys():
-            ends.remove(self._control["<|end|>"])  # here it ends a message, of which a turn has several
+        self._control = control
+        self.special_ids: Mapping[str, int] = control | user_defined
+        ends = {control[name] for name in _END_OF_TURN if name in control}
+        if {"<|return|>", "<|call|>", "<|end|>"} <= control.keys():
+            ends.remove(control["<|end|>"])  # here it ends a message, of which a turn has several
         self.stop_ids = frozenset(ends | {i for key, i in vocabulary.ids.items() if i is not None and key != "bos"})
 
-        # Merges that touch a control token are left out: no text may grow into one.
+        # Without the merges that touch a control or unused token: no text may grow into one.
         merges = [
             (left, right)
             for left, right in vocabulary.merges
-            if not (left in self._control or right in self._control or left + right in self._control)
+            if left in ordinary and right in ordinary and left + right in ordinary
         ]
         bpe = models.BPE(vocab=ordinary, merges=merges, ignore_merges=rule.ignore_merges)
         self._bpe = tokenizers.Tokenizer(bpe)
@@ -173,7 +172,7 @@ class Tokenizer:
         return ids
 
     def is_control(self, name: str) -> bool:
-        """Whether `name` is the name of a control token."""
+        """Whether `name`, of `special_ids`, is that of a control token."""
         return name in self._control
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -303,7 +302,8 @@ def _types(file: GGUFFile, tokens: Sequence[str]) -> list[int]:
     for i in np.flatnonzero(types == TokenType.BYTE).tolist():
         if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", tokens[i]):
             raise _malformed(file, _TOKENS, f"byte token {i} is {tokens[i]!r}, expected '<0x00>' to '<0xFF>'")
-    return [int(kind) for kind in types]
+    kinds: list[int] = types.tolist()
+    return kinds
 
 
 def _merges(file: GGUFFile, index: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -328,10 +328,11 @@ def _malformed(file: GGUFFile, key: str, found: str) -> ModelFormatError:
 
 
 def _hash(vocabulary: _Vocabulary) -> str:
-    flags = (vocabulary.pre, vocabulary.ids, vocabulary.add_bos, vocabulary.add_eos)
+    flags = (vocabulary.pre, vocabulary.ids, vocabulary.add_bos, vocabulary.add_eos, len(vocabulary.merges))
     digest = hashlib.sha256(b"spark tokenizer 1\n")
-    for part in (flags, vocabulary.tokens, vocabulary.types, vocabulary.merges):
-        digest.update(json.dumps(part).encode())
+    digest.update(json.dumps([flags, vocabulary.tokens]).encode())
+    digest.update(bytes(vocabulary.types))
+    digest.update("\n".join(map(" ".join, vocabulary.merges)).encode())
     return digest.hexdigest()
 
 

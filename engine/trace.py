@@ -8,9 +8,7 @@ layer; the rows of a token follow each other in the order of the layers.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import FileFormatError, SparkError, WrongModelError
+from engine.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -328,31 +327,17 @@ def _write(table: pa.Table, path: Path) -> None:
     """Write a part atomically."""
     import pyarrow.parquet as pq
 
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                pq.write_table(
-                    table,
-                    file,
-                    # Dictionaries pack what repeats into a few bits; half floats hardly compress by any means,
-                    # and their statistics would take most of the time.
-                    use_dictionary=["session_id", "position", "layer", "experts.list.element"],
-                    compression="none",
-                    write_statistics=False,
-                    write_page_checksum=True,
-                )
-                file.flush()
-                os.fsync(descriptor)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
-    except OSError as error:
-        raise SparkError(
-            f"cannot write the trace {path}: {error.strerror or error}", hint="the parts before it are whole"
-        ) from error
+    with replacing(path, "the trace", mode=0o600, hint="the parts before it are whole") as file:
+        pq.write_table(
+            table,
+            file,
+            # Dictionaries pack what repeats into a few bits; half floats hardly compress by any means,
+            # and their statistics would take most of the time.
+            use_dictionary=["session_id", "position", "layer", "experts.list.element"],
+            compression="none",
+            write_statistics=False,
+            write_page_checksum=True,
+        )
 
 
 def _broken(path: Path, found: object) -> FileFormatError:
@@ -374,6 +359,9 @@ def _open(path: Path, model_id: str) -> tuple[pq.ParquetFile, TraceModel]:
         if fields["version"] != VERSION:
             raise FileFormatError(f"{path}: expected trace version {VERSION}, found {fields['version']!r}")
         model = TraceModel(**fields | {"layers": tuple(fields["layers"])})
+        sizes = (model.n_layer, model.n_expert, model.n_expert_used, model.n_embd, *model.layers)
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"impossible sizes {sizes}")
         matches = file.schema_arrow.equals(_schema(model))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise _broken(path, f"a damaged file ({error})") from error

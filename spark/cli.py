@@ -7,13 +7,14 @@ into `error: ...`, `hint: ...` and an exit status.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,7 +23,13 @@ from rich.table import Table
 
 from engine.config import Device, EngineConfig, KVType
 from engine.errors import EXIT_INTERRUPTED, SparkError
+from engine.files import replacing
 from engine.profile import default_path
+
+if TYPE_CHECKING:
+    from spark.calibrate import CalibrateReport
+    from spark.pregate import Report as PregateReport
+    from spark.validate import Row, ValidateReport
 
 app = typer.Typer(
     name="spark",
@@ -103,7 +110,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to stdout; numbers align right."""
-    made = Table(title=title, title_justify="left")
+    made = Table(title=title, title_justify="left", min_width=min(len(title), 78))
     for i, name in enumerate(columns):
         made.add_column(name, justify="left" if i == 0 else "right")
     for row in rows:
@@ -211,14 +218,16 @@ def tokenize(
     if (sessions is None) != (out is None):
         raise typer.BadParameter("SESSIONS.jsonl and --out belong together")
     if export_tokenizer is not None:
-        tokens.export_tokenizer(tokenizer.load(model), export_tokenizer)
+        with replacing(export_tokenizer, "the tokenizer") as file:
+            file.write(tokenizer.load(model).to_json().encode())
         note(f"tokenizer written to {export_tokenizer}")
     if sessions is None or out is None:
         return
     with progress_bars() as progress:
         summary = tokens.tokenize(model, sessions, out, window, lambda a, b: progress("tokenizing", a, b))
-    report = summary.to_json()
-    table("Tokens", ["", "count"], [(name.replace("_", " "), f"{value:,}") for name, value in report.items()])
+    report = dataclasses.asdict(summary)
+    counts = [(name.replace("_", " "), f"{value:,}") for name, value in report.items() if isinstance(value, int)]
+    table("Tokens", ["", "count"], [*counts, *((f"skipped: {why}", n) for why, n in summary.skipped_turns.items())])
     save(json_file, report)
 
 
@@ -255,6 +264,13 @@ def calibrate(
             if calibration.partial_path(target).exists():
                 note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
             raise
+    show_calibration(report)
+    save(json_file, report.to_json())
+
+
+def show_calibration(report: CalibrateReport) -> None:
+    """Print what a calibration read and counted."""
+    split = ", ".join(f"{fraction:.0%} at {percent:g}%" for percent, fraction in report.split)
     rows = [
         ("profile", report.profile),
         ("tokens read", f"{report.tokens:,}"),
@@ -262,10 +278,9 @@ def calibrate(
         ("tokens counted", f"{report.counted_tokens:,}"),
         ("sessions", report.sessions),
         ("tokens/s", f"{report.tokens_per_s:,.0f}"),
-        ("cache share of the slots", ", ".join(f"{f:.0%} at {p:g}%" for p, f in report.split) or "not measured"),
+        ("share of the slots best left to the cache", split or "not measured"),
     ]
     table("Calibration", ["", ""], rows)
-    save(json_file, report.to_json())
 
 
 @app.command()
@@ -300,26 +315,37 @@ def validate(
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
 
 
-def show_validation(report: Any) -> None:
+def show_validation(report: ValidateReport) -> None:
     """Print the ladder, and the cross-source rows where there are some."""
 
-    def cells(row: Any) -> list[str]:
-        rate = [f"{100 * row.hit_rate:.1f}%", f"{row.misses_per_token:.2f}"]
-        if row.decode_tokens_per_s is None:
-            return [*rate, "", "", "", ""]
-        same = "yes" if row.identical_tokens else "NO"
-        served = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
-        return [*rate, *served, f"{row.device_bytes / 2**20:,.1f}", same]
+    def served(row: Row) -> list[str]:
+        if row.decode_tokens_per_s is None or row.prefill_tokens_per_s is None or row.device_bytes is None:
+            return [""] * 4
+        rates = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
+        return [*rates, f"{row.device_bytes / 2**20:,.1f}", "yes" if row.identical_tokens else "NO"]
 
     title = (
         f"Held-out sessions at {report.residency_pct:g}% residency: {report.generated_tokens:,} generated tokens, "
         f"{report.prompts} prompts served"
     )
-    columns = ["policy", "hits", "misses/token", "decode tok/s", "prefill tok/s", "fast MiB", "same tokens"]
-    table(title, columns, [[row.policy, *cells(row)] for row in report.rows])
+    columns = [*_MISSES, "decode tok/s", "prefill tok/s", "fast MiB", "same tokens"]
+    table(title, columns, [[*_misses(row), *served(row)] for row in report.rows])
     if report.cross:
-        rows = [[f"{row.policy}, {row.profile}", *cells(row)[:2]] for row in report.cross]
-        table("Placed by other traffic", columns[:3], rows)
+        show_cross(report, "The same sessions, placed by profiles of other traffic")
+
+
+_MISSES = ["policy", "hits", "misses/token"]
+
+
+def _misses(row: Row) -> list[str]:
+    name = row.policy if row.profile is None else f"{row.policy}, {row.profile}"
+    return [name, f"{100 * row.hit_rate:.1f}%", f"{row.misses_per_token:.2f}"]
+
+
+def show_cross(report: ValidateReport, title: str) -> None:
+    """Print the rows of the own profile and of the others, side by side."""
+    own = [row for row in report.rows if row.policy in ("uniform", "static", "spark")]
+    table(title, _MISSES, [_misses(row) for row in (*own, *report.cross)])
 
 
 @app.command("train-pregate")
@@ -338,9 +364,27 @@ def train_pregate(
     options = pregate.PregateOptions(epochs=epochs, seed=seed, threads=threads)
     with progress_bars() as progress:
         report = pregate.train(model, trace, out, options, progress)
-    for title, columns, rows in report.tables():
-        table(title, columns, rows)
+    show_pregate(report)
     save(json_file, report.to_json())
+
+
+def show_pregate(report: PregateReport) -> None:
+    """Print the recall of each predictor, averaged over layers, and of each layer for the best of each kind."""
+    kinds: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in report.to_json()["rows"]:
+        kinds.setdefault((row["predictor"], row["target_layer"] - row["layer"]), []).append(row)
+    rows = [
+        [name, "this" if offset == 0 else "next", *(f"{_mean(found, key):.1%}" for key in _RECALLS), len(found)]
+        for (name, offset), found in kinds.items()
+    ]
+    table("Recall of the active experts", ["predictor", "layer", "first A", "first 2A", "first 3A", "layers"], rows)
+
+
+_RECALLS = ("recall_1x", "recall_2x", "recall_3x")
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float:
+    return float(sum(row[key] for row in rows) / len(rows))
 
 
 @app.command()
@@ -362,8 +406,6 @@ def serve(
     gen_timeout: GenOption = 3600.0,
 ) -> None:
     """Serve the model over HTTP, in the OpenAI chat form."""
-    import dataclasses
-
     from spark.client import Deadlines
     from spark.server import ServeOptions
     from spark.server import serve as run_server
@@ -382,7 +424,9 @@ def serve(
         chunk_tokens=chunk,
     )
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    run_server(ServeOptions(config, host, port, api_key, deadlines, learned_profile=path if spark else None))
+    options = ServeOptions(config, host, port, api_key, deadlines, learned_profile=path if spark else None)
+    with progress_bars() as progress:
+        run_server(options, lambda done, total: progress("loading", done, total))
 
 
 @app.command()

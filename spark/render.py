@@ -52,6 +52,7 @@ _BREAK = "\ufdd0\ufdd2"
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
 _SHUT_THINK = re.compile(r"(?:<think>\s*)?</think>\s*\Z")
 _TAIL = 64  # characters in which they are looked for
+_MOST_REMEMBERED = 1 << 24  # characters of text whose tokens are kept
 _UNDATED = datetime(2025, 1, 1)  # for logs without a time: renderings must not depend on the day
 
 
@@ -66,7 +67,7 @@ class Turn:
 class Renderer:
     """Renders conversations for one model; remembers the tokens of recent text, as conversations repeat themselves.
 
-    template_hash: identifies the template, also that of models without one.
+    Usable from several threads. template_hash: identifies the template, also that of models without one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -76,6 +77,7 @@ class Renderer:
         self.template_hash = self._template.hash
         self._shield = _Shield([name for name in tokenizer.special_ids if tokenizer.is_control(name)])
         self._remembered: dict[str, Tokens] = {}
+        self._remembered_size = 0
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **extra: Any) -> list[int]:
         """The tokens a model is given to answer `messages`; RequestError where its template refuses them.
@@ -83,14 +85,12 @@ class Renderer:
         tools: definitions `{"type":"function","function":{...}}`. extra: variables of the template.
         """
         chat, shielded = self._chat(messages), self._shield.data(list(tools))
-        self._remembered.clear()
         return [int(i) for i in self._prompt_tokens(self._template.render(chat, shielded, **extra))]
 
     def turns(self, session: Session) -> Iterator[Turn | RequestError]:
         """Each turn of the model in a session, or why the template refuses it."""
         chat, tools = self._chat(session.messages), self._shield.data(list(session.tools))
         now = _time(session.started_at)
-        self._remembered.clear()
         for i, message in enumerate(chat):
             if message["role"] == "assistant":
                 try:
@@ -150,6 +150,10 @@ class Renderer:
         tokens = self._remembered.get(piece)
         if tokens is None:
             tokens = np.array(self.tokenizer.encode(self._shield.lift(piece)), np.int32)
+            self._remembered_size += len(piece)
+            if self._remembered_size > _MOST_REMEMBERED:
+                self._remembered.clear()
+                self._remembered_size = len(piece)
             self._remembered[piece] = tokens
         return tokens
 

@@ -8,14 +8,13 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engine.errors import SparkError
+from engine.files import replacing
 from spark import __version__
 
 
@@ -69,18 +68,5 @@ def _versions(*names: str) -> dict[str, str]:
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write a report with its provenance, whole or not at all; raises SparkError where it cannot be written."""
-    text = json.dumps({**report, **provenance()}, indent=1) + "\n"
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.chmod(0o644)
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink()
-                raise
-    except OSError as error:
-        raise SparkError(f"cannot write {path}: {error.strerror}", hint="is there such a folder, and room?") from error
+    with replacing(path, "the figures") as file:
+        file.write((json.dumps({**report, **provenance()}, indent=1) + "\n").encode())

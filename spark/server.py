@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -19,50 +17,45 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import protocol
 from engine.config import EngineConfig
-from engine.errors import (
-    CancelledError,
-    CapacityError,
-    ContextOverflowError,
-    DaemonError,
-    DeadlineError,
-    RequestError,
-    SparkError,
-    UsageError,
-)
+from engine.errors import ContextOverflowError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
 from spark.backend import Backend, Generation
 from spark.chat import ChatRequest, Finish, Formatter, parse_chat
 from spark.client import Deadlines, engine_command
+from spark.http import (
+    EXCEPTION_HANDLERS,
+    Guard,
+    explain,
+    is_loopback,
+    json_response,
+    json_unless_left,
+    parse_object,
+    read_body,
+)
 from spark.render import Renderer
 from spark.reply import Part, ReplyParser
 
-MAX_BODY_BYTES = 32 << 20
 MAX_REPLIES = 64  # being made or waited for
 _KEEP_ALIVE_S = 10.0
 _SAVE_EVERY_S = 300.0
 _DRAIN_S = 30  # how long replies may go on after SIGTERM
-_CLIENT_GONE = 499  # nobody will see it
 _TAIL_TOKENS = 16  # of a prompt, where `<think>` may have been opened
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -88,25 +81,19 @@ def serve(options: ServeOptions, on_loading: Callable[[int, int], None] = lambda
     on_loading: called with (bytes loaded, bytes to load). Raises UsageError for an address that must not or
     cannot be bound, and whatever keeps the model from loading.
     """
-    if options.api_key is None and not _is_loopback(options.host):
+    if options.api_key is None and not is_loopback(options.host):
         raise UsageError(f"--host {options.host} lets other machines in", hint="set --api-key, or serve on 127.0.0.1")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
     with _bind(options.host, options.port) as bound:
         tokenizer = load(options.config.model)
-
-        def command() -> list[str]:
-            # A daemon that starts again goes on from what the one before it has learned.
-            learned = options.learned_profile
-            known = learned is not None and learned.exists()
-            return engine_command(replace(options.config, profile=learned) if known else options.config)
-
-        backend = Backend(command, options.deadlines, options.learned_profile, on_loading)
+        backend = Backend(lambda: _daemon_command(options), options.deadlines, options.learned_profile, on_loading)
         try:
             for key in ("reasons", "warnings"):
                 for line in backend.ready.info.get(key, ()):
                     _log.info("%s", line)
             name = re.sub(r"-\d{5}-of-\d{5}$", "", options.config.model.stem)
             app = create_app(backend, tokenizer, name, options.api_key)
+            _listen(bound)
             host, port = bound.getsockname()[:2]
             _log.info("%s is served at http://%s:%d/v1", name, f"[{host}]" if ":" in host else host, port)
             _run(app, bound)
@@ -114,19 +101,18 @@ def serve(options: ServeOptions, on_loading: Callable[[int, int], None] = lambda
             backend.close()
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _daemon_command(options: ServeOptions) -> list[str]:
+    # A daemon that starts again goes on from what the one before it learned.
+    learned = options.learned_profile
+    known = learned is not None and learned.exists()
+    return engine_command(replace(options.config, profile=learned) if known else options.config)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded; nobody is let in until it is."""
+    """Find out before the model is loaded whether the address can be had; nobody is let in until it is."""
     try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, number, _, address = found[0]
         bound = socket.socket(family, kind, number)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -137,6 +123,13 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UsageError(f"{host} port {port} cannot be served on: {error}") from error
     return bound
+
+
+def _listen(bound: socket.socket) -> None:
+    try:
+        bound.listen()
+    except OSError as error:  # another server that had bound it too was faster
+        raise UsageError(f"the address was taken while the model was loaded: {error}") from error
 
 
 def _run(app: Starlette, bound: socket.socket) -> None:
@@ -172,16 +165,15 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
             Route("/v1/models", service.models),
             Route("/health", service.health),
         ],
-        exception_handlers={
-            SparkError: _on_spark_error,
-            HTTPException: _on_http_error,
-            ClientDisconnect: _on_disconnect,
-            Exception: _on_bug,
-        },
+        exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(_Guard, api_key=api_key)
+    app.add_middleware(Guard, api_key=api_key)
     return app
+
+
+def _event(made: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(made).encode() + b"\n\n"
 
 
 class _Service:
@@ -206,14 +198,15 @@ class _Service:
 
     async def health(self, request: Request) -> Response:
         state = "ready" if self._backend.alive else "down; the next request starts it"
-        return _json({"status": "ok", "daemon": state})
+        return json_response({"status": "ok", "daemon": state})
 
     async def models(self, request: Request) -> Response:
         model = {"id": self._name, "object": "model", "created": self._created, "owned_by": "spark"}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def chat_completions(self, request: Request) -> Response:
-        chat = await asyncio.to_thread(_parse_body, await _read_body(request))
+        body = await read_body(request)
+        chat = await asyncio.to_thread(lambda: parse_chat(parse_object(body)))
         if self._replies >= MAX_REPLIES:
             raise HTTPException(429, f"{MAX_REPLIES} requests are waiting already: try again later")
         async with self._rendering:
@@ -228,8 +221,7 @@ class _Service:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             chunks = self._stream(chat, prompt, max_tokens)
             return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
-        whole = await _unless_disconnected(request, self._whole(chat, prompt, max_tokens))
-        return Response(status_code=_CLIENT_GONE) if whole is None else _json(whole)
+        return await json_unless_left(request, self._whole(chat, prompt, max_tokens))
 
     async def _whole(self, chat: ChatRequest, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         parts: list[Part] = []
@@ -257,7 +249,7 @@ class _Service:
                     if not item:
                         yield b": nothing new\n\n"
         except SparkError as error:
-            yield _event(_explain(error)[1])
+            yield _event(explain(error)[1])
         yield b"data: [DONE]\n\n"
 
     async def _reply(
@@ -298,133 +290,3 @@ class _Service:
             generation.cancel()
             taken_s = time.monotonic() - began_s
             _log.info("%d tokens read, %d written, %.2f s: %s", len(prompt), made, taken_s, reason or "left")
-
-
-# --- requests and responses -------------------------------------------------------------------
-
-
-class _Guard:
-    """Lets in who knows the key or, where there is none, who speaks to this machine by its local name.
-
-    The second keeps a web page that has its own name resolve to 127.0.0.1 away from the server.
-    """
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if self._api_key is None:
-            host = headers.get("host", "localhost")
-            if not _is_loopback(_hostname(host)):
-                return _error(403, "only requests to localhost are answered; other names need --api-key")
-        elif scope["path"] != "/health":
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode(), self._api_key):
-                return _error(401, "the API key is missing or wrong", "invalid_api_key")
-        return None
-
-
-def _hostname(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-def _parse_body(body: bytes) -> ChatRequest:
-    try:
-        made = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if type(made) is not dict:
-        raise RequestError("the body is not a JSON object")
-    return parse_chat(made)
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Do the work, or leave it and give None when the client goes away first."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-def _json(made: dict[str, Any], status: int = 200) -> Response:
-    # ASCII: text from models and users may hold lone surrogates, which UTF-8 does not have.
-    return Response(json.dumps(made), status, media_type="application/json")
-
-
-def _event(made: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(made).encode() + b"\n\n"
-
-
-def _error(status: int, message: str, code: str | None = None) -> Response:
-    return _json(_error_object(status, message, code), status)
-
-
-def _error_object(status: int, message: str, code: str | None) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-_STATUS: dict[type[SparkError], int] = {
-    RequestError: 400,
-    CancelledError: 503,  # not by its client: the daemon was stopping
-    DaemonError: 503,
-    CapacityError: 503,
-    DeadlineError: 504,
-}
-
-
-def _explain(error: SparkError) -> tuple[int, dict[str, Any]]:
-    """Status and object for a failure; what the daemon said last is for the log alone."""
-    status = next((status for cls, status in _STATUS.items() if isinstance(error, cls)), 500)
-    code = "context_length_exceeded" if isinstance(error, ContextOverflowError) else error.code
-    if status >= 500:
-        _log.error("%s: %s\n%s", error.code, error.message, error.hint)
-        return status, _error_object(status, error.message, code)
-    return status, _error_object(status, "; ".join(filter(None, (error.message, error.hint))), code)
-
-
-async def _on_spark_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, SparkError)
-    status, made = _explain(error)
-    return _json(made, status)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _error(error.status_code, error.detail)
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_GONE)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return _error(500, "an error inside the server; its log has the details")

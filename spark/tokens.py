@@ -32,7 +32,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -95,6 +95,10 @@ class Summary:
     windows: int
     sessions: int
     skipped_turns: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as `--json` has it."""
+        return asdict(self)
 
 
 def tokenize(
@@ -171,11 +175,12 @@ def windows(session_id: str, turns: Iterable[Turn], window: int) -> Iterator[Win
 class TokensFile:
     """A token file: iterate it for its windows, any number of times, in bounded memory.
 
-    origin: what it was made with. window: most tokens a row. n_windows: number of rows.
+    origin: what it was made with. window: most tokens a row. n_windows, n_tokens: rows, and tokens in all of them.
     """
 
-    def __init__(self, path: Path, origin: Origin, window: int, n_windows: int) -> None:
-        self.path, self.origin, self.window, self.n_windows = path, origin, window, n_windows
+    def __init__(self, path: Path, origin: Origin, window: int, n_windows: int, n_tokens: int) -> None:
+        self.path, self.origin, self.window = path, origin, window
+        self.n_windows, self.n_tokens = n_windows, n_tokens
 
     def __iter__(self) -> Iterator[Window]:
         with _reading(self.path), pq.ParquetFile(self.path, page_checksum_verification=True) as file:
@@ -203,7 +208,8 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
     """
     path = Path(path)
     with _reading(path), pq.ParquetFile(path) as file:
-        schema, n_windows = file.schema_arrow, file.metadata.num_rows
+        schema, rows = file.schema_arrow, file.metadata
+        groups = [rows.row_group(i) for i in range(rows.num_row_groups)]
         found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     if found.get("spark.format") != "tokens" or not schema.remove_metadata().equals(_COLUMNS):
         raise FileFormatError(f"{path} is a Parquet file, but not one of tokens", hint=_HINT)
@@ -224,7 +230,16 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
                     f"{path} was made for another model: its {name} is {theirs}, this model's is {ours}",
                     hint="tokenize the sessions again with this model",
                 )
-    return TokensFile(path, origin, window, n_windows)
+    n_tokens = sum(group.column(_COLUMNS.get_field_index("tokens")).num_values for group in groups)
+    return TokensFile(path, origin, window, rows.num_rows, n_tokens)
+
+
+def export_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
+    """Write a tokenizer as `tokenizer.json`, atomically; SparkError if the disk does not take it."""
+    path = Path(path)
+    with _Temporary(path) as temporary:
+        temporary.file.write(tokenizer.to_json().encode())
+        temporary.publish()
 
 
 class _Writer:

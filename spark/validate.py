@@ -96,7 +96,7 @@ class ValidateReport:
         """The report as `--json` writes it."""
 
         def rows(found: Sequence[Row]) -> list[dict[str, Any]]:
-            return [{name: getattr(row, name) for name in Row.__slots__} for row in found]  # type: ignore[attr-defined]
+            return [{name: getattr(row, name) for name in Row.__slots__} for row in found]
 
         return {
             "model": self.model,

@@ -4,10 +4,11 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from engine import daemon  # noqa: E402
-from tests.fake_engine import FakeEngine  # noqa: E402
+from fake_engine import FakeEngine
+
+from engine import daemon
 
 if __name__ == "__main__":
     step_s, load_s, *arguments = sys.argv[1:]

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fake_engine
 import psutil
 import pytest
+from fake_engine import SAID, SAY
 
 from engine import protocol
 from engine.config import EngineConfig
@@ -27,8 +29,6 @@ from engine.errors import (
 )
 from spark import client
 from spark.client import DaemonClient, Deadlines
-from tests import fake_engine
-from tests.fake_engine import SAID, SAY
 
 HERE = Path(__file__).parent
 SHORT = Deadlines(ready_s=20.0, silence_s=1.0, total_s=20.0, grace_s=0.5)
@@ -249,14 +249,14 @@ def test_silence_without_work_is_no_fault() -> None:
 
 
 def test_a_slow_one_that_gives_signs_of_life_is_not_dead() -> None:
-    deadlines = Deadlines(ready_s=20.0, silence_s=3.0, total_s=None, grace_s=5.0)
-    with DaemonClient(fake(step_s=0.4), deadlines=deadlines) as daemon:
-        # A step to read the prompt and eight quiet ones: silent for longer than 3 s but for Working.
+    deadlines = Deadlines(ready_s=20.0, silence_s=2.2, total_s=None, grace_s=5.0)
+    with DaemonClient(fake(step_s=0.3), deadlines=deadlines) as daemon:
+        # A step to read the prompt and eight quiet ones: silent for longer than 2.2 s but for Working.
         stream = daemon.generate([fake_engine.QUIET], max_tokens=1)
         watch = Stopwatch()
         next(stream)
         next(stream)
-        assert watch.s > 3.1
+        assert watch.s > 2.3
         stream.close()
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+import fake_engine
 import pytest
+from fake_engine import END, SAID, SAY
 
 from engine import protocol
-from tests import fake_engine
-from tests.fake_engine import END, SAID, SAY
 
 FAKE = Path(__file__).with_name("fake_daemon.py")
 PATIENCE_S = 30.0
@@ -228,7 +228,7 @@ def test_too_many_requests_are_refused() -> None:
 
 
 def test_a_slow_engine_gives_signs_of_life() -> None:
-    with running(step_s=0.2) as daemon:
+    with running(step_s=0.15) as daemon:
         daemon.until(protocol.Ready)
         daemon.write(generate(2, [fake_engine.QUIET, 8]), generate(3, [9], 1))
         events = daemon.until(protocol.Tokens)
@@ -290,7 +290,7 @@ def test_a_client_that_stops_reading_does_not_keep_it_from_ending(tmp_path: Path
             os.close(write_fd)
             process.stdin.write(json.dumps(generate(1, [1], 100_000, stop_tokens=[])).encode() + b"\n")
             process.stdin.flush()
-            time.sleep(1.0)  # enough for 64 KiB of events
+            time.sleep(0.5)  # enough for 64 KiB of events
             process.stdin.close()
             assert process.wait(PATIENCE_S) == 0
         finally:
@@ -309,7 +309,7 @@ def test_a_model_that_cannot_be_loaded_is_one_error() -> None:
 
 @pytest.mark.parametrize("how", ["signal", "input"])
 def test_loading_can_be_given_up(how: str) -> None:
-    with running(load_s=10.0) as daemon:
+    with running(load_s=4.0) as daemon:
         daemon.until(protocol.Loading)
         started_s = time.monotonic()
         if how == "signal":
@@ -317,7 +317,7 @@ def test_loading_can_be_given_up(how: str) -> None:
         else:
             daemon.process.stdin.close()
         rest = daemon.rest()
-        assert daemon.status() == 0 and time.monotonic() - started_s < 7.0
+        assert daemon.status() == 0 and time.monotonic() - started_s < 3.0
         assert not any(isinstance(event, protocol.Ready) for event in rest)
 
 

@@ -25,12 +25,13 @@ LAYERS = [
     ["gguf"],
     ["gguf_header"],
     ["quants"],
+    ["files"],
     ["config", "errors"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 PUBLIC_TO_SPARK = {
     "protocol", "placement", "policy", "simulate", "profile", "trace", "tokenizer", "template", "gguf", "quants",
-    "errors", "config",
+    "errors", "config", "files",
 }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ def literal_advance(state, layer, experts, counted, gain, cap):
         victims = [
             (int(state.score[slot]), slot)
             for slot in slots
-            if not state.pinned[slot] and not (state.expert_of[slot] >= 0 and uses[int(state.expert_of[slot])])
+            if not state.pinned[slot]
+            and not (state.expert_of[slot] >= 0 and uses[int(state.expert_of[slot])])
         ]
         if not victims or min(victims)[0] > c + gain:
             continue

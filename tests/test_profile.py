@@ -90,7 +90,7 @@ def test_a_profile_of_another_engine_reads():
         lambda text: text.replace("# ", "#"),
         lambda text: text.replace("tokens=7", "moons=4 tokens=7 later"),
         lambda text: "\n".join(text.splitlines()[3:] + text.splitlines()[:3]),
-        lambda text: text.replace("14", "0014"),
+        lambda text: text.replace("14", "0" * 30 + "14"),
     ],
 )
 def test_tolerated(change):
@@ -183,12 +183,14 @@ def test_a_profile_without_an_id_loads_with_a_warning(tmp_path):
 
 
 def test_unreadable_files(tmp_path, monkeypatch):
-    with pytest.raises(SparkError, match="cannot read the profile .*No such file"):
+    with pytest.raises(SparkError, match=r"cannot read the profile .*No such file"):
         profiles.load(tmp_path / "none.csv")
     with pytest.raises(SparkError, match="cannot read the profile"):
         profiles.load(tmp_path)
     (tmp_path / "bytes").write_bytes(SAMPLE.encode() + b"\xff")
-    with pytest.raises(FileFormatError, match=f"expected UTF-8 text, found byte 0xff at offset {len(SAMPLE)}"):
+    with pytest.raises(
+        FileFormatError, match=f"expected UTF-8 text, found byte 0xff at offset {len(SAMPLE)}"
+    ):
         profiles.load(tmp_path / "bytes")
     (tmp_path / "empty").write_bytes(b"")
     with pytest.raises(FileFormatError, match="hotness table"):
@@ -256,7 +258,12 @@ except SparkError as error:
 """
     root = Path(__file__).parent.parent
     run = subprocess.run(
-        [sys.executable, "-c", code, str(path)], cwd=root, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(path)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert "cannot write the profile" in run.stdout and "File too large" in run.stdout
     assert path.read_text() == "old"
@@ -264,7 +271,9 @@ except SparkError as error:
 
 
 def test_default_path():
-    assert profiles.default_path(Path("/m/a-00001-of-00003.gguf")) == Path("/m/a-00001-of-00003.gguf.spark.csv")
+    assert profiles.default_path(Path("/m/a-00001-of-00003.gguf")) == Path(
+        "/m/a-00001-of-00003.gguf.spark.csv"
+    )
 
 
 def test_split_for_interpolates_and_has_a_default():
@@ -361,5 +370,6 @@ def test_one_huge_session_leaves_the_calibration_its_share():
 
 def test_merge_of_counts_near_the_limit_of_int64():
     huge = Profile(np.array([[INT64_MAX, INT64_MAX]]), 1)
-    merged = profiles.merge(huge, np.array([[INT64_MAX, 1]]), 1.0)
-    assert merged.counts.tolist() == [[INT64_MAX, INT64_MAX]]
+    assert profiles.merge(huge, np.array([[INT64_MAX, 1]]), 1.0).counts.tolist() == [[INT64_MAX, INT64_MAX]]
+    # half of the old count and all of the new one would be 1.5 times the limit
+    assert profiles.merge(huge, np.array([[INT64_MAX, 1]]), 0.5).counts[0, 0] == INT64_MAX

@@ -114,8 +114,7 @@ def test_decode_is_advance_on_every_row(seed, rule, n_expert, n_active):
 
 
 def test_prefill_is_cut_at_sessions_jumps_and_chunks():
-    #            two sessions                 a jump in position    generated runs are cut nowhere
-    generated = [0, 0, 0, 0, 0, 1, 1] + [0, 0, 0, 0] + [1, 1, 0]
+    generated = [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0]
     session = [0] * 7 + [1] * 5 + [2] * 2
     position = [0, 1, 2, 3, 4, 5, 6, 0, 1, 9, 10, 11, 0, 1]
     trace = make_trace(np.zeros((14, 2, 1)), generated, 3, session, position)

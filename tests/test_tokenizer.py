@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,11 @@ QWEN2 = (
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 GPT2_WORDS = BYTES | {"use_regex": True}
 EACH_DIGIT = {"type": "Digits", "individual_digits": True}
+DEEPSEEK_CASED = (  # escapes where editors would put an equivalent letter
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽ"
+    "Ა-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄ"
+    "Ⰰ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
 DEEPSEEK_CJK = "[一-龥\u0800-一가-\ud7ff]+"
 DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
@@ -74,7 +78,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "laguna": [split(r"(?:\r?\n)+(?!\r?\n)", "MergedWithNext"), split(QWEN2), BYTES],
     "deepseek-llm": [
         split("[\r\n]"),
-        split(rf"\s?[{_DEEPSEEK_CASED}]+"),
+        split(rf"\s?[{DEEPSEEK_CASED}]+"),
         split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
         split(r"\s+$"),
         split(DEEPSEEK_CJK),
@@ -203,7 +207,9 @@ def test_encodes_as_the_published_tokenizer(pre: str, folder: Path) -> None:
         if not any(token in text for token in SPECIAL + USER_DEFINED):
             assert ours.decode(ours.encode(text)) == whole
 
+    words = PRE_TOKENIZERS[pre].words
     for text in [*TEXTS, "".join(TEXTS), corpus()[0]]:
+        assert words.pre_tokenize_str(text) == trained.pre_tokenizer.pre_tokenize_str(text)
         ids = trained.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, parse_special=True) == ids, text
         assert not names.keys() & set(ours.encode(text))
@@ -224,16 +230,11 @@ def test_names_that_transformers_knows_have_its_expression() -> None:
         assert spec["pretokenizers"][0]["pattern"]["Regex"] == GGUF_PRE_TOKENIZER_SPLITS[name], name
 
 
-def test_deepseek_letters_are_cased_letters() -> None:
-    """The class is written in numbers; a slip there would take in other characters or leave a common one out."""
-    matcher = pre_tokenizers.Split(tokenizers.Regex(f"[{_DEEPSEEK_CASED}]"), "removed")
+def test_deepseek_letters_are_the_published_ones() -> None:
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x1F000)]))
-    rest = "".join(piece for piece, _ in matcher.pre_tokenize_str(everything))
-    taken = set(everything) - set(rest)
-    assert len(taken) > 1500
-    assert {unicodedata.category(letter) for letter in taken} <= {"Lu", "Ll", "Lt", "Cn"}
-    left = {letter for letter in rest if unicodedata.category(letter) == "Lu" and ord(letter) < 0x590}
-    assert left == set()
+    classes = [pre_tokenizers.Split(tokenizers.Regex(f"[{c}]+"), "removed") for c in (_DEEPSEEK_CASED, DEEPSEEK_CASED)]
+    ours, published = ([span for _, span in letters.pre_tokenize_str(everything)] for letters in classes)
+    assert ours == published
 
 
 def test_marks_belong_to_words_in_qwen35_alone(folder: Path) -> None:
@@ -262,6 +263,30 @@ def test_a_control_token_that_merges_could_make_stays_out_of_text(folder: Path) 
     assert forged in load(write(folder / "unforged.gguf", qwen2()[1])).encode(text)
 
 
+def test_the_longest_name_wins(folder: Path) -> None:
+    fields = dict(qwen2()[1])
+    fields["tokenizer.ggml.tokens"] = [*fields["tokenizer.ggml.tokens"][:-2], "<|im_end|>s", "<|im_end|"]
+    fields["tokenizer.ggml.token_type"] = [*fields["tokenizer.ggml.token_type"][:-2], 3, 4]
+    ours = load(write(folder / "longest.gguf", fields))
+    n, end = ours.vocab_size, ours.eos_id
+    text = "<|im_end|>s<|im_end|><|im_end|"
+    assert ours.encode(text, parse_special=True) == [n - 2, end, n - 1]
+    assert tokenizers.Tokenizer.from_str(ours.to_json()).encode(text).ids == [n - 2, end, n - 1]
+
+
+def test_an_end_token_is_a_control_token_whatever_its_type(folder: Path) -> None:
+    fields = dict(qwen2()[1])
+    end = fields["tokenizer.ggml.tokens"].index("<|im_end|>")
+    eot = len(fields["tokenizer.ggml.tokens"]) - 1
+    fields["tokenizer.ggml.token_type"] = list(fields["tokenizer.ggml.token_type"])
+    fields["tokenizer.ggml.token_type"][end] = fields["tokenizer.ggml.token_type"][eot] = 4
+    ours = load(write(folder / "end.gguf", fields | {"tokenizer.ggml.eot_token_id": eot}))
+    assert {end, eot} <= ours.stop_ids
+    for i in (end, eot):
+        assert i not in ours.encode(ours.decode([i]))
+        assert ours.encode(ours.decode([i]), parse_special=True) == [i]
+
+
 def test_user_defined_tokens_are_found_in_any_text(tokenizer: Tokenizer) -> None:
     think = tokenizer.special_ids["<think>"]
     assert tokenizer.encode("x<think>y") == [*tokenizer.encode("x"), think, *tokenizer.encode("y")]
@@ -274,6 +299,9 @@ def test_whole_words_before_merges_where_the_family_does_so(folder: Path) -> Non
     fields["tokenizer.ggml.tokens"][unreachable] = "Zyzzyva"
     fields["tokenizer.ggml.token_type"][unreachable] = 1
     assert load(write(folder / "whole.gguf", fields)).encode("Zyzzyva") == [unreachable]
+    fields["tokenizer.ggml.token_type"][unreachable] = 5
+    assert unreachable not in load(write(folder / "unused.gguf", fields)).encode("Zyzzyva")
+    fields["tokenizer.ggml.token_type"][unreachable] = 1
     fields["tokenizer.ggml.pre"] = "gpt-4o"
     assert unreachable not in load(write(folder / "merged.gguf", fields)).encode("Zyzzyva")
 
@@ -483,6 +511,20 @@ def test_any_metadata_load_or_are_explained(folder: Path, changes: dict[str, Any
         assert str(error)
 
 
+@given(st.dictionaries(st.integers(0, 1180), st.integers(1, 6), max_size=30))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_types_load_and_keep_control_tokens_out_of_text(folder: Path, changes: dict[int, int]) -> None:
+    fields = dict(qwen2()[1])
+    types = fields["tokenizer.ggml.token_type"] = list(fields["tokenizer.ggml.token_type"])
+    for i, kind in changes.items():
+        types[i] = 1 if kind == 6 else kind
+    ours = load(write(folder / "types.gguf", fields))
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert not set(ids) & set(ours.control_ids.values())
+        assert not any(types[i] == 5 for i in ids)
+
+
 # ---- size ----
 
 
@@ -509,7 +551,7 @@ def big_metadata(n_tokens: int) -> dict[str, Any]:
 def test_a_vocabulary_of_152k_tokens_loads_in_two_seconds(folder: Path) -> None:
     path = write(folder / "big.gguf", big_metadata(151_936))
     times = []
-    for _ in range(2):
+    for _ in range(3):
         begin = time.process_time()
         ours = load(path)
         times.append(time.process_time() - begin)

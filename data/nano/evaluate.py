@@ -78,7 +78,7 @@ def copying_accuracy(model: Model, stream: Tokens, distance: int | None, seed: i
     """
     passage, cue = 64, 16
     rng = np.random.default_rng([seed, distance or 0])
-    length = distance or 1024
+    length = distance or min(1024, model.c.n_ctx - passage)
     rows = []
     for _ in range(n):
         start, other = rng.integers(0, len(stream) - length - passage, 2)

@@ -1,6 +1,6 @@
 """Write the tables of README.md from metrics.json, between the two marker lines there.
 
-    python data/nano/report.py
+python data/nano/report.py
 """
 
 from __future__ import annotations

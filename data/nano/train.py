@@ -55,7 +55,7 @@ class Plan:
     warmup_steps: int = 200
     weight_decay: float = 0.3
     dropout: float = 0.1
-    balance: float = 0.01
+    balance: float = 0.003
     betas: tuple[float, float] = (0.9, 0.95)
 
 
@@ -255,7 +255,7 @@ def main() -> None:
         log(f"logits against transformers' Qwen3MoE: NMSE {nmse:.2e}")
         written = samples(model, tokenizer, texts, 20 if args.tiny else 200, args.seed)
         metrics = {
-            "command": " ".join(sys.argv),
+            "command": _command(args),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "host": {"python": platform.python_version(), "torch": torch.__version__, "device": _device_name(device)},
             "library": {
@@ -279,6 +279,12 @@ def main() -> None:
     log(f"baselines: {json.dumps(metrics['baselines_bits_per_byte'])}")
     if args.parts:
         log("parts: " + " ".join(part.name for part in split_parts(path)))
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line without the names of this machine's folders."""
+    names = {str(args.out): "OUT", str(args.library): args.library.name}
+    return " ".join(["python data/nano/train.py", *(names.get(word, word) for word in sys.argv[1:])])
 
 
 def _device_name(device: torch.device) -> str:

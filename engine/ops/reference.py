@@ -35,7 +35,7 @@ _LN2_LO = np.full(1, float.fromhex("0x1.7f7d1cp-20"), np.float32)
 class Workspace:
     """Nothing: the reference backend allocates as it goes."""
 
-    kernels = "NumPy"
+    isa = "numpy"
 
     def __init__(self, limits: Limits, threads: int) -> None:
         self.limits = limits
@@ -130,7 +130,7 @@ def rms_norm(x: F32, weight: F32, eps: float) -> F32:
 
 def quantize_activations(x: F32) -> tuple[NDArray[np.int8], F32]:
     """8-bit blocks of 32 along the last axis: q int8 of x's shape, d float32 [..., n / 32]."""
-    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
     with np.errstate(all="ignore"):
         amax = np.abs(blocks).max(axis=-1)
         finite = np.isfinite(blocks).all(axis=-1)

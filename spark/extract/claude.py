@@ -67,7 +67,7 @@ class _Log:
         self._responses: dict[tuple[str, str], Node] = {}  # by thread and message id
         self._callers: dict[str, Node] = {}  # by call id
         self._said: set[tuple[int, int]] = set()  # identity of a response and fingerprint of a line of it
-        self._kept_tails: set[int] = set()  # last records that a compaction kept
+        self._kept: dict[int, int] = {}  # by id of the last record that a compaction kept: the compaction's line
         self._tools: dict[str, ToolTable] = {}
         self._segments: dict[str, int] = {}  # compactions so far, by thread
         self._linked = False
@@ -117,7 +117,7 @@ class _Log:
             self._node_of[uuid] = boundary
         kept = as_object(as_object(record.get("compactMetadata")).get("preservedSegment"))
         if (tail := _record_id(kept.get("tailUuid"))) is not None:
-            self._kept_tails.add(tail)
+            self._kept[tail] = self._line
         self._intake.skip("bookkeeping")
 
     def _new_boundary(self, thread: str) -> Boundary:
@@ -129,7 +129,7 @@ class _Log:
     def _thread_of(self, record: dict[str, Any]) -> str:
         """The thread of a record: inline records of a subagent are told apart by its id or by their links."""
         agent = as_text(record.get("agentId"))
-        if record.get("isSidechain") is not True or agent == self._file.agent or (self._file.agent and not agent):
+        if record.get("isSidechain") is not True or (self._file.agent and agent in ("", self._file.agent)):
             return ""
         if agent:
             return f"agent-{plain_id(agent)}"
@@ -301,7 +301,8 @@ class _Log:
         """What a node answers: by its link, or else the last thing in its thread."""
         above = self._resolve(node.parent)
         if above is not None and above.thread == node.thread and above is not node:
-            return last if node.parent in self._kept_tails and isinstance(last, Boundary) else above
+            kept_at = self._kept.get(node.parent) if node.parent is not None else None
+            return last if kept_at is not None and node.order > kept_at else above
         starts_over = node.starts and self._linked and not node.response and not node.results
         if starts_over and above is None and not isinstance(last, Boundary):
             return None  # the user went back to before the first message
@@ -358,7 +359,8 @@ def _subagent_record(record: dict[str, Any]) -> dict[str, Any] | None:
         return None
     agent = as_text(data.get("agentId")) or as_text(record.get("parentToolUseID")) or "unnamed"
     known: dict[str, Any] = {key: inner[key] for key in ("type", "uuid", "message", "requestId") if key in inner}
-    return {**known, "timestamp": record.get("timestamp"), "isSidechain": True, "agentId": agent}
+    timestamp = inner.get("timestamp") or record.get("timestamp")
+    return {**known, "timestamp": timestamp, "isSidechain": True, "agentId": agent}
 
 
 def _record_id(uuid: object) -> int | None:

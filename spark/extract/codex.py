@@ -218,7 +218,8 @@ class _Log:
         segment = _Segment()
         for replaced in history if isinstance(history, list) else []:
             if parts := self._parts(as_object(replaced)):
-                segment.items.append(_Item(self._spool.put(parts)[0], index, False, False, self._timestamp))
+                place = self._spool.put([part._replace(typed=False) for part in parts])[0]
+                segment.items.append(_Item(place, index, False, False, self._timestamp))
         if not segment.items and (summary := self._intake.text(payload.get("message"))):
             place = self._spool.put([Part("text", summary, "user")])[0]
             segment.items.append(_Item(place, index, False, False, self._timestamp))

@@ -117,8 +117,9 @@ def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group
         for a, b in _shared_records({name: [entry[2] for entry in files] for name, files in main.items()}, quiet):
             families.join(a, b)
 
+    # The root is the oldest session; of a session and its resumed copy, the copy, which holds both.
     members: dict[str, list[str]] = {}
-    for name in sorted(main, key=lambda name: (*main[name][0][:2], name)):
+    for name in sorted(main, key=lambda name: (*_age(main[name][0]), name)):
         members.setdefault(families.find(name), []).append(name)
     grouped: dict[str, list[LogFile]] = {}
     root_of_family = {family: names[0] for family, names in members.items()}
@@ -134,6 +135,11 @@ def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group
         parent = root if owner in (root, agent) else f"{root}/{owner}"
         grouped.setdefault(root, []).append(LogFile(path, size, f"{parent}/agent-{agent}", agent, started_at))
     return [Group("claude", root, tuple(files)) for root, files in sorted(grouped.items())]
+
+
+def _age(entry: tuple[bool, str, Path, int]) -> tuple[bool, str, int]:
+    fork, started_at, _, size = entry
+    return fork, started_at, -size
 
 
 _RECORD_ID = re.compile(rb'uid" ?: ?"([0-9A-Za-z-]{8,64})"')  # uuid, parentUuid, logicalParentUuid
@@ -192,13 +198,13 @@ def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]
         if in_name and in_name[0] != thread:  # the log of an earlier state of the thread: others refer to it
             parents.setdefault(in_name[0], thread)
 
-    grouped: dict[str, list[tuple[int, str, Path, LogFile]]] = {}
+    grouped: dict[str, list[tuple[int, str, int, Path, LogFile]]] = {}
     for thread, started_at, path, size in threads:
         depth, root = _ancestry(thread, parents)
         log = LogFile(path, size, thread if thread == root else f"{root}/{thread}", "", started_at)
-        grouped.setdefault(root, []).append((depth, started_at, path, log))
+        grouped.setdefault(root, []).append((depth, started_at, -size, path, log))
     return [
-        Group("codex", root, tuple(log for *_, log in sorted(members, key=lambda m: m[:3])))
+        Group("codex", root, tuple(log for *_, log in sorted(members, key=lambda m: m[:4])))
         for root, members in sorted(grouped.items())
     ]
 

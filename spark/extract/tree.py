@@ -42,14 +42,16 @@ class Boundary:
 
 
 def split_paths(nodes: list[Node]) -> list[list[Node]]:
-    """Split a segment's trees into paths that share no node: first the one to the last node, then the others.
+    """Split a segment's trees into paths that share no node: first the one to the last leaf, then the others.
 
     Each path runs from the oldest node that no path before it has to a node without an answer. The
     others come in the order in which they begin.
     """
+    answered = {node.above.order for node in nodes if node.above is not None}
+    leaves = [node for node in nodes if node.order not in answered]
     taken: set[int] = set()
     paths = []
-    for leaf in reversed(nodes):
+    for leaf in [*reversed(leaves), *reversed(nodes)]:  # the latter for nodes in a ring of links
         path: list[Node] = []
         node: Node | None = leaf
         while node is not None and node.order not in taken:

@@ -1,0 +1,180 @@
+"""What the server's endpoints share with each other: who is let in, bodies, responses, errors.
+
+Errors have OpenAI's shape. JSON is written in ASCII: text from models and users may hold lone surrogates,
+which UTF-8 does not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.errors import (
+    CancelledError,
+    CapacityError,
+    ContextOverflowError,
+    DaemonError,
+    DeadlineError,
+    RequestError,
+    SparkError,
+)
+
+MAX_BODY_BYTES = 32 << 20
+
+_CLIENT_GONE = 499  # a status that nobody will see
+_STATUS: Mapping[type[SparkError], int] = {
+    RequestError: 400,
+    CancelledError: 503,  # not by its client: the daemon was stopping
+    DaemonError: 503,
+    CapacityError: 503,
+    DeadlineError: 504,
+}
+
+_log = logging.getLogger(__name__)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Guard:
+    """Lets in who knows the key or, where there is none, who speaks to this machine by its local name.
+
+    The second keeps a web page that has its own name resolve to 127.0.0.1 away from the server.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, or have the application do it."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if self._api_key is None:
+            host = headers.get("host", "localhost")
+            if not is_loopback(_hostname(host)):
+                return _error(403, "only requests to localhost are answered; other names need --api-key")
+        elif scope["path"] != "/health":
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.encode("latin-1"), self._api_key):
+                return _error(401, "the API key is missing or wrong", "invalid_api_key")
+        return None
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+async def read_body(request: Request) -> bytes:
+    """Read a body of bounded size."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Read a body as a JSON object; raises RequestError."""
+    try:
+        made = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if type(made) is not dict:
+        raise RequestError("the body is not a JSON object")
+    return made
+
+
+async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """Do the work and respond with its result, or leave the work when the client goes away first."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return json_response(task.result()) if task.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+def json_response(made: dict[str, Any], status: int = 200) -> Response:
+    """Make a response."""
+    return Response(json.dumps(made), status, media_type="application/json")
+
+
+def _error(status: int, message: str, code: str | None = None) -> Response:
+    return json_response(_error_object(status, message, code), status)
+
+
+def _error_object(status: int, message: str, code: str | None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def explain(error: SparkError) -> tuple[int, dict[str, Any]]:
+    """Status and object for a failure; what the daemon said last is for the log alone."""
+    status = next((status for cls, status in _STATUS.items() if isinstance(error, cls)), 500)
+    code = "context_length_exceeded" if isinstance(error, ContextOverflowError) else error.code
+    if status >= 500:
+        _log.error("%s: %s\n%s", error.code, error.message, error.hint)
+        return status, _error_object(status, error.message, code)
+    return status, _error_object(status, "; ".join(filter(None, (error.message, error.hint))), code)
+
+
+async def _on_spark_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SparkError)
+    status, made = explain(error)
+    return json_response(made, status)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = _error(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return _error(500, "an error inside the server; its log has the details")
+
+
+EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
+    SparkError: _on_spark_error,
+    HTTPException: _on_http_error,
+    ClientDisconnect: _on_left,
+    Exception: _on_bug,
+}

@@ -1,0 +1,489 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import uvicorn
+from fake_tokenizer import FakeTokenizer
+
+from engine.config import EngineConfig
+from engine.errors import DaemonError, UsageError
+from spark import http, server
+from spark.backend import Backend
+from spark.client import Deadlines
+from spark.server import ServeOptions, create_app, serve
+
+HERE = Path(__file__).parent
+PATIENCE_S = 30.0
+
+
+def fake(*, step_s: float = 0.0, ctx: int = 4096) -> list[str]:
+    script = str(HERE / "fake_daemon.py")
+    return [sys.executable, "-S", script, str(step_s), "0", f"--ctx-tokens={ctx}", "model.gguf"]
+
+
+class Running:
+    """A server on a free port, with its daemon."""
+
+    def __init__(self, command: list[str], deadlines: Deadlines, profile: Path | None, api_key: str | None) -> None:
+        self.backend = Backend(lambda: command, deadlines, profile)
+        self.bound = server._bind("127.0.0.1", 0)
+        app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key)
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.bound]})
+        self.thread.start()
+        self.port = self.bound.getsockname()[1]
+        wait_until(lambda: self.uvicorn.started)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self.http.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(PATIENCE_S)
+        self.bound.close()
+        self.backend.close()
+
+    def ask(self, wish: str, *before: str, **more: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=body(wish, *before, **more))
+
+    def stats(self) -> dict:
+        return self.backend.client().stats()
+
+
+def body(wish: str, *before: str, **more: Any) -> dict:
+    messages = [{"role": "user", "content": text} for text in (*before, wish)]
+    return {"model": "x", "messages": messages, **more}
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str] | None = None,
+    *,
+    silence_s: float = PATIENCE_S,
+    total_s: float = PATIENCE_S,
+    profile: Path | None = None,
+    api_key: str | None = None,
+) -> Iterator[Running]:
+    deadlines = Deadlines(ready_s=PATIENCE_S, silence_s=silence_s, total_s=total_s, grace_s=0.5)
+    made = Running(command or fake(), deadlines, profile, api_key)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[Running]:
+    with running() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    with running(fake(step_s=0.02)) as made:
+        yield made
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of server-sent events; comments are left out."""
+    blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    assert all(block.startswith("data: ") for block in blocks)
+    data = [block.removeprefix("data: ") for block in blocks]
+    assert data[-1] == "[DONE]"
+    return [json.loads(text) for text in data[:-1]]
+
+
+def deltas(chunks: list[Any], key: str) -> str:
+    return "".join(chunk["choices"][0]["delta"].get(key, "") for chunk in chunks if chunk["choices"])
+
+
+# --- replies --------------------------------------------------------------------------------------
+
+
+def test_a_whole_reply(fast: Running) -> None:
+    made = fast.ask("caf\u00e9 \U0001f600!").json()
+    (choice,) = made["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "caf\u00e9 \U0001f600!"}
+    assert choice["finish_reason"] == "stop" and made["model"] == "fake-model"
+    n_wish = len("caf\u00e9 \U0001f600!".encode())
+    prompt = len("[user]") + 2 * n_wish + 2
+    assert made["usage"] == {
+        "prompt_tokens": prompt, "completion_tokens": n_wish, "total_tokens": prompt + n_wish
+    }  # fmt: skip
+
+
+def test_a_streamed_reply(fast: Running) -> None:
+    response = fast.ask("caf\u00e9 \U0001f600!", stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert deltas(chunks, "content") == "caf\u00e9 \U0001f600!"
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 11
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_max_tokens(fast: Running) -> None:
+    made = fast.ask("abcdefgh", max_tokens=3).json()
+    assert made["choices"][0]["message"]["content"] == "abc"
+    assert made["choices"][0]["finish_reason"] == "length" and made["usage"]["completion_tokens"] == 3
+    cut = fast.ask("caf\u00e9", max_tokens=4).json()  # in the middle of a character
+    assert cut["choices"][0]["message"]["content"] == "caf\ufffd"
+
+
+def test_the_context_bounds_a_reply() -> None:
+    with running(fake(ctx=100)) as made:
+        reply = made.ask("x" * 40, max_tokens=1000)  # 6 + 40 + 42 tokens read, 12 left
+        assert reply.json()["choices"][0]["message"]["content"] == "x" * 12
+        error = made.ask("x" * 60).json()["error"]
+        assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+        assert made.ask("x" * 60, stream=True).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_work_too(slow: Running, stream: bool) -> None:
+    before = slow.stats()["served"]
+    response = slow.ask("one, two, three" + "!" * 1500, stop=[", t", "zzz"], stream=stream)
+    if stream:
+        assert deltas(events(response), "content") == "one"
+        assert events(response)[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        (choice,) = response.json()["choices"]
+        assert choice["message"]["content"] == "one" and choice["finish_reason"] == "stop"
+    wait_until(lambda: slow.stats()["queued"] == 0)
+    assert slow.stats()["served"] == before  # it was cancelled, not finished
+
+
+WITH_CALL = 'Let me see.\n<tool_call>\n{"name": "read", "arguments": {"path": "\u00e9.py"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+
+
+def test_tool_calls(fast: Running) -> None:
+    (choice,) = fast.ask(WITH_CALL, tools=TOOLS).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
+    assert call["function"]["name"] == "read" and call["id"].startswith("call_")
+    assert json.loads(call["function"]["arguments"]) == {"path": "\u00e9.py"}
+
+    chunks = events(fast.ask(WITH_CALL, tools=TOOLS, stream=True))
+    assert deltas(chunks, "content") == "Let me see."
+    (streamed,) = [c["choices"][0]["delta"]["tool_calls"] for c in chunks if "tool_calls" in c["choices"][0]["delta"]]
+    assert streamed[0]["index"] == 0 and streamed[0]["function"] == call["function"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    (choice,) = fast.ask(WITH_CALL).json()["choices"]  # no tools, no calls
+    assert choice["message"]["content"] == WITH_CALL and choice["finish_reason"] == "stop"
+
+
+def test_the_conversation_reaches_the_template(fast: Running) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": '{"p": 1}'}}
+    messages = [
+        {"role": "system", "content": "be"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+        {"role": "user", "content": "<|crash|> is only text"},
+    ]
+    made = fast.http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS}).json()
+    assert made["choices"][0]["message"]["content"] == "<|crash|> is only text"
+    text = '[tool read][system]be[assistant][call {"name": "read", "arguments": {"p": 1}}][tool]done[user]'
+    assert made["usage"]["prompt_tokens"] == len(text) + 2 * len("<|crash|> is only text") + 2
+
+
+def test_reasoning(fast: Running) -> None:
+    for made in (fast.ask("<think>\nhm\n</think>\n\nso"), fast.ask("hm\n</think>\n\nso", "think")):
+        message = made.json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "hm" and message["content"] == "so"
+    chunks = events(fast.ask("hm\n</think>\n\nso", "think", stream=True))
+    assert deltas(chunks, "reasoning_content") == "hm" and deltas(chunks, "content") == "so"
+
+
+def test_lone_surrogates_hurt_nobody(fast: Running) -> None:
+    wish = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    raw = json.dumps(body(wish + "\ud800", tools=TOOLS)).encode()
+    made = fast.http.post("/v1/chat/completions", content=raw).json()
+    assert made["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "\ud800"
+
+
+def test_requests_at_once(slow: Running) -> None:
+    replies: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        made = slow.ask(f"reply {i}", stream=bool(i % 2))
+        if i % 2:
+            replies[i] = deltas(events(made), "content")
+        else:
+            replies[i] = made.json()["choices"][0]["message"]["content"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert replies == {i: f"reply {i}" for i in range(6)}
+
+
+def test_models_and_health(fast: Running) -> None:
+    (model,) = fast.http.get("/v1/models").json()["data"]
+    assert model["id"] == "fake-model" and model["object"] == "model"
+    assert fast.http.get("/health").json() == {"status": "ok", "daemon": "ready"}
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "named"),
+    [
+        (b"{", 400, "JSON"),
+        (b"[]", 400, "object"),
+        (b"\xff", 400, "JSON"),
+        (b"[" * 100_000, 400, "JSON"),
+        (b"{}", 400, "messages"),
+        (json.dumps(body("x", n=3)).encode(), 400, "n:"),
+        (json.dumps(body("x", temperature=-3)).encode(), 400, "temperature"),
+        (json.dumps(body("refused")).encode(), 400, "refused"),
+        (json.dumps(body("refuse")).encode(), 400, "not with me"),
+        (json.dumps(body("nan")).encode(), 500, "logits"),
+    ],
+)
+def test_errors_have_openai_s_shape(fast: Running, content: bytes, status: int, named: str) -> None:
+    response = fast.http.post("/v1/chat/completions", content=content)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert named in error["message"] and error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+
+
+def test_an_error_in_a_stream_is_an_event(fast: Running) -> None:
+    chunks = events(fast.ask("nan", stream=True))
+    assert chunks[-1]["error"]["code"] == "numerical" and "logits" in chunks[-1]["error"]["message"]
+
+
+def test_other_paths_and_methods(fast: Running) -> None:
+    for response, status in ((fast.http.get("/v2"), 404), (fast.http.get("/v1/chat/completions"), 405)):
+        assert response.status_code == status and response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_too_large(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    assert fast.ask("x" * 1000).status_code == 413
+    assert fast.ask("x" * 100).status_code == 200
+
+
+def test_too_many_requests(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_REPLIES", 0)
+    response = fast.ask("x")
+    assert response.status_code == 429 and response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_names_of_other_machines_are_not_answered(fast: Running) -> None:
+    for host, status in (
+        ("evil.example", 403), ("evil.example:80", 403), ("[", 403), ("", 403), ("localhost.evil.example", 403),
+        ("localhost", 200), ("LOCALHOST:99", 200), ("127.0.0.1:5", 200), ("[::1]:5", 200),
+    ):  # fmt: skip
+        assert fast.http.get("/health", headers={"host": host}).status_code == status, host
+
+
+def test_the_api_key() -> None:
+    with running(api_key="k\u00e9y") as made:
+        get = made.http.get
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic k\u00e9y"}, {"x-api-key": ""}):
+            refused = get("/v1/models", headers=encoded(headers))
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        for headers in (
+            {"authorization": "Bearer k\u00e9y"},
+            {"authorization": "bearer k\u00e9y"},
+            {"x-api-key": "k\u00e9y"},
+        ):
+            assert get("/v1/models", headers=encoded(headers | {"host": "any.example"})).status_code == 200
+        assert get("/health").status_code == 200
+
+
+def encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_generation(slow: Running, stream: bool) -> None:
+    served, steps = slow.stats()["served"], slow.stats()["steps"]
+    content = json.dumps(body("y" * 1500, stream=stream)).encode()  # 30 s of work
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head.encode() + content)
+        if stream:
+            seen = b""
+            while b'"content": "y"' not in seen:
+                seen += connection.recv(65536)
+        else:
+            wait_until(lambda: slow.stats()["steps"] > steps)
+        assert slow.stats()["queued"] == 1
+    left_s = time.monotonic()
+    wait_until(lambda: slow.stats()["queued"] == 0)
+    assert time.monotonic() - left_s < 10.0 and slow.stats()["served"] == served
+
+
+def test_a_daemon_that_crashes_is_started_again() -> None:
+    with running() as made:
+        pid = made.backend.client().pid
+        response = made.ask("crash")
+        assert response.status_code == 503 and response.json()["error"]["code"] == "daemon"
+        assert "exit status 7" in response.json()["error"]["message"] and "fake engine" not in response.text
+        assert made.http.get("/health").json()["daemon"] != "ready"
+        assert made.ask("again").json()["choices"][0]["message"]["content"] == "again"
+        again = made.backend.client().pid
+        assert again != pid and made.http.get("/health").json()["daemon"] == "ready"
+        assert events(made.ask("crash", stream=True))[-1]["error"]["code"] == "daemon"
+        assert made.ask("and again").status_code == 200
+
+
+def test_a_daemon_that_hangs_is_killed_and_started_again() -> None:
+    with running(silence_s=1.0) as made:
+        pid = made.backend.client().pid
+        response = made.ask("hang")
+        assert response.status_code == 504 and response.json()["error"]["code"] == "deadline"
+        assert not psutil.pid_exists(pid)
+        assert made.ask("again").status_code == 200
+
+
+def test_a_reply_that_takes_too_long_harms_no_other() -> None:
+    with running(fake(step_s=0.02), total_s=1.0) as made:
+        pid = made.backend.client().pid
+        response = made.ask("z" * 1500)
+        assert response.status_code == 504 and "1 s" in response.json()["error"]["message"]
+        wait_until(lambda: made.stats()["queued"] == 0)
+        assert made.ask("ok").status_code == 200 and made.backend.client().pid == pid
+
+
+def test_a_daemon_that_cannot_be_started_again() -> None:
+    command = fake()
+    with running(command) as made:
+        command[2] = str(HERE / "no such file")
+        assert made.ask("crash").status_code == 503
+        response = made.ask("again")
+        assert response.status_code == 503 and "exit status 2" in response.json()["error"]["message"]
+
+
+def test_logs_say_how_much_but_never_what(fast: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    fast.ask("my secret", tools=TOOLS)
+    fast.ask("my secret", stream=True)
+    fast.ask("crash", "my secret")
+    fast.ask("my secret", temperature=-1)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "9 written" in text and "secret" not in text and "read]" not in text
+    fast.ask("the daemon is needed again")
+
+
+def test_what_was_learned_is_saved_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_SAVE_EVERY_S", 0.05)
+    path = tmp_path / "profile"
+    with running(profile=path) as made:
+        time.sleep(0.2)
+        assert not path.exists()  # nothing was learned yet
+        made.ask("one")
+        wait_until(path.exists)
+        assert path.read_text() == "served=1\n"
+        made.ask("two")
+    assert path.read_text() == "served=2\n"  # at the end
+
+
+# --- the whole of it ----------------------------------------------------------------------------------
+
+
+def test_other_hosts_need_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(UsageError, match="other machines"):
+            serve(ServeOptions(EngineConfig(Path("none.gguf")), host=host))
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=str(port)):
+            serve(ServeOptions(EngineConfig(Path("none.gguf")), port=port))
+
+
+def test_a_daemon_goes_on_from_what_was_learned(tmp_path: Path) -> None:
+    learned = tmp_path / "learned.csv"
+    options = ServeOptions(EngineConfig(Path("m.gguf")), learned_profile=learned)
+    assert not any("--profile" in argument for argument in server._daemon_command(options))
+    learned.write_text("")
+    assert f"--profile={learned}" in server._daemon_command(options)
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from engine.config import EngineConfig
+from spark import server
+from fake_tokenizer import FakeTokenizer
+server.load = lambda model: FakeTokenizer()
+server.engine_command = lambda config: sys.argv[2:]
+config = EngineConfig(Path("fake-00001-of-00002.gguf"))
+server.serve(server.ServeOptions(config, port=0, learned_profile=Path(sys.argv[1])))
+print("served")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_replies_finish(tmp_path: Path, number: signal.Signals) -> None:
+    profile = tmp_path / "profile"
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(profile), *fake(step_s=0.02)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"},
+    ) as process:
+        try:
+            line = next(line for line in process.stderr if "is served at" in line)
+            assert " fake is served at" in line
+            url = line.split()[-1]
+            with httpx.stream(
+                "POST", f"{url}/chat/completions", json=body("a" * 50, stream=True), timeout=PATIENCE_S
+            ) as response:
+                lines = response.iter_lines()
+                next(line for line in lines if '"content": "a"' in line)
+                daemon = psutil.Process(process.pid).children()
+                process.send_signal(number)
+                rest = list(lines)
+            assert rest[-2:] == ["data: [DONE]", ""] and sum('"content": "a"' in line for line in rest) == 49
+            process.wait(PATIENCE_S)
+            stdout, stderr = process.stdout.read(), process.stderr.read()
+        finally:
+            process.kill()
+    if number == signal.SIGTERM:
+        assert process.returncode == 0 and stdout == "served\n", stderr
+    else:
+        assert "KeyboardInterrupt" in stderr  # which the command line turns into status 130
+    assert profile.read_text() == "served=1\n"
+    assert len(daemon) == 1 and not any(child.is_running() for child in daemon)
+
+
+def test_a_daemon_that_cannot_be_started() -> None:
+    with pytest.raises(DaemonError):
+        Backend(lambda: [str(HERE / "no such program")], Deadlines(), None)
