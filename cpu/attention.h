@@ -85,7 +85,8 @@ inline Scores scores(const float *const (&q)[kPair], const float *keys, int64_t 
         const int64_t end = fixed ? fixed : n;
         for (int64_t i = j; i < end; i += kLanes)
             for (int c = 0; c < kColumns; c++) {
-                const F k = load(keys + i * kKVBlock + c * kWidth);
+                F k = load(keys + i * kKVBlock + c * kWidth);
+                keep(k); // one load for both queries
                 for (int a = 0; a < kPair; a++)
                     s.v[a][c] = fma(splat(q[a][i]), k, s.v[a][c]);
             }
@@ -93,8 +94,10 @@ inline Scores scores(const float *const (&q)[kPair], const float *keys, int64_t 
         s = scores<2 * o, fixed>(q, keys, n, j);
         const Scores other = scores<2 * o, fixed>(q, keys, n, j + o);
         for (int a = 0; a < kPair; a++)
-            for (int c = 0; c < kColumns; c++)
+            for (int c = 0; c < kColumns; c++) {
                 s.v[a][c] = s.v[a][c] + other.v[a][c];
+                keep(s.v[a][c]); // a compiler that puts all adds at the end runs out of registers
+            }
     }
     return s;
 }

@@ -92,6 +92,7 @@ template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q
 inline B biased(B w) { return w; }
 
 // --- floats
+inline void keep(F &v) { asm volatile("" : "+x"(v)); }
 inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F fma_minus(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }

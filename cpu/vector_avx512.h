@@ -106,6 +106,7 @@ template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q
 inline B biased(B w) { return kBiasedDot ? _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80))) : w; }
 
 // --- floats
+inline void keep(F &v) { asm volatile("" : "+v"(v)); }
 inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F fma_minus(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }

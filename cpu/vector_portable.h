@@ -100,6 +100,7 @@ template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q
 inline B biased(B w) { return w; }
 
 // --- floats
+inline void keep(F &) {} // where v is: in a register, computed here and not later
 inline F to_float(I v) { return __builtin_convertvector(v, F); }
 inline F fma(F a, F b, F c) {
     F v{};

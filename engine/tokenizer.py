@@ -33,9 +33,7 @@ from tokenizers import decoders, models, processors
 from engine.errors import ModelFormatError, RequestError, UnsupportedModelError
 from engine.gguf import GGUFFile, StringArray, open_model
 from engine.pretokenizers import pre_tokenizer
-from engine.template import PLAIN, ChatTemplate
-
-__all__ = ["PLAIN", "ChatTemplate", "Detokenizer", "Tokenizer", "load"]
+from engine.template import ChatTemplate
 
 _PREFIX = "tokenizer.ggml."
 _TOKENS, _TYPES, _MERGES = f"{_PREFIX}tokens", f"{_PREFIX}token_type", f"{_PREFIX}merges"
@@ -93,7 +91,8 @@ class Tokenizer:
     """Encodes and decodes the text of one model; made by `load`.
 
     bos_id, eos_id: None where the file names none. stop_ids: tokens that end a turn: EOS, EOT, EOM and those with
-    a name that is known for it. special_ids: text -> id of control and user-defined tokens. hash: SHA-256, 64 hex digits, of everything that shapes encoding. template: None if the model has none.
+    a name that is known for it. special_ids: text -> id of control and user-defined tokens. hash: SHA-256, 64 hex
+    digits, of everything that shapes encoding. template: the model's chat template, None if it has none.
     """
 
     def __init__(self, vocabulary: _Vocabulary, template: str | None, tool_template: str | None) -> None:

@@ -6,23 +6,30 @@ the share of active experts among them. Axis letters as in engine: T tokens, D e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import MissingExtraError
+from engine.errors import NumericalError
+
+if TYPE_CHECKING:
+    import torch
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Experts = npt.NDArray[np.uint16]  # [T, A], the largest router weight first
-Tensors = Mapping[str, F32]  # of one trained predictor, by the names that the file gives them
 
-_BLOCK_TOKENS = 1024  # tokens at a time where a [T, A, E] comparison would not fit in the cache
+TRAINED = ("linear", "mlp")
+
+_BLOCK_TOKENS = 1024  # tokens at a time, so that a comparison [T, A, E] stays small
 _BATCH_TOKENS = 256
-_RATES = {"linear": 3e-3, "mlp": 3e-3}  # Adam's step at the beginning; it falls to zero along a cosine
-_WEIGHT_DECAY = 1e-2
+_MAX_STEP = 0.01  # Adam's first step; it falls to zero along a cosine
+_STEP_TIMES_WIDTH = 3.0  # a wide input adds up more weights, so each may move less
+_WEIGHT_DECAY = 0.01
+_THRESHOLD_STEPS = 4  # of Newton's method
 
 
 def rms_norm(x: npt.NDArray[np.float16] | F32, eps: float) -> F32:
@@ -88,18 +95,97 @@ def reuse_scores(experts: Experts, session: npt.NDArray[Any], wanted: npt.NDArra
     return out
 
 
-def router_scores(x: F32, norm: F32, router: F32) -> F32:
-    """A layer's router applied early: to the normed residual x [T, D] that enters some layer before it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """The normed residuals of one layer's training tokens, each dimension centered and scaled to unit variance.
 
-    norm [D], router [E, D]: of the layer whose experts are guessed. Its logits, float32 [T, E].
+    z: float32 tensor [T, D]; the normed residual is z * scale + mean, both float32 [D].
     """
-    scores: F32 = x @ (router * norm).T
-    return scores
+
+    z: torch.Tensor
+    mean: F32
+    scale: F32
 
 
-def trained_scores(kind: str, tensors: Tensors, x: F32) -> F32:
-    """Scores [T, E] of a trained predictor for the normed residual x [T, D], as docs/pregate.md states them."""
+def standardize(x: F32, device: str) -> Inputs:
+    """Training inputs from normed residuals x [T, D], which is overwritten."""
+    import torch
+
+    mean, deviation = x.mean(0), x.std(0)
+    scale = np.where(deviation > 1e-6, deviation, 1).astype(np.float32)
+    x -= mean
+    x /= scale
+    return Inputs(torch.from_numpy(x).to(device), mean, scale)
+
+
+def fit(
+    kind: str, inputs: Inputs, experts: Experts, start: F32, *, hidden_units: int, epochs: int, rng: np.random.Generator
+) -> dict[str, F32]:
+    """Train a predictor of `experts` [T, A] and return its tensors, for `trained_scores`.
+
+    start: float32 [E, D], the router with its norm's weights folded in, from which the linear part sets out. The
+    loss is described in docs/pregate.md. Deterministic for one device, torch and number of threads. Raises
+    NumericalError if it diverges.
+    """
+    import torch
+
+    device, (T, D), E = inputs.z.device, inputs.z.shape, len(start)
+    first: dict[str, npt.NDArray[Any]] = {"weight": start * inputs.scale, "bias": start @ inputs.mean}
     if kind == "mlp":
-        x = np.maximum(x @ tensors["hidden.weight"].T + tensors["hidden.bias"], 0)
+        first["hidden.weight"] = rng.standard_normal((hidden_units, D)) / np.sqrt(D)
+        first["hidden.bias"] = np.zeros(hidden_units)
+        first["output.weight"] = np.zeros((E, hidden_units))
+    p = {
+        name: torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
+        for name, values in first.items()
+    }
+    optimizer = torch.optim.AdamW(p.values(), lr=min(_MAX_STEP, _STEP_TIMES_WIDTH / D), weight_decay=_WEIGHT_DECAY)
+    batches = -(-T // _BATCH_TOKENS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
+    chosen = torch.from_numpy(experts.astype(np.int64)).to(device)
+    for _ in range(epochs):
+        for batch in torch.from_numpy(rng.permutation(T)).to(device).split(_BATCH_TOKENS):
+            z = inputs.z[batch]
+            scores = torch.addmm(p["bias"], z, p["weight"].T)
+            if kind == "mlp":
+                hidden = torch.relu(torch.addmm(p["hidden.bias"], z, p["hidden.weight"].T))
+                scores = torch.addmm(scores, hidden, p["output.weight"].T)
+            optimizer.zero_grad()
+            _loss(scores, chosen[batch]).backward()
+            optimizer.step()
+            schedule.step()
+    tensors: dict[str, F32] = {name: values.detach().cpu().numpy() for name, values in p.items()}
+    if not all(np.isfinite(values).all() for values in tensors.values()):
+        raise NumericalError(f"training a {kind} predictor diverged: its weights are not finite")
+    for prefix in ("", "hidden.") if kind == "mlp" else ("",):  # from z to the normed residual itself
+        tensors[prefix + "weight"] = tensors[prefix + "weight"] / inputs.scale
+        tensors[prefix + "bias"] = tensors[prefix + "bias"] - tensors[prefix + "weight"] @ inputs.mean
+    return tensors
+
+
+def _loss(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Binary cross-entropy of every expert against being chosen, above the token's own threshold.
+
+    scores [B, E], chosen int64 [B, A]. The threshold is where the chances sum to A. It is also where the loss is
+    least, so no gradient flows through it.
+    """
+    import torch
+
+    A = chosen.shape[1]
+    with torch.no_grad():
+        threshold = scores.topk(A).values[:, -1:]
+        for _ in range(_THRESHOLD_STEPS):
+            chance = torch.sigmoid(scores - threshold)
+            slope = (chance * (1 - chance)).sum(1, keepdim=True).clamp_min(0.1)
+            threshold += ((chance.sum(1, keepdim=True) - A) / slope).clamp(-2, 2)
+        target = torch.zeros_like(scores).scatter_(1, chosen, 1)
+    cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
+    return cross_entropy(scores - threshold, target, reduction="sum") / len(scores)
+
+
+def trained_scores(tensors: Mapping[str, F32], x: F32) -> F32:
+    """Scores [T, E] of a trained predictor for the normed residual x [T, D]: W x + b (+ V relu(U x + c))."""
     scores: F32 = x @ tensors["weight"].T + tensors["bias"]
+    if "output.weight" in tensors:
+        scores += np.maximum(x @ tensors["hidden.weight"].T + tensors["hidden.bias"], 0) @ tensors["output.weight"].T
     return scores

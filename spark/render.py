@@ -39,7 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import RequestError
-from engine.tokenizer import PLAIN, ChatTemplate, Tokenizer
+from engine.template import PLAIN, ChatTemplate
+from engine.tokenizer import Tokenizer
 from spark.sessions import Message, Session, ToolCall
 
 Tokens = npt.NDArray[np.int32]

@@ -15,26 +15,25 @@ rendering of a turn departs from the one before it, even inside an older answer,
 rendering's tokens from that point on, as context. So the new tokens of all windows are exactly those that a server
 with a perfect prefix cache would have computed, in that order, and each generated token is new once.
 
-**Windows.** New tokens are cut in windows. A window begins with up to a quarter of `window` of the tokens that
-precede its first new one in the rendering, so that no token is decoded without a context unless it is the first.
-These leading tokens are not marked `generated`, whatever they were where they were new. Therefore: every generated
-token appears once, and once only, marked `generated`; a window's tokens are consecutive tokens of one rendering.
+**Windows.** New tokens are cut in windows. Where fewer than a quarter of `window` would precede the next generated
+token, the window begins earlier, with tokens that precede its first new one in the rendering: nothing is decoded
+without a context. These leading tokens are not marked `generated`, whatever they were where they were new.
+Therefore: every generated token appears once, and once only, marked `generated`; it has at least a quarter of
+`window` before it, or all there is; and a window's tokens are consecutive tokens of one rendering.
 
 **Metadata** (of the Parquet schema): `spark.format` = `tokens`, `spark.version` = `1`, `spark.model_id`,
 `spark.tokenizer` and `spark.template` (64 hex digits each), `spark.window`. A file made for another model, tokenizer
-or template is refused. Files are written under a temporary name and renamed when they are whole.
+or template is refused. A file appears when it is whole, readable by its owner alone, as session files are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +41,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
+from engine.files import replacing
 from engine.gguf import open_model
-from engine.tokenizer import load
+from engine.tokenizer import Tokenizer, load
 from spark.render import Renderer, Tokens, Turn
 from spark.sessions import read_sessions
 
@@ -115,27 +115,30 @@ def tokenize(
     UsageError for a window below MIN_WINDOW, SparkError if the template refuses every turn or the disk the file.
     """
     _check_window(window)
-    sessions, out = Path(sessions), Path(out)
+    sessions = Path(sessions)
     with open_model(model) as file:
         renderer = Renderer(load(file))
         origin = Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
     total = _count_sessions(sessions)
     totals: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
-    progress(0, total)
-    with _Writer(out, origin, window) as writer:
+
+    def rows() -> Iterator[Window]:
+        progress(0, total)
         for done, session in enumerate(read_sessions(sessions), 1):
             turns = _accepted(renderer.turns(session), skipped, totals)
             for row in windows(session.session_id, turns, window):
-                writer.write(row)
                 totals.update(tokens=len(row.tokens), generated=int(row.generated.sum()), windows=1)
+                yield row
             progress(done, total)
+
+    with replacing(Path(out), "token file", mode=0o600) as destination:
+        _write(destination, rows(), origin, window)
         if skipped and not totals["turns"]:
             raise SparkError(
                 f"{sessions}: the model's chat template refuses all {skipped.total()} turns of the model, "
                 f"most often: {skipped.most_common(1)[0][0]}"
             )
-        writer.publish()
     return Summary(totals["tokens"], totals["generated"], totals["windows"], total, dict(skipped))
 
 
@@ -150,7 +153,7 @@ def windows(session_id: str, turns: Iterable[Turn], window: int) -> Iterator[Win
         """Write full windows; with `whole`, the rest too."""
         nonlocal new, number
         while new < len(context):
-            begin = max(0, new - window // 4)
+            begin = min(new, max(0, new + int(mask[new:].argmax()) - window // 4))  # a turn ends in generated tokens
             end = min(begin + window, len(context))
             if end - begin < window and not whole:
                 return
@@ -235,83 +238,39 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
 
 
 def export_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
-    """Write a tokenizer as `tokenizer.json`, atomically; SparkError if the disk does not take it."""
-    path = Path(path)
-    with _Temporary(path) as temporary:
-        temporary.file.write(tokenizer.to_json().encode())
-        temporary.publish()
+    """Write a tokenizer as the `tokenizers` library's `tokenizer.json`; SparkError if the disk does not take it."""
+    with replacing(Path(path), "tokenizer") as file:
+        file.write(tokenizer.to_json().encode())
 
 
-class _Writer:
-    """A token file under construction: nothing appears under its name unless `publish` is called."""
+def _write(file: IO[bytes], rows: Iterable[Window], origin: Origin, window: int) -> None:
+    """Write a Parquet file, a row group at a time."""
+    metadata = {
+        "spark.format": "tokens",
+        "spark.version": _VERSION,
+        "spark.model_id": origin.model_id,
+        "spark.tokenizer": origin.tokenizer,
+        "spark.template": origin.template,
+        "spark.window": str(window),
+    }
+    schema = _COLUMNS.with_metadata(metadata)
+    with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as parquet:
+        held: list[Window] = []
+        held_tokens = 0
+        for row in rows:
+            held.append(row)
+            held_tokens += len(row.tokens)
+            if held_tokens >= _BATCH_TOKENS:
+                parquet.write_batch(_batch(held, schema))
+                held, held_tokens = [], 0
+        if held:
+            parquet.write_batch(_batch(held, schema))
 
-    def __init__(self, path: Path, origin: Origin, window: int) -> None:
-        self._path = path
-        self._schema = _COLUMNS.with_metadata(
-            {
-                "spark.format": "tokens",
-                "spark.version": _VERSION,
-                "spark.model_id": origin.model_id,
-                "spark.tokenizer": origin.tokenizer,
-                "spark.template": origin.template,
-                "spark.window": str(window),
-            }
-        )
-        self._rows: list[Window] = []
-        self._held_tokens = 0
 
-    def __enter__(self) -> Self:
-        with self._writing():
-            handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", suffix=".tmp", dir=self._path.parent)
-            self._temporary = Path(name)
-            self._file = os.fdopen(handle, "wb")
-            self._parquet = pq.ParquetWriter(self._file, self._schema, compression="zstd", write_page_checksum=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError, pa.ArrowException):  # what failed first has been reported
-            self._parquet.close()
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)  # gone if it was published
-
-    def write(self, row: Window) -> None:
-        """Append a row."""
-        self._rows.append(row)
-        self._held_tokens += len(row.tokens)
-        if self._held_tokens >= _BATCH_TOKENS:
-            self._write_batch()
-
-    def publish(self) -> None:
-        """Write what is left and give the file its name."""
-        self._write_batch()
-        with self._writing():
-            self._parquet.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._temporary.replace(self._path)
-
-    def _write_batch(self) -> None:
-        columns = (
-            [row.session_id for row in self._rows],
-            [row.window for row in self._rows],
-            [row.tokens for row in self._rows],
-            [row.generated for row in self._rows],
-        )
-        arrays = [pa.array(values, kind) for values, kind in zip(columns, self._schema.types, strict=True)]
-        with self._writing():
-            self._parquet.write_batch(pa.record_batch(arrays, schema=self._schema))
-        self._rows, self._held_tokens = [], 0
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise SparkError(
-                f"{self._path} cannot be written: {error.strerror or error}",
-                hint="choose an --out in a folder with room that you may write to",
-            ) from error
+def _batch(rows: list[Window], schema: pa.Schema) -> pa.RecordBatch:
+    columns = [[getattr(row, name) for row in rows] for name in schema.names]
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+    return pa.record_batch(arrays, schema=schema)
 
 
 @contextlib.contextmanager

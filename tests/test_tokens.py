@@ -26,8 +26,8 @@ from engine.pretokenizers import PRE_TOKENIZERS
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer, load
 from spark.render import Renderer, Turn, _Shield
-from spark.sessions import Message, Session, ToolCall, write_sessions
-from spark.tokens import MIN_WINDOW, Origin, Window, read_tokens, tokenize, windows
+from spark.sessions import Message, Session, ToolCall, read_sessions, write_sessions
+from spark.tokens import MIN_WINDOW, Origin, Window, export_tokenizer, read_tokens, tokenize, windows
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 USER_DEFINED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -372,7 +372,8 @@ def test_windows_hold_every_new_token_once(turns: list[Turn], window: int) -> No
         n = len(row.tokens)
         assert 0 < n <= window and row.generated.shape == (n,) and row.session_id == "s"
         position = new[at][1]
-        context = min(position, window // 4)
+        until_generated = next(i for i, (_, _, generated) in enumerate(new[at:]) if generated)
+        context = min(position, max(0, window // 4 - until_generated))
         rendering = new[at + n - context - 1][0]  # its last token's rendering extends those of the others
         assert row.tokens.tolist() == rendering[position - context : position - context + n]
         fresh = new[at : at + n - context]
@@ -424,27 +425,31 @@ def test_a_token_file_holds_the_windows_of_all_sessions(tmp_path: Path) -> None:
     summary = tokenize(model, sessions, tmp_path / "t.parquet", 48, lambda done, total: calls.append((done, total)))
     assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
-    from spark.sessions import read_sessions
-
     rendering = Renderer(load(model))
-    expected = [
-        row for s in read_sessions(sessions) for row in windows(s.session_id, accepted(rendering, s), 48)
-    ]  # fmt: skip
+    expected = [row for s in read_sessions(sessions) for row in windows(s.session_id, accepted(rendering, s), 48)]
     with open_model(model) as file:
         origin = Origin(file.model_id, rendering.tokenizer.hash, rendering.template_hash)
     tokens_file = read_tokens(tmp_path / "t.parquet", origin)
     assert rows_of(tokens_file) == rows_of(expected) == rows_of(tokens_file)
     assert (tokens_file.window, tokens_file.n_windows) == (48, len(expected))
+    assert tokens_file.n_tokens == summary.tokens
     assert summary.windows == len(expected) > 3
     assert summary.tokens == sum(len(row.tokens) for row in expected)
     assert summary.generated_tokens == sum(int(row.generated.sum()) for row in expected) > 0
     assert (summary.sessions, summary.skipped_turns) == (3, {})
+    assert {"tokens", "generated_tokens", "windows"} <= summary.to_json().keys()
 
     table = pq.read_table(tmp_path / "t.parquet")
     assert table.schema.field("tokens").type == pa.list_(pa.int32())
     assert table.schema.metadata[b"spark.format"] == b"tokens"
     assert (tmp_path / "t.parquet").stat().st_mode & 0o077 == 0  # as private as the sessions
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "sessions.jsonl", "t.parquet"]
+
+
+def test_the_tokenizer_can_be_exported(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    export_tokenizer(tokenizer, tmp_path / "tokenizer.json")
+    exported = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert exported.encode("def f():<|im_end|>").ids == tokenizer.encode("def f():<|im_end|>", parse_special=True)
 
 
 def test_large_files_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +504,7 @@ def test_refused_turns_are_counted_unless_all_are(tmp_path: Path) -> None:
 def test_missing_files_are_explained(tmp_path: Path, what: str) -> None:
     sessions = tmp_path / "none.jsonl" if what == "sessions" else sessions_file(tmp_path)
     out = tmp_path / "no folder" / "t.parquet" if what == "out" else tmp_path / "t.parquet"
-    with pytest.raises(SparkError, match="cannot be"):
+    with pytest.raises(SparkError, match="cannot "):
         tokenize(write_model(tmp_path / "m.gguf"), sessions, out)
 
 

@@ -11,7 +11,8 @@ import ctypes
 import importlib.metadata
 import importlib.resources
 import math
-from ctypes import addressof, c_char, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import addressof, c_float, c_int32, c_int64, c_uint64, c_void_p
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,7 @@ def _load_library() -> ctypes.CDLL:
         raise SparkError(f"the CPU kernels cannot be loaded: {error}", hint="reinstall spark-moe") from error
     found = int(library.spark_abi())
     if found != ABI:
-        raise SparkError(
-            f"{path} has interface {found}, this version needs {ABI}", hint="reinstall spark-moe"
-        )
+        raise SparkError(f"{path} has interface {found}, this version needs {ABI}", hint="reinstall spark-moe")
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [c_void_p, *(_CTYPES[a] for a in arguments)]
@@ -153,28 +152,35 @@ def supported_isas() -> tuple[str, ...]:
 # --- what crosses the border ----------------------------------------------------------------------
 
 
-def _refuse(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> ValueError:
-    order = "contiguous" if array.flags.c_contiguous else "strided"
-    return ValueError(f"{name}: expected contiguous {dtype} {shape}, got {order} {array.dtype} {array.shape}")
-
-
-def _output(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> int:
-    """Address of an array that a kernel writes, after checking what it is; ValueError otherwise."""
+def _address(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> int:
+    """Address of an array, after checking what it is; ValueError otherwise."""
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise _refuse(array, dtype, shape, name)
-    if array.size == 0:
-        return 0
-    # Four times as fast as array.ctypes.data; refuses read-only memory.
-    return addressof(c_char.from_buffer(array))
+        order = "contiguous" if array.flags.c_contiguous else "strided"
+        raise ValueError(f"{name}: expected contiguous {dtype} {shape}, got {order} {array.dtype} {array.shape}")
+    return int(array.__array_interface__["data"][0])
 
 
-def _input(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> int:
-    """The same for an array that is only read."""
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise _refuse(array, dtype, shape, name)
-    if not array.flags.writeable or array.size == 0:
-        return int(array.ctypes.data)
-    return addressof(c_char.from_buffer(array))
+def _input(ws: Workspace, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> int:
+    """Address of an array that a kernel reads, checked; one that was seen before is not checked again."""
+    seen = ws.arrays.get(id(array))
+    if seen is not None and seen[1] is dtype and seen[2] == shape:
+        return seen[3]
+    address = _address(array, dtype, shape, name)
+    if array.flags.writeable:
+        ws.remember_array(array, dtype, shape, address)
+    return address
+
+
+def _output(ws: Workspace, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> int:
+    """The same for an array that a kernel writes."""
+    seen = ws.arrays.get(id(array))  # only writeable arrays are remembered
+    if seen is not None and seen[1] is dtype and seen[2] == shape:
+        return seen[3]
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+    address = _address(array, dtype, shape, name)
+    ws.remember_array(array, dtype, shape, address)
+    return address
 
 
 def _check(result: int, what: str) -> None:
@@ -208,8 +214,10 @@ class Workspace:
                 f"no memory or threads for steps of {limits.max_tokens} tokens on {threads} threads",
                 hint="use a smaller --chunk or fewer --threads",
             )
-        # Records seen before, by identity: the object (so that it stays alive) and what the kernels get.
+        # By identity, what was seen before and what the kernels get of it. The object is kept, so that it
+        # lives as long as its address is known; an array's memory cannot move while it is held.
         self._seen: dict[int, tuple[Any, Any, int]] = {}
+        self.arrays: dict[int, tuple[NDArray[Any], np.dtype[Any], tuple[int, ...], int]] = {}
 
     def close(self) -> None:
         """Stop the threads and release the memory; a second call does nothing."""
@@ -217,10 +225,17 @@ class Workspace:
             self.kernels.spark_workspace_destroy(self.handle)
             self.handle = None
             self._seen.clear()
+            self.arrays.clear()
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self.close()
+
+    def remember_array(self, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], address: int) -> None:
+        """Keep the address of a writeable array that passed its checks."""
+        if len(self.arrays) >= 1 << 10:  # mostly views of steps gone by
+            self.arrays.clear()
+        self.arrays[id(array)] = (array, dtype, shape, address)
 
     def _remember(self, record: Any, structure: Any) -> int:
         if len(self._seen) >= 1 << 14:  # a caller that makes new records all the time
@@ -258,7 +273,7 @@ class Workspace:
             state.hits, state.misses, state.expert_ptr, state.home_ptr, state.slot_ptr,
         )  # fmt: skip
         seen = self._seen.get(id(state))
-        if seen is not None and all(a is b for a, b in zip(seen[0][1], arrays, strict=True)):
+        if seen is not None and all(map(is_, seen[0][1], arrays)):
             return seen[2]
         address = self._remember(state, structure := _slots_record(state))
         self._seen[id(state)] = ((state, arrays), structure, address)
@@ -269,21 +284,19 @@ def _cache_record(kv: KVLayer) -> _KV:
     n_slots, n_head_kv, head_dim = kv.k.shape
     if not 0 < head_dim <= MAX_HEAD_DIM or n_slots % KV_BLOCK_TOKENS:
         raise ValueError(
-            f"kv: expected whole blocks of {KV_BLOCK_TOKENS} slots and heads of at most {MAX_HEAD_DIM}, got {kv.k.shape}"
+            f"kv: expected blocks of {KV_BLOCK_TOKENS} slots and heads of at most {MAX_HEAD_DIM}, got {kv.k.shape}"
         )
     shape = (n_slots, n_head_kv, head_dim)
     if kv.k_scale is None or kv.v_scale is None:
-        return _KV(
-            _output(kv.k, _FLOAT16, shape, "kv.k"), _output(kv.v, _FLOAT16, shape, "kv.v"), 0, 0, *shape
-        )
+        return _KV(_address(kv.k, _FLOAT16, shape, "kv.k"), _address(kv.v, _FLOAT16, shape, "kv.v"), 0, 0, *shape)
     scales = (n_slots, n_head_kv, head_dim // 32)
     if head_dim % 32:
         raise ValueError(f"kv: q8_0 takes heads of whole blocks of 32, got {head_dim}")
     return _KV(
-        _output(kv.k, _INT8, shape, "kv.k"),
-        _output(kv.v, _INT8, shape, "kv.v"),
-        _output(kv.k_scale, _FLOAT16, scales, "kv.k_scale"),
-        _output(kv.v_scale, _FLOAT16, scales, "kv.v_scale"),
+        _address(kv.k, _INT8, shape, "kv.k"),
+        _address(kv.v, _INT8, shape, "kv.v"),
+        _address(kv.k_scale, _FLOAT16, scales, "kv.k_scale"),
+        _address(kv.v_scale, _FLOAT16, scales, "kv.v_scale"),
         *shape,
     )
 
@@ -303,9 +316,9 @@ def _expert_record(bank: Experts) -> _Experts:
         bank.n_ff,
         E,
         N,
-        _input(bank.expert_ptr, _UINT64, (E, 3), "expert_ptr"),
-        _input(bank.home_ptr, _UINT64, (E, 3), "home_ptr"),
-        _input(bank.slot_ptr, _UINT64, (N, 3), "slot_ptr"),
+        _address(bank.expert_ptr, _UINT64, (E, 3), "expert_ptr"),
+        _address(bank.home_ptr, _UINT64, (E, 3), "home_ptr"),
+        _address(bank.slot_ptr, _UINT64, (N, 3), "slot_ptr"),
         int(bank.poison),
     )
 
@@ -313,18 +326,18 @@ def _expert_record(bank: Experts) -> _Experts:
 def _slots_record(state: policy.SlotState) -> _Slots:
     (L, E), N = state.slot_of.shape, len(state.expert_of)
     return _Slots(
-        _input(state.slot_begin, _INT32, (L + 1,), "slot_begin"),
-        _output(state.slot_of, _INT32, (L, E), "slot_of"),
-        _output(state.expert_of, _INT32, (N,), "expert_of"),
-        _output(state.score, _INT64, (N,), "score"),
-        _input(state.pinned, _UINT8, (N,), "pinned"),
-        _output(state.clock, _INT64, (L,), "clock"),
-        _output(state.counts, _INT64, (L, E), "counts"),
-        _output(state.hits, _INT64, (L,), "hits"),
-        _output(state.misses, _INT64, (L,), "misses"),
-        _output(state.expert_ptr, _UINT64, (L, E, 3), "expert_ptr"),
-        _input(state.home_ptr, _UINT64, (L, E, 3), "home_ptr"),
-        _input(state.slot_ptr, _UINT64, (N, 3), "slot_ptr"),
+        _address(state.slot_begin, _INT32, (L + 1,), "slot_begin"),
+        _address(state.slot_of, _INT32, (L, E), "slot_of"),
+        _address(state.expert_of, _INT32, (N,), "expert_of"),
+        _address(state.score, _INT64, (N,), "score"),
+        _address(state.pinned, _UINT8, (N,), "pinned"),
+        _address(state.clock, _INT64, (L,), "clock"),
+        _address(state.counts, _INT64, (L, E), "counts"),
+        _address(state.hits, _INT64, (L,), "hits"),
+        _address(state.misses, _INT64, (L,), "misses"),
+        _address(state.expert_ptr, _UINT64, (L, E, 3), "expert_ptr"),
+        _address(state.home_ptr, _UINT64, (L, E, 3), "home_ptr"),
+        _address(state.slot_ptr, _UINT64, (N, 3), "slot_ptr"),
         L,
         E,
     )
@@ -337,10 +350,10 @@ def workspace(limits: Limits, threads: int, isa: str | None = None) -> Workspace
 
 def _rows(ws: Workspace, array: NDArray[Any], name: str) -> int:
     """T of a step's array, checked against the limits."""
-    T = len(array)
-    if T > ws.limits.max_tokens:
-        raise ValueError(f"{name}: {T} rows, the workspace was made for {ws.limits.max_tokens}")
-    return T
+    rows = len(array)
+    if rows > ws.limits.max_tokens:
+        raise ValueError(f"{name}: {rows} rows, the workspace was made for {ws.limits.max_tokens}")
+    return rows
 
 
 def _within(value: int, limit: int, name: str) -> None:
@@ -356,7 +369,7 @@ def product(ws: Workspace, w: QTensor, x: F32, y: F32) -> None:
     T, (N, K) = _rows(ws, x, "x"), w.shape
     _within(K, ws.widest, f"columns of {w.name}")
     ws.kernels.spark_product(
-        ws.handle, ws.matrix(w, N, K), _input(x, _FLOAT32, (T, K), "x"), T, _output(y, _FLOAT32, (T, N), "y")
+        ws.handle, ws.matrix(w, N, K), _input(ws, x, _FLOAT32, (T, K), "x"), T, _output(ws, y, _FLOAT32, (T, N), "y")
     )
 
 
@@ -366,9 +379,9 @@ def embed(ws: Workspace, table: QTensor, tokens: I32, x: F32) -> None:
     result = ws.kernels.spark_embed(
         ws.handle,
         ws.matrix(table, V, D),
-        _input(tokens, _INT32, (T,), "tokens"),
+        _input(ws, tokens, _INT32, (T,), "tokens"),
         T,
-        _output(x, _FLOAT32, (T, D), "x"),
+        _output(ws, x, _FLOAT32, (T, D), "x"),
     )
     _check(result, "tokens")
 
@@ -402,22 +415,22 @@ def attention_input(
     _within(2 * half, head_dim, "rotated dimensions")
     result = ws.kernels.spark_attention_input(
         ws.handle,
-        _input(x, _FLOAT32, (T, D), "x"),
+        _input(ws, x, _FLOAT32, (T, D), "x"),
         T,
-        _input(norm, _FLOAT32, (D,), "norm"),
+        _input(ws, norm, _FLOAT32, (D,), "norm"),
         eps,
         ws.matrix(wq, n_head * head_dim, D),
         ws.matrix(wk, n_head_kv * head_dim, D),
         ws.matrix(wv, n_head_kv * head_dim, D),
-        None if q_norm is None else _input(q_norm, _FLOAT32, (head_dim,), "q_norm"),
-        None if k_norm is None else _input(k_norm, _FLOAT32, (head_dim,), "k_norm"),
-        _input(rope, _FLOAT32, (n_positions, 2, half), "rope"),
+        None if q_norm is None else _input(ws, q_norm, _FLOAT32, (head_dim,), "q_norm"),
+        None if k_norm is None else _input(ws, k_norm, _FLOAT32, (head_dim,), "k_norm"),
+        _input(ws, rope, _FLOAT32, (n_positions, 2, half), "rope"),
         n_positions,
         2 * half,
-        _input(positions, _INT32, (T,), "positions"),
+        _input(ws, positions, _INT32, (T,), "positions"),
         record,
-        _input(slots, _INT32, (T,), "slots"),
-        _output(q, _FLOAT32, (T, n_head, head_dim), "q"),
+        _input(ws, slots, _INT32, (T,), "slots"),
+        _output(ws, q, _FLOAT32, (T, n_head, head_dim), "q"),
     )
     _check(result, "positions or slots")
 
@@ -441,17 +454,17 @@ def attention(
     n_sequence, max_blocks = block_table.shape
     result = ws.kernels.spark_attention(
         ws.handle,
-        _input(q, _FLOAT32, (T, n_head, head_dim), "q"),
+        _input(ws, q, _FLOAT32, (T, n_head, head_dim), "q"),
         T,
         n_head,
         record,
-        _input(block_table, _INT32, (n_sequence, max_blocks), "block_table"),
+        _input(ws, block_table, _INT32, (n_sequence, max_blocks), "block_table"),
         n_sequence,
         max_blocks,
-        _input(sequence, _INT32, (T,), "sequence"),
-        _input(positions, _INT32, (T,), "positions"),
+        _input(ws, sequence, _INT32, (T,), "sequence"),
+        _input(ws, positions, _INT32, (T,), "positions"),
         scale,
-        _output(out, _FLOAT32, (T, n_head * head_dim), "out"),
+        _output(ws, out, _FLOAT32, (T, n_head * head_dim), "out"),
     )
     _check(result, "sequence, positions or block_table")
 
@@ -462,10 +475,10 @@ def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32) -> None:
     _within(max(D, K), ws.widest, f"dimensions of {wo.name}")
     ws.kernels.spark_attention_output(
         ws.handle,
-        _input(attended, _FLOAT32, (T, K), "attended"),
+        _input(ws, attended, _FLOAT32, (T, K), "attended"),
         T,
         ws.matrix(wo, D, K),
-        _output(x, _FLOAT32, (T, D), "x"),
+        _output(ws, x, _FLOAT32, (T, D), "x"),
     )
 
 
@@ -476,13 +489,13 @@ def router(ws: Workspace, x: F32, norm: F32, eps: float, gate: QTensor, h: F32, 
         raise ValueError(f"{gate.name}: a router is F32, F16 or BF16, not {gate.qtype.name}")
     ws.kernels.spark_router(
         ws.handle,
-        _input(x, _FLOAT32, (T, D), "x"),
+        _input(ws, x, _FLOAT32, (T, D), "x"),
         T,
-        _input(norm, _FLOAT32, (D,), "norm"),
+        _input(ws, norm, _FLOAT32, (D,), "norm"),
         eps,
         ws.matrix(gate, E, D),
-        _output(h, _FLOAT32, (T, D), "h"),
-        _output(logits, _FLOAT32, (T, E), "logits"),
+        _output(ws, h, _FLOAT32, (T, D), "h"),
+        _output(ws, logits, _FLOAT32, (T, E), "logits"),
     )
 
 
@@ -510,19 +523,19 @@ def route(
         raise ValueError(f"layer: {layer} of {L}")
     ws.kernels.spark_route(
         ws.handle,
-        _input(logits, _FLOAT32, (T, E), "logits"),
+        _input(ws, logits, _FLOAT32, (T, E), "logits"),
         T,
         A,
         renormalize,
         ws.slots(state),
         layer,
-        _input(counted, _UINT8, (T,), "counted"),
+        _input(ws, counted, _UINT8, (T,), "counted"),
         rule.gain,
         rule.cap,
-        _output(experts, _INT32, (T, A), "experts"),
-        _output(weights, _FLOAT32, (T, A), "weights"),
-        _output(fetches.rows, _INT32, (E, 3), "fetches.rows"),
-        _output(fetches.count, _INT32, (1,), "fetches.count"),
+        _output(ws, experts, _INT32, (T, A), "experts"),
+        _output(ws, weights, _FLOAT32, (T, A), "weights"),
+        _output(ws, fetches.rows, _INT32, (E, 3), "fetches.rows"),
+        _output(ws, fetches.count, _INT32, (1,), "fetches.count"),
     )
 
 
@@ -540,15 +553,15 @@ def expert_ffn(ws: Workspace, h: F32, experts: I32, weights: F32, bank: Experts,
     _within(bank.n_ff, ws.limits.n_ff, "rows of an expert")
     result = ws.kernels.spark_expert_ffn(
         ws.handle,
-        _input(h, _FLOAT32, (T, D), "h"),
+        _input(ws, h, _FLOAT32, (T, D), "h"),
         T,
         A,
-        _input(experts, _INT32, (T, A), "experts"),
-        _input(weights, _FLOAT32, (T, A), "weights"),
+        _input(ws, experts, _INT32, (T, A), "experts"),
+        _input(ws, weights, _FLOAT32, (T, A), "weights"),
         ws.experts(bank),
-        _input(fetches.rows, _INT32, fetches.rows.shape, "fetches.rows"),
-        _input(fetches.count, _INT32, (1,), "fetches.count"),
-        _output(x, _FLOAT32, (T, D), "x"),
+        _input(ws, fetches.rows, _INT32, fetches.rows.shape, "fetches.rows"),
+        _input(ws, fetches.count, _INT32, (1,), "fetches.count"),
+        _output(ws, x, _FLOAT32, (T, D), "x"),
     )
     _check(result, "experts or fetches")
 
@@ -559,14 +572,14 @@ def head(ws: Workspace, x: F32, rows: I32, norm: F32, eps: float, output: QTenso
     _within(D, ws.widest, "columns of x")
     result = ws.kernels.spark_head(
         ws.handle,
-        _input(x, _FLOAT32, (T, D), "x"),
+        _input(ws, x, _FLOAT32, (T, D), "x"),
         T,
-        _input(rows, _INT32, (n,), "rows"),
+        _input(ws, rows, _INT32, (n,), "rows"),
         n,
-        _input(norm, _FLOAT32, (D,), "norm"),
+        _input(ws, norm, _FLOAT32, (D,), "norm"),
         eps,
         ws.matrix(output, V, D),
-        _output(logits, _FLOAT32, (n, V), "logits"),
+        _output(ws, logits, _FLOAT32, (n, V), "logits"),
     )
     _check(result, "rows")
 
@@ -578,7 +591,7 @@ def exp(ws: Workspace, x: F32) -> F32:
     """The kernels' exponential of a 1-D array."""
     y = np.empty_like(x)
     ws.kernels.spark_exp(
-        ws.handle, _input(x, _FLOAT32, (len(x),), "x"), len(x), _output(y, _FLOAT32, (len(x),), "y")
+        ws.handle, _input(ws, x, _FLOAT32, (len(x),), "x"), len(x), _output(ws, y, _FLOAT32, (len(x),), "y")
     )
     return y
 
@@ -586,4 +599,4 @@ def exp(ws: Workspace, x: F32) -> F32:
 def read_bytes(ws: Workspace, data: U8) -> int:
     """Read memory once on all threads, summing it as 64-bit words: the floor of every product."""
     n = math.prod(data.shape)
-    return int(ws.kernels.spark_read(ws.handle, _input(data, _UINT8, (n,), "data"), n))
+    return int(ws.kernels.spark_read(ws.handle, _input(ws, data, _UINT8, (n,), "data"), n))

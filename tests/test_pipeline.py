@@ -1,0 +1,228 @@
+"""The commands on the bundled model: calibration that can be killed, validation that tells the truth."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import profile as profiles
+from engine.config import EngineConfig
+from engine.errors import FileFormatError, UsageError, WrongModelError
+from engine.trace import part_paths, read_routing
+from spark import calibrate, validate
+from spark.client import Deadlines
+from spark.extract import ExtractOptions, extract
+from spark.tokens import read_tokens, tokenize
+
+ROOT = Path(__file__).parents[1]
+NANO = ROOT / "data" / "nano" / "nano.gguf"
+CONFIG = EngineConfig(model=NANO, device="cpu", threads=2)
+DEADLINES = Deadlines(ready_s=60, silence_s=60, total_s=120)
+
+
+def quiet(label: str, done: int, total: int) -> None:
+    assert 0 <= done <= total, label
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train and test sessions of the samples, as JSONL and as tokens in short windows."""
+    folder = tmp_path_factory.mktemp("sessions")
+    samples = ROOT / "data" / "sessions"
+    extract(ExtractOptions(folder, "both", samples / "claude", samples / "codex", 0.3), lambda a, b: None)
+    for name in ("train", "test"):
+        tokenize(NANO, folder / f"{name}.jsonl", folder / f"{name}.parquet", 1024)
+    return folder
+
+
+def run(files: Path, out: Path, config: EngineConfig = CONFIG, **options) -> calibrate.CalibrateReport:
+    made = calibrate.CalibrateOptions(files / "train.parquet", out, **options)
+    return calibrate.calibrate(config, made, DEADLINES, quiet)
+
+
+@pytest.fixture(scope="module")
+def profile(files: Path) -> Path:
+    run(files, files / "profile.csv", max_tokens=20_000)
+    return files / "profile.csv"
+
+
+def same_counts(a: Path, b: Path) -> bool:
+    return np.array_equal(profiles.load(a)[0].counts, profiles.load(b)[0].counts)
+
+
+def test_calibration_counts_generated_tokens(files: Path, profile: Path) -> None:
+    made, warnings = profiles.load(profile)
+    assert not warnings
+    assert (made.counts.shape, made.n_expert_used) == ((6, 32), 4)
+    windows, read = [], 0
+    for window in read_tokens(files / "train.parquet"):
+        windows.append(window)
+        read += len(window.tokens)
+        if read >= 20_000:
+            break
+    generated = sum(int(w.generated.sum()) for w in windows)
+    assert made.tokens == generated
+    assert made.counts.sum(axis=1).tolist() == [4 * generated] * 6
+    assert made.sessions == len({w.session_id for w in windows})
+    assert [pct for pct, _ in made.split] == [20, 40, 60, 80]
+    assert not calibrate.partial_path(profile).exists()
+
+
+def test_counting_all_tokens_counts_all(files: Path, tmp_path: Path) -> None:
+    report = run(files, tmp_path / "p.csv", count="all", max_tokens=3000)
+    made, _ = profiles.load(tmp_path / "p.csv")
+    assert made.tokens == report.tokens >= 3000
+    assert made.count == "all"
+
+
+def test_own_continuations_are_counted_too(files: Path, tmp_path: Path) -> None:
+    plain = run(files, tmp_path / "a.csv", max_tokens=2000)
+    longer = run(files, tmp_path / "b.csv", max_tokens=2000, generate_tokens=7)
+    n_windows = (longer.counted_tokens - plain.counted_tokens) / 6  # the last of seven is never fed back
+    assert n_windows == int(n_windows) >= 2
+    again = run(files, tmp_path / "c.csv", max_tokens=2000, generate_tokens=7)
+    assert again.counted_tokens == longer.counted_tokens
+    assert same_counts(tmp_path / "b.csv", tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize("how", ["exception", "kill"])
+def test_interrupted_and_resumed_equals_unbroken(files: Path, tmp_path: Path, how: str) -> None:
+    """Ctrl-C in this process, and SIGKILL of the whole command from outside."""
+    unbroken = run(files, tmp_path / "a.csv", max_tokens=12_000, trace_dir=tmp_path / "ta")
+    out = tmp_path / "b.csv"
+    if how == "exception":
+
+        def interrupt(label: str, done: int, total: int) -> None:
+            if label == "calibrating" and done > 5000:
+                raise KeyboardInterrupt
+
+        options = calibrate.CalibrateOptions(
+            files / "train.parquet", out, max_tokens=12_000, trace_dir=tmp_path / "tb"
+        )
+        with pytest.raises(KeyboardInterrupt):
+            calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
+    else:
+        command = [sys.executable, "-m", "spark.cli", "calibrate", str(NANO), str(files / "train.parquet")]
+        command += ["--out", str(out), "--max-tokens", "12000", "--trace", str(tmp_path / "tb")]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+            deadline = time.monotonic() + 60
+            while len(list((tmp_path / "tb").glob("part-*.parquet"))) < 4 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGINT)
+        assert process.returncode == 130
+    assert not out.exists()
+    partial, _ = profiles.load(calibrate.partial_path(out))
+    assert 0 < partial.counts.sum() < profiles.load(tmp_path / "a.csv")[0].counts.sum()
+    resumed = run(files, out, max_tokens=12_000, trace_dir=tmp_path / "tb", resume=True)
+    assert (resumed.tokens, resumed.generated_tokens) == (unbroken.tokens, unbroken.generated_tokens)
+    assert 0 < resumed.resumed_tokens < resumed.tokens
+    a, b = (replace(profiles.load(p)[0], created="") for p in (tmp_path / "a.csv", out))
+    assert a == b
+    assert not calibrate.partial_path(out).exists()
+    ta, tb = (read_routing(tmp_path / name, a.model_id) for name in ("ta", "tb"))
+    assert np.array_equal(ta.experts, tb.experts)
+    assert np.array_equal(ta.position, tb.position)
+
+
+def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -> None:
+    def interrupt(label: str, done: int, total: int) -> None:
+        if label == "calibrating":
+            raise KeyboardInterrupt
+
+    options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
+    with pytest.raises(UsageError, match="another count"):
+        run(files, tmp_path / "p.csv", count="all", resume=True)
+
+
+def test_a_dead_daemon_loses_nothing(files: Path, tmp_path: Path) -> None:
+    import psutil
+
+    from engine.errors import DaemonError
+
+    def kill(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and done > 4000:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+
+    options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=12_000)
+    with pytest.raises(DaemonError):
+        calibrate.calibrate(CONFIG, options, DEADLINES, kill)
+    assert calibrate.partial_path(tmp_path / "p.csv").exists()
+    run(files, tmp_path / "p.csv", max_tokens=12_000, resume=True)
+    run(files, tmp_path / "q.csv", max_tokens=12_000)
+    assert same_counts(tmp_path / "p.csv", tmp_path / "q.csv")
+
+
+def test_hidden_states_are_in_the_trace(files: Path, tmp_path: Path) -> None:
+    run(files, tmp_path / "p.csv", max_tokens=1000, trace_dir=tmp_path / "t", hidden=True)
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(part_paths(tmp_path / "t")[0])
+    assert table.schema.field("hidden").type.list_size == 256
+    with pytest.raises(UsageError, match="--trace"):
+        run(files, tmp_path / "p.csv", hidden=True)
+
+
+@pytest.fixture(scope="module")
+def ladder(files: Path, profile: Path) -> validate.ValidateReport:
+    made = validate.ValidateOptions(
+        files / "test.parquet", profile, (profile,), 60.0, max_tokens=12_000, prompts=3, generate_tokens=12
+    )
+    return validate.validate(CONFIG, made, DEADLINES, quiet)
+
+
+def test_the_ladder_is_in_order(ladder: validate.ValidateReport) -> None:
+    rows = {row.policy: row for row in ladder.rows}
+    assert list(rows) == ["all", "uniform", "static", "lru", "spark", "belady"]
+    assert rows["all"].misses_per_token == 0.0
+    assert rows["static"].misses_per_token < rows["uniform"].misses_per_token
+    assert rows["spark"].misses_per_token < rows["uniform"].misses_per_token
+    for name in ("uniform", "static", "lru", "spark"):
+        assert rows[name].hit_rate <= rows["belady"].hit_rate < 1.0
+        assert rows[name].misses_per_token == pytest.approx(24 * (1 - rows[name].hit_rate))
+        assert rows[name].device_bytes < rows["all"].device_bytes
+    # The share of a layer is the same everywhere, so it is what uniform hits by chance.
+    assert 0.5 < rows["uniform"].hit_rate < 0.7
+
+
+def test_every_policy_gave_the_same_tokens(ladder: validate.ValidateReport) -> None:
+    assert [row.identical_tokens for row in ladder.rows] == [True] * 5 + [None]
+
+
+def test_cross_rows_of_the_same_profile_are_the_own_rows(ladder: validate.ValidateReport) -> None:
+    own = {row.policy: row.hit_rate for row in ladder.rows}
+    assert [(row.policy, row.hit_rate) for row in ladder.cross] == [(p, own[p]) for p in ("static", "spark")]
+
+
+def test_report_has_the_keys_of_its_format(ladder: validate.ValidateReport) -> None:
+    made = json.loads(json.dumps(ladder.to_json()))
+    assert {"model", "profile", "residency_pct", "tokens", "rows"} <= set(made)
+    keys = {"policy", "hit_rate", "misses_per_token", "hit_rate_by_layer", "decode_tokens_per_s",
+            "prefill_tokens_per_s", "device_bytes", "identical_tokens"}  # fmt: skip
+    assert all(keys <= set(row) for row in made["rows"])
+    assert [len(row["hit_rate_by_layer"]) for row in made["rows"][:5]] == [6] * 5
+
+
+def test_wrong_files_are_explained(files: Path, profile: Path, tmp_path: Path) -> None:
+    foreign = replace(profiles.load(profile)[0], model_id="f" * 64)
+    profiles.save(foreign, tmp_path / "foreign.csv")
+    options = validate.ValidateOptions(files / "test.parquet", tmp_path / "foreign.csv")
+    with pytest.raises(WrongModelError, match="ffffffff"):
+        validate.validate(CONFIG, options, DEADLINES, quiet)
+    with pytest.raises(FileFormatError, match=r"train\.jsonl"):
+        calibrate.calibrate(
+            CONFIG, calibrate.CalibrateOptions(files / "train.jsonl", tmp_path / "p.csv"), DEADLINES, quiet
+        )
+    with pytest.raises(UsageError, match="window"):
+        run(files, tmp_path / "p.csv", replace(CONFIG, ctx_tokens=512))
