@@ -81,10 +81,18 @@ def read_module(library: Path, path: str) -> Module | None:
     """One source; None for one that is not UTF-8 or not Python (some tests are neither) and for character tables."""
     try:
         text = (library / path).read_text("utf-8")
-        tree = ast.parse(text)
-    except (UnicodeDecodeError, SyntaxError, ValueError):
+    except UnicodeDecodeError:
         return None
     if not text.strip() or "gencodec" in text[:3000] or max(map(len, text.split("\n"))) > LINE_LIMIT:
+        return None
+    return parse_module(path, text)
+
+
+def parse_module(path: str, text: str) -> Module | None:
+    """A module of this text; None if it is not Python."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
         return None
     return Module(path, text, ast.get_docstring(tree) or "", tuple(_definitions(tree)), frozenset(_names(tree)))
 

@@ -70,11 +70,14 @@ def bigram_bits(known: npt.NDArray[np.integer], unseen: npt.NDArray[np.integer],
 
 
 @torch.no_grad()
-def copying_accuracy(model: Model, stream: Tokens, distance: int | None, seed: int, n: int = 64) -> float:
+def copying_accuracy(
+    model: Model, stream: Tokens, distance: int | None, seed: int, n: int = 64, shuffled: bool = False
+) -> float:
     """How often the likeliest token is the right one in the second copy of a passage of 64 tokens.
 
     The first copy starts `distance` tokens earlier (None: it is not there, the control); the first 16 tokens of the
-    second copy are given and not counted. Passage and what lies between are drawn from `stream`.
+    second copy are given and not counted. Passage and what lies between are drawn from `stream`. shuffled: the
+    passage's tokens are in random order, so that nothing but the first copy can tell the next one.
     """
     passage, cue = 64, 16
     rng = np.random.default_rng([seed, distance or 0])
@@ -83,6 +86,8 @@ def copying_accuracy(model: Model, stream: Tokens, distance: int | None, seed: i
     for _ in range(n):
         start, other = rng.integers(0, len(stream) - length - passage, 2)
         again, before = stream[start : start + passage], stream[other : other + length]
+        if shuffled:
+            again = rng.permutation(again)
         if distance is not None:
             before = np.concatenate([again, before[passage:]])
         rows.append(np.concatenate([before, again]).astype(np.int64))

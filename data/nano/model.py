@@ -30,7 +30,7 @@ class Config:
     n_expert: int = 32
     n_expert_used: int = 4
     n_ff_exp: int = 256
-    rope_freq_base: float = 1e5
+    rope_freq_base: float = 1e6
     rms_eps: float = 1e-6
 
 
@@ -40,7 +40,7 @@ class Weight(nn.Module):
     def __init__(self, *shape: int, scale: float = 1.0) -> None:
         super().__init__()
         if len(shape) == 1:
-            values = torch.ones(shape)
+            values = torch.full(shape, scale)
         else:
             values = torch.randn(shape) * (scale * shape[-1] ** -0.5)
         self.weight = nn.Parameter(values)
@@ -85,8 +85,8 @@ class Layer(nn.Module):
         self.attn_q = Weight(c.n_head * c.head_dim, c.n_embd)
         self.attn_k = Weight(c.n_head_kv * c.head_dim, c.n_embd)
         self.attn_v = Weight(c.n_head_kv * c.head_dim, c.n_embd)
-        self.attn_q_norm = Weight(c.head_dim)
-        self.attn_k_norm = Weight(c.head_dim)
+        self.attn_q_norm = Weight(c.head_dim, scale=1.5)  # attention must be sharp to find one place in thousands
+        self.attn_k_norm = Weight(c.head_dim, scale=1.5)
         self.attn_output = Weight(c.n_embd, c.n_head * c.head_dim, scale=residual)
         self.ffn_norm = Weight(c.n_embd)
         self.ffn_gate_inp = Weight(c.n_expert, c.n_embd)

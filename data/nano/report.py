@@ -41,9 +41,9 @@ def tables(m: dict[str, Any]) -> str:
         f"| `xz -9e` that has seen the training text | {simple['xz_after_training_text']:.3f} |",
         f"| this model, held-out sessions of an agent | {after['bits_per_byte']['dialogues']:.3f} |",
         "",
-        "| a passage seen so many tokens earlier | tokens of its second copy guessed right |",
-        "|---|---|",
-        *(f"| {distance} | {share:.1%} |" for distance, share in after["copying"].items()),
+        "| a passage seen so many tokens earlier | its second copy: tokens guessed right | a passage in random order |",
+        "|---|---|---|",
+        *(f"| {d} | {share:.1%} | {after['copying_shuffled'][d]:.1%} |" for d, share in after["copying"].items()),
         "",
         "| layer | entropy of expert use | least used | most used | share of the most used quarter |",
         "|---|---|---|---|---|",
@@ -57,7 +57,7 @@ def tables(m: dict[str, Any]) -> str:
         "",
         f"Logits against `transformers`' Qwen3MoE on the stored weights: NMSE {m['transformers_nmse']:.1e}.",
         "",
-        "A continuation at temperature 0.7:",
+        f"A continuation at temperature {m['temperature']}:",
         "",
         "```python",
         *_best(m["samples"]["code"]),
@@ -67,7 +67,7 @@ def tables(m: dict[str, Any]) -> str:
 
 
 def _best(code: list[dict[str, Any]]) -> list[str]:
-    sample = max(code, key=lambda s: (s["parsed"], len(s["text"])))
+    sample = max(code, key=lambda s: len(set(s["text"].split("\n"))))  # small models like to repeat a line
     return (sample["prompt"] + sample["text"]).replace("```", "'''").rstrip().split("\n")
 
 

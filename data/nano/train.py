@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
@@ -42,6 +43,9 @@ from model import Config, Model, decayed, loss  # noqa: E402
 from streams import MIXTURE, Amounts, Texts, Tokens, encode, make_texts, train_tokenizer  # noqa: E402
 
 ROUNDING_FROM = 0.75  # share of the run after which the forward pass sees weights rounded as Q4_K will
+PASTED = 0.5  # share of the windows of plain text that get passages repeated
+NORM_RATE = 3.0  # learning rate of norms, relative: the sharpness of attention is learned there
+TEMPERATURE = 0.8
 CODE_PROMPTS = ('"""', "import os\nimport re\n\n", "def read_", "class Test", "    def __init__(self, ")
 
 
@@ -54,7 +58,7 @@ class Plan:
     learning_rate: float = 2e-3
     warmup_steps: int = 200
     weight_decay: float = 0.3
-    dropout: float = 0.1
+    dropout: float = 0.15
     balance: float = 0.003
     betas: tuple[float, float] = (0.9, 0.95)
 
@@ -74,7 +78,11 @@ class Log:
 
 
 class Batches:
-    """Random windows of the training streams in the proportions of MIXTURE, all streams in one array on the device."""
+    """Random windows of the training streams in the proportions of MIXTURE, all streams in one array on the device.
+
+    In half of the windows of plain text, passages are repeated at any later place. A third of these passages are
+    put in random order first: no memory of the text helps to continue their second copy.
+    """
 
     def __init__(self, streams: Mapping[str, Tokens], window: int, device: torch.device, seed: int) -> None:
         used = {kind: stream for kind, stream in streams.items() if len(stream) > window + 1}
@@ -83,16 +91,29 @@ class Batches:
         self.choices = lengths - window
         share = np.array([MIXTURE[kind] for kind in used])
         self.share = share / share.sum()
+        self.plain = [kind in ("source", "renamed", "pages") for kind in used]
         self.tokens = torch.from_numpy(np.concatenate(list(used.values())).astype(np.int32)).to(device)
-        self.span = torch.arange(window + 1, device=device)
+        self.window = window
         self.rng = np.random.default_rng(seed)
 
     def draw(self, rows: int) -> torch.Tensor:
         """Tokens int64 [rows, window + 1]."""
-        kind = self.rng.choice(len(self.share), rows, p=self.share)
-        starts = self.begin[kind] + self.rng.integers(0, self.choices[kind] - 1)
-        index = torch.from_numpy(starts).to(self.span.device)[:, None] + self.span
-        return self.tokens[index].long()
+        kinds = self.rng.choice(len(self.share), rows, p=self.share)
+        starts = self.begin[kinds] + self.rng.integers(0, self.choices[kinds])
+        index = starts[:, None] + np.arange(self.window + 1)
+        for row, kind in zip(index, kinds, strict=True):
+            if self.plain[kind] and self.rng.random() < PASTED:
+                self._paste(row)
+        return self.tokens[torch.from_numpy(index).to(self.tokens.device)].long()
+
+    def _paste(self, row: npt.NDArray[np.int64]) -> None:
+        for _ in range(self.rng.integers(1, 4)):
+            length = self.rng.integers(16, self.window // 8)
+            distance = self.rng.integers(length, self.window - length)
+            first = self.rng.integers(0, len(row) - length - distance + 1)
+            if self.rng.random() < 1 / 3:
+                row[first : first + length] = self.rng.permutation(row[first : first + length])
+            row[first + distance : first + distance + length] = row[first : first + length]
 
 
 def train(
@@ -101,7 +122,10 @@ def train(
     """Train for `seconds` (or `steps` steps); the learning rate follows the elapsed share and ends at zero."""
     device = model.output.weight.device
     matrices, norms = decayed(model.parameters())
-    groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": plan.weight_decay, "rate": plan.learning_rate},
+        {"params": norms, "weight_decay": 0.0, "rate": plan.learning_rate * NORM_RATE},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=plan.betas, fused=device.type == "cuda")
     rounding = torch.zeros((), device=device)
     compute = torch.compile(loss) if device.type == "cuda" else loss
@@ -110,7 +134,7 @@ def train(
     while share < 1:
         warm = min(1.0, (step + 1) / plan.warmup_steps)
         for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * warm * (1 - share)
+            group["lr"] = group["rate"] * warm * (1 - share)
         rounding.fill_(float(share >= ROUNDING_FROM))
         tokens = batches.draw(plan.rows)
         try:
@@ -146,9 +170,7 @@ def train(
     return {"steps": step, "tokens": count, "seconds": wall, "tokens_per_s": count / wall, "final_loss": plain.item()}
 
 
-def measure(
-    model: Model, tokenizer: Tokenizer, texts: Texts, streams: Mapping[str, Tokens], window: int, seed: int
-) -> dict[str, Any]:
+def measure(model: Model, texts: Texts, streams: Mapping[str, Tokens], window: int, seed: int) -> dict[str, Any]:
     """Bits per byte on held-out text, copying accuracy, routing."""
     out: dict[str, Any] = {"bits_per_byte": {}}
     for kind, documents in texts.held_out.items():
@@ -157,8 +179,11 @@ def measure(
         out[f"routing_{kind}"] = routing(uses)
     longest = min(model.c.n_ctx, len(streams["source"])) - 128
     distances = [d for d in (256, 1024, 2048, 3072, 3900) if d <= longest]
-    out["copying"] = {str(d): copying_accuracy(model, streams["source"], d, seed) for d in distances}
-    out["copying"]["not there"] = copying_accuracy(model, streams["source"], None, seed)
+    for key, shuffled in (("copying", False), ("copying_shuffled", True)):
+        places = {**{str(d): d for d in distances}, "not there": None}
+        out[key] = {
+            name: copying_accuracy(model, streams["source"], d, seed, 64, shuffled) for name, d in places.items()
+        }
     return out
 
 
@@ -177,8 +202,8 @@ def baselines(texts: Texts, train_tokens: Tokens, held_out: Tokens, n_vocab: int
 
 
 def samples(model: Model, tokenizer: Tokenizer, texts: Texts, n_tokens: int, seed: int) -> dict[str, Any]:
-    """Text that the model writes: code at temperature 0.7, and an agent's next turns on a held-out module, greedily."""
-    written = sample(model, tokenizer, CODE_PROMPTS, n_tokens, 0.7, seed)
+    """Text that the model writes: code at TEMPERATURE, and an agent's next turns on a held-out module, greedily."""
+    written = sample(model, tokenizer, CODE_PROMPTS, n_tokens, TEMPERATURE, seed)
     code = [{"prompt": p, "text": t, "parsed": parsed_share(p + t)} for p, t in zip(CODE_PROMPTS, written, strict=True)]
     turns = []
     for document in texts.held_out["dialogues"][:4]:
@@ -211,7 +236,7 @@ def main() -> None:
     if args.tiny:
         amounts, plan = Amounts(60, 80, 40, 1, 1024), Plan(rows=4, window=256, warmup_steps=5)
     else:
-        amounts = Amounts(None, 16000, 8000, 3, 6144)
+        amounts = Amounts(None, 16000, 8000, 4, 6144)
         plan = Plan(rows=16, window=4096) if cuda else Plan(rows=8, window=1024)
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "train.log")
@@ -234,7 +259,9 @@ def main() -> None:
     few_bytes = len(tokenizer.decode(few.tolist()).encode())
 
     def watch() -> str:
-        return f"held-out bits per byte {token_bits(model, few, plan.window)[0] / few_bytes:.4f}"
+        bits = token_bits(model, few, plan.window)[0] / few_bytes
+        copied = copying_accuracy(model, few, plan.window * 3 // 4, args.seed, 16)
+        return f"held-out bits per byte {bits:.4f}, copied from far back {copied:.0%}"
 
     with ThreadPoolExecutor(1) as pool:
         simple = pool.submit(baselines, texts, streams["source"], unseen["source"], n_vocab)
@@ -242,14 +269,14 @@ def main() -> None:
         trained = train(model, plan, batches, 60 * args.minutes, args.steps, log, watch)
         log(f"trained: {json.dumps(trained)}")
 
-        before = measure(model, tokenizer, texts, unseen, c.n_ctx, args.seed)
+        before = measure(model, texts, unseen, c.n_ctx, args.seed)
         log(f"unquantised: {json.dumps(before['bits_per_byte'])}")
         path = args.out / "nano.gguf"
         write_gguf(path, c, stored_values(model, rounded=True), tokenizer, template)
         log(f"{path.name}: {path.stat().st_size:,} bytes")
         stored = read_values(path)
         load_values(model, stored)
-        after = measure(model, tokenizer, texts, unseen, c.n_ctx, args.seed)
+        after = measure(model, texts, unseen, c.n_ctx, args.seed)
         log(f"as stored: {json.dumps(after)}")
         nmse = transformers_nmse(path, unseen["source"][:256])
         log(f"logits against transformers' Qwen3MoE: NMSE {nmse:.2e}")
@@ -273,6 +300,7 @@ def main() -> None:
             "baselines_bits_per_byte": simple.result(),
             "unquantised": before,
             "stored": after,
+            "temperature": TEMPERATURE,
             "samples": written,
         }  # fmt: skip
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
