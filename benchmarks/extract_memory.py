@@ -37,7 +37,8 @@ report = extract(options, lambda done, total: None)
 seconds = time.perf_counter() - started
 usage = resource.getrusage(resource.RUSAGE_SELF)
 cpu = usage.ru_utime + usage.ru_stime
-print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_kb": usage.ru_maxrss, "imported_kb": imported, "report": report.to_json()}))
+memory = {"peak_kb": usage.ru_maxrss, "imported_kb": imported}
+print(json.dumps({"seconds": seconds, "cpu": cpu, **memory, "report": report.to_json()}))
 """
 
 

@@ -32,7 +32,7 @@ uint64_t watch_forks() {
 
 } // namespace
 
-Pool::Pool(int threads) : generation_(watch_forks()) {
+Pool::Pool(int threads) : bed_(new Bed), generation_(watch_forks()) {
     workers_.reserve(size_t(threads) - 1);
     try {
         for (int i = 1; i < threads; i++)
@@ -49,13 +49,14 @@ Pool::~Pool() {
     if (forked()) {
         for (std::thread &worker : workers_)
             worker.detach();
+        bed_.release(); // its destructor would wait for sleepers that this process does not have
         return;
     }
     {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const std::lock_guard<std::mutex> lock(bed_->mutex);
         stop_ = true;
     }
-    wake_.notify_all();
+    bed_->wake.notify_all();
     for (std::thread &worker : workers_)
         worker.join();
 }
@@ -71,8 +72,8 @@ void Pool::run_shared(int64_t n, Call call, void *work) {
     const uint64_t ticket = epoch << 32;
     ticket_.store(ticket); // sequentially consistent, as is sleepers_: a worker sees the loop or is seen asleep
     if (sleepers_.load() > 0) {
-        { const std::lock_guard<std::mutex> lock(mutex_); }
-        wake_.notify_all();
+        { const std::lock_guard<std::mutex> lock(bed_->mutex); }
+        bed_->wake.notify_all();
     }
     take(ticket, 0);
     for (int spins = 0; done_.load(std::memory_order_acquire) != uint32_t(n); spins++) {
@@ -115,9 +116,9 @@ void Pool::serve(int thread) {
             pause_briefly();
             continue;
         }
-        std::unique_lock<std::mutex> lock(mutex_);
+        std::unique_lock<std::mutex> lock(bed_->mutex);
         sleepers_.fetch_add(1);
-        wake_.wait(lock, [&] { return stop_ || ticket_.load() >> 32 != seen; });
+        bed_->wake.wait(lock, [&] { return stop_ || ticket_.load() >> 32 != seen; });
         sleepers_.fetch_sub(1);
         spins = 0;
     }

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -52,8 +53,11 @@ class Pool {
 
     alignas(64) std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::condition_variable wake_;
+    struct Bed {
+        std::mutex mutex;
+        std::condition_variable wake;
+    };
+    std::unique_ptr<Bed> bed_;
     std::vector<std::thread> workers_;
     uint64_t generation_;
 };

@@ -37,6 +37,9 @@ class Rule:
 
 LRU = Rule(gain=0, cap=0)
 LFU = Rule(gain=8, cap=64)  # ahead of LRU on drifting Zipf routing with 4 of 32 and 8 of 128 experts
+# LRU that remembers a little frequency: on traces of the reference model at 30 and 60% residency it misses no more
+# than LRU at any share of cache slots, and less than rules with a longer memory.
+AGED = Rule(gain=4, cap=32)
 
 
 @dataclass(slots=True, eq=False)

@@ -148,7 +148,7 @@ class Runner:
         placed = placement.greedy(
             counts, sizes, budget, n_expert_used=c.n_expert_used, cache_fraction=fraction
         )
-        return placed, policy.LRU
+        return placed, policy.AGED
 
     def _cache_fraction(self, profile: Profile | None) -> tuple[float, str]:
         o, c = self.options, self.config

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine import placement, simulate
+from engine import placement, policy, simulate
 from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import FileFormatError, SparkError, UsageError
@@ -303,7 +303,9 @@ def _split(
     for i, pct in enumerate(SPLIT_RESIDENCIES):
         progress("choosing cache slots", i, len(SPLIT_RESIDENCIES))
         budget = placement.residency_budget(model["n_expert"], sizes, pct)
-        split = simulate.best_split(trace, sizes, budget, counts=placed_by, max_tokens=SPLIT_TOKENS)
+        split = simulate.best_split(
+            trace, sizes, budget, counts=placed_by, rule=policy.AGED, max_tokens=SPLIT_TOKENS
+        )
         found.append((pct, split.cache_fraction))
     progress("choosing cache slots", len(SPLIT_RESIDENCIES), len(SPLIT_RESIDENCIES))
     return tuple(found)

@@ -25,9 +25,10 @@ Experts = npt.NDArray[np.uint16]  # [T, A], the largest router weight first
 TRAINED = ("linear", "mlp")
 
 _BLOCK_TOKENS = 1024  # tokens at a time, so that a comparison [T, A, E] stays small
-_BATCH_TOKENS = 256
+_BATCH_TOKENS = 256  # at most
+_EPOCH_STEPS = 64  # at least, where there are so many tokens: a small trace takes smaller batches
 _MAX_STEP = 0.01  # Adam's first step; it falls to zero along a cosine
-_STEP_TIMES_WIDTH = 3.0  # a wide input adds up more weights, so each may move less
+_STEP_TIMES_WIDTH = 10.0  # a wider input adds up more weights, so each moves less
 _WEIGHT_DECAY = 0.01
 _THRESHOLD_STEPS = 4  # of Newton's method
 
@@ -139,12 +140,13 @@ def fit(
         name: torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
         for name, values in first.items()
     }
-    optimizer = torch.optim.AdamW(p.values(), lr=min(_MAX_STEP, _STEP_TIMES_WIDTH / D), weight_decay=_WEIGHT_DECAY)
-    batches = -(-T // _BATCH_TOKENS)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
+    step = min(_MAX_STEP, _STEP_TIMES_WIDTH / D)
+    optimizer = torch.optim.AdamW(p.values(), lr=step, weight_decay=_WEIGHT_DECAY)
+    batch_tokens = min(_BATCH_TOKENS, max(1, T // _EPOCH_STEPS))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-T // batch_tokens))
     chosen = torch.from_numpy(experts.astype(np.int64)).to(device)
     for _ in range(epochs):
-        for batch in torch.from_numpy(rng.permutation(T)).to(device).split(_BATCH_TOKENS):
+        for batch in torch.from_numpy(rng.permutation(T)).to(device).split(batch_tokens):
             z = inputs.z[batch]
             scores = torch.addmm(p["bias"], z, p["weight"].T)
             if kind == "mlp":

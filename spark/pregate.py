@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +26,13 @@ from spark import predictors
 from spark.predictors import F32, TRAINED
 
 VERSION = 1
+METADATA = "spark.pregate"  # the one key of the file's metadata: several would be written in any order
 HELD_OUT_ONE_IN = 5  # sessions
 HELD_OUT_ROWS_ONE_IN = 4  # of max_rows
 MIN_TRAIN_TOKENS = 256
 MIN_HELD_OUT_TOKENS = 64
 PASS_BYTES = 2 << 30  # hidden states in memory at a time: as many layers as fit are read in one pass
+SHARED_WEIGHTS = 1 << 16  # of a router; threads that share smaller products mostly wait for each other
 
 _ROUTERS = ("qwen3moe",)  # architectures whose router is one norm and one matrix: the largest logits are chosen
 
@@ -45,7 +47,7 @@ class PregateOptions:
 
     epochs: passes over the training tokens. max_rows: the most tokens to train on; a quarter of it is the most
     to measure on. hidden_units: of the MLP. seed: of the sample, the first weights and the order.
-    device: of torch. threads: of torch on the CPU; None leaves its own choice.
+    device: of torch. threads: of torch on the CPU; None takes one for small models, else torch's own choice.
     count: the held-out tokens that recall is measured on, those the model itself would have decoded or all.
     """
 
@@ -144,17 +146,18 @@ def train(
     torch = require_torch()
     _check(options, out, torch)
     began = time.monotonic()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads or threads)
+    with open_model(model_path) as file:
+        trace = read_routing(trace_dir, file.model_id)
+        split = _split(trace, trace_dir, options)
+        routers = tuple(_router(file, layer) for layer in trace.layers)
+        eps = file.value(f"{file.architecture}.attention.layer_norm_rms_epsilon", float)
+    work = _Work(trace_dir, trace, split, routers, eps, options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads or (1 if routers[0].size < SHARED_WEIGHTS else before))
     try:
-        with open_model(model_path) as file:
-            trace = read_routing(trace_dir, file.model_id)
-            split = _split(trace, trace_dir, options)
-            routers = tuple(_router(file, layer) for layer in trace.layers)
-            eps = file.value(f"{file.architecture}.attention.layer_norm_rms_epsilon", float)
-        tensors, rows = _train(_Work(trace_dir, trace, split, routers, eps, options), progress)
+        tensors, rows = _train(work, progress)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     report = Report(
         model=str(model_path),
         model_id=trace.model_id,
@@ -169,7 +172,7 @@ def train(
         count=options.count,
         seconds=time.monotonic() - began,
     )
-    _save(out, tensors, trace.layers, eps, report)
+    _save(tensors, work, report)
     return report
 
 
@@ -326,20 +329,21 @@ def _check_finite(hidden: F16, path: Path, layer: int) -> None:
     )
 
 
-def _save(out: Path, tensors: dict[str, F32], layers: Sequence[int], eps: float, report: Report) -> None:
+def _save(tensors: dict[str, F32], work: _Work, report: Report) -> None:
     """Write the predictors and what is known of them (docs/pregate.md), whole or not at all."""
     from safetensors.numpy import save
 
-    metadata = {
-        "format": "spark-pregate",
-        "version": str(VERSION),
+    known = {
+        "version": VERSION,
         "model_id": report.model_id,
-        "layers": json.dumps(layers),
-        "n_expert": str(report.n_expert),
-        "n_expert_used": str(report.n_expert_used),
-        "eps": repr(eps),
-        "predictors": json.dumps(TRAINED),
-        "rows": json.dumps([asdict(row) for row in report.rows if row.predictor in TRAINED]),
+        "layers": work.trace.layers,
+        "n_embd": work.routers[0].shape[1],
+        "n_expert": report.n_expert,
+        "n_expert_used": report.n_expert_used,
+        "eps": work.eps,
+        "predictors": TRAINED,
+        "options": asdict(work.options),
+        "rows": [asdict(row) for row in report.rows if row.predictor in TRAINED],
     }
-    with replacing(out, "predictors") as file:
-        file.write(save(tensors, metadata))
+    with replacing(report.out, "predictors") as file:
+        file.write(save(tensors, {METADATA: json.dumps(known)}))

@@ -240,7 +240,7 @@ def _serve(
 def _row(
     name: str, trace: RoutingTrace, placed: Placement, served: Served | None, expected: tuple[tuple[int, ...], ...]
 ) -> Row:
-    result = simulate.simulate(trace, placed, policy.LRU)
+    result = simulate.simulate(trace, placed, policy.AGED if name == "spark" else policy.LRU)
     uses = np.maximum(result.hits + result.misses, 1)
     row = Row(
         name,

@@ -118,7 +118,7 @@ def test_all_blocks_on_a_line_as_old_versions_wrote(tmp_path: Path) -> None:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_the_order_of_messages_in_the_file_does_not_matter(
     tmp_path_factory: pytest.TempPathFactory, rng: random.Random
 ) -> None:
@@ -408,6 +408,14 @@ def test_damage_is_counted_by_reason_and_stops_nothing(tmp_path: Path) -> None:
     }
 
 
+def test_a_result_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
+    records = [*PLAIN[:6], result("r9", "r1", "t1", "b.py"), *PLAIN[6:]]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    sessions, report = run(tmp_path)
+    assert words(sessions[SESSION]) == PLAIN_WORDS
+    assert report.skipped_lines == {"replay": 1}
+
+
 def test_half_a_surrogate_pair_is_mended(tmp_path: Path) -> None:
     halves = call("t", x="\ude00 ok \U0001f600")
     write(tmp_path, f"{SESSION}.jsonl", [user("u1", None, "cut \ud83d"), answer("a1", "u1", "m", halves)])
@@ -425,7 +433,11 @@ def test_one_message_id_for_everything_does_not_melt_the_session(tmp_path: Path)
         answer("a2", "u2", "msg_local", text("2")),
     ]
     write(tmp_path, f"{SESSION}.jsonl", records)
-    assert words(run(tmp_path)[0][SESSION]) == ["u: one", "a: 1", "u: two", "a: 2"]
+    agent = [user("v1", None, "three"), answer("b1", "v1", "msg_local", text("3"))]
+    write(tmp_path, f"{SESSION}/subagents/agent-ab12.jsonl", agent)
+    sessions, _ = run(tmp_path)
+    assert words(sessions[SESSION]) == ["u: one", "a: 1", "u: two", "a: 2"]
+    assert words(sessions[f"{SESSION}/agent-ab12"]) == ["u: three", "a: 3"]
 
 
 def test_a_session_without_a_response_is_left_out(tmp_path: Path) -> None:
@@ -456,7 +468,7 @@ junk = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_no_value_in_any_place_breaks_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Every field of a good log, replaced by anything: the run ends, and what is written can be read."""
     records = copy.deepcopy([*COMPACTED, progress("p1", PLAIN[0])])

@@ -369,7 +369,7 @@ COMPACTED = [
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_no_value_in_any_place_breaks_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Every field of a good log, replaced by anything: the run ends, and what is written can be read."""
     records: list[Any] = copy.deepcopy(COMPACTED)

@@ -80,7 +80,7 @@ PLACES = (
 
 @pytest.mark.parametrize("kind", SHAPES)
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_a_key_of_a_known_shape_never_gets_through(kind: str, data: st.DataObject) -> None:
     secret = data.draw(SHAPES[kind])
     text = data.draw(st.sampled_from(PLACES)).format(secret)
@@ -118,7 +118,7 @@ POSITIONS = (
 
 @pytest.mark.parametrize("position", range(len(POSITIONS)))
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_a_secret_never_gets_through_where_its_name_is(position: int, data: st.DataObject) -> None:
     place, strategy = POSITIONS[position]
     secret = data.draw(strategy)
@@ -131,6 +131,7 @@ def test_a_secret_never_gets_through_where_its_name_is(position: int, data: st.D
 @given(
     drawn(BASE64, 64 * 6), st.sampled_from(["RSA PRIVATE KEY", "PRIVATE KEY", "OPENSSH PRIVATE KEY"]), st.integers(0, 3)
 )
+@settings(deadline=None)
 def test_private_keys_never_get_through(key: str, name: str, form: int) -> None:
     lines = [key[i : i + 64] for i in range(0, len(key), 64)]
     text = "\n".join([f"-----BEGIN {name}-----", *lines, f"-----END {name}-----", "after"])
@@ -147,15 +148,16 @@ def test_private_keys_never_get_through(key: str, name: str, form: int) -> None:
     assert redact(redacted) == redacted
 
 
-PIECES = """sk- ghp_ AKIA eyJ :// : @ " token = PRIVATE KEY----- -----BEGIN -----END [REDACTED:password] Bearer <password> </ curl
--u a: password --token {} $X \\ İ Ab3Ab3Ab3Ab3Ab3Ab3Ab3Ab3 99999999999999999999"""
+PIECES = """\
+sk- ghp_ AKIA eyJ :// : @ " token = PRIVATE KEY----- -----BEGIN -----END [REDACTED:password] Bearer <password> </
+curl -u a: password --token {} $X \\ İ Ab3Ab3Ab3Ab3Ab3Ab3Ab3Ab3 99999999999999999999"""
 fragments = st.sampled_from(
     ["\n", " ", *PIECES.split(), *(place.format("S3cretS3cretS3cret99") for place, _ in POSITIONS)]
 )
 
 
 @given(st.lists(fragments | st.text(max_size=5), max_size=12).map("".join))
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @example("password=[REDACTED:password]")
 @example("https://u:[REDACTED:url-password]@h")
 def test_redacting_twice_is_redacting_once(text: str) -> None:

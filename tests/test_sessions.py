@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import FileFormatError, SparkError
@@ -46,6 +46,7 @@ sessions = st.builds(
 
 
 @given(st.lists(sessions, max_size=3))
+@settings(deadline=None)
 def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, written: list[Session]) -> None:
     path = tmp_path_factory.mktemp("s") / "sessions.jsonl"
     write_sessions(path, written)
@@ -113,6 +114,7 @@ def test_a_missing_file_is_explained(tmp_path: Path) -> None:
 
 
 @given(st.text("ab/#~", max_size=8), st.text("cd", min_size=1))
+@settings(deadline=None)
 def test_the_root_is_what_precedes_the_first_mark(rest: str, root: str) -> None:
     rest = rest and "/" + rest
     assert root_of(root + rest) == root

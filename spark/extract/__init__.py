@@ -59,9 +59,7 @@ def extract(
     """
     if not 0 <= options.test_frac <= 1:
         raise UsageError(f"the test fraction is {options.test_frac}, expected 0 to 1")
-    logs = {family: list_logs(homes, _FOLDERS[family]) for family, homes in _homes(options).items()}
-    total = sum(size for files in logs.values() for _, size in files)
-    done = 0
+    total = done = 0
 
     def advance(size: int) -> None:
         nonlocal done
@@ -70,6 +68,8 @@ def extract(
 
     intake = Intake(redact=options.redact, advance=advance, spool_dir=options.out_dir)
     tally = Tally(count_tokens or estimate_tokens)
+    logs = {family: list_logs(homes, _FOLDERS[family], intake) for family, homes in _homes(options).items()}
+    total = sum(size for files in logs.values() for _, size in files)
     progress(0, total)
     try:
         options.out_dir.mkdir(parents=True, exist_ok=True)
@@ -182,6 +182,6 @@ def _unused(session_id: str, used: set[str]) -> str:
     """The id, or one beside it of the same root: a session's log may lie in two places, with different ends."""
     root, number, candidate = root_of(session_id), 2, session_id
     while candidate in used:
-        candidate = f"{root}/{number}{session_id[len(root):]}"
+        candidate = f"{root}/{number}{session_id[len(root) :]}"
         number += 1
     return candidate

@@ -27,6 +27,7 @@ _BOOKKEEPING = frozenset(
     "agent-color agent-setting permission-mode worktree-state pr-link attribution-snapshot speculation-accept "
     "content-replacement".split()
 )
+_ID_LENGTH = 16  # of message ids that are taken to be unique: some servers give every response the same short one
 
 
 @dataclass(slots=True)
@@ -168,18 +169,17 @@ class _Log:
         message_id = as_text(message.get("id"))
         at, words = self._spool.put(parts)
         node = self._responses.get((thread, message_id)) if message_id else None
-        if node is not None and not self._continues(node, parent):
-            node = None
-        if node is None:
-            identity = fingerprint(f"message {message_id}" if message_id else f"record {uuid or words}")
-            node = self._new_node(record, thread, True, identity)
+        if node is None or not self._continues(node, parent):
+            own_id = node is None and len(message_id) >= _ID_LENGTH
+            identity = f"message {message_id} {'' if own_id else words}" if message_id else f"record {uuid or words}"
+            node = self._new_node(record, thread, True, fingerprint(identity))
             if message_id:
                 self._responses[thread, message_id] = node
+        elif (node.identity, words) in self._said:
+            self._intake.skip("replay")
+            self._note_id(record, node)
+            return
         else:
-            if (node.identity, words) in self._said:
-                self._intake.skip("replay")
-                self._note_id(record, node)
-                return
             node.lines += 1
         self._said.add((node.identity, words))
         node.parts.append(at)
@@ -192,7 +192,7 @@ class _Log:
                 tools.observe(part.name, part.arguments)
 
     def _continues(self, node: Node, parent: int | None) -> bool:
-        """Whether a line with the node's message id belongs to it: some servers give every response one id."""
+        """Whether a line with the node's message id belongs to the node, by what it answers."""
         above = self._resolve(parent)
         return above is None or above is node or parent == node.parent or above.thread != node.thread
 
@@ -242,13 +242,13 @@ class _Log:
     def _settle(self, node: Node, caller: Node) -> None:
         """Join results to the response whose calls they answer."""
         node.home = caller
-        caller.lines += node.lines
-        caller.after += node.after
-        for call_id, at in node.results.items():
-            if call_id in caller.results:
-                self._intake.skip("replay", 0 if len(node.results) > 1 else 1)
-            else:
-                caller.results[call_id] = at
+        new = {call_id: at for call_id, at in node.results.items() if call_id not in caller.results}
+        if new or node.after:
+            caller.results.update(new)
+            caller.after += node.after
+            caller.lines += node.lines
+        else:
+            self._intake.skip("replay", node.lines)
 
     # --- Order ---
 

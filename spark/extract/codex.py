@@ -15,23 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark.extract.conversation import Conversation, ToolTable
-from spark.extract.intake import (
-    Intake,
-    Part,
-    Spool,
-    as_object,
-    as_text,
-    fingerprint,
-    is_inserted,
-    parse_json,
-    read_records,
-)
+from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, is_inserted, read_records
+from spark.extract.items import item_parts, text_parts
 from spark.extract.roots import Group, LogFile, codex_meta
 from spark.sessions import Session
 
 _BOOKKEEPING = frozenset(("turn_context", "world_state", "inter_agent_communication_metadata"))
-_MIRRORED = {"user_message": "user", "agent_message": "assistant", "agent_reasoning": "reasoning"}
-_EXTRA_KEYS = ("type", "id", "call_id", "status", "timestamp", "ordinal", "internal_chat_message_metadata_passthrough")
+_MIRRORS = ("user_message", "agent_message", "agent_reasoning")
 
 
 @dataclass(slots=True)
@@ -106,7 +96,7 @@ class _Log:
         self._early: dict[str, _Item] = {}  # results that came before their calls
         self._mirrors: list[list[Part]] | None = []  # what events say, until an item shows that they are copies
         self._mirror_lines = 0
-        self._shown: list[bool] = []  # by item index: the model wrote it or the user typed it
+        self._responses: list[bool] = []  # by item index: the model wrote it
         self.prints: array[int] = array("Q")
 
     # --- Reading ---
@@ -131,7 +121,7 @@ class _Log:
         elif kind == "compacted":
             self._compact(payload)
         elif kind == "inter_agent_communication":
-            self._add_parts(self._texts(payload, "user"))
+            self._add_parts(text_parts(payload, "user", self._intake))
         else:
             self._intake.skip("unknown_type")
 
@@ -148,7 +138,7 @@ class _Log:
             self._tools.define(self._intake.value(definition))
 
     def _add_item(self, payload: dict[str, Any]) -> None:
-        if not self._add_parts(self._parts(payload)):
+        if not self._add_parts(item_parts(payload, self._intake, self._tools)):
             return
         self._mirrors = None
         self._intake.skip("mirror", self._mirror_lines)
@@ -178,7 +168,7 @@ class _Log:
         place, value = self._spool.put(parts)
         self.prints.append(value)
         prompt, response = parts[0].typed, parts[0].role == "assistant"
-        self._shown.append(prompt or response)
+        self._responses.append(response)
         return _Item(place, len(self.prints) - 1, prompt, response, self._timestamp)
 
     def _add_event(self, payload: dict[str, Any]) -> None:
@@ -186,7 +176,7 @@ class _Log:
         turns = payload.get("num_turns")
         if kind == "thread_rolled_back" and isinstance(turns, int) and turns > 0:
             self._roll_back(turns)
-        if kind not in _MIRRORED:
+        if kind not in _MIRRORS:
             self._intake.skip("bookkeeping")
             return
         text = self._intake.text(payload.get("message") or payload.get("text"))
@@ -194,12 +184,10 @@ class _Log:
             self._intake.skip("mirror")
             return
         self._mirror_lines += 1
-        role = _MIRRORED[kind]
-        if role == "reasoning":
-            self._mirrors.append([Part("reasoning", text)])
+        if kind == "user_message":
+            self._mirrors.append([Part("text", text, "user", not is_inserted(text))])
         else:
-            user = role == "user"
-            self._mirrors.append([Part("text", text, "user" if user else "assistant", user and not is_inserted(text))])
+            self._mirrors.append([Part("reasoning" if kind == "agent_reasoning" else "text", text)])
 
     def _roll_back(self, turns: int) -> None:
         """Take the last turns back: they become a branch."""
@@ -213,11 +201,11 @@ class _Log:
         """Begin a segment with what took the place of the items so far."""
         history = payload.get("replacement_history")
         self.prints.append(fingerprint(json.dumps(payload, sort_keys=True, default=str)))
-        self._shown.append(False)
+        self._responses.append(False)
         index = len(self.prints) - 1
         segment = _Segment()
         for replaced in history if isinstance(history, list) else []:
-            if parts := self._parts(as_object(replaced)):
+            if parts := item_parts(as_object(replaced), self._intake, self._tools):
                 place = self._spool.put([part._replace(typed=False) for part in parts])[0]
                 segment.items.append(_Item(place, index, False, False, self._timestamp))
         if not segment.items and (summary := self._intake.text(payload.get("message"))):
@@ -232,99 +220,14 @@ class _Log:
             self._segments[-1].items.append(self._new_item(parts))
         self._mirrors = None
 
-    # --- Items ---
-
-    def _parts(self, payload: dict[str, Any]) -> list[Part] | None:
-        """The parts of an item; None if its type is unknown."""
-        kind = as_text(payload.get("type"))
-        call_id = as_text(payload.get("call_id")) or as_text(payload.get("id"))
-        if kind == "message":
-            return self._texts(payload, as_text(payload.get("role")))
-        if kind == "agent_message":  # from another agent
-            return self._texts(payload, "user")
-        if kind == "reasoning":
-            texts = [self._joined(payload.get(key)) for key in ("summary", "content")]
-            if not any(texts) and payload.get("encrypted_content"):
-                self._intake.drop("encrypted")
-            return [Part("reasoning", text) for text in texts if text]
-        if kind in ("compaction", "context_compaction"):
-            self._intake.drop("encrypted")
-            return []
-        if kind == "ghost_snapshot":
-            return []
-        if kind.endswith("_output"):
-            output = payload.get("tools") if kind == "tool_search_output" else payload.get("output")
-            if kind == "tool_search_output":
-                for definition in output if isinstance(output, list) else []:
-                    self._tools.define(self._intake.value(definition))
-                text = json.dumps(self._intake.value(output), ensure_ascii=False)
-            else:
-                text = self._joined(output)
-            return [Part("result", text, "tool", call_id=call_id)]
-        if kind.endswith("_call"):
-            name, arguments = self._call(kind, payload)
-            parts = [Part("call", call_id=call_id, name=name, arguments=self._intake.value(arguments))]
-            if kind == "image_generation_call" and payload.get("result"):
-                parts.append(Part("result", "[image]", "tool", call_id=call_id))
-            return parts
-        return None
-
-    def _call(self, kind: str, payload: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of a call."""
-        if kind == "function_call":
-            name, space = as_text(payload.get("name")) or "unnamed", as_text(payload.get("namespace"))
-            joint = "" if not space or space[-1] in "_./:" else "."
-            return f"{space}{joint}{name}", _arguments(payload.get("arguments"))
-        if kind == "custom_tool_call":
-            return as_text(payload.get("name")) or "unnamed", _arguments(payload.get("input"))
-        if kind == "local_shell_call":
-            action = {k: v for k, v in as_object(payload.get("action")).items() if k != "type" and v is not None}
-            return "local_shell", action
-        if kind == "web_search_call":
-            return "web_search", as_object(payload.get("action"))
-        if kind == "tool_search_call":
-            return "tool_search", _arguments(payload.get("arguments"))
-        if kind == "image_generation_call":
-            return "image_generation", {"prompt": as_text(payload.get("revised_prompt"))}
-        return kind.removesuffix("_call"), {k: v for k, v in payload.items() if k not in _EXTRA_KEYS}
-
-    def _texts(self, payload: dict[str, Any], role: str) -> list[Part]:
-        text = self._joined(payload.get("content"))
-        if not text:
-            return []
-        if role in ("system", "developer"):
-            return [Part("text", text, "system")]
-        if role == "assistant":
-            return [Part("text", text)]
-        return [Part("text", text, "user", payload.get("type") == "message" and not is_inserted(text))]
-
-    def _joined(self, content: object) -> str:
-        """The text of a string, of content items, or of an object that holds either."""
-        if isinstance(content, str):
-            return self._intake.text(content)
-        if isinstance(content, dict):
-            return self._joined(content.get("content"))
-        texts = []
-        for item in content if isinstance(content, list) else []:
-            kind = as_text(as_object(item).get("type"))
-            if isinstance(item, str):
-                texts.append(self._intake.text(item))
-            elif "image" in kind:
-                texts.append("[image]")
-            elif isinstance(as_object(item).get("text"), str):
-                texts.append(self._intake.text(item["text"]))
-            else:
-                self._intake.drop("encrypted" if "encrypted" in kind else "unknown")
-        return "\n".join(text for text in texts if text)
-
     # --- Writing ---
 
     def conversations(self, copied: int) -> Iterator[Conversation]:
         """The thread's conversations without the first `copied` items: segments, each with its branches.
 
-        An opening that holds only instructions and the environment is no copy: every thread has them.
+        An opening without a response is no copy: instructions and the environment are the same in every thread.
         """
-        if not any(self._shown[:copied]):
+        if not any(self._responses[:copied]):
             copied = 0
         self._intake.skip("replay", copied)
         for number, segment in enumerate(self._segments, 1):
@@ -351,14 +254,3 @@ class _Log:
             yield Part("text", self._instructions, "system")
         for item in items:
             yield from self._spool.get(item.place)
-
-
-def _arguments(value: object) -> dict[str, Any]:
-    """Arguments as an object: a string that holds one is parsed, any other goes under `input`."""
-    if isinstance(value, str):
-        try:
-            parsed = parse_json(value)
-        except ValueError:
-            parsed = None
-        return parsed if isinstance(parsed, dict) else {"input": value}
-    return value if isinstance(value, dict) else {} if value is None else {"input": value}

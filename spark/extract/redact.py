@@ -248,7 +248,7 @@ _SECRET_NAME = re.compile(  # at the end of a longer name: DB_PASSWORD, githubTo
 _BARE = r"""[^\s"'`,;&|<>(){}\[\]\\]{4,500}"""
 _ASSIGNMENT = re.compile(
     r"""(?i)(?P<name>password|passwd|passphrase|pwd|pass|secret|token|key(?:[_-]?id)?|credentials?|authorization)"""
-    r"""(?:\\?["']?\]?\s{0,3}(?:=>|:=|==?|:)\s{0,3}[bru]{0,2}|(?P<gap>[ \t]+|>))"""
+    r"""(?:\\?["']?\]?\s{0,3}(?:=>|:=|==?|:)\s{0,3}(?:[bru]{1,2}(?=\\?["'`]))?|(?P<gap>[ \t]+|>))"""
     r"""(?P<quote>\\?["'`])?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n]){1,500}"""
     rf"""|{_BARE}))(?(quote)(?:(?P=quote)|(?=\n|\Z)))"""
 )

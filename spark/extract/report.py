@@ -26,12 +26,12 @@ def estimate_tokens(text: str) -> int:
 class Report:
     """Counts of one run.
 
-    files: logs read. sessions: written, by side ("train", "test"). tokens: by role, where an
-    assistant's turns are told apart into `assistant` (text), `reasoning` and `tool_call`.
-    prompt_tokens: of the messages that the user typed; context_tokens: of all that precedes a response
-    in its session; both as percentiles p50, p90, p99. token_counter: what counted.
-    skipped_lines: lines that gave nothing, by reason. dropped_blocks: blocks inside lines that gave
-    something, by reason. redacted: secrets replaced, by kind.
+    files: logs read. sessions: written, by side ("train", "test"). tokens: by role, where the turns of
+    the assistant are told apart into `assistant` (text), `reasoning` and `tool_call`. token_counter: what
+    counted. prompt_tokens: of messages that the user typed. context_tokens: of all that precedes a
+    response in its session. Both as percentiles p50, p90, p99.
+    skipped_lines: lines that gave nothing, by reason; a reason that ends in `_file` counts files.
+    dropped_blocks: blocks inside other lines that gave nothing. redacted: secrets replaced, by kind.
     """
 
     files: int

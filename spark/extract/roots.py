@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -65,8 +66,11 @@ class _Families:
         self._parent[self.find(a)] = self.find(b)
 
 
-def list_logs(homes: Iterable[Path], folders: Sequence[str]) -> list[tuple[Path, int]]:
-    """Every *.jsonl file, with its size, under those folders of the homes; of a home without them, under itself."""
+def list_logs(homes: Iterable[Path], folders: Sequence[str], intake: Intake) -> list[tuple[Path, int]]:
+    """Every *.jsonl file, with its size, under those folders of the homes; of a home without them, under itself.
+
+    Codex's logs in other forms (compressed, or one JSON document as before July 2025) are counted as skipped.
+    """
     found: dict[Path, int] = {}
     for home in homes:
         tops = [home / folder for folder in folders if (home / folder).is_dir()] or [home]
@@ -76,6 +80,8 @@ def list_logs(homes: Iterable[Path], folders: Sequence[str]) -> list[tuple[Path,
                     path = Path(folder, name)
                     if name.endswith(".jsonl") and path.is_file():  # not a pipe
                         found[path] = path.stat().st_size
+                    elif name.startswith("rollout-"):
+                        intake.skip("unsupported_file")
     return sorted(found.items())
 
 
@@ -87,84 +93,107 @@ def plain_id(name: str) -> str:
 # --- Claude Code ---
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the first records of one of Claude Code's logs say, and its place.
+
+    name: the file's. owner: the session that a subagent belongs to, empty for other logs. relatives:
+    sessions that its records name. fork: it says that it is one.
+    """
+
+    path: Path
+    size: int
+    name: str
+    owner: str
+    started_at: str
+    relatives: tuple[str, ...]
+    fork: bool
+
+
 def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]:
     """Group Claude Code's logs by root session, in the order of their ids.
 
     A subagent's log lies in a folder named after its session (`<id>/subagents/...`) or, in older
     versions, beside it as `agent-*.jsonl` with the session's id inside. A fork names its parent. A
-    resumed copy is recognised because records in it, or their parents, are in another log too.
+    resumed copy is recognized because records in it, or their parents, are in another log too.
+    The root is the oldest session; of a session and its resumed copy the copy, which holds both.
     """
+    quiet = _quiet(intake)
+    heads = [_claude_head(path, size, quiet) for path, size in logs]
+    agents = sorted((head for head in heads if head.owner), key=lambda h: (h.started_at, h.path))
+    sessions = sorted(
+        (head for head in heads if not head.owner), key=lambda h: (h.fork, h.started_at, -h.size, h.name, h.path)
+    )
     families = _Families()
-    main: dict[str, list[tuple[bool, str, Path, int]]] = {}  # session: is a fork, started at, path, size
-    agents: list[tuple[str, str, str, Path, int]] = []  # owner, agent, started at, path, size
-    quiet = replace(intake, advance=lambda _: None, skipped=type(intake.skipped)())  # heads are read again
-    for path, size in logs:
-        name = plain_id(path.stem)
-        head = list(islice(read_records(path, quiet), HEAD_RECORDS))
-        started_at = next((t for r in head if (t := as_text(r.get("timestamp")))), "")
-        sessions = [plain_id(s) for r in head if (s := as_text(r.get("sessionId")))]
-        if "subagents" in path.parts[:-1]:
-            depth = path.parts.index("subagents")
-            agents.append((plain_id(path.parts[depth - 1]), name.removeprefix("agent-"), started_at, path, size))
-        elif name.startswith("agent-"):
-            agents.append((sessions[0] if sessions else name, name.removeprefix("agent-"), started_at, path, size))
-        else:
-            forks = [plain_id(f) for r in head if (f := as_text(as_object(r.get("forkedFrom")).get("sessionId")))]
-            main.setdefault(name, []).append((bool(forks), started_at, path, size))
-            for other in (*sessions, *forks):
-                families.join(name, other)
-    if len(main) > 1:
-        for a, b in _shared_records({name: [entry[2] for entry in files] for name, files in main.items()}, quiet):
-            families.join(a, b)
+    for head in sessions:
+        for relative in head.relatives:
+            families.join(head.name, relative)
+    for a, b in _shared_records(sessions, quiet):
+        families.join(a, b)
 
-    # The root is the oldest session; of a session and its resumed copy, the copy, which holds both.
-    members: dict[str, list[str]] = {}
-    for name in sorted(main, key=lambda name: (*_age(main[name][0]), name)):
-        members.setdefault(families.find(name), []).append(name)
+    root_of_family: dict[str, str] = {}
     grouped: dict[str, list[LogFile]] = {}
-    root_of_family = {family: names[0] for family, names in members.items()}
-    for family, names in members.items():
-        root = root_of_family[family]
-        grouped[root] = [
-            LogFile(path, size, root if name == root else f"{root}/{name}", "", started_at)
-            for name in names
-            for _, started_at, path, size in main[name]
-        ]
-    for owner, agent, started_at, path, size in sorted(agents, key=lambda a: (a[2], a[3])):
-        root = root_of_family.setdefault(families.find(owner), owner)
-        parent = root if owner in (root, agent) else f"{root}/{owner}"
-        grouped.setdefault(root, []).append(LogFile(path, size, f"{parent}/agent-{agent}", agent, started_at))
+    for head in sessions:
+        root = root_of_family.setdefault(families.find(head.name), head.name)
+        session_id = root if head.name == root else f"{root}/{head.name}"
+        grouped.setdefault(root, []).append(LogFile(head.path, head.size, session_id, "", head.started_at))
+    for head in agents:
+        root = root_of_family.setdefault(families.find(head.owner), head.owner)
+        parent = root if head.owner == root else f"{root}/{head.owner}"
+        agent = head.name.removeprefix("agent-")
+        log = LogFile(head.path, head.size, f"{parent}/agent-{agent}", agent, head.started_at)
+        grouped.setdefault(root, []).append(log)
     return [Group("claude", root, tuple(files)) for root, files in sorted(grouped.items())]
 
 
-def _age(entry: tuple[bool, str, Path, int]) -> tuple[bool, str, int]:
-    fork, started_at, _, size = entry
-    return fork, started_at, -size
+def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
+    head = list(islice(read_records(path, intake), HEAD_RECORDS))
+    named = [plain_id(s) for r in head if (s := as_text(r.get("sessionId")))]
+    forks = [plain_id(f) for r in head if (f := as_text(as_object(r.get("forkedFrom")).get("sessionId")))]
+    name, owner = plain_id(path.stem), ""
+    if "subagents" in path.parts[-4:-1]:
+        owner = plain_id(path.parts[path.parts.index("subagents", len(path.parts) - 4) - 1])
+    elif name.startswith("agent-"):
+        owner = named[0] if named else name
+    return _Head(
+        path=path,
+        size=size,
+        name=name,
+        owner=owner,
+        started_at=next((t for r in head if (t := as_text(r.get("timestamp")))), ""),
+        relatives=(*named, *forks),
+        fork=bool(forks),
+    )
+
+
+def _quiet(intake: Intake) -> Intake:
+    """An intake for heads, which are read again: what it counts is not reported."""
+    return replace(intake, advance=lambda _: None, skipped=Counter(), dropped=Counter(), redacted=Counter())
 
 
 _RECORD_ID = re.compile(rb'uid" ?: ?"([0-9A-Za-z-]{8,64})"')  # uuid, parentUuid, logicalParentUuid
 _MESSAGE_ID = re.compile(rb'"id" ?: ?"(msg_[0-9A-Za-z_-]{16,})"')
 
 
-def _shared_records(files: dict[str, list[Path]], intake: Intake) -> Iterator[tuple[str, str]]:
+def _shared_records(heads: Sequence[_Head], intake: Intake) -> Iterator[tuple[str, str]]:
     """Pairs of sessions of which one has or answers a record of the other.
 
     Ids are found by pattern, without parsing, and kept as 64-bit hashes: 12 bytes a record. Titles
     (`summary` lines) are left out: programs have written other sessions' titles into a log.
     """
-    names = list(files)
+    if len(heads) < 2:
+        return
     ids, owners = [], []
-    for owner, name in enumerate(names):
+    for owner, head in enumerate(heads):
         hashes = array("Q")
-        for path in files[name]:
-            for line in read_lines(path, intake):
-                if b'"summary"' in line[:60]:
-                    continue
-                for pattern in (_RECORD_ID, _MESSAGE_ID):
-                    for record_id in pattern.findall(line):
-                        digest = hashlib.blake2b(record_id, digest_size=8).digest()
-                        hashes.append(int.from_bytes(digest, "big"))
-        unique = np.unique(np.frombuffer(hashes, np.uint64)) if hashes else np.empty(0, np.uint64)
+        for line in read_lines(head.path, intake):
+            if b'"summary"' in line[:60]:
+                continue
+            for pattern in (_RECORD_ID, _MESSAGE_ID):
+                for record_id in pattern.findall(line):
+                    digest = hashlib.blake2b(record_id, digest_size=8).digest()
+                    hashes.append(int.from_bytes(digest, "big"))
+        unique = np.unique(np.array(hashes, np.uint64))
         ids.append(unique)
         owners.append(np.full(len(unique), owner, np.int32))
     all_ids, all_owners = np.concatenate(ids), np.concatenate(owners)
@@ -172,7 +201,7 @@ def _shared_records(files: dict[str, list[Path]], intake: Intake) -> Iterator[tu
     all_ids, all_owners = all_ids[order], all_owners[order]
     shared = np.flatnonzero(all_ids[1:] == all_ids[:-1])
     for a, b in np.unique(np.stack([all_owners[shared], all_owners[shared + 1]], axis=1), axis=0):
-        yield names[a], names[b]
+        yield heads[a].name, heads[b].name
 
 
 # --- Codex ---
@@ -186,7 +215,7 @@ def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]
     A log's first lines name the thread, and the thread it was forked from or spawned by. The same
     thread may have several logs (one archived, one that continues another); a parent may be missing.
     """
-    quiet = replace(intake, advance=lambda _: None, skipped=type(intake.skipped)())
+    quiet = _quiet(intake)
     threads: list[tuple[str, str, Path, int]] = []  # thread, started at, path, size
     parents: dict[str, str] = {}
     for path, size in logs:
@@ -247,4 +276,3 @@ def _ancestry(thread: str, parents: dict[str, str]) -> tuple[int, str]:
             return 0, min(seen[seen.index(parent) :])
         seen.append(parent)
     return len(seen) - 1, seen[-1]
-
