@@ -147,7 +147,8 @@ def main() -> None:
         for own, other in (("claude", "codex"), ("codex", "claude")):
             _, results[f"cross {own}"] = command(
                 "validate", NANO, out / own / "test.parquet", "--profile", profiles[f"{own}/train"],
-                "--cross", profiles[f"{other}/train"], "--cross", profiles["train"], "--prompts", "2", "--generate", "8",
+                "--cross", profiles[f"{other}/train"], "--cross", profiles["train"],
+                "--prompts", "2", "--generate", "8",
             )  # fmt: skip
         trace = out / "trace"
         command("calibrate", NANO, out / "train.parquet", "--out", out / "t.csv", "--trace", trace, "--hidden",

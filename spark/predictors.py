@@ -120,22 +120,26 @@ def standardize(x: F32, device: str) -> Inputs:
 
 
 def fit(
-    kind: str, inputs: Inputs, experts: Experts, start: F32, *, hidden_units: int, epochs: int, rng: np.random.Generator
-) -> dict[str, F32]:
-    """Train a predictor of `experts` [T, A] and return its tensors, for `trained_scores`.
+    inputs: Inputs, experts: Experts, starts: F32, *, hidden_units: int, epochs: int, rng: np.random.Generator
+) -> list[dict[str, dict[str, F32]]]:
+    """Train a linear predictor and an MLP for each of G targets; returns for each target {kind: tensors}.
 
-    start: float32 [E, D], the router with its norm's weights folded in, from which the linear part sets out. The
-    loss is described in docs/pregate.md. Deterministic for one device, torch and number of threads. Raises
-    NumericalError if it diverges.
+    experts: uint16 [T, G, A], to be predicted. starts: float32 [G, E, D], the targets' routers with their norms'
+    weights folded in, from which the linear parts set out. The 2G predictors share the batches and nothing else.
+    The loss is described in docs/pregate.md. Deterministic for one device, torch and number of threads. Raises
+    NumericalError if training diverges.
     """
     import torch
 
-    device, (T, D), E = inputs.z.device, inputs.z.shape, len(start)
-    first: dict[str, npt.NDArray[Any]] = {"weight": start * inputs.scale, "bias": start @ inputs.mean}
-    if kind == "mlp":
-        first["hidden.weight"] = rng.standard_normal((hidden_units, D)) / np.sqrt(D)
-        first["hidden.bias"] = np.zeros(hidden_units)
-        first["output.weight"] = np.zeros((E, hidden_units))
+    device, (T, D), (G, E, _), H = inputs.z.device, inputs.z.shape, starts.shape, hidden_units
+    linear = np.stack([starts, starts])  # of both kinds
+    first: dict[str, npt.NDArray[Any]] = {
+        "weight": (linear * inputs.scale).reshape(-1, D),
+        "bias": (linear @ inputs.mean).reshape(-1),
+        "hidden.weight": rng.standard_normal((G * H, D)) / np.sqrt(D),
+        "hidden.bias": np.zeros(G * H),
+        "output.weight": np.zeros((G, E, H)),
+    }
     p = {
         name: torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
         for name, values in first.items()
@@ -148,39 +152,51 @@ def fit(
     for _ in range(epochs):
         for batch in torch.from_numpy(rng.permutation(T)).to(device).split(batch_tokens):
             z = inputs.z[batch]
-            scores = torch.addmm(p["bias"], z, p["weight"].T)
-            if kind == "mlp":
-                hidden = torch.relu(torch.addmm(p["hidden.bias"], z, p["hidden.weight"].T))
-                scores = torch.addmm(scores, hidden, p["output.weight"].T)
+            scores = torch.addmm(p["bias"], z, p["weight"].T).view(-1, len(TRAINED), G, E)
+            hidden = torch.relu(torch.addmm(p["hidden.bias"], z, p["hidden.weight"].T)).view(-1, G, H)
+            mlp = scores[:, 1] + torch.einsum("tgh,geh->tge", hidden, p["output.weight"])
             optimizer.zero_grad()
-            _loss(scores, chosen[batch]).backward()
+            _loss(torch.stack((scores[:, 0], mlp), 1), chosen[batch, None]).backward()
             optimizer.step()
             schedule.step()
-    tensors: dict[str, F32] = {name: values.detach().cpu().numpy() for name, values in p.items()}
-    if not all(np.isfinite(values).all() for values in tensors.values()):
-        raise NumericalError(f"training a {kind} predictor diverged: its weights are not finite")
-    for prefix in ("", "hidden.") if kind == "mlp" else ("",):  # from z to the normed residual itself
-        tensors[prefix + "weight"] = tensors[prefix + "weight"] / inputs.scale
-        tensors[prefix + "bias"] = tensors[prefix + "bias"] - tensors[prefix + "weight"] @ inputs.mean
-    return tensors
+    trained: dict[str, F32] = {name: values.detach().cpu().numpy() for name, values in p.items()}
+    if not all(np.isfinite(values).all() for values in trained.values()):
+        raise NumericalError("training the predictors diverged: their weights are not finite")
+    for prefix in ("", "hidden."):  # from z to the normed residual itself
+        trained[prefix + "weight"] = trained[prefix + "weight"] / inputs.scale
+        trained[prefix + "bias"] = trained[prefix + "bias"] - trained[prefix + "weight"] @ inputs.mean
+    weight, bias = trained["weight"].reshape(-1, G, E, D), trained["bias"].reshape(-1, G, E)
+    return [
+        {
+            "linear": {"weight": weight[0, g], "bias": bias[0, g]},
+            "mlp": {
+                "weight": weight[1, g],
+                "bias": bias[1, g],
+                "hidden.weight": trained["hidden.weight"].reshape(G, H, D)[g],
+                "hidden.bias": trained["hidden.bias"].reshape(G, H)[g],
+                "output.weight": trained["output.weight"][g],
+            },
+        }
+        for g in range(G)
+    ]
 
 
 def _loss(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Binary cross-entropy of every expert against being chosen, above the token's own threshold.
+    """Binary cross-entropy of every expert against being chosen, above a threshold of the token's own.
 
-    scores [B, E], chosen int64 [B, A]. The threshold is where the chances sum to A. It is also where the loss is
-    least, so no gradient flows through it.
+    scores [T, ..., E], chosen int64 [T, ..., A] (broadcast); a mean over tokens, a sum over all else. The
+    threshold is where the chances sum to A. It is also where the loss is least, so no gradient flows through it.
     """
     import torch
 
-    A = chosen.shape[1]
+    A = chosen.shape[-1]
     with torch.no_grad():
-        threshold = scores.topk(A).values[:, -1:]
+        threshold = scores.topk(A).values[..., -1:]
         for _ in range(_THRESHOLD_STEPS):
             chance = torch.sigmoid(scores - threshold)
-            slope = (chance * (1 - chance)).sum(1, keepdim=True).clamp_min(0.1)
-            threshold += ((chance.sum(1, keepdim=True) - A) / slope).clamp(-2, 2)
-        target = torch.zeros_like(scores).scatter_(1, chosen, 1)
+            slope = (chance * (1 - chance)).sum(-1, keepdim=True).clamp_min(0.1)
+            threshold = threshold + ((chance.sum(-1, keepdim=True) - A) / slope).clamp(-2, 2)
+        target = torch.zeros_like(scores).scatter_(-1, chosen.expand(*scores.shape[:-1], A), 1)
     cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
     return cross_entropy(scores - threshold, target, reduction="sum") / len(scores)
 

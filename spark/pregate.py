@@ -248,49 +248,44 @@ def _train(work: _Work, progress: Progress) -> tuple[dict[str, F32], list[Row]]:
     passes = [range(first, min(first + at_once, L)) for first in range(0, L, at_once)]
     tensors: dict[str, F32] = {}
     rows: list[Row] = []
-    done = 0
     for number, layers in enumerate(passes):
         hidden = np.empty((len(layers), len(tokens), D), np.float16)
         for read in _read_hidden(work, layers, tokens, hidden):
             progress("reading hidden states", number * T + read, len(passes) * T)
         for i in layers:
             x = predictors.rms_norm(hidden[i - layers.start], work.eps)
-            inputs, x_held_out = predictors.standardize(x[is_train], work.options.device), x[~is_train]
-            for target in range(i, min(i + 2, L)):
-                fitted, scores = _predict(work, i, target, inputs, x_held_out)
+            for target, fitted, scores in _predict(work, i, x[is_train], x[~is_train]):
                 names = (work.trace.layers[i], work.trace.layers[target])
-                truth = work.trace.experts[work.split.held_out, target]
                 for kind in fitted:
                     prefix = "layers.{}.target.{}.".format(*names) + kind
                     tensors |= {f"{prefix}.{name}": values for name, values in fitted[kind].items()}
+                truth = work.trace.experts[work.split.held_out, target]
                 rows += [Row(name, *names, *predictors.recall(guess, truth)) for name, guess in scores.items()]
-                done += 1
-                progress("training predictors", done, 2 * L - 1)
+            progress("training predictors", i + 1, L)
     return tensors, rows
 
 
 def _predict(
-    work: _Work, layer: int, target: int, inputs: predictors.Inputs, x_held_out: F32
-) -> tuple[dict[str, dict[str, F32]], dict[str, npt.NDArray[Any]]]:
-    """For a layer and its target: the tensors of each trained predictor, and the scores of all on held-out tokens."""
+    work: _Work, layer: int, x_train: F32, x_held_out: F32
+) -> Iterator[tuple[int, dict[str, dict[str, F32]], dict[str, npt.NDArray[Any]]]]:
+    """A layer's targets: which, the tensors of each trained predictor, every predictor's scores on held-out tokens."""
     trace, split, options = work.trace, work.split, work.options
-    examples, router = trace.experts[split.train, target], work.routers[target]
-    fitted = {
-        kind: predictors.fit(
-            kind, inputs, examples, router, hidden_units=options.hidden_units, epochs=options.epochs,
-            rng=np.random.default_rng([options.seed, layer, target, TRAINED.index(kind)]),
+    targets = range(layer, min(layer + 2, len(trace.layers)))
+    examples = trace.experts[split.train, targets.start : targets.stop]
+    fitted = predictors.fit(
+        predictors.standardize(x_train, options.device), examples, np.stack([work.routers[i] for i in targets]),
+        hidden_units=options.hidden_units, epochs=options.epochs, rng=np.random.default_rng([options.seed, layer]),
+    )  # fmt: skip
+    for i, target in enumerate(targets):
+        scores: dict[str, npt.NDArray[Any]] = {
+            kind: predictors.trained_scores(tensors, x_held_out) for kind, tensors in fitted[i].items()
+        }
+        scores["router"] = x_held_out @ work.routers[target].T
+        scores["previous_token"] = predictors.reuse_scores(
+            trace.experts[:, target], trace.session, split.held_out, trace.n_expert
         )
-        for kind in TRAINED
-    }  # fmt: skip
-    scores: dict[str, npt.NDArray[Any]] = {
-        kind: predictors.trained_scores(tensors, x_held_out) for kind, tensors in fitted.items()
-    }
-    scores["router"] = x_held_out @ router.T
-    scores["previous_token"] = predictors.reuse_scores(
-        trace.experts[:, target], trace.session, split.held_out, trace.n_expert
-    )
-    scores["frequency"] = predictors.frequency_scores(examples, trace.n_expert, len(x_held_out))
-    return fitted, scores
+        scores["frequency"] = predictors.frequency_scores(examples[:, i], trace.n_expert, len(x_held_out))
+        yield target, fitted[i], scores
 
 
 def _read_hidden(work: _Work, layers: range, tokens: Tokens, out: F16) -> Iterator[int]:
