@@ -37,12 +37,15 @@ template <int wide, int shift> struct ScaledPanel {
     B w[2][8];
     F scale[2];
 
+    static I start(const Activations &a, int p) {
+        return shift < 0 ? zero_ints() : shift_left<shift < 0 ? 0 : shift>(repeat_ints(a.minus_sum[p]));
+    }
+    void finish(int p, I total, const Activations &a, Lanes &lanes) const {
+        lanes.acc[p] = fma(repeat_floats(a.d[p]), scale[p] * to_float(total), lanes.acc[p]);
+    }
     void multiply(const Activations &a, Lanes &lanes) const {
-        for (int p = 0; p < 2; p++) {
-            const I start = shift < 0 ? zero_ints() : shift_left<shift < 0 ? 0 : shift>(repeat_ints(a.minus_sum[p]));
-            const F total = to_float(dot<8, wide>(start, w[p], a.q[p]));
-            lanes.acc[p] = fma(repeat_floats(a.d[p]), scale[p] * total, lanes.acc[p]);
-        }
+        for (int p = 0; p < 2; p++)
+            finish(p, dot<8, wide>(start(a, p), w[p], a.q[p]), a, lanes);
     }
 };
 constexpr int kSignedShift = kBiasedDot ? 7 : -1;
@@ -104,8 +107,7 @@ struct IQ4_XS : ScaledPanel<0, kSignedShift> {
 
     void load(const uint8_t *const *rows, size_t offset) {
         const B table = biased(repeat_bytes(kIQ4Values));
-        const B header = load_rows(rows, offset); // d, 16 bits of high scale bits, 4 bytes of low nibbles
-        const F d = half_word<0>(header);
+        load_scales(rows, offset);
         for (int p = 0; p < 2; p++) {
             B in[4], packed[4];
             for (int g = 0; g < 4; g++)
@@ -115,6 +117,12 @@ struct IQ4_XS : ScaledPanel<0, kSignedShift> {
                 w[p][i] = look_up(table, low_nibbles(packed[i]));
                 w[p][4 + i] = look_up(table, high_nibbles(packed[i]));
             }
+        }
+    }
+    void load_scales(const uint8_t *const *rows, size_t offset) {
+        const B header = load_rows(rows, offset); // d, 16 bits of high scale bits, 4 bytes of low nibbles
+        const F d = half_word<0>(header);
+        for (int p = 0; p < 2; p++) {
             const I at = as_ints(group_constant(4 * p, 8 + 4 * p, 16 + 4 * p, 24 + 4 * p));
             const I high_at = as_ints(group_constant(16 + 2 * p, 20 + 2 * p, 24 + 2 * p, 28 + 2 * p));
             const B low = and_bytes(shift_right_by(repeat_dword<1>(header), at), as_bytes(splat_int(15)));
@@ -131,12 +139,13 @@ template <int wide> struct MinimumPanel {
     B w[2][8];
     F scale[2], minimum[2];
 
+    void finish(int p, I total, const Activations &a, Lanes &lanes) const {
+        const F u = fma_minus(scale[p], to_float(total), minimum[p] * repeat_floats(a.sum[p]));
+        lanes.acc[p] = fma(repeat_floats(a.d[p]), u, lanes.acc[p]);
+    }
     void multiply(const Activations &a, Lanes &lanes) const {
-        for (int p = 0; p < 2; p++) {
-            const F total = to_float(dot<8, wide>(zero_ints(), w[p], a.q[p]));
-            const F u = fma_minus(scale[p], total, minimum[p] * repeat_floats(a.sum[p]));
-            lanes.acc[p] = fma(repeat_floats(a.d[p]), u, lanes.acc[p]);
-        }
+        for (int p = 0; p < 2; p++)
+            finish(p, dot<8, wide>(zero_ints(), w[p], a.q[p]), a, lanes);
     }
 
     // d, dmin and 12 bytes of 6-bit scales and minimums: four low bytes of each, four of shared high parts.
@@ -211,7 +220,7 @@ struct Q5_K : MinimumPanel<4> {
 // --- integer scales of half blocks: Q6_K
 
 struct Q6_K {
-    static constexpr int kBytes = 210, kElements = 256;
+    static constexpr int kBytes = 210, kElements = 256, kScales = 192;
     B w[2][8];
     F scale, half_scale[2][2]; // [half][p]; exact integers
 
@@ -237,21 +246,23 @@ struct Q6_K {
                 w[1][4 * half + i] = zip_high32(low, high);
             }
         }
-        const I scales = as_ints(load_rows(rows, offset + 192)); // dword g: the four halves of blocks 2g, 2g + 1
+        const I scales = as_ints(load_rows(rows, offset + kScales)); // dword g: the halves of blocks 2g, 2g + 1
         half_scale[0][0] = to_float(shift_right_signed<24>(shift_left<24>(scales)));
         half_scale[1][0] = to_float(shift_right_signed<24>(shift_left<16>(scales)));
         half_scale[0][1] = to_float(shift_right_signed<24>(shift_left<8>(scales)));
         half_scale[1][1] = to_float(shift_right_signed<24>(scales));
-        scale = half_word<7>(load_rows(rows, offset + 194));
+        scale = half_word<7>(load_rows(rows, offset + kBytes - 16));
     }
 
+    void finish(int p, F total, const Activations &a, Lanes &lanes) const {
+        lanes.acc[p] = fma(repeat_floats(a.d[p]), scale * total, lanes.acc[p]);
+    }
     void multiply(const Activations &a, Lanes &lanes) const {
         for (int p = 0; p < 2; p++) {
             const F first = to_float(dot<4, 2>(repeat_ints(a.minus_half[0][p]), w[p], a.q[p]));
             const F second = to_float(dot<4, 2>(repeat_ints(a.minus_half[1][p]), w[p] + 4, a.q[p] + 4));
             // Integers below 2^24 all along: float arithmetic is exact here.
-            const F total = fma(half_scale[0][p], first, half_scale[1][p] * second);
-            lanes.acc[p] = fma(repeat_floats(a.d[p]), scale * total, lanes.acc[p]);
+            finish(p, fma(half_scale[0][p], first, half_scale[1][p] * second), a, lanes);
         }
     }
 };

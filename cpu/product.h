@@ -5,18 +5,26 @@
 #pragma once
 
 #include "formats.h"
-#include "math.h"
+#if defined(__AVX512BW__)
+#include "single_avx512.h"
+#endif
 
 namespace {
 
 using spark::Inputs;
 using spark::kSuper;
-using spark::padded;
 using spark::Weights;
 
 constexpr int64_t kTile = 32;
 constexpr int64_t kTileBytes = 24 * 1024;  // of activations, half of a first-level cache
-constexpr int64_t kAheadBytes = 8 * 1024;  // of weights: far enough to hide memory, near enough to stay in cache
+constexpr int64_t kAheadBytes = 16 * 1024; // of weights that are prefetched
+
+// Interleaved rows defeat the processor's own prefetching. Into the second-level cache: aimed at the first,
+// prefetches use up its few outstanding misses and halve the speed (docs/kernels.md).
+inline void prefetch(const uint8_t *p, size_t n) {
+    for (size_t b = 0; b < n; b += 64)
+        __builtin_prefetch(p + b, 0, 2);
+}
 
 // Lane 8c + 2g + p of a row's sum is lane g of its group in lanes[c].acc[p]; c counts panels modulo 4. The
 // first two steps of the tree are over c; a lane without terms is +0 and takes part.
@@ -74,15 +82,15 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
             const uint8_t *rows[kRows]; // past the end: the last row again
             for (int r = 0; r < kRows; r++)
                 rows[r] = w.data + least(row + r, last - 1) * w.row_bytes;
-            const uint8_t *ahead = rows[0] + padded(kAheadBytes, kRows * w.row_bytes);
+            const int64_t rows_ahead = (kAheadBytes / w.row_bytes + kRows) / kRows * kRows;
+            const bool reads_ahead = start == 0 && row + rows_ahead < last; // beyond, another thread reads
+            const uint8_t *ahead = rows[0] + rows_ahead * w.row_bytes;
             for (int64_t t = 0; t < some; t++)
                 for (int64_t c = 0; c < used; c++)
                     lanes[t][c].acc[0] = lanes[t][c].acc[1] = splat(0.0f);
             for (int64_t s = 0; s < panels; s++) {
-                // The rows interleave, which defeats the processor's own prefetching.
-                if (start == 0)
-                    for (size_t b = 0; b < kRows * kPanelBytes; b += 64)
-                        __builtin_prefetch(ahead + s * kRows * kPanelBytes + b);
+                if (reads_ahead)
+                    prefetch(ahead + s * kRows * kPanelBytes, kRows * kPanelBytes);
                 Format panel;
                 panel.load(rows, s * kPanelBytes);
                 for (int64_t t = 0; t < some; t++)
@@ -107,6 +115,45 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
         }
     }
 }
+
+#if defined(__AVX512BW__)
+constexpr int64_t kMostSpread = 64; // panels of a row, whose spread activations fit in a second-level cache
+
+// One activation row; 16 weight rows at a time, so that one fold serves four groups of four.
+template <class Single>
+void product_of_one(const Weights &w, int64_t first, int64_t last, const Activations *a, float *out) {
+    constexpr size_t kPanelBytes = size_t(Single::kBytes) * kSuper / Single::kElements;
+    const int64_t panels = w.cols / kSuper;
+    Spread spread[kMostSpread];
+    for (int64_t s = 0; s < panels; s++)
+        Single::prepare(a[s], spread[s]);
+    for (int64_t row = first; row < last; row += 16) {
+        F v[4][2];
+        for (int64_t k = 0; k < 4; k++) {
+            const uint8_t *rows[4];
+            for (int r = 0; r < 4; r++)
+                rows[r] = w.data + least(row + 4 * k + r, last - 1) * w.row_bytes;
+            const int64_t rows_ahead = (kAheadBytes / w.row_bytes + 4) / 4 * 4;
+            const bool reads_ahead = row + 4 * k + rows_ahead < last;
+            const uint8_t *ahead = rows[0] + rows_ahead * w.row_bytes;
+            Lanes lanes[4];
+            for (Lanes &l : lanes)
+                l.acc[0] = l.acc[1] = splat(0.0f);
+            for (int64_t s = 0; s < panels; s++) {
+                if (reads_ahead)
+                    prefetch(ahead + s * 4 * kPanelBytes, 4 * kPanelBytes);
+                Single panel;
+                panel.add(rows, s * kPanelBytes, a[s], spread[s], lanes[s % 4]);
+            }
+            fold_panels(lanes, least(4, panels), v[k]);
+        }
+        alignas(64) float sums[kWidth];
+        store(sums, fold_blocks(v));
+        for (int64_t i = 0; i < 16 && row + i < last; i++)
+            out[row - first + i] = sums[4 * (i % 4) + i / 4];
+    }
+}
+#endif
 
 struct F32 {
     static F load_some(const uint8_t *p) { return load(reinterpret_cast<const float *>(p)); }
@@ -136,16 +183,22 @@ void float_product_of(const Weights &w, int64_t first, int64_t last, const Input
         const uint8_t *rows[kTogether];
         for (int r = 0; r < kTogether; r++)
             rows[r] = w.data + least(row + r, last - 1) * w.row_bytes;
+        const int64_t rows_ahead = (kAheadBytes / w.row_bytes + kTogether) / kTogether * kTogether;
+        const uint8_t *ahead = rows[0] + rows_ahead * w.row_bytes;
         for (int64_t t = 0; t < n; t++) {
             const float *x = in.plain + (index ? index[t] : t) * in.cols;
+            const bool reads_ahead = t == 0 && row + rows_ahead < last;
             Sum sums[kTogether];
-            for (int64_t i = 0; i + kLanes <= w.cols; i += kLanes)
+            for (int64_t i = 0; i + kLanes <= w.cols; i += kLanes) {
+                if (reads_ahead)
+                    prefetch(ahead + kTogether * i * Format::kBytes, kTogether * kLanes * Format::kBytes);
                 for (int k = 0; k < kRegisters; k++) {
                     const F v = load(x + i + k * kWidth);
                     for (int r = 0; r < kTogether; r++)
                         sums[r].lane[k] =
                             fma(Format::load_some(rows[r] + (i + k * kWidth) * Format::kBytes), v, sums[r].lane[k]);
                 }
+            }
             for (int r = 0; r < kTogether && row + r < last; r++) {
                 if (w.cols % kLanes)
                     sums[r].tail(w.cols, [&](int64_t i, float lane) {
@@ -159,6 +212,17 @@ void float_product_of(const Weights &w, int64_t first, int64_t last, const Input
 
 void product(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
              float *out, int64_t stride) {
+#if defined(__AVX512BW__)
+    if (n == 1 && w.cols % kSuper == 0 && in.supers <= kMostSpread) {
+        const Activations *a = in.quantized + (index ? *index : 0) * in.supers;
+        switch (w.type) {
+        case SPARK_Q4_K: return product_of_one<Single4K>(w, first, last, a, out);
+        case SPARK_Q5_K: return product_of_one<Single5K>(w, first, last, a, out);
+        case SPARK_Q6_K: return product_of_one<Single6K>(w, first, last, a, out);
+        case SPARK_IQ4_XS: return product_of_one<SingleIQ4>(w, first, last, a, out);
+        }
+    }
+#endif
     switch (w.type) {
     case SPARK_F32: return float_product_of<F32>(w, first, last, in, index, n, out, stride);
     case SPARK_F16: return float_product_of<F16>(w, first, last, in, index, n, out, stride);

@@ -73,13 +73,13 @@ inline F byte_floats(B v) { return _mm256_castsi256_ps(v); }
 inline I zero_ints() { return _mm256_setzero_si256(); }
 inline I add_ints(I a, I b) { return _mm256_add_epi32(a, b); }
 
-template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q)[16]) {
+template <int steps, int wide, class Operand> inline I dot_with(I init, const B *w, Operand q) {
     const I ones = _mm256_set1_epi16(1);
     constexpr int group = wide ? wide : 1;
     for (int s = 0; s < steps; s += group) {
         I pairs = _mm256_setzero_si256();
         for (int t = s; t < s + group; t++) {
-            const B a = repeat_bytes(q[t]);
+            const B a = q(t);
             // Signed weights: |w| times q with the sign of w; a pair stays below 2 * 128 * 127 < 2^15.
             const I two = wide ? _mm256_maddubs_epi16(w[t], a)
                                : _mm256_maddubs_epi16(_mm256_abs_epi8(w[t]), _mm256_sign_epi8(a, w[t]));
@@ -88,6 +88,9 @@ template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q
         init = _mm256_add_epi32(init, _mm256_madd_epi16(pairs, ones));
     }
     return init;
+}
+template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q)[16]) {
+    return dot_with<steps, wide>(init, w, [q](int s) { return repeat_bytes(q[s]); });
 }
 inline B biased(B w) { return w; }
 

@@ -80,17 +80,18 @@ inline F byte_floats(B v) { return _mm512_castsi512_ps(v); }
 inline I zero_ints() { return _mm512_setzero_si512(); }
 inline I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
 
-template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q)[16]) {
+// `dot` for any operands q(0), q(1), ...
+template <int steps, int wide, class Operand> inline I dot_with(I init, const B *w, Operand q) {
 #ifdef __AVX512VNNI__
     for (int s = 0; s < steps; s++)
-        init = _mm512_dpbusd_epi32(init, w[s], repeat_bytes(q[s]));
+        init = _mm512_dpbusd_epi32(init, w[s], q(s));
 #else
     const I ones = _mm512_set1_epi16(1);
     constexpr int group = wide ? wide : 1;
     for (int s = 0; s < steps; s += group) {
         I pairs = _mm512_setzero_si512();
         for (int t = s; t < s + group; t++) {
-            const B a = repeat_bytes(q[t]);
+            const B a = q(t);
             // Signed weights: |w| times q with the sign of w; a pair stays below 2 * 128 * 127 < 2^15.
             const I two = wide ? _mm512_maddubs_epi16(w[t], a)
                                : _mm512_maddubs_epi16(_mm512_abs_epi8(w[t]),
@@ -102,6 +103,9 @@ template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q
     }
 #endif
     return init;
+}
+template <int steps, int wide> inline I dot(I init, const B *w, const int8_t (*q)[16]) {
+    return dot_with<steps, wide>(init, w, [q](int s) { return repeat_bytes(q[s]); });
 }
 inline B biased(B w) { return kBiasedDot ? _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80))) : w; }
 

@@ -68,7 +68,7 @@ spark_workspace::spark_workspace(const spark_limits &l, int threads, const Kerne
       plain_hidden(l.max_tokens * l.n_expert_used * l.n_ff), pair_token(l.max_tokens * l.n_expert_used),
       place_of_pair(l.max_tokens * l.n_expert_used), groups(l.n_expert), uses(l.n_expert), order(l.n_expert),
       tiles(l.max_tokens + 1),
-      expert_floats(padded((2 * kGroupTokens + l.max_tokens * l.n_expert_used) * kChunkRows, 16)),
+      expert_floats(padded(std::max((2 * kGroupTokens + l.max_tokens * l.n_expert_used) * kChunkRows, l.n_expert), 16)),
       attention_floats(padded(attention_scratch_floats(std::min<int64_t>(l.n_head_dim, kMaxHeadDim)), 16)),
       expert_scratch(expert_floats * threads), attention_scratch(attention_floats * threads) {}
 

@@ -62,13 +62,15 @@ struct spark_workspace {
     int64_t expert_floats, attention_floats; // of scratch, for each thread
     spark::Buffer<float> expert_scratch, attention_scratch;
 
-    // Rows 0..n of something, in chunks of a multiple of 16 rows that take some microseconds each.
+    // Rows 0..n of something, in chunks of a multiple of 16 rows: long enough that claiming one costs little
+    // and that a thread reads ahead mostly for itself, short enough that threads end together.
     template <class Work> void rows(int64_t n, double row_ns, Work work) {
-        constexpr double kChunkNs = 8000;
+        const double total_ns = double(n) * row_ns, fair_ns = total_ns / (16 * pool.threads());
+        const double chunk_ns = fair_ns < 8e3 ? 8e3 : fair_ns > 2e5 ? 2e5 : fair_ns;
         const int64_t share = spark::padded((n + pool.threads() - 1) / pool.threads(), 16);
-        int64_t chunk = spark::padded(int64_t(kChunkNs / row_ns) + 1, 16);
+        int64_t chunk = spark::padded(int64_t(chunk_ns / row_ns) + 1, 16);
         if (chunk > share)
-            chunk = double(n) * row_ns < kChunkNs / 4 ? n : share;
+            chunk = total_ns < 2e3 ? n : share;
         if (n > 0)
             pool.run((n + chunk - 1) / chunk, [&](int64_t i, int thread) {
                 work(i * chunk, i * chunk + chunk < n ? i * chunk + chunk : n, thread);

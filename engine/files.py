@@ -18,10 +18,15 @@ def replacing(path: Path, what: str, *, mode: int = 0o644, hint: str = "") -> It
 
     It is written under a temporary name in the same folder, synced and renamed, so a reader, a crash or a
     full disk never meets half a file; what was there before stays until then. A symbolic link stays one.
-    An OSError becomes a SparkError that names `what` and the path.
+    A device or a pipe, which nothing can take the place of, is written to as it is. An OSError becomes a
+    SparkError that names `what` and the path.
     """
     target = path.resolve()
     try:
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
         temporary = Path(name)
         try:

@@ -24,9 +24,10 @@ from engine import placement, policy, simulate
 from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import FileFormatError, SparkError, UsageError
+from engine.gguf import open_model
 from engine.profile import Profile
 from engine.protocol import Sampling
-from engine.trace import part_paths, read_routing
+from engine.trace import estimate_bytes, part_paths, read_routing
 from spark import replay
 from spark.client import DaemonClient, Deadlines
 from spark.replay import Progress
@@ -108,6 +109,15 @@ def partial_path(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
+def trace_bytes(model: Path, options: CalibrateOptions) -> int:
+    """About what the trace of a calibration takes on disk, at most."""
+    with open_model(model) as file:
+        keys = ("block_count", "expert_used_count", "embedding_length")
+        n_layer, n_used, n_embd = (file.value(f"{file.architecture}.{key}", int) for key in keys)
+    n_tokens = read_tokens(options.tokens).n_tokens
+    return estimate_bytes(min(n_tokens, options.max_tokens or n_tokens), n_layer, n_used, n_embd, options.hidden)
+
+
 def calibrate(
     config: EngineConfig, options: CalibrateOptions, deadlines: Deadlines, progress: Progress
 ) -> CalibrateReport:
@@ -129,13 +139,18 @@ def calibrate(
                 hint="tokenize with a smaller --window",
             )
         fingerprint = _fingerprint(options, model["model_id"])
-        tally = _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
-        if options.resume:
-            tally = _load_checkpoint(options.out, fingerprint) or tally
-            if options.trace_dir is not None and options.trace_dir.exists():
-                # A window that was traced but not counted will be traced again.
-                for part in part_paths(options.trace_dir)[tally.trace_parts :]:
-                    part.unlink()
+        checkpoint = _load_checkpoint(options.out, fingerprint) if options.resume else None
+        tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
+        if options.trace_dir is not None and options.trace_dir.exists():
+            parts = part_paths(options.trace_dir)
+            if parts and checkpoint is None:
+                raise UsageError(
+                    f"{options.trace_dir} has a trace already, and there is no checkpoint to go on from",
+                    hint="name another folder for --trace",
+                )
+            # A window that was traced but not counted will be traced again.
+            for part in parts[tally.trace_parts :]:
+                part.unlink()
         resumed_tokens = tally.tokens
         began = time.monotonic()
         _count(client, file, options, tally, fingerprint, progress)
@@ -144,6 +159,12 @@ def calibrate(
         split = _split(client, file, tally, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
+        if not counted:
+            partial_path(options.out).unlink(missing_ok=True)
+            raise FileFormatError(
+                f"{options.tokens}: none of its {tally.tokens} tokens counts, so there is no profile to write",
+                hint="it needs sessions with at least one assistant turn",
+            )
         profile = Profile(
             counts=tally.counts,
             n_expert_used=used,
@@ -180,6 +201,7 @@ def _count(
     total = min(file.n_tokens, options.max_tokens or file.n_tokens)
     start = tally.counts.copy()
     client.profile("reset")
+    progress("calibrating", min(tally.tokens, total), total)
     saved = time.monotonic()
     try:
         for window in islice(file, tally.windows, None):

@@ -1,128 +1,70 @@
 """The command line: options in, one library call, a table and JSON out.
 
-Data goes to stdout, progress and messages to stderr. `main` is the one place that turns a SparkError
-into `error: ...`, `hint: ...` and an exit status.
+Data goes to stdout; progress, notes and errors to stderr. `main` is the one place that turns an exception into
+`error: ...`, `hint: ...` and an exit status.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import io
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from engine.config import Device, EngineConfig, KVType
-from engine.errors import EXIT_INTERRUPTED, SparkError
-from engine.files import replacing
+from engine.config import EngineConfig, KVType
+from engine.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
 from engine.profile import default_path
-
-if TYPE_CHECKING:
-    from spark.calibrate import CalibrateReport
-    from spark.pregate import Report as PregateReport
-    from spark.validate import Row, ValidateReport
+from spark import __version__
+from spark.console import note, progress_bars
 
 app = typer.Typer(
     name="spark",
-    help="Run a mixture-of-experts model that does not fit on your GPU, placed by your own coding sessions.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 
-class SourceName(StrEnum):
-    """Whose logs to read."""
-
-    claude = "claude"
-    codex = "codex"
-    both = "both"
-
-
-class DeviceName(StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class CountName(StrEnum):
-    """Whose routing to count."""
-
-    generated = "generated"
-    all = "all"
-
-
-class KVName(StrEnum):
-    """Type of the KV cache."""
-
-    f16 = "f16"
-    q8_0 = "q8_0"
+def _writable(path: Path | None) -> Path | None:
+    """Refuse a file that could not be written in the end, before there is any work to lose."""
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
+        return path  # a device or a pipe is written to as it is
+    target = path.resolve()
+    if target.is_dir():
+        raise UsageError(f"{path} is a folder, expected the name of a file to write")
+    if not target.parent.is_dir():
+        raise SparkError(f"{path} cannot be written: there is no folder {target.parent}", hint="make it first")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise SparkError(f"{path} cannot be written: no permission in {target.parent}", hint="write somewhere else")
+    return path
 
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
-DeviceOption = Annotated[DeviceName, typer.Option(help="Where to compute: CUDA where there is a GPU, else the CPU.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one a physical core.")]
-ReadyOption = Annotated[float, typer.Option(min=0.1, help="Seconds until the model must be loaded.")]
-GenOption = Annotated[float, typer.Option(min=0.1, help="Seconds until one request must be finished.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the figures there.")]
-
-
-# --- progress and tables ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each label on stderr: `progress(label, done, total)`; silent where stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("{task.fields[eta]}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(label: str, done: int, total: int) -> None:
-            if label not in tasks:
-                for other in tasks.values():
-                    bars.update(other, visible=False)
-                tasks[label] = bars.add_task(label, rate="", eta="")
-            elapsed = next(t.elapsed for t in bars.tasks if t.id == tasks[label]) or 0.0
-            rate = done / elapsed if elapsed > 0.5 and done else 0.0
-            bars.update(
-                tasks[label], completed=done, total=total, visible=True,
-                rate=f"{rate:,.0f}/s" if rate else "", eta=f"{(total - done) / rate:,.0f} s left" if rate else "",
-            )  # fmt: skip
-
-        yield progress
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table to stdout; numbers align right."""
-    made = Table(title=title, title_justify="left", min_width=min(len(title), 78))
-    for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i == 0 else "right")
-    for row in rows:
-        made.add_row(*(str(cell) for cell in row))
-    console = Console()
-    # Piped output is not cut to 80 columns.
-    console.print(made, width=None if console.is_terminal else 160)
-
-
-def note(text: str) -> None:
-    """A line for the reader, on stderr."""
-    typer.echo(text, err=True)
+Data = Annotated[
+    Path,
+    typer.Argument(metavar="TOKENS.parquet|SESSIONS.jsonl", help="From tokenize, or from extract-sessions."),
+]
+DeviceOption = Annotated[
+    Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="CPU threads; default: one a physical core.")
+]
+ReadyOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds until the model must be loaded.")]
+GenOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds until one request must be finished.")]
+ResidencyOption = Annotated[
+    float, typer.Option(min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold.")
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", callback=_writable, help="Also write the figures there.")
+]
 
 
 def save(path: Path | None, report: dict[str, Any]) -> None:
@@ -132,15 +74,6 @@ def save(path: Path | None, report: dict[str, Any]) -> None:
 
         write_json(path, report)
         note(f"figures written to {path}")
-
-
-def engine_config(
-    model: Path, device: DeviceName, threads: int | None, ctx: int | None = None, kv_type: KVName = KVName.f16
-) -> EngineConfig:
-    """The engine's configuration from a command's options."""
-    names: dict[DeviceName, Device] = {DeviceName.auto: "auto", DeviceName.cuda: "cuda", DeviceName.cpu: "cpu"}
-    kinds: dict[KVName, KVType] = {KVName.f16: "f16", KVName.q8_0: "q8_0"}
-    return EngineConfig(model=model, device=names[device], threads=threads, ctx_tokens=ctx, kv_type=kinds[kv_type])
 
 
 @contextlib.contextmanager
@@ -162,266 +95,270 @@ def token_file(model: Path, given: Path, progress: Callable[[str, int, int], Non
 # --- commands -----------------------------------------------------------------------------------------
 
 
+@app.callback(invoke_without_command=True)
+def spark(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Run a mixture-of-experts model that does not fit on your GPU, placed by your own coding sessions.
+
+    \b
+    The way through:
+      spark extract-sessions --out-dir sessions
+      spark calibrate MODEL.gguf sessions/train.jsonl
+      spark validate MODEL.gguf sessions/test.jsonl
+      spark serve MODEL.gguf --spark
+    """
+    if version:
+        typer.echo(f"spark {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
 @app.command("extract-sessions")
 def extract_sessions(
-    out_dir: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
-    source: Annotated[SourceName, typer.Option(help="Whose logs to read.")] = SourceName.both,
-    claude_dir: Annotated[Path | None, typer.Option(help="Claude Code's folder; default: its own.")] = None,
-    codex_dir: Annotated[Path | None, typer.Option(help="Codex's folder; default: its own.")] = None,
-    test_frac: Annotated[float, typer.Option(min=0, max=1, help="Share of whole sessions to hold out.")] = 0.2,
+    out_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder for train.jsonl and test.jsonl.")],
+    source: Annotated[Literal["claude", "codex", "both"], typer.Option(help="Whose logs to read.")] = "both",
+    claude_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Claude Code's folder; default: its own.")
+    ] = None,
+    codex_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own.")] = None,
+    test_frac: Annotated[
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of whole sessions to hold out.")
+    ] = 0.2,
     redact: Annotated[bool, typer.Option("--redact/--no-redact", help="Replace secrets by placeholders.")] = True,
     json_file: JsonOption = None,
 ) -> None:
-    """Read Claude Code and Codex logs into train.jsonl and test.jsonl, split by whole session."""
+    """Read Claude Code and Codex logs into session files.
+
+    Writes train.jsonl and test.jsonl, split by whole session: forks, resumed copies and subagents stay with the
+    session that they came from. Tool calls, tool results and reasoning are kept. What cannot be read is skipped and
+    counted.
+    """
     from spark.extract import ExtractOptions, extract
+    from spark.tables import show_extraction
 
     options = ExtractOptions(
-        out_dir=out_dir, source=source.value, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac,
-        redact=redact,
-    )  # fmt: skip
+        out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact
+    )
     with progress_bars() as progress:
         report = extract(options, lambda done, total: progress("reading logs", done, total))
-    show_extraction(report.to_json())
+    note(f"sessions written to {out_dir / 'train.jsonl'} and {out_dir / 'test.jsonl'}")
     save(json_file, report.to_json())
-
-
-def show_extraction(report: dict[str, Any]) -> None:
-    """Print what was read, what was skipped and why."""
-    rows: list[tuple[str, object]] = [
-        ("log files", report["files"]),
-        *((f"sessions, {side}", n) for side, n in report["sessions"].items()),
-        ("messages", f"{report['messages']:,}"),
-        *((f"tokens, {role}", f"{n:,}") for role, n in report["tokens"].items()),
-        *((f"{what} tokens, {p}", f"{n:,}") for what in ("prompt", "context")
-          for p, n in report[f"{what}_tokens"].items()),
-        *((f"skipped: {reason}", n) for reason, n in report["skipped_lines"].items()),
-        *((f"redacted: {kind}", n) for kind, n in report["redacted"].items()),
-    ]  # fmt: skip
-    table(f"Sessions (token counts: {report['token_counter']})", ["", "count"], rows)
+    show_extraction(report)
 
 
 @app.command()
 def tokenize(
     model: Model,
     sessions: Annotated[Path | None, typer.Argument(metavar="SESSIONS.jsonl", help="From extract-sessions.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Token file to write (Parquet).")] = None,
-    window: Annotated[int, typer.Option(min=16, help="Most tokens in one window.")] = 4096,
-    export_tokenizer: Annotated[Path | None, typer.Option(help="Write the tokenizer as tokenizer.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=_writable, help="Token file to write (Parquet).")
+    ] = None,
+    window: Annotated[int, typer.Option(min=16, metavar="N", help="Most tokens in one window.")] = 4096,
+    export_tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=_writable, help="Write the tokenizer as tokenizer.json.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Render sessions as serving would, turn by turn, and mark what the model itself would have decoded."""
+    """Render sessions as tokens, as serving would.
+
+    The token file marks what the model itself would have decoded. It is for one model: its template, its tokenizer.
+    """
     from engine import tokenizer
     from spark import tokens
+    from spark.tables import show_tokens
 
-    if export_tokenizer is None and (sessions is None or out is None):
-        raise typer.BadParameter("give SESSIONS.jsonl and --out, or --export-tokenizer")
-    if (sessions is None) != (out is None):
-        raise typer.BadParameter("SESSIONS.jsonl and --out belong together")
+    if (sessions is None) != (out is None) or (sessions is None and export_tokenizer is None):
+        raise UsageError("expected SESSIONS.jsonl with --out, or --export-tokenizer, or all three")
     if export_tokenizer is not None:
-        with replacing(export_tokenizer, "the tokenizer") as file:
-            file.write(tokenizer.load(model).to_json().encode())
+        tokens.export_tokenizer(tokenizer.load(model), export_tokenizer)
         note(f"tokenizer written to {export_tokenizer}")
     if sessions is None or out is None:
         return
     with progress_bars() as progress:
         summary = tokens.tokenize(model, sessions, out, window, lambda a, b: progress("tokenizing", a, b))
-    report = dataclasses.asdict(summary)
-    counts = [(name.replace("_", " "), f"{value:,}") for name, value in report.items() if isinstance(value, int)]
-    table("Tokens", ["", "count"], [*counts, *((f"skipped: {why}", n) for why, n in summary.skipped_turns.items())])
-    save(json_file, report)
+    note(f"tokens written to {out}")
+    save(json_file, summary.to_json())
+    show_tokens(summary)
 
 
 @app.command()
 def calibrate(
     model: Model,
-    data: Annotated[Path, typer.Argument(metavar="TOKENS.parquet|SESSIONS.jsonl", help="What to replay.")],
-    out: Annotated[Path | None, typer.Option(help="Profile to write; default: MODEL.gguf.spark.csv.")] = None,
-    count: Annotated[CountName, typer.Option(help="Whose routing to count.")] = CountName.generated,
-    generate: Annotated[int, typer.Option(min=0, help="Also count N tokens of the model's own after each window.")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="Folder for the routing of every token (Parquet).")] = None,
-    hidden: Annotated[bool, typer.Option(help="Add hidden states to the trace (large).")] = False,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint of an interrupted run.")] = False,
-    device: DeviceOption = DeviceName.auto,
+    data: Data,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Profile to write; default: MODEL.gguf.spark.csv.")
+    ] = None,
+    count: Annotated[
+        Literal["generated", "all"], typer.Option(help="Tokens whose routing counts: the model's own, or all.")
+    ] = "generated",
+    generate: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Also count N tokens that the model adds to each window.")
+    ] = 0,
+    trace: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the routing of every token.")] = None,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,
+    device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
     gen_timeout: GenOption = 3600.0,
     json_file: JsonOption = None,
 ) -> None:
-    """Replay sessions through the model, count its routing, write the placement profile."""
+    """Count the experts that sessions route to.
+
+    The sessions are replayed through the model; the counts are the profile that experts are placed by. An
+    interrupted run keeps what it counted in PROFILE.partial; --resume goes on from there and ends with the same
+    profile as a run that was never interrupted.
+    """
     from spark import calibrate as calibration
     from spark.client import Deadlines
+    from spark.tables import show_calibration
 
     target = out or default_path(model)
+    _writable(target)
+    config = EngineConfig(model=model, device=device, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    with progress_bars() as progress, token_file(model, data, progress) as tokens:
-        options = calibration.CalibrateOptions(
-            tokens, target, count.value, generate, trace, hidden, max_tokens, resume
-        )
-        try:
-            report = calibration.calibrate(engine_config(model, device, threads), options, deadlines, progress)
-        except BaseException:
-            if calibration.partial_path(target).exists():
-                note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
-            raise
-    show_calibration(report)
+    try:
+        with progress_bars() as progress, token_file(model, data, progress) as tokens:
+            options = calibration.CalibrateOptions(tokens, target, count, generate, trace, hidden, max_tokens, resume)
+            if trace is not None:
+                note(f"the trace takes up to {calibration.trace_bytes(model, options) / 2**20:,.0f} MiB")
+            report = calibration.calibrate(config, options, deadlines, progress)
+    except (KeyboardInterrupt, SystemExit, DaemonError, DeadlineError):
+        if calibration.partial_path(target).exists():
+            note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
+        raise
+    note(f"profile written to {target}")
     save(json_file, report.to_json())
-
-
-def show_calibration(report: CalibrateReport) -> None:
-    """Print what a calibration read and counted."""
-    split = ", ".join(f"{fraction:.0%} at {percent:g}%" for percent, fraction in report.split)
-    rows = [
-        ("profile", report.profile),
-        ("tokens read", f"{report.tokens:,}"),
-        ("generated tokens among them", f"{report.generated_tokens:,}"),
-        ("tokens counted", f"{report.counted_tokens:,}"),
-        ("sessions", report.sessions),
-        ("tokens/s", f"{report.tokens_per_s:,.0f}"),
-        ("share of the slots best left to the cache", split or "not measured"),
-    ]
-    table("Calibration", ["", ""], rows)
+    show_calibration(report)
 
 
 @app.command()
 def validate(
     model: Model,
-    data: Annotated[Path, typer.Argument(metavar="TOKENS.parquet|SESSIONS.jsonl", help="Held-out sessions.")],
-    profile: Annotated[Path | None, typer.Option(help="Profile to validate; default: MODEL.gguf.spark.csv.")] = None,
-    cross: Annotated[list[Path] | None, typer.Option(help="Profile of other traffic to compare; repeatable.")] = None,
-    residency: Annotated[float, typer.Option(min=0, max=100, help="Percent of all expert bytes in slots.")] = 60.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the held-out file to replay.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to serve under each policy.")] = 8,
-    generate: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 48,
-    device: DeviceOption = DeviceName.auto,
+    data: Data,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Profile to validate; default: MODEL.gguf.spark.csv.")
+    ] = None,
+    cross: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Profile of other traffic to compare; repeatable.")
+    ] = None,
+    residency: ResidencyOption = 60.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of the held-out sessions to replay.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Held-out prompts to serve under each policy.")] = 8,
+    generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 48,
+    device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
     gen_timeout: GenOption = 3600.0,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure what each policy misses on held-out sessions, beside the bound none can beat."""
+    """Measure what each placement misses on held-out sessions.
+
+    The routing of the sessions is replayed under every policy, beside the bound that none can beat (belady). Each
+    policy also serves prompts for real: its tokens must be those of the all-resident run.
+    """
     from spark import validate as validation
     from spark.client import Deadlines
+    from spark.tables import show_validation
 
+    config = EngineConfig(model=model, device=device, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress, token_file(model, data, progress) as tokens:
         options = validation.ValidateOptions(
             tokens, profile or default_path(model), tuple(cross or ()), residency, max_tokens, prompts, generate
         )
-        report = validation.validate(engine_config(model, device, threads), options, deadlines, progress)
-    show_validation(report)
+        report = validation.validate(config, options, deadlines, progress)
+    for warning in report.warnings:
+        note(f"warning: {warning}")
     save(json_file, report.to_json())
+    show_validation(report)
     if not all(row.identical_tokens for row in report.rows if row.identical_tokens is not None):
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
-
-
-def show_validation(report: ValidateReport) -> None:
-    """Print the ladder, and the cross-source rows where there are some."""
-
-    def served(row: Row) -> list[str]:
-        if row.decode_tokens_per_s is None or row.prefill_tokens_per_s is None or row.device_bytes is None:
-            return [""] * 4
-        rates = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
-        return [*rates, f"{row.device_bytes / 2**20:,.1f}", "yes" if row.identical_tokens else "NO"]
-
-    title = (
-        f"Held-out sessions at {report.residency_pct:g}% residency: {report.generated_tokens:,} generated tokens, "
-        f"{report.prompts} prompts served"
-    )
-    columns = [*_MISSES, "decode tok/s", "prefill tok/s", "fast MiB", "same tokens"]
-    table(title, columns, [[*_misses(row), *served(row)] for row in report.rows])
-    if report.cross:
-        show_cross(report, "The same sessions, placed by profiles of other traffic")
-
-
-_MISSES = ["policy", "hits", "misses/token"]
-
-
-def _misses(row: Row) -> list[str]:
-    name = row.policy if row.profile is None else f"{row.policy}, {row.profile}"
-    return [name, f"{100 * row.hit_rate:.1f}%", f"{row.misses_per_token:.2f}"]
-
-
-def show_cross(report: ValidateReport, title: str) -> None:
-    """Print the rows of the own profile and of the others, side by side."""
-    own = [row for row in report.rows if row.policy in ("uniform", "static", "spark")]
-    table(title, _MISSES, [_misses(row) for row in (*own, *report.cross)])
 
 
 @app.command("train-pregate")
 def train_pregate(
     model: Model,
     trace: Annotated[Path, typer.Argument(metavar="TRACE_DIR", help="From calibrate --trace DIR --hidden.")],
-    out: Annotated[Path, typer.Option(help="Predictors to write (safetensors).")],
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of initial weights and order.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="FILE", callback=_writable, help="Predictors to write (safetensors).")],
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the training tokens.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of initial weights and order.")] = 0,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Train predictors of each layer's experts from the residual that enters it; print their recall."""
+    """Train predictors of the experts that a layer will use.
+
+    They look at the residual that enters a layer and guess its experts and the next layer's, early enough to fetch
+    what is not resident. Printed beside guesses that need no training. Needs PyTorch: the extra `train`.
+    """
     from spark import pregate
+    from spark.tables import show_pregate
 
     options = pregate.PregateOptions(epochs=epochs, seed=seed, threads=threads)
     with progress_bars() as progress:
         report = pregate.train(model, trace, out, options, progress)
-    show_pregate(report)
+    note(f"predictors written to {out}")
     save(json_file, report.to_json())
-
-
-def show_pregate(report: PregateReport) -> None:
-    """Print the recall of each predictor, averaged over layers, and of each layer for the best of each kind."""
-    kinds: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in report.to_json()["rows"]:
-        kinds.setdefault((row["predictor"], row["target_layer"] - row["layer"]), []).append(row)
-    rows = [
-        [name, "this" if offset == 0 else "next", *(f"{_mean(found, key):.1%}" for key in _RECALLS), len(found)]
-        for (name, offset), found in kinds.items()
-    ]
-    table("Recall of the active experts", ["predictor", "layer", "first A", "first 2A", "first 3A", "layers"], rows)
-
-
-_RECALLS = ("recall_1x", "recall_2x", "recall_3x")
-
-
-def _mean(rows: list[dict[str, Any]], key: str) -> float:
-    return float(sum(row[key] for row in rows) / len(rows))
+    show_pregate(report)
 
 
 @app.command()
 def serve(
     model: Model,
     spark: Annotated[bool, typer.Option("--spark", help="Place by the profile beside the model, and learn.")] = False,
-    profile: Annotated[Path | None, typer.Option(help="Profile; default: MODEL.gguf.spark.csv.")] = None,
-    residency: Annotated[float, typer.Option(min=0, max=100, help="Percent of all expert bytes in slots.")] = 100.0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Profile; default: MODEL.gguf.spark.csv.")
+    ] = None,
+    residency: ResidencyOption = 100.0,
     cache_slots: Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of each layer.")] = "auto",
-    ctx: Annotated[int | None, typer.Option(min=1, help="Context length; default: the model's, bounded.")] = None,
-    kv_type: Annotated[KVName, typer.Option(help="Type of the KV cache.")] = KVName.f16,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill step.")] = 512,
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
-    api_key: Annotated[str | None, typer.Option(help="Required of clients; needed for any other host.")] = None,
-    device: DeviceOption = DeviceName.auto,
+    ctx: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Context length; default: the model's, bounded.")
+    ] = None,
+    kv_type: Annotated[KVType, typer.Option(help="Type of the KV cache.")] = "f16",
+    chunk: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prefill step.")] = 512,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")] = 8080,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Required of clients; needed for any other host.")
+    ] = None,
+    device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
     gen_timeout: GenOption = 3600.0,
 ) -> None:
-    """Serve the model over HTTP, in the OpenAI chat form."""
+    """Serve a model over HTTP, as OpenAI's chat API.
+
+    With --spark the experts of the profile are pinned, the other slots follow the traffic, and what was learned is
+    merged into the profile. Without it there is no profile and all slots are an LRU cache. SIGTERM lets replies
+    finish; Ctrl-C gives them three seconds.
+    """
     from spark.client import Deadlines
     from spark.server import ServeOptions
     from spark.server import serve as run_server
 
     if cache_slots != "auto" and not cache_slots.isdecimal():
-        raise typer.BadParameter(f"--cache-slots is {cache_slots!r}: expected auto or a number")
+        raise UsageError(f"--cache-slots is {cache_slots!r}: expected auto or a number")
     path = profile or default_path(model)
     if spark and not path.exists():
+        _writable(path)
         note(f"no profile at {path} yet: starting uniform, learning, saving there")
-    config = dataclasses.replace(
-        engine_config(model, device, threads, ctx, kv_type),
+    config = EngineConfig(
+        model=model,
+        device=device,
         policy="spark" if spark else "lru",
         profile=path if spark and path.exists() else None,
         residency_pct=residency,
         cache_slots=None if cache_slots == "auto" else int(cache_slots),
+        ctx_tokens=ctx,
+        kv_type=kv_type,
         chunk_tokens=chunk,
+        threads=threads,
     )
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = ServeOptions(config, host, port, api_key, deadlines, learned_profile=path if spark else None)
@@ -431,36 +368,66 @@ def serve(
 
 @app.command()
 def demo(
-    out_dir: Annotated[Path | None, typer.Option(help="Keep what the demo makes there.")] = None,
+    out_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what the demo makes there.")] = None,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Run the whole pipeline on the bundled model and sample sessions, on the CPU, in under two minutes."""
+    """Run all of it on the bundled model and sample sessions.
+
+    On the CPU, in under two minutes, with a few words on each table.
+    """
     from spark import demo as demonstration
 
     save(json_file, demonstration.run(out_dir, threads))
+
+
+# --- the end of every command -------------------------------------------------------------------------
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _fail(message: str, hint: str, status: int) -> int:
+    note(f"error: {message}")
+    if hint:
+        note(f"hint: {hint}")
+    return status
+
+
+def run() -> int:
+    """Run the command that `sys.argv` asks for; its exit status."""
+    try:
+        status: int | None = app(standalone_mode=False)
+        sys.stdout.flush()
+    except SparkError as error:
+        return _fail(error.message, error.hint, error.exit_code)
+    except typer.TyperException as error:  # of the options themselves
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "spark"
+        return _fail(" ".join(error.format_message().split()), f"{path} --help", EXIT_USAGE)
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_FAILURE
+    except OSError as error:  # a disk that is full, a folder that is gone: where no code below had more to say
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", "", EXIT_FAILURE)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    if status == EXIT_INTERRUPTED:
+        note("interrupted")
+    return status or 0
+
+
 def main() -> None:
     """Run the command line; the only place that prints errors and chooses exit statuses."""
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        app()  # ends in SystemExit: 0, 2 for usage errors, 130 for Ctrl-C
-    except SparkError as error:
-        typer.echo(f"error: {error.message}", err=True)
-        if error.hint:
-            typer.echo(f"hint: {error.hint}", err=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
+            signal.signal(number, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # paths may hold what their encoding does not have
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(run())
 
 
 if __name__ == "__main__":

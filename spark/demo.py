@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import json
-import re
-import signal
-import subprocess
-import sys
+import socket
 import tempfile
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import typer
+import uvicorn
 
+from engine import tokenizer
 from engine.config import EngineConfig
-from engine.errors import DaemonError, DeadlineError, SparkError
+from engine.errors import DaemonError, MissingExtraError, SparkError
 from engine.profile import default_path
-from spark import calibrate as calibration
-from spark import cli, pregate, tokens, validate
-from spark.client import Deadlines
+from spark import calibrate, pregate, tables, tokens, validate
+from spark.backend import Backend
+from spark.client import Deadlines, engine_command
+from spark.console import note, progress_bars, table, write
 from spark.extract import ExtractOptions, extract
+from spark.server import create_app
 
-CALIBRATION_TOKENS = 60_000
-HELD_OUT_TOKENS = 25_000
-TRACE_TOKENS = 12_000
+TEST_FRAC = 0.3
+CALIBRATION_TOKENS = 40_000
+HELD_OUT_TOKENS = 16_000
+TRACE_TOKENS = 10_000
 RESIDENCY_PCT = 60.0
 DEADLINES = Deadlines(ready_s=60.0, silence_s=60.0, total_s=120.0)
+REPLY_TOKENS = 96
 PROMPT = "Show me how argparse adds a subcommand."
+_CLOSE_S = 10.0
 
 
 def bundled() -> tuple[Path, Path]:
@@ -42,137 +46,149 @@ def bundled() -> tuple[Path, Path]:
         if not path.exists():
             raise SparkError(
                 f"{path} is not there: the demo's model and sessions come with the source tree, not with the wheel",
-                hint="clone the repository and run `make demo`",
+                hint="clone the repository and run `make demo` there",
             )
     return model, sessions
 
 
 def run(out_dir: Path | None, threads: int | None) -> dict[str, Any]:
     """Run it all; what it makes stays in `out_dir`, or goes with a temporary folder. Returns every figure."""
-    model, sessions = bundled()
-    if out_dir is not None:
+    model, logs = bundled()
+    config = EngineConfig(model=model, device="cpu", threads=threads)
+    began_s = time.monotonic()
+    if out_dir is None:
+        with tempfile.TemporaryDirectory(prefix="spark-demo-") as folder:
+            figures = _run(config, logs, Path(folder))
+        files = "`--out-dir DIR` keeps the files that it makes."
+    else:
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SparkError(f"{out_dir} cannot be made: {error.strerror}", hint="choose another --out-dir") from error
-        return _run(model, sessions, out_dir, threads)
-    with tempfile.TemporaryDirectory(prefix="spark-demo-") as folder:
-        return _run(model, sessions, Path(folder), threads)
-
-
-def _run(model: Path, logs: Path, out: Path, threads: int | None) -> dict[str, Any]:
-    config = EngineConfig(model=model, device="cpu", threads=threads)
-    began = time.monotonic()
-    figures: dict[str, Any] = {}
-
-    _say(
-        1,
-        "Sessions",
-        "Logs of Claude Code and Codex become conversations: tools, results and reasoning kept, replays dropped,\n"
-        "secrets redacted. Whole sessions are held out for the test; nothing is calibrated on them.",
-    )
-    with cli.progress_bars() as progress:
-        report = extract(
-            ExtractOptions(out, "both", logs / "claude", logs / "codex", 0.3),
-            lambda a, b: progress("reading logs", a, b),
-        )
-        extract(ExtractOptions(out / "claude", "claude", logs / "claude", None, 0.3), lambda a, b: None)
-        extract(ExtractOptions(out / "codex", "codex", None, logs / "codex", 0.3), lambda a, b: None)
-    cli.show_extraction(report.to_json())
-    figures["extract-sessions"] = report.to_json()
-
-    _say(
-        2,
-        "Tokens",
-        "Each assistant turn as serving would have rendered it, with the model's own template; `generated` marks the\n"
-        "tokens that the model itself would have decoded.",
-    )
-    files = {}
-    with cli.progress_bars() as progress:
-        for name in ("train", "test", "claude/train", "codex/test"):
-            files[name] = out / f"{name}.parquet"
-            summary = tokens.tokenize(model, out / f"{name}.jsonl", files[name])
-            figures[f"tokenize {name}"] = dataclasses.asdict(summary)
-            progress("tokenizing", len(files), 4)
-    counted = ("tokens", "generated_tokens", "windows")
-    rows = [(name, *(f"{figures[f'tokenize {name}'][key]:,}" for key in counted)) for name in files]
-    cli.table("Token files", ["file", "tokens", "generated", "windows"], rows)
-
-    _say(
-        3,
-        "Calibration",
-        "The sessions run through the model, and the experts that each layer routes to are counted. The profile is a\n"
-        "text file of counts; it also carries which share of the slots is best left to the cache.",
-    )
-    profile, claude_only = out / default_path(model).name, out / "claude" / default_path(model).name
-    with cli.progress_bars() as progress:
-        options = calibration.CalibrateOptions(files["train"], profile, max_tokens=CALIBRATION_TOKENS)
-        made = calibration.calibrate(config, options, DEADLINES, progress)
-        options = calibration.CalibrateOptions(files["claude/train"], claude_only, max_tokens=CALIBRATION_TOKENS // 2)
-        calibration.calibrate(config, options, DEADLINES, progress)
-    cli.show_calibration(made)
-    figures["calibrate"] = made.to_json()
-
-    _say(
-        4,
-        f"Validation on held-out sessions, {RESIDENCY_PCT:g}% of the experts in slots",
-        "uniform: the same share of every layer, fixed. static: placed by the profile, fixed. lru: no profile, the\n"
-        "slots follow the traffic. spark: some pinned by the profile, the rest follow. belady: the bound that no\n"
-        "policy can beat. Tokens under every policy are compared with the all-resident run's: they must be the same.",
-    )
-    with cli.progress_bars() as progress:
-        checked = validate.validate(
-            config,
-            validate.ValidateOptions(
-                files["test"], profile, (), RESIDENCY_PCT, HELD_OUT_TOKENS, prompts=6, generate_tokens=48
-            ),
-            DEADLINES,
-            progress,
-        )
-        crossed = validate.validate(
-            config,
-            validate.ValidateOptions(
-                files["codex/test"], profile, (claude_only,), RESIDENCY_PCT, HELD_OUT_TOKENS, 1, 8
-            ),
-            DEADLINES,
-            progress,
-        )
-    cli.show_validation(checked)
-    cli.show_cross(crossed, "Codex sessions, placed by a profile of Claude Code sessions alone")
-    figures["validate"], figures["cross"] = checked.to_json(), crossed.to_json()
-
-    _say(
-        5,
-        "Pre-gate",
-        "How well can a layer's experts be known before its attention has run? Small predictors from the residual\n"
-        "that enters the layer, beside guesses that need no training. A prefetcher lives on these numbers.",
-    )
-    try:
-        figures["train-pregate"] = _pregate(config, files["train"], out)
-    except SparkError as error:
-        cli.note(f"skipped: {error.message} ({error.hint})")
-
-    _say(6, "Serving", f"`spark serve {model.name} --spark` answers a chat request and keeps what it learns.")
-    figures["serve"] = _serve(model, profile, threads)
-    seconds = time.monotonic() - began
-    cli.note(f"\nThe whole pipeline took {seconds:.0f} s." + (f" Its files are in {out}." if out.exists() else ""))
+        figures = _run(config, logs, out_dir)
+        files = f"Its files are in {out_dir}."
+    seconds = time.monotonic() - began_s
+    note(f"The whole pipeline took {seconds:.0f} s. {files}")
     return {**figures, "seconds": seconds}
 
 
-def _say(number: int, title: str, text: str) -> None:
-    typer.echo(f"\n{number}. {title}\n{text}\n")
+def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
 
-
-def _pregate(config: EngineConfig, train: Path, out: Path) -> dict[str, Any]:
-    pregate.require_torch()
-    trace = out / "trace"
-    with cli.progress_bars() as progress:
-        options = calibration.CalibrateOptions(
-            train, out / "trace.spark.csv", trace_dir=trace, hidden=True, max_tokens=TRACE_TOKENS
+    _say(
+        "1. Sessions: spark extract-sessions",
+        """Logs of Claude Code and Codex become conversations: tool calls, results and reasoning are kept, replays
+        dropped, secrets redacted. Three sessions in ten are held out, whole; nothing is calibrated on them.""",
+    )
+    with progress_bars() as progress:
+        extracted = extract(
+            ExtractOptions(out, "both", logs / "claude", logs / "codex", TEST_FRAC),
+            lambda done, total: progress("reading logs", done, total),
         )
-        calibration.calibrate(config, options, DEADLINES, progress)
-        report = pregate.train(config.model, trace, out / "pregate.safetensors", pregate.PregateOptions(), progress)
-    cli.show_pregate(report)
+        for name in ("claude", "codex"):
+            extract(
+                ExtractOptions(out / name, name, logs / "claude", logs / "codex", TEST_FRAC),
+                lambda done, total: progress("reading logs", done, total),
+            )
+    tables.show_extraction(extracted)
+    figures["extract-sessions"] = extracted.to_json()
+
+    _say(
+        "2. Tokens: spark tokenize",
+        """Each assistant turn is rendered as serving would have rendered it, with the model's own chat template.
+        The tokens that the model itself would have decoded are marked: those are the ones to be fast for.""",
+    )
+    summaries = {}
+    with progress_bars() as progress:
+        for name in ("train", "test", "claude/train", "codex/test"):
+            summaries[name] = tokens.tokenize(
+                config.model, out / f"{name}.jsonl", out / f"{name}.parquet",
+                progress=lambda done, total: progress("tokenizing", done, total),
+            )  # fmt: skip
+    rows = [(n, f"{s.tokens:,}", f"{s.generated_tokens:,}", f"{s.windows:,}") for n, s in summaries.items()]
+    table("Token files", ["sessions of", "tokens", "generated", "windows"], rows)
+    figures["tokenize"] = {name: summary.to_json() for name, summary in summaries.items()}
+
+    _say(
+        "3. Calibration: spark calibrate",
+        """The sessions run through the model, and the experts that each layer routes to are counted. The profile is
+        a text file of these counts. It also says which share of the slots is best left open as a cache.""",
+    )
+    profile, claude_only = out / default_path(config.model).name, out / "claude-only.spark.csv"
+    with progress_bars() as progress:
+        calibrated = calibrate.calibrate(
+            config, calibrate.CalibrateOptions(out / "train.parquet", profile, max_tokens=CALIBRATION_TOKENS),
+            DEADLINES, progress,
+        )  # fmt: skip
+        calibrate.calibrate(
+            config,
+            calibrate.CalibrateOptions(out / "claude/train.parquet", claude_only, max_tokens=CALIBRATION_TOKENS // 2),
+            DEADLINES, progress,
+        )  # fmt: skip
+    tables.show_calibration(calibrated)
+    figures["calibrate"] = calibrated.to_json()
+
+    _say(
+        f"4. Validation on held-out sessions, {RESIDENCY_PCT:g}% of the experts in slots: spark validate",
+        """A hit is an active expert that is in a slot when its layer needs it. all: everything is. uniform: the same
+        share of every layer, fixed. static: placed by the profile, fixed. lru: no profile, the slots follow the
+        traffic. spark: some slots pinned by the profile, the others follow. belady: the bound that no policy can
+        beat. Each policy also serves prompts, and its tokens must be those of the all-resident run.""",
+    )
+    with progress_bars() as progress:
+        checked = validate.validate(
+            config,
+            validate.ValidateOptions(
+                out / "test.parquet", profile, (), RESIDENCY_PCT, HELD_OUT_TOKENS, prompts=6, generate_tokens=48
+            ),
+            DEADLINES, progress,
+        )  # fmt: skip
+        crossed = validate.validate(
+            config,
+            validate.ValidateOptions(
+                out / "codex/test.parquet", profile, (claude_only,), RESIDENCY_PCT, HELD_OUT_TOKENS, 1, 8
+            ),
+            DEADLINES, progress,
+        )  # fmt: skip
+    tables.show_validation(checked)
+    tables.show_cross(crossed, "Held-out Codex sessions, placed by all sessions and by Claude Code's alone")
+    figures["validate"], figures["cross"] = checked.to_json(), crossed.to_json()
+
+    _say(
+        "5. Pre-gate: spark train-pregate",
+        """How well are a layer's experts known before its attention has run? Small predictors look at the residual
+        that enters the layer; router, previous token and frequency are guesses that need no training. What is
+        known early can be fetched early.""",
+    )
+    try:
+        figures["train-pregate"] = _pregate(config, out)
+    except MissingExtraError as error:
+        note(f"skipped: {error.message}: {error.hint}")
+
+    _say(
+        f"6. Serving: spark serve {config.model.name} --spark --residency {RESIDENCY_PCT:g}",
+        """A chat request, answered over HTTP. What the server learns from it goes into the profile.""",
+    )
+    figures["serve"] = _serve(config, profile)
+    return figures
+
+
+def _say(title: str, text: str) -> None:
+    write(f"{title}\n{textwrap.fill(' '.join(text.split()), 88)}\n\n")
+
+
+def _pregate(config: EngineConfig, out: Path) -> dict[str, Any]:
+    pregate.require_torch()
+    trace = Path(tempfile.mkdtemp(prefix="trace-", dir=out))
+    options = calibrate.CalibrateOptions(
+        out / "train.parquet", trace / "profile.csv", trace_dir=trace, hidden=True, max_tokens=TRACE_TOKENS
+    )
+    with progress_bars() as progress:
+        calibrate.calibrate(config, options, DEADLINES, progress)
+        report = pregate.train(
+            config.model, trace, out / "pregate.safetensors", pregate.PregateOptions(threads=config.threads), progress
+        )
+    tables.show_pregate(report)
     return report.to_json()
 
 
@@ -180,61 +196,70 @@ def _pregate(config: EngineConfig, train: Path, out: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _server(arguments: list[str]) -> Iterator[int]:
-    """A `spark serve` on a free port that it tells on stderr; ended by SIGTERM, which saves the profile."""
-    command = [sys.executable, "-m", "spark.cli", "serve", *arguments, "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stderr is not None
-        lines = []
-        try:
-            for line in process.stderr:
-                lines.append(line.rstrip())
-                if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                    yield int(found[1])
-                    return
-            raise DaemonError("the server ended before it was ready", hint="\n".join(lines[-5:]))
-        finally:
-            process.send_signal(signal.SIGTERM)
+def _server(config: EngineConfig, profile: Path) -> Iterator[int]:
+    """The server of `spark serve --spark` in a thread, on a port of its own that is given; saves the profile."""
+    backend = Backend(lambda: engine_command(config), DEADLINES, profile)
+    try:
+        app = create_app(backend, tokenizer.load(config.model), config.model.stem)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = threading.Thread(target=server.run, args=([listening],), name="server", daemon=True)
+            thread.start()
             try:
-                process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise DeadlineError("the server did not end within 30 s of SIGTERM") from None
+                yield listening.getsockname()[1]
+            finally:
+                server.should_exit = True
+                thread.join(_CLOSE_S)
+    finally:
+        backend.close()
 
 
-def _serve(model: Path, profile: Path, threads: int | None) -> dict[str, Any]:
+def _serve(config: EngineConfig, profile: Path) -> dict[str, Any]:
     before = profile.read_bytes()
-    arguments = [str(model), "--spark", "--profile", str(profile), "--residency", f"{RESIDENCY_PCT:g}"]
-    arguments += ["--threads", str(threads)] if threads else []
-    with _server(arguments) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        body = {
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": 96,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        began = time.monotonic()
+    config = EngineConfig(
+        config.model, config.device, "spark", profile, residency_pct=RESIDENCY_PCT, threads=config.threads
+    )
+    with _server(config, profile) as port:
+        figures = _chat(port)
+    figures["profile_updated"] = profile.read_bytes() != before
+    write(
+        f"\n\n{figures['usage'].get('completion_tokens', 0)} tokens in {figures['seconds']:.2f} s, the first after "
+        f"{figures['first_token_s'] * 1000:.0f} ms. The profile "
+        f"{'has learned from them' if figures['profile_updated'] else 'is unchanged'}.\n\n"
+    )
+    return figures
+
+
+def _chat(port: int) -> dict[str, Any]:
+    """Ask the server and print its answer as it comes."""
+    body = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": REPLY_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    write(f"> {PROMPT}\n")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    began_s = time.monotonic()
+    first_token_s, text = 0.0, ""
+    usage: dict[str, Any] = {}
+    try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        typer.echo(f"> {PROMPT}")
-        first_s, text = 0.0, ""
-        usage: dict[str, Any] = {}
+        if response.status != 200:
+            raise DaemonError(f"the server answered {response.status}: {response.read().decode(errors='replace')}")
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
             chunk = json.loads(line[6:])
-            first_s = first_s or time.monotonic() - began
+            if "error" in chunk:
+                raise DaemonError(f"the server answered: {chunk['error']['message']}")
+            first_token_s = first_token_s or time.monotonic() - began_s
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 piece = choice["delta"].get("content") or choice["delta"].get("reasoning_content") or ""
                 text += piece
-                typer.echo(piece, nl=False)
-        seconds = time.monotonic() - began
+                write(piece)
+    finally:
         connection.close()
-    learned = profile.read_bytes() != before
-    typer.echo(
-        f"\n\n{usage.get('completion_tokens', 0)} tokens in {seconds:.2f} s, the first after {first_s * 1000:.0f} ms; "
-        f"the profile {'has learned from them' if learned else 'is unchanged'}."
-    )
-    return {"usage": usage, "seconds": seconds, "first_token_s": first_s, "text": text, "profile_updated": learned}
+    return {"usage": usage, "seconds": time.monotonic() - began_s, "first_token_s": first_token_s, "text": text}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +33,7 @@ HELD_OUT_ONE_IN = 5  # sessions
 HELD_OUT_ROWS_ONE_IN = 4  # of max_rows
 MIN_TRAIN_TOKENS = 256
 MIN_HELD_OUT_TOKENS = 64
+TORCH = "torch==2.13.0"  # as in constraints.txt, which a wheel does not have
 PASS_BYTES = 2 << 30  # hidden states in memory at a time: as many layers as fit are read in one pass
 SHARED_WEIGHTS = 1 << 16  # of a router; threads that share smaller products mostly wait for each other
 
@@ -129,8 +132,8 @@ def require_torch() -> Any:
         import torch
     except ImportError as error:
         raise MissingExtraError(
-            f"train-pregate needs PyTorch ({error}); its CPU build, torch==2.13.0, is enough",
-            hint="pip install 'spark-moe[train]' -c constraints.txt",
+            f"train-pregate needs PyTorch ({error}); its CPU build is enough",
+            hint=f"{shlex.quote(sys.executable)} -m pip install 'spark-moe[train]' {TORCH}",
         ) from error
     return torch
 

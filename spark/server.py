@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -28,6 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from engine import protocol
 from engine.config import EngineConfig
@@ -53,6 +55,7 @@ MAX_REPLIES = 64  # being made or waited for
 _KEEP_ALIVE_S = 10.0
 _SAVE_EVERY_S = 300.0
 _DRAIN_S = 30  # how long replies may go on after SIGTERM
+_HURRY_S = 3  # and after Ctrl-C
 _TAIL_TOKENS = 16  # of a prompt, where `<think>` may have been opened
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
 
@@ -132,15 +135,27 @@ def _listen(bound: socket.socket) -> None:
         raise UsageError(f"the address was taken while the model was loaded: {error}") from error
 
 
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Remember the signal; after Ctrl-C replies get less time than after SIGTERM."""
+        if sig == signal.SIGINT:
+            self.config.timeout_graceful_shutdown = _HURRY_S
+        super().handle_exit(sig, frame)
+
+
 def _run(app: Starlette, bound: socket.socket) -> None:
+    async def until_cancelled(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # a reply that went on for too long after the signal
+            await app(scope, receive, send)
+
     config = uvicorn.Config(
-        app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_S
+        until_cancelled, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_S
     )
     # After its own shutdown uvicorn raises the signals again that it caught; SIGTERM has been obeyed then.
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda number, frame: None) if main else None
     try:
-        uvicorn.Server(config).run(sockets=[bound])
+        _Server(config).run(sockets=[bound])
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ValidateReport:
-    """The ladder on held-out sessions."""
+    """The ladder on held-out sessions; warnings: of the profiles, for the user."""
 
     model: str
     profile: Path
@@ -91,6 +91,7 @@ class ValidateReport:
     prompts: int
     rows: tuple[Row, ...]
     cross: tuple[Row, ...]
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as `--json` writes it."""
@@ -121,7 +122,11 @@ def validate(
         with replay.open_daemon(replace(config, policy="all"), deadlines, progress) as client:
             model = client.ready.info["model"]
             replay.require_model(file, client)
-            loaded = [profiles.load(p, model_id=model["model_id"])[0] for p in (options.profile, *options.cross)]
+            shape = (model["n_layer"], model["n_expert"])
+            found = [
+                profiles.load(path, model_id=model["model_id"], shape=shape)
+                for path in (options.profile, *options.cross)
+            ]
             n_read = _record(client, file, options, Path(folder), progress)
             trace = read_routing(Path(folder), model["model_id"])
             prompts = _prompts(file, options.prompts, client.ready.info["ctx_tokens"] - options.generate_tokens)
@@ -132,6 +137,7 @@ def validate(
                 served[name] = _serve(client, prompts, options.generate_tokens, name, progress)
 
     sizes, layers = model["expert_bytes"], model["moe_layers"]
+    loaded = [profile for profile, _ in found]
     own, *others = (p.counts[layers] for p in loaded)
     rows = []
     for step, name in enumerate(LADDER):
@@ -149,7 +155,7 @@ def validate(
     progress("replaying policies", len(LADDER) + 1, len(LADDER) + 1)
     return ValidateReport(
         str(config.model), options.profile, options.residency_pct, n_read, int(trace.generated.sum()),
-        len(prompts), tuple(rows), tuple(cross),
+        len(prompts), tuple(rows), tuple(cross), tuple(line for _, lines in found for line in lines),
     )  # fmt: skip
 
 
@@ -178,6 +184,7 @@ def _record(
     client: DaemonClient, file: TokensFile, options: ValidateOptions, folder: Path, progress: Progress
 ) -> int:
     total, read = min(file.n_tokens, options.max_tokens or file.n_tokens), 0
+    progress("recording routing", read, total)
     for window in file:
         if read >= total:
             break

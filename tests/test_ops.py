@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import policy
-from engine.errors import SparkError
 from engine.ops import KV_BLOCK_TOKENS, Experts, Fetches, KVLayer, Limits, cpu, reference
 from engine.ops.blocks import integer_blocks
 from engine.quants import NATIVE_TYPES, QTensor
@@ -477,17 +477,6 @@ def test_the_twin_is_near_float64(case: Case) -> None:
             assert ((value - expected) ** 2).sum() <= case.nmse * (expected**2).sum(), name
 
 
-@pytest.mark.parametrize("threads", [1, 3, 5])
-def test_threads_change_no_bit(threads: int) -> None:
-    ws = cpu.workspace(LIMITS, threads)
-    for case in CASES:
-        if case.name.startswith(("attention", "expert_ffn", "head")):
-            outputs = case.run(cpu, ws)
-            assert all(same_bits(outputs[name], expected) for name, expected in twin(case).items()), case.name
-    ws.close()
-    ws.close()
-
-
 @pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
 def test_a_row_does_not_depend_on_its_step(qtype: QType) -> None:
     w, x = weights(qtype, 9, 768, 40), floats(41, 70, 768)
@@ -513,14 +502,14 @@ def test_integer_blocks_rebuild_the_weights(qtype: QType) -> None:
 @settings(max_examples=300, deadline=None)
 @given(*(st.floats(width=32, allow_nan=False, allow_infinity=False) for _ in range(3)))
 def test_fma_of_the_twin_rounds_once(a: float, b: float, c: float) -> None:
-    from fractions import Fraction
-
     value = float(reference.fma(*(np.array([v], np.float32) for v in (a, b, c)))[0])
     exact_value = Fraction(a) * Fraction(b) + Fraction(c)
     if not np.isfinite(value):
         assert abs(exact_value) >= Fraction(2) ** 128 - Fraction(2) ** 103
         return
-    for neighbor in np.nextafter(np.float32(value), np.array([-np.inf, np.inf], np.float32)):
+    with np.errstate(over="ignore"):
+        neighbors = np.nextafter(np.float32(value), np.array([-np.inf, np.inf], np.float32))
+    for neighbor in neighbors:
         if np.isfinite(neighbor):
             assert abs(Fraction(value) - exact_value) <= abs(Fraction(float(neighbor)) - exact_value)
 
@@ -541,62 +530,3 @@ def test_exp_of_the_twin_is_accurate() -> None:
     assert np.abs(reference.exp(x.astype(np.float32)) / np.exp(x) - 1).max() < 3e-7
     assert reference.exp(np.array([-87.1, -np.inf], np.float32)).tolist() == [0, 0]
     assert np.isnan(reference.exp(np.array([np.nan], np.float32))).all()
-
-
-def test_no_rows_is_no_work() -> None:
-    ws = workspace(cpu.supported_isas()[-1])
-    none, ints = np.zeros((0, 256), np.float32), np.zeros(0, np.int32)
-    w, norm = weights(K4, 256, 256, 44), gain(45, 256)
-    kv, rope = empty_cache("f16", 1, 2, 64), reference.rope_table(4, 64, 1e4)
-    cpu.product(ws, w, none, none.copy())
-    cpu.embed(ws, w, ints, none.copy())
-    small = weights(K4, 128, 256, 46)
-    q = np.zeros((0, 4, 64), np.float32)
-    cpu.attention_input(ws, none, norm, 1e-5, w, small, small, None, None, rope, ints, kv, ints, q)
-    cpu.attention(ws, q, kv, np.zeros((0, 0), np.int32), ints, ints, 0.1, none.copy())
-    cpu.attention_output(ws, none, w, none.copy())
-    cpu.head(ws, none, ints, norm, 1e-5, w, none.copy())
-    cpu.router(ws, none, norm, 1e-5, weights(QType.F32, 7, 256, 47), none.copy(), np.zeros((0, 7), np.float32))
-    state = slot_state((3,), 7, 48)
-    chosen, fetches = np.zeros((0, 2), np.int32), Fetches(np.zeros((7, 3), np.int32), np.ones(1, np.int32))
-    gate = np.zeros((0, 2), np.float32)
-    cpu.route(
-        ws, np.zeros((0, 7), np.float32), True, state, 0, np.zeros(0, np.uint8), policy.LRU, chosen, gate, fetches
-    )
-    assert fetches.count[0] == 0
-    pointers = np.zeros((7, 3), np.uint64)
-    bank = Experts(K4, K4, K4, 256, 512, (w.nbytes * 2,) * 3, pointers, pointers, pointers)
-    cpu.expert_ffn(ws, none, chosen, gate, bank, fetches, none.copy())
-
-
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    ws = workspace(cpu.supported_isas()[-1])
-    w, x, y = weights(K4, 3, 256, 49), floats(50, 2, 256), np.zeros((2, 3), np.float32)
-    for bad in (x.astype(np.float64), floats(51, 2, 512)[:, ::2], floats(52, 3, 256)[:, :255]):
-        with pytest.raises(ValueError, match="x: "):
-            cpu.product(ws, w, bad, y)
-    frozen = y.copy()
-    frozen.flags.writeable = False
-    with pytest.raises(ValueError, match="read-only"):
-        cpu.product(ws, w, x, frozen)
-    with pytest.raises(ValueError, match="80"):
-        cpu.product(ws, w, floats(53, 81, 256), np.zeros((81, 3), np.float32))
-    for bad_token in (-1, 3):
-        with pytest.raises(IndexError, match="tokens"):
-            cpu.embed(ws, w, np.array([0, bad_token], np.int32), x.copy())
-    kv, q = empty_cache("f16", 2, 1, 64), floats(54, 1, 2, 64)
-    one = np.zeros(1, np.int32)
-    for table, position in ((np.array([[2, 0]]), 3), (np.array([[1, -1]]), 64), (np.array([[1, 0]]), 128)):
-        with pytest.raises(IndexError):
-            cpu.attention(
-                ws,
-                q,
-                kv,
-                table.astype(np.int32),
-                one,
-                np.array([position], np.int32),
-                1.0,
-                np.zeros((1, 128), np.float32),
-            )
-    with pytest.raises(SparkError, match="avx9"):
-        cpu.workspace(LIMITS, 1, "avx9")

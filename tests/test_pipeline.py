@@ -135,7 +135,7 @@ def test_interrupted_and_resumed_equals_unbroken(files: Path, tmp_path: Path, ho
 
 def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -> None:
     def interrupt(label: str, done: int, total: int) -> None:
-        if label == "calibrating":
+        if label == "calibrating" and done:
             raise KeyboardInterrupt
 
     options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv")

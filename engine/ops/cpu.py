@@ -7,13 +7,9 @@ microseconds: addresses of weights, caches and expert banks are looked up once a
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
-import importlib.resources
 import math
-from ctypes import addressof, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import addressof, c_int64
 from operator import is_
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +18,10 @@ from numpy.typing import NDArray
 from engine import policy, quants
 from engine.errors import CapacityError, SparkError
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, U8, Experts, Fetches, KVLayer, Limits
+from engine.ops.cpu_library import ISAS, ExpertsRecord, KVRecord, LimitsRecord, MatrixRecord, SlotsRecord, load
 from engine.quants import QTensor
 
-ABI = 1  # SPARK_CPU_ABI of cpu/spark_cpu.h
-ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 MAX_HEAD_DIM = 512
-LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT16 = np.dtype(np.float16)
@@ -38,115 +32,9 @@ _INT64 = np.dtype(np.int64)
 _UINT64 = np.dtype(np.uint64)
 
 
-class _Limits(ctypes.Structure):
-    _fields_ = tuple((name, c_int64) for name in Limits.__dataclass_fields__)
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (("data", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int64))
-
-
-class _KV(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
-        *((name, c_int64) for name in ("n_slots", "n_head_kv", "head_dim")),
-    )
-
-
-class _Experts(ctypes.Structure):
-    _fields_ = (
-        ("type", c_int64 * 3),
-        ("part_bytes", c_int64 * 3),
-        *((name, c_int64) for name in ("n_embd", "n_ff", "n_expert", "n_slots")),
-        *((name, c_void_p) for name in ("expert_ptr", "home_ptr", "slot_ptr")),
-        ("poison", c_int64),
-    )
-
-
-_STATE_ARRAYS = (
-    "slot_begin", "slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses",
-    "expert_ptr", "home_ptr", "slot_ptr",
-)  # fmt: skip
-
-
-class _Slots(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in _STATE_ARRAYS),
-        ("n_layer", c_int64),
-        ("n_expert", c_int64),
-    )
-
-
-# P: a pointer; i: int64; w: int32; f: float. Every function takes the workspace first and returns int32.
-_SIGNATURES = {
-    "spark_product": "PPiP",
-    "spark_embed": "PPiP",
-    "spark_attention_input": "PiPfPPPPPPiiPPPP",
-    "spark_attention": "PiiPPiiPPfP",
-    "spark_attention_output": "PiPP",
-    "spark_router": "PiPfPPP",
-    "spark_route": "PiiwPiPiiPPPP",
-    "spark_expert_ffn": "PiiPPPPPP",
-    "spark_head": "PiPiPfPP",
-}
-_CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
-
-
-def _library_path() -> Path:
-    # An installed wheel has the library inside the package; an editable install only beside its metadata.
-    places = [Path(str(importlib.resources.files("engine"))) / "lib"]
-    try:
-        installed = importlib.metadata.distribution("spark-moe")
-        places.append(Path(str(installed.locate_file("engine/lib"))))
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    for place in places:
-        for name in LIBRARY_NAMES:
-            if (place / name).is_file():
-                return place / name
-    raise SparkError(
-        f"the CPU kernels are not built: no {LIBRARY_NAMES[0]} in {' or '.join(str(p) for p in places)}",
-        hint="run `pip install .` in Spark's source tree (a C++17 compiler is needed), or use --device reference",
-    )
-
-
-def _load_library() -> ctypes.CDLL:
-    path = _library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise SparkError(f"the CPU kernels cannot be loaded: {error}", hint="reinstall spark-moe") from error
-    found = int(library.spark_abi())
-    if found != ABI:
-        raise SparkError(f"{path} has interface {found}, this version needs {ABI}", hint="reinstall spark-moe")
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes = [c_void_p, *(_CTYPES[a] for a in arguments)]
-        function.restype = c_int32
-    library.spark_workspace_create.argtypes = [c_void_p, c_int32, c_int32]
-    library.spark_workspace_create.restype = c_void_p
-    library.spark_workspace_destroy.argtypes = [c_void_p]
-    library.spark_workspace_destroy.restype = None
-    library.spark_exp.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
-    library.spark_exp.restype = None
-    library.spark_read.argtypes = [c_void_p, c_void_p, c_int64]
-    library.spark_read.restype = c_uint64
-    return library
-
-
-_library: ctypes.CDLL | None = None
-
-
-def _kernels() -> ctypes.CDLL:
-    global _library
-    if _library is None:
-        _library = _load_library()
-    return _library
-
-
 def supported_isas() -> tuple[str, ...]:
     """The instruction sets that this machine and this build of the kernels have, best last."""
-    return ISAS[: int(_kernels().spark_best_isa()) + 1]
+    return ISAS[: int(load().spark_best_isa()) + 1]
 
 
 # --- what crosses the border ----------------------------------------------------------------------
@@ -206,8 +94,8 @@ class Workspace:
         self.limits = limits
         self.threads = threads
         self.widest = max(limits.n_embd, limits.n_head_dim, limits.n_ff)
-        self.kernels = _kernels()
-        sizes = _Limits(*(getattr(limits, name) for name in Limits.__dataclass_fields__))
+        self.kernels = load()
+        sizes = LimitsRecord(*(getattr(limits, name) for name in Limits.__dataclass_fields__))
         self.handle = self.kernels.spark_workspace_create(addressof(sizes), threads, ISAS.index(self.isa))
         if not self.handle:
             raise CapacityError(
@@ -252,14 +140,14 @@ class Workspace:
         if seen is not None:
             return seen[2]
         quants.require_native(w)
-        return self._remember(w, _Matrix(w.data.ctypes.data, rows, cols, int(w.qtype)))
+        return self._remember(w, MatrixRecord(w.data.ctypes.data, rows, cols, int(w.qtype)))
 
     def cache(self, kv: KVLayer) -> tuple[int, int, int]:
         """Address of the record of a layer's cache, its heads and their dimension."""
-        seen = self._seen.get(id(kv))
-        if seen is None:
-            return self.cache(kv) if self._remember(kv, _cache_record(kv)) else (0, 0, 0)
-        return seen[2], seen[1].n_head_kv, seen[1].head_dim
+        if id(kv) not in self._seen:
+            self._remember(kv, _cache_record(kv))
+        _, record, address = self._seen[id(kv)]
+        return address, record.n_head_kv, record.head_dim
 
     def experts(self, bank: Experts) -> int:
         """Address of the record of a layer's experts."""
@@ -280,7 +168,7 @@ class Workspace:
         return address
 
 
-def _cache_record(kv: KVLayer) -> _KV:
+def _cache_record(kv: KVLayer) -> KVRecord:
     n_slots, n_head_kv, head_dim = kv.k.shape
     if not 0 < head_dim <= MAX_HEAD_DIM or n_slots % KV_BLOCK_TOKENS:
         raise ValueError(
@@ -288,11 +176,11 @@ def _cache_record(kv: KVLayer) -> _KV:
         )
     shape = (n_slots, n_head_kv, head_dim)
     if kv.k_scale is None or kv.v_scale is None:
-        return _KV(_address(kv.k, _FLOAT16, shape, "kv.k"), _address(kv.v, _FLOAT16, shape, "kv.v"), 0, 0, *shape)
+        return KVRecord(_address(kv.k, _FLOAT16, shape, "kv.k"), _address(kv.v, _FLOAT16, shape, "kv.v"), 0, 0, *shape)
     scales = (n_slots, n_head_kv, head_dim // 32)
     if head_dim % 32:
         raise ValueError(f"kv: q8_0 takes heads of whole blocks of 32, got {head_dim}")
-    return _KV(
+    return KVRecord(
         _address(kv.k, _INT8, shape, "kv.k"),
         _address(kv.v, _INT8, shape, "kv.v"),
         _address(kv.k_scale, _FLOAT16, scales, "kv.k_scale"),
@@ -301,7 +189,7 @@ def _cache_record(kv: KVLayer) -> _KV:
     )
 
 
-def _expert_record(bank: Experts) -> _Experts:
+def _expert_record(bank: Experts) -> ExpertsRecord:
     E, N = len(bank.expert_ptr), len(bank.slot_ptr)
     types = (bank.gate_type, bank.up_type, bank.down_type)
     rows = (bank.n_ff, bank.n_ff, bank.n_embd)
@@ -309,7 +197,7 @@ def _expert_record(bank: Experts) -> _Experts:
     for qtype, n, k, size in zip(types, rows, cols, bank.part_bytes, strict=True):
         if qtype not in quants.NATIVE_TYPES or n * quants.row_bytes(qtype, k, "experts") != size:
             raise ValueError(f"experts: {size} bytes are not a matrix {(n, k)} of a native type, {qtype.name}")
-    return _Experts(
+    return ExpertsRecord(
         (c_int64 * 3)(*types),
         (c_int64 * 3)(*bank.part_bytes),
         bank.n_embd,
@@ -323,9 +211,9 @@ def _expert_record(bank: Experts) -> _Experts:
     )
 
 
-def _slots_record(state: policy.SlotState) -> _Slots:
+def _slots_record(state: policy.SlotState) -> SlotsRecord:
     (L, E), N = state.slot_of.shape, len(state.expert_of)
-    return _Slots(
+    return SlotsRecord(
         _address(state.slot_begin, _INT32, (L + 1,), "slot_begin"),
         _address(state.slot_of, _INT32, (L, E), "slot_of"),
         _address(state.expert_of, _INT32, (N,), "expert_of"),

@@ -1,0 +1,128 @@
+"""The shared library of `cpu/`: where it lies, its records and the signatures of its functions.
+
+The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py is the only user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.resources
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+from engine.errors import SparkError
+from engine.ops import Limits
+
+ABI = 1  # SPARK_CPU_ABI
+ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
+LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
+
+
+class LimitsRecord(ctypes.Structure):
+    """spark_limits: engine.ops.Limits."""
+
+    _fields_ = tuple((name, c_int64) for name in Limits.__dataclass_fields__)
+
+
+class MatrixRecord(ctypes.Structure):
+    """spark_matrix: a weight matrix."""
+
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int64))
+
+
+class KVRecord(ctypes.Structure):
+    """spark_kv: engine.ops.KVLayer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int64) for name in ("n_slots", "n_head_kv", "head_dim")),
+    )
+
+
+class ExpertsRecord(ctypes.Structure):
+    """spark_experts: engine.ops.Experts."""
+
+    _fields_ = (
+        ("type", c_int64 * 3),
+        ("part_bytes", c_int64 * 3),
+        *((name, c_int64) for name in ("n_embd", "n_ff", "n_expert", "n_slots")),
+        *((name, c_void_p) for name in ("expert_ptr", "home_ptr", "slot_ptr")),
+        ("poison", c_int64),
+    )
+
+
+STATE_ARRAYS = (
+    "slot_begin", "slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses",
+    "expert_ptr", "home_ptr", "slot_ptr",
+)  # fmt: skip
+
+
+class SlotsRecord(ctypes.Structure):
+    """spark_slots: engine.policy.SlotState."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in STATE_ARRAYS),
+        ("n_layer", c_int64),
+        ("n_expert", c_int64),
+    )
+
+
+# P: a pointer; i: int64; w: int32; f: float. Every function takes the workspace first and returns int32.
+_SIGNATURES = {
+    "spark_product": "PPiP",
+    "spark_embed": "PPiP",
+    "spark_attention_input": "PiPfPPPPPPiiPPPP",
+    "spark_attention": "PiiPPiiPPfP",
+    "spark_attention_output": "PiPP",
+    "spark_router": "PiPfPPP",
+    "spark_route": "PiiwPiPiiPPPP",
+    "spark_expert_ffn": "PiiPPPPPP",
+    "spark_head": "PiPiPfPP",
+}
+_CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
+
+
+def _library_path() -> Path:
+    # An installed wheel has the library inside the package; an editable install only beside its metadata.
+    places = [Path(str(importlib.resources.files("engine"))) / "lib"]
+    try:
+        installed = importlib.metadata.distribution("spark-moe")
+        places.append(Path(str(installed.locate_file("engine/lib"))))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    for place in places:
+        for name in LIBRARY_NAMES:
+            if (place / name).is_file():
+                return place / name
+    raise SparkError(
+        f"the CPU kernels are not built: no {LIBRARY_NAMES[0]} in {' or '.join(str(p) for p in places)}",
+        hint="run `pip install .` in Spark's source tree (a C++17 compiler is needed), or use --device reference",
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library with its signatures set; a SparkError when it is missing or of another version."""
+    path = _library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise SparkError(f"the CPU kernels cannot be loaded: {error}", hint="reinstall spark-moe") from error
+    found = int(library.spark_abi())
+    if found != ABI:
+        raise SparkError(f"{path} has interface {found}, this version needs {ABI}", hint="reinstall spark-moe")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = [c_void_p, *(_CTYPES[a] for a in arguments)]
+        function.restype = c_int32
+    library.spark_workspace_create.argtypes = [c_void_p, c_int32, c_int32]
+    library.spark_workspace_create.restype = c_void_p
+    library.spark_workspace_destroy.argtypes = [c_void_p]
+    library.spark_workspace_destroy.restype = None
+    library.spark_exp.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
+    library.spark_exp.restype = None
+    library.spark_read.argtypes = [c_void_p, c_void_p, c_int64]
+    library.spark_read.restype = c_uint64
+    return library

@@ -1,0 +1,114 @@
+"""The table of each report, as commands and the demo print it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spark.console import table
+
+if TYPE_CHECKING:
+    from spark.calibrate import CalibrateReport
+    from spark.extract.report import Report as ExtractReport
+    from spark.pregate import Report as PregateReport
+    from spark.tokens import Summary
+    from spark.validate import Row, ValidateReport
+
+_RECALLS = ("recall_1x", "recall_2x", "recall_3x")
+
+
+def show_extraction(report: ExtractReport) -> None:
+    """Print what was read, what was skipped and why."""
+    percentiles = (("prompt", report.prompt_tokens), ("context", report.context_tokens))
+    rows = [
+        ("log files", report.files),
+        *((f"sessions, {side}", n) for side, n in report.sessions.items()),
+        ("messages", report.messages),
+        *((f"tokens, {role}", n) for role, n in report.tokens.items()),
+        *((f"{what} tokens, {name}", n) for what, found in percentiles for name, n in found.items()),
+        *((f"skipped lines: {reason}", n) for reason, n in report.skipped_lines.items()),
+        *((f"dropped blocks: {reason}", n) for reason, n in report.dropped_blocks.items()),
+        *((f"redacted: {kind}", n) for kind, n in report.redacted.items()),
+    ]
+    _counts(f"Sessions (token counts by {report.token_counter})", rows)
+
+
+def show_tokens(summary: Summary) -> None:
+    """Print what was rendered, and which turns the template refused."""
+    rows = [
+        ("tokens", summary.tokens),
+        ("generated tokens among them", summary.generated_tokens),
+        ("windows", summary.windows),
+        ("sessions", summary.sessions),
+        *((f"skipped turns: {reason}", n) for reason, n in summary.skipped_turns.items()),
+    ]
+    _counts("Tokens", rows)
+
+
+def show_calibration(report: CalibrateReport) -> None:
+    """Print what a calibration read and counted, and how it would split the slots."""
+    rows = [
+        ("tokens read", f"{report.tokens:,}"),
+        ("generated tokens among them", f"{report.generated_tokens:,}"),
+        ("tokens counted", f"{report.counted_tokens:,}"),
+        ("sessions", f"{report.sessions:,}"),
+        ("tokens/s", f"{report.tokens_per_s:,.0f}"),
+        *((f"best share of cache slots at {pct:g}% residency", f"{share:.0%}") for pct, share in report.split),
+    ]
+    table("Calibration", ["", ""], rows)
+
+
+def show_validation(report: ValidateReport) -> None:
+    """Print the ladder, and the cross-source rows where there are some."""
+
+    def served(row: Row) -> list[str]:
+        if row.decode_tokens_per_s is None or row.prefill_tokens_per_s is None or row.device_bytes is None:
+            return [""] * 4
+        rates = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
+        return [*rates, f"{row.device_bytes / 2**20:,.1f}", "yes" if row.identical_tokens else "NO"]
+
+    title = (
+        f"Held-out sessions at {report.residency_pct:g}% residency: "
+        f"{report.generated_tokens:,} generated tokens, {report.prompts} served prompts"
+    )
+    columns = ["policy", "hits", "misses\n/token", "decode\ntokens/s", "prefill\ntokens/s", "fast\nMiB", "same\ntokens"]
+    table(title, columns, [[row.policy, *_misses(row), *served(row)] for row in report.rows])
+    if report.cross:
+        show_cross(report, "The same sessions, placed by profiles of other traffic")
+
+
+def show_cross(report: ValidateReport, title: str) -> None:
+    """Print the rows of the own profile and of the others, side by side."""
+    own = [row for row in report.rows if row.policy in ("uniform", "static", "spark")]
+    paths = [report.profile, *(Path(row.profile) for row in report.cross if row.profile)]
+    short = len({path.name for path in paths}) == len(set(paths))
+
+    def placed_by(row: Row) -> str:
+        path = Path(row.profile) if row.profile else report.profile
+        return "" if row.policy == "uniform" else path.name if short else str(path)
+
+    rows = [[row.policy, placed_by(row), *_misses(row)] for row in (*own, *report.cross)]
+    table(title, ["policy", "placed by", "hits", "misses\n/token"], rows)
+
+
+def show_pregate(report: PregateReport) -> None:
+    """Print the recall of each predictor for the layer it looks from and for the next, averaged over layers."""
+    kinds: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in report.to_json()["rows"]:
+        kinds.setdefault((row["predictor"], row["target_layer"] - row["layer"]), []).append(row)
+    rows = [
+        [name.replace("_", " "), "this" if offset == 0 else "next", len(found)]
+        + [f"{sum(row[key] for row in found) / len(found):.1%}" for key in _RECALLS]
+        for (name, offset), found in kinds.items()
+    ]
+    title = "Active experts (A a token) found among the best guesses, mean over layers"
+    table(title, ["predictor", "for\nlayer", "layers", "best A", "best 2A", "best 3A"], rows)
+
+
+def _counts(title: str, rows: Sequence[tuple[str, int]]) -> None:
+    table(title, ["", ""], [(name, f"{n:,}") for name, n in rows])
+
+
+def _misses(row: Row) -> list[str]:
+    return [f"{100 * row.hit_rate:.1f}%", f"{row.misses_per_token:.2f}"]
