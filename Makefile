@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard cpu/*.cpp cpu/*.h cpu/CMakeLists.txt)
 
-.PHONY: help setup demo test lint type bench check results clean
+.PHONY: help setup demo test lint type bench docs results check clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -13,27 +13,32 @@ help: ## this list
 setup: $(STAMP) ## a virtual environment with Spark and its development tools
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spark needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
+# pip brings CMake and ninja for the build where the system has none; a C++ compiler it cannot bring.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
 $(STAMP): $(BUILD_INPUTS) | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "installing Spark and its development tools into $(VENV)"
+	@$(PIP) -e '.[dev]'
 	@touch $(STAMP)
 
 # The demo trains small predictors, which takes torch; DEMO_EXTRAS= leaves that step (and torch) out.
 DEMO_EXTRAS ?= [train]
 
 $(VENV)/.demo: $(BUILD_INPUTS) | $(VENV)/bin/python
-	@test -e $(STAMP) || { echo "installing Spark into $(VENV), once"; \
-	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(DEMO_EXTRAS)'; }
+	@if test -e $(STAMP); then $(MAKE) --no-print-directory setup; else \
+	  echo "installing Spark into $(VENV)" && $(PIP) -e '.$(DEMO_EXTRAS)'; fi
 	@touch $@
 
 demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU only, < 2 minutes
-	$(VENV)/bin/spark demo
+	@$(VENV)/bin/spark demo
 
 test: setup ## the test suite, < 10 minutes on two cores
 	$(PY) -m pytest
 
-lint: setup ## ruff: style, imports, docstrings, formatting of tests
+lint: setup ## ruff: style, imports, docstrings
 	$(VENV)/bin/ruff check .
 
 type: setup ## mypy, strict on spark and engine
@@ -43,6 +48,9 @@ bench: setup ## the CPU benchmarks of RESULTS.md (about ten minutes)
 	$(PY) benchmarks/cpu_kernels.py --json data/results/cpu_kernels.json
 	$(PY) benchmarks/pipeline.py --json data/results/pipeline.json
 	$(PY) benchmarks/render.py
+
+docs: setup ## docs/commands.md, from what the program says of its commands
+	$(PY) docs/make_commands.py
 
 results: setup ## render RESULTS.md from data/results/*.json
 	$(PY) benchmarks/render.py

@@ -52,13 +52,14 @@ class StepResult:
     """What a step computed; arrays are views that the next step overwrites.
 
     logits float32 [R, V] in order of the spans' wants. experts int32, weights float32 [L, T, A]; hidden
-    float32 [n_layer, T, D] or None.
+    float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads.
     """
 
     logits: F32
     experts: I32
     weights: F32
     hidden: F32 | None
+    residual: F32
 
 
 def physical_cores() -> int:
@@ -96,7 +97,12 @@ class Runner:
         self.device, self.ops, device_reason = choose_backend(config.device)
         self.threads = config.threads or physical_cores()
         self.n_ctx = self._context()
-        self.reasons = [f"device {self.device}: {device_reason}"]
+        self.reasons = [
+            f"device {self.device}: {device_reason}",
+            f"{self.threads} threads: " + ("asked for" if config.threads else "one for each physical core"),
+            f"context of {self.n_ctx} tokens: "
+            + ("asked for" if config.ctx_tokens else f"the model was trained on {self.config.n_ctx_train}"),
+        ]
         self.warnings: list[str] = []
         self.profile = self._profile()
         self.placement, self.rule = self._place()
@@ -105,6 +111,11 @@ class Runner:
         )
         c = self.config
         self.chunk_tokens = min(config.chunk_tokens, self.n_ctx)
+        if config.kv_type == "q8_0" and c.head_dim % 32:
+            raise UsageError(
+                f"--kv-type q8_0 stores blocks of 32, and the model's heads have {c.head_dim} dimensions",
+                hint="use --kv-type f16",
+            )
         self.kv = KVCache(c.n_layer, c.n_head_kv, c.head_dim, self.n_ctx, config.kv_type)
         self.rope = rope_table(self.n_ctx, c.rope_dims, c.rope_base)
         self.limits = Limits(
@@ -143,22 +154,24 @@ class Runner:
         if profile is None and o.policy == "static":
             raise UsageError("the policy `static` places by a profile, and none was given", hint="spark calibrate")
         counts = np.zeros(shape, np.int64) if profile is None else profile.counts[list(c.moe_layers)]
-        fraction, why = (0.0, "static") if o.policy == "static" else self._cache_fraction(profile)
-        self.reasons.append(f"{fraction:.0%} of the slots are cache: {why}")
-        placed = placement.greedy(
-            counts, sizes, budget, n_expert_used=c.n_expert_used, cache_fraction=fraction
-        )
+        if o.policy == "static":
+            return placement.greedy(counts, sizes, budget, n_expert_used=c.n_expert_used), policy.LRU
+        if o.cache_slots is not None:
+            self.reasons.append(f"{o.cache_slots} cache slots a layer: asked for")
+            placed = placement.greedy(counts, sizes, budget, n_expert_used=c.n_expert_used)
+            return placed.with_cache([o.cache_slots] * len(sizes)), policy.AGED
+        share, why = self._cache_share(profile)
+        self.reasons.append(f"{share:.0%} of the slots are cache: {why}")
+        placed = placement.greedy(counts, sizes, budget, n_expert_used=c.n_expert_used, cache_fraction=share)
         return placed, policy.AGED
 
-    def _cache_fraction(self, profile: Profile | None) -> tuple[float, str]:
-        o, c = self.options, self.config
-        if o.cache_slots is not None:
-            slots = c.n_expert * o.residency_pct / 100
-            return min(1.0, o.cache_slots / max(slots, 1.0)), f"{o.cache_slots} a layer were asked for"
+    def _cache_share(self, profile: Profile | None) -> tuple[float, str]:
+        percent = self.options.residency_pct
         if profile is None:
-            return 0.5, "no profile: half of the slots learn"
-        fraction = profile.split_for(o.residency_pct)
-        return fraction, f"the profile's measured split for {o.residency_pct:g}% residency"
+            return 0.5, "there is no profile, so half of them learn"
+        if not profile.split:
+            return profile.split_for(percent), "the profile has no measured split"
+        return profile.split_for(percent), f"the profile's measured split, at {percent:g}% residency"
 
     def _profile(self) -> Profile | None:
         if self.options.profile is None:
@@ -177,7 +190,7 @@ class Runner:
     def stop_tokens(self) -> tuple[int, ...]:
         """The ids that end a turn, as the file's metadata names them."""
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-        return tuple({int(self.file.metadata[key]) for key in keys if key in self.file.metadata})
+        return tuple({self.file.value(key, int) for key in keys if key in self.file.metadata})
 
     def _buffers(self, hidden: bool) -> Buffers:
         c, n = self.config, self.limits
@@ -234,7 +247,7 @@ class Runner:
         self.arch.forward(
             self.config, self.weights, self.ops, self.ws, step, self.kv, self.residency, self.rope, b
         )
-        return StepResult(b.logits, b.experts, b.weights, b.hidden)
+        return StepResult(b.logits, b.experts, b.weights, b.hidden, b.x)
 
     def logits(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step (at most MAX_ROWS at a time)."""

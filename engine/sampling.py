@@ -14,6 +14,7 @@ import numpy as np
 from engine.errors import NumericalError
 from engine.ops import F32
 
+PENALTY_TOKENS = 256
 _MASK = (1 << 64) - 1
 
 
@@ -22,7 +23,7 @@ class SamplingParams:
     """How a token is drawn.
 
     temperature: 0 takes the largest logit. top_k: 0 keeps all. top_p, min_p: 1 and 0 keep all.
-    repetition_penalty: 1 does nothing; > 1 makes the last `penalty_tokens` tokens less likely.
+    repetition_penalty: 1 does nothing; > 1 makes the last PENALTY_TOKENS tokens less likely.
     """
 
     temperature: float = 0.0
@@ -30,7 +31,6 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    penalty_tokens: int = 256
     seed: int = 0
 
 
@@ -59,17 +59,22 @@ def sample(logits: F32, params: SamplingParams, position: int, recent: Sequence[
     """Draw the token for `position` from logits float32 [V]; `recent`: tokens so far, oldest first."""
     check_finite(logits)
     if params.repetition_penalty != 1.0 and recent:
-        seen = np.unique(np.asarray(recent[-params.penalty_tokens :], dtype=np.int64))
+        seen = np.unique(np.asarray(recent[-PENALTY_TOKENS:], dtype=np.int64))
         logits = logits.copy()
         penalty = np.float32(params.repetition_penalty)
-        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        check_finite(logits)
     if params.temperature <= 0.0:
         return int(np.argmax(logits))
-    keep = np.argsort(-logits, kind="stable")
-    if 0 < params.top_k < len(keep):
-        keep = keep[: params.top_k]
-    scaled = logits[keep].astype(np.float64) / params.temperature
-    p = np.exp(scaled - scaled[0])
+    keep = np.arange(len(logits))
+    if 0 < params.top_k < len(logits):
+        # Only what can be kept is sorted: sorting a vocabulary of 152K takes longer than a layer.
+        keep = np.flatnonzero(logits >= np.partition(logits, -params.top_k)[-params.top_k])
+    keep = keep[np.argsort(-logits[keep], kind="stable")][: params.top_k or None]
+    wide = logits[keep].astype(np.float64)
+    with np.errstate(over="ignore"):
+        p = np.exp((wide - wide[0]) / params.temperature)
     p /= p.sum()
     if params.top_p < 1.0:
         n = int(np.searchsorted(np.cumsum(p), params.top_p)) + 1

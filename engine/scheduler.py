@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from engine.sampling import SamplingParams, check_finite, sample
 from engine.trace import TraceWriter
 
 PAST_WEIGHT = 0.5  # what a profile keeps at least when a session is merged in
+_LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
 DECODE_SLICE_S = 0.025  # decoded tokens are sent in groups: at most one event every 25 ms
 
 Work = Generator[list[Event], None, None]  # one list of events a unit of work, a Done at the end
@@ -49,6 +51,7 @@ class _Job:
     request: Generate | Score
     work: Work
     close: Callable[[], None]
+    started: bool = False
 
 
 class Engine:
@@ -63,11 +66,12 @@ class Engine:
         self.base = self.runner.profile
         self._jobs: deque[_Job] = deque()
         self._requests = 0
+        self._followed = 0  # uses counted when the pinned slots last followed them
 
     def hello(self) -> dict[str, Any]:
         """Which file was opened."""
         file = self.runner.file
-        return {"model": [str(p) for p in file.paths], "architecture": file.architecture, "bytes": file.size_bytes}
+        return {"files": [str(p) for p in file.paths], "architecture": file.architecture, "bytes": file.size_bytes}
 
     def ready(self) -> dict[str, Any]:
         """Every effective setting, the memory plan, and why what was not asked for was chosen."""
@@ -115,6 +119,8 @@ class Engine:
                 f"{n} tokens do not fit in the context of {limit}",
                 hint="send fewer tokens, or serve with a larger --ctx",
             )
+        if isinstance(request, Score) and (request.window + 1) * (limit + 1) > _LAST_POSITION:
+            raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.request.id == request.id for job in self._jobs):
             raise RequestError(f"request {request.id} is still running")
         sequence = r.new_sequence()
@@ -129,6 +135,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Do one unit of work for the first request; its failure is its own error event."""
         job = self._jobs[0]
+        if not job.started:
+            job.started = True
+            self._follow()
         try:
             events = next(job.work)
             if isinstance(events[-1], Done):
@@ -151,9 +160,13 @@ class Engine:
         job.close()
         self._jobs.remove(job)
         self._requests += 1
-        if self.config.policy == "spark":
-            layers = list(self.runner.config.moe_layers)
-            self.runner.residency.follow(self._learned().counts[layers])
+
+    def _follow(self) -> None:
+        """Before a request begins, never inside one: let the pinned slots follow what was counted since."""
+        counted = int(self.runner.residency.state.counts.sum())
+        if self.config.policy == "spark" and counted != self._followed:
+            self._followed = counted
+            self.runner.residency.follow(self._learned().counts[list(self.runner.config.moe_layers)])
 
     # --- the work of a request -------------------------------------------------------------------
 
@@ -220,6 +233,7 @@ class Engine:
         # A window is one part or more of the trace; one that fails leaves nothing behind it but whole parts.
         with self._open_trace(request) as trace:
             for part in self._prefill(tokens, counted, sequence):
+                check_finite(self._result.residual)
                 if request.logprobs:
                     self._log_probabilities(tokens, part, logprobs)
                 if trace is not None:
@@ -295,6 +309,7 @@ class Engine:
             counts=np.zeros((c.n_layer, c.n_expert), np.int64),
             n_expert_used=c.n_expert_used,
             model_id=self.runner.file.model_id,
+            count="generated",
         )
         return profiles.merge(base, self._counts(), PAST_WEIGHT)
 
@@ -305,9 +320,12 @@ class Engine:
             if target is None:
                 raise UsageError("no path to write the profile to")
             learned = self._learned()
-            profiles.save(replace(learned, model_id=self.runner.file.model_id), target)
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            profiles.save(replace(learned, model_id=self.runner.file.model_id, created=now), target)
             return {"path": str(target), "tokens": learned.tokens}
         if action == "reset":
+            if self._jobs:
+                raise RequestError("the counts cannot be reset while requests are counted")
             state = self.runner.residency.state
             for counter in (state.counts, state.hits, state.misses):
                 counter[:] = 0

@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -23,7 +23,7 @@ import numpy as np
 from engine import placement, policy, simulate
 from engine import profile as profiles
 from engine.config import EngineConfig
-from engine.errors import FileFormatError, SparkError, UsageError
+from engine.errors import FileFormatError, UsageError
 from engine.gguf import open_model
 from engine.profile import Profile
 from engine.protocol import Sampling
@@ -93,9 +93,9 @@ class CalibrateReport:
         }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Tally:
-    """What was counted so far; `save` makes it durable."""
+    """What was counted after whole windows; a new one takes its place when a window is done."""
 
     counts: np.ndarray[Any, np.dtype[np.int64]]
     windows: int = 0
@@ -138,8 +138,13 @@ def calibrate(
                 f"{client.ready.info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
-        fingerprint = _fingerprint(options, model["model_id"])
-        checkpoint = _load_checkpoint(options.out, fingerprint) if options.resume else None
+        fingerprint = _fingerprint(options, client.ready.info)
+        if partial_path(options.out).exists() and not options.resume:
+            raise UsageError(
+                f"{partial_path(options.out)} holds what an earlier run counted",
+                hint="go on from it with --resume, or remove it",
+            )
+        checkpoint = _load_checkpoint(options.out, fingerprint)
         tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
         if options.trace_dir is not None and options.trace_dir.exists():
             parts = part_paths(options.trace_dir)
@@ -148,12 +153,17 @@ def calibrate(
                     f"{options.trace_dir} has a trace already, and there is no checkpoint to go on from",
                     hint="name another folder for --trace",
                 )
+            if len(parts) < tally.trace_parts:
+                raise UsageError(
+                    f"{options.trace_dir} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
+                    hint="remove the checkpoint and the trace, and start again",
+                )
             # A window that was traced but not counted will be traced again.
             for part in parts[tally.trace_parts :]:
                 part.unlink()
         resumed_tokens = tally.tokens
         began = time.monotonic()
-        _count(client, file, options, tally, fingerprint, progress)
+        tally = _count(client, file, options, tally, fingerprint, progress)
         seconds = time.monotonic() - began
         sessions = {w.session_id for w in islice(file, tally.windows)}
         split = _split(client, file, tally, progress)
@@ -197,9 +207,9 @@ def _count(
     tally: _Tally,
     fingerprint: dict[str, Any],
     progress: Progress,
-) -> None:
+) -> _Tally:
     total = min(file.n_tokens, options.max_tokens or file.n_tokens)
-    start = tally.counts.copy()
+    start = tally.counts
     client.profile("reset")
     progress("calibrating", min(tally.tokens, total), total)
     saved = time.monotonic()
@@ -207,25 +217,26 @@ def _count(
         for window in islice(file, tally.windows, None):
             if tally.tokens >= total:
                 break
-            replay.score(
-                client, window, trace_dir=options.trace_dir, hidden=options.hidden, count=options.count
-            )
+            replay.score(client, window, trace_dir=options.trace_dir, hidden=options.hidden, count=options.count)
             if options.generate_tokens:
                 _continue(client, window, options.generate_tokens)
-            # Read back after every window: the tally never holds half of one.
-            tally.counts = start + np.asarray(client.profile("read")["counts"], np.int64)
-            tally.windows += 1
-            tally.tokens += len(window.tokens)
-            tally.generated_tokens += int(np.count_nonzero(window.generated))
-            if options.trace_dir is not None:
-                tally.trace_parts = len(part_paths(options.trace_dir))
+            counts = start + np.asarray(client.profile("read")["counts"], np.int64)
+            # One assignment: wherever Ctrl-C strikes, the tally is that of whole windows.
+            tally = _Tally(
+                counts,
+                tally.windows + 1,
+                tally.tokens + len(window.tokens),
+                tally.generated_tokens + int(np.count_nonzero(window.generated)),
+                0 if options.trace_dir is None else len(part_paths(options.trace_dir)),
+            )
             progress("calibrating", min(tally.tokens, total), total)
             if time.monotonic() - saved > CHECKPOINT_EVERY_S:
-                _save_checkpoint(options.out, tally, fingerprint)
+                _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
                 saved = time.monotonic()
     finally:
         if tally.windows:
-            _save_checkpoint(options.out, tally, fingerprint)
+            _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
+    return tally
 
 
 def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
@@ -240,30 +251,32 @@ def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
 # --- checkpoint ---------------------------------------------------------------------------------------
 
 
-def _fingerprint(options: CalibrateOptions, model_id: str) -> dict[str, Any]:
+def _fingerprint(options: CalibrateOptions, ready: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
     with options.tokens.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
     return {
-        "model": model_id,
+        "model_file": ready["model"]["file_id"],
+        "kv_type": ready["kv_type"],
+        "ctx_tokens": ready["ctx_tokens"],
         "token_file": digest,
         "count": options.count,
         "generate": options.generate_tokens,
+        "trace": None if options.trace_dir is None else str(options.trace_dir.resolve()),
+        "hidden": options.hidden,
     }
 
 
-def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any]) -> None:
-    state = {
-        "windows": tally.windows,
-        "tokens": tally.tokens,
-        "generated_tokens": tally.generated_tokens,
-        "trace_parts": tally.trace_parts,
-        **fingerprint,
-    }
-    n_used = max(1, int(np.count_nonzero(tally.counts.sum(axis=0))))
+_COUNTERS = ("windows", "tokens", "generated_tokens", "trace_parts")
+
+
+def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any], ready: Mapping[str, Any]) -> None:
+    state = {name: getattr(tally, name) for name in _COUNTERS} | fingerprint
+    model = ready["model"]
     profile = Profile(
         counts=tally.counts,
-        n_expert_used=min(n_used, tally.counts.shape[1]),
-        model_id=fingerprint["model"],
+        n_expert_used=model["n_expert_used"],
+        model_id=model["model_id"],
         extra_lines=(_CHECKPOINT + json.dumps(state),),
     )
     profiles.save(profile, partial_path(out))
@@ -273,20 +286,22 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
     path = partial_path(out)
     if not path.exists():
         return None
-    profile, _ = profiles.load(path, model_id=fingerprint["model"])
-    line = next((x for x in profile.extra_lines if x.startswith(_CHECKPOINT)), None)
-    if line is None:
-        raise FileFormatError(f"{path} is not a checkpoint", hint="remove it and start without --resume")
-    state = json.loads(line.removeprefix(_CHECKPOINT))
-    changed = [key for key, value in fingerprint.items() if state.get(key) != value]
+    profile, _ = profiles.load(path)
+    try:
+        line = next(x for x in profile.extra_lines if x.startswith(_CHECKPOINT))
+        state = json.loads(line.removeprefix(_CHECKPOINT))
+        done = [int(state[name]) for name in _COUNTERS]
+        changed = [key for key, value in fingerprint.items() if state[key] != value]
+    except (StopIteration, ValueError, KeyError, TypeError) as error:
+        hint = "remove it and start again"
+        raise FileFormatError(f"{path} is not a checkpoint of a calibration", hint=hint) from error
     if changed:
         raise UsageError(
-            f"{path} was counted with another {', '.join(changed)}: found {[state.get(k) for k in changed]}, "
+            f"{path} was counted with another {', '.join(changed)}: found {[state[k] for k in changed]}, "
             f"expected {[fingerprint[k] for k in changed]}",
-            hint="remove it, or resume with the options it was started with",
+            hint="remove it, or resume with what it was started with",
         )
-    done = (state[key] for key in ("windows", "tokens", "generated_tokens", "trace_parts"))
-    return _Tally(profile.counts.copy(), *done)
+    return _Tally(profile.counts, *done)
 
 
 # --- the split of the slots ---------------------------------------------------------------------------
@@ -311,13 +326,12 @@ def _split(
     with tempfile.TemporaryDirectory(prefix="spark-split-") as folder:
         for window in _sample_windows(file, tally.windows):
             replay.score(client, window, trace_dir=Path(folder))
-        try:
-            trace = read_routing(Path(folder), model["model_id"])
-        except SparkError:
+        if not part_paths(Path(folder)):
             return ()  # no window was counted
+        trace = read_routing(Path(folder), model["model_id"])
     if not trace.generated.any():
         return ()
-    # What the sample itself added to the counts is taken out, so that no placement is judged on its own making.
+    # What the sample's generated tokens added is taken out: no placement should be judged on what it was made from.
     counts = tally.counts[model["moe_layers"]]
     rest = np.maximum(counts - trace.counts(), 0)
     placed_by = rest if 2 * rest.sum() >= counts.sum() else None

@@ -51,7 +51,7 @@ class Deadlines:
     """
 
     ready_s: float = 600.0
-    silence_s: float = 120.0
+    silence_s: float = 600.0
     total_s: float | None = 3600.0
     grace_s: float = 5.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def provenance() -> dict[str, Any]:
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     name, _, driver = (gpu.splitlines()[0] if gpu else "").partition(", ")
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "version": __version__,
         "commit": _commit(),
         "host": {"cpu": _cpu(), "gpu": name or None, "driver": driver or None},

@@ -66,7 +66,7 @@ def show_validation(report: ValidateReport) -> None:
         if row.decode_tokens_per_s is None or row.prefill_tokens_per_s is None or row.device_bytes is None:
             return [""] * 4
         rates = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
-        return [*rates, f"{row.device_bytes / 2**20:,.1f}", "yes" if row.identical_tokens else "NO"]
+        return [*rates, f"{row.device_bytes / 2**20:,.1f}", {True: "yes", False: "NO", None: ""}[row.identical_tokens]]
 
     title = (
         f"Held-out sessions at {report.residency_pct:g}% residency: "

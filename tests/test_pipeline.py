@@ -26,6 +26,7 @@ from spark.tokens import read_tokens, tokenize
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "data" / "nano" / "nano.gguf"
 CONFIG = EngineConfig(model=NANO, device="cpu", threads=2)
+MAX_TOKENS = 12_000
 DEADLINES = Deadlines(ready_s=60, silence_s=60, total_s=120)
 
 
@@ -77,6 +78,14 @@ def test_calibration_counts_generated_tokens(files: Path, profile: Path) -> None
     assert not calibrate.partial_path(profile).exists()
 
 
+@pytest.fixture(scope="module")
+def unbroken(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibration with a trace that nothing interrupted: a.csv and ta/."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run(files, folder / "a.csv", max_tokens=MAX_TOKENS, trace_dir=folder / "ta")
+    return folder
+
+
 def test_counting_all_tokens_counts_all(files: Path, tmp_path: Path) -> None:
     report = run(files, tmp_path / "p.csv", count="all", max_tokens=3000)
     made, _ = profiles.load(tmp_path / "p.csv")
@@ -94,41 +103,54 @@ def test_own_continuations_are_counted_too(files: Path, tmp_path: Path) -> None:
     assert same_counts(tmp_path / "b.csv", tmp_path / "c.csv")
 
 
-@pytest.mark.parametrize("how", ["exception", "kill"])
-def test_interrupted_and_resumed_equals_unbroken(files: Path, tmp_path: Path, how: str) -> None:
-    """Ctrl-C in this process, and SIGKILL of the whole command from outside."""
-    unbroken = run(files, tmp_path / "a.csv", max_tokens=12_000, trace_dir=tmp_path / "ta")
-    out = tmp_path / "b.csv"
-    if how == "exception":
+@pytest.mark.parametrize("how", ["between windows", "inside the tally", "ctrl-c", "kill"])
+def test_interrupted_and_resumed_equals_unbroken(
+    files: Path, tmp_path: Path, how: str, unbroken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KeyboardInterrupt at two places, and SIGINT and SIGKILL of the whole command from outside."""
+    out, trace = tmp_path / "b.csv", tmp_path / "tb"
+    options = calibrate.CalibrateOptions(files / "train.parquet", out, max_tokens=MAX_TOKENS, trace_dir=trace)
+    if how in ("between windows", "inside the tally"):
+        calls = 0
 
-        def interrupt(label: str, done: int, total: int) -> None:
-            if label == "calibrating" and done > 5000:
+        def interrupt(*args: object) -> list[Path]:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
                 raise KeyboardInterrupt
+            return part_paths(trace)
 
-        options = calibrate.CalibrateOptions(
-            files / "train.parquet", out, max_tokens=12_000, trace_dir=tmp_path / "tb"
-        )
+        def progress(label: str, done: int, total: int) -> None:
+            if label == "calibrating":
+                interrupt()
+
+        if how == "inside the tally":
+            monkeypatch.setattr(calibrate, "part_paths", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
+            calibrate.calibrate(CONFIG, options, DEADLINES, progress if how == "between windows" else quiet)
+        monkeypatch.undo()
     else:
-        command = [sys.executable, "-m", "spark.cli", "calibrate", str(NANO), str(files / "train.parquet")]
-        command += ["--out", str(out), "--max-tokens", "12000", "--trace", str(tmp_path / "tb")]
+        # Checkpoints after every window, since SIGKILL leaves no time to write one.
+        start = "import spark.calibrate as c; c.CHECKPOINT_EVERY_S = 0; from spark.cli import main; main()"
+        command = [sys.executable, "-c", start, "calibrate", str(NANO), str(files / "train.parquet")]
+        command += ["--out", str(out), "--max-tokens", str(MAX_TOKENS), "--trace", str(trace), "--device", "cpu"]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
             deadline = time.monotonic() + 60
-            while len(list((tmp_path / "tb").glob("part-*.parquet"))) < 4 and time.monotonic() < deadline:
-                time.sleep(0.02)
-            os.killpg(process.pid, signal.SIGINT)
-        assert process.returncode == 130
+            while not calibrate.partial_path(out).exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+        assert process.returncode == (130 if how == "ctrl-c" else -signal.SIGKILL)
     assert not out.exists()
     partial, _ = profiles.load(calibrate.partial_path(out))
-    assert 0 < partial.counts.sum() < profiles.load(tmp_path / "a.csv")[0].counts.sum()
-    resumed = run(files, out, max_tokens=12_000, trace_dir=tmp_path / "tb", resume=True)
-    assert (resumed.tokens, resumed.generated_tokens) == (unbroken.tokens, unbroken.generated_tokens)
+    whole = profiles.load(unbroken / "a.csv")[0]
+    assert 0 < partial.counts.sum() < whole.counts.sum()
+    with pytest.raises(UsageError, match="earlier run"):
+        run(files, out, max_tokens=MAX_TOKENS, trace_dir=trace)
+    resumed = run(files, out, max_tokens=MAX_TOKENS, trace_dir=trace, resume=True)
     assert 0 < resumed.resumed_tokens < resumed.tokens
-    a, b = (replace(profiles.load(p)[0], created="") for p in (tmp_path / "a.csv", out))
-    assert a == b
+    assert replace(profiles.load(out)[0], created="") == replace(whole, created="")
     assert not calibrate.partial_path(out).exists()
-    ta, tb = (read_routing(tmp_path / name, a.model_id) for name in ("ta", "tb"))
+    ta, tb = (read_routing(folder, whole.model_id) for folder in (unbroken / "ta", trace))
     assert np.array_equal(ta.experts, tb.experts)
     assert np.array_equal(ta.position, tb.position)
 
@@ -143,6 +165,27 @@ def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -
         calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
     with pytest.raises(UsageError, match="another count"):
         run(files, tmp_path / "p.csv", count="all", resume=True)
+
+
+def test_a_resume_never_touches_another_trace(files: Path, tmp_path: Path, unbroken: Path) -> None:
+    def interrupt(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and done:
+            raise KeyboardInterrupt
+
+    options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=MAX_TOKENS)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
+    before = part_paths(unbroken / "ta")
+    with pytest.raises(UsageError, match="another trace"):
+        run(files, tmp_path / "p.csv", max_tokens=MAX_TOKENS, trace_dir=unbroken / "ta", resume=True)
+    assert part_paths(unbroken / "ta") == before
+
+
+def test_a_damaged_checkpoint_is_explained(files: Path, tmp_path: Path, profile: Path) -> None:
+    made = replace(profiles.load(profile)[0], extra_lines=("# spark-checkpoint: {broken",))
+    profiles.save(made, calibrate.partial_path(tmp_path / "p.csv"))
+    with pytest.raises(FileFormatError, match="not a checkpoint"):
+        run(files, tmp_path / "p.csv", resume=True)
 
 
 def test_a_dead_daemon_loses_nothing(files: Path, tmp_path: Path) -> None:
@@ -197,7 +240,7 @@ def test_the_ladder_is_in_order(ladder: validate.ValidateReport) -> None:
 
 
 def test_every_policy_gave_the_same_tokens(ladder: validate.ValidateReport) -> None:
-    assert [row.identical_tokens for row in ladder.rows] == [True] * 5 + [None]
+    assert [row.identical_tokens for row in ladder.rows] == [None] + [True] * 4 + [None]
 
 
 def test_cross_rows_of_the_same_profile_are_the_own_rows(ladder: validate.ValidateReport) -> None:

@@ -398,7 +398,7 @@ def test_an_unknown_router_is_refused(tmp_path, data):
 
 def test_without_torch_the_line_that_installs_it(tmp_path, monkeypatch, model, good_trace):
     monkeypatch.setitem(sys.modules, "torch", None)
-    error = refused(MissingExtraError, "needs PyTorch.*torch==2.13.0", model, good_trace, tmp_path)
+    error = refused(MissingExtraError, "needs PyTorch", model, good_trace, tmp_path)
     assert error.hint == f"{sys.executable} -m pip install 'spark-moe[train]' {pregate.TORCH}"
 
 

@@ -64,6 +64,22 @@ def test_uniform_is_spread_over_positions_and_seeds() -> None:
         assert counts.min() > 256 * 0.75
 
 
+@pytest.mark.parametrize("temperature", [1e-308, 1e-12, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert {sample(LOGITS, SamplingParams(temperature=temperature), i) for i in range(50)} == {1}
+
+
+def test_a_penalty_that_overflows_is_an_error() -> None:
+    with pytest.raises(NumericalError):
+        sample(LOGITS, SamplingParams(repetition_penalty=1e-300), 0, [1])
+
+
+def test_top_k_keeps_the_first_of_equals() -> None:
+    logits = np.array([0.0, 2.0, 2.0, 2.0, 1.0], np.float32)
+    drawn = {sample(logits, SamplingParams(temperature=1.0, top_k=2), i) for i in range(200)}
+    assert drawn == {1, 2}
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits = LOGITS.copy()

@@ -51,9 +51,9 @@ def test_generate_counts_decoded_tokens_only(engine: Engine) -> None:
     assert isinstance(done, Done)
     assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.finish_reason) == (61, 9, "length")
     assert len(tokens_of(events, 1)) == 9
-    # The last token is never fed back: eight tokens were decoded, three layers, three experts each.
-    assert done.residency["hits"] == 8 * 3 * 3
-    assert sum(map(sum, engine.profile("read")["counts"])) == 8 * 3 * 3
+    # The last token is never fed back: eight tokens were decoded, three layers, five experts each.
+    assert done.residency["hits"] == 8 * 3 * 5
+    assert sum(map(sum, engine.profile("read")["counts"])) == 8 * 3 * 5
 
 
 def test_the_same_prompt_twice_gives_the_same_tokens(engine: Engine) -> None:
@@ -116,7 +116,7 @@ def test_scores_are_log_probabilities_of_the_model(engine: Engine, model: Path) 
     assert np.abs(np.array(done.logprobs) - expected).max() < 0.5  # 8-bit activations, 4-bit weights
     assert np.corrcoef(done.logprobs, expected)[0, 1] > 0.99
     assert done.nll == pytest.approx(-sum(p for p, m in zip(done.logprobs, marks[1:], strict=True) if m))
-    assert sum(map(sum, engine.profile("read")["counts"])) == sum(marks) * 3 * 3
+    assert sum(map(sum, engine.profile("read")["counts"])) == sum(marks) * 3 * 5
 
 
 def test_a_score_writes_the_routing_it_counted(engine: Engine, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_score_writes_the_routing_it_counted(engine: Engine, tmp_path: Path) -
         engine.submit(Score(window, PROMPT, marks, "s", window, str(tmp_path / "t"), hidden=True, count=count))
         assert isinstance(drain(engine)[-1], Done)
     trace = read_routing(tmp_path / "t", engine.runner.file.model_id)
-    assert trace.experts.shape == (122, 3, 3)
+    assert trace.experts.shape == (122, 3, 5)
     assert trace.generated.tolist() == [*marks, *marks]
     assert len(set(trace.position.tolist())) == 122
     found = np.zeros((3, 11), np.int64)
@@ -145,6 +145,49 @@ def test_a_nan_is_an_error_of_its_request_alone(engine: Engine) -> None:
     engine.runner.weights = good
     engine.submit(Generate(2, PROMPT, 4, stop_tokens=()))
     assert isinstance(drain(engine)[-1], Done)
+
+
+def test_a_nan_in_the_middle_of_a_score_is_an_error(engine: Engine) -> None:
+    """Routing by NaN must not become a profile, wherever the NaN arises and whoever asks for logits."""
+    good = engine.runner.weights
+    broken = replace(good.layers[0], attn_norm=np.full_like(good.layers[0].attn_norm, np.nan))
+    engine.runner.weights = replace(good, layers=(broken, *good.layers[1:]))
+    engine.submit(Score(1, PROMPT))
+    events = drain(engine)
+    assert isinstance(events[-1], Error)
+    assert events[-1].code == "numerical"
+    engine.runner.weights = good
+
+
+def test_counts_are_not_reset_under_a_request(engine: Engine) -> None:
+    engine.submit(Generate(1, PROMPT, 5, stop_tokens=()))
+    engine.step()
+    with pytest.raises(RequestError, match="reset"):
+        engine.profile("reset")
+    drain(engine)
+    engine.profile("reset")
+
+
+def test_pinned_slots_change_between_requests_only(model: Path) -> None:
+    made = Engine(EngineConfig(
+        model=model, device="cpu", threads=2, ctx_tokens=200, chunk_tokens=32, policy="spark", residency_pct=50,
+        cache_slots=2,
+    ))  # fmt: skip
+    state = made.runner.residency.state
+    assert list(made.runner.placement.cache_slots) == [2, 2, 2]
+    made.submit(Generate(1, PROMPT, 60, stop_tokens=()))
+    made.submit(Generate(2, PROMPT[::-1], 5, stop_tokens=()))
+    for _ in range(4):
+        made.step()
+    pinned = [(state.expert_of[s], s) for s in np.flatnonzero(state.pinned)]
+    made.cancel(2)
+    assert [(state.expert_of[s], s) for s in np.flatnonzero(state.pinned)] == pinned
+    drain(made)
+    assert [(state.expert_of[s], s) for s in np.flatnonzero(state.pinned)] == pinned
+    made.submit(Generate(3, PROMPT, 2, stop_tokens=()))
+    made.step()
+    assert [(state.expert_of[s], s) for s in np.flatnonzero(state.pinned)] != pinned
+    made.close()
 
 
 def test_profile_is_written_merged_and_reset(engine: Engine, tmp_path: Path) -> None:

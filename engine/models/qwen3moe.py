@@ -78,6 +78,8 @@ class Config:
             eps=float(file.value(f"{ARCH}.attention.layer_norm_rms_epsilon", float)),
             renormalize=bool(file.value(f"{ARCH}.expert_weights_norm", bool, True)),
         )
+        if config.n_layer > len(file.tensors):
+            raise ModelFormatError(f"{ARCH}.block_count is {config.n_layer}, the file has {len(file.tensors)} tensors")
         if config.n_head % config.n_head_kv:
             raise ModelFormatError(f"{config.n_head} heads cannot share {config.n_head_kv} KV heads evenly")
         if config.n_expert_used > config.n_expert:
@@ -260,7 +262,7 @@ def tiny(rng: np.random.Generator) -> tuple[Config, dict[str, F32]]:
     Rows are multiples of 256, so that every block type can hold them. Norms are random around one.
     """
     config = Config(
-        n_layer=3, n_embd=256, n_head=8, n_head_kv=4, head_dim=96, n_expert=11, n_expert_used=3, n_ff_exp=512,
+        n_layer=3, n_embd=256, n_head=8, n_head_kv=4, head_dim=96, n_expert=11, n_expert_used=5, n_ff_exp=512,
         n_vocab=301, n_ctx_train=640, rope_base=50000.0, eps=1e-5,
     )  # fmt: skip
     tensors = {}

@@ -1,0 +1,110 @@
+"""The wheel: what is in it, and that it works far from the source tree."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NANO = ROOT / "data" / "nano" / "nano.gguf"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+BUILD = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+
+ROUND_TRIP = """
+import sys
+from pathlib import Path
+from engine.config import EngineConfig
+from spark.client import DaemonClient, engine_command
+config = EngineConfig(model=Path(sys.argv[1]), device="cpu", threads=1)
+with DaemonClient(engine_command(config)) as client:
+    done = client.generate([1, 2, 3], max_tokens=4, stop_tokens=[]).result()
+print(done.usage.completion_tokens)
+"""
+WHERE = """
+import engine, spark
+from engine.ops import cpu_library
+print(engine.__file__, spark.__file__, cpu_library.load()._name, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this source tree, with a source in cuda/ as a later version has."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("spark", "engine", "cpu"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tree / name)
+    (tree / "cuda").mkdir()
+    (tree / "cuda" / "example.cu").write_text("// nothing\n")
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_nothing.py").touch()
+    subprocess.run([*BUILD, "--wheel-dir", out, tree], check=True, timeout=300)
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of a fresh environment with the wheel, which sees the dependencies of this one."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    subprocess.run([*PIP, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    site = home / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    # A path in a .pth file: the .pth files over there, our editable install's among them, are not read.
+    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(places)))
+    return home / "bin"
+
+
+def run(command: list, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_what_the_wheel_is_and_holds(wheel: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.split("-")[2:] == ["py3", "none", f"{platform}.whl"]
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
+        (license_name,) = (n for n in names if n.endswith("/LICENSE"))
+        assert b"Spark contributors" in archive.read(license_name)
+    assert names >= {"engine/lib/libspark_cpu.so", "engine/cuda/example.cu", "engine/__main__.py", "spark/cli.py"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"engine", "spark"}
+    assert {name for name in names if name.endswith(".py")} == {
+        str(path.relative_to(ROOT)) for package in ("engine", "spark") for path in (ROOT / package).rglob("*.py")
+    }
+    for extra in ("cuda12", "cuda13", "train", "dev"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+
+
+def test_the_installed_packages_are_used(installed: Path, tmp_path: Path) -> None:
+    for line in run([installed / "python", "-c", WHERE], tmp_path).stdout.split():
+        assert Path(line).is_relative_to(installed.parent)
+
+
+def test_commands_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    assert "extract-sessions" in run([installed / "spark", "--help"], tmp_path).stdout
+    run([installed / "spark", "tokenize", NANO, "--export-tokenizer", "tokenizer.json"], tmp_path)
+    assert (tmp_path / "tokenizer.json").stat().st_size > 100_000
+
+
+def test_a_daemon_of_the_wheel_answers(installed: Path, tmp_path: Path) -> None:
+    assert run([installed / "python", "-c", ROUND_TRIP, NANO], tmp_path).stdout == "4\n"
+
+
+def test_the_demo_says_what_the_wheel_does_not_have(installed: Path, tmp_path: Path) -> None:
+    done = run([installed / "spark", "demo"], tmp_path, status=1)
+    (error, hint) = done.stderr.splitlines()
+    assert error.startswith("error: ") and "nano.gguf is not there" in error and done.stdout == ""
+    assert hint == "hint: clone the repository and run `make demo` there"
