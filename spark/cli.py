@@ -20,8 +20,6 @@ import typer
 
 from engine.config import EngineConfig, KVType
 from engine.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
-from engine.profile import default_path
-from spark import __version__
 from spark.console import note, progress_bars
 
 app = typer.Typer(
@@ -110,6 +108,8 @@ def spark(
       spark serve MODEL.gguf --spark
     """
     if version:
+        from spark import __version__
+
         typer.echo(f"spark {__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -213,6 +213,7 @@ def calibrate(
     interrupted run keeps what it counted in PROFILE.partial; --resume goes on from there and ends with the same
     profile as a run that was never interrupted.
     """
+    from engine.profile import default_path
     from spark import calibrate as calibration
     from spark.client import Deadlines
     from spark.tables import show_calibration
@@ -263,6 +264,7 @@ def validate(
     The routing of the sessions is replayed under every policy, beside the bound that none can beat (belady). Each
     policy also serves prompts for real: its tokens must be those of the all-resident run.
     """
+    from engine.profile import default_path
     from spark import validate as validation
     from spark.client import Deadlines
     from spark.tables import show_validation
@@ -338,6 +340,7 @@ def serve(
     merged into the profile. Without it there is no profile and all slots are an LRU cache. SIGTERM lets replies
     finish; Ctrl-C gives them three seconds.
     """
+    from engine.profile import default_path
     from spark.client import Deadlines
     from spark.server import ServeOptions
     from spark.server import serve as run_server

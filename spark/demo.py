@@ -117,12 +117,17 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
     profile, claude_only = out / default_path(config.model).name, out / "claude-only.spark.csv"
     with progress_bars() as progress:
         calibrated = calibrate.calibrate(
-            config, calibrate.CalibrateOptions(out / "train.parquet", profile, max_tokens=CALIBRATION_TOKENS),
+            config,
+            calibrate.CalibrateOptions(
+                out / "train.parquet", profile, max_tokens=CALIBRATION_TOKENS, resume=True
+            ),
             DEADLINES, progress,
         )  # fmt: skip
         calibrate.calibrate(
             config,
-            calibrate.CalibrateOptions(out / "claude/train.parquet", claude_only, max_tokens=CALIBRATION_TOKENS // 2),
+            calibrate.CalibrateOptions(
+                out / "claude/train.parquet", claude_only, max_tokens=CALIBRATION_TOKENS // 2, resume=True
+            ),
             DEADLINES, progress,
         )  # fmt: skip
     tables.show_calibration(calibrated)

@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run("extract-sessions", "--out-dir", ".", *LOGS)
     run("tokenize", NANO, "test.jsonl", "--out", "test.parquet", "--window", "512")
-    run("calibrate", NANO, "test.parquet", "--out", "nano.csv", "--trace", "trace", "--hidden", "--max-tokens", "6000")
+    run("calibrate", NANO, "test.parquet", "--out", "nano.csv", "--trace", "trace", "--hidden", "--max-tokens", "4000")
     run("validate", NANO, "test.parquet", "--profile", "nano.csv", "--max-tokens", "2000", "--prompts", "1",
         "--generate", "4")  # fmt: skip
     run("train-pregate", NANO, "trace", "--out", "pregate.safetensors", "--epochs", "1")
@@ -77,7 +77,7 @@ def test_figures_of_tokenize(made: Path) -> None:
 def test_figures_of_calibrate(made: Path) -> None:
     figures = report(made, "calibrate")
     assert figures["model"] == str(NANO) and figures["profile"] == "nano.csv"
-    assert figures["tokens"] >= 6000 and figures["tokens_per_s"] > 0 and figures["sessions"] > 0
+    assert figures["tokens"] >= 4000 and figures["tokens_per_s"] > 0 and figures["sessions"] > 0
     profile, warnings = profiles.load(made / "nano.csv")
     assert not warnings and profile.tokens == figures["generated_tokens"] > 0
     assert (made / "trace").is_dir() and "the trace takes up to" in (made / "calibrate.err").read_text()
@@ -157,8 +157,8 @@ def test_the_page_of_commands_is_what_the_program_says() -> None:
 
     script = runpy.run_path(str(ROOT / "docs" / "make_commands.py"))
     assert script["PAGE"].read_text() == script["page"](), "run `python docs/make_commands.py`"
-    for name in script["COMMANDS"]:
-        assert re.search(rf"^  {name} ", script["usage"](), re.MULTILINE)
+    listed = re.findall(r"^  ([a-z-]+)  +[A-Z]", script["usage"](), re.MULTILINE)
+    assert listed[-len(script["COMMANDS"]) :] == list(script["COMMANDS"])
 
 
 # --- terminals and pipes ------------------------------------------------------------------------------
@@ -391,11 +391,9 @@ def test_a_folder_of_sessions_that_cannot_be(made: Path, tmp_path: Path) -> None
 
 def test_a_trace_is_not_added_to_another(made: Path) -> None:
     parts = sorted((made / "trace").iterdir())
-    for more in ([], ["--resume"]):
-        arguments = ["calibrate", NANO, "test.parquet", "--out", "again.csv", "--trace", "trace", *more]
-        assert "has a trace already" in refused(*arguments, cwd=made, status=2)
+    arguments = ["calibrate", NANO, "test.parquet", "--out", "again.csv", "--trace", "trace"]
+    assert "has a trace already" in refused(*arguments, cwd=made, status=2)
     assert sorted((made / "trace").iterdir()) == parts
-    assert "expected the parts of a trace" in refused("train-pregate", NANO, ".", "--out", "p.safetensors", cwd=made)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +465,6 @@ def on_disk(mount: str, command: list, cwd: Path, tmp: str = "/tmp") -> tuple[in
         ["tokenize", NANO, "test.jsonl", "--out", "disk/t.parquet"],
         ["tokenize", NANO, "--export-tokenizer", "disk/t.json"],
         ["calibrate", NANO, "test.parquet", "--out", "p.csv", "--max-tokens", "1500", "--trace", "disk/trace"],
-        ["train-pregate", NANO, "trace", "--out", "disk/p.safetensors", "--epochs", "1"],
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:1] + arguments[-2:])),
 )
