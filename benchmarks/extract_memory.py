@@ -15,13 +15,16 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from spark.results import write_json  # noqa: E402
+
 LARGEST_MB = 200
 USUAL_MB = 8
 
@@ -54,8 +57,7 @@ def main() -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         written = sum(path.stat().st_size for path in (Path(folder) / "out").iterdir())
     result = json.loads(done.stdout)
-    figures = {
-        "command": f"benchmarks/extract_memory.py --size-mb {options.size_mb}" + " --no-redact" * options.no_redact,
+    row = {
         "size_mb": round(size / 1e6, 1),
         "largest_file_mb": round(largest / 1e6, 1),
         "written_mb": round(written / 1e6, 1),
@@ -65,13 +67,11 @@ def main() -> None:
         "peak_rss_mb": round(result["peak_kb"] * 1024 / 1e6, 1),
         "imported_rss_mb": round(result["imported_kb"] * 1024 / 1e6, 1),
         "files": result["report"]["files"],
-        "sessions": result["report"]["sessions"],
         "messages": result["report"]["messages"],
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    print(json.dumps(figures, indent=2))
+    print(json.dumps(row, indent=2))
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(options.json, {"rows": [row]})
 
 
 def make_tree(home: Path, size_mb: int) -> tuple[int, int]:

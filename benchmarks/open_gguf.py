@@ -9,13 +9,11 @@ measurement is a process of its own; `cold` means that the file's pages were dro
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import gguf
@@ -23,6 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from engine.quants import row_bytes
+from spark.results import write_json
 
 VOCAB = 151_936
 LAYERS, D, E, F, HEADS, KV_HEADS, HEAD_DIM = 48, 2048, 128, 768, 32, 4, 128
@@ -149,8 +148,7 @@ def main() -> None:
                     )
                 )
     if options.json:
-        report = {"command": "python -m benchmarks.open_gguf", "created": time.strftime("%FT%TZ", time.gmtime())}
-        options.json.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+        write_json(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

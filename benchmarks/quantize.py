@@ -8,7 +8,6 @@ Student's t with 4 degrees of freedom (heavy tails).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from engine.quants import QTensor, dequantize, quantize
+from spark.results import write_json
 
 ROWS, COLS, REPEATS = 1024, 4096, 5
 TYPES = (QType.BF16, QType.Q8_0, QType.Q6_K, QType.Q5_K, QType.Q4_K, QType.IQ4_XS, QType.Q4_0)
@@ -54,8 +54,7 @@ def main() -> None:
             f"error {row['rmse_normal']:.5f} normal, {row['rmse_heavy_tails']:.5f} heavy tails"
         )
     if options.json:
-        report = {"command": "python -m benchmarks.quantize", "created": time.strftime("%FT%TZ", time.gmtime())}
-        options.json.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+        write_json(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
     try:
         figures["train-pregate"] = _pregate(config, out)
     except MissingExtraError as error:
-        note(f"skipped: {error.message}: {error.hint}")
+        note(f"skipped: {error.message}: {error.hint}\n")
 
     _say(
         f"6. Serving: spark serve {config.model.name} --spark --residency {RESIDENCY_PCT:g}",
@@ -179,16 +179,16 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
 
 
 def _say(title: str, text: str) -> None:
-    write(f"{title}\n{textwrap.fill(' '.join(text.split()), 88)}\n\n")
+    write(f"{title}\n{textwrap.fill(' '.join(text.split()), 78)}\n\n")
 
 
 def _pregate(config: EngineConfig, out: Path) -> dict[str, Any]:
     pregate.require_torch()
-    trace = Path(tempfile.mkdtemp(prefix="trace-", dir=out))
-    options = calibrate.CalibrateOptions(
-        out / "train.parquet", trace / "profile.csv", trace_dir=trace, hidden=True, max_tokens=TRACE_TOKENS
-    )
-    with progress_bars() as progress:
+    with tempfile.TemporaryDirectory(prefix="trace-", dir=out) as folder, progress_bars() as progress:
+        trace = Path(folder)
+        options = calibrate.CalibrateOptions(
+            out / "train.parquet", trace / "profile.csv", trace_dir=trace, hidden=True, max_tokens=TRACE_TOKENS
+        )
         calibrate.calibrate(config, options, DEADLINES, progress)
         report = pregate.train(
             config.model, trace, out / "pregate.safetensors", pregate.PregateOptions(threads=config.threads), progress
@@ -240,6 +240,7 @@ def _chat(port: int) -> dict[str, Any]:
     body = {
         "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": REPLY_TOKENS,
+        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

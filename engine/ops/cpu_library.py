@@ -98,7 +98,7 @@ def _library_path() -> Path:
                 return place / name
     raise SparkError(
         f"the CPU kernels are not built: no {LIBRARY_NAMES[0]} in {' or '.join(str(p) for p in places)}",
-        hint="run `pip install .` in Spark's source tree (a C++17 compiler is needed), or use --device reference",
+        hint="run `make setup` in Spark's source tree, or `pip install .` there (a C++17 compiler is needed)",
     )
 
 
