@@ -69,7 +69,13 @@ def command(name: str, *arguments: str | Path) -> tuple[dict[str, Any], dict[str
         if process.returncode:
             raise SystemExit(f"{' '.join(words)} failed with {process.returncode}:\n{stderr}")
         row = {"command": f"spark {name}", "seconds": time.monotonic() - began, "peak_mib": peak.mib}
-        return row, json.loads(figures.read_text())
+        return row, json.loads(portable(figures.read_text(), folder))
+
+
+def portable(text: str, folder: str) -> str:
+    """The text without this machine's paths: relative to the source tree, temporary folders as OUT."""
+    text = text.replace(f"{ROOT}/", "").replace(folder, "OUT")
+    return re.sub(re.escape(tempfile.gettempdir()) + r"/spark-bench-[^/\"]+", "OUT", text)
 
 
 def chat(port: int, text: str) -> dict[str, Any]:
