@@ -7,6 +7,7 @@ results do not depend on which. `BlockPool` is bookkeeping without tensors; `KVC
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -47,11 +48,15 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     length: int = 0
 
+    def reserve(self, n_tokens: int) -> None:
+        """Take the blocks that `n_tokens` more positions need; the length stays."""
+        while len(self.blocks) * KV_BLOCK_TOKENS < self.length + n_tokens:
+            self.blocks.append(self.pool.take())
+
     def extend(self, n_tokens: int) -> I32:
         """Slots int32 [n_tokens] for the next positions; takes blocks as needed."""
+        self.reserve(n_tokens)
         end = self.length + n_tokens
-        while len(self.blocks) * KV_BLOCK_TOKENS < end:
-            self.blocks.append(self.pool.take())
         positions = np.arange(self.length, end)
         table = np.asarray(self.blocks, dtype=np.int32)
         self.length = end
@@ -63,9 +68,8 @@ class Sequence:
         self.blocks, self.length = [], 0
 
 
-def block_table(sequences: list[Sequence]) -> I32:
-    """The tables of several sequences, int32 [n_sequence, max_blocks], padded with -1."""
-    width = max(len(s.blocks) for s in sequences)
+def block_table(sequences: list[Sequence], width: int) -> I32:
+    """The tables of several sequences, int32 [n_sequence, width], padded with -1."""
     table = np.full((len(sequences), width), -1, np.int32)
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence.blocks)] = sequence.blocks
@@ -79,9 +83,11 @@ def kv_bytes(n_layer: int, n_head_kv: int, head_dim: int, n_blocks: int, kv_type
 
 
 class KVCache:
-    """Keys and values of every layer (`layers[i]`) and the pool of their blocks."""
+    """Keys and values of every layer (`layers[i]`), on `device`, and the pool of their blocks."""
 
-    def __init__(self, n_layer: int, n_head_kv: int, head_dim: int, n_tokens: int, kv_type: KVType) -> None:
+    def __init__(
+        self, device: Any, n_layer: int, n_head_kv: int, head_dim: int, n_tokens: int, kv_type: KVType
+    ) -> None:
         n_blocks = -(-n_tokens // KV_BLOCK_TOKENS)
         n_slots = n_blocks * KV_BLOCK_TOKENS
         self.pool = BlockPool(n_blocks)
@@ -90,15 +96,15 @@ class KVCache:
         scales = (n_slots, n_head_kv, head_dim // 32)
         if kv_type == "f16":
             self.layers = tuple(
-                KVLayer(np.zeros(shape, np.float16), np.zeros(shape, np.float16)) for _ in range(n_layer)
+                KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in range(n_layer)
             )
         else:
             self.layers = tuple(
                 KVLayer(
-                    np.zeros(shape, np.int8),
-                    np.zeros(shape, np.int8),
-                    np.zeros(scales, np.float16),
-                    np.zeros(scales, np.float16),
+                    device.empty(shape, np.int8),
+                    device.empty(shape, np.int8),
+                    device.empty(scales, np.float16),
+                    device.empty(scales, np.float16),
                 )
                 for _ in range(n_layer)
             )

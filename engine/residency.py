@@ -6,9 +6,8 @@ unchanged; a slot's bytes are those of `state.expert_of[slot]`. docs/residency.m
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -53,15 +52,49 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _address(array: U8) -> int:
-    return int(array.__array_interface__["data"][0])
+class MappedTier:
+    """The slow tier of a host backend: the mapped file itself, which never changes and costs nothing."""
+
+    n_bytes = 0  # of memory taken beside the file's own pages
+
+    def __init__(self, device: Any, experts: tuple[ExpertTensors, ...]) -> None:
+        self.device = device
+        self.experts = experts
+
+    def locate(self, state: policy.SlotState) -> None:
+        """Set `home_ptr` of every expert."""
+        for layer, tensors in enumerate(self.experts):
+            ids = np.arange(tensors.gate.shape[0], dtype=np.uint64)
+            for part, (tensor, size) in enumerate(zip(tensors.parts, tensors.part_bytes, strict=True)):
+                state.home_ptr[layer, :, part] = np.uint64(self.device.pointer(tensor.data)) + ids * np.uint64(size)
+
+    def load(self, pieces: Sequence[tuple[U8, int]], progress: Progress) -> None:
+        """Copy parts of the file to addresses of fast memory; progress in bytes."""
+        total, done = sum(source.nbytes for source, _ in pieces), 0
+        for source, address in pieces:
+            self.device.copy(address, self.device.pointer(source), source.nbytes)
+            done += source.nbytes
+            progress(done, total)
+
+    def exchange(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
+        """Put the bytes of `enters` in a slot that held `leaves`, whose own bytes stay readable at its home."""
+        for part, size in enumerate(self.experts[layer].part_bytes):
+            self.device.copy(int(state.slot_ptr[slot, part]), int(state.home_ptr[layer, enters, part]), size)
+
+    def rehome(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
+        """`enters`, in a cache slot, and `leaves`, in the pinned slot `slot`, swap roles: both keep their homes."""
+
+    def close(self) -> None:
+        """The file is closed by who opened it."""
 
 
 class Residency:
-    """Slots of all MoE layers, filled by a placement.
+    """Slots of all MoE layers on `device`, filled by a placement.
 
-    experts: one record a MoE layer. rule: how scores move (docs/residency.md). poison: fill empty and
-    emptied slots with 0xFF, which every block format reads as NaN.
+    experts: one record a MoE layer. rule: how scores move (docs/residency.md). tier: where experts outside
+    slots are read (MappedTier, or page-locked copies). poison: fill empty and emptied slots with 0xFF,
+    which every block format reads as NaN. `state` is the host's view; `live`, on the device, is what ops
+    read and change. On a host backend they are one; elsewhere `pull` and `push` copy between them.
     """
 
     def __init__(
@@ -70,40 +103,66 @@ class Residency:
         placement: Placement,
         rule: policy.Rule,
         *,
+        device: Any,
+        tier: Any,
         poison: bool = False,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.experts = experts
         self.rule = rule
         self.poison = poison
+        self.device = device
+        self.tier = tier
         n_expert = experts[0].gate.shape[0]
         self.state = policy.SlotState.empty(placement.slots_per_layer, n_expert)
         strides = [slot_bytes(e) for e in experts]
         self.arena_bytes = sum(n * s for n, s in zip(placement.slots_per_layer, strides, strict=True))
-        self._memory = np.empty(self.arena_bytes + ALIGN_BYTES, np.uint8)
+        self._memory = device.empty(self.arena_bytes + ALIGN_BYTES, np.uint8)
         if poison:
-            self._memory.fill(0xFF)
+            device.set_bytes(device.pointer(self._memory), 0xFF, self.arena_bytes + ALIGN_BYTES)
         self._set_pointers(strides)
         policy.fill(self.state, placement)
-        self._load(progress)
+        tier.load(self._pieces(), progress)
+        self.live = policy.SlotState(*(device.upload(getattr(self.state, f.name)) for f in fields(self.state)))
         self.banks = tuple(self._bank(layer) for layer in range(len(experts)))
 
     def _set_pointers(self, strides: list[int]) -> None:
         state = self.state
-        address = _aligned(_address(self._memory))
+        address = _aligned(self.device.pointer(self._memory))
         for layer, tensors in enumerate(self.experts):
-            sizes = tensors.part_bytes
-            ids = np.arange(tensors.gate.shape[0], dtype=np.uint64)
-            for part, tensor in enumerate(tensors.parts):
-                state.home_ptr[layer, :, part] = np.uint64(_address(tensor.data)) + ids * np.uint64(sizes[part])
             first, last = int(state.slot_begin[layer]), int(state.slot_begin[layer + 1])
             offset = 0
-            for part, size in enumerate(sizes):
+            for part, size in enumerate(tensors.part_bytes):
                 slots = np.arange(last - first, dtype=np.uint64) * np.uint64(strides[layer])
                 state.slot_ptr[first:last, part] = np.uint64(address + offset) + slots
                 offset += _aligned(size)
             address += (last - first) * strides[layer]
+        self.tier.locate(state)
         state.expert_ptr[:] = state.home_ptr
+
+    def _pieces(self) -> list[tuple[U8, int]]:
+        """Where the file's bytes of each slot's expert go."""
+        state, pieces = self.state, []
+        for layer, tensors in enumerate(self.experts):
+            for slot in range(state.slot_begin[layer], state.slot_begin[layer + 1]):
+                expert = int(state.expert_of[slot])
+                if expert >= 0:
+                    addresses = state.slot_ptr[slot].tolist()
+                    pieces += [(t.expert(expert).data, a) for t, a in zip(tensors.parts, addresses, strict=True)]
+        return pieces
+
+    def pull(self) -> policy.SlotState:
+        """The host's view, brought up to date with the device."""
+        if self.device.name != "host memory":
+            for f in fields(self.state):
+                getattr(self.state, f.name)[...] = self.device.read(getattr(self.live, f.name))
+        return self.state
+
+    def push(self) -> None:
+        """Bring the device up to date with the host's view."""
+        if self.device.name != "host memory":
+            for f in fields(self.state):
+                self.device.write(getattr(self.live, f.name), getattr(self.state, f.name))
 
     def _bank(self, layer: int) -> Experts:
         tensors = self.experts[layer]
@@ -114,40 +173,11 @@ class Residency:
             n_embd=tensors.gate.shape[2],
             n_ff=tensors.gate.shape[1],
             part_bytes=tensors.part_bytes,
-            expert_ptr=self.state.expert_ptr[layer],
-            home_ptr=self.state.home_ptr[layer],
-            slot_ptr=self.state.slot_ptr,
+            expert_ptr=self.live.expert_ptr[layer],
+            home_ptr=self.live.home_ptr[layer],
+            slot_ptr=self.live.slot_ptr,
             poison=self.poison,
         )
-
-    def _load(self, progress: Progress) -> None:
-        state, done = self.state, 0
-        for layer in range(len(self.experts)):
-            for slot in range(state.slot_begin[layer], state.slot_begin[layer + 1]):
-                expert = int(state.expert_of[slot])
-                if expert >= 0:
-                    done += self._copy(layer, expert, slot)
-                    progress(done, self.arena_bytes)
-
-    def _copy(self, layer: int, expert: int, slot: int) -> int:
-        state = self.state
-        sizes = self.experts[layer].part_bytes
-        for part, size in enumerate(sizes):
-            ctypes.memmove(int(state.slot_ptr[slot, part]), int(state.home_ptr[layer, expert, part]), size)
-        state.expert_ptr[layer, expert] = state.slot_ptr[slot]
-        return sum(sizes)
-
-    def _evict(self, layer: int, slot: int) -> None:
-        state = self.state
-        expert = int(state.expert_of[slot])
-        if expert < 0:
-            return
-        state.slot_of[layer, expert] = -1
-        state.expert_ptr[layer, expert] = state.home_ptr[layer, expert]
-        state.expert_of[slot] = -1
-        if self.poison:
-            for part, size in enumerate(self.experts[layer].part_bytes):
-                ctypes.memset(int(state.slot_ptr[slot, part]), 0xFF, size)
 
     def follow(self, counts: NDArray[np.int64], threshold: float = 0.1) -> int:
         """Between requests, let the pinned slots follow the counts [L, E]; returns the experts moved.
@@ -155,7 +185,7 @@ class Residency:
         An expert that replaces a pinned one takes over its slot, so no second copy ever exists; one that
         already lies in a cache slot swaps roles with it, and no byte moves.
         """
-        state = self.state
+        state = self.pull()
         spans = [state.slots(layer) for layer in range(len(self.experts))]
         resident = [[e for e in state.expert_of[s].tolist() if e >= 0] for s in spans]
         pinned = [state.expert_of[s][state.pinned[s] == 1].tolist() for s in spans]
@@ -166,31 +196,48 @@ class Residency:
             if cached >= 0:
                 state.pinned[cached], state.pinned[old] = 1, 0
                 state.score[cached], state.score[old] = 0, state.clock[layer]
+                self.tier.rehome(state, layer, enters, leaves, old)
                 continue
-            self._evict(layer, old)
-            self._copy(layer, enters, old)
-            state.slot_of[layer, enters] = old
+            self.tier.exchange(state, layer, enters, leaves, old)
+            state.slot_of[layer, leaves], state.slot_of[layer, enters] = -1, old
+            state.expert_ptr[layer, leaves] = state.home_ptr[layer, leaves]
+            state.expert_ptr[layer, enters] = state.slot_ptr[old]
             state.expert_of[old] = enters
+        if moves:
+            self.push()
         return len(moves)
 
     def counters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Hits and misses of counted tokens by layer since the start, copied."""
-        return self.state.hits.copy(), self.state.misses.copy()
+        return self.device.read(self.live.hits).copy(), self.device.read(self.live.misses).copy()
 
     def totals(self) -> dict[str, Any]:
         """Hits and misses of counted tokens since the start (or the last reset)."""
-        nothing = np.zeros_like(self.state.hits)
+        nothing = np.zeros(len(self.experts), np.int64)
         return self.since((nothing, nothing))
 
     def since(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> dict[str, Any]:
         """Hits and misses since `counters()` gave `before`: in total and by MoE layer."""
-        hits, misses = self.state.hits - before[0], self.state.misses - before[1]
+        now = self.counters()
+        hits, misses = now[0] - before[0], now[1] - before[1]
         return {
             "hits": int(hits.sum()),
             "misses": int(misses.sum()),
             "hits_by_layer": hits.tolist(),
             "misses_by_layer": misses.tolist(),
         }
+
+    def reset(self) -> None:
+        """Forget what was counted: uses, hits and misses."""
+        for name in ("counts", "hits", "misses"):
+            counter = getattr(self.state, name)
+            counter[...] = 0
+            self.device.write(getattr(self.live, name), counter)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Uses by counted tokens, int64 [L, E]."""
+        return np.asarray(self.device.read(self.live.counts))
 
     @property
     def experts_bytes(self) -> int:

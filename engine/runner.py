@@ -6,31 +6,31 @@ later a draft to verify. Several sequences can share a step.
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import models, placement, policy
+from engine import backend, models, placement, policy
 from engine.config import EngineConfig
-from engine.errors import CapacityError, MissingExtraError, UsageError
+from engine.errors import CapacityError, UsageError
+from engine.forward import MAX_ROWS, Forward
 from engine.gguf import GGUFFile, open_model
-from engine.kv import KVCache, Sequence, block_table
-from engine.models import Buffers, Step
-from engine.ops import F32, I32, Fetches, Limits
-from engine.ops.reference import rope_table
+from engine.kv import Sequence, block_table
+from engine.models import Buffers
+from engine.ops import F32, I32, Limits
 from engine.placement import Placement
 from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.residency import Residency, slot_bytes
+from engine.sampling import SamplingParams, sample
 
 DEFAULT_CTX_TOKENS = 32768
-MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
 Progress = Callable[[int, int], None]
 
 
@@ -47,19 +47,41 @@ class Span:
     want: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed; arrays are views that the next step overwrites.
+    """What a step computed, read from the device when asked for; the next step overwrites it.
 
     logits float32 [R, V] in order of the spans' wants. experts int32, weights float32 [L, T, A]; hidden
     float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads.
     """
 
-    logits: F32
-    experts: I32
-    weights: F32
-    hidden: F32 | None
-    residual: F32
+    def __init__(self, device: Any, buffers: Buffers, rows: Many[int] | None = None) -> None:
+        self._device, self._buffers, self._rows = device, buffers, rows
+
+    @property
+    def logits(self) -> F32:
+        """Logits of the wanted tokens."""
+        logits: F32 = self._device.read(self._buffers.logits)
+        return logits if self._rows is None else logits[list(self._rows)]
+
+    @property
+    def experts(self) -> I32:
+        """The chosen experts."""
+        return np.asarray(self._device.read(self._buffers.experts))
+
+    @property
+    def weights(self) -> F32:
+        """Their weights."""
+        return np.asarray(self._device.read(self._buffers.weights))
+
+    @property
+    def hidden(self) -> F32 | None:
+        """The residual entering each layer, where it was captured."""
+        return None if self._buffers.hidden is None else np.asarray(self._device.read(self._buffers.hidden))
+
+    @property
+    def residual(self) -> F32:
+        """The residual that leaves the last layer."""
+        return np.asarray(self._device.read(self._buffers.x))
 
 
 def physical_cores() -> int:
@@ -76,15 +98,6 @@ def physical_cores() -> int:
     return max(1, len(cores))
 
 
-def choose_backend(device: str) -> tuple[str, ModuleType, str]:
-    """The backend for `--device`: its name, its module of ops, and why it was chosen."""
-    if device == "cuda":
-        raise MissingExtraError("the CUDA backend is not part of this version", hint="use --device cpu")
-    name = "cpu" if device == "auto" else device
-    why = "no CUDA backend in this version" if device == "auto" else "asked for"
-    return name, importlib.import_module(f"engine.ops.{name}"), why
-
-
 class Runner:
     """Everything that a forward pass needs, allocated once."""
 
@@ -94,30 +107,25 @@ class Runner:
         self.arch = models.find(self.file.architecture)
         self.config = self.arch.Config.from_gguf(self.file)
         self.weights = self.arch.load(self.file, self.config)
-        self.device, self.ops, device_reason = choose_backend(config.device)
         self.threads = config.threads or physical_cores()
+        self.backend = backend.open_backend(config.device, self.threads)
+        self.device = self.backend.name
         self.n_ctx = self._context()
         self.reasons = [
-            f"device {self.device}: {device_reason}",
+            f"device {self.device}: {self.backend.reason}",
             f"{self.threads} threads: " + ("asked for" if config.threads else "one for each physical core"),
             f"context of {self.n_ctx} tokens: "
             + ("asked for" if config.ctx_tokens else f"the model was trained on {self.config.n_ctx_train}"),
         ]
         self.warnings: list[str] = []
         self.profile = self._profile()
-        self.placement, self.rule = self._place()
-        self.residency = Residency(
-            self.weights.experts, self.placement, self.rule, poison=config.poison, progress=progress
-        )
         c = self.config
-        self.chunk_tokens = min(config.chunk_tokens, self.n_ctx)
         if config.kv_type == "q8_0" and c.head_dim % 32:
             raise UsageError(
                 f"--kv-type q8_0 stores blocks of 32, and the model's heads have {c.head_dim} dimensions",
                 hint="use --kv-type f16",
             )
-        self.kv = KVCache(c.n_layer, c.n_head_kv, c.head_dim, self.n_ctx, config.kv_type)
-        self.rope = rope_table(self.n_ctx, c.rope_dims, c.rope_base)
+        self.chunk_tokens = min(config.chunk_tokens or self.backend.chunk_tokens, self.n_ctx)
         self.limits = Limits(
             max_tokens=self.chunk_tokens,
             n_embd=c.n_embd,
@@ -126,9 +134,36 @@ class Runner:
             n_vocab=c.n_vocab,
             n_expert=c.n_expert,
             n_expert_used=c.n_expert_used,
+            n_head=c.n_head,
+            n_head_kv=c.n_head_kv,
+            head_dim=c.head_dim,
+            n_ctx=self.n_ctx,
+            max_rows=MAX_ROWS,
         )
-        self.ws = self.ops.workspace(self.limits, self.threads)
-        self.buffers = self._buffers(hidden=False)
+        self.placement, self.rule = self._place()
+        self.forward = self._forward()
+        tier = self.backend.tier(self.weights.experts, self.placement)
+        self.residency = Residency(
+            self.weights.experts, self.placement, self.rule, device=self.backend.device, tier=tier,
+            poison=config.poison, progress=progress,
+        )  # fmt: skip
+
+    def _forward(self) -> Forward:
+        b = self.backend
+        return Forward(
+            b.device, b.ops, b.workspace(self.limits), self.arch, self.config, self.weights, self.limits,
+            kv_tokens=self.n_ctx, kv_type=self.options.kv_type,
+        )  # fmt: skip
+
+    @property
+    def kv(self) -> Any:
+        """The KV cache."""
+        return self.forward.kv
+
+    @property
+    def isa(self) -> str:
+        """What the kernels were compiled for."""
+        return str(self.forward.ws.isa)
 
     def _context(self) -> int:
         train = self.config.n_ctx_train
@@ -192,68 +227,61 @@ class Runner:
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         return tuple({self.file.value(key, int) for key in keys if key in self.file.metadata})
 
-    def _buffers(self, hidden: bool) -> Buffers:
-        c, n = self.config, self.limits
-
-        def f32(*shape: int) -> F32:
-            return np.zeros(shape, np.float32)
-
-        T, L = n.max_tokens, len(c.moe_layers)
-        return Buffers(
-            x=f32(T, c.n_embd),
-            h=f32(T, c.n_embd),
-            q=f32(T, c.n_head, c.head_dim),
-            attended=f32(T, n.n_head_dim),
-            router=f32(T, c.n_expert),
-            experts=np.zeros((L, T, c.n_expert_used), np.int32),
-            weights=f32(L, T, c.n_expert_used),
-            logits=f32(MAX_ROWS, c.n_vocab),
-            fetches=Fetches(np.zeros((c.n_expert, 3), np.int32), np.zeros(1, np.int32)),
-            hidden=f32(c.n_layer, T, c.n_embd) if hidden else None,
-        )
-
     def new_sequence(self) -> Sequence:
         """An empty sequence in this runner's cache."""
         return Sequence(self.kv.pool)
 
     def capture_hidden(self, wanted: bool) -> None:
         """Keep the residual stream entering each layer in later steps, or stop keeping it."""
-        if wanted != (self.buffers.hidden is not None):
-            self.buffers = self._buffers(hidden=wanted)
+        self.forward.capture_hidden(wanted)
 
     def run(self, spans: list[Span]) -> StepResult:
         """Run one step; sequences grow by their spans' tokens."""
         starts = [s.sequence.length for s in spans]
         T = sum(len(s.tokens) for s in spans)
         assert 0 < T <= self.limits.max_tokens
+        assert len(spans) <= self.limits.max_sequences
         for span in spans:
             if span.sequence.length + len(span.tokens) > self.n_ctx:
                 raise CapacityError(f"{span.sequence.length + len(span.tokens)} tokens in a context of {self.n_ctx}")
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
         offsets = np.cumsum([0, *(len(s.tokens) for s in spans)])
         rows = [o + w for o, s in zip(offsets, spans, strict=False) for w in s.want]
-        step = Step(
+        positions = [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
+        step = self.forward.feed(
             tokens=np.concatenate([s.tokens for s in spans]).astype(np.int32),
-            positions=np.concatenate(
-                [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
-            ).astype(np.int32),
+            positions=np.concatenate(positions).astype(np.int32),
             sequence=np.repeat(np.arange(len(spans), dtype=np.int32), [len(s.tokens) for s in spans]),
             slots=np.concatenate(slots),
-            block_table=block_table([s.sequence for s in spans]),
+            block_table=block_table([s.sequence for s in spans], self.forward.inputs.block_table.shape[1]),
             counted=np.concatenate([s.counted for s in spans]).astype(np.uint8),
             rows=np.asarray(rows, dtype=np.int32),
         )
-        b = self.buffers.first(T, len(rows), self.config.n_expert_used)
-        self.arch.forward(
-            self.config, self.weights, self.ops, self.ws, step, self.kv, self.residency, self.rope, b
-        )
-        return StepResult(b.logits, b.experts, b.weights, b.hidden, b.x)
+        return StepResult(self.backend.device, self.forward.run(step, self.residency))
+
+    def decode(
+        self, sequence: Sequence, history: list[int], logits: F32, params: SamplingParams, stop: frozenset[int],
+        limit: int,
+    ) -> Generator[list[int], None, str]:  # fmt: skip
+        """Generate up to `limit` tokens after `history`, whose last token gave `logits`; lists as they come.
+
+        `history` grows by what is generated. A token of `stop` ends it and is not part of it. Returns why it
+        ended: "stop" or "length".
+        """
+        counted = np.ones(1, bool)
+        for made in range(1, limit + 1):
+            token = sample(logits, params, len(history), history)
+            if token in stop:
+                return "stop"
+            history.append(token)
+            yield [token]
+            if made < limit:
+                logits = self.run([Span(sequence, np.asarray([token], np.int32), counted, (0,))]).logits[0]
+        return "length"
 
     def logits(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step (at most MAX_ROWS at a time)."""
-        out = self.buffers.logits[: len(rows)]
-        self.arch.head(self.config, self.weights, self.ops, self.ws, rows, self.buffers.x, out)
-        return out
+        return self.forward.head(rows)
 
     def plan(self) -> dict[str, int]:
         """Bytes by purpose: what is in fast memory, and what the slow tier maps."""
@@ -263,18 +291,14 @@ class Runner:
             "kv_bytes": self.kv.nbytes,
             "slots_bytes": self.residency.arena_bytes,
             "experts_bytes": self.residency.experts_bytes,
-            "buffers_bytes": sum(
-                a.nbytes
-                for a in (
-                    self.buffers.x, self.buffers.h, self.buffers.q, self.buffers.attended, self.buffers.router,
-                    self.buffers.experts, self.buffers.weights, self.buffers.logits, self.rope,
-                )
-            ),
-        }  # fmt: skip
+            "buffers_bytes": self.forward.buffers_bytes,
+        }
         plan["device_bytes"] = sum(plan[k] for k in ("dense_bytes", "kv_bytes", "slots_bytes", "buffers_bytes"))
         return plan
 
     def close(self) -> None:
         """Stop the backend's threads and unmap the file."""
-        self.ws.close()
+        self.forward.ws.close()
+        self.residency.tier.close()
+        self.backend.device.close()
         self.file.close()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, RequestError, SparkError, UsageError
+from engine.forward import MAX_ROWS
 from engine.kv import Sequence
 from engine.ops import F32
 from engine.profile import Profile
@@ -35,8 +36,8 @@ from engine.protocol import (
     Usage,
     error_event,
 )
-from engine.runner import MAX_ROWS, Runner, Span
-from engine.sampling import SamplingParams, check_finite, sample
+from engine.runner import Runner, Span
+from engine.sampling import SamplingParams, check_finite
 from engine.trace import TraceWriter
 
 PAST_WEIGHT = 0.5  # what a profile keeps at least when a session is merged in
@@ -90,7 +91,7 @@ class Engine:
                 "expert_bytes": list(r.placement.expert_bytes),
             },
             "device": r.device,
-            "isa": r.ws.isa,
+            "isa": r.isa,
             "threads": r.threads,
             "ctx_tokens": r.n_ctx,
             "chunk_tokens": r.chunk_tokens,
@@ -163,7 +164,7 @@ class Engine:
 
     def _follow(self) -> None:
         """Before a request begins, never inside one: let the pinned slots follow what was counted since."""
-        counted = int(self.runner.residency.state.counts.sum())
+        counted = int(self.runner.residency.counts.sum())
         if self.config.policy == "spark" and counted != self._followed:
             self._followed = counted
             self.runner.residency.follow(self._learned().counts[list(self.runner.config.moe_layers)])
@@ -194,30 +195,23 @@ class Engine:
             if part.stop < len(prompt):
                 yield [Progress(request.id, part.stop, len(prompt))]
         prefill_s = time.perf_counter() - began
-        history, made = list(request.tokens), 0
+        history = list(request.tokens)
         limit = min(request.max_tokens, r.n_ctx - len(prompt))
-        counted, reason = np.ones(1, bool), "length"
-        logits = self._result.logits[0]
-        began, pending, sent = time.perf_counter(), [], time.perf_counter()
+        began, sent, pending = time.perf_counter(), -1.0, []
+        decoding = r.decode(sequence, history, self._result.logits[0], params, stop, limit)
         while True:
-            token = sample(logits, params, len(history), history)
-            if token in stop:
-                reason = "stop"
-                break
-            history.append(token)
-            pending.append(token)
-            made += 1
-            if made == limit:
+            try:
+                pending += next(decoding)
+            except StopIteration as end:
+                reason = end.value
                 break
             now = time.perf_counter()
-            if made == 1 or now - sent > DECODE_SLICE_S:
+            if now - sent > DECODE_SLICE_S:
                 yield [Tokens(request.id, tuple(pending))]
                 pending, sent = [], now
-            span = Span(sequence, np.asarray([token], np.int32), counted, (0,))
-            logits = r.run([span]).logits[0]
         timing = Timing(prefill_s, time.perf_counter() - began)
         events: list[Event] = [Tokens(request.id, tuple(pending))] if pending else []
-        usage = Usage(len(prompt), made)
+        usage = Usage(len(prompt), len(history) - len(prompt))
         residency = r.residency.since(before)
         yield [*events, Done(request.id, usage, timing, residency, "stop" if reason == "stop" else "length")]
 
@@ -299,7 +293,7 @@ class Engine:
     def _counts(self) -> NDArray[np.int64]:
         c = self.runner.config
         counts = np.zeros((c.n_layer, c.n_expert), np.int64)
-        counts[list(c.moe_layers)] = self.runner.residency.state.counts
+        counts[list(c.moe_layers)] = self.runner.residency.counts
         return counts
 
     def _learned(self) -> Profile:
@@ -326,9 +320,7 @@ class Engine:
         if action == "reset":
             if self._jobs:
                 raise RequestError("the counts cannot be reset while requests are counted")
-            state = self.runner.residency.state
-            for counter in (state.counts, state.hits, state.misses):
-                counter[:] = 0
+            self.runner.residency.reset()
             return {}
         return {"counts": self._counts().tolist(), **self.runner.residency.totals()}
 

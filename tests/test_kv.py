@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.errors import CapacityError
 from engine.kv import BlockPool, KVCache, Sequence, block_table, kv_bytes
+from engine.ops.host import HostDevice
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200)), max_size=40))
@@ -40,15 +41,13 @@ def test_block_table_is_padded() -> None:
     short, long = Sequence(pool), Sequence(pool)
     short.extend(3)
     long.extend(130)
-    table = block_table([short, long])
-    assert table.shape == (2, 3)
-    assert table[0].tolist() == [*short.blocks, -1, -1]
-    assert table[1].tolist() == long.blocks
+    table = block_table([short, long], 4)
+    assert table.tolist() == [[*short.blocks, -1, -1, -1], [*long.blocks, -1]]
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_the_plan_is_what_is_allocated(kv_type: str) -> None:
-    cache = KVCache(n_layer=3, n_head_kv=2, head_dim=96, n_tokens=130, kv_type=kv_type)
+    cache = KVCache(HostDevice(), n_layer=3, n_head_kv=2, head_dim=96, n_tokens=130, kv_type=kv_type)
     arrays = [a for y in cache.layers for a in (y.k, y.v, y.k_scale, y.v_scale) if a is not None]
     assert sum(a.nbytes for a in arrays) == cache.nbytes == kv_bytes(3, 2, 96, 3, kv_type)
     assert all(a.shape[0] == 192 for a in arrays)

@@ -125,15 +125,14 @@ def test_pinned_slots_follow_the_counts_and_no_token_changes(model: Path, tmp_pa
     check_tables(part.residency)
 
 
-def test_empty_and_emptied_slots_are_poisoned(model: Path) -> None:
+def test_empty_slots_are_poisoned_until_an_expert_enters(model: Path) -> None:
     runner = runner_for(model, "lru", 30)
     state = runner.residency.state
     assert all(ctypes.string_at(int(p), 16) == b"\xff" * 16 for p in state.slot_ptr[:, 0])
     decode(runner, RNG.integers(0, 301, 40).astype(np.int32), 30)
-    slot = int(np.flatnonzero(state.expert_of >= 0)[0])
-    layer = int(np.searchsorted(state.slot_begin, slot, side="right")) - 1
-    runner.residency._evict(layer, slot)
-    assert ctypes.string_at(int(state.slot_ptr[slot, 2]), 16) == b"\xff" * 16
+    filled = [ctypes.string_at(int(p), 16) != b"\xff" * 16 for p in state.slot_ptr[:, 0]]
+    assert filled == (state.expert_of >= 0).tolist()
+    assert any(filled)
     check_tables(runner.residency)
 
 

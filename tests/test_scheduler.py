@@ -136,27 +136,27 @@ def test_a_score_writes_the_routing_it_counted(engine: Engine, tmp_path: Path) -
 
 
 def test_a_nan_is_an_error_of_its_request_alone(engine: Engine) -> None:
-    good = engine.runner.weights
-    engine.runner.weights = replace(good, output_norm=np.full_like(good.output_norm, np.nan))
+    good = engine.runner.forward.weights
+    engine.runner.forward.weights = replace(good, output_norm=np.full_like(good.output_norm, np.nan))
     engine.submit(Generate(1, PROMPT, 4))
     events = drain(engine)
     assert isinstance(events[-1], Error)
     assert (events[-1].code, events[-1].id) == ("numerical", 1)
-    engine.runner.weights = good
+    engine.runner.forward.weights = good
     engine.submit(Generate(2, PROMPT, 4, stop_tokens=()))
     assert isinstance(drain(engine)[-1], Done)
 
 
 def test_a_nan_in_the_middle_of_a_score_is_an_error(engine: Engine) -> None:
     """Routing by NaN must not become a profile, wherever the NaN arises and whoever asks for logits."""
-    good = engine.runner.weights
+    good = engine.runner.forward.weights
     broken = replace(good.layers[0], attn_norm=np.full_like(good.layers[0].attn_norm, np.nan))
-    engine.runner.weights = replace(good, layers=(broken, *good.layers[1:]))
+    engine.runner.forward.weights = replace(good, layers=(broken, *good.layers[1:]))
     engine.submit(Score(1, PROMPT))
     events = drain(engine)
     assert isinstance(events[-1], Error)
     assert events[-1].code == "numerical"
-    engine.runner.weights = good
+    engine.runner.forward.weights = good
 
 
 def test_counts_are_not_reset_under_a_request(engine: Engine) -> None:

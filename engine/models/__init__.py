@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -38,11 +39,12 @@ def find(architecture: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Inputs of one forward pass: T tokens of one or more sequences.
+    """Inputs of one forward pass: T tokens of one or more sequences, arrays of the backend's device.
 
     tokens, positions, sequence, slots: int32 [T]: token id, position in its sequence, row of
     `block_table`, slot of the KV cache. block_table: int32 [n_sequence, max_blocks]. counted: uint8
     [T], whose routing enters the counters. rows: int32 [R], the tokens whose logits are wanted.
+    n_positions: one more than the largest position, as the host knows it (0 in a captured graph).
     """
 
     tokens: I32
@@ -52,6 +54,7 @@ class Step:
     block_table: I32
     counted: U8
     rows: I32
+    n_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +77,26 @@ class Buffers:
     fetches: Fetches
     hidden: F32 | None = None
 
-    def first(self, T: int, R: int, n_used: int) -> Buffers:
+    def first(self, T: int, R: int) -> Buffers:
         """Contiguous views for a step of T tokens, R of which want logits."""
-        L = self.experts.shape[0]
         return Buffers(
             self.x[:T],
             self.h[:T],
             self.q[:T],
             self.attended[:T],
             self.router[:T],
-            # Experts and weights are contiguous per layer at any T.
-            self.experts.reshape(-1)[: L * T * n_used].reshape(L, T, n_used),
-            self.weights.reshape(-1)[: L * T * n_used].reshape(L, T, n_used),
+            _layers_of(self.experts, T),
+            _layers_of(self.weights, T),
             self.logits[:R],
             self.fetches,
-            None
-            if self.hidden is None
-            else self.hidden.reshape(-1)[: self.hidden.shape[0] * T * self.x.shape[1]].reshape(-1, T, self.x.shape[1]),
+            None if self.hidden is None else _layers_of(self.hidden, T),
         )
+
+
+def _layers_of(array: Any, T: int) -> Any:
+    """[L, max T, n] as a contiguous [L, T, n] at the beginning of the same memory."""
+    L, _, n = array.shape
+    return array.reshape(-1)[: L * T * n].reshape(L, T, n)
 
 
 def matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:

@@ -231,19 +231,25 @@ def forward(
 ) -> None:
     """One step: `b.logits` for `step.rows`, cache and residency updated."""
     scale = 1.0 / float(np.sqrt(config.head_dim))
+    state, T = residency.live, b.x.shape[0]
     ops.embed(ws, weights.token_embd, step.tokens, b.x)
+    ops.fetch_ahead(ws, state, 0, residency.banks[0], T)
     for i, layer in enumerate(weights.layers):
         if b.hidden is not None:
-            b.hidden[i] = b.x
+            ops.copy(ws, b.x, b.hidden[i])
+        if i + 1 < config.n_layer:
+            ops.fetch_ahead(ws, state, i + 1, residency.banks[i + 1], T)
         ops.attention_input(
             ws, b.x, layer.attn_norm, config.eps, layer.wq, layer.wk, layer.wv, layer.q_norm, layer.k_norm,
             rope, step.positions, kv.layers[i], step.slots, b.q,
         )  # fmt: skip
-        ops.attention(ws, b.q, kv.layers[i], step.block_table, step.sequence, step.positions, scale, b.attended)
+        ops.attention(
+            ws, b.q, kv.layers[i], step.block_table, step.sequence, step.positions, scale, b.attended, step.n_positions
+        )
         ops.attention_output(ws, b.attended, layer.wo, b.x)
         ops.router(ws, b.x, layer.ffn_norm, config.eps, layer.router, b.h, b.router)
         ops.route(
-            ws, b.router, config.renormalize, residency.state, i, step.counted, residency.rule,
+            ws, b.router, config.renormalize, state, i, step.counted, residency.rule,
             b.experts[i], b.weights[i], b.fetches,
         )  # fmt: skip
         ops.expert_ffn(ws, b.h, b.experts[i], b.weights[i], residency.banks[i], b.fetches, b.x)

@@ -21,6 +21,7 @@ U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 
 KV_BLOCK_TOKENS = 64
+SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md exactly, on every backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class Limits:
     """Upper bounds of a step; a workspace is sized by them once.
 
     max_tokens: rows T of one step. n_embd, n_ff, n_vocab, n_expert, n_expert_used: of the model.
-    n_head_dim: n_head * head_dim, the width of the attention output.
+    n_head_dim: n_head * head_dim, the width of the attention output. n_head, n_head_kv, head_dim: the
+    largest of any layer. n_ctx: positions of a sequence. max_rows: rows of logits of a
+    step. max_sequences: sequences that share a step.
     """
 
     max_tokens: int
@@ -38,6 +41,12 @@ class Limits:
     n_vocab: int
     n_expert: int
     n_expert_used: int
+    n_head: int = 1
+    n_head_kv: int = 1
+    head_dim: int = 128
+    n_ctx: int = 4096
+    max_rows: int = 64
+    max_sequences: int = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,6 +332,7 @@ def attention(
     positions: I32,
     scale: float,
     out: F32,
+    n_positions: int = 0,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`."""
     T, n_head = _rows(ws, q, "q"), q.shape[1]
@@ -355,6 +356,15 @@ def attention(
         _output(ws, out, _FLOAT32, (T, n_head * head_dim), "out"),
     )
     _check(result, "sequence, positions or block_table")
+
+
+def copy(ws: Workspace, x: F32, to: F32) -> None:
+    """The array `to` becomes equal to x, of any shape."""
+    to[...] = x
+
+
+def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Experts, n_tokens: int) -> None:
+    """A hint that `layer` comes soon in a step of n_tokens; here nothing can be had ahead of time."""
 
 
 def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32) -> None:

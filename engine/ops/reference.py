@@ -264,6 +264,7 @@ def attention(
     positions: I32,
     scale: float,
     out: F32,
+    n_positions: int = 0,
 ) -> None:
     """Causal attention over cached blocks, in logical order.
 
@@ -295,6 +296,15 @@ def attention(
             m = top
         with np.errstate(all="ignore"):
             out[t] = (o / total[:, None]).reshape(-1)
+
+
+def copy(ws: Workspace, x: F32, to: F32) -> None:
+    """The array `to` becomes equal to x, of any shape."""
+    to[...] = x
+
+
+def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Experts, n_tokens: int) -> None:
+    """A hint that `layer` comes soon in a step of n_tokens; here nothing can be had ahead of time."""
 
 
 def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32) -> None:

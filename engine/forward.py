@@ -1,0 +1,136 @@
+"""A model laid out on a device: placed weights, cache, workspace and buffers, and one function that runs a step.
+
+Everything is allocated in the constructor, in an order and in sizes that depend on the configuration alone; so
+the same constructor over a device that only counts is the memory plan (engine/plan.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import KVType
+from engine.kv import KVCache
+from engine.models import Buffers, Step
+from engine.ops import F32, I32, U8, Fetches, Limits
+from engine.ops.reference import rope_table
+from engine.quants import QTensor
+from engine.residency import ExpertTensors, Residency
+
+MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
+
+
+def placed(record: Any, device: Any) -> Any:
+    """A record of weights with every matrix and norm on `device`; stacked experts stay where they are."""
+    if isinstance(record, QTensor):
+        return dataclasses.replace(record, data=device.upload(record.data))
+    if isinstance(record, np.ndarray):
+        return device.upload(record)
+    if isinstance(record, tuple):
+        return tuple(placed(item, device) for item in record)
+    if dataclasses.is_dataclass(record) and not isinstance(record, ExpertTensors | type):
+        values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+        new: dict[str, Any] = {}
+        for name, value in values.items():
+            # A tied output matrix is one array under two names, before and after.
+            twin = next((n for n in new if values[n] is value), None)
+            new[name] = placed(value, device) if twin is None else new[twin]
+        return type(record)(**new)
+    return record
+
+
+class Forward:
+    """Weights, cache, workspace and buffers of a model on one device.
+
+    arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
+    backend and its workspace. kv_tokens: positions that the cache holds. Inputs of a step are copied to the
+    same device arrays every time, so that a captured graph finds them.
+    """
+
+    def __init__(
+        self, device: Any, ops: ModuleType, ws: Any, arch: ModuleType, config: Any, weights: Any, limits: Limits,
+        kv_tokens: int, kv_type: KVType,
+    ) -> None:  # fmt: skip
+        self.device, self.ops, self.ws = device, ops, ws
+        self.arch, self.config, self.limits = arch, config, limits
+        self.weights = placed(weights, device)
+        self.kv = KVCache(device, config.n_layer, config.n_head_kv, config.head_dim, kv_tokens, kv_type)
+        self.rope = device.upload(rope_table(limits.n_ctx, config.rope_dims, config.rope_base))
+        T, c = limits.max_tokens, config
+        L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)
+        self.buffers = Buffers(
+            x=device.empty((T, c.n_embd), np.float32),
+            h=device.empty((T, c.n_embd), np.float32),
+            q=device.empty((T, c.n_head, c.head_dim), np.float32),
+            attended=device.empty((T, limits.n_head_dim), np.float32),
+            router=device.empty((T, c.n_expert), np.float32),
+            experts=device.empty((L, T, c.n_expert_used), np.int32),
+            weights=device.empty((L, T, c.n_expert_used), np.float32),
+            logits=device.empty((limits.max_rows, c.n_vocab), np.float32),
+            fetches=Fetches(device.empty((c.n_expert, 3), np.int32), device.empty(1, np.int32)),
+        )
+        self.inputs = Step(
+            tokens=device.empty(T, np.int32),
+            positions=device.empty(T, np.int32),
+            sequence=device.empty(T, np.int32),
+            slots=device.empty(T, np.int32),
+            block_table=device.empty((limits.max_sequences, n_blocks), np.int32),
+            counted=device.empty(T, np.uint8),
+            rows=device.empty(limits.max_rows, np.int32),
+        )
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Bytes of what a step writes and reads besides weights and cache."""
+        b = self.buffers
+        arrays = (b.x, b.h, b.q, b.attended, b.router, b.experts, b.weights, b.logits, self.rope)
+        return sum(int(a.nbytes) for a in arrays)
+
+    def capture_hidden(self, wanted: bool) -> None:
+        """Keep the residual stream entering each layer in later steps, or stop keeping it."""
+        if wanted != (self.buffers.hidden is not None):
+            shape = (self.config.n_layer, self.limits.max_tokens, self.config.n_embd)
+            hidden = self.device.empty(shape, np.float32) if wanted else None
+            self.buffers = dataclasses.replace(self.buffers, hidden=hidden)
+
+    def feed(
+        self, tokens: I32, positions: I32, sequence: I32, slots: I32, block_table: I32, counted: U8, rows: I32
+    ) -> Step:
+        """Copy a step's inputs to the device; the views of them that `run` takes.
+
+        Shapes as in Step; `block_table` has the cache's whole width.
+        """
+        i, T = self.inputs, len(tokens)
+        pairs: list[tuple[Any, NDArray[Any]]] = [
+            (i.tokens[:T], tokens),
+            (i.positions[:T], positions),
+            (i.sequence[:T], sequence),
+            (i.slots[:T], slots),
+            (i.block_table[: len(block_table)], block_table),
+            (i.counted[:T], counted),
+            (i.rows[: len(rows)], rows),
+        ]
+        for array, host in pairs:
+            if len(host):
+                self.device.write(array, host)
+        views = [array for array, _ in pairs]
+        return dataclasses.replace(Step(*views), n_positions=int(positions.max()) + 1)
+
+    def run(self, step: Step, residency: Residency) -> Buffers:
+        """Enqueue one step; returns the views of the buffers that it writes."""
+        b = self.buffers.first(len(step.tokens), len(step.rows))
+        self.arch.forward(self.config, self.weights, self.ops, self.ws, step, self.kv, residency, self.rope, b)
+        return b
+
+    def head(self, rows: I32) -> F32:
+        """Logits [len(rows), V] of more rows of the last step."""
+        out = self.buffers.logits[: len(rows)]
+        self.device.write(self.inputs.rows[: len(rows)], rows)
+        self.arch.head(
+            self.config, self.weights, self.ops, self.ws, self.inputs.rows[: len(rows)], self.buffers.x, out
+        )
+        return np.asarray(self.device.read(out))

@@ -1,0 +1,54 @@
+"""Host memory as a device: what the CPU and the reference backend compute on.
+
+It has the part of `engine/ops/cuda/device.py` that the engine uses outside ops, so that the runner, the
+cache and the residency are written once. Nothing is copied that already lies in host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+class HostDevice:
+    """Arrays are NumPy's, a copy is a memmove, and everything has happened when a call returns."""
+
+    name = "host memory"
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """An array of zeros: pages that nobody writes cost nothing."""
+        return np.zeros(shape, dtype)
+
+    def upload(self, host: NDArray[Any]) -> NDArray[Any]:
+        """The array itself, not a copy."""
+        return host
+
+    def write(self, array: NDArray[Any], host: NDArray[Any]) -> None:
+        """Copy `host` into `array`."""
+        if array is not host:
+            array[...] = host
+
+    def read(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The array itself: a view that later steps overwrite."""
+        return array
+
+    def pointer(self, array: NDArray[Any]) -> int:
+        """The address of an array's first element."""
+        return int(array.__array_interface__["data"][0])
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        """Copy between two addresses."""
+        ctypes.memmove(to, source, n_bytes)
+
+    def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
+        """Fill memory at an address with one byte."""
+        ctypes.memset(to, byte, n_bytes)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Arrays release themselves."""
