@@ -25,6 +25,29 @@ future. *Same tokens*: every policy served the prompts for real, and gave the to
 KERNELS = """\
 A product of one activation row against a plain parallel read of the same bytes, alternating in one run; medians and
 extremes in GB/s."""
+SERVED = """\
+{model}, {size:.1f} GiB, batch 1, random prompts, each sent once; the daemon's own timing; medians and extremes."""
+CURVE = """\
+The share of active experts that miss is imposed (docs/routing-model.md), slots are fixed, and the daemon's count of
+misses is checked layer by layer. *Line*: the time without misses plus the missed bytes at the rate of PCIe, which is
+what a system takes that overlaps nothing."""
+SESSIONS = """\
+Sessions of the synthetic routing, one a request, under real policies; the profile is of other sessions. *Simulated*:
+the misses of the same sessions by `engine/simulate.py`, the warm-up included."""
+TURNS = """\
+New tokens on a prefix that is in the KV cache, and as many without one; in one process, on the engine itself."""
+ROUTING = """\
+Hit rates of the synthetic routing ([docs/routing-model.md](docs/routing-model.md)) at the published model's shapes."""
+CUDA_KERNELS = """\
+Each kernel in a graph of its own launches, rotating through more data than the L2 cache holds; bytes are the least
+that a launch must move. A plain copy within the device moves {copy:,.0f} GB/s (read and written), one from page-locked
+memory {host:.1f} GB/s."""
+PROFILE = """\
+All {launches} kernels of one token at depth {depth:,}, {how}; together {kernels:,.0f} us of the {step:,.0f} us that a
+step takes."""
+SOAK = """\
+{minutes:.0f} minutes of {clients} clients at {residency:.0f}% residency: {requests:,} requests ({kinds}), {tokens:,}
+generated tokens, {misses:.1%} of active experts missed. Problems: {problems}."""
 HEAD = """\
 # Results
 
@@ -139,8 +162,141 @@ def rows_of(title: str):
     return section
 
 
+def served(made: Json) -> str:
+    return SERVED.format(model=made["model"], size=made["model_bytes"] / 2**30)
+
+
+def decode(name: str, made: Json) -> list[str]:
+    lines = ["## Decoding", "", *origin(name, made), served(made), ""]
+    if "all_resident" in made:
+        lines += table(
+            ["all resident, depth", "tokens/s", "tokens/s of the prompt"],
+            [[f"{r['depth_tokens']:,}", spread(r["decode_tokens_per_s"], 1), spread(r["prefill_tokens_per_s"])]
+             for r in made["all_resident"]],
+        )  # fmt: skip
+    if "curve" in made:
+        lines += [CURVE, ""]
+        lines += table(
+            [f"missed, {made['curve_settings']['residency_pct']:.0f}% resident", "tokens/s", "ms", "missed MB a token",
+             "line, ms", "of the line"],
+            [[f"{r['miss_pct']:.1f}%", spread(r["decode_tokens_per_s"], 1), f"{r['ms_per_token']['median']:.3f}",
+              f"{r['missed_bytes_per_token'] / 1e6:.1f}", f"{r['line_ms']:.3f}" if "line_ms" in r else "",
+              f"{r['ratio']:.2f}" if "ratio" in r else ""] for r in made["curve"]],
+        )  # fmt: skip
+    if "policies" in made:
+        lines += [SESSIONS, ""]
+        lines += table(
+            ["policy", "missed", "simulated", "tokens/s", "missed MB a token"],
+            [[f"{r['policy']}, {r['residency_pct']:g}% resident", f"{r['miss_pct']:.1f}%",
+              f"{r['simulated_miss_pct']:.1f}%", spread(r["decode_tokens_per_s"], 1),
+              f"{r['missed_bytes_per_token'] / 1e6:.1f}"] for r in made["policies"]],
+        )  # fmt: skip
+    return lines
+
+
+def prefill(name: str, made: Json) -> list[str]:
+    lines = ["## Prefill", "", *origin(name, made), served(made), ""]
+    lines += table(
+        ["prompt, resident", "tokens/s", "seconds"],
+        [[f"{r['prompt_tokens']:,} tokens, {r['residency_pct']:.0f}%", spread(r["prefill_tokens_per_s"]),
+          f"{r['seconds']['median']:.3f}"] for r in made["prompts"]],
+    )  # fmt: skip
+    lines += [TURNS, ""]
+    return lines + table(
+        ["new tokens, prefix, resident", "ms", "without a prefix, ms", "ratio"],
+        [[f"{r['new_tokens']:,} on {r['prefix_tokens']:,}, {r['residency_pct']:.0f}%",
+          spread({k: 1e3 * v for k, v in r["seconds"].items()}, 1), f"{1e3 * r['without_prefix_s']['median']:.1f}",
+          f"{r['ratio']:.2f}"] for r in made["turns"]],
+    )  # fmt: skip
+
+
+def bench(name: str, made: Json) -> list[str]:
+    """`spark bench --json`."""
+    rows = []
+    for r in made["rows"]:
+        same = {True: "yes", False: "NO", None: ""}[r["identical_tokens"]]
+        decoding, prefilling = (
+            f"{r[f'{part}_tokens_per_s']:,.{digits}f} ({', '.join(f'{x:,.{digits}f}' for x in r[f'{part}_spread'])})"
+            for part, digits in (("decode", 1), ("prefill", 0))
+        )
+        rows.append([f"{r['residency_pct']:.1f}%, {r['policy']}", f"{r['miss_pct']:.1f}%", decoding, prefilling,
+                     f"{r['device_bytes'] / 2**30:.2f}", same])  # fmt: skip
+    prompts, generated = f"{made['prompt_tokens']} tokens of {made['prompts']}", made["generate_tokens"]
+    about = f"{Path(made['model']).name} on {made['device']}: prompts of {prompts}, {generated} tokens generated."
+    columns = ["resident", "missed", "decode tokens/s", "prefill tokens/s", "device GiB", "same tokens"]
+    lines = ["## `spark bench`", "", *origin(name, made), about, "", *table(columns, rows)]
+    for skipped in made["skipped"]:
+        lines += [f"Left out: {skipped['residency_pct']:g}%, {skipped['reason']}.", ""]
+    return lines
+
+
+def routing(name: str, made: Json) -> list[str]:
+    columns = ("static", "lru", "oracle", "previous_token")
+    lines = ["## Synthetic routing", "", *origin(name, made), ROUTING, ""]
+    return lines + table(
+        ["resident", "placed by other sessions", "LRU", "best placement for each prompt", "token before"],
+        [[f"{r['residency_pct']:g}%", *(percent(r[key]) for key in columns)] for r in made["rows"]],
+    )
+
+
+def cuda_kernels(name: str, made: Json) -> list[str]:
+    device = made["device"]
+    lines = ["## CUDA kernels", "", *origin(name, made)]
+    lines += [CUDA_KERNELS.format(copy=device["copy_gb_per_s"], host=device["host_to_device_gb_per_s"]), ""]
+    rows = []
+    for r in made["rows"]:
+        if "error" in r:
+            rows.append([f"{r['part']}: {r['name']}", f"failed: {r['error'].splitlines()[0]}", "", "", ""])
+            continue
+        rows.append([f"{r['part']}: {r['name']}", spread(r["us"], 2), f"{r['gb_per_s']:,.0f}", percent(r["copy_share"]),
+                     f"{r['tflop_per_s']:,.1f}" if r["n_flops"] else ""])  # fmt: skip
+    return lines + table(["kernel", "us", "GB/s", "of a copy", "TFLOP/s"], rows)
+
+
+def profile_step(name: str, made: Json) -> list[str]:
+    lines = ["## One decoded token", "", *origin(name, made)]
+    lines += [PROFILE.format(launches=made["launches"], depth=made["depth_tokens"], how=made["measured_by"],
+                             kernels=made["kernels_us"], step=made["step_us"]), ""]  # fmt: skip
+    return lines + table(
+        ["kernel", "launches", "us each", "us", "share", "GB/s"],
+        [[f"`{r['kernel']}`", r["count"], f"{r['us']:.2f}", f"{r['total_us']:,.1f}", percent(r["share"]),
+          "" if r["gb_per_s"] is None else f"{r['gb_per_s']:,.0f}"] for r in made["rows"]],
+    )  # fmt: skip
+
+
+def memory_plan(name: str, made: Json) -> list[str]:
+    def gib(n: int) -> str:
+        return f"{n / 2**30:.3f}"
+
+    return ["## Device memory: planned and measured", "", *origin(name, made), *table(
+        ["--vram", "resident", "planned GiB", "measured GiB", "off by MiB", "decode tokens/s"],
+        [[f"{r['vram_gib']:g}", f"{r['residency_pct']:.1f}%", gib(r["planned_bytes"]), gib(r["measured_bytes"]),
+          f"{r['error_bytes'] / 2**20:+.0f}", f"{r['decode_tokens_per_s']:,.1f}"] for r in made["rows"]],
+    )]  # fmt: skip
+
+
+def soak(name: str, made: Json) -> list[str]:
+    grown = ", ".join(f"{key.removesuffix('_bytes').replace('_', ' ')} {n / 2**20:+.0f} MiB"
+                      for key, n in made["growth_bytes"].items() if n is not None)  # fmt: skip
+    text = SOAK.format(
+        minutes=made["seconds"] / 60, clients=made["clients"], residency=made["settings"]["residency_pct"],
+        requests=sum(made["requests"].values()), tokens=made["generated_tokens"],
+        kinds=", ".join(f"{n:,} {kind}" for kind, n in sorted(made["requests"].items())),
+        misses=made["misses"] / max(1, made["hits"] + made["misses"]), problems="; ".join(made["problems"]) or "none",
+    )  # fmt: skip
+    return ["## Soak", "", *origin(name, made), text, "", f"Growth from the second quarter to the last: {grown}.", ""]
+
+
 SECTIONS = {
     "pipeline.json": pipeline,
+    "decode.json": decode,
+    "prefill.json": prefill,
+    "bench.json": bench,
+    "cuda_kernels.json": cuda_kernels,
+    "profile_step.json": profile_step,
+    "memory_plan.json": memory_plan,
+    "soak.json": soak,
+    "routing_model.json": routing,
     "cpu_kernels.json": kernels,
     "extract_memory.json": rows_of("Extraction of large logs"),
     "open_gguf.json": rows_of("Opening GGUF files"),
@@ -158,6 +314,28 @@ def readme_table(made: Json) -> list[str]:
     ]
 
 
+def gpu_table(made: dict[str, Json]) -> list[str]:
+    """Speed on the GPU for the README, of what has been measured."""
+    rows = []
+    if "decode.json" in made:
+        report = made["decode.json"]
+        rows += [[f"decode at depth {r['depth_tokens']:,}, all resident", spread(r["decode_tokens_per_s"], 1)]
+                 for r in report.get("all_resident", [])]  # fmt: skip
+        rows += [
+            [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed",
+             spread(r["decode_tokens_per_s"], 1)]
+            for r in report.get("curve", [])
+        ]  # fmt: skip
+    if "prefill.json" in made:
+        rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",
+                  spread(r["prefill_tokens_per_s"])] for r in made["prefill.json"]["prompts"]]  # fmt: skip
+    if not rows:
+        return []
+    one = made.get("decode.json") or made["prefill.json"]
+    about = f"{one['model']} ({one['model_bytes'] / 2**30:.1f} GiB) on one {one['host']['gpu']}, batch 1:"
+    return [about, "", *table(["", "tokens/s"], rows)]
+
+
 def documents() -> dict[Path, str]:
     """The files that are rendered, and what they should hold."""
     made = {name: json.loads((RESULTS / name).read_text()) for name in SECTIONS if (RESULTS / name).exists()}
@@ -168,7 +346,7 @@ def documents() -> dict[Path, str]:
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    middle = "\n".join(readme_table(made["pipeline.json"]))
+    middle = "\n".join([*gpu_table(made), *readme_table(made["pipeline.json"])])
     return {ROOT / "RESULTS.md": "\n".join(lines), readme: f"{before}{BEGIN}\n{middle}{END}{after}"}
 
 

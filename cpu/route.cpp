@@ -10,6 +10,8 @@ using namespace spark;
 
 namespace {
 
+constexpr int64_t kRecentTokens = 32; // of a step, that the slots follow: RECENT_TOKENS of the twin
+
 // Larger first; NaN is smaller than everything.
 inline bool larger(float a, float b) { return a > b || (b != b && a == a); }
 
@@ -49,7 +51,7 @@ void weigh(const Kernels &k, const float *logits, int64_t n_expert, const int32_
         weights[a] = weights[a] / total;
 }
 
-// The unpinned slot with the lowest (score, slot) whose expert this step does not use, or -1.
+// The unpinned slot with the lowest (score, slot) whose expert has no use, or -1.
 int64_t victim(const spark_slots &s, int64_t begin, int64_t end, const int64_t *uses) {
     int64_t best = -1;
     for (int64_t slot = begin; slot < end; slot++) {
@@ -72,7 +74,7 @@ int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const 
     for (int64_t t = 0; t < T; t++)
         for (int64_t a = 0; a < n_used; a++) {
             const int32_t e = experts[t * n_used + a];
-            uses[e]++;
+            uses[e] += t >= T - kRecentTokens;
             if (counted[t]) {
                 counts[e]++;
                 (slot_of[e] >= 0 ? s.hits : s.misses)[layer]++;

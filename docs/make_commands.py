@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("commands.md")
-COMMANDS = ("extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "demo")
+COMMANDS = ("extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "plan", "bench", "demo")
 HEAD = """# Commands
 
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.

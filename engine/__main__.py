@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from engine import daemon
 from engine.config import EngineConfig
@@ -16,5 +17,11 @@ def _open_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> 
     return Engine(config, progress)
 
 
+def _plan(config: EngineConfig) -> Mapping[str, Any]:
+    from engine.dryrun import plan_only
+
+    return plan_only(config)
+
+
 if __name__ == "__main__":
-    sys.exit(daemon.run(_open_engine))
+    sys.exit(daemon.run(_open_engine, plan=_plan))

@@ -6,14 +6,17 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine import probe
 from engine.config import Device
+from engine.forward import Forward
 from engine.ops import Limits
 from engine.ops.host import HostDevice
-from engine.residency import MappedTier
+from engine.residency import MappedTier, Residency
 
-HOST_CHUNK_TOKENS = 512
+if TYPE_CHECKING:
+    from engine.decoding import Graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class Backend:
     """A module of ops and what goes with it.
 
     workspace(limits): scratch memory of the ops. tier(experts, placement): where experts outside slots are
-    read. chunk_tokens: of a prefill step, where nobody asked for another number.
+    read. graphs(forward, residency): captured steps, None where there are none. free_bytes: of the GPU before
+    this process took any, where it is known.
     """
 
     name: str
@@ -30,14 +34,23 @@ class Backend:
     device: Any
     workspace: Callable[[Limits], Any]
     tier: Callable[..., Any]
-    chunk_tokens: int
+    graphs: Callable[[Forward, Residency], Graphs | None]
+    free_bytes: int | None = None
 
 
 def open_backend(device: Device, threads: int) -> Backend:
-    """The backend for `--device`; a GPU that was asked for and is not there is an error."""
-    name = "cpu" if device == "auto" else device
-    why = "no CUDA backend in this version" if device == "auto" else "asked for"
-    return _host(name, why, threads)
+    """The backend for `--device`; a GPU that was asked for and is not there is an error.
+
+    `auto` looks for a GPU with a deadline, so that a driver that hangs costs seconds and not the start.
+    """
+    if device in ("cuda", "auto"):
+        found = probe.probe()
+        if isinstance(found, probe.Found):
+            return _cuda(found, "asked for" if device == "cuda" else "there is a GPU", threads)
+        if device == "cuda":
+            raise found.error()
+        return _host("cpu", found.reason, threads)
+    return _host(device, "asked for", threads)
 
 
 def _host(name: str, why: str, threads: int) -> Backend:
@@ -49,5 +62,23 @@ def _host(name: str, why: str, threads: int) -> Backend:
         host,
         workspace=lambda limits: ops.workspace(limits, threads),
         tier=lambda experts, placement: MappedTier(host, experts),
-        chunk_tokens=HOST_CHUNK_TOKENS,
+        graphs=lambda forward, residency: None,
+    )
+
+
+def _cuda(found: probe.Found, why: str, threads: int) -> Backend:
+    from engine.decoding import Graphs
+    from engine.ops.cuda import gpu, ops
+    from engine.slowtier import PageLockedTier, Uploader
+
+    device = gpu.open_device()
+    return Backend(
+        "cuda",
+        f"{why}: {device.name}",
+        ops,
+        device,
+        workspace=lambda limits: ops.workspace(limits, device),
+        tier=lambda experts, placement: PageLockedTier(device, experts, placement.pinned, Uploader(device, threads)),
+        graphs=Graphs,
+        free_bytes=found.free_bytes,
     )

@@ -25,12 +25,17 @@ class EngineConfig:
         layer, fixed. `static`: the placement from `profile`, fixed. `lru`: no profile, all slots
         are cache. `spark`: pinned slots from the profile (uniform without one) plus cache slots.
     profile: routing counts to place by; None where the policy needs none.
-    residency_pct: share of all expert bytes held in slots, pinned and cache together, 0..100.
+    residency_pct: share of all expert bytes held in slots, pinned and cache together, 0..100. On a GPU, 100 is as
+        much as fits, unless the policy is `all`; a smaller share that does not fit is refused.
+    vram_gib: GiB that the whole process may take on a GPU; None: what is free there.
     cache_slots: slots of each layer that are cache under `spark`; None chooses.
     ctx_tokens: context length; None takes the model's own, bounded by what is sensible.
-    kv_type, chunk_tokens: type of the KV cache, tokens a prefill step.
+    kv_type, chunk_tokens: type of the KV cache, tokens a prefill step; None: as many as the backend likes.
     threads: CPU threads; None takes the physical cores.
     poison: fill evicted slots with NaN (tests of the exactness invariant).
+    replay: expert choices (.npy, integers [n_tokens, L, A]) that decoded tokens take in place of the router's, one
+        after the other and then from the first again: benchmarks at a chosen miss rate.
+    plan_only: say what memory it would take, and end; no weights are read.
     """
 
     model: Path
@@ -38,9 +43,12 @@ class EngineConfig:
     policy: CachePolicy = "all"
     profile: Path | None = None
     residency_pct: float = 100.0
+    vram_gib: float | None = None
     cache_slots: int | None = None
     ctx_tokens: int | None = None
     kv_type: KVType = "f16"
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     threads: int | None = None
     poison: bool = False
+    replay: Path | None = None
+    plan_only: bool = False

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -69,21 +69,28 @@ class Engine(Protocol):
 
 
 OpenEngine = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
+MakePlan = Callable[[EngineConfig], Mapping[str, Any]]
 
 
-def run(open_engine: OpenEngine, arguments: Sequence[str] | None = None) -> int:
+def run(open_engine: OpenEngine, arguments: Sequence[str] | None = None, *, plan: MakePlan | None = None) -> int:
     """Run the daemon until its input ends, a signal comes or it is told to; the exit status.
 
-    arguments: the command line; None: that of the process. A failure to load is one Error event
-    without an id, and the status is the error's. An end that was asked for gives 0, Ctrl-C 130.
+    arguments: the command line; None: that of the process. plan: what `--plan-only` calls for its one Plan event.
+    A failure to load is one Error event without an id, and the status is the error's. An end that was asked for
+    gives 0, Ctrl-C 130.
     """
     config = parse_arguments(arguments)
     inbox = _Inbox()
     output = _Output(_take_stdout(), inbox)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
-    inbox.start()
+    if not config.plan_only:
+        inbox.start()
     try:
         try:
+            if config.plan_only:
+                assert plan is not None
+                output.emit(protocol.Plan(plan(config)))
+                return 0
             engine = _load(open_engine, config, inbox, output)
             try:
                 _serve(engine, inbox, output)
@@ -282,6 +289,16 @@ def _at_least(low: int) -> Callable[[str], int]:
     return read
 
 
+def _gib(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0.0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number of GiB above 0, found {value!r}")
+    return number
+
+
 def _percentage(value: str) -> float:
     try:
         number = float(value)
@@ -306,6 +323,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--policy", choices=POLICIES, help="what the slots do (default: all)")
     add("--profile", type=Path, help="routing counts to place experts by")
     add("--residency-pct", type=_percentage, help="share of all expert bytes held in slots (default: 100)")
+    add("--vram-gib", type=_gib, help="GiB that all of it may take on a GPU (default: what is free)")
     add(
         "--cache-slots",
         type=_at_least(0),
@@ -313,8 +331,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     )
     add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
     add("--kv-type", choices=KV_TYPES, help="type of the KV cache (default: f16)")
-    add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: 512)")
+    add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add("--threads", type=_at_least(1), help="CPU threads (default: one a physical core)")
+    add("--replay", type=Path, help="expert choices to impose on decoded tokens (benchmarks)")
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
+    add("--plan-only", action="store_true", help="write one event, the memory plan, and end")
     parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)[1:]})
     return EngineConfig(**vars(parser.parse_args(arguments)))

@@ -21,6 +21,7 @@ from engine.ops.reference import rope_table
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
 
+GRAPH_TOKENS = (1, 2, 4, 8)  # tokens of a step that a device with graphs captures
 MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
 
 

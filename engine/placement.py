@@ -99,8 +99,7 @@ def greedy(
     `floor` slots do not fit, CapacityError names the smallest budget that would do.
     """
     n_layer, n_expert = counts.shape
-    counted = [bool(row.any()) for row in counts]
-    sizes = [size if row or not any(counted) else 0 for size, row in zip(expert_bytes, counted, strict=True)]
+    sizes = counted_bytes(counts, expert_bytes)
     if floor is None:
         floor = min(n_expert_used, budget_bytes // max(sum(sizes), 1))
     slots = [min(floor, n_expert) if size else 0 for size in sizes]
@@ -111,17 +110,29 @@ def greedy(
             hint=f"give the experts at least {budget_bytes - left} bytes",
         )
     ranked = np.argsort(-counts, axis=1, kind="stable")
-    density = np.take_along_axis(counts, ranked, axis=1) / np.maximum(sizes, 1)[:, None]
-    turn = np.broadcast_to(_spread(n_layer)[:, None], density.shape)
-    rank = np.broadcast_to(np.arange(n_expert), density.shape)
-    order = np.lexsort((turn.ravel(), rank.ravel(), -density.ravel()))
-    for layer, position in zip((order // n_expert).tolist(), (order % n_expert).tolist(), strict=True):
+    for layer, position in order(counts, sizes).tolist():
         if position == slots[layer] and 0 < sizes[layer] <= left:
             slots[layer] += 1
             left -= sizes[layer]
     residents = tuple(tuple(row[:n]) for row, n in zip(ranked.tolist(), slots, strict=True))
     placement = Placement(tuple(slots), residents, ((),) * n_layer, tuple(expert_bytes))
     return placement.with_cache(cache_share(slots, cache_fraction))
+
+
+def order(counts: npt.NDArray[np.int64], expert_bytes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """All (layer, rank of an expert in it), int64 [L * E, 2], as `greedy` considers them: most uses per byte first."""
+    n_layer, n_expert = counts.shape
+    density = -np.sort(-counts, axis=1) / np.maximum(expert_bytes, 1)[:, None]
+    turn = np.broadcast_to(_spread(n_layer)[:, None], density.shape)
+    rank = np.broadcast_to(np.arange(n_expert), density.shape)
+    found = np.lexsort((turn.ravel(), rank.ravel(), -density.ravel()))
+    return np.stack((found // n_expert, found % n_expert), axis=1)
+
+
+def counted_bytes(counts: npt.NDArray[np.int64], expert_bytes: Sequence[int]) -> list[int]:
+    """`expert_bytes` with 0 for a layer without counts beside layers that have some: it is dense."""
+    counted = [bool(row.any()) for row in counts]
+    return [size if row or not any(counted) else 0 for size, row in zip(expert_bytes, counted, strict=True)]
 
 
 def uniform(n_expert: int, expert_bytes: Sequence[int], budget_bytes: int) -> Placement:

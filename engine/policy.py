@@ -16,6 +16,9 @@ import numpy.typing as npt
 from engine.placement import Placement
 
 EMPTY_SCORE = int(np.iinfo(np.int64).min)  # of a slot that holds nothing: always the first victim
+# The slots follow this many tokens at the end of a step: a prefill chunk uses nearly every expert, and what its
+# last tokens used is the better guess of what decoding uses next.
+RECENT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,8 @@ def advance(
 ) -> npt.NDArray[np.int32]:
     """Take one step of MoE layer `layer`: count, score, and decide which experts enter which slots.
 
-    experts [T, A]: the active experts of the step's tokens; counted bool [T]: the tokens that count.
+    experts [T, A]: the active experts of the step's tokens; counted bool [T]: the tokens that count. All of them
+    are counted, the last RECENT_TOKENS move slots.
     Returns the step's fetches, int32 [n, 3]: (expert, slot, evicted expert or -1), in the order in which
     they were decided. Specified in docs/residency.md; this is that page in NumPy.
     """
@@ -133,12 +137,12 @@ def advance(
     state.hits[layer] += counted_uses[slot_of >= 0].sum()
     state.misses[layer] += counted_uses[slot_of < 0].sum()
 
-    uses = np.bincount(experts.ravel(), minlength=n_expert)
+    uses = np.bincount(experts[-RECENT_TOKENS:].ravel(), minlength=n_expert)
     used = (expert_of >= 0) & (uses[expert_of] > 0)  # [slots of the layer]; an empty slot is not used
     touched = used & evictable
     score[touched] = np.minimum(np.maximum(score[touched], clock) + gain, clock + cap)
 
-    # A victim is never an expert of this step, so nothing that enters can leave again: the victims, one
+    # A victim is never one of these experts, so nothing that enters can leave again: the victims, one
     # after the other, are the candidates in the order of (score, slot), and the first refusal ends the step.
     missing = np.flatnonzero((uses > 0) & (slot_of < 0))
     missing = missing[np.argsort(-uses[missing], kind="stable")]

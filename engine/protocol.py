@@ -148,6 +148,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """The one line of a daemon that was asked for the memory plan alone."""
+
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens that a Generate request produced, in order, without the stop token."""
 
@@ -257,7 +264,7 @@ class Bye:
 
 Request: TypeAlias = Generate | Score | Stats | ProfileRequest | Cancel | Ping | Shutdown
 Event: TypeAlias = (
-    Hello | Loading | Ready | Tokens | Progress | Working | Done | Error
+    Hello | Loading | Ready | Plan | Tokens | Progress | Working | Done | Error
     | StatsReport | ProfileReport | Cancelled | Pong | Bye
 )  # fmt: skip
 
@@ -323,6 +330,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
         "hello": (Hello, {"protocol": _COUNT, "info": checks.mapping}),
         "loading": (Loading, {"done_bytes": _COUNT, "total_bytes": _COUNT}),
         "ready": (Ready, {"info": checks.mapping}),
+        "plan": (Plan, {"info": checks.mapping}),
         "tokens": (Tokens, {"id": _ID, "tokens": checks.items(_TOKEN, MAX_TOKENS)}),
         "progress": (Progress, {"id": _ID, "done_tokens": _COUNT, "total_tokens": _COUNT}),
         "working": (Working, {"requests": _COUNT}),

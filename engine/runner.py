@@ -16,21 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import backend, models, placement, policy
+from engine import backend, dryrun, models, placement, plan, policy
 from engine.config import EngineConfig
+from engine.dryrun import Decision
 from engine.errors import CapacityError, UsageError
-from engine.forward import MAX_ROWS, Forward
+from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
 from engine.kv import Sequence, block_table
 from engine.models import Buffers
-from engine.ops import F32, I32, Limits
+from engine.ops import F32, I32
+from engine.ops.cuda.counting import CountingDevice
 from engine.placement import Placement
 from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.residency import Residency, slot_bytes
 from engine.sampling import SamplingParams, sample
 
-DEFAULT_CTX_TOKENS = 32768
+HOST_CHUNK_TOKENS = 512
+GRAPH_BYTES = 48 << 20  # what captured steps take of the device; see docs/cuda.md
 Progress = Callable[[int, int], None]
 
 
@@ -55,13 +58,13 @@ class StepResult:
     """
 
     def __init__(self, device: Any, buffers: Buffers, rows: Many[int] | None = None) -> None:
-        self._device, self._buffers, self._rows = device, buffers, rows
+        self._device, self._buffers, self.rows = device, buffers, rows
 
     @property
     def logits(self) -> F32:
         """Logits of the wanted tokens."""
         logits: F32 = self._device.read(self._buffers.logits)
-        return logits if self._rows is None else logits[list(self._rows)]
+        return logits if self.rows is None else logits[list(self.rows)]
 
     @property
     def experts(self) -> I32:
@@ -110,7 +113,7 @@ class Runner:
         self.threads = config.threads or physical_cores()
         self.backend = backend.open_backend(config.device, self.threads)
         self.device = self.backend.name
-        self.n_ctx = self._context()
+        self.n_ctx = dryrun.context_tokens(config, self.config.n_ctx_train)
         self.reasons = [
             f"device {self.device}: {self.backend.reason}",
             f"{self.threads} threads: " + ("asked for" if config.threads else "one for each physical core"),
@@ -119,41 +122,95 @@ class Runner:
         ]
         self.warnings: list[str] = []
         self.profile = self._profile()
-        c = self.config
-        if config.kv_type == "q8_0" and c.head_dim % 32:
+        if config.kv_type == "q8_0" and self.config.head_dim % 32:
             raise UsageError(
-                f"--kv-type q8_0 stores blocks of 32, and the model's heads have {c.head_dim} dimensions",
+                f"--kv-type q8_0 stores blocks of 32, and the model's heads have {self.config.head_dim} dimensions",
                 hint="use --kv-type f16",
             )
-        self.chunk_tokens = min(config.chunk_tokens or self.backend.chunk_tokens, self.n_ctx)
-        self.limits = Limits(
-            max_tokens=self.chunk_tokens,
-            n_embd=c.n_embd,
-            n_head_dim=c.n_head * c.head_dim,
-            n_ff=c.n_ff_exp,
-            n_vocab=c.n_vocab,
-            n_expert=c.n_expert,
-            n_expert_used=c.n_expert_used,
-            n_head=c.n_head,
-            n_head_kv=c.n_head_kv,
-            head_dim=c.head_dim,
-            n_ctx=self.n_ctx,
-            max_rows=MAX_ROWS,
-        )
-        self.placement, self.rule = self._place()
-        self.forward = self._forward()
-        tier = self.backend.tier(self.weights.experts, self.placement)
-        self.residency = Residency(
-            self.weights.experts, self.placement, self.rule, device=self.backend.device, tier=tier,
-            poison=config.poison, progress=progress,
-        )  # fmt: skip
+        self._lay_out(progress)
 
-    def _forward(self) -> Forward:
-        b = self.backend
-        return Forward(
+    def _lay_out(self, progress: Progress) -> None:
+        """Decide what is resident, then allocate and load everything."""
+        o, b = self.options, self.backend
+        self.decision: Decision | None = None
+        why: Many[str]
+        if b.name == "cuda":
+            self.decision = self._share_out_gpu(progress)
+            self.limits = self.decision.limits
+            self.placement, self.rule, why = self.decision.placement, self.decision.rule, self.decision.reasons
+        else:
+            chunk = min(o.chunk_tokens or HOST_CHUNK_TOKENS, self.n_ctx)
+            self.limits = dryrun.limits_of(self.config, self.n_ctx, chunk)
+            self.placement, self.rule, why = self._place_on_host()
+        self.reasons.extend(why)
+        self.chunk_tokens = self.limits.max_tokens
+        self.forward = Forward(
             b.device, b.ops, b.workspace(self.limits), self.arch, self.config, self.weights, self.limits,
-            kv_tokens=self.n_ctx, kv_type=self.options.kv_type,
+            kv_tokens=self.n_ctx, kv_type=o.kv_type,
         )  # fmt: skip
+        tier = b.tier(self.weights.experts, self.placement)
+        self.residency = Residency(
+            self.weights.experts, self.placement, self.rule, device=b.device, tier=tier, poison=o.poison,
+            progress=progress,
+        )  # fmt: skip
+        if self.decision is not None and self.decision.staging_bytes:
+            self.forward.ws.stream_experts(self.decision.staging_bytes)
+        if o.replay is not None:
+            self._replay(o.replay)
+        self.graphs = b.graphs(self.forward, self.residency)
+
+    def _share_out_gpu(self, progress: Progress) -> Decision:
+        """Decide by what the context and the kernels really take, and reserve the rest in one piece."""
+        o, device = self.options, self.backend.device
+        free, total = device.memory_bytes()
+        before = total if self.backend.free_bytes is None else self.backend.free_bytes
+        cap = before - plan.SPARE_BYTES if o.vram_gib is None else plan.cap_bytes(o.vram_gib)
+
+        def decide(context_bytes: int) -> Decision:
+            return dryrun.decide(
+                o, self.arch, self.config, self.weights, self.n_ctx, self.profile, CountingDevice.like(device),
+                cap_bytes=cap, context_bytes=context_bytes,
+            )  # fmt: skip
+
+        # The first decision tells the kernels; with them loaded the context has the size that counts.
+        first = decide(before - free)
+        device.build(first.modules, lambda done, n: progress(0, 1))
+        for module, name in first.kernels:
+            device.kernel(module, name)
+        free, _ = device.memory_bytes()
+        decision = decide(before - free + GRAPH_BYTES)
+        if decision.plan.device_bytes - (before - free) > free:
+            raise CapacityError(
+                f"the plan takes {decision.plan.device_bytes / plan.GIB:.2f} GiB of the GPU, of which "
+                f"{free / plan.GIB:.2f} of {total / plan.GIB:.2f} GiB are free",
+                hint="what else uses it (nvidia-smi)? or give a smaller --vram",
+            )
+        device.reserve(decision.arena_bytes)
+        return decision
+
+    def _place_on_host(self) -> tuple[Placement, policy.Rule, Many[str]]:
+        o, c = self.options, self.config
+        if o.vram_gib is not None:
+            raise UsageError("--vram caps the memory of a GPU, and this is the CPU", hint="use --residency")
+        sizes = [slot_bytes(e) for e in self.weights.experts]
+        counts = np.zeros((len(sizes), c.n_expert), np.int64)
+        if self.profile is not None:
+            counts = self.profile.counts[list(c.moe_layers)]
+        budget = placement.residency_budget(c.n_expert, sizes, o.residency_pct)
+        return plan.place(o, counts, sizes, budget, c.n_expert_used, self.profile)
+
+    def _replay(self, path: Path) -> None:
+        """Impose recorded choices on decoded tokens."""
+        choices = np.load(path, allow_pickle=False)
+        shape = (len(self.config.moe_layers), self.config.n_expert_used)
+        if self.device != "cuda":
+            raise UsageError("--replay imposes choices on a GPU only")
+        if choices.ndim != 3 or choices.shape[1:] != shape or not np.issubdtype(choices.dtype, np.integer):
+            raise UsageError(f"{path}: expected integers [n_tokens, {shape[0]}, {shape[1]}], found {choices.shape}")
+        if choices.size and not 0 <= choices.min() <= choices.max() < self.config.n_expert:
+            raise UsageError(f"{path}: experts {choices.min()}..{choices.max()} of {self.config.n_expert}")
+        self.forward.ws.impose(choices)
+        self.reasons.append(f"the choices of {len(choices)} tokens are replayed from {path}: the text means nothing")
 
     @property
     def kv(self) -> Any:
@@ -164,49 +221,6 @@ class Runner:
     def isa(self) -> str:
         """What the kernels were compiled for."""
         return str(self.forward.ws.isa)
-
-    def _context(self) -> int:
-        train = self.config.n_ctx_train
-        if self.options.ctx_tokens is None:
-            return int(min(train, DEFAULT_CTX_TOKENS))
-        if not 1 <= self.options.ctx_tokens <= train:
-            raise UsageError(f"--ctx {self.options.ctx_tokens}: the model's context is 1 to {train} tokens")
-        return self.options.ctx_tokens
-
-    def _place(self) -> tuple[Placement, policy.Rule]:
-        """The placement and rule that the options ask for; `self.reasons` says why."""
-        o, c = self.options, self.config
-        sizes = [slot_bytes(e) for e in self.weights.experts]
-        budget = placement.residency_budget(c.n_expert, sizes, o.residency_pct)
-        shape = (len(sizes), c.n_expert)
-        profile = self.profile
-        if o.policy == "all":
-            return placement.everything(c.n_expert, sizes), policy.LRU
-        if o.policy == "uniform":
-            return placement.uniform(c.n_expert, sizes, budget), policy.LRU
-        if o.policy == "lru":
-            return placement.lru(c.n_expert, sizes, budget), policy.LRU
-        if profile is None and o.policy == "static":
-            raise UsageError("the policy `static` places by a profile, and none was given", hint="spark calibrate")
-        counts = np.zeros(shape, np.int64) if profile is None else profile.counts[list(c.moe_layers)]
-        if o.policy == "static":
-            return placement.greedy(counts, sizes, budget, n_expert_used=c.n_expert_used), policy.LRU
-        if o.cache_slots is not None:
-            self.reasons.append(f"{o.cache_slots} cache slots a layer: asked for")
-            placed = placement.greedy(counts, sizes, budget, n_expert_used=c.n_expert_used)
-            return placed.with_cache([o.cache_slots] * len(sizes)), policy.AGED
-        share, why = self._cache_share(profile)
-        self.reasons.append(f"{share:.0%} of the slots are cache: {why}")
-        placed = placement.greedy(counts, sizes, budget, n_expert_used=c.n_expert_used, cache_fraction=share)
-        return placed, policy.AGED
-
-    def _cache_share(self, profile: Profile | None) -> tuple[float, str]:
-        percent = self.options.residency_pct
-        if profile is None:
-            return 0.5, "there is no profile, so half of them learn"
-        if not profile.split:
-            return profile.split_for(percent), "the profile has no measured split"
-        return profile.split_for(percent), f"the profile's measured split, at {percent:g}% residency"
 
     def _profile(self) -> Profile | None:
         if self.options.profile is None:
@@ -248,6 +262,8 @@ class Runner:
         offsets = np.cumsum([0, *(len(s.tokens) for s in spans)])
         rows = [o + w for o, s in zip(offsets, spans, strict=False) for w in s.want]
         positions = [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
+        # A captured step computes the logits of all its rows.
+        captured = self.graphs is not None and T in GRAPH_TOKENS and self.forward.buffers.hidden is None
         step = self.forward.feed(
             tokens=np.concatenate([s.tokens for s in spans]).astype(np.int32),
             positions=np.concatenate(positions).astype(np.int32),
@@ -255,46 +271,51 @@ class Runner:
             slots=np.concatenate(slots),
             block_table=block_table([s.sequence for s in spans], self.forward.inputs.block_table.shape[1]),
             counted=np.concatenate([s.counted for s in spans]).astype(np.uint8),
-            rows=np.asarray(rows, dtype=np.int32),
+            rows=np.arange(T, dtype=np.int32) if captured else np.asarray(rows, dtype=np.int32),
         )
+        if captured and self.graphs is not None:
+            self.graphs.step(T)
+            return StepResult(self.backend.device, self.forward.buffers.first(T, T), rows)
         return StepResult(self.backend.device, self.forward.run(step, self.residency))
 
     def decode(
-        self, sequence: Sequence, history: list[int], logits: F32, params: SamplingParams, stop: frozenset[int],
-        limit: int,
+        self, sequence: Sequence, history: list[int], result: StepResult, params: SamplingParams,
+        stop: frozenset[int], limit: int,
     ) -> Generator[list[int], None, str]:  # fmt: skip
-        """Generate up to `limit` tokens after `history`, whose last token gave `logits`; lists as they come.
+        """Generate up to `limit` tokens after `history`; lists of them as they come.
 
-        `history` grows by what is generated. A token of `stop` ends it and is not part of it. Returns why it
-        ended: "stop" or "length".
+        result: of the last step, whose first wanted logits follow `history`, which grows by what is generated. A
+        token of `stop` ends it and is not part of it. Returns why it ended: "stop" or "length".
         """
+        if self.graphs is not None:
+            row = 0 if result.rows is None else result.rows[0]
+            return (yield from self.graphs.decode(sequence, history, row, params, stop, limit))
         counted = np.ones(1, bool)
         for made in range(1, limit + 1):
-            token = sample(logits, params, len(history), history)
+            token = sample(result.logits[0], params, len(history), history)
             if token in stop:
                 return "stop"
             history.append(token)
             yield [token]
             if made < limit:
-                logits = self.run([Span(sequence, np.asarray([token], np.int32), counted, (0,))]).logits[0]
+                result = self.run([Span(sequence, np.asarray([token], np.int32), counted, (0,))])
         return "length"
 
     def logits(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step (at most MAX_ROWS at a time)."""
         return self.forward.head(rows)
 
-    def plan(self) -> dict[str, int]:
-        """Bytes by purpose: what is in fast memory, and what the slow tier maps."""
-        dense = int(self.weights.dense_bytes)
-        plan = {
-            "dense_bytes": dense,
+    def plan(self) -> dict[str, int | bool]:
+        """Bytes by purpose: what is in fast memory, and what the slow tier takes."""
+        if self.decision is not None:
+            return self.decision.plan.to_json()
+        made = {
+            "dense_bytes": int(self.weights.dense_bytes),
             "kv_bytes": self.kv.nbytes,
             "slots_bytes": self.residency.arena_bytes,
-            "experts_bytes": self.residency.experts_bytes,
             "buffers_bytes": self.forward.buffers_bytes,
         }
-        plan["device_bytes"] = sum(plan[k] for k in ("dense_bytes", "kv_bytes", "slots_bytes", "buffers_bytes"))
-        return plan
+        return made | {"device_bytes": sum(made.values()), "experts_bytes": self.residency.experts_bytes}
 
     def close(self) -> None:
         """Stop the backend's threads and unmap the file."""

@@ -1,48 +1,45 @@
-"""From logits to a token, reproducibly: random numbers are keyed by (seed, position).
+"""From logits to a token, reproducibly: docs/arithmetic.md, "Sampling".
 
-The order is that of most engines: repetition penalty, temperature, top-k, top-p, min-p. Temperature
-0 is greedy. NaN or infinite logits are an error, not a token.
+Weights are integers, so that every backend draws the same token from the same logits; random numbers are keyed
+by (seed, position). The order is that of most engines: repetition penalty, temperature, top-k, top-p, min-p.
+Temperature 0 is greedy. NaN or infinite logits are an error, not a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import NumericalError
-from engine.ops import F32
+from engine.ops import F32, reference
+from engine.protocol import Sampling as SamplingParams
 
-PENALTY_TOKENS = 256
+__all__ = ["PENALTY_TOKENS", "SamplingParams", "check_finite", "fixed_point", "random_bits", "sample"]
+
+PENALTY_TOKENS = 256  # the last ones, that a repetition penalty makes less likely
+UNIT_BITS = 32  # the likeliest token weighs 2^32; so probabilities are fixed-point numbers of 32 bits
+LOWEST = np.float32(-23)  # exp(-23) * 2^32 rounds to 0
 _MASK = (1 << 64) - 1
+_SORTED = 1024  # of the likeliest tokens, before all are sorted
+_EXP_CHUNK = 8192  # the temporary arrays of `exp` stay in the cache
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a token is drawn.
-
-    temperature: 0 takes the largest logit. top_k: 0 keeps all. top_p, min_p: 1 and 0 keep all.
-    repetition_penalty: 1 does nothing; > 1 makes the last PENALTY_TOKENS tokens less likely.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
+def fixed_point(probability: float) -> int:
+    """A probability in units of 2^-32, rounded to nearest."""
+    return round(probability * 2.0**UNIT_BITS)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from (seed, position): two rounds of SplitMix64 (Steele et al., 2014)."""
+def random_bits(seed: int, position: int) -> int:
+    """64 random bits from (seed, position): two rounds of SplitMix64 (Steele et al., 2014)."""
     z = (seed * 0x9E3779B97F4A7C15 + position + 1) & _MASK
     for _ in range(2):
         z = (z + 0x9E3779B97F4A7C15) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z ^= z >> 31
-    return (z >> 11) * 2.0**-53
+    return z
 
 
 def check_finite(logits: F32) -> None:
@@ -55,33 +52,69 @@ def check_finite(logits: F32) -> None:
         )
 
 
-def sample(logits: F32, params: SamplingParams, position: int, recent: Sequence[int] = ()) -> int:
-    """Draw the token for `position` from logits float32 [V]; `recent`: tokens so far, oldest first."""
-    check_finite(logits)
+def sample(
+    logits: F32,
+    params: SamplingParams,
+    position: int,
+    recent: Sequence[int] = (),
+    allowed: NDArray[np.uint32] | None = None,
+) -> int:
+    """Draw the token for `position` from logits float32 [V].
+
+    recent: tokens so far, oldest first. allowed: a bit for each token, uint32 [ceil(V / 32)], at least one set; None
+    allows all.
+    """
     if params.repetition_penalty != 1.0 and recent:
-        seen = np.unique(np.asarray(recent[-PENALTY_TOKENS:], dtype=np.int64))
-        logits = logits.copy()
-        penalty = np.float32(params.repetition_penalty)
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-        check_finite(logits)
-    if params.temperature <= 0.0:
-        return int(np.argmax(logits))
-    keep = np.arange(len(logits))
-    if 0 < params.top_k < len(logits):
-        # Only what can be kept is sorted: sorting a vocabulary of 152K takes longer than a layer.
-        keep = np.flatnonzero(logits >= np.partition(logits, -params.top_k)[-params.top_k])
-    keep = keep[np.argsort(-logits[keep], kind="stable")][: params.top_k or None]
-    wide = logits[keep].astype(np.float64)
+        logits = _penalized(logits, np.float32(params.repetition_penalty), recent)
+    check_finite(logits)
+    ids = None
+    if allowed is not None:
+        ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(logits)])
+        logits = logits[ids]
+    temperature = np.float32(params.temperature)
+    top = int(np.argmax(logits))
+    if temperature <= 0:
+        return top if ids is None else int(ids[top])
     with np.errstate(over="ignore"):
-        p = np.exp((wide - wide[0]) / params.temperature)
-    p /= p.sum()
-    if params.top_p < 1.0:
-        n = int(np.searchsorted(np.cumsum(p), params.top_p)) + 1
-        keep, p = keep[:n], p[:n]
-    if params.min_p > 0.0:
-        n = int(np.count_nonzero(p >= params.min_p * p[0]))
-        keep, p = keep[:n], p[:n]
-    edges = np.cumsum(p)
-    index = int(np.searchsorted(edges, uniform(params.seed, position) * edges[-1], side="right"))
-    return int(keep[min(index, len(keep) - 1)])
+        scaled = (logits - logits[top]) / temperature
+    likely = np.flatnonzero(scaled >= LOWEST)  # the others weigh nothing
+    if 0 < params.top_k < len(likely):
+        likely = likely[np.sort(_largest(logits[likely], params.top_k))]
+    parts = (reference.exp(scaled[likely[i : i + _EXP_CHUNK]]) for i in range(0, len(likely), _EXP_CHUNK))
+    weights = np.rint(np.concatenate([*parts]) * np.float32(2.0**UNIT_BITS)).astype(np.uint64)
+    if fixed_point(params.top_p) < 1 << UNIT_BITS:
+        kept = _nucleus(logits[likely], weights, fixed_point(params.top_p))
+        likely, weights = likely[kept], weights[kept]
+    weights[weights < np.uint64(fixed_point(params.min_p))] = 0
+    edges = np.cumsum(weights)
+    drawn = random_bits(params.seed, position) * int(edges[-1]) >> 64
+    token = likely[np.searchsorted(edges, np.uint64(drawn), side="right")]
+    return int(token if ids is None else ids[token])
+
+
+def _penalized(logits: F32, penalty: np.float32, recent: Sequence[int]) -> F32:
+    seen = np.unique(np.asarray(recent[-PENALTY_TOKENS:], dtype=np.int64))
+    logits = logits.copy()
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    return logits
+
+
+def _largest(logits: F32, n: int) -> NDArray[np.intp]:
+    """Indices of the n largest, largest first, ties to the smaller index."""
+    # Only what can be kept is sorted: sorting a vocabulary of 152K takes longer than a layer.
+    found = np.arange(len(logits))
+    if n < len(logits):
+        found = np.flatnonzero(logits >= np.partition(logits, -n)[-n])
+    return found[np.argsort(-logits[found], kind="stable")][:n]
+
+
+def _nucleus(logits: F32, weights: NDArray[np.uint64], top_p: int) -> NDArray[np.intp]:
+    """Indices, ascending, of the shortest prefix, largest first, with a share `top_p` of all weights."""
+    target = -(-max(top_p, 1) * int(weights.sum()) >> UNIT_BITS)  # rounded up, so never nothing
+    for n in (min(_SORTED, len(logits)), len(logits)):
+        order = _largest(logits, n)
+        mass = np.cumsum(weights[order])
+        if int(mass[-1]) >= target:
+            break
+    return np.sort(order[: int(np.searchsorted(mass, np.uint64(target), side="left")) + 1])

@@ -198,7 +198,7 @@ class Engine:
         history = list(request.tokens)
         limit = min(request.max_tokens, r.n_ctx - len(prompt))
         began, sent, pending = time.perf_counter(), -1.0, []
-        decoding = r.decode(sequence, history, self._result.logits[0], params, stop, limit)
+        decoding = r.decode(sequence, history, self._result, params, stop, limit)
         while True:
             try:
                 pending += next(decoding)

@@ -60,6 +60,20 @@ GenOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds 
 ResidencyOption = Annotated[
     float, typer.Option(min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold.")
 ]
+VramOption = Annotated[
+    float | None,
+    typer.Option(min=0.001, metavar="GIB", help="Most that all of it may take on the GPU; default: what is free."),
+]
+SparkOption = Annotated[bool, typer.Option("--spark", help="Place by the profile beside the model, and learn.")]
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", metavar="FILE", help="Profile; default: MODEL.gguf.spark.csv.")
+]
+CacheOption = Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of each layer.")]
+ContextOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Context length; default: the model's, bounded.")
+]
+KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
+ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", callback=_writable, help="Also write the figures there.")
 ]
@@ -72,6 +86,12 @@ def save(path: Path | None, report: dict[str, Any]) -> None:
 
         write_json(path, report)
         note(f"figures written to {path}")
+
+
+def _cache_slots(given: str) -> int | None:
+    if given != "auto" and not given.isdecimal():
+        raise UsageError(f"--cache-slots is {given!r}: expected auto or a number")
+    return None if given == "auto" else int(given)
 
 
 @contextlib.contextmanager
@@ -201,6 +221,7 @@ def calibrate(
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,
+    vram: VramOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -220,7 +241,8 @@ def calibrate(
 
     target = out or default_path(model)
     _writable(target)
-    config = EngineConfig(model=model, device=device, threads=threads)
+    # No placement changes what is counted; as many experts are resident as fit.
+    config = EngineConfig(model=model, device=device, policy="uniform", vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     try:
         with progress_bars() as progress, token_file(model, data, progress) as tokens:
@@ -253,6 +275,7 @@ def validate(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Held-out prompts to serve under each policy.")] = 8,
     generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 48,
+    vram: VramOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -269,7 +292,7 @@ def validate(
     from spark.client import Deadlines
     from spark.tables import show_validation
 
-    config = EngineConfig(model=model, device=device, threads=threads)
+    config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress, token_file(model, data, progress) as tokens:
         options = validation.ValidateOptions(
@@ -313,17 +336,19 @@ def train_pregate(
 @app.command()
 def serve(
     model: Model,
-    spark: Annotated[bool, typer.Option("--spark", help="Place by the profile beside the model, and learn.")] = False,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Profile; default: MODEL.gguf.spark.csv.")
+    spark: SparkOption = False,
+    profile: ProfileOption = None,
+    vram: VramOption = None,
+    residency: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold; not with --vram."
+        ),
     ] = None,
-    residency: ResidencyOption = 100.0,
-    cache_slots: Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of each layer.")] = "auto",
-    ctx: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Context length; default: the model's, bounded.")
-    ] = None,
-    kv_type: Annotated[KVType, typer.Option(help="Type of the KV cache.")] = "f16",
-    chunk: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prefill step.")] = 512,
+    cache_slots: CacheOption = "auto",
+    ctx: ContextOption = None,
+    kv_type: KVOption = "f16",
+    chunk: ChunkOption = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")] = 8080,
     api_key: Annotated[
@@ -345,8 +370,8 @@ def serve(
     from spark.server import ServeOptions
     from spark.server import serve as run_server
 
-    if cache_slots != "auto" and not cache_slots.isdecimal():
-        raise UsageError(f"--cache-slots is {cache_slots!r}: expected auto or a number")
+    if vram is not None and residency is not None:
+        raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
     path = profile or default_path(model)
     if spark and not path.exists():
         _writable(path)
@@ -356,8 +381,9 @@ def serve(
         device=device,
         policy="spark" if spark else "lru",
         profile=path if spark and path.exists() else None,
-        residency_pct=residency,
-        cache_slots=None if cache_slots == "auto" else int(cache_slots),
+        residency_pct=100.0 if residency is None else residency,
+        vram_gib=vram,
+        cache_slots=_cache_slots(cache_slots),
         ctx_tokens=ctx,
         kv_type=kv_type,
         chunk_tokens=chunk,
@@ -367,6 +393,102 @@ def serve(
     options = ServeOptions(config, host, port, api_key, deadlines, learned_profile=path if spark else None)
     with progress_bars() as progress:
         run_server(options, lambda done, total: progress("loading", done, total))
+
+
+@app.command()
+def plan(
+    model: Model,
+    vram: Annotated[
+        list[float] | None,
+        typer.Option(min=0.001, metavar="GIB", help="Cap to plan for; repeatable. Default: the GPU, or 12 and 24 GiB."),
+    ] = None,
+    spark: SparkOption = False,
+    profile: ProfileOption = None,
+    cache_slots: CacheOption = "auto",
+    ctx: ContextOption = None,
+    kv_type: KVOption = "f16",
+    chunk: ChunkOption = None,
+    ready_timeout: ReadyOption = 120.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Show what serving would take of a GPU and of the host.
+
+    No weights are read. A cap that is too small is refused with the smallest that would do. Without a GPU the size of
+    its context is an estimate.
+    """
+    from engine.profile import default_path
+    from spark import plan as planning
+    from spark.tables import show_plan
+
+    path = profile or default_path(model)
+    config = EngineConfig(
+        model=model,
+        device="cuda",
+        policy="spark" if spark else "lru",
+        profile=path if spark and path.exists() else None,
+        cache_slots=_cache_slots(cache_slots),
+        ctx_tokens=ctx,
+        kv_type=kv_type,
+        chunk_tokens=chunk,
+    )
+    report = planning.plan(config, vram or (), ready_timeout)
+    save(json_file, report.to_json())
+    show_plan(report)
+
+
+@app.command()
+def bench(
+    model: Model,
+    residency: Annotated[
+        str, typer.Option(metavar="PCT,...", help="Percentages of all expert bytes in slots, a run each.")
+    ] = "100,80,60,40",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Place by it and follow; default: plain LRU slots.")
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(metavar="TOKENS.parquet", help="Prompts to serve; default: pieces of Python's library."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts to measure, after one that warms up.")] = 6,
+    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each prompt.")] = 512,
+    generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 128,
+    vram: VramOption = None,
+    ctx: ContextOption = None,
+    kv_type: KVOption = "f16",
+    chunk: ChunkOption = None,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    ready_timeout: ReadyOption = 600.0,
+    gen_timeout: GenOption = 3600.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure prefill and decode speed at several residencies.
+
+    Every residency serves the same prompts, each once, so no expert is there because it was just used for the same
+    text. The tokens must be the same at all of them.
+    """
+    from spark import bench as benchmark
+    from spark.client import Deadlines
+    from spark.tables import show_bench
+
+    config = EngineConfig(
+        model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_type=kv_type,
+        chunk_tokens=chunk, threads=threads,
+    )  # fmt: skip
+    options = benchmark.BenchOptions(_percentages(residency), prompts, prompt_tokens, generate, tokens)
+    with progress_bars() as progress:
+        report = benchmark.bench(config, options, Deadlines(ready_s=ready_timeout, total_s=gen_timeout), progress)
+    save(json_file, report.to_json())
+    show_bench(report)
+    if any(row.identical_tokens is False for row in report.rows):
+        raise SparkError("a residency changed tokens; that must never happen", hint="please report this with the model")
+
+
+def _percentages(given: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in given.split(","))
+    except ValueError:
+        raise UsageError(f"--residency is {given!r}: expected percentages like 100,80,60,40") from None
 
 
 @app.command()

@@ -342,7 +342,7 @@ class DaemonClient:
                 case protocol.Error(id=None):
                     for inbox in self._inboxes.values():
                         inbox.put(event)
-                case protocol.Hello() | protocol.Loading() | protocol.Ready() | protocol.Working():
+                case protocol.Hello() | protocol.Loading() | protocol.Ready() | protocol.Plan() | protocol.Working():
                     if None in self._inboxes:
                         self._inboxes[None].put(event)
                 case _:  # an answer, after which no more comes; nobody waits for that of Cancel

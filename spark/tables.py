@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spark.console import table
+from spark.console import note, table
 
 if TYPE_CHECKING:
+    from spark.bench import BenchReport
     from spark.calibrate import CalibrateReport
     from spark.extract.report import Report as ExtractReport
+    from spark.plan import PlanReport
     from spark.pregate import Report as PregateReport
     from spark.tokens import Summary
     from spark.validate import Row, ValidateReport
 
+_GIB = 1 << 30
 _RECALLS = ("recall_1x", "recall_2x", "recall_3x")
 
 
@@ -104,6 +107,60 @@ def show_pregate(report: PregateReport) -> None:
     ]
     title = "Active experts (A a token) found among the best guesses, mean over layers"
     table(title, ["predictor", "for\nlayer", "layers", "best A", "best 2A", "best 3A"], rows)
+
+
+def show_bench(report: BenchReport) -> None:
+    """Print a row for each residency, with the extremes of the rates."""
+
+    def rate(median: float, spread: tuple[float, float]) -> str:
+        return f"{median:,.1f} ({spread[0]:,.1f} to {spread[1]:,.1f})"
+
+    rows = [
+        [
+            f"{row.residency_pct:.1f}%", row.policy, f"{row.miss_pct:.1f}%",
+            rate(row.decode_tokens_per_s, row.decode_spread), rate(row.prefill_tokens_per_s, row.prefill_spread),
+            f"{row.device_bytes / 2**20:,.0f}", {True: "yes", False: "NO", None: ""}[row.identical_tokens],
+        ]
+        for row in report.rows
+    ]  # fmt: skip
+    title = (
+        f"{report.model} on {report.device}: {report.generate_tokens} tokens after prompts of {report.prompt_tokens} "
+        f"from {report.prompts}"
+    )
+    columns = ["resident", "policy", "misses", "decode\ntokens/s", "prefill\ntokens/s", "fast\nMiB", "same\ntokens"]
+    table(title, columns, rows)
+
+
+def show_plan(report: PlanReport) -> None:
+    """Print a column of memory for each cap; a cap that is too small is a note."""
+    for column in report.columns:
+        if column.refusal is not None:
+            note(f"{column.vram_gib:g} GiB: {column.refusal.message}; {column.refusal.hint}")
+    infos = [column.info for column in report.columns if column.info is not None]
+    for warning in dict.fromkeys(text for info in infos for text in info["warnings"]):
+        note(f"warning: {warning}")
+    first = infos[0]
+    parts = (
+        ("weights outside experts", "dense_bytes"),
+        (f"KV cache, {first['ctx_tokens']:,} tokens, {first['kv_type']}", "kv_bytes"),
+        ("expert slots", "slots_bytes"),
+        ("staging of missing experts", "staging_bytes"),
+        ("buffers and tables", "buffers_bytes"),
+        ("context and kernels" + ("" if first["plan"]["context_measured"] else ", estimated"), "context_bytes"),
+        ("all of it on the GPU", "device_bytes"),
+        ("page-locked in host memory", "host_bytes"),
+        ("all experts, for comparison", "experts_bytes"),
+    )
+    rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
+    rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
+    rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
+    rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
+    heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
+    table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)
+
+
+def _range(slots: Sequence[int]) -> str:
+    return str(slots[0]) if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
 
 
 def _counts(title: str, rows: Sequence[tuple[str, int]]) -> None:

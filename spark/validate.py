@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine import placement, policy, simulate
 from engine import profile as profiles
 from engine.config import CachePolicy, EngineConfig
-from engine.errors import UsageError
+from engine.errors import CapacityError, UsageError
 from engine.placement import Placement
 from engine.profile import Profile
 from engine.trace import RoutingTrace, read_routing
@@ -119,7 +119,7 @@ def validate(
         raise UsageError(f"--residency {options.residency_pct:g}: expected more than 0 and at most 100 percent")
     file = read_tokens(options.tokens)
     with tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
-        with replay.open_daemon(replace(config, policy="all"), deadlines, progress) as client:
+        with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
             replay.require_model(file, client)
             shape = (model["n_layer"], model["n_expert"])
@@ -135,7 +135,8 @@ def validate(
                     f"{client.ready.info['ctx_tokens']} tokens"
                 )
             prompts = _prompts(file, options.prompts, client.ready.info["ctx_tokens"] - options.generate_tokens)
-            served = {"all": _serve(client, prompts, options.generate_tokens, "all", progress)}
+            reference = _serve(client, prompts, options.generate_tokens, "all", progress)
+            served = {"all": reference} if client.ready.info["policy"] == "all" else {}
         for name in LADDER[1:]:
             rung = replace(config, policy=name, profile=options.profile, residency_pct=options.residency_pct)
             with replay.open_daemon(rung, deadlines, progress) as client:
@@ -148,8 +149,9 @@ def validate(
     for step, name in enumerate(LADDER):
         progress("replaying policies", step, len(LADDER) + 1)
         placed = place(name, own, loaded[0], sizes, model["n_expert_used"], options.residency_pct)
-        assert placed.slots_per_layer == served[name].slots_per_layer, "the replay places as the engine does"
-        rows.append(_row(name, trace, placed, served[name], served["all"].tokens))
+        real = served.get(name)
+        assert real is None or placed.slots_per_layer == real.slots_per_layer, "the replay places as the engine does"
+        rows.append(_row(name, trace, placed, real, reference.tokens))
     progress("replaying policies", len(LADDER), len(LADDER) + 1)
     rows.append(_bound(trace, sizes, model["n_expert"], options.residency_pct))
     cross = []
@@ -185,9 +187,7 @@ def place(
 # --- recording and serving ----------------------------------------------------------------------------
 
 
-def _record(
-    client: DaemonClient, file: TokensFile, options: ValidateOptions, folder: Path, progress: Progress
-) -> int:
+def _record(client: DaemonClient, file: TokensFile, options: ValidateOptions, folder: Path, progress: Progress) -> int:
     total, read = min(file.n_tokens, options.max_tokens or file.n_tokens), 0
     progress("recording routing", read, total)
     for window in file:
@@ -196,6 +196,14 @@ def _record(
         read += replay.score(client, window, trace_dir=folder).usage.prompt_tokens
         progress("recording routing", min(read, total), total)
     return read
+
+
+def _open_reference(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> DaemonClient:
+    """The daemon that the others are compared with: all experts resident, or as many as the GPU holds."""
+    try:
+        return replay.open_daemon(replace(config, policy="all"), deadlines, progress)
+    except CapacityError:
+        return replay.open_daemon(replace(config, policy="uniform", residency_pct=100.0), deadlines, progress)
 
 
 def _prompts(file: TokensFile, n_prompts: int, room: int) -> list[tuple[int, ...]]:
@@ -267,7 +275,7 @@ def _row(
         decode_tokens_per_s=served.decode_tokens_per_s,
         prefill_tokens_per_s=served.prefill_tokens_per_s,
         device_bytes=served.device_bytes,
-        # The all-resident run is what the others are compared with.
+        # The all-resident run is what the others are compared with, where there is one.
         identical_tokens=None if name == "all" else served.tokens == expected,
         served_hit_rate=served.hit_rate,
     )

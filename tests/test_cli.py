@@ -411,6 +411,12 @@ def test_a_trace_is_not_added_to_another(made: Path) -> None:
         (["extract-sessions", "--out-dir", ".", "--test-frac", "2"], "--test-frac"),
         (["serve", NANO, "--cache-slots", "some"], "--cache-slots"),
         (["serve", NANO, "--host", "0.0.0.0"], "--api-key"),
+        (["serve", NANO, "--vram", "8", "--residency", "50"], "--vram and --residency"),
+        (["serve", NANO, "--device", "cpu", "--vram", "8"], "--vram caps the memory of a GPU"),
+        (["plan", NANO, "--vram", "0"], "--vram"),
+        (["plan", NANO, "--vram", "4", "--ctx", "100000000"], "100000000"),
+        (["bench", NANO, "--residency", "half"], "--residency is 'half'"),
+        (["bench", NANO, "--residency", "0"], "--residency 0"),
         (["serve", NANO, "--port", "0", "--ctx", "100000000"], "100000000"),
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(NANO), "NANO") if isinstance(value, list) else "",
@@ -420,10 +426,41 @@ def test_usage_errors(made: Path, arguments: list, words: str) -> None:
 
 
 def test_cuda_is_refused_with_what_to_do(made: Path) -> None:
+    hidden = environment(CUDA_VISIBLE_DEVICES="-1")
     for arguments in (["calibrate", NANO, "test.parquet", "--out", "cuda.csv"], ["serve", NANO, "--port", "0"]):
-        found = refused(*arguments, "--device", "cuda", cwd=made)
-        assert "CUDA" in found and "hint: use --device cpu" in found
+        found = refused(*arguments, "--device", "cuda", cwd=made, env=hidden)
+        assert "no GPU to compute on" in found and "use --device cpu" in found
     assert not (made / "cuda.csv").exists()
+
+
+def test_plans_need_no_gpu(tmp_path: Path) -> None:
+    hidden = environment(CUDA_VISIBLE_DEVICES="-1")
+    done = spark("plan", NANO, "--json", "plan.json", cwd=tmp_path, env=hidden)
+    assert "a GPU that is not here" in done.stdout and "estimated" in done.stdout
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert set(figures) >= PROVENANCE and [row["vram_gib"] for row in figures["rows"]] == [12, 24]
+    parts = ("context", "dense", "kv", "buffers", "staging", "slots")
+    for row in figures["rows"]:
+        assert row["device_bytes"] == sum(row[f"{part}_bytes"] for part in parts) < row["cap_bytes"]
+
+
+def test_a_cap_that_is_too_small_names_one_that_does(tmp_path: Path) -> None:
+    found = refused("plan", NANO, "--vram", "0.2", "--ctx", "512", cwd=tmp_path)
+    least = re.search(r"hint: --vram ([\d.]+) is the least", found)
+    assert least
+    done = spark("plan", NANO, "--vram", "0.2", "--vram", least[1], "--ctx", "512", "--spark", cwd=tmp_path)
+    assert done.stderr.startswith("0.2 GiB: ") and "experts resident" in done.stdout
+
+
+def test_bench_measures_each_residency(tmp_path: Path) -> None:
+    done = spark(
+        "bench", NANO, "--residency", "100,50", "--prompts", "1", "--prompt-tokens", "40", "--generate", "4",
+        "--device", "cpu", "--json", "bench.json", cwd=tmp_path,
+    )  # fmt: skip
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert set(figures) >= PROVENANCE and [row["identical_tokens"] for row in figures["rows"]] == [None, True]
+    assert figures["rows"][0]["miss_pct"] == 0 < figures["rows"][1]["miss_pct"]
+    assert "lru" in done.stdout
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spark.cli import main; main()"

@@ -426,6 +426,7 @@ CASES = [
     route_case((4, 9, 3), policy.LFU, True, 11),
     route_case((0, 12), policy.Rule(3, 8), False, 2),
     route_case((2, 0), policy.LRU, True, 40),
+    route_case((3, 9), policy.AGED, True, 45),
     route_case((2, 17), policy.LFU, False, 7, odd=True),
     route_case((2, 9), policy.LRU, True, 7, odd=True),
     expert_case((K4, K4, K6), 256, 512, 1),

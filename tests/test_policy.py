@@ -24,7 +24,7 @@ def literal_advance(state, layer, experts, counted, gain, cap):
         for expert in row if counts else []:
             state.counts[layer, expert] += 1
             (state.hits if resident[expert] else state.misses)[layer] += 1
-    uses = {e: sum(row.count(e) for row in experts.tolist()) for e in range(n_expert)}
+    uses = {e: sum(row.count(e) for row in experts.tolist()[-32:]) for e in range(n_expert)}
     for slot in slots:
         expert = int(state.expert_of[slot])
         if expert >= 0 and uses[expert] and not state.pinned[slot]:
@@ -99,7 +99,7 @@ def test_advance_is_what_the_specification_says(seed, rule, n_expert, n_active):
     state = random_state(rng, rng.integers(0, n_expert + 1, 2).tolist(), n_expert)
     literal, pinned = copy.deepcopy(state), state.pinned.copy()
     for _ in range(12):
-        layer, n_token = int(rng.integers(2)), int(rng.choice([1, 1, 1, 2, 5]))
+        layer, n_token = int(rng.integers(2)), int(rng.choice([1, 1, 1, 2, 5, 33, 40]))
         experts = random_step(rng, n_token, n_active, n_expert)
         counted = rng.random(n_token) < 0.7
         fetches = advance(state, layer, experts, counted, rule.gain, rule.cap)
@@ -149,6 +149,17 @@ def test_a_step_larger_than_the_cache_fetches_the_most_used_experts():
     assert fetches.tolist() == [[8, 0, -1], [7, 1, -1]]
     assert state.counts[0].tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 2]
     assert (state.hits[0], state.misses[0]) == (0, 4)  # resident before the step, not after it
+
+
+def test_a_long_step_warms_the_slots_with_what_its_last_tokens_used():
+    state = SlotState.empty([2], 9)
+    advance(state, 0, np.array([[7, 5]]), np.array([True]), 0, 0)
+    experts = np.full((40, 2), [7, 1])
+    experts[8:] = [2, 3]
+    fetches = advance(state, 0, experts, np.ones(40, bool), 0, 0)
+    assert fetches.tolist() == [[2, 0, 5], [3, 1, 7]]  # 7 leaves although the first rows use it
+    assert state.counts[0].tolist() == [0, 8, 32, 32, 0, 1, 0, 9, 0]
+    assert (state.hits[0], state.misses[0]) == (8, 2 + 8 + 64)
 
 
 def test_uncounted_tokens_move_slots_but_no_counter():

@@ -77,6 +77,7 @@ EVENTS = st.one_of(
     st.builds(protocol.Hello, IDS, INFO),
     st.builds(protocol.Loading, IDS, IDS),
     st.builds(protocol.Ready, INFO),
+    st.builds(protocol.Plan, INFO),
     st.builds(protocol.Tokens, IDS, TOKENS),
     st.builds(protocol.Progress, IDS, IDS, IDS),
     st.builds(protocol.Working, IDS),
@@ -289,12 +290,15 @@ CONFIGS = st.builds(
     policy=st.sampled_from(POLICIES),
     profile=st.none() | PATHS.map(Path),
     residency_pct=st.floats(0, 100),
+    vram_gib=st.none() | st.floats(1e-3, 1e5),
     cache_slots=st.none() | st.integers(0, 1 << 40),
     ctx_tokens=st.none() | st.integers(1, 1 << 40),
     kv_type=st.sampled_from(KV_TYPES),
-    chunk_tokens=st.integers(1, 1 << 40),
+    chunk_tokens=st.none() | st.integers(1, 1 << 40),
     threads=st.none() | st.integers(1, 1 << 40),
     poison=st.booleans(),
+    replay=st.none() | PATHS.map(Path),
+    plan_only=st.booleans(),
 )
 
 
@@ -304,15 +308,18 @@ def test_the_command_line_survives_the_daemon(config: EngineConfig) -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    config = EngineConfig(model=Path("m"), profile=Path("p"), cache_slots=1, ctx_tokens=2, threads=3, poison=True)
+    config = EngineConfig(
+        model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, threads=3,
+        poison=True, replay=Path("r"), plan_only=True,
+    )  # fmt: skip
     flags = {argument.split("=")[0] for argument in protocol.command_line(config)[:-2]}
     assert flags == {"--" + f.name.replace("_", "-") for f in fields(EngineConfig)} - {"--model"}
 
 
 @pytest.mark.parametrize(
     "flag",
-    ["--residency-pct=101", "--residency-pct=nan", "--threads=0", "--cache-slots=-1", "--device=tpu",
-     "--ctx-tokens=1.5", "--residency=5", "--chunk-tokens=" + "9" * 5000],
+    ["--residency-pct=101", "--residency-pct=nan", "--vram-gib=0", "--vram-gib=inf", "--threads=0", "--cache-slots=-1",
+     "--device=tpu", "--ctx-tokens=1.5", "--residency=5", "--chunk-tokens=" + "9" * 5000],
 )  # fmt: skip
 def test_a_bad_flag_is_a_usage_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import NumericalError
-from engine.sampling import SamplingParams, sample, uniform
+from engine.ops import reference
+from engine.sampling import PENALTY_TOKENS, SamplingParams, check_finite, random_bits, sample
 
 LOGITS = np.array([0.5, 3.0, -1.0, 2.0, 2.5, -9.0, 0.0], np.float32)
 
@@ -51,16 +55,17 @@ def test_repetition_penalty_lowers_both_signs() -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
-def test_uniform_is_in_range_and_repeats(seed: int, position: int) -> None:
-    value = uniform(seed, position)
-    assert 0.0 <= value < 1.0
-    assert value == uniform(seed, position)
+def test_random_bits_are_in_range_and_repeat(seed: int, position: int) -> None:
+    value = random_bits(seed, position)
+    assert 0 <= value < 1 << 64
+    assert value == random_bits(seed, position)
 
 
-def test_uniform_is_spread_over_positions_and_seeds() -> None:
-    for values in ([uniform(9, i) for i in range(4096)], [uniform(i, 9) for i in range(4096)]):
+def test_random_bits_are_spread_over_positions_and_seeds() -> None:
+    for draws in ([random_bits(9, i) for i in range(4096)], [random_bits(i, 9) for i in range(4096)]):
+        values = np.array(draws, np.float64) * 2.0**-64
         counts, _ = np.histogram(values, bins=16, range=(0, 1))
-        assert abs(np.mean(values) - 0.5) < 0.02
+        assert abs(values.mean() - 0.5) < 0.02
         assert counts.min() > 256 * 0.75
 
 
@@ -72,6 +77,108 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 def test_a_penalty_that_overflows_is_an_error() -> None:
     with pytest.raises(NumericalError):
         sample(LOGITS, SamplingParams(repetition_penalty=1e-300), 0, [1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.3, seed=8),
+        SamplingParams(temperature=0.7, top_k=4, seed=8),
+        SamplingParams(temperature=1.0, top_p=0.95, seed=2**64 - 1),
+        SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=5),
+    ],
+)
+def test_draws_pass_a_chi_square_test(params: SamplingParams) -> None:
+    recent = [3, 5] if params.repetition_penalty != 1 else []
+    logits = LOGITS.astype(np.float64)
+    logits[recent] = np.where(logits[recent] > 0, logits[recent] / 1.2, logits[recent] * 1.2)
+    p = np.exp((logits - logits.max()) / params.temperature)
+    order = np.argsort(-p, kind="stable")
+    before = np.cumsum(p[order]) - p[order]
+    kept = order[(np.arange(len(p)) < (params.top_k or len(p))) & (before < params.top_p * p.sum())]
+    kept = kept[p[kept] >= params.min_p]
+    n = 6000
+    drawn = np.bincount([sample(LOGITS, params, i, recent) for i in range(n)], minlength=len(p))
+    expected = n * p[kept] / p[kept].sum()
+    assert set(np.flatnonzero(drawn)) <= set(kept)
+    usual = expected > 5
+    chi2 = ((drawn[kept] - expected)[usual] ** 2 / expected[usual]).sum()
+    assert chi2 < 22.5  # 6 degrees of freedom at most: p > 0.001
+
+
+def literal_sample(
+    logits: np.ndarray, params: SamplingParams, position: int, recent: list[int], allowed: set[int]
+) -> int:
+    """docs/arithmetic.md, "Sampling", one sentence after the other; exp alone is the twin's."""
+    x = logits.copy()
+    if params.repetition_penalty != 1:
+        for token in set(recent[-256:]):
+            penalty = np.float32(params.repetition_penalty)
+            x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    check_finite(x)
+    top = min(allowed, key=lambda i: (-x[i], i))
+    T = np.float32(params.temperature)
+    if T <= 0:
+        return top
+    s = (x - x[top]) / T
+    w = [0 if v < -23 else int(np.rint(e * np.float32(2**32))) for v, e in zip(s, reference.exp(s), strict=True)]
+    kept = sorted(allowed, key=lambda i: (-x[i], i))[: params.top_k or None]
+    P, W = max(1, round(params.top_p * 2**32)), sum(w[i] for i in kept)
+    if P < 1 << 32:
+        mass, prefix = 0, []
+        for i in kept:
+            if mass >= math.ceil(Fraction(P * W, 1 << 32)):
+                break
+            prefix.append(i)
+            mass += w[i]
+        kept = prefix
+    kept = sorted(i for i in kept if w[i] >= round(params.min_p * 2**32))
+    r, mass = random_bits(params.seed, position) * sum(w[i] for i in kept) >> 64, 0
+    for i in kept:
+        mass += w[i]
+        if mass > r:
+            return i
+    raise AssertionError("r lies below the sum")
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 7.0]),
+    top_k=st.sampled_from([0, 1, 3, 40, 5000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-12]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    masked=st.booleans(),
+    size=st.sampled_from([5, 97, 2500]),
+)
+def test_sample_is_what_the_specification_says(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, masked: bool, size: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, rng.choice([0.5, 6.0]), size).astype(np.float32)
+    if seed % 2:
+        logits = np.round(logits)  # ties, and both zeros
+    recent = rng.integers(0, size, 2 * PENALTY_TOKENS).tolist()
+    bits = rng.random(size) < 0.4 if masked else np.ones(size, bool)
+    bits[seed % size] = True
+    words = np.packbits(np.pad(bits, (0, -size % 32)), bitorder="little").view(np.uint32)
+    params = SamplingParams(temperature, top_k, top_p, min_p, penalty, seed)
+    allowed = set(np.flatnonzero(bits).tolist())
+    for position in (0, 7, 2**31 - 1):
+        token = sample(logits, params, position, recent, words if masked else None)
+        assert token == literal_sample(logits, params, position, recent, allowed)
+
+
+def test_what_cannot_be_drawn_changes_nothing() -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.97, seed=4)
+    longer = np.concatenate([LOGITS, np.full(3000, -60, np.float32)])
+    words = np.packbits(np.arange(3008) < 7, bitorder="little").view(np.uint32)
+    for position in range(200):
+        token = sample(LOGITS, params, position)
+        assert sample(longer, params, position) == token
+        assert sample(longer + np.float32(2), params, position) == token  # these sums are exact
+        assert sample(np.where(longer < -50, np.float32(50), longer), params, position, (), words) == token
 
 
 def test_top_k_keeps_the_first_of_equals() -> None:

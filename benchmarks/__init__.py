@@ -1,0 +1,1 @@
+"""What produces RESULTS.md; each file says how to run it."""

@@ -1,0 +1,96 @@
+"""Timing of attention input and of small-batch attention at several depths (cuda/rope.cu, cuda/attention.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cuda_kernels import KernelCase
+from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, reference
+from engine.ops.cuda.attention import Attention
+from engine.ops.cuda.products import Quantized
+
+H, K, HEAD_DIM = 32, 4, 128
+N_CTX = 40960  # of the table: launches are as large whatever the depth
+POOL_BYTES = 150e6  # of cached values to rotate through
+DEPTHS = (512, 4096, 16384, 32768)
+
+
+def _layers(device: Any, n_positions: int, q8: bool, rng: np.random.Generator) -> list[KVLayer]:
+    shape = (n_positions, K, HEAD_DIM)
+    scale = None
+    if q8:
+        host = rng.integers(-127, 128, shape).astype(np.int8)
+        scale = rng.uniform(0.005, 0.01, (n_positions, K, HEAD_DIM // 32)).astype(np.float16)
+    else:
+        host = rng.standard_normal(shape, np.float32).astype(np.float16)
+    n = int(POOL_BYTES / (2 * host.nbytes)) + 2
+    return [
+        KVLayer(
+            device.upload(host),
+            device.upload(host),
+            None if scale is None else device.upload(scale),
+            None if scale is None else device.upload(scale),
+        )
+        for _ in range(n)
+    ]
+
+
+def _decode(device: Any, attention: Attention, T: int, depth: int, q8: bool) -> KernelCase:
+    rng = np.random.default_rng(depth)
+    layers = _layers(device, depth, q8, rng)
+    n_blocks = depth // KV_BLOCK_TOKENS
+    host_table = np.zeros((1, N_CTX // KV_BLOCK_TOKENS), np.int32)
+    host_table[0, :n_blocks] = rng.permutation(n_blocks)
+    table = device.upload(host_table)
+    q = device.upload(rng.standard_normal((T, H, HEAD_DIM), np.float32))
+    sequence = device.upload(np.zeros(T, np.int32))
+    positions = device.upload(np.arange(depth - T, depth).astype(np.int32))
+    width = H * HEAD_DIM
+    out = device.empty((T, width), np.float32)
+    quantized = Quantized(
+        device.empty((T, width), np.int8),
+        device.empty((T, width // 32), np.float32),
+        device.empty((T, width // 32), np.int32),
+    )
+
+    def launch(i: int) -> None:
+        kv = layers[i % len(layers)]
+        attention.decode(q, kv, table, sequence, positions, HEAD_DIM**-0.5, out, quantized)
+
+    arrays = (layers[0].k, layers[0].v, layers[0].k_scale, layers[0].v_scale)
+    n_bytes = sum(a.nbytes for a in arrays if a is not None) + q.nbytes + out.nbytes
+    return KernelCase(f"decode {'q8_0' if q8 else 'f16'} T={T} at {depth}", launch, n_bytes, 4 * T * width * depth)
+
+
+def _input(device: Any, attention: Attention, T: int) -> KernelCase:
+    rng = np.random.default_rng(T)
+    n_copies = 1 + int(POOL_BYTES / (T * (2 * H + 2 * K) * HEAD_DIM * 4)) if T > 32 else 64
+    raws = [
+        [device.upload(rng.standard_normal((T, n * HEAD_DIM), np.float32)) for n in (H, K, K)] for _ in range(n_copies)
+    ]
+    q_norm, k_norm = (device.upload(rng.standard_normal(HEAD_DIM, np.float32)) for _ in range(2))
+    rope = device.upload(reference.rope_table(N_CTX, HEAD_DIM, 1e6))
+    positions, slots = (device.upload((np.arange(T) + 64).astype(np.int32)) for _ in range(2))
+    kv = _layers(device, 8192, False, rng)[0]
+    q = device.empty((T, H, HEAD_DIM), np.float32)
+
+    def launch(i: int) -> None:
+        attention.input(*raws[i % n_copies], q_norm, k_norm, 1e-6, rope, positions, kv, slots, q)
+
+    n_bytes = T * HEAD_DIM * (4 * (2 * H + 2 * K) + 2 * 2 * K + 4)
+    return KernelCase(f"input T={T}", launch, n_bytes)
+
+
+def cases(device: Any) -> list[KernelCase]:
+    attention = Attention(device, Limits(4096, 2048, H * HEAD_DIM, 768, 1, 1, 1, H, K, HEAD_DIM, N_CTX))
+    decodes = [(1, depth, q8) for q8 in (False, True) for depth in DEPTHS]
+    return [
+        _input(device, attention, 1),
+        _input(device, attention, 4096),
+        *(
+            _decode(device, attention, *args)
+            for args in (*decodes, (8, 4096, False), (8, 4096, True), (8, 32768, False))
+        ),
+    ]

@@ -1,0 +1,251 @@
+"""Decode speed through the daemon: all resident at two depths, and as a function of the share of misses.
+
+    python benchmarks/full_shape.py qwen3-30b-a3b model.gguf
+    python benchmarks/decode.py model.gguf --json data/results/decode.json
+
+Every request has a random prompt of its own; the first of each kind warms up and is not reported. Rates are the
+daemon's own timing of the tokens after the first. The curve over misses runs at --residency percent with fixed slots
+(policy `uniform`, no cache) and imposed routing (docs/routing-model.md): one array holds a stretch for each request,
+and the misses that the daemon reports for each layer must be those of that stretch, or the run fails. Beside the
+measured time stands the line t0 + missed bytes / PCIe rate: what a system would take that overlaps nothing.
+
+The last part replays sessions of the model of routing, one a request, under real policies: plain LRU, and a profile of
+other sessions without and with cache slots. Their misses are those that the policy made, not ones that were asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.driving import (
+    Prompts,
+    Sample,
+    Shape,
+    generate,
+    note,
+    open_checked,
+    parse_list,
+    settings,
+    shape_of,
+    spread,
+)
+from benchmarks.routing import Routing, imposed, missed
+from engine import placement, policy, simulate
+from engine import profile as profiles
+from engine.config import CachePolicy, EngineConfig
+from engine.gguf import open_model
+from engine.profile import Profile
+from spark.client import DaemonClient
+from spark.results import write_json
+from spark.validate import place
+
+RATES_PCT = "0,1,2,5,6.6,10,20,40"
+PCIE_GB_PER_S = 51.4  # zero-copy reads, measured on the machine of the published figures
+WARM_UPS = 2
+CALIBRATION_SESSIONS = 12
+
+
+def measure(client: DaemonClient, prompts: Prompts, depth: int, n_tokens: int, runs: int, warm_ups: int) -> Any:
+    """Requests at one depth; the first `warm_ups` are left out."""
+    return [generate(client, prompts.next(depth), n_tokens) for _ in range(warm_ups + runs)][warm_ups:]
+
+
+def row_of(samples: list[Sample], depth: int) -> dict[str, Any]:
+    return {
+        "depth_tokens": depth,
+        "generated_tokens": samples[0].done.usage.completion_tokens,
+        "decode_tokens_per_s": spread([s.decode_tokens_per_s for s in samples]),
+        "prefill_tokens_per_s": spread([s.prefill_tokens_per_s for s in samples]),
+    }
+
+
+def all_resident(config: EngineConfig, prompts: Prompts, depths: list[int], n_tokens: int, runs: int) -> Any:
+    """Rows of the all-resident runs, and the daemon's settings."""
+    rows = []
+    with open_checked(config) as client:
+        for depth in depths:
+            samples = measure(client, prompts, depth, n_tokens, runs, WARM_UPS if not rows else 1)
+            rows.append(row_of(samples, depth))
+            rate = rows[-1]["decode_tokens_per_s"]
+            note(f"all resident, depth {depth}: {rate['median']:.1f} ({rate['min']:.1f} to {rate['max']:.1f}) tokens/s")
+        return rows, settings(client)
+
+
+# --- the curve ----------------------------------------------------------------------------------------
+
+
+class Stretches:
+    """One array of imposed choices, a stretch for each request in the order in which they are sent.
+
+    resident: bool [L, E]. A request that generates n tokens decodes n - 1 steps: the first comes from the prompt.
+    """
+
+    def __init__(self, resident: NDArray[np.bool_], n_used: int, rates: list[float], steps: int) -> None:
+        made = [imposed(resident, steps, n_used, rate, seed) for seed, rate in enumerate(rates)]
+        self.choices = np.concatenate(made)
+        self._misses = missed(self.choices, resident)
+        self._steps = steps
+        self._at = 0
+
+    def check(self, reported: list[int]) -> None:
+        """Raise unless the misses reported by layer are those of the next stretch."""
+        expected = self._misses[self._at : self._at + self._steps].sum(axis=0).tolist()
+        if reported != expected:
+            n = len(self._misses)
+            sums = np.cumsum(np.concatenate([np.zeros_like(self._misses[:1]), self._misses, self._misses]), axis=0)
+            windows = sums[self._steps : self._steps + n] - sums[:n]
+            found = np.flatnonzero((windows == reported).all(axis=1)).tolist()
+            where = f"those of the steps from {found[0]}" if found else "of no stretch of the array"
+            raise SystemExit(
+                f"the daemon did not follow the imposed routing: expected {sum(expected)} misses, those of the steps "
+                f"from {self._at}; it reports {sum(reported)}, {where}"
+            )
+        self._at = (self._at + self._steps) % len(self.choices)
+
+
+def curve(
+    config: EngineConfig, shape: Shape, prompts: Prompts, rates: list[float], depth: int, n_tokens: int, runs: int,
+    pcie_gb_per_s: float,
+) -> Any:  # fmt: skip
+    """Rows over the share of misses, and the daemon's settings; config: policy `uniform`, no replay yet."""
+    budget = placement.residency_budget(shape.n_expert, shape.expert_bytes, config.residency_pct)
+    slots = placement.uniform(shape.n_expert, shape.expert_bytes, budget).slots_per_layer
+    resident = np.arange(shape.n_expert) < np.array(slots)[:, None]  # `uniform` pins those of lowest index
+    order = [0.0] * WARM_UPS + [rate for rate in rates for _ in range(runs)]
+    stretches = Stretches(resident, shape.n_expert_used, order, n_tokens - 1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="spark-decode-") as folder:
+        file = Path(folder) / "replay.npy"
+        np.save(file, stretches.choices.astype(np.int32))
+        with open_checked(replace(config, replay=file)) as client:
+            if tuple(client.ready.info["slots_per_layer"]) != slots:
+                raise SystemExit("the daemon places other slots than the curve is made for")
+            samples: list[Sample] = []
+            for i, rate in enumerate(order):
+                sample = generate(client, prompts.next(depth), n_tokens)
+                stretches.check(list(sample.done.residency["misses_by_layer"]))
+                samples.append(sample)
+                if i >= WARM_UPS and (i - WARM_UPS) % runs == runs - 1:
+                    rows.append(curve_row(samples[-runs:], rate, shape, depth))
+            made = settings(client)
+    base = next((row["ms_per_token"]["median"] for row in rows if row["asked_miss_pct"] == 0), None)
+    for row in rows:
+        if base is not None:
+            row["line_ms"] = base + 1e3 * row["missed_bytes_per_token"] / (1e9 * pcie_gb_per_s)
+            row["ratio"] = row["ms_per_token"]["median"] / row["line_ms"]
+        rate, ms = row["decode_tokens_per_s"]["median"], row["ms_per_token"]["median"]
+        line = f", {row['ratio']:.2f} of the line" if "ratio" in row else ""
+        note(f"{row['miss_pct']:5.2f}% missed: {rate:.1f} tokens/s, {ms:.3f} ms{line}")
+    return rows, made
+
+
+def curve_row(samples: list[Sample], rate: float, shape: Shape, depth: int) -> dict[str, Any]:
+    misses = np.sum([s.done.residency["misses_by_layer"] for s in samples], axis=0)
+    hits = sum(s.done.residency["hits"] for s in samples)
+    steps = sum(s.done.usage.completion_tokens - 1 for s in samples)
+    return {
+        "asked_miss_pct": 100 * rate,
+        "miss_pct": 100 * int(misses.sum()) / (int(misses.sum()) + hits),
+        "missed_bytes_per_token": float(misses @ np.array(shape.expert_bytes)) / steps,
+        "ms_per_token": spread([1e3 / s.decode_tokens_per_s for s in samples]),
+        **row_of(samples, depth),
+    }
+
+
+# --- policies -----------------------------------------------------------------------------------------
+
+
+def policies(
+    config: EngineConfig, shape: Shape, prompts: Prompts, names: list[CachePolicy], n_tokens: int, runs: int
+) -> list[dict[str, Any]]:
+    """A row for each policy, serving sessions of the model of routing.
+
+    A prompt is three tokens, so that hardly anything but the sessions moves the slots. The first request warms up.
+    """
+    routing = Routing(shape.n_layer, shape.n_expert, shape.n_expert_used)
+    train = routing.trace(CALIBRATION_SESSIONS)
+    test = routing.trace(1 + runs, n_tokens - 1, first=CALIBRATION_SESSIONS)
+    with open_model(config.model) as file:
+        profile = Profile(train.counts(), shape.n_expert_used, file.model_id, count="generated")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="spark-decode-") as folder:
+        paths = Path(folder) / "replay.npy", Path(folder) / "profile.csv"
+        np.save(paths[0], test.experts.astype(np.int32))
+        profiles.save(profile, paths[1])
+        for name in names:
+            asked = replace(config, policy=name, profile=None if name == "lru" else paths[1], replay=paths[0])
+            with open_checked(asked) as client:
+                samples = measure(client, prompts, 3, n_tokens, runs, 1)
+                slots = client.ready.info["slots_per_layer"], client.ready.info["cache_slots"]
+            row = curve_row(samples, 0.0, shape, 3)
+            del row["asked_miss_pct"], row["prefill_tokens_per_s"]
+            placed = place(name, profile.counts, profile, shape.expert_bytes, shape.n_expert_used, config.residency_pct)
+            simulated = simulate.simulate(test, placed, policy.AGED if name == "spark" else policy.LRU)
+            rows.append({
+                "policy": name, "residency_pct": config.residency_pct, **row,
+                "simulated_miss_pct": 100 * (1 - simulated.hit_rate), "slots": sum(slots[0]),
+                "cache_slots": sum(slots[1]),
+            })  # fmt: skip
+            note(f"{name}: {row['miss_pct']:.2f}% missed, {row['decode_tokens_per_s']['median']:.1f} tokens/s")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
+    parser.add_argument("--runs", type=int, default=5, help="measured requests of each kind")
+    parser.add_argument("--tokens", type=int, default=256, help="generated by each request")
+    parser.add_argument("--depths", default="512,32768", help="prompt tokens, all resident; empty: leave this out")
+    parser.add_argument("--rates", default=RATES_PCT, help="percent missed; empty: leave the curve out")
+    parser.add_argument("--depth", type=int, default=512, help="prompt tokens of the curve")
+    parser.add_argument("--residency", type=float, default=60.0, help="percent of the expert bytes, for the curve")
+    parser.add_argument("--policies", default="lru,static,spark", help="served with sessions; empty: leave this out")
+    parser.add_argument("--session", type=int, default=768, help="tokens of a session under the policies")
+    parser.add_argument("--pcie-gb-per-s", type=float, default=PCIE_GB_PER_S)
+    o = parser.parse_args()
+    shape = shape_of(o.model)
+    prompts = Prompts(shape.n_vocab, seed=1)
+    depths, rates = [int(d) for d in parse_list(o.depths)], [rate / 100 for rate in parse_list(o.rates)]
+    report: dict[str, Any] = {
+        "model": shape.name, "model_bytes": shape.file_bytes, "pcie_gb_per_s": o.pcie_gb_per_s,
+    }  # fmt: skip
+    common = {"model": o.model, "device": o.device, "kv_type": o.kv_type}
+    if depths:
+        config = EngineConfig(**common, policy="all", ctx_tokens=max(depths) + o.tokens)
+        report["all_resident"], report["all_resident_settings"] = all_resident(
+            config, prompts, depths, o.tokens, o.runs
+        )
+        write(o.json, report)
+    if rates:
+        config = EngineConfig(**common, policy="uniform", residency_pct=o.residency, ctx_tokens=o.depth + o.tokens)
+        report["curve"], report["curve_settings"] = curve(
+            config, shape, prompts, rates, o.depth, o.tokens, o.runs, o.pcie_gb_per_s
+        )
+        write(o.json, report)
+    if o.policies:
+        config = EngineConfig(**common, residency_pct=o.residency, ctx_tokens=o.session + 3)
+        report["policies"] = policies(config, shape, prompts, o.policies.split(","), o.session, o.runs)
+        write(o.json, report)
+
+
+def write(path: Path | None, report: dict[str, Any]) -> None:
+    """After each part, so that a later failure leaves what was measured."""
+    if path is not None:
+        write_json(path, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Synthetic models with the shapes and block types of real ones, to measure what depends on shapes alone.
+
+    python benchmarks/full_shape.py qwen3-30b-a3b OUT.gguf [--layers N]
+
+Weights are normal with variance 1 / columns, really quantized, so that activations keep their size: the residual
+stream grows by a small factor over the model, routers spread their choices and logits are as peaked as a language
+model's. Quantizing 30 billion weights would take an hour; instead a few million are quantized for each block type
+and row length, and every expert (every piece of a large matrix) is a run of those blocks that begins elsewhere. One
+thread a core writes the file, at the speed of the disk.
+
+The vocabulary is byte-level BPE of the right size: all bytes, pairs, triples. The text such a model writes is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from engine.models.qwen3moe import ARCH, Config  # noqa: E402
+from engine.quants import quantize, row_bytes  # noqa: E402
+
+SHAPES = {
+    "qwen3-30b-a3b": Config(
+        n_layer=48, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=128, n_expert_used=8, n_ff_exp=768,
+        n_vocab=151936, n_ctx_train=40960, rope_base=1e6, eps=1e-6,
+    ),
+}  # fmt: skip
+PIECE_WEIGHTS = 768 * 2048  # of a matrix that is not an expert, written at once
+POOL_PIECES = 3  # a pool is that many times its longest piece
+LOGIT_STD = 3.0  # of the output matrix, whose input has unit variance: about a language model's
+# What attention adds is alike for all tokens, since it averages values: undamped, it grows until all route alike.
+ATTENTION_GAIN = 0.2
+NORM_STD = 0.1
+ALIGN_BYTES = 32  # GGUF's own
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+TypeOf = Callable[[str], QType]
+Job = tuple[int, memoryview]  # where in the file, what
+
+
+def q4_k_mix(name: str) -> QType:
+    """Q4_K; the output matrix and every second layer's down projections Q6_K; routers and norms F32."""
+    if "norm" in name or "ffn_gate_inp" in name:
+        return QType.F32
+    if name == "output.weight" or ("ffn_down_exps" in name and int(name.split(".")[1]) % 2 == 0):
+        return QType.Q6_K
+    return QType.Q4_K
+
+
+def write_model(path: Path, config: Config, types: TypeOf = q4_k_mix, seed: int = 0, shape: str = "made-up") -> int:
+    """Write a model of these shapes, whole or not at all; returns its bytes. shape: what its name says it is."""
+    shapes = config.tensors()
+    sizes = {
+        name: int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes(types(name), shape[-1], name)
+        for name, shape in shapes.items()
+    }
+    part = path.with_name(path.name + ".part")
+    try:
+        begin = _write_header(part, f"{shape} shapes, synthetic weights", config, shapes, sizes, types)
+        offsets, end = {}, begin
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        with part.open("r+b") as file, ThreadPoolExecutor(os.cpu_count()) as threads:
+            file.truncate(end)
+            jobs = _jobs(config, shapes, offsets, types, seed)
+            for _ in threads.map(lambda job: _write_at(file.fileno(), *job), jobs):
+                pass
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return end
+
+
+def _write_at(fd: int, offset: int, data: memoryview) -> None:
+    while data:
+        n = os.pwrite(fd, data, offset)
+        data, offset = data[n:], offset + n
+
+
+def _write_header(
+    path: Path, name: str, config: Config, shapes: dict[str, tuple[int, ...]], sizes: dict[str, int], types: TypeOf
+) -> int:
+    """Write metadata and tensor table; where the tensor data begins."""
+    writer = gguf.GGUFWriter(path, ARCH)
+    writer.add_name(name)
+    for key, value in config.metadata().items():
+        if isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for key, value in vocabulary(config.n_vocab).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for tensor, shape in shapes.items():
+        writer.add_tensor_info(tensor, shape, np.dtype(np.float32), sizes[tensor], raw_dtype=types(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return -(-path.stat().st_size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def vocabulary(n_vocab: int) -> dict[str, Any]:
+    """Metadata of a byte-level BPE tokenizer: bytes, then pairs, then triples, then three control tokens."""
+    if n_vocab < 256 + len(SPECIAL):
+        raise SystemExit(f"a byte-level vocabulary has at least {256 + len(SPECIAL)} tokens, not {n_vocab}")
+    letters = [chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x144))]
+    n_merges = n_vocab - 256 - len(SPECIAL)
+    merges = list(islice(product(letters, letters), n_merges))
+    pairs = [a + b for a, b in merges]
+    merges += islice(product(pairs, letters), n_merges - len(merges))
+    if len(merges) < n_merges:
+        raise SystemExit(f"{n_vocab} tokens are more than bytes, pairs and triples make")
+    tokens = [*letters, *(a + b for a, b in merges), *SPECIAL]
+    first = len(tokens) - len(SPECIAL)
+    normal, control = int(gguf.TokenType.NORMAL), int(gguf.TokenType.CONTROL)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [normal] * first + [control] * len(SPECIAL),
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges],
+        "tokenizer.ggml.bos_token_id": first,
+        "tokenizer.ggml.eos_token_id": first + 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+class _Pools:
+    """Quantized blocks to cut pieces from: one pool for each block type, row length and size of the weights."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._pools: dict[tuple[QType, int, float], NDArray[np.uint8]] = {}
+
+    def cut(self, qtype: QType, columns: int, std: float, n_pieces: int, piece_rows: int) -> Iterator[memoryview]:
+        """n_pieces runs of piece_rows rows, no two beginning at the same block (while the pool has others)."""
+        block = gguf.GGML_QUANT_SIZES[qtype][1] if qtype != QType.F32 else 4
+        size = piece_rows * row_bytes(qtype, columns, "pool")
+        key = (qtype, columns, std)
+        pool = self._pools.get(key)
+        if pool is None or len(pool) < POOL_PIECES * size:
+            values = self._rng.standard_normal((POOL_PIECES * piece_rows, columns), np.float32) * np.float32(std)
+            pool = self._pools[key] = quantize(values, qtype, name="pool").reshape(-1)
+        view, n_starts = memoryview(pool), (len(pool) - size) // block
+        starts = self._rng.choice(n_starts, n_pieces, replace=n_pieces > n_starts)
+        for start in starts.tolist():
+            yield view[start * block : start * block + size]
+
+
+def _jobs(
+    config: Config, shapes: dict[str, tuple[int, ...]], offsets: dict[str, int], types: TypeOf, seed: int
+) -> Iterator[Job]:
+    """What to write where, for every tensor."""
+    rng = np.random.default_rng(seed)
+    pools = _Pools(rng)
+    for name, shape in shapes.items():
+        at = offsets[name]
+        if "norm" in name:
+            values = 1 + NORM_STD * rng.standard_normal(shape)
+            yield at, memoryview(values.astype(np.float32)).cast("B")
+            continue
+        columns = shape[-1]
+        gain = LOGIT_STD if name == "output.weight" else ATTENTION_GAIN if "attn_output" in name else 1.0
+        std = 1.0 if name == "token_embd.weight" else gain * columns**-0.5
+        experts = len(shape) == 3
+        rows = int(np.prod(shape[:-1]))
+        piece = shape[-2] if experts else min(rows, max(1, PIECE_WEIGHTS // columns))
+        pieces = pools.cut(types(name), columns, std, -(-rows // piece), piece)
+        end = at + rows * row_bytes(types(name), columns, name)
+        for data in pieces:
+            yield at, data[: end - at]
+            at += len(data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("out", type=Path, metavar="OUT.gguf")
+    parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    config, shape = SHAPES[options.shape], options.shape
+    if options.layers is not None:
+        if not 1 <= options.layers <= config.n_layer:
+            parser.error(f"--layers: {options.shape} has 1 to {config.n_layer}")
+        config, shape = replace(config, n_layer=options.layers), f"{shape} ({options.layers} layers)"
+    began = time.perf_counter()
+    n_bytes = write_model(options.out, config, seed=options.seed, shape=shape)
+    seconds = time.perf_counter() - began
+    print(f"{options.out}: {n_bytes / 2**30:.2f} GiB in {seconds:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Where the time of one decoded token goes: every kernel of the captured step, its count, time and rate.
+
+    python benchmarks/profile_step.py model.gguf --depth 512 --json data/results/profile_step.json
+
+Decoding runs for real, and what the engine captures into its graph is noted: the kernels, in order, with the weights
+that they are given. The times are CUPTI's, of every kernel inside the graph launches, read through torch's profiler
+where torch can use the GPU. Elsewhere each kind of kernel is replayed by itself; then the experts' weights come from
+the L2 cache, since all launches read the last layer's table, so their rates are too good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cuda_kernels import time_launches
+from benchmarks.driving import Prompts
+from benchmarks.prefill import feed
+from engine.config import EngineConfig
+from engine.ops.cuda.device import Module
+from engine.runner import Span
+from engine.sampling import SamplingParams
+from engine.scheduler import Engine
+from spark.bench import check_settings
+from spark.results import write_json
+
+MATRIX_BYTES = 1 << 16  # a smaller array of bytes is a flag or a mask
+CACHE_KERNELS = ("attention.cu", "rope.cu", "embed.cu", "flash.cu")  # their arrays are read in part
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of the step. again() enqueues it once more; n_bytes: weights that it reads, 0 where unknown."""
+
+    module: Module
+    name: str
+    grid: Any
+    block: Any
+    again: Callable[[], None]
+    n_bytes: int
+
+    @property
+    def kind(self) -> str:
+        """What the table groups by: kernel and macros."""
+        macros = ",".join(f"{name}={value}" for name, value in self.module.defines)
+        return f"{self.module.file.removesuffix('.cu')}/{self.name}" + (f"({macros})" if macros else "")
+
+
+@dataclass
+class Recorder:
+    """Notes the launches that a device makes while it captures; expert_bytes: [L, 3], A experts' gate, up, down."""
+
+    device: Any
+    expert_bytes: Sequence[Sequence[int]]
+    steps: list[list[Launch]] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, every capture adds a list of launches to `steps`."""
+        kernel, capture = self.device.kernel, self.device.capture
+        capturing: list[list[Launch]] = []
+
+        def noting(module: Module, name: str) -> Any:
+            real = kernel(module, name)
+            if not capturing:
+                return real
+
+            def launch(grid: Any, block: Any, args: Sequence[Any], shared_bytes: int = 0) -> None:
+                kept = list(args)
+
+                def again() -> None:
+                    real(grid, block, kept, shared_bytes)
+
+                capturing[-1].append(
+                    Launch(module, name, grid, block, again, self._bytes(capturing[-1], module, name, kept))
+                )
+                again()
+
+            return launch
+
+        def capture_noting(work: Callable[[], None]) -> Any:
+            capturing.append([])
+            try:
+                return capture(work)
+            finally:
+                self.steps.append(capturing.pop())
+
+        self.device.kernel, self.device.capture = noting, capture_noting
+        try:
+            yield
+        finally:
+            del self.device.kernel, self.device.capture  # the class's own are back
+
+    def _bytes(self, before: list[Launch], module: Module, name: str, args: list[Any]) -> int:
+        if module.file == "experts.cu":
+            layer = sum(launch.name == "gate_up" for launch in before) - (name != "gate_up")
+            if not 0 <= layer < len(self.expert_bytes):
+                return 0
+            gate, up, down = self.expert_bytes[layer]
+            return gate + up if name == "gate_up" else down if name.startswith("down") else 0
+        if module.file in CACHE_KERNELS:
+            return 0
+        weights = [int(a.nbytes) for a in args if getattr(a, "dtype", None) == np.uint8]
+        return sum(n for n in weights if n >= MATRIX_BYTES)
+
+
+def kernel_times(run: Callable[[], None]) -> list[tuple[str, float, float]]:
+    """(kernel, begin, microseconds) of everything that `run` makes the GPU do, by CUPTI; empty without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    torch.zeros(1, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+    with tempfile.TemporaryDirectory(prefix="spark-profile-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    found = [(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") == "kernel"]
+    return sorted(found, key=lambda event: event[1])
+
+
+def by_kind(step: list[Launch], times: list[tuple[str, float, float]]) -> tuple[dict[str, list[float]], str]:
+    """Microseconds of each launch of each kind, over whole steps; and how they were told apart.
+
+    The kernels of a step come in the order in which they were captured, unless streams run beside each other.
+    """
+    names = [launch.name for launch in step]
+    known = set(names)
+    own = [event for event in times if event[0] in known]
+    order, at = [event[0] for event in own], 0
+    found: dict[str, list[float]] = {}
+    while at + len(names) <= len(own):
+        if order[at : at + len(names)] != names:  # what prepares decoding
+            at += 1
+            continue
+        for launch, (_, _, us) in zip(step, own[at : at + len(names)], strict=True):
+            found.setdefault(launch.kind, []).append(us)
+        at += len(names)
+    if found:
+        return found, "CUPTI, in order"
+    for name, _, us in own:
+        found.setdefault(name, []).append(us)
+    return found, "CUPTI, by name"
+
+
+def alone(device: Any, step: list[Launch]) -> dict[str, list[float]]:
+    """Microseconds a launch of each kind replayed by itself, the launches of all layers in turn."""
+    kinds: dict[str, list[Launch]] = {}
+    for launch in step:
+        kinds.setdefault(launch.kind, []).append(launch)
+
+    def turns(group: list[Launch]) -> Callable[[int], None]:
+        return lambda i: group[i % len(group)].again()
+
+    return {kind: [1e6 * t for t in time_launches(device, turns(group))] for kind, group in kinds.items()}
+
+
+def table(step: list[Launch], times: dict[str, list[float]], named: bool) -> list[dict[str, Any]]:
+    """Rows, the largest share first. named: `times` are keyed by kernel names alone."""
+    rows = []
+    for kind, values in times.items():
+        group = [launch for launch in step if (launch.name if named else launch.kind) == kind]
+        us, n_bytes = statistics.median(values), sum(launch.n_bytes for launch in group)
+        # The sum goes by the mean: a kind may have launches of several sizes.
+        total = statistics.fmean(values) * len(group)
+        rows.append({
+            "kernel": kind, "count": len(group), "us": us, "us_min": min(values), "us_max": max(values),
+            "total_us": total, "n_bytes": n_bytes, "gb_per_s": n_bytes / 1e3 / total if n_bytes else None,
+            "grids": sorted({str(launch.grid) for launch in group}),
+        })  # fmt: skip
+    every = sum(row["total_us"] for row in rows)
+    for row in rows:
+        row["share"] = row["total_us"] / every
+    return sorted(rows, key=lambda row: -row["total_us"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--depth", type=int, default=512, help="tokens in the cache")
+    parser.add_argument("--residency", type=float, default=100.0)
+    parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
+    parser.add_argument("--steps", type=int, default=8, help="decoded tokens that are traced")
+    parser.add_argument("--alone", action="store_true", help="replay each kind by itself, though CUPTI would do")
+    o = parser.parse_args()
+    config = EngineConfig(
+        model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
+        policy="all" if o.residency == 100 else "uniform", ctx_tokens=o.depth + 512,
+    )  # fmt: skip
+    engine = Engine(config)
+    check_settings(config, engine.ready())
+    runner = engine.runner
+    device, A = runner.backend.device, runner.config.n_expert_used
+    sequence = runner.new_sequence()
+    history = Prompts(runner.config.n_vocab, seed=4).next(o.depth)
+    feed(runner, sequence, history[:-1])
+
+    def decode(n: int) -> float:
+        """Seconds of n tokens after whatever was decoded before."""
+        last = np.asarray(history[-1:], np.int32)
+        result = runner.run([Span(sequence, last, np.zeros(1, np.bool_), (0,))])
+        began = time.perf_counter()
+        for _ in runner.decode(sequence, history, result, SamplingParams(), frozenset(), n):
+            pass
+        return (time.perf_counter() - began) / (n - 1)
+
+    recorder = Recorder(device, [[A * n for n in e.part_bytes] for e in runner.weights.experts])
+    with recorder.recording():
+        decode(2)
+    step = recorder.steps[-1]
+    decode(16)
+    step_us = 1e6 * statistics.median(decode(64) for _ in range(5))
+    events = [] if o.alone else kernel_times(lambda: (decode(o.steps + 1), device.synchronize())[1])
+    times, how = by_kind(step, events)
+    if not times:
+        times, how = alone(device, step), "each kind replayed by itself"
+    rows = table(step, times, named=how == "CUPTI, by name")
+    every = sum(row["total_us"] for row in rows)
+    print(f"{'count':>6}{'us':>8}{'total us':>10}{'share':>7}{'GB/s':>7}  kernel ({how})")
+    for row in rows:
+        rate = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}"
+        print(f"{row['count']:6}{row['us']:8.2f}{row['total_us']:10.1f}{row['share']:7.1%}{rate:>7}  {row['kernel']}")
+    print(f"{len(step):6}{'':8}{every:10.1f}{'':16}all kernels\n{'':14}{step_us:10.1f}{'':16}a step, measured")
+    if o.json:
+        write_json(o.json, {
+            "model": o.model.name, "depth_tokens": o.depth, "residency_pct": o.residency, "kv_type": o.kv_type,
+            "measured_by": how, "step_us": step_us, "kernels_us": every, "launches": len(step), "rows": rows,
+        })  # fmt: skip
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+// Blocks of 32 weights of every GGUF type, and the term that one gives with a block of 32 activations.
+//
+// docs/arithmetic.md, "A row of a product", is the specification; engine/ops/blocks.py describes the layouts. Rows are
+// read from shared memory, at any offset that is a multiple of two bytes: formats of 18, 34 and 210 bytes give no more.
+#pragma once
+
+#include "ptx.cuh"
+
+enum Type { F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS };
+
+DEVICE constexpr bool is_float(Type type) { return type == F32 || type == F16 || type == BF16; }
+
+// Bytes of a row of k weights.
+DEVICE constexpr i32 row_bytes_of(Type type, i32 k) {
+    switch (type) {
+    case F32: return k * 4;
+    case F16:
+    case BF16: return k * 2;
+    case Q8_0: return k / 32 * 34;
+    case Q4_0: return k / 32 * 18;
+    case Q4_K: return k / 256 * 144;
+    case Q5_K: return k / 256 * 176;
+    case Q6_K: return k / 256 * 210;
+    default: return k / 256 * 136;
+    }
+}
+
+// A weight of a float type.
+template <Type type>
+DEVICE float weight_of(const u8* row, i32 i) {
+    if constexpr (type == F32)
+        return ((const float*)row)[i];
+    else if constexpr (type == F16)
+        return half_to_float(((const u16*)row)[i]);
+    else
+        return bfloat_to_float(((const u16*)row)[i]);
+}
+
+// 32 activations: q packed by fours in order, their scale, their sum, and the sum of the first 16 (Q6_K only).
+struct Activations {
+    i32 q[8];
+    float d;
+    i32 sum;
+    i32 first;
+};
+
+// 32 weights ready for dot products. q: bytes, signed in Q8_0 and IQ4_XS, else unsigned. scale, minimum: as in
+// BlockTerms of the twin. factor: of the two halves (Q6_K). shift: q holds the weights times 2^shift (Q4_K).
+struct Block {
+    u32 q[8];
+    float scale, minimum;
+    i32 factor[2];
+    i32 shift;
+};
+
+// Word i of a run that starts at an even offset, shifted right by `bits` more (at most 15); w holds one word more.
+template <i32 N>
+DEVICE void load_words(const u8* stage, i32 offset, u32 (&w)[N]) {
+    const u32* words = (const u32*)(stage + (offset & ~3));
+#pragma unroll
+    for (i32 i = 0; i < N; i++)
+        w[i] = words[i];
+}
+
+DEVICE u16 load_half(const u8* stage, i32 offset) { return *(const u16*)(stage + offset); }
+
+DEVICE void load_32_bytes(const u8* stage, i32 offset, u32 (&w)[8]) {
+#pragma unroll
+    for (i32 i = 0; i < 2; i++) {
+        const uint4 v = *(const uint4*)(stage + offset + 16 * i);
+        w[4 * i] = v.x;
+        w[4 * i + 1] = v.y;
+        w[4 * i + 2] = v.z;
+        w[4 * i + 3] = v.w;
+    }
+}
+
+// Scale and minimum of sub-block s of a Q4_K or Q5_K block, from its first 16 bytes.
+DEVICE void load_k_scales(const u8* stage, i32 offset, i32 s, Block& w) {
+    const uint4 head = *(const uint4*)(stage + offset);
+    const i32 at = 8 * (s & 3);
+    // The first four have six bits in a byte of their own; of the others four bits are in the last word.
+    const bool own = s < 4;
+    const u32 low = own ? 63 : 15, high = own ? 0 : 48;
+    const u32 scale = (((own ? head.y : head.w) >> at) & low) | ((head.y >> (at + 2)) & high);
+    const u32 minimum = (((own ? head.z : head.w) >> (own ? at : at + 4)) & low) | ((head.z >> (at + 2)) & high);
+    w.scale = half_to_float((u16)head.x) * (float)(i32)scale;
+    w.minimum = half_to_float((u16)(head.x >> 16)) * (float)(i32)minimum;
+}
+
+// The sixteen values of IQ4_XS, as bytes.
+DEVICE u32 iq4_values(u32 index) {
+    // Four indices in the low 16 bits; a selector's top bit would ask for a sign, so the two halves are looked up apart.
+    const u32 selector = index & 0x7777u;
+    const u32 low = __byte_perm(0xbfad9881u, 0xf6eaddcfu, selector);
+    const u32 high = __byte_perm(0x26190d01u, 0x71594535u, selector);
+    return __byte_perm(low, high, 0x3210u | ((index & 0x8888u) >> 1));
+}
+
+// Block b of the row at `offset` of `stage` (16-byte aligned).
+template <Type type>
+DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
+    const i32 s = b & 7;
+    if constexpr (type == Q4_K) {
+        const i32 at = offset + (b >> 3) * 144;
+        load_k_scales(stage, at, s, w);
+        load_32_bytes(stage, at + 16 + 32 * (s >> 1), w.q);
+        w.shift = 4 * (s & 1);
+        const u32 mask = 0x0f0f0f0fu << w.shift;
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            w.q[i] &= mask;
+    } else if constexpr (type == Q5_K) {
+        const i32 at = offset + (b >> 3) * 176;
+        load_k_scales(stage, at, s, w);
+        load_32_bytes(stage, at + 48 + 32 * (s >> 1), w.q);
+        u32 high[8];
+        load_32_bytes(stage, at + 16, high);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            w.q[i] = ((w.q[i] >> (4 * (s & 1))) & 0x0f0f0f0fu) | (((high[i] >> s) & 0x01010101u) << 4);
+    } else if constexpr (type == Q6_K) {
+        const i32 at = offset + (b >> 3) * 210;
+        u32 low[9], high[9];
+        load_words(stage, at + 64 * (s >> 2) + 32 * (s & 1), low);
+        const i32 low_shift = (at & 2) * 8 + 2 * (s & 2);
+        // The two high bits belong four bits further up: a shift to the left is one to the right from a word before.
+        const i32 shift = (at & 2) * 8 + 2 * (s & 3) - 4;
+        load_words(stage, at + 128 + 32 * (s >> 2) + (shift < 0 ? -4 : 0), high);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            w.q[i] = and_or(__funnelshift_r(high[i], high[i + 1], shift & 31), 0x30303030u,
+                            __funnelshift_r(low[i], low[i + 1], low_shift) & 0x0f0f0f0fu);
+        const u32 factors = load_half(stage, at + 192 + 2 * s);
+        w.factor[0] = (i8)factors;
+        w.factor[1] = (i8)(factors >> 8);
+        w.scale = half_to_float(load_half(stage, at + 208));
+    } else if constexpr (type == Q8_0) {
+        const i32 at = offset + b * 34;
+        u32 words[9];
+        load_words(stage, at + 2, words);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            w.q[i] = __funnelshift_r(words[i], words[i + 1], (at + 2 & 2) * 8);
+        w.scale = half_to_float(load_half(stage, at));
+    } else if constexpr (type == Q4_0) {
+        const i32 at = offset + b * 18;
+        u32 words[5];
+        load_words(stage, at + 2, words);
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            const u32 v = __funnelshift_r(words[i], words[i + 1], (at + 2 & 2) * 8);
+            w.q[i] = v & 0x0f0f0f0fu;
+            w.q[i + 4] = (v >> 4) & 0x0f0f0f0fu;
+        }
+        w.scale = half_to_float(load_half(stage, at));
+    } else if constexpr (type == IQ4_XS) {
+        const i32 at = offset + (b >> 3) * 136;
+        const uint2 head = *(const uint2*)(stage + at);
+        const u32 scale = ((head.y >> (4 * s)) & 15) | (((head.x >> (16 + 2 * s)) & 3) << 4);
+        w.scale = half_to_float((u16)head.x) * (float)((i32)scale - 32);
+        const uint2* bytes = (const uint2*)(stage + at + 8 + 16 * s);
+        const uint2 v0 = bytes[0], v1 = bytes[1];
+        const u32 v[4] = {v0.x, v0.y, v1.x, v1.y};
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            const u32 a = iq4_values(v[i]), c = iq4_values(v[i] >> 16);
+            w.q[i] = __byte_perm(a, c, 0x6420);
+            w.q[i + 4] = __byte_perm(a, c, 0x7531);
+        }
+    }
+}
+
+// The block's term u (docs/arithmetic.md).
+template <Type type>
+DEVICE float block_term(const Block& w, const Activations& x) {
+    i32 sum[2] = {0, 0};
+    if constexpr (type == Q4_0)
+        sum[0] = -8 * x.sum;
+    if constexpr (type == Q6_K) {
+        sum[0] = -32 * x.first;
+        sum[1] = -32 * (x.sum - x.first);
+    }
+#pragma unroll
+    for (i32 i = 0; i < 8; i++)
+        if constexpr (type == Q8_0 || type == IQ4_XS)
+            sum[i / 4] = __dp4a((i32)w.q[i], x.q[i], sum[i / 4]);
+        else
+            sum[i / 4] = dot4_unsigned(w.q[i], x.q[i], sum[i / 4]);
+    if constexpr (type == Q6_K)
+        return w.scale * (float)(w.factor[0] * sum[0] + w.factor[1] * sum[1]);
+    if constexpr (type == Q4_K)
+        return __fmaf_rn(w.scale, (float)((sum[0] + sum[1]) >> w.shift), -(w.minimum * (float)x.sum));
+    if constexpr (type == Q5_K)
+        return __fmaf_rn(w.scale, (float)(sum[0] + sum[1]), -(w.minimum * (float)x.sum));
+    return w.scale * (float)(sum[0] + sum[1]);
+}

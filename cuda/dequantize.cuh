@@ -1,0 +1,298 @@
+// Weights of every native type to halves, in the registers of a tensor-core product.
+//
+// A product reads a row's weights in stages of ELEMENTS, copied to shared memory as they are in the file. A stage is
+// cut in steps of 64 weights and a step in two units of 32. For one unit, lane c of a quad takes 4 consecutive weights
+// out of each 16: `weights` gives them as pairs (0, 2) and (1, 3), which is what one mask takes out of a word of bytes
+// or nibbles. Activations are kept in the same order within each 16 (halves.cu), so a product never reorders weights.
+//
+//   Format<type>::ELEMENTS     weights of a stage: a superblock, or several blocks
+//   Format<type>::BYTES        the same in bytes
+//   Format<type>::ALIGN        a row begins at a multiple of so many bytes (16 at most)
+//   Format<type>::SCALES       words of scales of a stage, one for 32 weights; 0: none
+//   Format<type>::INTERLEAVED  unit u of a step has weights 16u..16u+15 and 32+16u..32+16u+15, else 32u..32u+31
+//   scales(raw, at, out, stride)             a stage's scales to out[0], out[stride]...
+//   weights(raw, at, s, j, u, c, left, w)    unit u of step j: w[half unit][pair]; s: the scales of the two half
+//                                            units; left: weights of the row from this step on
+//
+// `raw + at` is the stage in shared memory. Scales times sub-scales are rounded to halves once, weights once or twice:
+// relative error 2^-11. F32 and BF16 weights above 65504 become infinite.
+#pragma once
+
+#include "ptx.cuh"
+
+enum { F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS };
+
+// Pairs of halves.
+#define HALF2_1024 0x64006400u      // 1024: its low mantissa bits count units
+#define HALF2_MINUS_1024 0xe400e400u
+#define HALF2_MINUS_1032 0xe408e408u
+#define HALF2_MINUS_1056 0xe420e420u
+#define HALF2_MINUS_1152 0xe480e480u
+#define HALF2_SIXTEENTH 0x2c002c00u
+#define HALF2_MINUS_64 0xd400d400u
+#define HALF2_MINUS_72 0xd480d480u
+
+template <int align>
+DEVICE u32 load_word(const u8* raw, u32 at) {
+    if (align >= 4) return *(const u32*)(raw + at);
+    const u32* p = (const u32*)(raw + (at & ~3u));
+    return __funnelshift_r(p[0], p[1], (at & 2) * 8);
+}
+
+DEVICE u32 both_low(u32 pair) { return __byte_perm(pair, pair, 0x1010); }
+DEVICE u32 both_high(u32 pair) { return __byte_perm(pair, pair, 0x3232); }
+
+// Bytes 0 and 2, or 1 and 3, of a word as the halves 1024 + byte.
+DEVICE u32 even_bytes(u32 v) { return __byte_perm(v, 0x64646464u, 0x4240); }
+DEVICE u32 odd_bytes(u32 v) { return __byte_perm(v, 0x64646464u, 0x4341); }
+
+template <int type>
+struct Format;
+
+// The header that Q4_K and Q5_K share: d, dmin, and eight pairs of 6-bit numbers in 12 bytes.
+DEVICE void k_scales(const u8* raw, u32 at, u32* out, i32 stride) {
+    const uint4 head = *(const uint4*)(raw + at);
+    const u32 d = head.x ^ 0x80000000u;  // (d, -dmin)
+    const u32 sc[2] = {head.y & 0x3f3f3f3fu, (head.w & 0x0f0f0f0fu) | ((head.y >> 2) & 0x30303030u)};
+    const u32 mn[2] = {head.z & 0x3f3f3f3fu, ((head.w >> 4) & 0x0f0f0f0fu) | ((head.z >> 2) & 0x30303030u)};
+#pragma unroll
+    for (i32 b = 0; b < 8; ++b) {
+        const i32 byte = b % 4;
+        const u32 both = __byte_perm(sc[b / 4], mn[b / 4], byte | (byte << 4) | ((4 + byte) << 8) | ((4 + byte) << 12));
+        const u32 numbers = half2_add(and_or(both, 0x00ff00ffu, HALF2_1024), HALF2_MINUS_1024);
+        out[b * stride] = half2_mul(numbers, d);
+    }
+}
+
+template <>
+struct Format<Q4_K> {
+    static constexpr int ELEMENTS = 256, BYTES = 144, ALIGN = 16, SCALES = 8;
+    static constexpr bool INTERLEAVED = true;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) { k_scales(raw, at, out, stride); }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 v = load_word<16>(raw, at + 16 + 32 * j + 16 * u + 4 * c);
+#pragma unroll
+        for (i32 pair = 0; pair < 2; ++pair) {
+            const u32 q = v >> (8 * pair);
+            const u32 low = half2_add(and_or(q, 0x000f000fu, HALF2_1024), HALF2_MINUS_1024);
+            const u32 high = half2_fma(and_or(q, 0x00f000f0u, HALF2_1024), HALF2_SIXTEENTH, HALF2_MINUS_64);
+            w[0][pair] = half2_fma(low, both_low(s[0]), both_high(s[0]));
+            w[1][pair] = half2_fma(high, both_low(s[1]), both_high(s[1]));
+        }
+    }
+};
+
+template <>
+struct Format<Q5_K> {
+    static constexpr int ELEMENTS = 256, BYTES = 176, ALIGN = 16, SCALES = 8;
+    static constexpr bool INTERLEAVED = true;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) { k_scales(raw, at, out, stride); }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 low = load_word<16>(raw, at + 48 + 32 * j + 16 * u + 4 * c);
+        const u32 fifth = load_word<16>(raw, at + 16 + 16 * u + 4 * c) >> (2 * j);
+        const u32 q[2] = {and_or(low, 0x0f0f0f0fu, (fifth << 4) & 0x10101010u),
+                          and_or(low >> 4, 0x0f0f0f0fu, (fifth << 3) & 0x10101010u)};
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 even = half2_add(even_bytes(q[i]), HALF2_MINUS_1024);
+            const u32 odd = half2_add(odd_bytes(q[i]), HALF2_MINUS_1024);
+            w[i][0] = half2_fma(even, both_low(s[i]), both_high(s[i]));
+            w[i][1] = half2_fma(odd, both_low(s[i]), both_high(s[i]));
+        }
+    }
+};
+
+template <>
+struct Format<Q6_K> {
+    static constexpr int ELEMENTS = 256, BYTES = 210, ALIGN = 2, SCALES = 8;
+    static constexpr bool INTERLEAVED = true;
+
+    // Two scales a word: each is for 16 weights.
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+        const u32 half = *(const u16*)(raw + at + 208);
+        const u32 d = half | (half << 16);
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            const u32 four = load_word<2>(raw, at + 192 + 4 * i) ^ 0x80808080u;
+            const u32 first = half2_add(__byte_perm(four, 0x64646464u, 0x4140), HALF2_MINUS_1152);
+            const u32 second = half2_add(__byte_perm(four, 0x64646464u, 0x4342), HALF2_MINUS_1152);
+            out[2 * i * stride] = half2_mul(first, d);
+            out[(2 * i + 1) * stride] = half2_mul(second, d);
+        }
+    }
+
+    // Steps 0 and 1 are the low and the high nibbles of the same bytes, and so are steps 2 and 3.
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        // All that is read of a row lies alike between words, so its address is rounded once.
+        const u32* const p = (const u32*)(raw + (at & ~3u)) + 4 * u + c;
+        const u32* const l = p + 16 * (j >> 1);
+        const u32* const h = p + 32 + 8 * (j >> 1);
+        const i32 between = (at & 2) * 8, shift = 4 * (j & 1);
+        const u32 high = __funnelshift_r(h[0], h[1], between) >> shift;
+        const u32 low[2] = {__funnelshift_r(l[0], l[1], between) >> shift,
+                            __funnelshift_r(l[8], l[9], between) >> shift};
+        const u32 q[2] = {and_or(low[0], 0x0f0f0f0fu, (high << 4) & 0x30303030u),
+                          and_or(low[1], 0x0f0f0f0fu, (high << 2) & 0x30303030u)};
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 scale = u ? both_high(s[i]) : both_low(s[i]);
+            w[i][0] = half2_mul(half2_add(even_bytes(q[i]), HALF2_MINUS_1056), scale);
+            w[i][1] = half2_mul(half2_add(odd_bytes(q[i]), HALF2_MINUS_1056), scale);
+        }
+    }
+};
+
+template <>
+struct Format<Q8_0> {
+    static constexpr int ELEMENTS = 128, BYTES = 4 * 34, ALIGN = 2, SCALES = 4;
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+#pragma unroll
+        for (i32 b = 0; b < 4; ++b) {
+            const u32 half = *(const u16*)(raw + at + 34 * b);
+            out[b * stride] = half | (half << 16);
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 v = load_word<2>(raw, at + 34 * (2 * j + u) + 2 + 16 * i + 4 * c) ^ 0x80808080u;
+            w[i][0] = half2_mul(half2_add(even_bytes(v), HALF2_MINUS_1152), s[i]);
+            w[i][1] = half2_mul(half2_add(odd_bytes(v), HALF2_MINUS_1152), s[i]);
+        }
+    }
+};
+
+template <>
+struct Format<Q4_0> {
+    static constexpr int ELEMENTS = 256, BYTES = 8 * 18, ALIGN = 2, SCALES = 8;
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+#pragma unroll
+        for (i32 b = 0; b < 8; ++b) {
+            const u32 half = *(const u16*)(raw + at + 18 * b);
+            out[b * stride] = half | (half << 16);
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 v = load_word<2>(raw, at + 18 * (2 * j + u) + 2 + 4 * c);
+#pragma unroll
+        for (i32 pair = 0; pair < 2; ++pair) {
+            const u32 q = v >> (8 * pair);
+            const u32 low = half2_add(and_or(q, 0x000f000fu, HALF2_1024), HALF2_MINUS_1032);
+            const u32 high = half2_fma(and_or(q, 0x00f000f0u, HALF2_1024), HALF2_SIXTEENTH, HALF2_MINUS_72);
+            w[0][pair] = half2_mul(low, s[0]);
+            w[1][pair] = half2_mul(high, s[1]);
+        }
+    }
+};
+
+template <>
+struct Format<IQ4_XS> {
+    static constexpr int ELEMENTS = 256, BYTES = 136, ALIGN = 8, SCALES = 8;
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+        const u32 head = load_word<4>(raw, at);
+        const u32 low = load_word<4>(raw, at + 4);
+        const u32 d = both_low(head);
+#pragma unroll
+        for (i32 b = 0; b < 8; ++b) {
+            const u32 ls = ((low >> (4 * b)) & 15) | (((head >> (16 + 2 * b)) & 3) << 4);
+            const u32 number = half2_add((ls | (ls << 16)) | HALF2_1024, HALF2_MINUS_1056);
+            out[b * stride] = half2_mul(number, d);
+        }
+    }
+
+    // Four codes (low 16 bits of `v`) to four values + 128.
+    DEVICE u32 look_up(u32 v) {
+        const u32 index = v & 0x7777u;
+        const u32 negative = __byte_perm(0x3f2d1801u, 0x766a5d4fu, index);  // 1 24 45 63 79 93 106 118
+        const u32 positive = __byte_perm(0xa6998d81u, 0xf1d9c5b5u, index);  // 129 141 153 166 181 197 217 241
+        return __byte_perm(negative, positive, 0x3210u | ((v & 0x8888u) >> 1));
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 v = load_word<4>(raw, at + 8 + 16 * (2 * j + u) + 4 * c);
+        const u32 a = look_up(v), b = look_up(v >> 16);  // bytes: low, high nibble of one byte, low, high of the next
+        const u32 q[4] = {__byte_perm(a, b, 0x4400), __byte_perm(a, b, 0x6622), __byte_perm(a, b, 0x5511),
+                          __byte_perm(a, b, 0x7733)};
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            const u32 value = half2_add(and_or(q[i], 0x00ff00ffu, HALF2_1024), HALF2_MINUS_1152);
+            w[i / 2][i % 2] = half2_mul(value, s[i / 2]);
+        }
+    }
+};
+
+// Float types: 64 weights a stage, no scales; weights past the row's end are zeros.
+template <>
+struct Format<F16> {
+    static constexpr int ELEMENTS = 64, BYTES = 128, ALIGN = 2, SCALES = 0;
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8*, u32, u32*, i32) {}
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&)[2], i32, i32 u, i32 c, i32 left, u32 (&w)[2][2]) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const i32 k = 32 * u + 16 * i + 4 * c;
+            u32 first = load_word<2>(raw, at + 2 * k), second = load_word<2>(raw, at + 2 * k + 4);
+            if (k + 4 > left) {
+                first = k >= left ? 0 : k + 1 == left ? first & 0xffffu : first;
+                second = k + 2 >= left ? 0 : second & 0xffffu;
+            }
+            w[i][0] = __byte_perm(first, second, 0x5410);
+            w[i][1] = __byte_perm(first, second, 0x7632);
+        }
+    }
+};
+
+template <>
+struct Format<BF16> {
+    static constexpr int ELEMENTS = 64, BYTES = 128, ALIGN = 2, SCALES = 0;
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8*, u32, u32*, i32) {}
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&)[2], i32, i32 u, i32 c, i32 left, u32 (&w)[2][2]) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const i32 k = 32 * u + 16 * i + 4 * c;
+            float f[4];
+#pragma unroll
+            for (i32 e = 0; e < 4; ++e)
+                f[e] = k + e < left ? bfloat_to_float(*(const u16*)(raw + at + 2 * (k + e))) : 0.0f;
+            w[i][0] = pack_halves(f[0], f[2]);
+            w[i][1] = pack_halves(f[1], f[3]);
+        }
+    }
+};
+
+template <>
+struct Format<F32> {
+    static constexpr int ELEMENTS = 64, BYTES = 256, ALIGN = 4, SCALES = 0;
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8*, u32, u32*, i32) {}
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&)[2], i32, i32 u, i32 c, i32 left, u32 (&w)[2][2]) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const i32 k = 32 * u + 16 * i + 4 * c;
+            float f[4];
+#pragma unroll
+            for (i32 e = 0; e < 4; ++e) f[e] = k + e < left ? *(const float*)(raw + at + 4 * (k + e)) : 0.0f;
+            w[i][0] = pack_halves(f[0], f[2]);
+            w[i][1] = pack_halves(f[1], f[3]);
+        }
+    }
+};

@@ -1,0 +1,298 @@
+// The expert FFN of at most 32 tokens. Twin: expert_ffn.
+//
+// active: records of 64 bytes { u64 source[3], target[3]; i32 expert, first, count, 0 } of gate, up and down, n_active[0] of
+// them; pairs: t * n_used + a of the (token, rank) that use an expert, at first .. first + count. A record is worked on
+// once for all its tokens, so a byte of its source, which may be host memory, is read once; where target is not 0, it is
+// written there too. Sources and targets are 16-byte aligned and padded to 16 bytes.
+//
+// gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; STAGES rows of each matrix in flight a
+// warp; TOKENS, 1 or 4, at a time): z [T * A, F] = silu(gate h) * (up h), in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1,
+// as z. Grid (copiers + F / 32 rounded up, records), any number of warps up to 32. The first `copiers` blocks of a record
+// write the down part of an expert that enters a slot to its target meanwhile. Shared memory: with TOKENS = 1 the input
+// as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least a row and 32 bytes.
+//
+// down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8 rounded up, block a
+// warp for each rank, shared memory per warp its z as in product.cu, COLS / 2 bytes rounded up to 16, then STAGES *
+// stage_bytes, each four rows and 32.
+// down (the same and TOKENS 4; a stage has two rows): y [T * A, D]. Grid (D / 8 / warps rounded up, records), shared memory STAGES * stage_bytes
+// a warp. combine: x [T, D] += the fold of y over ranks. Grid (D / block, T).
+#include "rows.cuh"
+
+struct Record {
+    const u8* source[3];
+    u8* target[3];
+    i32 first, count;
+};
+
+// All fields, and whether the table has the record: read at once, since everything in the kernel waits for it.
+DEVICE bool load_record(const u8* active, const i32* n_active, i32 i, Record& record) {
+    const volatile u64* field = (const volatile u64*)(active + (i64)i * 64);
+    const i32 n = load_fresh(n_active);
+#pragma unroll
+    for (i32 part = 0; part < 3; part++) {
+        record.source[part] = (const u8*)field[part];
+        record.target[part] = (u8*)field[3 + part];
+    }
+    record.first = (i32)(field[6] >> 32);
+    record.count = (i32)field[7];
+    return i < n;
+}
+
+#ifdef GATE
+
+// What was staged of a part goes to the slot too.
+DEVICE void write_through(u8* target, const u8* stage, i32 skew, i32 n_bytes) {
+    for (i32 i = 16 * (threadIdx.x % WARP); i < skew + n_bytes; i += 16 * WARP)
+        *(uint4*)(target - skew + i) = *(const uint4*)(stage + i);
+}
+
+DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_blocks) {
+    constexpr i32 UNROLL = 4; // so many reads in flight a thread
+    const i64 n = (n_bytes + 15) / 16, step = (i64)n_blocks * blockDim.x;
+    for (i64 start = (i64)block * blockDim.x + threadIdx.x; start < n; start += step * UNROLL) {
+        uint4 v[UNROLL];
+#pragma unroll
+        for (i32 i = 0; i < UNROLL; i++)
+            if (start + i * step < n)
+                v[i] = load_once16(from + 16 * (start + i * step));
+#pragma unroll
+        for (i32 i = 0; i < UNROLL; i++)
+            if (start + i * step < n)
+                *(uint4*)(to + 16 * (start + i * step)) = v[i];
+    }
+}
+
+KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F,
+                                      const float* x, const i8* q, const float* d, const i32* sums, float* z, i8* zq,
+                                      float* zd, i32* zsums, i32 copiers, i64 down_bytes, i32 stage_bytes) {
+    constexpr i32 MAX_COUNT = TOKENS == 1 ? 1 : 32;
+    constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
+    __shared__ float gs[MAX_COUNT][33], us[MAX_COUNT][33];
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    Record record;
+    if (!load_record(active, n_active, blockIdx.y, record))
+        return;
+    if ((i32)blockIdx.x < copiers) {
+        if (record.target[2])
+            copy_part(record.target[2], record.source[2], down_bytes, blockIdx.x, copiers);
+        return;
+    }
+    const i32 row0 = (blockIdx.x - copiers) * 32, rows = min(32, F - row0);
+    const u8* const gate = record.source[0] + (i64)row0 * GATE_BYTES;
+    const u8* const up = record.source[1] + (i64)row0 * UP_BYTES;
+    u8* const stages = shared + (TOKENS == 1 ? shared_input_bytes<GATE>(COLS) : 0) + 2 * warp * STAGES * stage_bytes;
+    auto issue = [&](i32 r, u8* stage) {
+        if (r < rows) {
+            stage_rows(stage, gate + r * GATE_BYTES, GATE_BYTES);
+            stage_rows(stage + stage_bytes, up + r * UP_BYTES, UP_BYTES);
+        }
+        copies_commit();
+    };
+#pragma unroll
+    for (i32 i = 0; i < STAGES; i++)
+        issue(warp + i * n_warps, stages + 2 * i * stage_bytes);
+
+    Input input = global_input(x, q, d, sums);
+    Activations held[n_held(GATE, COLS)];
+    if constexpr (TOKENS == 1) {
+        const Input local = shared_input<GATE>(shared, COLS);
+        copy_input<GATE>(local, 0, input, 0, COLS, threadIdx.x, blockDim.x);
+        __syncthreads();
+        input = local;
+        if constexpr (!is_float(GATE))
+            hold_activations<GATE == Q6_K || UP == Q6_K>(input, COLS, held);
+    }
+
+    const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
+    for (i32 r = warp, i = 0; r < rows; r += n_warps, i = i + 1 < STAGES ? i + 1 : 0) {
+        u8* const stage = stages + 2 * i * stage_bytes;
+        const u8* const at_gate = gate + r * GATE_BYTES;
+        const u8* const at_up = up + r * UP_BYTES;
+        const i32 skew_gate = (i32)((u64)at_gate & 15), skew_up = (i32)((u64)at_up & 15);
+        stage_wait<STAGES - 1>();
+        for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
+            float acc[2 * TOKENS] = {};
+            i32 token[TOKENS];
+#pragma unroll
+            for (i32 j = 0; j < TOKENS; j++)
+                token[j] = TOKENS == 1 || i0 + j >= count ? 0 : pairs[first + i0 + j] / n_used;
+            multiply<GATE, 1, TOKENS>(acc, stage, skew_gate, COLS, input, held, token, count - i0);
+            multiply<UP, 1, TOKENS>(acc + TOKENS, stage + stage_bytes, skew_up, COLS, input, held, token, count - i0);
+            const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
+            constexpr i32 EACH = WARP / 2 / TOKENS;
+            const i32 t = i0 + lane / EACH % TOKENS;
+            if (lane % EACH == 0 && t < count)
+                (lane < WARP / 2 ? gs : us)[t][r] = sum;
+        }
+        if (record.target[0])
+            write_through(record.target[0] + (at_gate - record.source[0]), stage, skew_gate, GATE_BYTES);
+        if (record.target[1])
+            write_through(record.target[1] + (at_up - record.source[1]), stage + stage_bytes, skew_up, UP_BYTES);
+        __syncwarp(); // the stage is free
+        issue(r + STAGES * n_warps, stage);
+    }
+    __syncthreads();
+
+#if DOWN_FLOAT
+    for (i32 i = threadIdx.x; i < count * 32; i += blockDim.x)
+        if (i % 32 < rows)
+            z[(i64)pairs[first + i / 32] * F + row0 + i % 32] = silu(gs[i / 32][i % 32]) * us[i / 32][i % 32];
+#else
+    for (i32 i0 = 4 * warp; i0 < count; i0 += 4 * n_warps) { // four tokens a warp, eight lanes each
+        const i32 i = i0 + lane / 8, column = lane % 8 * 4;
+        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (i < count)
+#pragma unroll
+            for (i32 j = 0; j < 4; j++)
+                v[j] = silu(gs[i][column + j]) * us[i][column + j];
+        float scale;
+        i32 sum;
+        const u32 packed = quantize4(v, scale, sum);
+        if (i < count) {
+            const i64 at = (i64)pairs[first + i] * F + row0;
+            *(u32*)(zq + at + column) = packed;
+            if (column == 0) {
+                zd[at / 32] = scale;
+                zsums[at / 32] = sum;
+            }
+        }
+    }
+#endif
+}
+
+#endif
+#ifdef DOWN
+
+constexpr i32 ROWS = TOKENS == 1 ? 4 : 2, UNITS = 8 / ROWS; // a warp's rows: units, one after the other
+constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
+
+DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
+    if (row < D)
+        stage_rows(stage, part + (i64)row * ROW_BYTES, min(ROWS, D - row) * ROW_BYTES);
+    copies_commit();
+}
+
+#if TOKENS == 1
+
+KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_active, const i32* pairs,
+                                               const float* weights, i32 D, const float* z, const i8* zq,
+                                               const float* zd, const i32* zsums, float* x, i32 stage_bytes) {
+    __shared__ float ys[USED][UNITS * ROWS], ws[USED];
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const i32 row0 = blockIdx.x * UNITS * ROWS;
+    typedef Packed<DOWN, COLS, ROWS> P;
+    const i32 input_bytes = shared_input_bytes<DOWN>(COLS), term_bytes = (ROWS * COLS / 8 + 15) / 16 * 16;
+    u8* const base = shared + warp * (input_bytes + term_bytes + STAGES * stage_bytes);
+    u8* const stages = base + input_bytes + term_bytes;
+    float* const terms = (float*)(base + input_bytes);
+    const i32 row = row0 + threadIdx.x;
+    const bool valid = threadIdx.x < UNITS * ROWS && row < D;
+    const float old = valid ? x[row] : 0.0f;
+    Record record;
+    if (load_record(active, n_active, warp, record)) {
+        const u8* const part = record.target[2] ? record.target[2] : record.source[2];
+#pragma unroll
+        for (i32 i = 0; i < STAGES; i++)
+            issue(stages + i * stage_bytes, part, row0 + i * ROWS, D);
+        const i32 rank = pairs[record.first];
+        if (lane == 0)
+            ws[rank] = weights[rank];
+        const Input input = shared_input<DOWN>(base, COLS);
+        copy_input<DOWN>(input, 0, global_input(z, zq, zd, zsums), rank, COLS, lane, WARP);
+        __syncwarp();
+        Activations held[P::APPLIES ? P::HELD : n_held(DOWN, COLS)];
+        float ds[P::STEPS];
+        if constexpr (P::APPLIES)
+            hold_packed<DOWN, COLS, ROWS>(input, held, ds);
+        else if constexpr (!is_float(DOWN))
+            hold_activations<DOWN == Q6_K>(input, COLS, held);
+        const i32 token[1] = {0};
+#pragma unroll
+        for (i32 i = 0; i < UNITS; i++) {
+            u8* const stage = stages + i % STAGES * stage_bytes;
+            const i32 first = row0 + i * ROWS, offset = (i32)((u64)(part + (i64)first * ROW_BYTES) & 15);
+            stage_wait<STAGES - 1>();
+            float acc[ROWS] = {};
+            if constexpr (P::APPLIES)
+                multiply_packed<DOWN, COLS, ROWS>(acc, stage, offset, held, ds, terms);
+            else
+                multiply<DOWN, ROWS, 1>(acc, stage, offset, COLS, input, held, token, 1);
+            const float y = fold_rows(acc);
+            if (lane % (WARP / ROWS) == 0)
+                ys[rank][i * ROWS + lane / (WARP / ROWS)] = y;
+            __syncwarp(); // the stage and the terms are free
+            if (i + STAGES < UNITS)
+                issue(stage, part, first + STAGES * ROWS, D);
+            else
+                copies_commit();
+        }
+    }
+    __syncthreads();
+    if (valid) {
+        float r = 0.0f;
+#pragma unroll
+        for (i32 a = 0; a < USED; a++)
+            r = __fmaf_rn(ws[a], ys[a][threadIdx.x], r);
+        x[row] = old + r;
+    }
+}
+
+#else
+
+KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const i32* pairs, i32 D, const float* z,
+                                   const i8* zq, const float* zd, const i32* zsums, float* y, i32 stage_bytes) {
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const i32 row0 = (blockIdx.x * n_warps + warp) * UNITS * ROWS;
+    Record record;
+    if (!load_record(active, n_active, blockIdx.y, record) || row0 >= D)
+        return;
+    const u8* const part = record.target[2] ? record.target[2] : record.source[2];
+    u8* const stages = shared + warp * STAGES * stage_bytes;
+#pragma unroll
+    for (i32 i = 0; i < STAGES; i++)
+        issue(stages + i * stage_bytes, part, row0 + i * ROWS, D);
+    const Input input = global_input(z, zq, zd, zsums);
+    const Activations held[1] = {};
+    const i32 first = record.first, count = record.count;
+    for (i32 i = 0, s = 0; i < UNITS; i++, s = s + 1 < STAGES ? s + 1 : 0) {
+        constexpr i32 N = ROWS * TOKENS, EACH = WARP / N; // lanes that hold the same sum
+        u8* const stage = stages + s * stage_bytes;
+        const i32 row = row0 + i * ROWS, offset = (i32)((u64)(part + (i64)row * ROW_BYTES) & 15);
+        stage_wait<STAGES - 1>();
+        for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
+            float acc[N] = {};
+            i32 pair[TOKENS];
+#pragma unroll
+            for (i32 j = 0; j < TOKENS; j++)
+                pair[j] = pairs[first + min(i0 + j, count - 1)];
+            multiply<DOWN, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, pair, count - i0);
+            const float sum = fold_rows(acc);
+            const i32 t = i0 + lane / EACH % TOKENS, r = row + lane / EACH / TOKENS;
+            if (lane % EACH == 0 && t < count && r < D)
+                y[(i64)pairs[first + t] * D + r] = sum;
+        }
+        __syncwarp(); // the stage is free
+        if (i + STAGES < UNITS)
+            issue(stage, part, row + STAGES * ROWS, D);
+        else
+            copies_commit();
+    }
+}
+
+KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x) {
+    const i32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 t = blockIdx.y;
+    if (i >= D)
+        return;
+    float r = 0.0f;
+#pragma unroll 8
+    for (i32 a = 0; a < n_used; a++)
+        r = __fmaf_rn(weights[t * n_used + a], y[(t * n_used + a) * D + i], r);
+    x[t * D + i] = x[t * D + i] + r;
+}
+
+#endif
+#endif

@@ -1,0 +1,402 @@
+// Causal attention of many rows over a paged KV cache, on tensor cores (prefill).
+//
+// Twin: reference.attention, within an NMSE bound (q is rounded to halves, and so are the probabilities).
+// Macros: HEAD_DIM (multiple of 8, at most 256), GROUP (query heads of a kv head, at most 64), KV_Q8 (1: the cache is
+// q8_0, and HEAD_DIM a multiple of 32).
+//
+// flash: a block of 4 warps computes ROWS rows of one kv head. A row is a pair of a token and a query head of the
+// group, so a tile of keys and values is loaded once for the whole group. Tiles start at multiples of TILE positions,
+// and a row passes over those it does not see without a change, so its bits do not depend on the rows it shares a block
+// with. Scores are in units of log2: q is multiplied by scale * log2(e) before it is rounded.
+// q [T, H, HEAD_DIM]; k, v by slot [n_slots, K, HEAD_DIM], halves, or bytes with scales [n_slots, K, HEAD_DIM / 32];
+// block_table [n_sequence, max_blocks]; sequence, positions [T], in spans of one sequence with positions that ascend by
+// one; out [T, H * HEAD_DIM]. Slots past the last position of a span are not read. A NaN in a value reaches
+// every row that sees it, and may reach earlier rows of the same block (0 * NaN). q 32-byte, the rest 16-byte aligned.
+// Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + 4 * TILE_BYTES (at most 96 KB), or
+// Q_BYTES + 2 * TILE_BYTES + 2 * RAW_BYTES + 4 * SCALES with a q8_0 cache.
+// Split z covers the KV blocks from z * split_blocks on. With `partial` it is given unnormalized, partial
+// [n_split, T, H, HEAD_DIM], stats [n_split, T, H, 2] (maximum, sum); rows that see none of a split leave it as it is.
+//
+// flash_combine: joins the splits that a row sees, in order. A warp a row: grid ceil(T * H / 4), 128 threads.
+#include "ptx.cuh"
+
+#ifndef KV_Q8
+#define KV_Q8 0
+#endif
+
+#define KV_BLOCK 64
+#define THREADS 128
+#define M_TILES (HEAD_DIM <= 128 ? 2 : 1)      // of 16 rows, a warp; two halve the reads of k and v fragments
+#define ROWS (64 * M_TILES)
+#define TOKENS (ROWS / GROUP)
+#define TILE (HEAD_DIM <= 128 ? 64 : 32)       // positions
+#define K_STEPS ((HEAD_DIM + 15) / 16)
+#define N_STEPS (TILE / 16)
+#define CHUNKS (2 * K_STEPS)                   // pieces of 16 bytes in a row of halves
+#define STRIDE ((HEAD_DIM + 63) / 64 * 128)    // bytes of a row in shared memory
+#define TILE_BYTES (TILE * STRIDE)
+#define Q_BYTES (ROWS * STRIDE)
+#define RAW_BYTES (TILE * HEAD_DIM)            // of a q8_0 tile
+#define SCALES (TILE * (HEAD_DIM / 32))        // of a q8_0 tile
+#define MY_SCALES ((SCALES + THREADS - 1) / THREADS)
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+// Rows are swizzled: ldmatrix reads the same chunk of 8 consecutive rows, which then lie in 8 groups of banks.
+DEVICE int swizzled(int row, int chunk) { return row * STRIDE + ((chunk ^ (row & 7)) << 4); }
+
+// The same for chunk 2 * step + (x >> 4 ^ row & 7), where x is a lane's and step a constant of an unrolled loop.
+DEVICE int fragment_offset(int x, int step) { return ((step * 32) & ~127) + (((step * 32) & 127) ^ x); }
+
+struct Cache {  // of one kv head of one layer
+    const u8 *k, *v;
+    const u16 *k_scale, *v_scale;
+    size_t row_bytes;   // from a slot to the next
+    int scale_stride;
+};
+
+// Start to copy the `TILE` rows of a tile, chunks of 16 bytes, `chunks` each of which the first `real` are there. Rows
+// from n_valid on, and chunks that are not there, become zeros, so that 0 * v is 0. `place` gives a chunk's address.
+template <int chunks, int real, class Place>
+DEVICE void copy_tile(const u8* rows, size_t row_bytes, int n_valid, Place place) {
+    const int copies = (TILE * chunks + THREADS - 1) / THREADS;
+    if (THREADS % chunks == 0 && real == chunks) {  // a thread copies a column
+        const int row = threadIdx.x / chunks, chunk = threadIdx.x % chunks, step = THREADS / chunks;
+        rows += row * row_bytes + chunk * 16;
+        row_bytes *= step;
+        if (n_valid >= TILE) {
+#pragma unroll
+            for (int j = 0; j < copies; j++) copy16_async(place(row + j * step, chunk), rows + j * row_bytes);
+            return;
+        }
+#pragma unroll 1
+        for (int j = 0; j < copies; j++)
+            copy16_async_if(place(row + j * step, chunk), rows + j * row_bytes, row + j * step < n_valid);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < copies; j++) {
+        int i = threadIdx.x + j * THREADS, row = i / chunks, chunk = i % chunks;
+        if (TILE * chunks % THREADS != 0 && i >= TILE * chunks) break;
+        copy16_async_if(place(row, chunk), rows + row * row_bytes + chunk * 16, row < n_valid && chunk < real);
+    }
+}
+
+#if KV_Q8
+// This thread's scales of a tile; 0 for rows that do not count.
+DEVICE void load_scales(u16 (&d)[MY_SCALES], const u16* scales, int stride, size_t slot, int n_valid) {
+    const int blocks = HEAD_DIM / 32;
+#pragma unroll
+    for (int j = 0; j < MY_SCALES; j++) {
+        int i = threadIdx.x + j * THREADS, row = i / blocks;
+        d[j] = row < min(n_valid, TILE) ? scales[(slot + row) * stride + i % blocks] : (u16)0;
+    }
+}
+
+DEVICE void store_scales(u16* shared, const u16 (&d)[MY_SCALES]) {
+#pragma unroll
+    for (int j = 0; j < MY_SCALES; j++)
+        if (SCALES % THREADS == 0 || threadIdx.x + j * THREADS < SCALES) shared[threadIdx.x + j * THREADS] = d[j];
+}
+
+// Bytes to halves: 1024 + (q + 128) by its bits, minus 1152, times the scale.
+DEVICE void dequantize_tile(u8* shared, const u8* raw, const u16* scales) {
+#pragma unroll
+    for (int j = 0; j < TILE * HEAD_DIM / 8 / THREADS; j++) {
+        int i = threadIdx.x + j * THREADS, row = i / (HEAD_DIM / 8), chunk = i % (HEAD_DIM / 8);
+        uint2 bytes = *(const uint2*)(raw + i * 8);
+        u32 scale = scales[i / 4] * 0x10001u, low = bytes.x ^ 0x80808080u, high = bytes.y ^ 0x80808080u;
+        uint4 halves;
+        halves.x = half2_mul(half2_add(__byte_perm(low, 0x64646464u, 0x4140), 0xe480e480u), scale);
+        halves.y = half2_mul(half2_add(__byte_perm(low, 0x64646464u, 0x4342), 0xe480e480u), scale);
+        halves.z = half2_mul(half2_add(__byte_perm(high, 0x64646464u, 0x4140), 0xe480e480u), scale);
+        halves.w = half2_mul(half2_add(__byte_perm(high, 0x64646464u, 0x4342), 0xe480e480u), scale);
+        *(uint4*)(shared + swizzled(row, chunk)) = halves;
+    }
+}
+#endif
+
+// Queries of the block to shared memory as halves; rows that are none become zeros.
+DEVICE void load_queries(u8* shared, const float* q, int first_token, int n_tokens, int kv_head, int n_heads,
+                         float factor) {
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        int row = i / CHUNKS, chunk = i % CHUNKS, token = first_token + row / GROUP;
+        uint4 halves = make_uint4(0, 0, 0, 0);
+        if (row < TOKENS * GROUP && token < n_tokens && chunk * 8 < HEAD_DIM) {
+            size_t head = (size_t)token * n_heads + kv_head * GROUP + row % GROUP;
+            const float4* from = (const float4*)(q + head * HEAD_DIM + chunk * 8);
+            float4 a = from[0], b = from[1];
+            halves.x = pack_halves(a.x * factor, a.y * factor);
+            halves.y = pack_halves(a.z * factor, a.w * factor);
+            halves.z = pack_halves(b.x * factor, b.y * factor);
+            halves.w = pack_halves(b.z * factor, b.w * factor);
+        }
+        *(uint4*)(shared + swizzled(row, chunk)) = halves;
+    }
+}
+
+// The end, at most `end`, of the span that begins with token `first`: one sequence, ascending positions.
+DEVICE int end_of_span(const i32* sequence, const i32* positions, int first, int end) {
+    int inside = first;  // `end` is not inside, or the end of all
+    const int own = sequence[first], position = positions[first];
+    while (inside + 1 < end) {
+        int middle = (inside + end) / 2;
+        if (sequence[middle] == own && positions[middle] - position == middle - first)
+            inside = middle;
+        else
+            end = middle;
+    }
+    return end;
+}
+
+KERNEL __launch_bounds__(THREADS, 2)
+    flash(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* block_table,
+          const i32* sequence, const i32* positions, float* out, float* partial, float* stats, float factor,
+          i32 n_tokens, i32 n_kv_heads, i32 max_blocks, i32 split_blocks) {
+    DYNAMIC_SHARED(u8, shared);
+    u8* const tiles = shared + Q_BYTES;
+#if KV_Q8
+    u8* const raw = tiles + 2 * TILE_BYTES;
+    u16* const scales = (u16*)(raw + 2 * RAW_BYTES);
+    u16 k_scales[MY_SCALES], v_scales[MY_SCALES];
+#endif
+    const int lane = threadIdx.x % WARP, first_row = threadIdx.x / WARP * (16 * M_TILES);
+    const int kv_head = blockIdx.x, n_heads = n_kv_heads * GROUP;
+    // The last tokens see the most: they go first.
+    const int block_begin = (gridDim.y - 1 - blockIdx.y) * TOKENS, block_end = min(block_begin + TOKENS, n_tokens);
+    const int split_begin = blockIdx.z * split_blocks * (KV_BLOCK / TILE);
+    Cache cache;
+    cache.row_bytes = (size_t)n_kv_heads * HEAD_DIM * (KV_Q8 ? 1 : 2);
+    cache.k = k + (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
+    cache.v = v + (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
+    cache.scale_stride = n_kv_heads * (HEAD_DIM / 32);
+    cache.k_scale = k_scale + kv_head * (HEAD_DIM / 32);
+    cache.v_scale = v_scale + kv_head * (HEAD_DIM / 32);
+
+    // Fragments by ldmatrix: this lane's row, and its chunk times 16. The four 8x8 matrices of queries and values are
+    // rows 0-7 and 8-15 of a chunk and then those of the next; of keys, both chunks of rows 0-7 and then of rows 8-15.
+    const int row_a = lane % 16, x_a = (lane / 16 ^ lane % 8) << 4;
+    const int row_b = lane % 8 + lane / 16 * 8, x_b = (lane / 8 % 2 ^ lane % 8) << 4;
+    const u8* const q_rows = shared + (first_row + row_a) * STRIDE;
+
+    load_queries(shared, q, block_begin, n_tokens, kv_head, n_heads, factor);
+
+    // One span after the other, nearly always one: rows of another span are computed too and not written.
+    for (int span = block_begin; span < block_end;) {
+        const int span_end = end_of_span(sequence, positions, span, block_end);
+        const int first_position = positions[span], n_positions = first_position + span_end - span;
+        const i32* blocks = block_table + (size_t)sequence[span] * max_blocks;
+        const int tile_end = min((n_positions + TILE - 1) / TILE, split_begin + split_blocks * (KV_BLOCK / TILE));
+        const int this_span = span;
+        span = span_end;
+        if (split_begin >= tile_end) continue;
+
+        float o[M_TILES][2 * K_STEPS][4], top[M_TILES][2], sum[M_TILES][2];
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            top[m][0] = top[m][1] = MINUS_INFINITY;
+            sum[m][0] = sum[m][1] = 0;
+#pragma unroll
+            for (int n = 0; n < 2 * K_STEPS; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
+        }
+
+        int next_block = blocks[split_begin * TILE / KV_BLOCK];
+        // Start to load a tile; the block that the next call needs is looked up ahead.
+        auto load = [&](int tile, int stage) {
+            size_t slot = (size_t)next_block * KV_BLOCK + tile * TILE % KV_BLOCK;
+            int n_valid = n_positions - tile * TILE;
+            const u8 *k_from = cache.k + slot * cache.row_bytes, *v_from = cache.v + slot * cache.row_bytes;
+#if KV_Q8
+            const int chunks = HEAD_DIM / 16;
+            auto place_k = [&](int row, int chunk) { return raw + row * HEAD_DIM + chunk * 16; };
+            auto place_v = [&](int row, int chunk) { return raw + RAW_BYTES + row * HEAD_DIM + chunk * 16; };
+            copy_tile<chunks, chunks>(k_from, cache.row_bytes, n_valid, place_k);
+            copy_tile<chunks, chunks>(v_from, cache.row_bytes, n_valid, place_v);
+            load_scales(k_scales, cache.k_scale, cache.scale_stride, slot, n_valid);
+            load_scales(v_scales, cache.v_scale, cache.scale_stride, slot, n_valid);
+#else
+            u8* to = tiles + stage * 2 * TILE_BYTES;
+            auto place_k = [&](int row, int chunk) { return to + swizzled(row, chunk); };
+            auto place_v = [&](int row, int chunk) { return to + TILE_BYTES + swizzled(row, chunk); };
+            copy_tile<CHUNKS, HEAD_DIM / 8>(k_from, cache.row_bytes, n_valid, place_k);
+            copy_tile<CHUNKS, HEAD_DIM / 8>(v_from, cache.row_bytes, n_valid, place_v);
+#endif
+            copies_commit();
+            if (tile + 1 < tile_end) next_block = blocks[(tile + 1) * TILE / KV_BLOCK];
+        };
+        __syncthreads();  // the tiles of the span before are no longer read
+        load(split_begin, 0);
+
+        for (int tile = split_begin, stage = 0; tile < tile_end; tile++) {
+            copies_wait<0>();
+#if KV_Q8
+            store_scales(scales, k_scales);
+            store_scales(scales + SCALES, v_scales);
+            __syncthreads();
+            dequantize_tile(tiles, raw, scales);
+            dequantize_tile(tiles + TILE_BYTES, raw + RAW_BYTES, scales + SCALES);
+            __syncthreads();
+            if (tile + 1 < tile_end) load(tile + 1, 0);
+#else
+            __syncthreads();
+            if (tile + 1 < tile_end) load(tile + 1, stage ^ 1);
+#endif
+            const u8* k_rows = tiles + stage * 2 * TILE_BYTES + row_b * STRIDE;
+            const u8* v_rows = tiles + stage * 2 * TILE_BYTES + TILE_BYTES + row_a * STRIDE;
+            if (!KV_Q8) stage ^= 1;
+
+            // Scores.
+            float s[M_TILES][2 * N_STEPS][4];
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int n = 0; n < 2 * N_STEPS; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+#pragma unroll
+            for (int step = 0; step < K_STEPS; step++) {
+                u32 a[M_TILES][4];
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+                    load_matrix4(a[m], q_rows + m * 16 * STRIDE + fragment_offset(x_a, step));
+#pragma unroll
+                for (int n = 0; n < N_STEPS; n++) {
+                    u32 b[4];
+                    load_matrix4(b, k_rows + n * 16 * STRIDE + fragment_offset(x_b, step));
+#pragma unroll
+                    for (int m = 0; m < M_TILES; m++) {
+                        mma_f16(s[m][2 * n], a[m], b[0], b[1]);
+                        mma_f16(s[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
+                }
+            }
+
+            // Only tiles on the diagonal hold positions that a row of the span must not see.
+            if ((tile + 1) * TILE > first_position + 1) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        int row = first_row + m * 16 + half * 8 + lane / 4;
+                        int seen = first_position + block_begin + row / GROUP - this_span - tile * TILE - lane % 4 * 2;
+#pragma unroll
+                        for (int n = 0; n < 2 * N_STEPS; n++) {
+                            if (n * 8 > seen) s[m][n][2 * half] = MINUS_INFINITY;
+                            if (n * 8 + 1 > seen) s[m][n][2 * half + 1] = MINUS_INFINITY;
+                        }
+                    }
+            }
+
+            // Probabilities relative to the largest score so far. A row that has seen nothing yet subtracts 0.
+            float keep[M_TILES][2];
+            bool kept = true;
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float largest = top[m][half];
+#pragma unroll
+                    for (int n = 0; n < 2 * N_STEPS; n++)
+                        largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+                    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+                    float base = largest == MINUS_INFINITY ? 0.0f : largest;
+                    keep[m][half] = exp2_fast(top[m][half] - base);
+                    kept = kept && keep[m][half] == 1.0f;
+                    top[m][half] = largest;
+                    float total = 0;
+#pragma unroll
+                    for (int n = 0; n < 2 * N_STEPS; n++) {
+                        float p0 = exp2_fast(s[m][n][2 * half] - base), p1 = exp2_fast(s[m][n][2 * half + 1] - base);
+                        s[m][n][2 * half] = p0;
+                        s[m][n][2 * half + 1] = p1;
+                        total += p0 + p1;
+                    }
+                    sum[m][half] = __fmaf_rn(sum[m][half], keep[m][half], total);
+                }
+            if (!__all_sync(FULL_WARP, kept)) {  // rare once the maxima have settled
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                    for (int n = 0; n < 2 * K_STEPS; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) o[m][n][i] *= keep[m][i / 2];
+            }
+
+            // Values.
+#pragma unroll
+            for (int n = 0; n < N_STEPS; n++) {
+                u32 a[M_TILES][4];
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++) {
+                    a[m][0] = pack_halves(s[m][2 * n][0], s[m][2 * n][1]);
+                    a[m][1] = pack_halves(s[m][2 * n][2], s[m][2 * n][3]);
+                    a[m][2] = pack_halves(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
+                    a[m][3] = pack_halves(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
+                }
+#pragma unroll
+                for (int step = 0; step < K_STEPS; step++) {
+                    u32 b[4];
+                    load_matrix4_transposed(b, v_rows + n * 16 * STRIDE + fragment_offset(x_a, step));
+#pragma unroll
+                    for (int m = 0; m < M_TILES; m++) {
+                        mma_f16(o[m][2 * step], a[m], b[0], b[1]);
+                        mma_f16(o[m][2 * step + 1], a[m], b[2], b[3]);
+                    }
+                }
+            }
+        }
+
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float total = sum[m][half];
+                total += __shfl_xor_sync(FULL_WARP, total, 1);
+                total += __shfl_xor_sync(FULL_WARP, total, 2);
+                int row = first_row + m * 16 + half * 8 + lane / 4, token = block_begin + row / GROUP;
+                if (row >= TOKENS * GROUP || token < this_span || token >= span_end) continue;
+                size_t head = (size_t)token * n_heads + kv_head * GROUP + row % GROUP;
+                float inverse = 1.0f / total;
+                float* to = out + head * HEAD_DIM;
+                if (partial) {
+                    head += (size_t)blockIdx.z * n_tokens * n_heads;
+                    inverse = 1;
+                    to = partial + head * HEAD_DIM;
+                    if (lane % 4 == 0) *(float2*)(stats + 2 * head) = make_float2(top[m][half], total);
+                }
+#pragma unroll
+                for (int n = 0; n < HEAD_DIM / 8; n++)
+                    *(float2*)(to + n * 8 + lane % 4 * 2) =
+                        make_float2(o[m][n][2 * half] * inverse, o[m][n][2 * half + 1] * inverse);
+            }
+    }
+}
+
+KERNEL __launch_bounds__(THREADS)
+    flash_combine(const float* partial, const float* stats, const i32* positions, float* out, i32 n_tokens, i32 n_heads,
+                  i32 split_blocks) {
+    const int row = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const size_t n_rows = (size_t)n_tokens * n_heads;
+    if (row >= n_tokens * n_heads) return;
+    const int n_split = positions[row / n_heads] / (split_blocks * KV_BLOCK) + 1;
+
+    float top = MINUS_INFINITY;
+    for (int z = 0; z < n_split; z++) top = fmaxf(top, stats[2 * (z * n_rows + row)]);
+    if (top == MINUS_INFINITY) top = 0;
+    float sum = 0;
+    for (int z = 0; z < n_split; z++) {
+        const float* of = stats + 2 * (z * n_rows + row);
+        sum = __fmaf_rn(exp2_fast(of[0] - top), of[1], sum);
+    }
+    for (int d = lane * 4; d < HEAD_DIM; d += WARP * 4) {
+        float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+        for (int z = 0; z < n_split; z++) {
+            float weight = exp2_fast(stats[2 * (z * n_rows + row)] - top);
+            float4 part = *(const float4*)(partial + (z * n_rows + row) * HEAD_DIM + d);
+            o.x = __fmaf_rn(weight, part.x, o.x);
+            o.y = __fmaf_rn(weight, part.y, o.y);
+            o.z = __fmaf_rn(weight, part.z, o.z);
+            o.w = __fmaf_rn(weight, part.w, o.w);
+        }
+        *(float4*)(out + (size_t)row * HEAD_DIM + d) = make_float4(o.x / sum, o.y / sum, o.z / sum, o.w / sum);
+    }
+}

@@ -1,0 +1,143 @@
+// Matrix products with at most three matrices that share their input. Twin: product (also rms_norm before it).
+//
+// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1. Types TYPE0, TYPE1, TYPE2 are all block formats or
+// all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any type, which is
+// quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights arrive.
+//
+// Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4, 8)
+// activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: any number of warps.
+// Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row, float types
+// COLS * 4), and COLS * 8 more for a norm of a block format; then STAGES * stage_bytes a warp, each at least ROWS rows of the widest type and 32. Rows of floats are 16-byte
+// aligned where they are normed or quantized.
+#include "rows.cuh"
+
+constexpr bool FLOATS = is_float(TYPE0);
+constexpr bool LOCAL = TOKENS == 1 || (SHARED && !FLOATS); // the input is in shared memory
+constexpr bool FIRST = TYPE0 == Q6_K || TYPE1 == Q6_K || TYPE2 == Q6_K;
+
+// Rows row0 .. row0 + rows (at most 0: none) of a matrix of n.
+struct Unit {
+    const u8* w;
+    float* y;
+    i32 matrix, row0, rows, n, row_bytes;
+};
+
+DEVICE void issue(u8* stage, const Unit& unit) {
+    if (unit.rows > 0)
+        stage_rows(stage, unit.w + (i64)unit.row0 * unit.row_bytes, unit.rows * unit.row_bytes);
+    copies_commit();
+}
+
+KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2,
+                                      i32 n2, float* y2, const float* x, const i8* q, const float* d, const i32* sums,
+                                      const float* norm, float eps, i32 n_tokens, i32 add, i32 stage_bytes) {
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const i32 units0 = (n0 + ROWS - 1) / ROWS, units1 = (n1 + ROWS - 1) / ROWS, units2 = (n2 + ROWS - 1) / ROWS;
+    const i32 n_units = units0 + units1 + units2, step = gridDim.x * n_warps;
+    auto unit_of = [&](i32 u) -> Unit {
+        if (u < units0)
+            return {w0, y0, 0, u * ROWS, min(ROWS, n0 - u * ROWS), n0, row_bytes_of(TYPE0, COLS)};
+        u -= units0;
+        if (u < units1)
+            return {w1, y1, 1, u * ROWS, min(ROWS, n1 - u * ROWS), n1, row_bytes_of(TYPE1, COLS)};
+        u -= units1;
+        return {w2, y2, 2, u * ROWS, u < units2 ? min(ROWS, n2 - u * ROWS) : 0, n2, row_bytes_of(TYPE2, COLS)};
+    };
+
+    u8* stages = shared;
+    if (LOCAL)
+        stages += shared_input_bytes<TYPE0>(COLS, TOKENS) + (norm && !FLOATS ? COLS * 8 : 0);
+    stages += warp * STAGES * stage_bytes;
+    // What the kernel before this one did not make comes first: weights of the norm, then of the matrices.
+    float* const xs = (float*)(shared + shared_input_bytes<TYPE0>(COLS));
+    float* const norms = xs + COLS;
+    if (TOKENS == 1 && norm && !FLOATS) {
+        copy_floats(norms, norm, COLS);
+        copies_commit();
+    }
+    i32 u = blockIdx.x * n_warps + warp;
+#pragma unroll
+    for (i32 i = 0; i < STAGES; i++)
+        issue(stages + i * stage_bytes, unit_of(u + i * step));
+
+    Input input = global_input(x, q, d, sums);
+    Activations held[n_held(TYPE0, COLS)];
+    if constexpr (TOKENS == 1) {
+        const Input local = shared_input<TYPE0>(shared, COLS);
+        if (FLOATS || q) {
+            copy_input<TYPE0>(local, 0, input, 0, COLS, threadIdx.x, blockDim.x);
+            if (norm) {
+                float* const row = (float*)local.x;
+                __syncthreads();
+                const float scale = norm_scale(square_sum(row, COLS), COLS, eps);
+                __syncthreads(); // every warp has its sum
+                for (i32 i = threadIdx.x; i < COLS; i += blockDim.x)
+                    row[i] = (row[i] * scale) * norm[i];
+            }
+        } else if (norm) {
+#pragma unroll 4
+            for (i32 i = 4 * threadIdx.x; i < COLS; i += 4 * blockDim.x)
+                *(float4*)(xs + i) = *(const float4*)(x + i);
+            copies_wait<STAGES>();
+            __syncthreads();
+            __shared__ float scale;
+            if (warp == 0) { // the others would only compete with it
+                const float found = norm_scale(square_sum(xs, COLS), COLS, eps);
+                if (lane == 0)
+                    scale = found;
+            }
+            __syncthreads();
+            quantize_row(local, xs, norms, scale, nullptr, COLS, warp, n_warps);
+        } else {
+            quantize_row(local, x, nullptr, 1.0f, nullptr, COLS, warp, n_warps);
+        }
+        __syncthreads();
+        input = local;
+        if constexpr (!FLOATS)
+            hold_activations<FIRST>(input, COLS, held);
+    } else if constexpr (LOCAL) {
+        const Input local = shared_input<TYPE0>(shared, COLS, TOKENS);
+        for (i32 t = 0; t < n_tokens; t++)
+            copy_input<TYPE0>(local, t, input, t, COLS, threadIdx.x, blockDim.x);
+        __syncthreads();
+        input = local;
+    }
+
+    constexpr i32 N = ROWS * TOKENS, EACH = WARP / N; // lanes that hold the same sum
+    const i32 begin = blockIdx.y * WARP, end = min(n_tokens, begin + WARP);
+    for (i32 i = 0; u < n_units; u += step, i = i + 1 < STAGES ? i + 1 : 0) {
+        const Unit unit = unit_of(u);
+        u8* const stage = stages + i * stage_bytes;
+        const i32 offset = (i32)((u64)(unit.w + (i64)unit.row0 * unit.row_bytes) & 15);
+        const i32 row = lane / EACH / TOKENS;
+        for (i32 first = begin; first < end; first += TOKENS) {
+            const i32 t = first + lane / EACH % TOKENS;
+            const bool valid = lane % EACH == 0 && row < unit.rows && t < end;
+            float* const y = unit.y + (i64)t * unit.n + unit.row0 + row;
+            const float old = add && valid ? *y : 0.0f;
+            if (first == begin)
+                stage_wait<STAGES - 1>();
+            float acc[N] = {};
+            i32 token[TOKENS];
+#pragma unroll
+            for (i32 j = 0; j < TOKENS; j++)
+                token[j] = first + j;
+            if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2) {
+                multiply<TYPE0, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+            } else {
+                if (unit.matrix == 0)
+                    multiply<TYPE0, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+                else if (unit.matrix == 1)
+                    multiply<TYPE1, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+                else
+                    multiply<TYPE2, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+            }
+            const float sum = fold_rows(acc);
+            if (valid)
+                *y = add ? old + sum : sum;
+        }
+        __syncwarp(); // the stage is free
+        issue(stage, unit_of(u + STAGES * step));
+    }
+}

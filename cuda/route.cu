@@ -1,0 +1,445 @@
+// The choice of experts and what the slots make of it, for one MoE layer. Twins: `route` of engine/ops/reference.py
+// and `advance` of engine/policy.py; the decisions are those of docs/residency.md, bit for bit.
+//
+// -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |score| < 2^53.
+//
+// route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A): choice, tables, active table.
+// choose        any T. A warp a row, blocks of 256 threads.
+// follow        the tables alone, after `choose`; one block of 1024 threads.
+//
+// What a step is worth is latency, not work: every load is issued before the first barrier that needs it, the
+// block meets four times, and nothing is loaded after the last one.
+#include "arithmetic.cuh"
+#include "order.cuh"
+#include "ptx.cuh"
+
+#define PER_LANE ((EXPERTS + WARP - 1) / WARP)
+#define RECENT_TOKENS 32
+#define CHOOSE_WARPS 8
+#define MAX_PAIRS (RECENT_TOKENS * USED)
+#define NOT_MISSING 0xffffffffu
+#define NO_VICTIM 0x7fffffffffffffffll
+#define EMPTY_SCORE ((i64)0x8000000000000000ull)
+#define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
+
+// --- the choice -------------------------------------------------------------------------------------
+
+// A lane holds PER_LANE logits in a row, so that the lower lane has the smaller index.
+DEVICE void load_row(const float* logits, int lane, float (&x)[PER_LANE]) {
+    if constexpr (EXPERTS % 128 == 0) {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j += 4) {
+            const float4 v = *(const float4*)(logits + lane * PER_LANE + j);
+            x[j] = v.x, x[j + 1] = v.y, x[j + 2] = v.z, x[j + 3] = v.w;
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            const int e = lane * PER_LANE + j;
+            x[j] = e < EXPERTS ? logits[e] : 0.0f;
+        }
+    }
+}
+
+// The logits of a lane, the largest in front, the first of equals. A few are kept sorted, so that taking one is a shift;
+// many are searched again.
+struct Queue {
+    u32 order[PER_LANE];
+    int index[PER_LANE], at;
+
+    __device__ explicit Queue(const u32 (&given)[PER_LANE]) : at(0) {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+            order[j] = given[j], index[j] = j;
+        if constexpr (SORTED) {
+#pragma unroll
+            for (int n = 1; n < PER_LANE; n++)
+#pragma unroll
+                for (int j = n; j > 0; j--)
+                    exchange(j - 1, j);
+        } else {
+            search();
+        }
+    }
+    __device__ u32 best() const { return SORTED ? order[0] : largest; }
+    __device__ int place() const { return SORTED ? index[0] : at; }
+    __device__ void pop() {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            if constexpr (SORTED) {
+                order[j] = j + 1 < PER_LANE ? order[(j + 1) % PER_LANE] : 0;
+                index[j] = index[(j + 1) % PER_LANE];
+            } else {
+                order[j] = j == at ? 0 : order[j];
+            }
+        }
+        if constexpr (!SORTED)
+            search();
+    }
+
+  private:
+    static constexpr bool SORTED = PER_LANE <= 4;
+    u32 largest;
+
+    // Neighbors only, and not if they are equal: so equals keep their order.
+    __device__ void exchange(int a, int b) {
+        const u32 first = order[a], second = order[b];
+        const int i = index[a], j = index[b];
+        const bool swap = second > first;
+        order[a] = swap ? second : first, order[b] = swap ? first : second;
+        index[a] = swap ? j : i, index[b] = swap ? i : j;
+    }
+    __device__ void search() {
+        largest = 0;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+            if (order[j] > largest)
+                largest = order[j], at = j;
+    }
+};
+
+// One row by one warp: lane a < USED gets the expert of rank a and its weight. picked [USED]: shared memory of the warp.
+DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], bool renormalize, const i32* imposed, int lane,
+                       i32* picked, i32& expert, float& weight) {
+    u32 order[PER_LANE], mine = 0; // of this lane's logits; of the logit of rank `lane`
+    float top;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        order[j] = lane * PER_LANE + j < EXPERTS ? order_of(x[j]) : 0;
+    if (imposed) {
+        u32 best = 0;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+            best = max(best, order[j]);
+        best = __reduce_max_sync(FULL_WARP, best);
+        top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+        expert = imposed[lane < USED ? lane : 0];
+        mine = order_of(logits[expert]);
+        if (lane < USED)
+            picked[lane] = expert;
+    } else {
+        Queue queue(order);
+#pragma unroll 1
+        for (int a = 0; a < USED; a++) {
+            const u32 best = __reduce_max_sync(FULL_WARP, queue.best());
+            const u32 holders = __ballot_sync(FULL_WARP, queue.best() == best);
+            if (lane == a)
+                mine = best;
+            if (queue.best() == best && (holders & ((1u << lane) - 1)) == 0) { // ties go to the lower lane
+                picked[a] = lane * PER_LANE + queue.place();
+                queue.pop();
+            }
+        }
+        __syncwarp();
+        expert = picked[lane < USED ? lane : 0];
+        const u32 best = __shfl_sync(FULL_WARP, mine, 0);
+        top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+    }
+    const float p = exponential(value_of(mine) - top);
+    float total;
+    if (renormalize) {
+        total = __shfl_sync(FULL_WARP, p, 0);
+#pragma unroll
+        for (int a = 1; a < USED; a++)
+            total = total + __shfl_sync(FULL_WARP, p, a);
+    } else { // sum32 over all experts: term i belongs to lane i mod 32
+        total = 0.0f;
+#pragma unroll 1
+        for (int e = lane; e < EXPERTS; e += WARP)
+            total = total + exponential(logits[e] - top);
+        total = fold(total);
+    }
+    weight = __fdiv_rn(p, total);
+}
+
+KERNEL choose(const float* logits, int T, int renormalize, const i32* imposed, i32* experts, float* weights) {
+    __shared__ i32 picked[CHOOSE_WARPS][USED];
+    const int lane = threadIdx.x % WARP, t = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
+    if (t >= T)
+        return;
+    float x[PER_LANE], weight;
+    i32 expert;
+    load_row(logits + t * EXPERTS, lane, x);
+    choose_row(logits + t * EXPERTS, x, renormalize, imposed ? imposed + t * USED : nullptr, lane,
+               picked[threadIdx.x / WARP], expert, weight);
+    if (lane < USED) {
+        experts[t * USED + lane] = expert;
+        weights[t * USED + lane] = weight;
+    }
+}
+
+// --- the tables -------------------------------------------------------------------------------------
+
+// engine.policy.SlotState of one layer: what is indexed by expert begins at the layer, by slot at slot 0.
+struct Slots {
+    i32 *slot_of, *expert_of;
+    i64* score;
+    const u8* pinned;
+    i64 *clock, *counts, *hits, *misses;
+    u64* expert_ptr;
+    const u64 *home_ptr, *slot_ptr;
+};
+
+// The step, as the block sees it.
+struct Step {
+    u32 uses[EXPERTS];       // by recent tokens
+    u32 counted[EXPERTS];    // by counted tokens
+    i32 slot_of[EXPERTS];    // before the step
+    i32 first_pair[EXPERTS]; // the first recent pair (token, rank) that uses it
+    i32 chosen[MAX_PAIRS];
+    u32 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
+    u32 pair[MAX_PAIRS];       // expert, whether it is the first pair of it, uses
+    i64 victim[EXPERTS];       // sort keys of the candidates, by slot of the layer
+    i32 entering[MAX_PAIRS + 1]; // by rank: experts
+    i32 leaving[MAX_PAIRS + 1];  // by rank: slots, -1 beyond the last
+    u64 leaving_ptr[MAX_PAIRS][3];
+};
+
+// What a thread knows of the slot that is its own, if any.
+struct OwnSlot {
+    i32 slot, expert; // slot < 0: none
+    i64 score;
+    bool evictable;
+    u64 ptr[3];
+};
+
+DEVICE void clear(Step& step) {
+    const int i = threadIdx.x;
+    if (i < EXPERTS) {
+        step.uses[i] = 0;
+        step.counted[i] = 0;
+        step.first_pair[i] = MAX_PAIRS;
+    }
+    for (int r = i; r < MAX_PAIRS + 1; r += blockDim.x) {
+        step.entering[r] = -1;
+        step.leaving[r] = -1;
+    }
+}
+
+DEVICE OwnSlot load_slot(const Slots& s, int begin, int end) {
+    OwnSlot own;
+    own.slot = begin + (int)threadIdx.x < end ? begin + (int)threadIdx.x : -1;
+    if (own.slot >= 0) {
+        own.expert = s.expert_of[own.slot];
+        own.score = s.score[own.slot];
+        own.evictable = !s.pinned[own.slot];
+        for (int part = 0; part < 3; part++)
+            own.ptr[part] = s.slot_ptr[own.slot * 3 + part];
+    }
+    return own;
+}
+
+// `advance` of the twin. On entry (after a barrier) uses, counted, slot_of, first_pair and chosen are set. With a
+// table, the active experts are written too (records of 64 bytes: source, target, expert, first, count, 0).
+template <bool with_table>
+DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, i64 gain, i64 cap,
+                   i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs) {
+    const int i = threadIdx.x, lane = i % WARP;
+
+    const u32 counted = i < EXPERTS ? step.counted[i] : 0;
+    const bool resident = i < EXPERTS && step.slot_of[i] >= 0;
+    if (counted)
+        atomicAdd((u64*)s.counts + i, (u64)counted);
+    const u32 hits = __reduce_add_sync(FULL_WARP, resident ? counted : 0u);
+    const u32 misses = __reduce_add_sync(FULL_WARP, resident ? 0u : counted);
+    if (lane == 0 && hits)
+        atomicAdd((u64*)s.hits, (u64)hits);
+    if (lane == 0 && misses)
+        atomicAdd((u64*)s.misses, (u64)misses);
+    if (i == 0)
+        *s.clock = clock;
+
+    i64 victim = NO_VICTIM;
+    u64 home[3] = {0, 0, 0};
+    if (own.slot >= 0) {
+        const bool used = own.expert >= 0 && step.uses[own.expert];
+        if (own.evictable && used) {
+            s.score[own.slot] = min(max(own.score, clock) + gain, clock + cap);
+        } else if (own.evictable && own.score <= clock + gain) {
+            victim = (own.score == EMPTY_SCORE ? -(1ll << 62) : own.score * EXPERTS) + i;
+            if (own.expert >= 0)
+                for (int part = 0; part < 3; part++)
+                    home[part] = s.home_ptr[own.expert * 3 + part];
+        }
+        step.victim[i] = victim;
+    }
+
+    i32 expert = 0;
+    bool first = false;
+    u32 missing = NOT_MISSING;
+    u64 source[3] = {0, 0, 0};
+    if (i < n_pairs) {
+        expert = step.chosen[i];
+        const u32 uses = step.uses[expert];
+        first = step.first_pair[expert] == i;
+        if (first && step.slot_of[expert] < 0)
+            missing = (0xffffu - uses) << 16 | (u32)expert; // most used first, then by index
+        step.missing[i] = missing;
+        step.pair[i] = (u32)expert | (u32)first << 15 | uses << 16;
+        if (with_table && first)
+            for (int part = 0; part < 3; part++)
+                source[part] = s.expert_ptr[expert * 3 + part];
+    }
+    const bool any_missing = __syncthreads_or(missing != NOT_MISSING);
+
+    // Ranks by counting: victims by (score, slot), missing experts by key. The first of the ones meet the first of
+    // the others; a victim is no expert of these tokens, so nothing that enters can leave again.
+    int rank = -1, wanted = -1;
+    if (any_missing) {
+        if (victim != NO_VICTIM) {
+            rank = 0;
+#pragma unroll 8
+            for (int j = 0; j < n_slots; j++)
+                rank += step.victim[j] < victim;
+            if (rank < n_pairs) {
+                step.leaving[rank] = own.slot;
+                for (int part = 0; part < 3; part++)
+                    step.leaving_ptr[rank][part] = own.ptr[part];
+            }
+        }
+        if (missing != NOT_MISSING) {
+            wanted = 0;
+#pragma unroll 8
+            for (int j = 0; j < n_pairs; j++)
+                wanted += step.missing[j] < missing;
+            step.entering[wanted] = expert;
+        }
+    }
+    int record = 0, start = 0, before = 0, firsts = 0;
+    if (with_table && i < n_pairs) {
+        const int first_pair = step.first_pair[expert];
+#pragma unroll 8
+        for (int j = 0; j < n_pairs; j++) {
+            const u32 other = step.pair[j];
+            const int is_first = other >> 15 & 1;
+            firsts += is_first;
+            record += j < first_pair ? is_first : 0;
+            start += j < first_pair && is_first ? other >> 16 : 0;
+            before += j < i && (other & 0x7fff) == (u32)expert;
+        }
+        pairs[start + before] = i;
+        if (i == 0)
+            *n_active = firsts;
+    }
+    if (any_missing)
+        __syncthreads();
+
+    if (rank >= 0 && rank < n_pairs && step.entering[rank] >= 0) {
+        const i32 enters = step.entering[rank];
+        if (own.expert >= 0)
+            s.slot_of[own.expert] = -1;
+        s.slot_of[enters] = own.slot;
+        s.expert_of[own.slot] = enters;
+        s.score[own.slot] = clock + min(gain, cap);
+        for (int part = 0; part < 3; part++) {
+            if (own.expert >= 0)
+                s.expert_ptr[own.expert * 3 + part] = home[part];
+            s.expert_ptr[enters * 3 + part] = own.ptr[part];
+        }
+        fetch_rows[rank * 3] = enters;
+        fetch_rows[rank * 3 + 1] = own.slot;
+        fetch_rows[rank * 3 + 2] = own.expert;
+        if (step.entering[rank + 1] < 0 || step.leaving[rank + 1] < 0)
+            *fetch_count = rank + 1;
+    }
+    if (i == 0 && (!any_missing || step.leaving[0] < 0))
+        *fetch_count = 0;
+
+    if (with_table && first) {
+        const bool enters = wanted >= 0 && step.leaving[wanted] >= 0;
+        u64* const r = active + record * 8;
+        for (int part = 0; part < 3; part++) {
+            r[part] = source[part];
+            r[3 + part] = enters ? step.leaving_ptr[wanted][part] : 0;
+        }
+        *(int4*)(r + 6) = make_int4(expert, start, (int)step.uses[expert], 0);
+    }
+}
+
+KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, const u8* counted, const i32* active_step,
+             int layer, i64 gain, i64 cap, const i32* slot_begin, i32* slot_of, i32* expert_of, i64* score,
+             const u8* pinned, i64* clock, i64* counts, i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr,
+             const u64* slot_ptr, i32* experts, float* weights, i32* fetch_rows, i32* fetch_count, u64* active,
+             i32* n_active, i32* pairs) {
+    __shared__ Step step;
+    const int i = threadIdx.x, lane = i % WARP, warp = i / WARP, n_warps = blockDim.x / WARP;
+    const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
+                     clock + layer,              counts + layer * EXPERTS, hits + layer, misses + layer,
+                     expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
+    float x[PER_LANE];
+    if (warp < T)
+        load_row(logits + warp * EXPERTS, lane, x);
+    const int begin = slot_begin[layer], end = slot_begin[layer + 1];
+    const bool is_active = !active_step || *active_step;
+    const i64 now = *s.clock + 1;
+    const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
+    const u8 counts_row = warp < T ? counted[warp] : 0;
+    clear(step);
+    __syncthreads();
+    if (!is_active) { // nothing moves, and neither the expert FFN nor a copy finds work of the step before
+        if (i == 0)
+            *n_active = *fetch_count = 0;
+        return;
+    }
+    const OwnSlot own = load_slot(s, begin, end);
+    for (int t = warp; t < T; t += n_warps) {
+        float weight;
+        i32 expert;
+        if (t != warp)
+            load_row(logits + t * EXPERTS, lane, x);
+        choose_row(logits + t * EXPERTS, x, renormalize, imposed ? imposed + t * USED : nullptr, lane,
+                   step.chosen + t * USED, expert, weight);
+        const u32 counts_here = (t == warp ? counts_row : counted[t]) != 0;
+        if (lane < USED) {
+            const int pair = t * USED + lane;
+            experts[pair] = expert;
+            weights[pair] = weight;
+            atomicAdd(&step.uses[expert], 1u);
+            atomicAdd(&step.counted[expert], counts_here);
+            atomicMin(&step.first_pair[expert], pair);
+        }
+    }
+    if (i < EXPERTS)
+        step.slot_of[i] = slot;
+    __syncthreads();
+    settle<true>(step, s, own, end - begin, T * USED, now, gain, cap, fetch_rows, fetch_count, active, n_active, pairs);
+}
+
+// `source` [E, 3], if given, gets where every expert was before the step.
+KERNEL follow(const i32* experts, int T, const u8* counted, int layer, i64 gain, i64 cap, const i32* slot_begin,
+               i32* slot_of, i32* expert_of, i64* score, const u8* pinned, i64* clock, i64* counts, i64* hits,
+               i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* fetch_rows, i32* fetch_count,
+               u64* source) {
+    __shared__ Step step;
+    const int i = threadIdx.x, n = blockDim.x;
+    const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
+                     clock + layer,              counts + layer * EXPERTS, hits + layer, misses + layer,
+                     expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
+    const int begin = slot_begin[layer], end = slot_begin[layer + 1];
+    const i64 now = *s.clock + 1;
+    const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
+    if (source)
+        for (int j = i; j < EXPERTS * 3; j += n)
+            source[j] = s.expert_ptr[j];
+    clear(step);
+    __syncthreads();
+    const OwnSlot own = load_slot(s, begin, end);
+#pragma unroll 4
+    for (int pair = i; pair < T * USED; pair += n) {
+        const i32 expert = experts[pair];
+        if (counted[pair / USED])
+            atomicAdd(&step.counted[expert], 1u);
+    }
+    const int recent = min(T, RECENT_TOKENS), skipped = (T - recent) * USED;
+    if (i < recent * USED) {
+        const i32 expert = experts[skipped + i];
+        step.chosen[i] = expert;
+        atomicAdd(&step.uses[expert], 1u);
+        atomicMin(&step.first_pair[expert], i);
+    }
+    if (i < EXPERTS)
+        step.slot_of[i] = slot;
+    __syncthreads();
+    settle<false>(step, s, own, end - begin, recent * USED, now, gain, cap, fetch_rows, fetch_count, nullptr, nullptr,
+                  nullptr);
+}

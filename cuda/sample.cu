@@ -1,0 +1,436 @@
+// From logits [V] to a token, and to the inputs of the next step. Twin: `sample` of engine/sampling.py, the same token
+// (docs/arithmetic.md, "Sampling"); weights are integers, so sums may be taken in any order, by atomics too.
+//
+//   largest   penalty, mask, finite check and the maximum; greedy decoding ends here
+//   weigh     weights; without top-k and top-p the draw ends here, else a histogram bounds what can be kept
+//   collect   what can be kept, in a list; the exact choice in it, and the draw
+//
+// Each kernel's last block does what needs all blocks. Grids cover V with 4 (`collect`: 1) tokens a thread, blocks of
+// 256 (`collect`: 512) threads. V <= 2^20. scratch u64 [N_SCRATCH], bin_mass and bin_count [N_BINS] are zero before the
+// first step, and are left so. values float [V], masses u64 [a block of `weigh` each], list u32 [3, V].
+#include "arithmetic.cuh"
+#include "order.cuh"
+#include "ptx.cuh"
+#include "step.cuh"
+
+#define PER_THREAD 4
+#define THREADS 256
+#define BLOCK_TOKENS (THREADS * PER_THREAD)
+#define COLLECT_THREADS 512
+#define N_BINS 2048
+#define ID_BITS 20
+#define SHARED_LIST 2048
+#define SHORT_LIST 256
+#define LOWEST -23.0f
+#define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
+
+// BEST: order of the largest logit and the complement of its id, 0 = the step is over. CUT: 1 + the last bin to collect.
+// TOTAL: the sum of all weights where top-k keeps all, else 0.
+enum Scratch { BEST, BAD, BLOCKS_DONE, CUT, TOTAL, N_LISTED };
+
+// --- sums over a block ------------------------------------------------------------------------------
+
+DEVICE u64 warp_sum(u64 v) {
+#pragma unroll
+    for (int o = 16; o; o /= 2)
+        v += __shfl_xor_sync(FULL_WARP, v, o);
+    return v;
+}
+
+// Every thread gets the sum. `turn` alternates between two sets of partial sums, so that one barrier is enough.
+DEVICE u64 block_sum(u64 v, int& turn) {
+    __shared__ u64 partial[2][WARP];
+    v = warp_sum(v);
+    u64* const sums = partial[turn];
+    turn ^= 1;
+    if (threadIdx.x % WARP == 0)
+        sums[threadIdx.x / WARP] = v;
+    __syncthreads();
+    u64 total = 0;
+    for (int w = 0; w < (int)blockDim.x / WARP; w++)
+        total += sums[w];
+    return total;
+}
+
+// The sum over the threads before this one; `total` gets that over all.
+DEVICE u64 block_scan(u64 v, u64& total) {
+    __shared__ u64 sums[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    u64 upto = v;
+#pragma unroll
+    for (int o = 1; o < WARP; o *= 2) {
+        const u64 other = __shfl_up_sync(FULL_WARP, upto, o);
+        upto += lane >= o ? other : 0;
+    }
+    __syncthreads();
+    if (lane == WARP - 1)
+        sums[warp] = upto;
+    __syncthreads();
+    u64 before = 0;
+    total = 0;
+    for (int w = 0; w < (int)blockDim.x / WARP; w++) {
+        before += w < warp ? sums[w] : 0;
+        total += sums[w];
+    }
+    return before + upto - v;
+}
+
+// Whether this is the last block of the grid to come here; it then sees what the others wrote before.
+DEVICE bool is_last_block(u64* scratch) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicAdd(scratch + BLOCKS_DONE, (u64)1) == gridDim.x - 1;
+    __syncthreads();
+    if (last) {
+        __threadfence();
+        if (threadIdx.x == 0)
+            scratch[BLOCKS_DONE] = 0;
+    }
+    return last;
+}
+
+// --- arithmetic -------------------------------------------------------------------------------------
+
+DEVICE u64 read_u64(const i32* control, int field) { return (u32)control[field] | (u64)(u32)control[field + 1] << 32; }
+
+DEVICE float read_float(const i32* control, int field) { return __int_as_float(control[field]); }
+
+DEVICE u64 weight_of(float logit, float top, float temperature) {
+    const float s = __fdiv_rn(logit - top, temperature);
+    return s >= LOWEST ? (u64)rintf(exponential(s) * 4294967296.0f) : 0;
+}
+
+// Bins of falling logits, for what has a weight; any monotone map will do.
+DEVICE int bin_of(float logit, float top, float temperature) {
+    return min(max(__float2int_rz((top - logit) / temperature * (N_BINS / 24.0f)), 0), N_BINS - 1);
+}
+
+// The high half of a product of 128 bits.
+DEVICE u64 high_product(u64 a, u64 b) {
+    const u64 a0 = (u32)a, a1 = a >> 32, b0 = (u32)b, b1 = b >> 32;
+    const u64 low = a0 * b1, high = a1 * b0, middle = ((a0 * b0) >> 32) + (u32)low + (u32)high;
+    return a1 * b1 + (low >> 32) + (high >> 32) + (middle >> 32);
+}
+
+// ceil(p * mass / 2^32); p < 2^32, mass < 2^63.
+DEVICE u64 target_of(u64 p, u64 mass) { return p * (mass >> 32) + ((p * (u32)mass + 0xffffffffu) >> 32); }
+
+DEVICE u64 random_bits(u64 seed, u64 position) {
+    u64 z = seed * 0x9e3779b97f4a7c15ull + position + 1;
+    for (int i = 0; i < 2; i++) {
+        z += 0x9e3779b97f4a7c15ull;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        z ^= z >> 31;
+    }
+    return z;
+}
+
+// --- the largest logit ------------------------------------------------------------------------------
+
+// values: null where the request is greedy; else gets the logits after penalty and mask (-infinity: not allowed).
+KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u64* scratch, STEP_PARAMETERS) {
+    __shared__ u32 repeated[BLOCK_TOKENS / 32];
+    __shared__ u64 best_of_warp[THREADS / WARP];
+    const int i = threadIdx.x, lane = i % WARP, begin = blockIdx.x * BLOCK_TOKENS, id = begin + i * PER_THREAD;
+    float x[PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (id + PER_THREAD <= V) {
+        const float4 v = *(const float4*)(logits + id);
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+        for (int j = 0; id + j < V; j++)
+            x[j] = logits[id + j];
+    }
+    const float penalty = read_float(control, PENALTY);
+    const i32 recent = history[i], n_recent = min(control[POSITION], HISTORY_TOKENS);
+    const bool masked = control[MASKED];
+    if (!control[ACTIVE])
+        return;
+    if (penalty != 1.0f) {
+        if (i < BLOCK_TOKENS / 32)
+            repeated[i] = 0;
+        __syncthreads();
+        const int at = recent - begin;
+        if (i < n_recent && at >= 0 && at < BLOCK_TOKENS)
+            atomicOr(&repeated[at / 32], 1u << at % 32);
+        __syncthreads();
+        const u32 bits = repeated[i * PER_THREAD / 32] >> i * PER_THREAD % 32;
+#pragma unroll
+        for (int j = 0; j < PER_THREAD; j++)
+            if (bits >> j & 1)
+                x[j] = x[j] > 0.0f ? __fdiv_rn(x[j], penalty) : x[j] * penalty;
+    }
+    const u32 open = !masked || id >= V ? 15u : allowed[id / 32] >> id % 32;
+    u32 order = 0, place = 0xffffffffu;
+    bool bad = false;
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) {
+        if (id + j >= V)
+            continue;
+        bad |= (__float_as_uint(x[j]) & 0x7f800000u) == 0x7f800000u;
+        const u32 mine = order_of(x[j]);
+        if ((open >> j & 1) && mine > order)
+            order = mine, place = id + j;
+        if (!(open >> j & 1))
+            x[j] = NEGATIVE_INFINITY;
+    }
+    if (values) {
+        if (id + PER_THREAD <= V) {
+            *(float4*)(values + id) = make_float4(x[0], x[1], x[2], x[3]);
+        } else {
+            for (int j = 0; id + j < V; j++)
+                values[id + j] = x[j];
+        }
+    }
+    const u32 top = __reduce_max_sync(FULL_WARP, order);
+    const u32 first = __reduce_min_sync(FULL_WARP, order == top ? place : 0xffffffffu);
+    const bool any_bad = __any_sync(FULL_WARP, bad);
+    if (lane == 0) {
+        best_of_warp[i / WARP] = (u64)top << 32 | (u32)~first;
+        if (any_bad)
+            atomicAdd(scratch + BAD, (u64)1);
+    }
+    __syncthreads();
+    if (i == 0) {
+        u64 best = 0;
+        for (int w = 0; w < THREADS / WARP; w++)
+            best = max(best, best_of_warp[w]);
+        atomicMax(scratch + BEST, best);
+    }
+    if (!is_last_block(scratch))
+        return;
+    const u64 best = load_fresh(scratch + BEST);
+    const bool failed = load_fresh(scratch + BAD) != 0 || best >> 32 == 0;
+    if (!failed && values && read_float(control, TEMPERATURE) > 0.0f)
+        return;
+    __syncthreads();
+    if (i == 0)
+        scratch[BEST] = scratch[BAD] = 0;
+    finish_step(failed ? -1 : (i32)~(u32)best, STEP_ARGUMENTS);
+}
+
+// --- weights ----------------------------------------------------------------------------------------
+
+KERNEL weigh(const float* values, int V, u64* masses, u64* bin_mass, u32* bin_count, u64* scratch, STEP_PARAMETERS) {
+    __shared__ u64 rest;
+    __shared__ i32 chosen;
+    const int i = threadIdx.x, id = blockIdx.x * BLOCK_TOKENS + i * PER_THREAD;
+    const u64 best = scratch[BEST];
+    if (best == 0)
+        return;
+    const float top = value_of((u32)(best >> 32)), temperature = read_float(control, TEMPERATURE);
+    const u64 top_p = read_u64(control, TOP_P), min_p = read_u64(control, MIN_P);
+    const u32 top_k = (u32)control[TOP_K];
+    const bool is_plain = top_k == 0 && top_p >> 32;
+    u64 mass = 0;
+    int turn = 0;
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++)
+        if (id + j < V) {
+            const u64 w = weight_of(values[id + j], top, temperature);
+            if (!is_plain && w) {
+                const int bin = bin_of(values[id + j], top, temperature);
+                atomicAdd(bin_mass + bin, w);
+                atomicAdd(bin_count + bin, 1u);
+            }
+            mass += w >= min_p ? w : 0;
+        }
+    if (is_plain) {
+        mass = block_sum(mass, turn);
+        if (i == 0)
+            masses[blockIdx.x] = mass;
+    }
+    if (!is_last_block(scratch))
+        return;
+
+    if (!is_plain) { // the last bin that top-k or top-p can reach into
+        constexpr int share = N_BINS / THREADS;
+        u64 count_before, mass_before, n_all, mass_all, count_here = 0, mass_here = 0;
+        for (int b = i * share; b < (i + 1) * share; b++)
+            count_here += bin_count[b], mass_here += bin_mass[b];
+        count_before = block_scan(count_here, n_all);
+        mass_before = block_scan(mass_here, mass_all);
+        const bool by_count = top_k && top_k < n_all;
+        const u64 target = top_p >> 32 ? mass_all : target_of(top_p, mass_all);
+        for (int b = i * share; b < (i + 1) * share; b++) {
+            const u64 before = by_count ? count_before : mass_before, goal = by_count ? top_k : target;
+            count_before += bin_count[b], mass_before += bin_mass[b];
+            if (before < goal && (by_count ? count_before : mass_before) >= goal)
+                scratch[CUT] = b + 1;
+            bin_count[b] = 0, bin_mass[b] = 0;
+        }
+        if (i == 0)
+            scratch[TOTAL] = by_count ? 0 : mass_all;
+        return;
+    }
+
+    // The draw: which block of tokens, which thread's tokens, which token.
+    const int n_blocks = gridDim.x, share = (n_blocks + THREADS - 1) / THREADS;
+    u64 here = 0, total;
+    for (int b = i * share; b < min((i + 1) * share, n_blocks); b++)
+        here += masses[b];
+    u64 before = block_scan(here, total);
+    const u64 drawn = high_product(random_bits(read_u64(control, SEED), (u32)control[POSITION]), total);
+    if (before <= drawn && drawn < before + here) {
+        int b = i * share;
+        while (before + masses[b] <= drawn)
+            before += masses[b++];
+        chosen = b, rest = drawn - before;
+    }
+    __syncthreads();
+    const int first = chosen * BLOCK_TOKENS + i * PER_THREAD;
+    const u64 wanted = rest;
+    u64 w[PER_THREAD];
+    here = 0;
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) {
+        w[j] = first + j < V ? weight_of(values[first + j], top, temperature) : 0;
+        w[j] = w[j] >= min_p ? w[j] : 0;
+        here += w[j];
+    }
+    before = block_scan(here, total);
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) {
+        if (before <= wanted && wanted < before + w[j])
+            chosen = first + j;
+        before += w[j];
+    }
+    if (i == 0)
+        scratch[BEST] = 0;
+    __syncthreads();
+    finish_step(chosen, STEP_ARGUMENTS);
+}
+
+// --- top-k and top-p --------------------------------------------------------------------------------
+
+// What can be kept: orders of logits, ids, weights less one.
+struct List {
+    const u32 *order, *id, *weight;
+    int n;
+    __device__ u64 rank(int i) const { return (u64)order[i] << ID_BITS | (((1u << ID_BITS) - 1) ^ id[i]); }
+    __device__ u64 mass(int i) const { return (u64)weight[i] + 1; }
+};
+
+// The sum of value(i) over the list, in every thread.
+template <class Value>
+DEVICE u64 list_sum(int n, int& turn, Value value) {
+    u64 sum = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x)
+        sum += value(i);
+    return block_sum(sum, turn);
+}
+
+// The largest rank such that the values of all ranks from it on add up to `target`; the total must reach it. Halving.
+template <class Value>
+DEVICE u64 rank_reaching(const List& list, u64 target, int& turn, Value value) {
+    u64 rank = 0;
+    for (u64 bit = 1ull << (ID_BITS + 31); bit; bit >>= 1) {
+        const u64 trial = rank | bit;
+        if (list_sum(list.n, turn, [&](int i) { return list.rank(i) >= trial ? value(i) : 0; }) >= target)
+            rank = trial;
+    }
+    return rank;
+}
+
+// What the request asks for: top-k (none: the largest number), top-p in units of 2^-32, min-p, the random bits. total:
+// the sum of weights that top-p is a share of, or 0 if it is that of what top-k keeps.
+struct Rules {
+    u64 top_k, top_p, min_p, bits, total;
+    // Sums of weights before a token reach this where top-p drops it.
+    __device__ u64 target(u64 mass) const { return top_p >> 32 ? ~0ull : target_of(top_p, mass); }
+};
+
+// The draw from a list of at most SHORT_LIST, a token a thread: what comes before it, in either order, is added up.
+DEVICE u32 draw_short(const List& list, const Rules& rules, int& turn) {
+    __shared__ u64 kept[SHORT_LIST];
+    __shared__ u32 token;
+    const int i = threadIdx.x;
+    const bool mine = i < list.n;
+    const u64 rank = mine ? list.rank(i) : 0, mass = mine ? list.mass(i) : 0;
+    u64 n_before = 0, mass_before = 0;
+    if (mine)
+        for (int j = 0; j < list.n; j++)
+            if (list.rank(j) > rank)
+                n_before++, mass_before += list.mass(j);
+    const bool in_top_k = mine && n_before < rules.top_k;
+    const u64 total = rules.total ? rules.total : block_sum(in_top_k ? mass : 0, turn);
+    const bool keep = in_top_k && mass_before < rules.target(total) && mass >= rules.min_p;
+    if (mine)
+        kept[i] = keep ? mass : 0;
+    const u64 drawn = high_product(rules.bits, block_sum(keep ? mass : 0, turn)); // its barrier shows `kept` to all
+    if (keep) {
+        u64 before = 0;
+        for (int j = 0; j < list.n; j++)
+            before += list.id[j] < list.id[i] ? kept[j] : 0;
+        if (before <= drawn && drawn < before + mass)
+            token = list.id[i];
+    }
+    __syncthreads();
+    return token;
+}
+
+// The draw from any list, by halving.
+DEVICE u32 draw_long(const List& list, const Rules& rules, int& turn) {
+    u64 lowest = 0; // rank of the last token that is kept
+    if (rules.top_k < (u64)list.n)
+        lowest = rank_reaching(list, rules.top_k, turn, [](int) { return (u64)1; });
+    if (rules.top_p >> 32 == 0) {
+        const auto in_top_k = [&](int j) { return list.rank(j) >= lowest ? list.mass(j) : 0; };
+        const u64 total = rules.total ? rules.total : list_sum(list.n, turn, in_top_k);
+        lowest = max(lowest, rank_reaching(list, rules.target(total), turn, in_top_k));
+    }
+    const auto kept = [&](int j) { return list.rank(j) >= lowest && list.mass(j) >= rules.min_p ? list.mass(j) : 0; };
+    const u64 drawn = high_product(rules.bits, list_sum(list.n, turn, kept));
+    u32 token = 0; // the largest id with at most `drawn` before it
+    for (u32 bit = 1u << (ID_BITS - 1); bit; bit >>= 1) {
+        const u32 trial = token | bit;
+        if (list_sum(list.n, turn, [&](int j) { return list.id[j] < trial ? kept(j) : 0; }) <= drawn)
+            token = trial;
+    }
+    return token;
+}
+
+KERNEL collect(const float* values, int V, u32* list, u64* scratch, STEP_PARAMETERS) {
+    __shared__ u32 near_list[3][SHARED_LIST];
+    const int i = threadIdx.x, lane = i % WARP, id = blockIdx.x * COLLECT_THREADS + i;
+    const u64 cut = scratch[CUT], best = scratch[BEST], total = scratch[TOTAL];
+    if (cut == 0)
+        return;
+    const float top = value_of((u32)(best >> 32)), temperature = read_float(control, TEMPERATURE);
+    const float x = id < V ? values[id] : NEGATIVE_INFINITY;
+    const u64 w = weight_of(x, top, temperature);
+    const bool listed = w && bin_of(x, top, temperature) < (int)cut;
+    const u32 mask = __ballot_sync(FULL_WARP, listed);
+    if (mask) {
+        u64 base = 0;
+        if (lane == 0)
+            base = atomicAdd(scratch + N_LISTED, (u64)__popc(mask));
+        base = __shfl_sync(FULL_WARP, base, 0) + __popc(mask & ((1u << lane) - 1));
+        if (listed) {
+            list[base] = order_of(x);
+            list[V + base] = id;
+            list[2 * V + base] = (u32)(w - 1);
+        }
+    }
+    if (!is_last_block(scratch))
+        return;
+
+    List all = {list, list + V, list + 2 * V, (int)load_fresh(scratch + N_LISTED)};
+    if (all.n <= SHARED_LIST) {
+        for (int j = i; j < all.n; j += COLLECT_THREADS)
+            for (int k = 0; k < 3; k++)
+                near_list[k][j] = list[k * V + j];
+        all.order = near_list[0], all.id = near_list[1], all.weight = near_list[2];
+    }
+    const u32 top_k = (u32)control[TOP_K];
+    const Rules rules = {top_k ? top_k : ~0ull, read_u64(control, TOP_P), read_u64(control, MIN_P),
+                         random_bits(read_u64(control, SEED), (u32)control[POSITION]), total};
+    int turn = 0;
+    __syncthreads();
+    const u32 token = all.n <= SHORT_LIST ? draw_short(all, rules, turn) : draw_long(all, rules, turn);
+    if (i == 0)
+        scratch[BEST] = scratch[CUT] = scratch[TOTAL] = scratch[N_LISTED] = 0;
+    finish_step((i32)token, STEP_ARGUMENTS);
+}

@@ -1,0 +1,55 @@
+// Control of decoding on the device: what a sampled token does to the next step. Twin: the loop of `_generate` in
+// engine/scheduler.py.
+//
+// `control` is an array of int32, written by Sampler.prepare (engine/ops/cuda/sampling.py names the same fields):
+//   ACTIVE     1 while a request runs; 0 makes every later step a no-op (the flag that `route` looks at, too)
+//   POSITION   tokens of the sequence so far: the position of the token that is drawn next
+//   N_LEFT     tokens that may still be emitted
+//   STEP       draws since `prepare`, EPOCH which request it is (both go to the ring)
+//   N_STOP     stop tokens in `stop`
+//   the rest   parameters of sampling, see sample.cu
+//
+// The ring is page-locked host memory, a u64 an entry; draw n = 1, 2, ... of a request is entry (n - 1) % size:
+//   bits 0-31 the token, 32-33 the status, 34-42 the epoch, 43-63 n.
+#pragma once
+
+#include "ptx.cuh"
+
+enum Control { ACTIVE, POSITION, N_LEFT, STEP, EPOCH, N_STOP, TOP_K, MASKED, PENALTY, TEMPERATURE, TOP_P, MIN_P = 12, SEED = 14 };
+enum Status { RUNNING, STOPPED, LENGTH, FAILED };
+
+#define HISTORY_TOKENS 256
+#define KV_BLOCK_TOKENS 64
+#define STEP_PARAMETERS                                                                                              \
+    i32 *control, i32 *history, const i32 *stop, const i32 *block_table, i32 *tokens, i32 *positions, i32 *slots,   \
+        u64 *ring, int ring_size
+#define STEP_ARGUMENTS control, history, stop, block_table, tokens, positions, slots, ring, ring_size
+
+// The whole block ends the step with a token, or with -1 where logits were not finite.
+DEVICE void finish_step(i32 token, STEP_PARAMETERS) {
+    const i32 position = control[POSITION], left = control[N_LEFT], step = control[STEP] + 1;
+    const i32 block = threadIdx.x == 0 && left > 1 ? block_table[position / KV_BLOCK_TOKENS] : 0;
+    bool stops = false;
+    for (int i = threadIdx.x; i < control[N_STOP]; i += blockDim.x)
+        stops |= stop[i] == token;
+    stops = __syncthreads_or(stops);
+    if (threadIdx.x)
+        return;
+    const u32 status = token < 0 ? FAILED : stops ? STOPPED : left <= 1 ? LENGTH : RUNNING;
+    control[STEP] = step;
+    if (status == RUNNING || status == LENGTH) {
+        history[position % HISTORY_TOKENS] = token;
+        control[POSITION] = position + 1;
+        control[N_LEFT] = left - 1;
+    }
+    if (status == RUNNING) {
+        tokens[0] = token;
+        positions[0] = position;
+        slots[0] = block * KV_BLOCK_TOKENS + position % KV_BLOCK_TOKENS;
+    } else {
+        slots[0] = -1; // stores no keys
+        control[ACTIVE] = 0;
+    }
+    store_system(ring + (step - 1) % ring_size,
+                 (u64)step << 43 | (u64)(control[EPOCH] & 511) << 34 | (u64)status << 32 | (u32)token);
+}

@@ -1,0 +1,130 @@
+"""Decoding on a device: a token is one graph launch, and the host reads behind what it has enqueued.
+
+The sampled token feeds the next step on the device (cuda/step.cu). After a stop token, the limit or an error the
+device clears its own active flag, so whatever is still enqueued moves no state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator
+
+import numpy as np
+
+from engine.errors import NumericalError
+from engine.forward import Forward
+from engine.kv import Sequence, block_table
+from engine.models import Step
+from engine.ops import I32, KV_BLOCK_TOKENS
+from engine.ops.cuda.device import Array, Graph
+from engine.ops.cuda.sampling import Sampler
+from engine.residency import Residency
+from engine.sampling import SamplingParams
+
+AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
+_POLL_S = 0.0001
+_CHECK_S = 1.0  # without news for so long, ask the device whether it failed
+
+
+class Graphs:
+    """Captured steps of one model on one device: decoding, and small steps of several tokens.
+
+    forward, residency: what a step runs on; both are allocated and stay where they are.
+    """
+
+    def __init__(self, forward: Forward, residency: Residency) -> None:
+        self.forward = forward
+        self.residency = residency
+        self.device = forward.device
+        self.sampler = Sampler(forward.device, forward.limits)
+        self._decode: dict[bool, Graph] = {}  # by whether it is greedy
+        self._steps: dict[int, Graph] = {}
+
+    def _inputs(self, T: int) -> Step:
+        i = self.forward.inputs
+        return dataclasses.replace(
+            i, tokens=i.tokens[:T], positions=i.positions[:T], sequence=i.sequence[:T], slots=i.slots[:T],
+            counted=i.counted[:T], rows=i.rows[:T],
+        )  # fmt: skip
+
+    def step(self, T: int) -> None:
+        """Enqueue a step of T tokens, one of GRAPH_TOKENS, on what `Forward.feed` wrote; all rows get logits."""
+        if T not in self._steps:
+            inputs = self._inputs(T)
+            self._steps[T] = self.device.capture(lambda: self.forward.run(inputs, self.residency))
+        self._steps[T].launch()
+
+    def _decode_step(self, greedy: bool) -> Graph:
+        if greedy not in self._decode:
+            step, ws = self._inputs(1), self.forward.ws
+
+            def work() -> None:
+                ws.active_step = self.sampler.active
+                if ws.replay is not None:
+                    ws.replay.next(ws.active_step)
+                self._sample(step, self.forward.run(step, self.residency).logits, greedy)
+                ws.active_step = None
+
+            self._decode[greedy] = self.device.capture(work)
+        return self._decode[greedy]
+
+    def _sample(self, step: Step, logits: Array, greedy: bool) -> None:
+        self.sampler.step(logits, step.tokens, step.positions, step.slots, step.block_table[:1], greedy)
+
+    def decode(
+        self, sequence: Sequence, history: list[int], row: int, params: SamplingParams, stop: frozenset[int],
+        limit: int,
+    ) -> Generator[list[int], None, str]:  # fmt: skip
+        """Generate up to `limit` tokens after `history`, whose last token's logits are row `row` of the last step's.
+
+        Lists of tokens as they come; `history` grows by them. Returns "stop" or "length".
+        """
+        f, greedy, start = self.forward, params.temperature <= 0, len(history)
+        graph = self._decode_step(greedy)
+        self._reserve(sequence, start + 1)
+        f.feed(
+            tokens=np.zeros(1, np.int32), positions=np.full(1, start - 1, np.int32), sequence=np.zeros(1, np.int32),
+            slots=np.full(1, -1, np.int32), block_table=self._table(sequence), counted=np.ones(1, np.uint8),
+            rows=np.zeros(1, np.int32),
+        )  # fmt: skip
+        self.sampler.prepare(params, history, start, stop, limit)
+        self._sample(self._inputs(1), f.buffers.logits[row : row + 1], greedy)
+        made, enqueued, heard = 0, 1, time.monotonic()
+        while True:
+            while enqueued < min(limit, made + 1 + AHEAD_STEPS):
+                self._reserve(sequence, start + enqueued + 1)
+                graph.launch()
+                enqueued += 1
+            news = self.sampler.poll(made)
+            if news.tokens:
+                heard = time.monotonic()
+                made += len(news.tokens)
+                history.extend(news.tokens)
+                sequence.length = start + made - 1
+                yield news.tokens
+            if news.error:
+                raise NumericalError(
+                    "the logits of a step are not finite",
+                    hint="the model file may be damaged; compare its checksum with the publisher's",
+                )
+            if news.stopped:
+                sequence.length = start + made  # all of them were fed, and the stop token was not
+                return "stop"
+            if made == limit:
+                return "length"
+            if not news.tokens:
+                if time.monotonic() - heard > _CHECK_S:
+                    self.device.synchronize()
+                    heard = time.monotonic()
+                time.sleep(_POLL_S)
+
+    def _table(self, sequence: Sequence) -> I32:
+        return block_table([sequence], self.forward.inputs.block_table.shape[1])
+
+    def _reserve(self, sequence: Sequence, n_positions: int) -> None:
+        """Blocks for the first n_positions (of the context), told to the device when there are new ones."""
+        n_positions = min(n_positions, self.forward.limits.n_ctx)
+        if len(sequence.blocks) * KV_BLOCK_TOKENS < n_positions:
+            sequence.reserve(n_positions - sequence.length)
+            self.device.write(self.forward.inputs.block_table[:1], self._table(sequence))

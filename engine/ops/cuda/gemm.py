@@ -1,0 +1,262 @@
+"""Products with more than 32 tokens, on tensor cores: dense, grouped by expert, the output matrix.
+
+Kernels: gemm.cu, gate_up.cu, down.cu, grouped.cu, halves.cu, float_product.cu. Weights of any native type are
+dequantized to halves where they are multiplied, activations are halves with a power of two a row, sums are float32.
+Everything is deterministic, and a token's result depends on nothing but the shapes and its own row. F32 and BF16
+weights beyond a half's range (65504) become infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+
+from engine.ops import Experts, Limits
+from engine.ops.cuda.device import Array, Device, Module
+from engine.quants import QTensor, row_bytes
+
+FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
+STEP = 64  # of cuda/gemm_tile.cuh: activations are padded to multiples
+TILE_TOKENS = (128, 64, 32)  # that a block can hold
+FOLD_COLUMNS = 128  # the results per (token, rank) that wait for their sum come in multiples of so many columns...
+FOLD_BYTES = 64 << 20  # ... and in as many at once as take up to so much memory
+FILLED = 0.75  # blocks per multiprocessor that a dense product should have, before its tiles are large
+
+# type: weights of a stage, their bytes, alignment of a row in bytes, words of scales (Format in cuda/dequantize.cuh)
+_FORMATS = {
+    QType.F32: (64, 256, 4, 0),
+    QType.F16: (64, 128, 2, 0),
+    QType.BF16: (64, 128, 2, 0),
+    QType.Q8_0: (128, 136, 2, 4),
+    QType.Q4_0: (256, 144, 2, 8),
+    QType.Q4_K: (256, 144, 16, 8),
+    QType.Q5_K: (256, 176, 16, 8),
+    QType.Q6_K: (256, 210, 2, 8),
+    QType.IQ4_XS: (256, 136, 8, 8),
+}
+
+
+def _padded(n: int, multiple: int = STEP) -> int:
+    return -(-n // multiple) * multiple
+
+
+def tile_bytes(qtype: QType, matrices: int, tokens: int, warps: int) -> int:
+    """Dynamic shared memory of a block: Tile::BYTES of cuda/gemm_tile.cuh and its tokens' rows."""
+    elements, n_bytes, align, words = _FORMATS[qtype]
+    rows, steps = 16 * warps * matrices, elements // STEP
+    turn = 2 if warps == 8 and elements == 256 and qtype != QType.Q4_0 else 1
+    stages = max(2, min(2 if tokens > 64 else 3 if tokens > 32 else 4, steps // turn))
+    pieces = (n_bytes + 16 - align + 15) // 16
+    raw = rows * pieces * 16 + (0 if pieces % 2 else rows // 4 * 16)
+    return tokens * 4 + 2 * raw + stages * turn * tokens * STEP * 2 + 2 * words * rows * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Activations [T, n_columns] for tensor cores: about values * scale.
+
+    values: uint16 [T, n_columns rounded up to 64], halves in the order of cuda/halves.cu, zeros past the columns.
+    scale: float32 [T], powers of two; NaN for a row that is not finite.
+    """
+
+    values: Array
+    scale: Array
+    n_columns: int
+
+    @property
+    def stride(self) -> int:
+        """Halves from row to row."""
+        return int(self.values.shape[1])
+
+
+class _HalvesScratch:
+    """Memory for one `Halves` of up to `n_rows` rows and `width` columns."""
+
+    def __init__(self, device: Device, n_rows: int, width: int) -> None:
+        self.n_rows, self.width = n_rows, _padded(width)
+        self._values = device.empty((n_rows * self.width,), np.uint16)
+        self._scale = device.empty((n_rows,), np.float32)
+
+    def rows(self, n_rows: int, width: int) -> Halves:
+        stride = _padded(width)
+        if n_rows > self.n_rows or stride > self.width:
+            raise ValueError(f"[{n_rows}, {width}] activations in scratch for [{self.n_rows}, {self.width}]")
+        return Halves(self._values[: n_rows * stride].reshape(n_rows, stride), self._scale[:n_rows], width)
+
+
+class Gemm:
+    """Products on tensor cores, for any number of tokens within the limits.
+
+    `to_halves` and `norm_to_halves` share their memory: what they return is valid until either is called again.
+    """
+
+    def __init__(self, device: Device, limits: Limits) -> None:
+        self.device = device
+        self.limits = limits
+        T, E, A = limits.max_tokens, limits.n_expert, limits.n_expert_used
+        self._halves = _HalvesScratch(device, T, max(limits.n_embd, limits.n_head_dim, limits.n_ff))
+        self._headed = _HalvesScratch(device, limits.max_rows, limits.n_embd)
+        n_pairs = T * A
+        if n_pairs:
+            stride = _padded(limits.n_ff)
+            self._pairs = device.empty((n_pairs,), np.int32)
+            self._tiles = device.empty((-(-n_pairs // min(TILE_TOKENS)) + E, 4), np.int32)
+            self._n_tiles = device.empty((1,), np.int32)
+            self._z = device.empty((n_pairs * stride,), np.uint16)
+            self._z_exponents = device.empty((n_pairs * stride // 16,), np.int8)
+            self._z_scale = device.empty((n_pairs,), np.float32)
+            columns = max(1, FOLD_BYTES // 2 // n_pairs // FOLD_COLUMNS) * FOLD_COLUMNS
+            n_values = n_pairs * min(columns, _padded(limits.n_embd, FOLD_COLUMNS))
+            self._y = device.empty((n_values,), np.uint16)
+            self._y_exponents = device.empty((n_values // 16,), np.int8)
+
+    def to_halves(self, x: Array) -> Halves:
+        """x float32 [T, K] in halves (scratch)."""
+        to = self._halves.rows(*x.shape)
+        self._to_halves(x, None, None, 0.0, to, None)
+        return to
+
+    def norm_to_halves(self, x: Array, weight: Array, eps: float, h: Array | None = None) -> Halves:
+        """The RMS norm of x [T, D] in halves (scratch), and as float32 in `h` [T, D] where that is given."""
+        to = self._halves.rows(*x.shape)
+        self._to_halves(x, None, weight, eps, to, h)
+        return to
+
+    def _to_halves(
+        self, x: Array, rows: Array | None, weight: Array | None, eps: float, to: Halves, h: Array | None
+    ) -> None:
+        kernel = self.device.kernel(Module("halves.cu"), "to_halves")
+        K = x.shape[1]
+        args = (x, rows, weight, eps, K, to.stride, to.values, to.scale, h)
+        kernel(to.values.shape[0], 256, args, shared_bytes=4 * K)
+
+    def product(self, w: QTensor, x: Halves, y: Array, add: bool = False) -> None:
+        """y float32 [T, N] = w [N, K] of x [T, K], or y += it."""
+        N, K = w.shape
+        T = x.values.shape[0]
+        if x.n_columns != K or y.shape != (T, N):
+            raise ValueError(f"{w.name}: [{N}, {K}] of [{T}, {x.n_columns}] into {tuple(y.shape)}")
+        tokens, warps = self._dense_tile(w.qtype, N, T)
+        module = _module("gemm.cu", tokens, warps, TYPE=w.qtype)
+        self.device.kernel(module, "gemm")(
+            (-(-N // (32 * warps)), -(-T // tokens)),
+            32 * warps,
+            (w.data, x.values, x.scale, y, T, N, K, x.stride, w.row_bytes, int(add)),
+            shared_bytes=tile_bytes(w.qtype, 2, tokens, warps),
+        )
+
+    def _dense_tile(self, qtype: QType, n_rows: int, n_tokens: int) -> tuple[int, int]:
+        """(tokens, warps) of a block: the largest that leaves enough blocks for all multiprocessors."""
+        wanted = FILLED * self.device.n_sm
+
+        def filled(tokens: int, warps: int) -> bool:
+            return n_tokens > tokens // 2 and -(-n_rows // (32 * warps)) * -(-n_tokens // tokens) >= wanted
+
+        tokens = self._tokens((qtype,), lambda tokens: filled(tokens, 4))
+        return tokens, self._warps((qtype,), 2, tokens) if filled(tokens, 8) else 4
+
+    def float_product(self, w: QTensor, x: Array, y: Array) -> None:
+        """y [T, N] = w [N, K], a float type, of x [T, K], all float32 and in about its accuracy."""
+        N, K = w.shape
+        T = x.shape[0]
+        if w.qtype not in FLOAT_TYPES or x.shape != (T, K) or y.shape != (T, N):
+            raise ValueError(f"{w.name}: {w.qtype.name} [{N}, {K}] of {tuple(x.shape)} into {tuple(y.shape)}")
+        kernel = self.device.kernel(Module("float_product.cu", (("TYPE", w.qtype.name),)), "float_product")
+        kernel((-(-N // 64), -(-T // 32)), 128, (w.data, x, y, T, N, K))
+
+    def head(self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
+        """Logits [R, V] of rows int32 [R] of x [T, D]: final norm and output matrix [V, D]."""
+        h = self._headed.rows(rows.shape[0], x.shape[1])
+        self._to_halves(x, rows, norm, eps, h, None)
+        self.product(output, h, logits)
+
+    def experts(self, h: Halves, experts: Array, weights: Array, bank: Experts, source: Array, x: Array) -> None:
+        """x [T, D] += the weighted sum of each row's experts, folded in rank order.
+
+        h [T, D]; experts int32, weights float32 [T, A]. source: uint64 [E, 3], addresses of each used expert's gate,
+        up and down in memory of the device.
+        """
+        T, A = experts.shape
+        E, D, F = source.shape[0], bank.n_embd, bank.n_ff
+        if h.n_columns != D or h.values.shape[0] != T or x.shape != (T, D) or self.limits.n_ff < F:
+            raise ValueError(f"experts [{F}, {D}] of [{h.values.shape[0]}, {h.n_columns}] into {tuple(x.shape)}")
+        tokens = self._expert_tokens(T * A / E, bank)
+        self._group(experts, E, tokens)
+        self._gate_up(h, A, bank, source, tokens)
+        self._down(weights, bank, source, tokens, x)
+
+    def _expert_tokens(self, tokens_per_expert: float, bank: Experts) -> int:
+        """Tokens of a tile: a tile half full takes about half the time, a second one dequantizes the weights again."""
+        types = (bank.gate_type, bank.up_type, bank.down_type)
+        return self._tokens(types, lambda tokens: tokens_per_expert >= (90 if tokens > 64 else 20))
+
+    def _group(self, experts: Array, n_experts: int, tokens: int) -> None:
+        """Sort the pairs (token, rank) by expert and cut them in tiles."""
+        kernel = self.device.kernel(Module("grouped.cu"), "group_tokens")
+        args = (
+            experts,
+            experts.shape[0] * experts.shape[1],
+            n_experts,
+            tokens,
+            self._pairs,
+            self._tiles,
+            self._n_tiles,
+        )
+        kernel(1, 1024, args, shared_bytes=128 * n_experts)
+
+    def _gate_up(self, h: Halves, n_ranks: int, bank: Experts, source: Array, tokens: int) -> None:
+        """z of every pair, in halves with a scale a row."""
+        n_pairs, stride = h.values.shape[0] * n_ranks, _padded(bank.n_ff)
+        types = (bank.gate_type, bank.up_type)
+        matrices = 2 if bank.gate_type == bank.up_type else 1
+        warps = self._warps(types, matrices, tokens)
+        at = (source, self._tiles, self._n_tiles, self._pairs, n_ranks)
+        sizes = (h.stride, bank.n_embd, bank.n_ff, *(row_bytes(t, bank.n_embd, "an expert") for t in types))
+        module = _module("gate_up.cu", tokens, warps, TYPE=types[0], UP_TYPE=types[1])
+        self.device.kernel(module, "gate_up")(
+            (-(-stride // (16 * warps)), n_pairs // tokens + source.shape[0]),
+            32 * warps,
+            (*at, h.values, h.scale, *sizes, self._z, stride, self._z_exponents),
+            shared_bytes=max(tile_bytes(t, matrices, tokens, warps) for t in types),
+        )
+        join = self.device.kernel(Module("grouped.cu"), "join_exponents")
+        join(-(-n_pairs // 8), 256, (self._z, self._z_exponents, self._z_scale, n_pairs, stride))
+
+    def _down(self, weights: Array, bank: Experts, source: Array, tokens: int, x: Array) -> None:
+        """Add down of every z to x, as many columns at a time as `_y` can hold."""
+        (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
+        warps = self._warps((bank.down_type,), 2, tokens)
+        module = _module("down.cu", tokens, warps, TYPE=bank.down_type)
+        kernel, fold = self.device.kernel(module, "down"), self.device.kernel(Module("grouped.cu"), "fold_ranks")
+        at = (source, self._tiles, self._n_tiles, self._pairs, self._z, self._z_scale)
+        sizes = (_padded(F), F, row_bytes(bank.down_type, F, "an expert"))
+        y = (self._y, self._y_exponents)
+        at_once = self._y.shape[0] // (T * A) // FOLD_COLUMNS * FOLD_COLUMNS
+        for first in range(0, D, at_once):
+            columns = min(at_once, D - first)
+            kernel(
+                (-(-columns // (32 * warps)), T * A // tokens + source.shape[0]),
+                32 * warps,
+                (*at, *sizes, *y, first, columns),
+                shared_bytes=tile_bytes(bank.down_type, 2, tokens, warps),
+            )
+            fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns))
+
+    def _tokens(self, types: Sequence[QType], is_worth: Callable[[int], bool]) -> int:
+        """The largest tile that fits into shared memory and is worth it, else the smallest."""
+        most = self.device.max_shared_bytes
+        fitting = [n for n in TILE_TOKENS if all(tile_bytes(t, 2, n, 4) <= most for t in types)]
+        return next((n for n in fitting if is_worth(n)), min(TILE_TOKENS))
+
+    def _warps(self, types: Sequence[QType], matrices: int, tokens: int) -> int:
+        """8 warps a block for the largest tiles, where their shared memory allows, else 4."""
+        fits = all(tile_bytes(t, matrices, tokens, 8) <= self.device.max_shared_bytes for t in types)
+        return 8 if tokens == max(TILE_TOKENS) and fits else 4
+
+
+def _module(file: str, tokens: int, warps: int, **types: QType) -> Module:
+    sizes = (("TOKENS", str(tokens)), ("WARPS", str(warps)))
+    return Module(file, (*((name, qtype.name) for name, qtype in types.items()), *sizes))

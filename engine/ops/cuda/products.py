@@ -1,0 +1,263 @@
+"""Small-batch matrix products and what feeds them: norms, quantized activations, the router, the head.
+
+Bits as docs/arithmetic.md; twins in engine/ops/reference.py; kernels product.cu, norm.cu, router.cu. Everything works
+for any number of rows within the limits, but past 32 the tensor-core products are faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+
+from engine.ops import SMALL_TOKENS, Limits
+from engine.ops.cuda.device import Array, Device, Module
+from engine.quants import QTensor
+
+FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
+WARP = 32
+WARPS = 8  # of a block
+STAGE_SLACK = 32  # bytes that a warp's staged rows take besides their own (rows.cuh)
+BLOCKS_PER_SM = 3  # that share the rows of a product: at most 24 warps to hide each other's latencies
+MAX_STAGES = 4
+SHARED_INPUT = 32768  # elements: so many quantized activations a block keeps in shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Rows of activations in 8 bits: q int8 [T, K], d float32 [T, K / 32], sums int32 [T, K / 32] of each block's q."""
+
+    q: Array
+    d: Array
+    sums: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a product: rows of a unit, units in flight a warp, warps a block, blocks; shared memory of a unit."""
+
+    rows: int
+    stages: int
+    warps: int
+    blocks: int
+    stage_bytes: int
+
+
+class QuantizedScratch:
+    """Memory for one `Quantized` of up to `n_rows` rows and `width` columns."""
+
+    def __init__(self, device: Device, n_rows: int, width: int) -> None:
+        self.n_rows, self.width = n_rows, width
+        n_blocks = n_rows * -(-width // 32)
+        self._q = device.empty((n_blocks * 32,), np.int8)
+        self._d = device.empty((n_blocks,), np.float32)
+        self._sums = device.empty((n_blocks,), np.int32)
+
+    def rows(self, n_rows: int, width: int) -> Quantized:
+        """The memory as [n_rows, width]."""
+        if n_rows > self.n_rows or width > self.width or width % 32:
+            raise ValueError(f"[{n_rows}, {width}] activations in scratch for [{self.n_rows}, {self.width}]")
+        n = n_rows * width
+        return Quantized(
+            self._q[:n].reshape(n_rows, width),
+            self._d[: n // 32].reshape(n_rows, width // 32),
+            self._sums[: n // 32].reshape(n_rows, width // 32),
+        )
+
+
+def stage_bytes(rows: int, row_bytes: int) -> int:
+    """Shared memory for `rows` staged rows, a multiple of 16."""
+    return -(-rows * row_bytes // 16) * 16 + STAGE_SLACK
+
+
+def shared_input_bytes(width: int, is_float: bool, tokens: int = 1) -> int:
+    """Shared memory for rows of activations (shared_input_bytes of rows.cuh)."""
+    return -(-tokens * (4 * width if is_float else width + width // 4) // 16) * 16
+
+
+class Products:
+    """Products with small batches of activations.
+
+    Results called scratch below stay valid until the same method is called again: `quantize` has its own memory,
+    `norm_quantize` another, `router` a third, `head` a fourth, so all can be alive at once.
+    """
+
+    def __init__(self, device: Device, limits: Limits) -> None:
+        self.device = device
+        self.limits = limits
+        width = max(limits.n_embd, limits.n_head_dim, limits.n_ff)
+        self._quantized = QuantizedScratch(device, SMALL_TOKENS, width)
+        self._normed = QuantizedScratch(device, SMALL_TOKENS, limits.n_embd)
+        self._routed = QuantizedScratch(device, SMALL_TOKENS, limits.n_embd)
+        self._headed = QuantizedScratch(device, limits.max_rows, limits.n_embd)
+        self._head_h = device.empty((limits.max_rows * limits.n_embd,), np.float32)
+
+    def norm(self, x: Array, weight: Array, eps: float, h: Array) -> None:
+        """h [T, D] = RMS norm of x [T, D] times weight [D]; any T."""
+        self._norm(x, None, weight, eps, h, None)
+
+    def quantize(self, x: Array) -> Quantized:
+        """x float32 [T, K] in 8 bits: scratch."""
+        T, K = x.shape
+        to = self._quantized.rows(T, K)
+        grid = -(-T * K // (128 * WARPS))
+        kernel = self.device.kernel(Module("norm.cu"), "quantize")
+        kernel(grid, WARPS * WARP, (x, T * K, to.q, to.d, to.sums))
+        return to
+
+    def norm_quantize(self, x: Array, weight: Array, eps: float, h: Array | None = None) -> Quantized:
+        """The RMS norm of x [T, D] in 8 bits (scratch), and as float32 in `h` where that is given."""
+        to = self._normed.rows(*x.shape)
+        self._norm(x, None, weight, eps, h, to)
+        return to
+
+    def product(self, w: QTensor, x: Quantized | Array, y: Array, add: bool = False) -> None:
+        """y float32 [T, N] = w [N, K] of x, or y += it, by one plain addition.
+
+        x: `Quantized`, or float32 [T, K], which is quantized first (scratch of `quantize`) unless w is of a float type.
+        """
+        self._product((w,), x, (y,), add)
+
+    def several(self, ws: tuple[QTensor, ...], x: Quantized | Array, ys: tuple[Array, ...]) -> None:
+        """Up to three products of the same x, in one launch unless some are of float types and some are not."""
+        floats = {w.qtype in FLOAT_TYPES for w in ws}
+        if len(floats) == 1:
+            self._product(ws, x, ys, False)
+        else:
+            for w, y in zip(ws, ys, strict=True):
+                self._product((w,), x, (y,), False)
+
+    def norm_several(
+        self, x: Array, weight: Array, eps: float, ws: tuple[QTensor, ...], ys: tuple[Array, ...], h: Array
+    ) -> None:
+        """`several` of the RMS norm of x [T, D], in one launch where T is 1; h [T, D] is scratch for float types."""
+        floats = {w.qtype in FLOAT_TYPES for w in ws}
+        if len(x) == 1 and len(floats) == 1:
+            self._product(ws, x, ys, False, (weight, eps))
+            return
+        normed = None if floats == {True} else self.norm_quantize(x, weight, eps, h if True in floats else None)
+        if normed is None:
+            self.norm(x, weight, eps, h)
+        for is_float in floats:
+            chosen = [i for i, w in enumerate(ws) if (w.qtype in FLOAT_TYPES) == is_float]
+            values = h if is_float else normed
+            self._product(tuple(ws[i] for i in chosen), values, tuple(ys[i] for i in chosen), False)
+
+    def router(self, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array) -> Quantized | None:
+        """The normed residual h [T, D] of x [T, D] and the logits [T, E] of gate [E, D], a float type.
+
+        Returns h in 8 bits (scratch), where T is at most 32 and D a multiple of 32.
+        """
+        T, D = x.shape
+        E = gate.shape[0]
+        if gate.qtype not in FLOAT_TYPES:
+            raise ValueError(f"{gate.name}: a router of type {gate.qtype.name}, not a float type")
+        if T > SMALL_TOKENS:
+            self.norm(x, norm, eps, h)
+            self.product(gate, h, logits)
+            return None
+        to = self._routed.rows(T, D) if D % 32 == 0 else None
+        stage = stage_bytes(1, gate.row_bytes)
+        fixed = 8 * (-(-D // 4) * 4)
+        warps = 2 if fixed + 2 * stage <= self.device.max_shared_bytes else 1
+        kernel = self.device.kernel(Module("router.cu", (("TYPE", gate.qtype.name),)), "router")
+        q, d, sums = (to.q, to.d, to.sums) if to is not None else (None, None, None)
+        kernel(
+            (-(-E // warps), T),
+            warps * WARP,
+            (x, norm, eps, gate.data, D, E, h, logits, q, d, sums, stage),
+            fixed + warps * stage,
+        )
+        return to
+
+    def head(self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
+        """logits [R, V] = output [V, D] of the RMS norm of rows `rows` (int32 [R], on the device) of x [T, D]."""
+        R, D = logits.shape[0], x.shape[1]
+        if rows.dtype != np.int32 or rows.shape != (R,):
+            raise ValueError(f"rows {rows.dtype} {rows.shape} for {R} rows of logits")
+        if output.qtype in FLOAT_TYPES:
+            h = self._head_h[: R * D].reshape(R, D)
+            self._norm(x, rows, norm, eps, h, None)
+            self.product(output, h, logits)
+        else:
+            to = self._headed.rows(R, D)
+            self._norm(x, rows, norm, eps, None, to)
+            self.product(output, to, logits)
+
+    def _norm(
+        self, x: Array, rows: Array | None, weight: Array, eps: float, h: Array | None, to: Quantized | None
+    ) -> None:
+        D = x.shape[1]
+        n_rows = len(x) if rows is None else len(rows)
+        if weight.shape != (D,):
+            raise ValueError(f"a norm of shape {weight.shape} for rows of {D}")
+        q, d, sums = (to.q, to.d, to.sums) if to is not None else (None, None, None)
+        kernel = self.device.kernel(Module("norm.cu"), "rms_norm")
+        kernel(n_rows, 2 * WARPS * WARP, (x, rows, weight, eps, D, h, q, d, sums), 8 * (-(-D // 4) * 4))
+
+    def _product(
+        self,
+        ws: tuple[QTensor, ...],
+        x: Quantized | Array,
+        ys: tuple[Array, ...],
+        add: bool,
+        norm: tuple[Array, float] | None = None,
+    ) -> None:
+        is_float = ws[0].qtype in FLOAT_TYPES
+        if not is_float and not isinstance(x, Quantized) and len(x) > 1:
+            x = self.quantize(x)
+        quantized = isinstance(x, Quantized)
+        T, K = (x.q if isinstance(x, Quantized) else x).shape
+        for w, y in zip(ws, ys, strict=True):
+            if w.shape[1] != K or y.shape != (T, w.shape[0]) or (is_float and quantized):
+                raise ValueError(f"{w.name}: {w.qtype.name} {w.shape} of [{T}, {K}] to {y.shape}")
+
+        tokens = next(n for n in (1, 2, 4, 8) if n >= min(T, 8))
+        fixed = 0
+        shared = tokens >= T and not is_float and tokens * K <= SHARED_INPUT
+        if tokens == 1 or shared:
+            fixed = shared_input_bytes(K, is_float, tokens) + (8 * K if norm and not is_float else 0)
+        shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), fixed, tokens)
+
+        types = [w.qtype.name for w in ws] + [ws[0].qtype.name] * (3 - len(ws))
+        numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
+        defines = [(f"TYPE{i}", types[i]) for i in range(3)] + [(name, str(n)) for name, n in numbers.items()]
+        kernel = self.device.kernel(Module("product.cu", tuple(defines)), "product")
+        args: list[object] = []
+        for i in range(3):
+            args += [ws[i].data, ws[i].shape[0], ys[i]] if i < len(ws) else [None, 0, None]
+        if isinstance(x, Quantized):
+            inputs = [None, x.q, x.d, x.sums]
+        else:
+            inputs = [x, None, None, None]
+        weight, eps = norm if norm else (None, 0.0)
+        args += [*inputs, weight, eps, T, int(add), shape.stage_bytes]
+        grid = (shape.blocks, -(-T // WARP))
+        kernel(grid, shape.warps * WARP, args, fixed + shape.warps * shape.stages * shape.stage_bytes)
+
+    def _shape(self, matrices: list[int], row_bytes: int, fixed: int, tokens: int) -> _Shape:
+        """How the rows of some matrices are dealt to warps, which share `fixed` bytes of shared memory a block."""
+        n_sm, memory = self.device.n_sm, self.device.max_shared_bytes
+        # A row at a time spreads few rows best; more share the fold and what is read of the activations.
+        if sum(matrices) >= 128 * n_sm:
+            rows = 4 if tokens >= 4 else 2
+        else:
+            rows = 1 if tokens == 1 else 2
+        units = sum(-(-n // rows) for n in matrices)
+        per_sm = BLOCKS_PER_SM if rows == 1 else BLOCKS_PER_SM - 1
+        stage = stage_bytes(rows, row_bytes)
+        warps = WARPS
+        while True:
+            blocks = min(per_sm * n_sm, -(-units // warps))
+            stages = min(-(-units // (blocks * warps)), MAX_STAGES)
+            while stages > 1 and per_sm * (fixed + warps * stages * stage) > memory:
+                stages -= 1
+            if per_sm * (fixed + warps * stages * stage) <= memory:
+                return _Shape(rows, stages, warps, blocks, stage)
+            if per_sm > 1:
+                per_sm -= 1
+            elif warps > 1:
+                warps //= 2
+            else:
+                raise ValueError(f"a row of {row_bytes} bytes does not fit into shared memory")

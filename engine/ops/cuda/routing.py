@@ -1,0 +1,198 @@
+"""Embedding, routing and residency on the device: `embed` and `route` of the reference, and the copies of experts.
+
+What a layer's expert FFN reads is decided here. A step of at most SMALL_TOKENS tokens gets the active table: for
+each distinct expert of the step where to read it, which slot to write it through to, and which rows use it. A
+longer step gets `source`, where every expert is during the step, and its fetches are copied afterwards:
+
+    short chunk:   choose - Staging.gather(the experts it chose) - advance - FFN reads Staging.source - fill
+    long chunk:    Staging.gather(all that miss, ahead, on another stream) - choose - advance - FFN - fill
+    all resident:  route - FFN reads Routing.source - (no fetches)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine import policy
+from engine.ops import SMALL_TOKENS, Experts, Fetches, Limits
+from engine.ops.cuda.device import Array, Device, Module
+from engine.quants import QTensor
+
+MAX_EXPERTS = 512
+MAX_USED = 16
+ALIGN_BYTES = 256  # of the parts of an expert in staging memory
+_COPY_THREADS = 512
+
+
+def embed(device: Device, table: QTensor, tokens: Array, x: Array) -> None:
+    """Rows of the embedding table: x float32 [T, D] = table[tokens int32 [T]]; table [V, D] of a native type."""
+    T, D = x.shape
+    if table.shape[1] != D or tokens.shape != (T,):
+        raise ValueError(f"embed: rows of {table.shape[1]} and {tokens.shape} tokens for x {x.shape}")
+    kernel = device.kernel(Module("embed.cu", (("TYPE", table.qtype.name),)), "embed")
+    kernel((T, -(-D // 256)), 256, (table.data, np.int64(table.row_bytes), tokens, D, x))
+
+
+def _tables(state: policy.SlotState) -> tuple[Array, ...]:
+    return (
+        state.slot_begin, state.slot_of, state.expert_of, state.score, state.pinned, state.clock, state.counts,
+        state.hits, state.misses, state.expert_ptr, state.home_ptr, state.slot_ptr,
+    )  # fmt: skip
+
+
+class Routing:
+    """Choice of experts, and the slots that follow it; `state` everywhere is a SlotState of device arrays.
+
+    active uint64 [min(E, 32 * A), 8], n_active int32 [1]: records (source of gate, up, down; the slot to write
+    through to, or 0; then int32 expert, first, count, 0), in order of first use. pairs int32 [32 * A]: at
+    first .. first + count the pairs t * A + a that use the expert, ascending. source uint64 [E, 3]: where each
+    expert was before the last long step.
+    """
+
+    def __init__(self, device: Device, limits: Limits) -> None:
+        E, A = limits.n_expert, limits.n_expert_used
+        if not 0 < A <= min(E, MAX_USED) or E > MAX_EXPERTS:
+            raise ValueError(f"routing: {A} of {E} experts, at most {MAX_USED} of {MAX_EXPERTS} are supported")
+        self.device = device
+        self.n_expert, self.n_used = E, A
+        self.module = Module("route.cu", (("EXPERTS", str(E)), ("USED", str(A))))
+        self.active = device.empty((min(E, SMALL_TOKENS * A), 8), np.uint64)
+        self.n_active = device.empty(1, np.int32)
+        self.pairs = device.empty(SMALL_TOKENS * A, np.int32)
+        self.source = device.empty((E, 3), np.uint64)
+
+    def route(
+        self,
+        logits: Array,
+        renormalize: bool,
+        state: policy.SlotState,
+        layer: int,
+        counted: Array,
+        rule: policy.Rule,
+        experts: Array,
+        weights: Array,
+        fetches: Fetches,
+        active_step: Array | None = None,
+        imposed: Array | None = None,
+    ) -> None:
+        """Choose experts and weights for each row, and let the slots of `layer` follow.
+
+        Shapes as in `reference.route`. imposed int32 [T, A]: take these experts instead of the largest logits.
+        T <= SMALL_TOKENS: writes the active table; where active_step int32 [1] is 0 the table is empty, there are no
+        fetches, and nothing else is written. Longer steps: writes `source`, and active_step is not looked at.
+        """
+        T = logits.shape[0]
+        if T > SMALL_TOKENS:
+            self.choose(logits, renormalize, experts, weights, imposed)
+            self.advance(experts, counted, state, layer, rule, fetches, self.source)
+            return
+        self._check(logits, experts, weights)
+        threads = -(-max(self.n_expert, T * self.n_used, 32 * min(T, 16)) // 32) * 32
+        self.device.kernel(self.module, "route")(
+            1,
+            threads,
+            (
+                logits, T, int(renormalize), imposed, counted, active_step, layer, np.int64(rule.gain),
+                np.int64(rule.cap), *_tables(state), experts, weights, fetches.rows, fetches.count,
+                self.active, self.n_active, self.pairs,
+            ),
+        )  # fmt: skip
+
+    def choose(
+        self, logits: Array, renormalize: bool, experts: Array, weights: Array, imposed: Array | None = None
+    ) -> None:
+        """The experts and weights of each row alone; no table moves."""
+        self._check(logits, experts, weights)
+        T = logits.shape[0]
+        kernel = self.device.kernel(self.module, "choose")
+        kernel(-(-T // 8), 256, (logits, T, int(renormalize), imposed, experts, weights))
+
+    def advance(
+        self,
+        experts: Array,
+        counted: Array,
+        state: policy.SlotState,
+        layer: int,
+        rule: policy.Rule,
+        fetches: Fetches,
+        source: Array | None = None,
+    ) -> None:
+        """Let the slots of `layer` follow chosen experts; `source` [E, 3] gets where each expert was before."""
+        kernel = self.device.kernel(self.module, "follow")
+        kernel(
+            1,
+            1024,
+            (
+                experts, experts.shape[0], counted, layer, np.int64(rule.gain), np.int64(rule.cap),
+                *_tables(state), fetches.rows, fetches.count, source,
+            ),
+        )  # fmt: skip
+
+    def _check(self, logits: Array, experts: Array, weights: Array) -> None:
+        T = logits.shape[0]
+        if logits.shape[1] != self.n_expert or not experts.shape == weights.shape == (T, self.n_used):
+            raise ValueError(f"routing: {experts.shape} of logits {logits.shape} with {self.n_used} of {self.n_expert}")
+
+
+def staging_bytes(part_bytes: tuple[int, int, int]) -> int:
+    """Bytes of one expert in staging memory."""
+    return sum(-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in part_bytes)
+
+
+class Staging:
+    """Device memory for the missing experts of two prefill layers, one of which may be filled while the other is read.
+
+    n_bytes: of each of the two buffers; experts that do not fit are read where they live. n_blocks: of 512 threads,
+    for a copy from host memory; few saturate PCIe and leave the multiprocessors to the layer that computes.
+    source: two tables uint64 [E, 3], where each expert is after `gather`.
+    """
+
+    def __init__(self, device: Device, limits: Limits, n_bytes: int, n_blocks: int = 8) -> None:
+        self.device = device
+        self.n_bytes = n_bytes
+        self.n_blocks = n_blocks
+        self.limits = limits
+        self.module = _copies(limits)
+        self.buffers = tuple(device.empty(max(n_bytes, ALIGN_BYTES), np.uint8) for _ in range(2))
+        self.source = tuple(device.empty((limits.n_expert, 3), np.uint64) for _ in range(2))
+
+    def gather(
+        self, state: policy.SlotState, layer: int, bank: Experts, which: int, experts: Array | None = None
+    ) -> None:
+        """Copy the experts of a layer that are not resident to buffer `which` (0 or 1), and write its `source`.
+
+        experts int32 [T, A]: copy those only that occur in it. bank: sizes and addresses of `layer`.
+        """
+        n_pairs = 0 if experts is None else experts.shape[0] * experts.shape[1]
+        self.device.kernel(self.module, "gather")(
+            self.n_blocks,
+            _COPY_THREADS,
+            (
+                state.slot_of[layer], bank.expert_ptr, bank.home_ptr, *map(np.int64, bank.part_bytes), experts, n_pairs,
+                self.buffers[which], np.int64(self.n_bytes), self.source[which],
+            ),
+        )  # fmt: skip
+
+    def fill(self, fetches: Fetches, bank: Experts, source: Array) -> None:
+        """After the FFN of a long step: copy the experts that enter slots from where they were read."""
+        kernel = self.device.kernel(self.module, "fill")
+        sizes = map(np.int64, bank.part_bytes)
+        kernel(self.device.n_sm, _COPY_THREADS, (fetches.rows, fetches.count, source, bank.slot_ptr, *sizes))
+
+    def poison(self, fetches: Fetches, bank: Experts) -> None:
+        """`poison` of this module."""
+        poison(self.device, self.limits, fetches, bank)
+
+
+def poison(device: Device, limits: Limits, fetches: Fetches, bank: Experts) -> None:
+    """Fill the slots of the step's fetches with 0xFF, which every block format reads as NaN; for tests.
+
+    Before the FFN of a short step, between the FFN and `fill` of a long one.
+    """
+    kernel = device.kernel(_copies(limits), "poison")
+    sizes = map(np.int64, bank.part_bytes)
+    kernel(device.n_sm, _COPY_THREADS, (fetches.rows, fetches.count, bank.slot_ptr, *sizes))
+
+
+def _copies(limits: Limits) -> Module:
+    return Module("gather.cu", (("EXPERTS", str(limits.n_expert)),))

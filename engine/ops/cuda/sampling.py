@@ -1,0 +1,155 @@
+"""Sampling and step control on the device: the token of `engine.sampling.sample`, and the inputs of the next step.
+
+Nothing about a request is an argument of a kernel: parameters, history and stop tokens lie in device memory, so one
+captured graph serves every request, and steps can be enqueued ahead. After a stop token, the last token or an error
+the device clears `active`, and what was enqueued beyond changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.ops import Limits
+from engine.ops.cuda.device import Array, Device, Module
+from engine.protocol import Sampling
+
+HISTORY_TOKENS = 256  # PENALTY_TOKENS of engine/sampling.py
+MAX_STOP_TOKENS = 1024
+MAX_VOCAB = 1 << 20
+RING_ENTRIES = 4096
+RUNNING, STOPPED, LENGTH, FAILED = range(4)  # Status of cuda/step.cuh
+_N_CONTROL, _N_SCRATCH, _N_BINS = 16, 8, 2048
+_BLOCK_TOKENS, _COLLECT_THREADS = 1024, 512
+_EPOCHS = 512
+
+
+class Draw(NamedTuple):
+    """What a step drew: `token` counts if `status` is RUNNING or LENGTH (then it is the last one)."""
+
+    token: int
+    status: int
+
+
+class News(NamedTuple):
+    """Tokens that were drawn since, and how the request ended, if it did: by a stop token, or by bad logits."""
+
+    tokens: list[int]
+    stopped: bool
+    error: bool
+
+
+class Sampler:
+    """Draws for one request at a time; `step` can be captured.
+
+    active: int32 [1], a view of the control block: 1 while the request runs. ring: page-locked uint64 [RING_ENTRIES],
+    which `poll` reads; entry (n - 1) % RING_ENTRIES holds draw n = 1, 2, ... of the request as
+    token | status << 32 | epoch << 34 | n << 43, the epoch being the request's number modulo 512.
+    """
+
+    def __init__(self, device: Device, limits: Limits) -> None:
+        V = limits.n_vocab
+        if not 0 < V <= MAX_VOCAB:
+            raise ValueError(f"sampling: a vocabulary of {V}, at most {MAX_VOCAB} is supported")
+        self.device = device
+        self.n_vocab = V
+        self.module = Module("sample.cu")
+        self.blocks = -(-V // _BLOCK_TOKENS)
+        self.control = device.empty(_N_CONTROL, np.int32)
+        self.active = self.control[:1]
+        self.history = device.empty(HISTORY_TOKENS, np.int32)
+        self.stop = device.empty(MAX_STOP_TOKENS, np.int32)
+        self.allowed = device.empty(-(-V // 32), np.uint32)
+        self.values = device.empty(V, np.float32)
+        self.list = device.empty((3, V), np.uint32)
+        self.masses = device.empty(self.blocks, np.uint64)
+        self.scratch = device.empty(_N_SCRATCH, np.uint64)
+        self.bin_mass = device.empty(_N_BINS, np.uint64)
+        self.bin_count = device.empty(_N_BINS, np.uint32)
+        for array in (self.control, self.history, self.stop, self.scratch, self.bin_mass, self.bin_count):
+            device.write(array, np.zeros(array.shape, array.dtype))
+        memory = device.page_locked(8 * RING_ENTRIES)
+        memory[:] = 0
+        self.ring: NDArray[np.uint64] = memory.view(np.uint64)
+        self.ring_pointer = np.uint64(device.pointer(memory))
+        self.epoch = 0
+
+    def prepare(
+        self,
+        params: Sampling,
+        history: Sequence[int],
+        position: int,
+        stop: Iterable[int],
+        limit: int,
+        allowed: NDArray[np.uint32] | None = None,
+    ) -> None:
+        """Begin a request, in stream order: the next draw is for `position`, the number of tokens so far.
+
+        history: those tokens, oldest first, or the last HISTORY_TOKENS of them. stop: at most MAX_STOP_TOKENS ids.
+        limit: tokens that may be emitted, at least 1. allowed: as in `engine.sampling.sample`.
+        """
+        stop_tokens = np.asarray(sorted(stop), np.int32)
+        if len(stop_tokens) > MAX_STOP_TOKENS or limit < 1:
+            raise ValueError(f"sampling: {len(stop_tokens)} stop tokens (at most {MAX_STOP_TOKENS}), limit {limit}")
+        recent = np.zeros(HISTORY_TOKENS, np.int32)
+        n_recent = min(position, HISTORY_TOKENS)
+        recent[np.arange(position - n_recent, position) % HISTORY_TOKENS] = history[len(history) - n_recent :]
+        self.epoch = (self.epoch + 1) % _EPOCHS
+        top_k = params.top_k if params.top_k < self.n_vocab else 0
+        words = [1, position, limit, 0, self.epoch, len(stop_tokens), top_k, int(allowed is not None)]
+        floats = np.array([params.repetition_penalty, params.temperature], np.float32)
+        top_p, min_p = (round(p * 2.0**32) for p in (params.top_p, params.min_p))
+        wide = np.array([max(top_p, 1), min_p, params.seed], np.uint64)
+        if allowed is not None:
+            self.device.write(self.allowed, allowed)
+        if len(stop_tokens):
+            self.device.write(self.stop[: len(stop_tokens)], stop_tokens)
+        self.device.write(self.history, recent)
+        control = np.concatenate((np.array(words, np.int32), floats.view(np.int32), wide.view(np.int32)))
+        self.device.write(self.control, control)
+
+    def step(
+        self, logits: Array, tokens: Array, positions: Array, slots: Array, block_table: Array, greedy: bool = False
+    ) -> None:
+        """Draw a token and make it the next step's input.
+
+        logits float32 [1, V]. tokens, positions, slots: int32, the first of each is written: the token, its position
+        and its KV slot; where nothing follows the slot is -1. block_table int32 [1, max_blocks]. greedy: only requests
+        of temperature 0 will run; one kernel, not three.
+        """
+        if logits.shape != (1, self.n_vocab):
+            raise ValueError(f"sampling: logits {logits.shape}, expected {(1, self.n_vocab)}")
+        next_step = (
+            self.control, self.history, self.stop, block_table, tokens, positions, slots, self.ring_pointer,
+            RING_ENTRIES,
+        )  # fmt: skip
+        V, values = self.n_vocab, None if greedy else self.values
+        kernel = self.device.kernel(self.module, "largest")
+        kernel(self.blocks, 256, (logits, V, self.allowed, values, self.scratch, *next_step))
+        if greedy:
+            return
+        kernel = self.device.kernel(self.module, "weigh")
+        arguments = (values, V, self.masses, self.bin_mass, self.bin_count, self.scratch, *next_step)
+        kernel(self.blocks, 256, arguments)
+        kernel = self.device.kernel(self.module, "collect")
+        kernel(-(-V // _COLLECT_THREADS), _COLLECT_THREADS, (values, V, self.list, self.scratch, *next_step))
+
+    def drawn(self, n: int) -> Draw | None:
+        """Draw n = 1, 2, ... of the request, or None while it is not there; at most RING_ENTRIES draws back."""
+        entry = int(self.ring[(n - 1) % RING_ENTRIES])
+        if entry >> 34 != self.epoch | n << 9:
+            return None
+        token = entry & 0xFFFFFFFF
+        return Draw(token - (token >> 31 << 32), entry >> 32 & 3)
+
+    def poll(self, made: int) -> News:
+        """What is there beyond the first `made` tokens of the request; never waits."""
+        tokens: list[int] = []
+        while (draw := self.drawn(made + len(tokens) + 1)) is not None:
+            if draw.status in (STOPPED, FAILED):
+                return News(tokens, draw.status == STOPPED, draw.status == FAILED)
+            tokens.append(draw.token)
+        return News(tokens, False, False)

@@ -1,0 +1,35 @@
+"""Fixtures that every test file shares."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run the CUDA tests on the GPU instead of the emulator")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A fresh device: emulated, or the GPU with --gpu."""
+    if request.config.getoption("--gpu"):
+        from engine.errors import SparkError
+        from engine.ops.cuda import gpu
+
+        try:
+            found: Any = gpu.open_device()
+        except SparkError as error:
+            pytest.skip(f"--gpu: {error} ({error.hint})" if error.hint else f"--gpu: {error}")
+    elif not sys.platform.startswith("linux") or shutil.which("g++") is None:
+        pytest.skip("the CUDA emulator takes g++ on Linux")
+    else:
+        from emulated_device import EmulatedDevice
+
+        found = EmulatedDevice()
+    yield found
+    found.close()

@@ -1,0 +1,124 @@
+"""The CUDA ops over NumPy arrays, so that one table of cases runs on every backend.
+
+Every array of a call goes to the device and every array comes back. An expert bank's memory is rebuilt there: slots
+in device memory, homes in page-locked memory, pointers translated both ways.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from engine import policy
+from engine.ops import SMALL_TOKENS, Experts, Fetches, KVLayer, Limits
+from engine.ops.cuda import ops
+from engine.quants import QTensor
+
+
+class DeviceOps:
+    """`ops.f(ws, ...)` as on a host backend, computed by `device`."""
+
+    def __init__(self, device: Any, limits: Limits) -> None:
+        self.device = device
+        self.limits = limits
+        self.ws = ops.workspace(limits, device)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(_: Any, *arguments: Any) -> None:
+            moved = [self._to(a) for a in arguments]
+            getattr(ops, name)(self.ws, *moved)
+            self.device.synchronize()
+            for argument, there in zip(arguments, moved, strict=True):
+                self._back(argument, there)
+
+        return call
+
+    def product(self, w: QTensor, x: np.ndarray) -> np.ndarray:
+        """y [T, N] = x w^T by the kernels that a step of len(x) tokens uses."""
+        y = self.device.upload(np.full((len(x), w.shape[0]), np.nan, np.float32))
+        there, values = self._to(w), self.device.upload(x)
+        if len(x) > SMALL_TOKENS:
+            self.ws.gemm.product(there, self.ws.gemm.to_halves(values), y)
+        else:
+            is_float = w.qtype.name in ops.FLOAT_TYPES
+            self.ws.products.product(there, values if is_float else self.ws.products.quantize(values), y)
+        return self.device.read(y)
+
+    def expert_ffn(self, _: Any, h: Any, experts: Any, weights: Any, bank: Experts, fetches: Fetches, x: Any) -> None:
+        """As the op, after the tables that `route` would have left behind for these experts and fetches."""
+        there, memory = self._bank(bank)
+        T, r = len(h), self.ws.routing
+        home, slot = (self.device.read(a) for a in (there.home_ptr, there.slot_ptr))
+        entering = {int(e): int(s) for e, s, _ in fetches.rows[: int(fetches.count[0])]}
+        resident = {
+            e: slot[int(np.flatnonzero((bank.slot_ptr == bank.expert_ptr[e]).all(1))[0])]
+            for e in range(len(home))
+            if e not in entering and (bank.expert_ptr[e] != bank.home_ptr[e]).any()
+        }
+        where = np.array([resident.get(e, home[e]) for e in range(len(home))], np.uint64)
+        if T > SMALL_TOKENS:
+            self.device.write(r.source, where)
+        else:
+            flat = experts.reshape(-1)
+            order = list(dict.fromkeys(flat.tolist()))
+            active, pairs = np.zeros(r.active.shape, np.uint64), []
+            for i, e in enumerate(order):
+                active[i, :3] = where[e]
+                active[i, 3:6] = slot[entering[e]] if e in entering else 0
+                mine = np.flatnonzero(flat == e).tolist()
+                active[i, 6:].view(np.int32)[:] = [e, len(pairs), len(mine), 0]
+                pairs += mine
+            self.device.write(r.active, active)
+            self.device.write(r.n_active, np.array([len(order)], np.int32))
+            padded = np.zeros(r.pairs.shape, np.int32)
+            padded[: len(pairs)] = pairs
+            self.device.write(r.pairs, padded)
+        moved = [self._to(a) for a in (h, experts, weights, fetches, x)]
+        ops.expert_ffn(self.ws, *moved[:3], there, moved[3], moved[4])
+        if T > SMALL_TOKENS:  # no streaming here: the fetches of a long step are copied by hand
+            for e, s in entering.items():
+                for part, n_bytes in enumerate(bank.part_bytes):
+                    self.device.copy(int(slot[s, part]), int(home[e, part]), n_bytes)
+        x[...] = self.device.read(moved[4])
+        for s, addresses in enumerate(bank.slot_ptr.tolist()):
+            for part, n_bytes in enumerate(bank.part_bytes):
+                ctypes.memmove(addresses[part], self.device.read(memory[s][part]).ctypes.data, n_bytes)
+
+    def _bank(self, bank: Experts) -> tuple[Experts, list[list[Any]]]:
+        def bytes_at(address: int, n: int) -> np.ndarray:
+            return np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(address)).copy()
+
+        home = np.zeros_like(bank.home_ptr)
+        self._kept = []
+        for (e, part), address in np.ndenumerate(bank.home_ptr):
+            copy = self.device.page_locked(bank.part_bytes[part] + 64)
+            copy[: bank.part_bytes[part]] = bytes_at(int(address), bank.part_bytes[part])
+            self._kept.append(copy)
+            home[e, part] = self.device.pointer(copy)
+        memory = [
+            [self.device.upload(bytes_at(int(a), n)) for a, n in zip(row, bank.part_bytes, strict=True)]
+            for row in bank.slot_ptr
+        ]
+        slots = np.array([[self.device.pointer(m) for m in row] for row in memory], np.uint64)
+        upload = self.device.upload
+        return replace(bank, expert_ptr=upload(home), home_ptr=upload(home), slot_ptr=upload(slots)), memory
+
+    def _to(self, value: Any) -> Any:
+        if isinstance(value, QTensor):
+            return replace(value, data=self.device.upload(value.data))
+        if isinstance(value, np.ndarray):
+            return self.device.upload(value)
+        if isinstance(value, KVLayer | Fetches | policy.SlotState):
+            return type(value)(*(self._to(getattr(value, f.name)) for f in fields(value)))
+        return value
+
+    def _back(self, value: Any, there: Any) -> None:
+        if isinstance(value, np.ndarray) and value.size and value.flags.writeable:
+            value[...] = self.device.read(there)
+        elif isinstance(value, KVLayer | Fetches | policy.SlotState):
+            for f in fields(value):
+                if getattr(value, f.name) is not None:
+                    self._back(getattr(value, f.name), getattr(there, f.name))

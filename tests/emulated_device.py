@@ -1,0 +1,399 @@
+"""A GPU without a GPU: engine/ops/cuda/device.py over host memory and kernels compiled for the CPU.
+
+Compiling takes g++ and x86-64 Linux (tests/cuda_emulator/ says what is emulated). Stricter than a GPU where that finds
+mistakes: fresh memory holds 0xFF bytes (NaNs, huge indices), an access more than 255 bytes past an array's end and
+everything a capture cannot hold are errors, and arithmetic on a device's array is one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.errors import CapacityError
+from engine.ops.cuda import library
+from engine.ops.cuda.device import Dim, Module
+
+EMULATOR = Path(__file__).parent / "cuda_emulator"
+FLAGS = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-w"]
+FLAGS += ["-fvisibility=hidden", "-fsanitize=alignment,bounds-strict,shift-exponent", "-fno-sanitize-recover=all"]
+BOUNDS = r"EMULATOR_BOUNDS\((.*?)\)\s+EMULATOR_END"
+KERNEL = re.compile(rf'__attribute__\(\(visibility\("default"\)\)\)\s+void\s+(?:{BOUNDS}\s+)?(\w+)\s*\(')
+INTERFACE = """
+extern "C" __attribute__((visibility("default")))
+const emulator::Entry* emulator_module() { return emulator_entries; }
+extern "C" __attribute__((visibility("default")))
+const char* emulator_launch(
+    int entry, const unsigned* grid, const unsigned* block, unsigned shared_bytes, void** args, void* stacks
+) {
+    return emulator::launch(emulator_entries[entry], grid, block, shared_bytes, args, stacks);
+}
+"""
+PAGE = mmap.PAGESIZE
+STACK_BYTES = 128 << 10  # of runtime.h
+MAX_THREADS = 1024
+ALIGNMENT = 256
+POISON = 0xFF
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+SCALARS = {"i": ctypes.c_int32, "l": ctypes.c_int64, "h": ctypes.c_int16, "b": ctypes.c_int8}
+
+
+class EmulatorError(Exception):
+    """A kernel did what a GPU does not do, or not reliably."""
+
+
+class DeviceArray(np.ndarray):
+    """Memory of the device: shape, dtype, contiguous views; to compute with it, `read` it."""
+
+    __array_ufunc__ = None
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
+@cache
+def _key_prefix() -> bytes:
+    """All that a compiled module depends on besides its text: compiler, flags, processor, emulator."""
+    version = subprocess.run(["g++", "-v"], capture_output=True, check=True).stderr
+    cpu = re.search(r"(?m)^flags.*$", Path("/proc/cpuinfo").read_text())
+    headers = b"".join(p.read_bytes() for p in sorted(EMULATOR.iterdir()))
+    return b"\0".join([version, repr((FLAGS, cpu and cpu[0])).encode(), headers])
+
+
+def compile_module(module: Module) -> Path:
+    """The shared library of a module, from the cache in the folder for temporary files or from g++."""
+    text = f'#include "runtime.h"\n{library.source(module, (EMULATOR, library.folder()))}\n'
+    key = hashlib.sha256(_key_prefix() + b"\0" + text.encode()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / f"spark-cuda-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{Path(module.file).stem}-{key}.so"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        stem = Path(work) / "module"
+        _run(module, ["g++", "-E", "-std=c++17", f"-I{EMULATOR}", "-x", "c++", "-", "-o", f"{stem}.ii"], text)
+        preprocessed = Path(f"{stem}.ii").read_text()
+        with Path(f"{stem}.ii").open("w") as file:
+            file.write(re.sub(BOUNDS, "", preprocessed) + '\n# 1 "trampolines"\n')
+            entries = ""
+            for bound, name in KERNEL.findall(preprocessed):
+                file.write(f"static void emulator_run_{name}(void** args) {{ emulator::call({name}, args); }}\n")
+                entries += f'{{"{name}", emulator::signature({name}), emulator_run_{name}, {bound or 1024}}},\n'
+            file.write(f"static const emulator::Entry emulator_entries[] = {{{entries}{{}}}};\n{INTERFACE}")
+        _run(module, ["g++", *FLAGS, "-c", f"{stem}.ii", "-o", f"{stem}.o"])
+        _run(module, ["g++", "-shared", f"{stem}.o", "-o", f"{stem}.so"])
+        Path(f"{stem}.so").replace(path)
+    return path
+
+
+def _run(module: Module, command: list[str], text: str = "") -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise EmulatorError(f"{module} does not compile for the emulator:\n{done.stderr[:4000]}")
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("kinds", ctypes.c_char_p),
+        ("body", ctypes.c_void_p),
+        ("max_threads", ctypes.c_int),
+    ]
+
+
+@cache  # modules have state (stacks): one copy of each in the process
+def _load(path: Path) -> tuple[Any, dict[str, tuple[int, str, int]]]:
+    """The launch function of a compiled module and its kernels: index, kinds of the parameters, launch bound."""
+    module = ctypes.CDLL(str(path))
+    module.emulator_module.restype = ctypes.POINTER(_Entry)
+    module.emulator_launch.restype = ctypes.c_char_p
+    dims = ctypes.POINTER(ctypes.c_uint)
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    module.emulator_launch.argtypes = [ctypes.c_int, dims, dims, ctypes.c_uint, pointers, ctypes.c_void_p]
+    entries = module.emulator_module()
+    kernels = {}
+    while (entry := entries[len(kernels)]).name:
+        kernels[entry.name.decode()] = (len(kernels), entry.kinds.decode(), entry.max_threads)
+    return module.emulator_launch, kernels
+
+
+@cache
+def _stacks() -> np.ndarray:
+    """Memory for the stacks of a block's threads, the first page of each out of bounds."""
+    memory = np.frombuffer(mmap.mmap(-1, MAX_THREADS * STACK_BYTES), np.uint8)
+    for thread in range(MAX_THREADS):
+        _LIBC.mprotect(memory.ctypes.data + thread * STACK_BYTES, PAGE, 0)
+    return memory
+
+
+_LAUNCHING = threading.Lock()  # the blocks of a module share its state, and all modules the stacks
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+class EmulatedKernel:
+    """A kernel for the host; a launch runs it whole, or records it."""
+
+    def __init__(self, device: EmulatedDevice, launch: Any, index: int, name: str, kinds: str, bound: int) -> None:
+        self.device, self.launch, self.index, self.name, self.kinds = device, launch, index, name, kinds
+        self.max_threads = bound
+
+    def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0) -> None:
+        grid, block = _dim3(grid), _dim3(block)
+        limits = (2**31 - 1, 65535, 65535)
+        if any(not 1 <= n <= limit for n, limit in zip(grid, limits, strict=True)):
+            raise EmulatorError(f"{self.name}: no GPU launches a grid of {grid}")
+        if np.prod(block) > MAX_THREADS or min(block) < 1 or block[2] > 64:
+            raise EmulatorError(f"{self.name}: no GPU launches blocks of {block}")
+        if np.prod(block) > self.max_threads:
+            raise EmulatorError(f"{self.name}: blocks of {block}, the launch bound is {self.max_threads} threads")
+        if shared_bytes > self.device.max_shared_bytes:
+            raise EmulatorError(
+                f"{self.name}: {shared_bytes} bytes of shared memory, a block has {self.device.max_shared_bytes}"
+            )
+        if len(args) != len(self.kinds):
+            raise EmulatorError(f"{self.name}: {len(args)} arguments for {len(self.kinds)} parameters")
+        values = [self._convert(i, kind, a) for i, (kind, a) in enumerate(zip(self.kinds, args, strict=True))]
+        pointers = (ctypes.c_void_p * (len(values) or 1))(*(ctypes.addressof(v) for v in values))
+        grid_c, block_c = (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block)
+
+        def run(_keep: Any = values) -> None:
+            with _LAUNCHING:
+                error = self.launch(self.index, grid_c, block_c, shared_bytes, pointers, _stacks().ctypes.data)
+                if error is not None:
+                    raise EmulatorError(error.decode())
+
+        self.device._enqueue(run)
+
+    def _convert(self, i: int, kind: str, arg: Any) -> Any:
+        what = f"{self.name}: argument {i}"
+        if isinstance(arg, np.ndarray) and arg.ndim:
+            if kind != "p":
+                raise EmulatorError(f"{what} is an array, the parameter is no pointer")
+            if not isinstance(arg, DeviceArray):
+                raise EmulatorError(f"{what} is in host memory; np.uint64(device.pointer(it)) passes its address")
+            if not arg.flags.c_contiguous:
+                raise EmulatorError(f"{what} is not contiguous")
+            self.device._check_range(arg.ctypes.data, arg.nbytes, what)
+            return ctypes.c_uint64(arg.ctypes.data)
+        if arg is None:
+            found, value = "p", ctypes.c_uint64(0)
+        elif isinstance(arg, np.generic):
+            item: Any = arg.item()
+            if arg.dtype.kind == "f":
+                found = {4: "f", 8: "d"}.get(arg.itemsize, "?")
+                value = ctypes.c_double(item) if found == "d" else ctypes.c_float(item)
+            else:
+                found = {1: "b", 2: "h", 4: "i", 8: "l"}[arg.itemsize]
+                value = SCALARS[found](item)
+        elif isinstance(arg, float):
+            found, value = "f", ctypes.c_float(arg)
+        elif isinstance(arg, int):
+            found, value = "i", ctypes.c_int32(arg)
+            if not -(2**31) <= arg < 2**31:
+                raise EmulatorError(f"{what}: {arg} is no int32; pass a NumPy scalar")
+        else:
+            raise EmulatorError(f"{what} is a {type(arg).__name__}")
+        if found != kind and (found, kind) != ("l", "p"):
+            raise EmulatorError(f"{what} is {arg!r} ({found!r}), the parameter's kind is {kind!r}")
+        return value
+
+
+@dataclass
+class EmulatedGraph:
+    """Launches and copies with the arguments of their recording."""
+
+    operations: list[Callable[[], None]]
+    device: EmulatedDevice
+
+    def launch(self) -> None:
+        for operation in self.operations:
+            self.device._enqueue(operation)
+
+
+class EmulatedStream:
+    """Work on every stream is done when it is enqueued."""
+
+
+class EmulatedDevice:
+    """The `Device` of engine/ops/cuda/device.py on one thread of the CPU."""
+
+    def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30) -> None:
+        self.name = "emulated"
+        self.arch = arch
+        self.n_sm = n_sm
+        self.max_shared_bytes = 99 * 1024
+        self.n_bytes = n_bytes
+        self.used = 0
+        self.arena: int | None = None
+        self.launches = 0
+        self._kernels: dict[tuple[Module, str], EmulatedKernel] = {}
+        self._allocations: list[tuple[int, int]] = []  # (address, bytes), by address
+        self._memory: list[np.ndarray] = []
+        self._slack: list[tuple[np.ndarray, int]] = []  # what lies behind an array, and the array's bytes
+        self._recording: list[Callable[[], None]] | None = None
+
+    def build(self, modules: Sequence[Module], progress: Callable[[int, int], None]) -> None:
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for done, _ in enumerate(pool.map(compile_module, modules), 1):
+                progress(done, len(modules))
+
+    def kernel(self, module: Module, name: str) -> EmulatedKernel:
+        found = self._kernels.get((module, name))
+        if found is None:
+            launch, kernels = _load(compile_module(module))
+            if name not in kernels:
+                raise EmulatorError(f"{module} has no kernel {name}; it has {', '.join(kernels)}")
+            index, kinds, bound = kernels[name]
+            found = self._kernels[module, name] = EmulatedKernel(self, launch, index, name, kinds, bound)
+        return found
+
+    def reserve(self, n_bytes: int) -> None:
+        self._no_capture("reserve")
+        if n_bytes > self.n_bytes - self.used:
+            raise CapacityError(f"{n_bytes} bytes do not fit into {self.n_bytes - self.used}")
+        self.arena = n_bytes
+
+    def empty(self, shape: Dim, dtype: Any) -> DeviceArray:
+        self._no_capture("empty")
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        taken = -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        self.used += taken
+        if self.arena is not None:
+            self.arena -= taken
+            if self.arena < 0:
+                raise CapacityError(f"the arena lacks {-self.arena} bytes")
+        elif self.used > self.n_bytes:
+            raise CapacityError(f"{n_bytes} bytes do not fit")
+        return self._allocate(n_bytes)[:n_bytes].view(dtype).reshape(shape).view(DeviceArray)
+
+    def _allocate(self, n_bytes: int) -> np.ndarray:
+        """Poisoned bytes whose end, but for alignment, is the end of accessible memory."""
+        taken = -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        pages = -(-taken // PAGE) * PAGE
+        memory = np.frombuffer(mmap.mmap(-1, pages + PAGE), np.uint8)
+        if _LIBC.mprotect(memory.ctypes.data + pages, PAGE, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        data = memory[pages - taken : pages]
+        data[...] = POISON
+        bisect.insort(self._allocations, (data.ctypes.data, n_bytes))
+        self._memory.append(data)
+        if n_bytes < taken:
+            self._slack.append((data[n_bytes:], n_bytes))
+        return data
+
+    def upload(self, host: np.ndarray) -> DeviceArray:
+        array = self.empty(host.shape, host.dtype)
+        array[...] = host
+        return array
+
+    def write(self, array: DeviceArray, host: np.ndarray) -> None:
+        self._no_capture("write")
+        if array.shape != host.shape or array.dtype != host.dtype:
+            raise ValueError(f"{host.dtype} {host.shape} written to {array.dtype} {array.shape}")
+        self._check_range(array.ctypes.data, array.nbytes, "write")
+        array[...] = host
+
+    def read(self, array: DeviceArray) -> np.ndarray:
+        self._no_capture("read")
+        self.synchronize()
+        return np.array(array, copy=True, subok=False)
+
+    def fill(self, array: DeviceArray, byte: int) -> None:
+        if not array.flags.c_contiguous:
+            raise ValueError("fill of an array that is not contiguous")
+        self._check_range(array.ctypes.data, array.nbytes, "fill")
+        self._enqueue(lambda: array.reshape(-1).view(np.uint8).fill(byte))
+
+    def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
+        self._check_range(to, n_bytes, "set_bytes")
+        self._enqueue(lambda: ctypes.memset(to, byte, n_bytes) and None)
+
+    def page_locked(self, n_bytes: int) -> np.ndarray:
+        self._no_capture("page_locked")
+        return self._allocate(n_bytes)[:n_bytes]
+
+    def pointer(self, array: np.ndarray) -> int:
+        address: int = array.ctypes.data
+        self._check_range(address, array.nbytes, "pointer")
+        return address
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        self._check_range(to, n_bytes, "copy: the target")
+        self._check_range(source, n_bytes, "copy: the source")
+        self._enqueue(lambda: ctypes.memmove(to, source, n_bytes) and None)
+
+    def stream(self, priority: int = 0) -> EmulatedStream:
+        return EmulatedStream()
+
+    @contextlib.contextmanager
+    def on(self, stream: EmulatedStream) -> Iterator[None]:
+        yield
+
+    def wait(self, waiting: EmulatedStream | None, awaited: EmulatedStream | None) -> None:
+        pass
+
+    def capture(self, work: Callable[[], None]) -> EmulatedGraph:
+        self._no_capture("capture")
+        self._recording = []
+        try:
+            work()
+            return EmulatedGraph(self._recording, self)
+        finally:
+            self._recording = None
+
+    def synchronize(self) -> None:
+        self._no_capture("synchronize")
+        for slack, n_bytes in self._slack:
+            if (slack != POISON).any():
+                raise EmulatorError(f"something wrote behind an array of {n_bytes} bytes")
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return self.n_bytes - self.used, self.n_bytes
+
+    def close(self) -> None:
+        self.synchronize()
+        self._kernels.clear()
+        self._allocations.clear()
+        self._slack.clear()
+        self._memory.clear()
+
+    def _enqueue(self, operation: Callable[[], None]) -> None:
+        if self._recording is not None:
+            self._recording.append(operation)
+        else:
+            self.launches += 1
+            operation()
+
+    def _no_capture(self, what: str) -> None:
+        if self._recording is not None:
+            raise EmulatorError(f"{what} cannot be part of a graph")
+
+    def _check_range(self, address: int, n_bytes: int, what: str) -> None:
+        if n_bytes == 0:
+            return
+        i = bisect.bisect(self._allocations, (address, 1 << 62)) - 1
+        if i < 0 or address + n_bytes > sum(self._allocations[i]):
+            raise EmulatorError(f"{what}: {n_bytes} bytes at {address:#x} are not within memory of this device")
+
+
+def _dim3(dim: Dim) -> tuple[int, ...]:
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return dims + (1,) * (3 - len(dims))

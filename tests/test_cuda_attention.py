@@ -1,0 +1,294 @@
+"""Attention input and small-batch attention on the device, against their twins."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, reference
+from engine.ops.cuda.attention import Attention, n_splits
+from engine.ops.cuda.products import Quantized
+
+
+def limits(T: int, H: int, K: int, head_dim: int, n_ctx: int) -> Limits:
+    return Limits(T, 64, H * head_dim, 64, 64, 1, 1, n_head=H, n_head_kv=K, head_dim=head_dim, n_ctx=n_ctx)
+
+
+def empty_cache(n_slots: int, K: int, head_dim: int, q8: bool) -> KVLayer:
+    shape = (n_slots, K, head_dim)
+    if not q8:
+        return KVLayer(np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16))
+    scales = [np.full((n_slots, K, head_dim // 32), np.nan, np.float16) for _ in range(2)]
+    return KVLayer(np.full(shape, 77, np.int8), np.full(shape, 78, np.int8), *scales)
+
+
+def upload(device: Any, kv: KVLayer) -> KVLayer:
+    values = [getattr(kv, f.name) for f in fields(KVLayer)]
+    return KVLayer(*(None if v is None else device.upload(v) for v in values))
+
+
+def nmse(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(((found - expected) ** 2).sum() / (expected**2).sum())
+
+
+def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    nan = np.isnan(found)
+    np.testing.assert_array_equal(nan, np.isnan(expected))
+    bits = np.dtype(f"u{found.dtype.itemsize}")
+    np.testing.assert_array_equal(found.view(bits)[~nan], expected.view(bits)[~nan])
+
+
+# --- input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("T", "H", "K", "head_dim", "n_rot", "q_normed", "k_normed"),
+    [
+        (1, 8, 2, 128, 128, True, True),
+        (5, 3, 1, 96, 96, True, False),
+        (37, 4, 2, 64, 32, False, True),
+        (2, 1, 1, 256, 256, True, True),
+    ],
+)
+def test_input(
+    device: Any, q8: bool, T: int, H: int, K: int, head_dim: int, n_rot: int, q_normed: bool, k_normed: bool
+) -> None:
+    rng = np.random.default_rng(T)
+    q_raw, k_raw, v_raw = (rng.standard_normal((T, n * head_dim), np.float32) for n in (H, K, K))
+    v_raw[0, :3] = 1e6, 1e-9, np.nan
+    k_raw[-1, :32] *= np.float32(1e-33)
+    q_norm = rng.standard_normal(head_dim, np.float32) if q_normed else None
+    k_norm = rng.standard_normal(head_dim, np.float32) if k_normed else None
+    rope = reference.rope_table(300, n_rot, 1e4)
+    positions = rng.integers(0, 300, T).astype(np.int32)
+    n_slots = 64 * 3
+    slots = rng.permutation(np.arange(1, n_slots, dtype=np.int32))[:T]
+    slots[T // 2] = -1
+    slots[0] = 0
+
+    query, key = q_raw.reshape(T, H, head_dim), k_raw.reshape(T, K, head_dim)
+    query = query if q_norm is None else reference.rms_norm(query, q_norm, 1e-6)
+    key = key if k_norm is None else reference.rms_norm(key, k_norm, 1e-6)
+    kept = slots >= 0
+    with np.errstate(all="ignore"):
+        expected_q = reference._rotate(query, rope, positions)
+        rotated = reference._rotate(key, rope, positions)
+        expected = empty_cache(n_slots, K, head_dim, q8)
+        reference._store(expected.k, expected.k_scale, slots[kept], rotated[kept])
+        reference._store(expected.v, expected.v_scale, slots[kept], v_raw.reshape(T, K, head_dim)[kept])
+
+    kv = upload(device, empty_cache(n_slots, K, head_dim, q8))
+    q = device.upload(np.full((T, H, head_dim), np.nan, np.float32))
+    up = [None if a is None else device.upload(a) for a in (q_raw, k_raw, v_raw, q_norm, k_norm)]
+    Attention(device, limits(T, H, K, head_dim, 64)).input(
+        *up, 1e-6, device.upload(rope), device.upload(positions), kv, device.upload(slots), q
+    )
+    same_bits(device.read(q), expected_q)
+    for field in fields(KVLayer):
+        if (want := getattr(expected, field.name)) is not None:
+            same_bits(device.read(getattr(kv, field.name)), want)
+
+
+# --- decode ---------------------------------------------------------------------------------------
+
+
+class Scene:
+    """A cache with random sequences in shuffled blocks, NaN where nothing was written, and queries."""
+
+    def __init__(
+        self, H: int, K: int, head_dim: int, q8: bool, lengths: list[int], max_blocks: int, seed: int = 0
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.H, self.K, self.head_dim, self.max_blocks = H, K, head_dim, max_blocks
+        used = [-(-n // KV_BLOCK_TOKENS) for n in lengths]
+        order = rng.permutation(sum(used) + 1).astype(np.int32)
+        self.cache = empty_cache(len(order) * KV_BLOCK_TOKENS, K, head_dim, q8)
+        self.table = np.full((len(lengths), max_blocks), -1, np.int32)
+        for i, n in enumerate(lengths):
+            self.table[i, : used[i]] = order[sum(used[:i]) : sum(used[: i + 1])]
+            at = np.arange(n)
+            slots = self.table[i, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
+            for cache, scales in ((self.cache.k, self.cache.k_scale), (self.cache.v, self.cache.v_scale)):
+                reference._store(cache, scales, slots, rng.standard_normal((n, K, head_dim), np.float32))
+        self.rng = rng
+        self.scale = float(head_dim**-0.5)
+
+    def query(self, T: int) -> np.ndarray:
+        return (3 * self.rng.standard_normal((T, self.H, self.head_dim))).astype(np.float32)
+
+    def exact(self, q: np.ndarray, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """In binary64."""
+        out = np.zeros((len(q), self.H * self.head_dim))
+        for t, (s, p) in enumerate(zip(sequence, positions, strict=True)):
+            at = np.arange(p + 1)
+            slots = self.table[s, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
+            k = reference._load(self.cache.k, self.cache.k_scale, slots).astype(np.float64)
+            v = reference._load(self.cache.v, self.cache.v_scale, slots).astype(np.float64)
+            heads = np.arange(self.H) * self.K // self.H
+            with np.errstate(all="ignore"):
+                score = np.einsum("hd,shd->hs", q[t].astype(np.float64), k[:, heads]) * np.float32(self.scale)
+                p = np.exp(score - score.max(axis=1, keepdims=True))
+                out[t] = (np.einsum("hs,shd->hd", p, v[:, heads]) / p.sum(axis=1, keepdims=True)).reshape(-1)
+        return out
+
+    def run(
+        self,
+        device: Any,
+        q: np.ndarray,
+        sequence: np.ndarray,
+        positions: np.ndarray,
+        quantized: Quantized | None = None,
+    ) -> np.ndarray:
+        T = len(q)
+        n_ctx = self.max_blocks * KV_BLOCK_TOKENS
+        attention = Attention(device, limits(T, self.H, self.K, self.head_dim, n_ctx))
+        out = device.upload(np.full((T, self.H * self.head_dim), np.nan, np.float32))
+        arrays = [device.upload(a) for a in (self.table, sequence, positions)]
+        attention.decode(device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized)
+        found: np.ndarray = device.read(out)
+        return found
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("H", "K", "head_dim", "sequence", "positions"),
+    [
+        (8, 1, 128, ints(0), ints(299)),
+        (6, 2, 96, ints(0, 0, 0), ints(62, 63, 64)),
+        (2, 2, 64, ints(1, 1, 0), ints(130, 131, 0)),  # one head a group, two sequences
+        (16, 1, 64, ints(0, 0, 0, 1, 1), ints(197, 198, 199, 63, 100)),  # four row tiles
+        (7, 1, 256, ints(0, 0, 0), ints(70, 71, 72)),
+    ],
+)
+def test_decode(
+    device: Any, q8: bool, H: int, K: int, head_dim: int, sequence: np.ndarray, positions: np.ndarray
+) -> None:
+    lengths = [int(positions[sequence == s].max()) + 1 for s in range(int(sequence.max()) + 1)]
+    scene = Scene(H, K, head_dim, q8, lengths, max(lengths) // KV_BLOCK_TOKENS + 2)
+    q = scene.query(len(sequence))
+    found = scene.run(device, q, sequence, positions)
+    # A q8_0 value is rounded to a half; everything else is as precise as binary32.
+    assert nmse(found, scene.exact(q, sequence, positions)) < (1e-7 if q8 else 1e-11)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_decode_of_heads_that_end_within_a_step(device: Any, head_dim: int) -> None:
+    scene = Scene(3, 1, head_dim, False, [90], 2)
+    q = scene.query(2)
+    found = scene.run(device, q, ints(0, 0), ints(88, 89))
+    assert nmse(found, scene.exact(q, ints(0, 0), ints(88, 89))) < 1e-11
+
+
+def test_long_contexts_use_longer_splits(device: Any) -> None:
+    scene = Scene(2, 1, 64, False, [8600], 140)
+    q = scene.query(2)
+    positions = ints(8599, 2100)
+    found = scene.run(device, q, ints(0, 0), positions)
+    assert nmse(found, scene.exact(q, ints(0, 0), positions)) < 1e-11
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+def test_a_row_depends_on_nothing_but_itself(device: Any, q8: bool) -> None:
+    scene = Scene(8, 1, 64, q8, [330, 150], 6)
+    sequence, positions = ints(0, 0, 0, 0, 0, 1, 0, 1, 1), ints(325, 326, 327, 328, 329, 149, 12, 3, 64)
+    q = scene.query(len(sequence))
+    together = scene.run(device, q, sequence, positions)
+    for t in range(len(sequence)):
+        alone = scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])
+        same_bits(alone[0], together[t])
+
+    # In another order of blocks, with a longer table, on another number of multiprocessors.
+    moved = np.random.default_rng(5).permutation(len(scene.cache.k) // KV_BLOCK_TOKENS).astype(np.int32)
+    slots = (moved[:, None] * KV_BLOCK_TOKENS + np.arange(KV_BLOCK_TOKENS)).reshape(-1)
+    for array in (scene.cache.k, scene.cache.v, scene.cache.k_scale, scene.cache.v_scale):
+        if array is not None:
+            array[slots] = array.copy()
+    wider = np.full((2, 50), -1, np.int32)
+    wider[:, :6] = np.where(scene.table >= 0, moved[scene.table], -1)
+    scene.table, scene.max_blocks = wider, 50
+    device.n_sm = 3
+    same_bits(scene.run(device, q, sequence, positions), together)
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize(("H", "T"), [(3, 2), (5, 8)])  # one row tile, three
+def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, T: int) -> None:
+    scene = Scene(H, 1, 96, q8, [130], 3)
+    positions = np.arange(130 - T, 130).astype(np.int32)[::-1].copy()
+    slots = scene.table[0, positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+    (scene.cache.k if scene.cache.k_scale is None else scene.cache.k_scale)[slots[0]] = np.nan
+    if scene.cache.v_scale is None:
+        scene.cache.v[slots[0]] = np.nan
+        scene.cache.v[slots[T // 2], 0, 5:38] = -np.inf
+    else:
+        scene.cache.v_scale[slots[0]] = np.nan
+        scene.cache.v_scale[slots[T // 2], 0, 1] = np.inf
+    q, sequence = scene.query(T), np.zeros(T, np.int32)
+    together = scene.run(device, q, sequence, positions)
+    for t in range(T):
+        alone = scene.run(device, q[t : t + 1], sequence[:1], positions[t : t + 1])[0]
+        spoilt = ~np.isfinite(alone)
+        np.testing.assert_array_equal(~np.isfinite(together[t]), spoilt)
+        same_bits(together[t][~spoilt], alone[~spoilt])
+        assert spoilt.sum() == (H * 96 if t == 0 else 0 if t > T // 2 else H * (32 if q8 else 33))
+
+
+def test_quantized_result(device: Any) -> None:
+    scene = Scene(6, 2, 96, False, [150], 3)
+    q, sequence, positions = scene.query(9), ints(*[0] * 9), ints(*range(141, 150))
+    width = 6 * 96
+    to = Quantized(
+        device.upload(np.full((9, width), 99, np.int8)),
+        device.upload(np.full((9, width // 32), np.nan, np.float32)),
+        device.upload(np.full((9, width // 32), 99, np.int32)),
+    )
+    found = scene.run(device, q, sequence, positions, to)
+    codes, d = reference.quantize_activations(found)
+    np.testing.assert_array_equal(device.read(to.q), codes)
+    same_bits(device.read(to.d), d)
+    np.testing.assert_array_equal(device.read(to.sums), codes.reshape(9, -1, 32).sum(axis=2, dtype=np.int32))
+
+
+@pytest.mark.parametrize("value", [1e30, np.inf, np.nan])
+def test_huge_queries(device: Any, value: float) -> None:
+    scene = Scene(4, 2, 64, False, [70], 2)
+    q = scene.query(2)
+    q[0, 1] = value * np.sign(q[0, 1])
+    found = scene.run(device, q, ints(0, 0), ints(68, 69))
+    exact = scene.exact(q, ints(0, 0), ints(68, 69)).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
+    assert np.isnan(found).sum() == (0 if value == 1e30 else 64)
+    assert nmse(np.nan_to_num(found), np.nan_to_num(exact)) < 1e-11
+
+
+def test_a_position_past_the_table_reads_nothing_outside(device: Any) -> None:
+    scene = Scene(2, 1, 64, False, [128], 2)
+    q = scene.query(1)
+    found = scene.run(device, q, ints(0), ints(5000))
+    same_bits(found, scene.run(device, q, ints(0), ints(127)))
+
+
+def test_n_splits() -> None:
+    def split_of(block: int) -> int:
+        for begin, first, length in ((512, 176, 8), (128, 80, 4), (32, 32, 2), (0, 0, 1)):
+            if block >= begin:
+                return first + (block - begin) // length
+        raise AssertionError
+
+    assert [n_splits(n) for n in range(1, 3000)] == [split_of(n - 1) + 1 for n in range(1, 3000)]
+    assert n_splits(32768 // KV_BLOCK_TOKENS) == 176
+
+
+def test_refuses_what_it_cannot_do(device: Any) -> None:
+    scene = Scene(2, 1, 64, False, [10], 1)
+    scene.H = 34  # over 16 query heads for a kv head
+    with pytest.raises(ValueError, match="34 heads"):
+        scene.run(device, scene.query(1), ints(0), ints(1))

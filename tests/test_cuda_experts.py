@@ -1,0 +1,175 @@
+"""The expert FFN of small batches on the device: the bits of reference.expert_ffn, and what it writes to slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as QType
+
+from engine.ops import Experts, Fetches, Limits, reference
+from engine.ops.cuda.experts import SmallExperts
+from engine.ops.cuda.products import FLOAT_TYPES, Products
+from tests.test_cuda_products import check, matrix, normal
+
+E, A = 7, 3
+Types = tuple[QType, QType, QType]
+
+
+class Bank:
+    """Random experts in host memory, their copies on the device, and slots in which some of them are."""
+
+    def __init__(self, device: Any, types: Types, D: int, F: int, n_slots: int = 4) -> None:
+        self.device, self.types, self.D, self.F = device, types, D, F
+        shapes = ((F, D), (F, D), (D, F))
+        self.parts = [
+            [
+                matrix(t, *shape, seed=10 * e + part).data
+                for part, (t, shape) in enumerate(zip(types, shapes, strict=True))
+            ]
+            for e in range(E)
+        ]
+        self.part_bytes = tuple(p.nbytes for p in self.parts[0])
+        # In host memory the experts lie one after the other, 64-byte aligned, as the slow tier keeps them.
+        self.padded = [-(-n // 64) * 64 for n in self.part_bytes]
+        self.home = device.page_locked(E * sum(self.padded))
+        for e in range(E):
+            for part in range(3):
+                at = self.offset(e, part)
+                self.home[at : at + self.part_bytes[part]] = self.parts[e][part]
+        self.slots = device.upload(np.full(n_slots * sum(self.padded), 0xFF, np.uint8))
+        self.limits = Limits(max_tokens=32, n_embd=D, n_head_dim=D, n_ff=F, n_vocab=1, n_expert=E, n_expert_used=A)
+
+    def offset(self, index: int, part: int) -> int:
+        return index * sum(self.padded) + sum(self.padded[:part])
+
+    def slot(self, index: int, part: int) -> np.ndarray:
+        at = self.offset(index, part)
+        return self.slots[at : at + self.part_bytes[part]]
+
+    def experts(self, pointers: np.ndarray) -> Experts:
+        return Experts(*self.types, self.D, self.F, self.part_bytes, pointers, pointers, pointers)
+
+    def expected(self, h: np.ndarray, experts: np.ndarray, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+        pointers = np.array([[p.ctypes.data for p in parts] for parts in self.parts], np.uint64)
+        fetches = Fetches(np.zeros((E, 3), np.int32), np.zeros(1, np.int32))
+        out = x.copy()
+        reference.expert_ffn(
+            reference.workspace(self.limits, 1), h, experts, weights, self.experts(pointers), fetches, out
+        )
+        return out
+
+    def table(self, experts: np.ndarray, resident: dict[int, int], entering: dict[int, int]) -> tuple[Any, Any, Any]:
+        """Active table: `resident` experts are read from slots, others from the host; `entering` ones get a slot."""
+        chosen = list(dict.fromkeys(int(e) for e in experts.reshape(-1)))
+        active = np.zeros((min(E, 32 * A), 8), np.uint64)
+        pairs: list[int] = []
+        for i, e in enumerate(chosen):
+            uses = np.nonzero(experts.reshape(-1) == e)[0]
+            for part in range(3):
+                if e in resident:
+                    active[i, part] = self.device.pointer(self.slot(resident[e], part))
+                else:
+                    active[i, part] = self.device.pointer(self.home) + self.offset(e, part)
+                if e in entering:
+                    active[i, 3 + part] = self.device.pointer(self.slot(entering[e], part))
+            active[i, 6:].view(np.int32)[:] = [e, len(pairs), len(uses), 0]
+            pairs += uses.tolist()
+        upload = self.device.upload
+        return upload(active), upload(np.array([len(chosen)], np.int32)), upload(np.array(pairs, np.int32))
+
+
+def choices(T: int, rng: np.random.Generator) -> np.ndarray:
+    return np.stack([rng.permutation(E - 1)[:A] for _ in range(T)]).astype(np.int32)
+
+
+def run(bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], seed: int = 0) -> None:
+    device = bank.device
+    rng = np.random.default_rng(seed)
+    for e, slot in resident.items():
+        for part in range(3):
+            device.write(bank.slot(slot, part), bank.parts[e][part])
+    experts = choices(T, rng)
+    weights = rng.uniform(0.1, 1, (T, A)).astype(np.float32)
+    h, x = normal(T, bank.D, seed=seed + 1), normal(T, bank.D, seed=seed + 2)
+    on_device = device.upload(x)
+    given = device.upload(h)
+    if bank.types[0] not in FLOAT_TYPES:
+        given = Products(device, bank.limits).quantize(given)
+    SmallExperts(device, bank.limits)(
+        given,
+        device.upload(experts),
+        device.upload(weights),
+        bank.experts(device.upload(np.zeros((E, 3), np.uint64))),
+        *bank.table(experts, resident, entering),
+        on_device,
+    )
+    check(device.read(on_device), bank.expected(h, experts, weights, x))
+    for e, slot in entering.items():
+        for part in range(3):
+            used = np.isin(e, experts)
+            found = device.read(bank.slot(slot, part))
+            np.testing.assert_array_equal(found, bank.parts[e][part] if used else np.full_like(found, 0xFF))
+
+
+TYPES: list[Types] = [
+    (QType.Q4_K, QType.Q4_K, QType.Q6_K),
+    (QType.Q6_K, QType.Q4_K, QType.Q4_K),
+    (QType.Q5_K, QType.Q5_K, QType.IQ4_XS),
+    (QType.IQ4_XS, QType.Q8_0, QType.Q5_K),
+    (QType.Q4_0, QType.Q4_0, QType.Q8_0),
+    (QType.Q8_0, QType.Q4_0, QType.Q4_0),
+    (QType.F16, QType.BF16, QType.F32),
+    (QType.F32, QType.F32, QType.Q8_0),
+    (QType.Q8_0, QType.Q8_0, QType.F16),
+]
+
+
+@pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(t.name for t in types))
+def test_all_types(device: Any, types: Types) -> None:
+    bank = Bank(device, types, D=256, F=512)
+    for T in (1, 5):
+        run(bank, T, resident={0: 1, 3: 0}, entering={1: 2, 5: 3}, seed=T)
+        device.set_bytes(device.pointer(bank.slots), 0xFF, bank.slots.nbytes)
+
+
+@pytest.mark.parametrize("T", [1, 2, 9, 32])
+def test_tokens(device: Any, T: int) -> None:
+    bank = Bank(device, (QType.Q4_0, QType.Q4_0, QType.Q8_0), D=160, F=96)  # ragged blocks, unaligned rows
+    run(bank, T, resident={2: 3}, entering={0: 0, 1: 1, 6: 2})
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_ragged_floats(device: Any, T: int) -> None:
+    bank = Bank(device, (QType.F32, QType.F32, QType.F16), D=42, F=50)
+    run(bank, T, resident={}, entering={0: 0, 1: 1})
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_rows_too_large_for_a_whole_block(device: Any, T: int) -> None:
+    bank = Bank(device, (QType.F32, QType.F32, QType.F32), D=5000, F=36)
+    run(bank, T, resident={}, entering={})
+    bank = Bank(device, (QType.F32, QType.F32, QType.F32), D=36, F=6000)
+    run(bank, T, resident={}, entering={})
+
+
+def test_rows_of_the_wrong_kind(device: Any) -> None:
+    bank = Bank(device, (QType.Q4_0, QType.Q4_0, QType.Q4_0), D=64, F=32)
+    experts = choices(1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="quantized rows"):
+        SmallExperts(device, bank.limits)(
+            device.upload(normal(1, 64)),
+            device.upload(experts),
+            device.upload(np.ones((1, A), np.float32)),
+            bank.experts(device.upload(np.zeros((E, 3), np.uint64))),
+            *bank.table(experts, {}, {}),
+            device.upload(normal(1, 64)),
+        )
+
+
+@pytest.mark.parametrize("down", [QType.Q6_K, QType.Q4_K, QType.Q8_0, QType.IQ4_XS], ids=lambda t: t.name)
+def test_columns_that_leave_lanes_without_work(device: Any, down: QType) -> None:
+    for F in (768, 1536) if down == QType.Q6_K else (768,):
+        bank = Bank(device, (QType.Q8_0, QType.Q8_0, down), D=96, F=F)
+        run(bank, 1, resident={}, entering={0: 0})

@@ -1,0 +1,95 @@
+"""The synthetic models of the benchmarks: other readers open them, and the engine computes sane numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as QType
+
+from benchmarks.full_shape import SHAPES, q4_k_mix, write_model
+from engine import tokenizer
+from engine.config import EngineConfig
+from engine.gguf import open_model
+from engine.models.qwen3moe import Config
+from engine.runner import Runner, Span
+
+CONFIG = Config(
+    n_layer=3, n_embd=512, n_head=6, n_head_kv=3, head_dim=128, n_expert=24, n_expert_used=5, n_ff_exp=256,
+    n_vocab=1024, n_ctx_train=192, rope_base=1e6, eps=1e-6,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("full_shape") / "model.gguf"
+    assert write_model(path, CONFIG, seed=3) == path.stat().st_size
+    return path
+
+
+def test_other_readers_see_the_same_model(model: Path) -> None:
+    reader = gguf.GGUFReader(model)
+    tensors = {t.name: t for t in reader.tensors}
+    assert tensors.keys() == CONFIG.tensors().keys()
+    for name, shape in CONFIG.tensors().items():
+        t = tensors[name]
+        assert tuple(reversed(t.shape.tolist())) == shape, name
+        assert t.tensor_type == q4_k_mix(name), name
+        values = gguf.dequantize(t.data, t.tensor_type).astype(np.float64)
+        assert np.isfinite(values).all(), name
+        if "norm" in name:
+            assert abs(values.mean() - 1) < 0.05, name
+        else:
+            gain = 3.0 if name == "output.weight" else 0.2 if "attn_output" in name else 1.0
+            std = 1.0 if name == "token_embd.weight" else gain * shape[-1] ** -0.5
+            assert abs(values.std() / std - 1) < 0.05, name
+            assert abs(values.mean()) < 0.05 * std, name
+    assert {tensors[f"blk.{i}.ffn_down_exps.weight"].tensor_type for i in range(3)} == {QType.Q4_K, QType.Q6_K}
+    up = tensors["blk.1.ffn_up_exps.weight"].data
+    assert len({expert.tobytes() for expert in up}) == CONFIG.n_expert
+
+
+def test_the_engine_computes_sane_numbers(model: Path) -> None:
+    runner = Runner(EngineConfig(model=model, device="cpu", threads=2))
+    tokens = np.random.default_rng(5).integers(0, CONFIG.n_vocab, 64).astype(np.int32)
+    sequence = runner.new_sequence()
+    result = runner.run([Span(sequence, tokens, np.ones(64, bool), tuple(range(0, 64, 7)))])
+    logits = result.logits.astype(np.float64)
+    assert np.isfinite(logits).all()
+    assert 1.5 < logits.std() < 6
+    assert 0.5 < np.abs(result.residual).mean() < 5
+    used = np.bincount(result.experts.reshape(-1), minlength=CONFIG.n_expert)
+    assert (used > 0).all(), "the routers use every expert"
+    for _ in range(6):
+        token = np.asarray([int(np.argmax(logits[-1]))], np.int32)
+        logits = runner.run([Span(sequence, token, np.ones(1, bool), (0,))]).logits.astype(np.float64)
+        assert np.isfinite(logits).all()
+    runner.close()
+
+
+def test_text_goes_through_the_vocabulary(model: Path) -> None:
+    with open_model(model) as file:
+        loaded = tokenizer.load(file)
+    text = 'def f(x): return "naïve 日本"\n'
+    ids = loaded.encode(text)
+    assert loaded.decode(ids) == text
+    assert max(ids) < CONFIG.n_vocab - 3
+    assert loaded.template is not None
+
+
+def test_the_published_shape_has_its_size() -> None:
+    config = SHAPES["qwen3-30b-a3b"]
+    n_bytes = 0
+    for name, shape in config.tensors().items():
+        weights, block = gguf.GGML_QUANT_SIZES[q4_k_mix(name)]
+        assert shape[-1] % weights == 0, name
+        n_bytes += int(np.prod(shape, dtype=np.int64)) // weights * block
+    assert 17.2 < n_bytes / 2**30 < 17.4
+
+
+def test_nothing_is_left_of_a_failed_write(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"columns|multiple|block"):
+        write_model(tmp_path / "model.gguf", CONFIG, types=lambda name: QType.Q4_K)  # norms do not fit
+    assert not list(tmp_path.iterdir())
