@@ -8,13 +8,15 @@ import numpy as np
 
 from benchmarks.cuda_kernels import KernelCase
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, reference
-from engine.ops.cuda.attention import Attention
+from engine.ops.cuda.attention import TARGET_BLOCKS, Attention
 from engine.ops.cuda.products import Quantized
 
 H, K, HEAD_DIM = 32, 4, 128
 N_CTX = 40960  # of the table: launches are as large whatever the depth
 POOL_BYTES = 150e6  # of cached values to rotate through
 DEPTHS = (512, 4096, 16384, 32768)
+
+_Pool = dict[tuple[int, bool], list[KVLayer]]  # by depth and type: caches of layers to rotate through
 
 
 def _layers(device: Any, n_positions: int, q8: bool, rng: np.random.Generator) -> list[KVLayer]:
@@ -37,9 +39,12 @@ def _layers(device: Any, n_positions: int, q8: bool, rng: np.random.Generator) -
     ]
 
 
-def _decode(device: Any, attention: Attention, T: int, depth: int, q8: bool) -> KernelCase:
+def _decode(
+    device: Any, attention: Attention, pool: _Pool, T: int, depth: int, q8: bool, *, chain: bool = False, note: str = ""
+) -> KernelCase:
+    """note: how `attention` differs from the default; chain: its input first."""
     rng = np.random.default_rng(depth)
-    layers = _layers(device, depth, q8, rng)
+    layers = pool[depth, q8]
     n_blocks = depth // KV_BLOCK_TOKENS
     host_table = np.zeros((1, N_CTX // KV_BLOCK_TOKENS), np.int32)
     host_table[0, :n_blocks] = rng.permutation(n_blocks)
@@ -55,16 +60,25 @@ def _decode(device: Any, attention: Attention, T: int, depth: int, q8: bool) -> 
         device.empty((T, width // 32), np.int32),
     )
 
+    raws = [device.upload(rng.standard_normal((T, n * HEAD_DIM), np.float32)) for n in (H, K, K)]
+    q_norm, k_norm = (device.upload(rng.standard_normal(HEAD_DIM, np.float32)) for _ in range(2))
+    rope = device.upload(reference.rope_table(N_CTX, HEAD_DIM, 1e6))
+    at = np.arange(depth - T, depth)
+    slots = device.upload((host_table[0, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS).astype("i4"))
+
     def launch(i: int) -> None:
         kv = layers[i % len(layers)]
+        if chain:
+            attention.input(*raws, q_norm, k_norm, 1e-6, rope, positions, kv, slots, q)
         attention.decode(q, kv, table, sequence, positions, HEAD_DIM**-0.5, out, quantized)
 
     arrays = (layers[0].k, layers[0].v, layers[0].k_scale, layers[0].v_scale)
     n_bytes = sum(a.nbytes for a in arrays if a is not None) + q.nbytes + out.nbytes
-    return KernelCase(f"decode {'q8_0' if q8 else 'f16'} T={T} at {depth}", launch, n_bytes, 4 * T * width * depth)
+    name = f"{'input+' if chain else ''}decode {'q8_0' if q8 else 'f16'} T={T} at {depth}{note}"
+    return KernelCase(name, launch, n_bytes, 4 * T * width * depth)
 
 
-def _input(device: Any, attention: Attention, T: int) -> KernelCase:
+def _input(device: Any, attention: Attention, T: int, note: str = "") -> KernelCase:
     rng = np.random.default_rng(T)
     n_copies = 1 + int(POOL_BYTES / (T * (2 * H + 2 * K) * HEAD_DIM * 4)) if T > 32 else 64
     raws = [
@@ -80,17 +94,35 @@ def _input(device: Any, attention: Attention, T: int) -> KernelCase:
         attention.input(*raws[i % n_copies], q_norm, k_norm, 1e-6, rope, positions, kv, slots, q)
 
     n_bytes = T * HEAD_DIM * (4 * (2 * H + 2 * K) + 2 * 2 * K + 4)
-    return KernelCase(f"input T={T}", launch, n_bytes)
+    return KernelCase(f"input T={T}{note}", launch, n_bytes)
+
+
+def _attention(device: Any, splits: int = 0, stages: int = 0, overlap: bool = True) -> Attention:
+    """The wrapper, or one of other splits (16, 32 or 64) or stages than it would choose."""
+    n_head_kv = TARGET_BLOCKS // splits if splits else K  # what splits follow from
+    attention = Attention(device, Limits(4096, 2048, H * HEAD_DIM, 768, 1, 1, 1, H, n_head_kv, HEAD_DIM, N_CTX))
+    attention.max_stages = stages or attention.max_stages
+    attention.overlap = overlap
+    return attention
 
 
 def cases(device: Any) -> list[KernelCase]:
-    attention = Attention(device, Limits(4096, 2048, H * HEAD_DIM, 768, 1, 1, 1, H, K, HEAD_DIM, N_CTX))
-    decodes = [(1, depth, q8) for q8 in (False, True) for depth in DEPTHS]
-    return [
-        _input(device, attention, 1),
-        _input(device, attention, 4096),
-        *(
-            _decode(device, attention, *args)
-            for args in (*decodes, (8, 4096, False), (8, 4096, True), (8, 32768, False))
-        ),
-    ]
+    pool: _Pool = {
+        (depth, q8): _layers(device, depth, q8, np.random.default_rng(depth))
+        for depth in DEPTHS
+        for q8 in (False, True)
+    }
+    default, apart = _attention(device), _attention(device, overlap=False)
+    found = [_input(device, default, 1), _input(device, apart, 1, " apart"), _input(device, default, 4096)]
+    found += [_decode(device, default, pool, 1, depth, q8) for q8 in (False, True) for depth in DEPTHS]
+    found += [_decode(device, default, pool, 8, *args) for args in ((4096, False), (4096, True), (32768, False))]
+    found += [_decode(device, apart, pool, 1, depth, False, note=" apart") for depth in (512, 4096, 32768)]
+    for depth in (512, 4096, 32768):
+        for attention, note in ((default, ""), (apart, " apart")):
+            found.append(_decode(device, attention, pool, 1, depth, False, chain=True, note=note))
+    variants = [(32, 2, False), (32, 3, False), (32, 5, False), (64, 2, False), (32, 3, True), (64, 3, True)]
+    for splits, stages, q8 in variants:
+        attention = _attention(device, splits, stages)
+        for depth in (512, 32768) if q8 else (512, 4096, 32768):
+            found.append(_decode(device, attention, pool, 1, depth, q8, note=f" splits={splits} stages={stages}"))
+    return found

@@ -79,11 +79,13 @@ class Recorder:
             if not capturing:
                 return real
 
-            def launch(grid: Any, block: Any, args: Sequence[Any], shared_bytes: int = 0) -> None:
+            def launch(
+                grid: Any, block: Any, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+            ) -> None:
                 kept = list(args)
 
                 def again() -> None:
-                    real(grid, block, kept, shared_bytes)
+                    real(grid, block, kept, shared_bytes, overlap)
 
                 capturing[-1].append(
                     Launch(module, name, grid, block, again, self._bytes(capturing[-1], module, name, kept))

@@ -90,7 +90,7 @@ DEVICE void load_k_scales(const u8* stage, i32 offset, i32 s, Block& w) {
 
 // The sixteen values of IQ4_XS, as bytes.
 DEVICE u32 iq4_values(u32 index) {
-    // Four indices in the low 16 bits; a selector's top bit would ask for a sign, so the two halves are looked up apart.
+    // Four indices in the low 16 bits. A selector's top bit would ask for a sign, so each half is looked up apart.
     const u32 selector = index & 0x7777u;
     const u32 low = __byte_perm(0xbfad9881u, 0xf6eaddcfu, selector);
     const u32 high = __byte_perm(0x26190d01u, 0x71594535u, selector);

@@ -1,19 +1,19 @@
 // The end of attention of small batches: folds what attention.cu found in the splits of each row, and quantizes it.
 //
-// -DHEAD_DIM. Grid (ceil(H * HEAD_DIM / 32), T), blocks of 256 threads. partial_o [T, H, max_splits, HEAD_DIM],
+// -DHEAD_DIM, -DSPLITS (splits.cuh). May overlap the kernel ahead of it. Grid (ceil(H * HEAD_DIM / 32), T), blocks of 256 threads. partial_o [T, H, max_splits, HEAD_DIM],
 // partial_ml [T, H, max_splits, 2] as attention.cu leaves them; out [T, H * HEAD_DIM]. Unless q8 is null, H * HEAD_DIM
 // is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in 8 bits
 // (`quantize_activations` of engine/ops/reference.py).
 #include "arithmetic.cuh"
 #include "splits.cuh"
 
-constexpr i32 WARPS = 8;
+constexpr i32 WARPS = 8, MINE = (SPLITS + WARPS - 1) / WARPS;
 
-// A lane has one element of the output. Warp w folds splits w, w + 8 ..., four at a time; then the warps' results are
-// folded in order.
+// A lane has one element of the output. Warp w folds splits w, w + 8 ...; then the warps' results are folded in order.
 KERNEL __launch_bounds__(WARPS* WARP)
 attention_combine(const float* partial_o, const float* partial_ml, const i32* positions, i32 n_head, i32 max_blocks,
                   i32 max_splits, float* out, i8* q8, float* d, i32* sums) {
+    dependency_release();
     __shared__ float warp_m[WARPS][WARP], warp_l[WARPS][WARP], warp_o[WARPS][WARP];
     const i32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const i32 t = blockIdx.y, width = n_head * HEAD_DIM;
@@ -21,58 +21,46 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
     const i64 pair = ((i64)t * n_head + element / HEAD_DIM) * max_splits;
     const float* const from_o = partial_o + pair * HEAD_DIM + element % HEAD_DIM;
     const float2* const from_ml = (const float2*)partial_ml + pair;
-    const i32 position = positions[t];
+    const i32 n = count_splits(clamped_position(positions[t], max_blocks));
+    dependency_wait();
 
-    float m = -INFINITE, l = 0.0f, o = 0.0f;
-    i32 n = max_splits; // the first loads do not wait for the position
-    for (i32 first = warp; first < n; first += 4 * WARPS) {
-        float2 ml[4];
-        float x[4];
+    float2 ml[MINE];
+    float x[MINE];
 #pragma unroll
-        for (i32 i = 0; i < 4; i++) {
-            const i32 split = min(first + i * WARPS, max_splits - 1);
-            ml[i] = from_ml[split];
-            x[i] = from_o[(i64)split * HEAD_DIM];
-        }
-        n = split_of(clamped_position(position, max_blocks) / 64) + 1;
-        if (first >= n)
-            break;
-        float top = m;
-#pragma unroll
-        for (i32 i = 0; i < 4; i++)
-            if (first + i * WARPS < n)
-                top = fmaxf(top, ml[i].x);
-        const float decay = exponential(m - top);
-        l *= decay;
-        o *= decay;
-#pragma unroll
-        for (i32 i = 0; i < 4; i++)
-            if (first + i * WARPS < n) {
-                const float weight = exponential(ml[i].x - top);
-                l = __fmaf_rn(ml[i].y, weight, l);
-                o = __fmaf_rn(x[i], weight, o);
-            }
-        m = top;
+    for (i32 i = 0; i < MINE; i++) {
+        const i32 split = min(warp + i * WARPS, n - 1);
+        ml[i] = from_ml[split];
+        x[i] = from_o[(i64)split * HEAD_DIM];
     }
+    float m = ml[0].x, l = 0.0f, o = 0.0f;
+#pragma unroll
+    for (i32 i = 1; i < MINE; i++)
+        m = fmaxf(m, ml[i].x); // beyond the last split, the last again
+#pragma unroll
+    for (i32 i = 0; i < MINE; i++)
+        if (warp + i * WARPS < n) {
+            const float weight = exp2_fast(ml[i].x - m);
+            l = __fmaf_rn(ml[i].y, weight, l);
+            o = __fmaf_rn(x[i], weight, o);
+        }
     warp_m[warp][lane] = m;
     warp_l[warp][lane] = l;
     warp_o[warp][lane] = o;
     __syncthreads();
     if (warp > 0)
         return;
-    n = split_of(clamped_position(position, max_blocks) / 64) + 1;
     float top = m;
 #pragma unroll
     for (i32 i = 1; i < WARPS; i++)
         if (i < n)
             top = fmaxf(top, warp_m[i][lane]);
-    const float weight = exponential(m - top);
+    const float weight = exp2_fast(m - top);
     l *= weight;
     o *= weight;
 #pragma unroll
     for (i32 i = 1; i < WARPS; i++)
         if (i < n) {
-            const float other = exponential(warp_m[i][lane] - top);
+            const float other = exp2_fast(warp_m[i][lane] - top);
             l = __fmaf_rn(warp_l[i][lane], other, l);
             o = __fmaf_rn(warp_o[i][lane], other, o);
         }

@@ -1,21 +1,23 @@
 // The expert FFN of at most 32 tokens. Twin: expert_ffn.
 //
-// active: records of 64 bytes { u64 source[3], target[3]; i32 expert, first, count, 0 } of gate, up and down, n_active[0] of
-// them; pairs: t * n_used + a of the (token, rank) that use an expert, at first .. first + count. A record is worked on
-// once for all its tokens, so a byte of its source, which may be host memory, is read once; where target is not 0, it is
-// written there too. Sources and targets are 16-byte aligned and padded to 16 bytes.
+// active: records of 64 bytes { u64 source[3], target[3]; i32 expert, first, count, 0 } of gate, up and down,
+// n_active[0] of them; pairs: t * n_used + a of the (token, rank) that use an expert, at first .. first + count;
+// with one token, record a is that of rank a. A record is worked on once for all its tokens, so a byte of its
+// source, which may be host memory, is read once; where target is not 0, it is written there too. Sources and
+// targets are 16-byte aligned and padded to 16.
 //
-// gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; STAGES rows of each matrix in flight a
-// warp; TOKENS, 1 or 4, at a time): z [T * A, F] = silu(gate h) * (up h), in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1,
-// as z. Grid (copiers + F / 32 rounded up, records), any number of warps up to 32. The first `copiers` blocks of a record
-// write the down part of an expert that enters a slot to its target meanwhile. Shared memory: with TOKENS = 1 the input
-// as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least a row and 32 bytes.
+// gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; STAGES rows of each matrix in flight
+// a warp; TOKENS, 1 or 4, at a time): z [T * A, F] = silu(gate h) * (up h), in 8 bits (zq, zd, zsums) or, with
+// DOWN_FLOAT 1, as z. Grid (copiers + F / 32 rounded up, records), block at most 8 warps. The first `copiers` blocks
+// of a record write the down part of an expert that enters a slot to its target meanwhile. Shared memory: with
+// TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least a row and 32 bytes.
 //
-// down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8 rounded up, block a
-// warp for each rank, shared memory per warp its z as in product.cu, COLS / 2 bytes rounded up to 16, then STAGES *
-// stage_bytes, each four rows and 32.
-// down (the same and TOKENS 4; a stage has two rows): y [T * A, D]. Grid (D / 8 / warps rounded up, records), shared memory STAGES * stage_bytes
-// a warp. combine: x [T, D] += the fold of y over ranks. Grid (D / block, T).
+// down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8
+// rounded up, block a warp for each rank. Shared memory a warp: its z as in product.cu, COLS / 2 bytes rounded up to
+// 16, then STAGES * stage_bytes, each four rows and 32.
+// down (DOWN, COLS, STAGES, TOKENS): y [T * A, D]. Grid (D / 8 / warps rounded up, records), block at most 8 warps,
+// shared memory STAGES * stage_bytes a warp, each two rows and 32. combine: x [T, D] += the fold of y over ranks.
+// Grid (D / block, T).
 #include "rows.cuh"
 
 struct Record {
@@ -70,6 +72,9 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
     __shared__ float gs[MAX_COUNT][33], us[MAX_COUNT][33];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
+    dependency_wait();
+    dependency_release();
     Record record;
     if (!load_record(active, n_active, blockIdx.y, record))
         return;
@@ -84,8 +89,8 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
     u8* const stages = shared + (TOKENS == 1 ? shared_input_bytes<GATE>(COLS) : 0) + 2 * warp * STAGES * stage_bytes;
     auto issue = [&](i32 r, u8* stage) {
         if (r < rows) {
-            stage_rows(stage, gate + r * GATE_BYTES, GATE_BYTES);
-            stage_rows(stage + stage_bytes, up + r * UP_BYTES, UP_BYTES);
+            stage_rows<GATE_BYTES>(stage, gate + r * GATE_BYTES, GATE_BYTES);
+            stage_rows<UP_BYTES>(stage + stage_bytes, up + r * UP_BYTES, UP_BYTES);
         }
         copies_commit();
     };
@@ -105,6 +110,13 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
     }
 
     const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
+    auto tokens_of = [&](i32 i0, i32(&token)[TOKENS]) {
+#pragma unroll
+        for (i32 j = 0; j < TOKENS; j++)
+            token[j] = TOKENS == 1 ? 0 : pairs[first + min(i0 + j, count - 1)] / n_used;
+    };
+    i32 token[TOKENS];
+    tokens_of(0, token);
     for (i32 r = warp, i = 0; r < rows; r += n_warps, i = i + 1 < STAGES ? i + 1 : 0) {
         u8* const stage = stages + 2 * i * stage_bytes;
         const u8* const at_gate = gate + r * GATE_BYTES;
@@ -113,10 +125,8 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
         stage_wait<STAGES - 1>();
         for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
             float acc[2 * TOKENS] = {};
-            i32 token[TOKENS];
-#pragma unroll
-            for (i32 j = 0; j < TOKENS; j++)
-                token[j] = TOKENS == 1 || i0 + j >= count ? 0 : pairs[first + i0 + j] / n_used;
+            if (count > TOKENS)
+                tokens_of(i0, token);
             multiply<GATE, 1, TOKENS>(acc, stage, skew_gate, COLS, input, held, token, count - i0);
             multiply<UP, 1, TOKENS>(acc + TOKENS, stage + stage_bytes, skew_up, COLS, input, held, token, count - i0);
             const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
@@ -134,10 +144,11 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
     }
     __syncthreads();
 
+    auto pair_of = [&](i32 i) -> i64 { return TOKENS == 1 ? blockIdx.y : pairs[first + i]; };
 #if DOWN_FLOAT
     for (i32 i = threadIdx.x; i < count * 32; i += blockDim.x)
         if (i % 32 < rows)
-            z[(i64)pairs[first + i / 32] * F + row0 + i % 32] = silu(gs[i / 32][i % 32]) * us[i / 32][i % 32];
+            z[pair_of(i / 32) * F + row0 + i % 32] = silu(gs[i / 32][i % 32]) * us[i / 32][i % 32];
 #else
     for (i32 i0 = 4 * warp; i0 < count; i0 += 4 * n_warps) { // four tokens a warp, eight lanes each
         const i32 i = i0 + lane / 8, column = lane % 8 * 4;
@@ -150,7 +161,7 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
         i32 sum;
         const u32 packed = quantize4(v, scale, sum);
         if (i < count) {
-            const i64 at = (i64)pairs[first + i] * F + row0;
+            const i64 at = pair_of(i) * F + row0;
             *(u32*)(zq + at + column) = packed;
             if (column == 0) {
                 zd[at / 32] = scale;
@@ -169,15 +180,15 @@ constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
 
 DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
     if (row < D)
-        stage_rows(stage, part + (i64)row * ROW_BYTES, min(ROWS, D - row) * ROW_BYTES);
+        stage_rows<ROWS * ROW_BYTES>(stage, part + (i64)row * ROW_BYTES, min(ROWS, D - row) * ROW_BYTES);
     copies_commit();
 }
 
 #if TOKENS == 1
 
-KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_active, const i32* pairs,
-                                               const float* weights, i32 D, const float* z, const i8* zq,
-                                               const float* zd, const i32* zsums, float* x, i32 stage_bytes) {
+KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_active, const float* weights,
+                                               i32 D, const float* z, const i8* zq, const float* zd, const i32* zsums,
+                                               float* x, i32 stage_bytes) {
     __shared__ float ys[USED][UNITS * ROWS], ws[USED];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -189,18 +200,23 @@ KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_ac
     float* const terms = (float*)(base + input_bytes);
     const i32 row = row0 + threadIdx.x;
     const bool valid = threadIdx.x < UNITS * ROWS && row < D;
-    const float old = valid ? x[row] : 0.0f;
+    dependency_release();
     Record record;
-    if (load_record(active, n_active, warp, record)) {
-        const u8* const part = record.target[2] ? record.target[2] : record.source[2];
+    const bool active_rank = load_record(active, n_active, warp, record);
+    const u8* const part = record.target[2] ? record.target[2] : record.source[2];
+    if (!active_rank || record.target[2]) // gate_up writes what enters a slot; the rest is there already
+        dependency_wait();
+    if (active_rank)
 #pragma unroll
         for (i32 i = 0; i < STAGES; i++)
             issue(stages + i * stage_bytes, part, row0 + i * ROWS, D);
-        const i32 rank = pairs[record.first];
-        if (lane == 0)
-            ws[rank] = weights[rank];
+    dependency_wait();
+    const float old = valid ? x[row] : 0.0f;
+    if (active_rank) {
         const Input input = shared_input<DOWN>(base, COLS);
-        copy_input<DOWN>(input, 0, global_input(z, zq, zd, zsums), rank, COLS, lane, WARP);
+        copy_input<DOWN>(input, 0, global_input(z, zq, zd, zsums), warp, COLS, lane, WARP);
+        if (lane == 0)
+            ws[warp] = weights[warp];
         __syncwarp();
         Activations held[P::APPLIES ? P::HELD : n_held(DOWN, COLS)];
         float ds[P::STEPS];
@@ -221,13 +237,16 @@ KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_ac
                 multiply<DOWN, ROWS, 1>(acc, stage, offset, COLS, input, held, token, 1);
             const float y = fold_rows(acc);
             if (lane % (WARP / ROWS) == 0)
-                ys[rank][i * ROWS + lane / (WARP / ROWS)] = y;
+                ys[warp][i * ROWS + lane / (WARP / ROWS)] = y;
             __syncwarp(); // the stage and the terms are free
             if (i + STAGES < UNITS)
                 issue(stage, part, first + STAGES * ROWS, D);
             else
                 copies_commit();
         }
+    } else if (lane < UNITS * ROWS) { // a step that does nothing has an empty table
+        ys[warp][lane] = 0.0f;
+        ws[warp] = 0.0f;
     }
     __syncthreads();
     if (valid) {
@@ -246,6 +265,8 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     const i32 row0 = (blockIdx.x * n_warps + warp) * UNITS * ROWS;
+    dependency_release();
+    dependency_wait();
     Record record;
     if (!load_record(active, n_active, blockIdx.y, record) || row0 >= D)
         return;
@@ -257,6 +278,13 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     const Input input = global_input(z, zq, zd, zsums);
     const Activations held[1] = {};
     const i32 first = record.first, count = record.count;
+    auto pairs_of = [&](i32 i0, i32(&pair)[TOKENS]) {
+#pragma unroll
+        for (i32 j = 0; j < TOKENS; j++)
+            pair[j] = pairs[first + min(i0 + j, count - 1)];
+    };
+    i32 pair[TOKENS];
+    pairs_of(0, pair);
     for (i32 i = 0, s = 0; i < UNITS; i++, s = s + 1 < STAGES ? s + 1 : 0) {
         constexpr i32 N = ROWS * TOKENS, EACH = WARP / N; // lanes that hold the same sum
         u8* const stage = stages + s * stage_bytes;
@@ -264,10 +292,8 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
         stage_wait<STAGES - 1>();
         for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
             float acc[N] = {};
-            i32 pair[TOKENS];
-#pragma unroll
-            for (i32 j = 0; j < TOKENS; j++)
-                pair[j] = pairs[first + min(i0 + j, count - 1)];
+            if (count > TOKENS)
+                pairs_of(i0, pair);
             multiply<DOWN, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, pair, count - i0);
             const float sum = fold_rows(acc);
             const i32 t = i0 + lane / EACH % TOKENS, r = row + lane / EACH / TOKENS;
@@ -285,6 +311,8 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
 KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x) {
     const i32 i = blockIdx.x * blockDim.x + threadIdx.x;
     const i64 t = blockIdx.y;
+    dependency_release();
+    dependency_wait();
     if (i >= D)
         return;
     float r = 0.0f;

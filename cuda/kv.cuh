@@ -17,34 +17,56 @@ constexpr i32 KV_SCALE_WORDS = (KV_SCALES + 1) / 2;
 constexpr i32 KV_TILE_BYTES = KV_BLOCK * KV_STRIDE; // multiples of 16
 constexpr i32 KV_TILE_SCALE_BYTES = KV_BLOCK * KV_SCALE_WORDS * 4;
 
-// Start copying the first `valid` positions of a physical block; the rest of the tile becomes zeros. The caller
-// commits.
+// A block in shared memory.
+struct KvTiles {
+    u8 *k, *v, *k_scale, *v_scale;
+};
+
+DEVICE KvTiles kv_tiles(u8* slot) {
+    return {slot, slot + KV_TILE_BYTES, slot + 2 * KV_TILE_BYTES, slot + 2 * KV_TILE_BYTES + KV_TILE_SCALE_BYTES};
+}
+
+// Start copying the 16 positions of a block from `first` on, of those the ones in [from, to); from `valid` on they become
+// zeros. Scales, which pass through L1, where they would go stale, come all at once if `with_scales`. By n_threads
+// threads, of which this one is `thread`. The caller commits.
 template <i32 n_threads>
-DEVICE void copy_kv_tile(u8* tile, u8* tile_scales, const u8* cache, const u16* scales, i32 block, i32 valid, i32 head,
-                         i32 n_head_kv) {
-    constexpr i32 PIECES = KV_ROW_BYTES / 16, COPIES = KV_BLOCK * PIECES;
+DEVICE void copy_kv_rows(const KvTiles& tiles, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale,
+                         i32 block, i32 first, i32 from, i32 to, bool with_scales, i32 valid, i32 head, i32 n_head_kv,
+                         i32 thread) {
+    constexpr i32 PIECES = KV_ROW_BYTES / 16, COPIES = 16 * PIECES;
     constexpr bool ALIKE = n_threads % PIECES == 0; // a thread's copies are of one piece of several rows
     const i64 row0 = (i64)block * KV_BLOCK * n_head_kv + head;
-    const u8* const from = cache + row0 * KV_ROW_BYTES;
-    const i32 row_step = n_head_kv * KV_ROW_BYTES, thread = threadIdx.x;
+    const i32 row_bytes = n_head_kv * KV_ROW_BYTES;
+    const i64 offset0 = row0 * KV_ROW_BYTES + (first + thread / PIECES) * row_bytes + thread % PIECES * 16;
+    const u8 *k_source = k + offset0, *v_source = v + offset0;
+    const u32 n_wanted = max(to - from, 0);
 #pragma unroll
     for (i32 j = 0; j < (COPIES + n_threads - 1) / n_threads; j++) {
         const i32 i = j * n_threads + thread;
-        const i32 position = ALIKE ? thread / PIECES + j * (n_threads / PIECES) : i / PIECES;
-        const i32 piece = ALIKE ? thread % PIECES : i % PIECES;
-        if (COPIES % n_threads == 0 || i < COPIES)
-            copy16_async_if(tile + position * KV_STRIDE + piece * 16, from + position * row_step + piece * 16,
-                            position < valid);
+        const i32 position = first + (ALIKE ? thread / PIECES + j * (n_threads / PIECES) : i / PIECES);
+        const i32 piece = ALIKE ? thread % PIECES : i % PIECES, target = position * KV_STRIDE + piece * 16;
+        if (!ALIKE) {
+            const i64 offset = row0 * KV_ROW_BYTES + position * row_bytes + piece * 16;
+            k_source = k + offset, v_source = v + offset;
+        }
+        if ((COPIES % n_threads == 0 || i < COPIES) && (u32)(position - from) < n_wanted) {
+            copy16_async_if(tiles.k + target, k_source, position < valid);
+            copy16_async_if(tiles.v + target, v_source, position < valid);
+        }
+        k_source += n_threads / PIECES * row_bytes, v_source += n_threads / PIECES * row_bytes;
     }
 #if KV_Q8_0
     // Words: where a row has an odd number of scales, half of the rows begin in the middle of one.
-    constexpr i32 WORDS = KV_BLOCK * KV_SCALE_WORDS;
+    constexpr i32 WORDS = 16 * KV_SCALE_WORDS;
 #pragma unroll
     for (i32 j = 0; j < (WORDS + n_threads - 1) / n_threads; j++) {
-        const i32 i = j * n_threads + thread, position = i / KV_SCALE_WORDS, word = i % KV_SCALE_WORDS;
-        const i64 first = (row0 + (i64)position * n_head_kv) * KV_SCALES / 2 + word;
-        if (WORDS % n_threads == 0 || i < WORDS)
-            copy4_async_if(tile_scales + i * 4, (const u32*)scales + first, position < valid);
+        const i32 i = j * n_threads + thread, position = first + i / KV_SCALE_WORDS, word = i % KV_SCALE_WORDS;
+        const i64 at = (row0 + (i64)position * n_head_kv) * KV_SCALES / 2 + word;
+        const i32 target = (position * KV_SCALE_WORDS + word) * 4;
+        if ((WORDS % n_threads == 0 || i < WORDS) && with_scales) {
+            copy4_async_if(tiles.k_scale + target, (const u32*)k_scale + at, position < valid);
+            copy4_async_if(tiles.v_scale + target, (const u32*)v_scale + at, position < valid);
+        }
     }
 #endif
 }
@@ -97,30 +119,35 @@ DEVICE void key_fragments(u32 (&b)[KEY_STEPS][2], const u8* tile, i32 position, 
 #endif
 }
 
-// Values of 32 positions and a slice of 16 dimensions: b[step][tile][.], two steps of 16 positions, two tiles of 8
-// dimensions. Column n of tile t is dimension 8 t + n of the slice; for q8_0, rounded to halves, dimension 2 n + t.
-DEVICE void value_fragments(u32 (&b)[2][2][2], const u8* tile, const u8* tile_scales, i32 position, i32 dimension,
-                            i32 head, i32 n_head_kv) {
+// Values of 16 positions and 32 dimensions: the column operands of four products with 8 dimensions each. Column n of
+// product t is dimension value_dimension(t, n) of the 32. Values of q8_0 are rounded to halves.
+DEVICE i32 value_dimension(i32 t, i32 n) { return KV_Q8_0 ? t / 2 * 16 + 2 * n + t % 2 : 8 * t + n; }
+
+DEVICE void value_fragments(u32 (&b)[4][2], const u8* tile, const u8* tile_scales, i32 position, i32 dimension, i32 head,
+                            i32 n_head_kv) {
     const i32 lane = threadIdx.x % WARP;
+    const u8* const row = tile + (position + lane % 16) * KV_STRIDE;
 #if KV_Q8_0
     u32 r[4];
-    load_matrix4_transposed(r, tile + (position + lane) * KV_STRIDE + dimension);
+    load_matrix4_transposed(r, row + dimension + lane / 16 * 16);
 #pragma unroll
-    for (i32 i = 0; i < 4; i++) {
+    for (i32 i = 0; i < 2; i++) {
         const i32 at = position + 8 * i + lane % 4 * 2;
         const u32 scale = kv_scale_bits(tile_scales, at, dimension / 32, head, n_head_kv) |
                           (u32)kv_scale_bits(tile_scales, at + 1, dimension / 32, head, n_head_kv) << 16;
-        const u32 flipped = r[i] ^ 0x80808080u;
-        b[i / 2][0][i % 2] = half2_mul(bytes_to_halves<0x4240>(flipped), scale);
-        b[i / 2][1][i % 2] = half2_mul(bytes_to_halves<0x4341>(flipped), scale);
+#pragma unroll
+        for (i32 half = 0; half < 2; half++) {
+            const u32 flipped = r[2 * half + i] ^ 0x80808080u;
+            b[2 * half][i] = half2_mul(bytes_to_halves<0x4240>(flipped), scale);
+            b[2 * half + 1][i] = half2_mul(bytes_to_halves<0x4341>(flipped), scale);
+        }
     }
 #else
 #pragma unroll
-    for (i32 step = 0; step < 2; step++) {
+    for (i32 half = 0; half < 2; half++) {
         u32 r[4];
-        const u8* const row = tile + (position + 16 * step + lane % 16) * KV_STRIDE;
-        load_matrix4_transposed(r, row + (dimension + lane / 16 * 8) * 2);
-        b[step][0][0] = r[0], b[step][0][1] = r[1], b[step][1][0] = r[2], b[step][1][1] = r[3];
+        load_matrix4_transposed(r, row + (dimension + half * 16 + lane / 16 * 8) * 2);
+        b[2 * half][0] = r[0], b[2 * half][1] = r[1], b[2 * half + 1][0] = r[2], b[2 * half + 1][1] = r[3];
     }
 #endif
 }

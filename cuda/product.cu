@@ -1,19 +1,24 @@
 // Matrix products with at most three matrices that share their input. Twin: product (also rms_norm before it).
 //
-// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1. Types TYPE0, TYPE1, TYPE2 are all block formats or
-// all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any type, which is
-// quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights arrive.
+// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1. Types TYPE0, TYPE1, TYPE2 are all block
+// formats or all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any
+// type, which is quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights
+// arrive.
 //
-// Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4, 8)
-// activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: any number of warps.
-// Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row, float types
-// COLS * 4), and COLS * 8 more for a norm of a block format; then STAGES * stage_bytes a warp, each at least ROWS rows of the widest type and 32. Rows of floats are 16-byte
-// aligned where they are normed or quantized.
+// Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4,
+// 8) activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: any number of
+// warps. Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row,
+// float types COLS * 4), and COLS * 8 more for a norm of a block format; then STAGES * stage_bytes a warp, each at
+// least ROWS rows of the widest type and 32. Rows of floats are 16-byte aligned where they are normed or quantized.
 #include "rows.cuh"
 
 constexpr bool FLOATS = is_float(TYPE0);
 constexpr bool LOCAL = TOKENS == 1 || (SHARED && !FLOATS); // the input is in shared memory
 constexpr bool FIRST = TYPE0 == Q6_K || TYPE1 == Q6_K || TYPE2 == Q6_K;
+
+constexpr i32 BYTES0 = row_bytes_of(TYPE0, COLS), BYTES1 = row_bytes_of(TYPE1, COLS);
+constexpr i32 BYTES2 = row_bytes_of(TYPE2, COLS);
+constexpr i32 WIDER = BYTES0 > BYTES1 ? BYTES0 : BYTES1, MOST = ROWS * (WIDER > BYTES2 ? WIDER : BYTES2);
 
 // Rows row0 .. row0 + rows (at most 0: none) of a matrix of n.
 struct Unit {
@@ -24,7 +29,7 @@ struct Unit {
 
 DEVICE void issue(u8* stage, const Unit& unit) {
     if (unit.rows > 0)
-        stage_rows(stage, unit.w + (i64)unit.row0 * unit.row_bytes, unit.rows * unit.row_bytes);
+        stage_rows<MOST>(stage, unit.w + (i64)unit.row0 * unit.row_bytes, unit.rows * unit.row_bytes);
     copies_commit();
 }
 
@@ -37,12 +42,12 @@ KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8*
     const i32 n_units = units0 + units1 + units2, step = gridDim.x * n_warps;
     auto unit_of = [&](i32 u) -> Unit {
         if (u < units0)
-            return {w0, y0, 0, u * ROWS, min(ROWS, n0 - u * ROWS), n0, row_bytes_of(TYPE0, COLS)};
+            return {w0, y0, 0, u * ROWS, min(ROWS, n0 - u * ROWS), n0, BYTES0};
         u -= units0;
         if (u < units1)
-            return {w1, y1, 1, u * ROWS, min(ROWS, n1 - u * ROWS), n1, row_bytes_of(TYPE1, COLS)};
+            return {w1, y1, 1, u * ROWS, min(ROWS, n1 - u * ROWS), n1, BYTES1};
         u -= units1;
-        return {w2, y2, 2, u * ROWS, u < units2 ? min(ROWS, n2 - u * ROWS) : 0, n2, row_bytes_of(TYPE2, COLS)};
+        return {w2, y2, 2, u * ROWS, u < units2 ? min(ROWS, n2 - u * ROWS) : 0, n2, BYTES2};
     };
 
     u8* stages = shared;
@@ -57,9 +62,11 @@ KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8*
         copies_commit();
     }
     i32 u = blockIdx.x * n_warps + warp;
+    dependency_release();
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue(stages + i * stage_bytes, unit_of(u + i * step));
+    dependency_wait();
 
     Input input = global_input(x, q, d, sums);
     Activations held[n_held(TYPE0, COLS)];

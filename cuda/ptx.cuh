@@ -131,6 +131,23 @@ DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 // To host memory that the host polls: one store of 8 bytes, after everything this thread wrote before.
 DEVICE void store_system(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
+// --- the kernel before ------------------------------------------------------------------------------
+
+// A kernel that is launched with `overlap` may begin before the one ahead of it has ended. It must call
+// dependency_wait before it reads what that one writes, and before it writes anything; until then it may load what
+// nobody changes. dependency_release lets the kernel behind begin: call it early, it promises nothing about data.
+DEVICE void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void dependency_release() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // --- tensor cores ---------------------------------------------------------------------------------
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
@@ -170,7 +187,7 @@ DEVICE void mma_s8(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 2^x, approximate (2 ulp): prefill attention only.
+// 2^x, approximate (2 ulp): attention only.
 DEVICE float exp2_fast(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

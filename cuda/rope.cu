@@ -5,14 +5,15 @@
 // (ceil((H + 2 K) / 4), T), blocks of 128 threads. q_raw [T, H, HEAD_DIM], k_raw and v_raw [T, K, HEAD_DIM], q
 // [T, H, HEAD_DIM] float; q_norm, k_norm [HEAD_DIM] or null; rope [n_pos, 2, half], half up to HEAD_DIM / 2; k, v
 // [n_slots, K, HEAD_DIM] halves or bytes, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves for q8_0. Elements are
-// aligned to their own size. A token whose slot is negative stores nothing.
+// aligned to their own size. A token whose slot is negative stores nothing. May overlap the kernel ahead of it, which
+// writes the raw heads and neither positions nor slots.
 #include "arithmetic.cuh"
 
 constexpr i32 HEADS = 4; // of a block
 constexpr i32 PER_LANE = (HEAD_DIM + WARP - 1) / WARP;
 constexpr i32 PAIRS_PER_LANE = (HEAD_DIM / 2 + WARP - 1) / WARP;
 
-// The loops below are over what is one lane's; all global loads come before the first use of any, to wait only once.
+// The loops below are over what is one lane's.
 #define FOR_ELEMENTS(j, i) \
     _Pragma("unroll") for (i32 j = 0, i = threadIdx.x % WARP; j < PER_LANE; j++, i += WARP) if (i < HEAD_DIM)
 
@@ -35,6 +36,7 @@ KERNEL __launch_bounds__(HEADS* WARP)
 attention_input(const float* q_raw, const float* k_raw, const float* v_raw, const float* q_norm, const float* k_norm,
                 float eps, const float* rope, i32 half, const i32* positions, const i32* slots, i32 H, i32 K, float* q,
                 u16* k, u16* v, u16* k_scale, u16* v_scale) {
+    dependency_release();
     __shared__ float heads[HEADS][HEAD_DIM];
     const i32 lane = threadIdx.x % WARP, head = blockIdx.x * HEADS + threadIdx.x / WARP;
     const i64 t = blockIdx.y;
@@ -46,8 +48,9 @@ attention_input(const float* q_raw, const float* k_raw, const float* v_raw, cons
                                        : v_raw + (t * K + head - H - K) * HEAD_DIM;
     const i32 slot = slots[t], position = positions[t];
     float x[PER_LANE];
-    FOR_ELEMENTS(j, i) x[j] = from[i];
     if (!is_query && !is_key) {
+        dependency_wait();
+        FOR_ELEMENTS(j, i) x[j] = from[i];
         if (slot >= 0)
             store_head(x, (i64)slot * K + head - H - K, v, v_scale);
         return;
@@ -64,6 +67,8 @@ attention_input(const float* q_raw, const float* k_raw, const float* v_raw, cons
             cosine[j] = table[i];
             sine[j] = table[half + i];
         }
+    dependency_wait();
+    FOR_ELEMENTS(j, i) x[j] = from[i];
     if (norm) {
         float acc = 0.0f; // dot32(x, x)
         FOR_ELEMENTS(j, i) acc = __fmaf_rn(x[j], x[j], acc);

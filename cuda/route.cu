@@ -366,22 +366,25 @@ KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, co
     const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
                      clock + layer,              counts + layer * EXPERTS, hits + layer, misses + layer,
                      expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
-    float x[PER_LANE];
-    if (warp < T)
-        load_row(logits + warp * EXPERTS, lane, x);
+    // The tables of this layer were last written a token ago: they are loaded while the router still computes.
+    dependency_release();
     const int begin = slot_begin[layer], end = slot_begin[layer + 1];
     const bool is_active = !active_step || *active_step;
     const i64 now = *s.clock + 1;
     const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
     const u8 counts_row = warp < T ? counted[warp] : 0;
+    const OwnSlot own = load_slot(s, begin, end);
     clear(step);
     __syncthreads();
+    dependency_wait();
+    float x[PER_LANE];
+    if (warp < T)
+        load_row(logits + warp * EXPERTS, lane, x);
     if (!is_active) { // nothing moves, and neither the expert FFN nor a copy finds work of the step before
         if (i == 0)
             *n_active = *fetch_count = 0;
         return;
     }
-    const OwnSlot own = load_slot(s, begin, end);
     for (int t = warp; t < T; t += n_warps) {
         float weight;
         i32 expert;

@@ -12,12 +12,15 @@
 
 // Start copying n_bytes from `rows` to `stage` (16-byte aligned). Returns where in the stage the first row begins.
 // A stage has room for its rows and 32 bytes: what alignment adds on both sides, and a word that is read beyond.
+// `most` is the largest n_bytes that a call may have: a constant makes it straight code.
+template <i32 most>
 DEVICE i32 stage_rows(u8* stage, const u8* rows, i32 n_bytes) {
-    const i32 skew = (i32)((u64)rows & 15);
-    const u8* from = rows - skew;
-#pragma unroll 4
-    for (i32 i = 16 * (threadIdx.x % WARP); i < skew + n_bytes; i += 16 * WARP)
-        copy16_async(stage + i, from + i);
+    const i32 skew = (i32)((u64)rows & 15), start = 16 * (threadIdx.x % WARP);
+    const u8* const from = rows - skew;
+#pragma unroll 8
+    for (i32 i = 0; i < most + 15; i += 16 * WARP)
+        if (start + i < skew + n_bytes)
+            copy16_async(stage + start + i, from + start + i);
     return skew;
 }
 
@@ -101,12 +104,16 @@ DEVICE void copy_input(const Input& to, i32 to_t, const Input& from, i64 t, i32 
         const i8* const q = from.q + t * k;
         i8* const to_q = to.q + to_t * k;
         const i64 blocks = t * (k / 32);
-        for (i32 i = thread; i < k / 16; i += n_threads)
-            *(uint4*)(to_q + (i & 1) * to.half + (i >> 1) * to.stride) = *(const uint4*)(q + 16 * i);
-        for (i32 i = thread; i < k / 32; i += n_threads) {
-            to.d[to_t * (k / 32) + i] = from.d[blocks + i];
-            to.sums[to_t * (k / 32) + i] = from.sums[blocks + i];
-        }
+#pragma unroll 4
+        for (i32 start = 0; start < k / 16; start += n_threads)
+            if (const i32 i = start + thread; i < k / 16)
+                *(uint4*)(to_q + (i & 1) * to.half + (i >> 1) * to.stride) = *(const uint4*)(q + 16 * i);
+#pragma unroll 2
+        for (i32 start = 0; start < k / 32; start += n_threads)
+            if (const i32 i = start + thread; i < k / 32) {
+                to.d[to_t * (k / 32) + i] = from.d[blocks + i];
+                to.sums[to_t * (k / 32) + i] = from.sums[blocks + i];
+            }
     }
 }
 
@@ -159,8 +166,8 @@ DEVICE void quantize_row(const Input& to, const float* x, const float* weight, f
 // --- products -------------------------------------------------------------------------------------
 
 template <Type type, i32 rows, i32 tokens>
-DEVICE void multiply_block(float* acc, const u8* stage, i32 offset, i32 k, i32 b, const Input& x, const Activations* held,
-                           const i32 (&token)[tokens], i32 n) {
+DEVICE void multiply_block(float* acc, const u8* stage, i32 offset, i32 k, i32 b, const Input& x,
+                           const Activations* held, const i32 (&token)[tokens], i32 n) {
     Block w[rows];
 #pragma unroll
     for (i32 r = 0; r < rows; r++)

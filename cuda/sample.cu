@@ -136,6 +136,8 @@ KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u6
     __shared__ u64 best_of_warp[THREADS / WARP];
     const int i = threadIdx.x, lane = i % WARP, begin = blockIdx.x * BLOCK_TOKENS, id = begin + i * PER_THREAD;
     float x[PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f};
+    dependency_release();
+    dependency_wait();
     if (id + PER_THREAD <= V) {
         const float4 v = *(const float4*)(logits + id);
         x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
@@ -217,6 +219,8 @@ KERNEL weigh(const float* values, int V, u64* masses, u64* bin_mass, u32* bin_co
     __shared__ u64 rest;
     __shared__ i32 chosen;
     const int i = threadIdx.x, id = blockIdx.x * BLOCK_TOKENS + i * PER_THREAD;
+    dependency_release();
+    dependency_wait();
     const u64 best = scratch[BEST];
     if (best == 0)
         return;
@@ -395,6 +399,8 @@ DEVICE u32 draw_long(const List& list, const Rules& rules, int& turn) {
 KERNEL collect(const float* values, int V, u32* list, u64* scratch, STEP_PARAMETERS) {
     __shared__ u32 near_list[3][SHARED_LIST];
     const int i = threadIdx.x, lane = i % WARP, id = blockIdx.x * COLLECT_THREADS + i;
+    dependency_release();
+    dependency_wait();
     const u64 cut = scratch[CUT], best = scratch[BEST], total = scratch[TOTAL];
     if (cut == 0)
         return;

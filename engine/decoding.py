@@ -89,7 +89,12 @@ class Graphs:
             rows=np.zeros(1, np.int32),
         )  # fmt: skip
         self.sampler.prepare(params, history, start, stop, limit)
-        self._sample(self._inputs(1), f.buffers.logits[row : row + 1], greedy)
+        logits = f.buffers.logits[:1]
+        if row:  # the sampler reads a row at the beginning of aligned memory
+            self.device.copy(
+                self.device.pointer(logits), self.device.pointer(f.buffers.logits[row : row + 1]), logits.nbytes
+            )
+        self._sample(self._inputs(1), logits, greedy)
         made, enqueued, heard = 0, 1, time.monotonic()
         while True:
             while enqueued < min(limit, made + 1 + AHEAD_STEPS):

@@ -22,10 +22,11 @@ from engine.dryrun import Decision
 from engine.errors import CapacityError, UsageError
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
-from engine.kv import Sequence, block_table
+from engine.kv import KVCache, Sequence, block_table
 from engine.models import Buffers
 from engine.ops import F32, I32
 from engine.ops.cuda.counting import CountingDevice
+from engine.ops.cuda.replay import Replay
 from engine.placement import Placement
 from engine.profile import Profile
 from engine.profile import load as load_profile
@@ -79,7 +80,10 @@ class StepResult:
     @property
     def hidden(self) -> F32 | None:
         """The residual entering each layer, where it was captured."""
-        return None if self._buffers.hidden is None else np.asarray(self._device.read(self._buffers.hidden))
+        if self._buffers.hidden is None:
+            return None
+        self._device.synchronize()
+        return self._buffers.hidden
 
     @property
     def residual(self) -> F32:
@@ -153,10 +157,10 @@ class Runner:
             self.weights.experts, self.placement, self.rule, device=b.device, tier=tier, poison=o.poison,
             progress=progress,
         )  # fmt: skip
-        if self.decision is not None and self.decision.staging_bytes:
-            self.forward.ws.stream_experts(self.decision.staging_bytes)
-        if o.replay is not None:
-            self._replay(o.replay)
+        if self.decision is not None:
+            self.forward.ws.replay = self._replayed
+            if self.decision.staging_bytes:
+                self.forward.ws.stream_experts(self.decision.staging_bytes)
         self.graphs = b.graphs(self.forward, self.residency)
 
     def _share_out_gpu(self, progress: Progress) -> Decision:
@@ -185,11 +189,14 @@ class Runner:
                 f"{free / plan.GIB:.2f} of {total / plan.GIB:.2f} GiB are free",
                 hint="what else uses it (nvidia-smi)? or give a smaller --vram",
             )
+        self._replayed = None if o.replay is None else Replay(device, self._choices(o.replay))
         device.reserve(decision.arena_bytes)
         return decision
 
     def _place_on_host(self) -> tuple[Placement, policy.Rule, Many[str]]:
         o, c = self.options, self.config
+        if o.replay is not None:
+            raise UsageError("--replay imposes choices on a GPU, and this is the CPU")
         if o.vram_gib is not None:
             raise UsageError("--vram caps the memory of a GPU, and this is the CPU", hint="use --residency")
         sizes = [slot_bytes(e) for e in self.weights.experts]
@@ -199,21 +206,19 @@ class Runner:
         budget = placement.residency_budget(c.n_expert, sizes, o.residency_pct)
         return plan.place(o, counts, sizes, budget, c.n_expert_used, self.profile)
 
-    def _replay(self, path: Path) -> None:
-        """Impose recorded choices on decoded tokens."""
-        choices = np.load(path, allow_pickle=False)
+    def _choices(self, path: Path) -> NDArray[np.integer]:
+        """Recorded expert choices for decoded tokens; they come on top of the memory plan."""
+        choices: NDArray[np.integer] = np.load(path, allow_pickle=False)
         shape = (len(self.config.moe_layers), self.config.n_expert_used)
-        if self.device != "cuda":
-            raise UsageError("--replay imposes choices on a GPU only")
         if choices.ndim != 3 or choices.shape[1:] != shape or not np.issubdtype(choices.dtype, np.integer):
             raise UsageError(f"{path}: expected integers [n_tokens, {shape[0]}, {shape[1]}], found {choices.shape}")
-        if choices.size and not 0 <= choices.min() <= choices.max() < self.config.n_expert:
-            raise UsageError(f"{path}: experts {choices.min()}..{choices.max()} of {self.config.n_expert}")
-        self.forward.ws.impose(choices)
+        if not choices.size or not 0 <= choices.min() <= choices.max() < self.config.n_expert:
+            raise UsageError(f"{path}: expected experts below {self.config.n_expert}, of at least one token")
         self.reasons.append(f"the choices of {len(choices)} tokens are replayed from {path}: the text means nothing")
+        return choices
 
     @property
-    def kv(self) -> Any:
+    def kv(self) -> KVCache:
         """The KV cache."""
         return self.forward.kv
 
@@ -304,6 +309,10 @@ class Runner:
     def logits(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step (at most MAX_ROWS at a time)."""
         return self.forward.head(rows)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was told."""
+        self.backend.device.synchronize()
 
     def plan(self) -> dict[str, int | bool]:
         """Bytes by purpose: what is in fast memory, and what the slow tier takes."""

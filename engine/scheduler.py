@@ -194,6 +194,7 @@ class Engine:
         for part in self._prefill(prompt, np.zeros(len(prompt), bool), sequence):
             if part.stop < len(prompt):
                 yield [Progress(request.id, part.stop, len(prompt))]
+        r.synchronize()
         prefill_s = time.perf_counter() - began
         history = list(request.tokens)
         limit = min(request.max_tokens, r.n_ctx - len(prompt))

@@ -36,6 +36,15 @@ class DeviceOps:
 
         return call
 
+    def attention(
+        self, _: Any, q: Any, kv: Any, table: Any, sequence: Any, positions: Any, scale: Any, out: Any
+    ) -> None:
+        """As the op; the largest position is what the host knows of a long step."""
+        there = [self._to(a) for a in (q, kv, table, sequence, positions)]
+        result = self.device.upload(out)
+        ops.attention(self.ws, *there, float(scale), result, int(positions.max()) + 1)
+        out[...] = self.device.read(result)
+
     def product(self, w: QTensor, x: np.ndarray) -> np.ndarray:
         """y [T, N] = x w^T by the kernels that a step of len(x) tokens uses."""
         y = self.device.upload(np.full((len(x), w.shape[0]), np.nan, np.float32))
@@ -85,7 +94,8 @@ class DeviceOps:
         x[...] = self.device.read(moved[4])
         for s, addresses in enumerate(bank.slot_ptr.tolist()):
             for part, n_bytes in enumerate(bank.part_bytes):
-                ctypes.memmove(addresses[part], self.device.read(memory[s][part]).ctypes.data, n_bytes)
+                found = self.device.read(memory[s][part])
+                ctypes.memmove(addresses[part], found.ctypes.data, n_bytes)
 
     def _bank(self, bank: Experts) -> tuple[Experts, list[list[Any]]]:
         def bytes_at(address: int, n: int) -> np.ndarray:

@@ -155,7 +155,9 @@ class EmulatedKernel:
         self.device, self.launch, self.index, self.name, self.kinds = device, launch, index, name, kinds
         self.max_threads = bound
 
-    def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0) -> None:
+    def __call__(
+        self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+    ) -> None:
         grid, block = _dim3(grid), _dim3(block)
         limits = (2**31 - 1, 65535, 65535)
         if any(not 1 <= n <= limit for n, limit in zip(grid, limits, strict=True)):

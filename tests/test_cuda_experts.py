@@ -173,3 +173,23 @@ def test_columns_that_leave_lanes_without_work(device: Any, down: QType) -> None
     for F in (768, 1536) if down == QType.Q6_K else (768,):
         bank = Bank(device, (QType.Q8_0, QType.Q8_0, down), D=96, F=F)
         run(bank, 1, resident={}, entering={0: 0})
+
+
+def test_an_empty_table_adds_nothing(device: Any) -> None:
+    bank = Bank(device, (QType.Q4_0, QType.Q4_0, QType.Q8_0), D=160, F=96)
+    active, n_active, pairs = bank.table(np.arange(A, dtype=np.int32)[None], {}, {0: 0})
+    device.write(n_active, np.zeros(1, np.int32))
+    x = normal(1, 160)
+    on_device = device.upload(x)
+    SmallExperts(device, bank.limits)(
+        Products(device, bank.limits).quantize(on_device),
+        device.upload(np.zeros((1, A), np.int32)),
+        device.upload(np.ones((1, A), np.float32)),
+        bank.experts(device.upload(np.zeros((E, 3), np.uint64))),
+        active,
+        n_active,
+        pairs,
+        on_device,
+    )
+    check(device.read(on_device), x)
+    assert (device.read(bank.slots) == 0xFF).all()

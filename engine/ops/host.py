@@ -22,6 +22,10 @@ class HostDevice:
         """An array of zeros: pages that nobody writes cost nothing."""
         return np.zeros(shape, dtype)
 
+    def page_locked(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Ordinary memory: there is nobody else to read it."""
+        return np.zeros(n_bytes, np.uint8)
+
     def upload(self, host: NDArray[Any]) -> NDArray[Any]:
         """The array itself, not a copy."""
         return host

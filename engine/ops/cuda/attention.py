@@ -1,35 +1,31 @@
 """Attention around the paged KV cache: what enters it (rope.cu), small batches of queries (attention.cu, combine.cu).
 
-`input` follows docs/arithmetic.md bit for bit. `decode` sums in another order than the page, split by position: a
-row's result depends on its query, its position and the cached values alone, not on the other rows, the size of
-the context or where blocks lie; against the page its NMSE is below 1e-11 (f16), 1e-7 (q8_0).
+`input` follows docs/arithmetic.md bit for bit. `decode` sums in another order than the page, split by position, and
+rounds probabilities to halves: a row's result depends on its query, its position and the cached values alone, not on
+the other rows, the size of the context or where blocks lie; against the page its NMSE is below 1e-7.
+
+With `overlap` these kernels begin before the ones ahead of them have ended and load what those do not write: positions,
+slots, the block table, older keys and values. So none of these may be written in the same graph after its last
+launch without overlap.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits
+from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
 
 MAX_TOKENS = 8  # of a launch of attention_splits
+TARGET_BLOCKS = 128  # of attention_splits for one long sequence: about the multiprocessors of a large GPU
+SPLITS = (16, 64)  # at least, at most: of a sequence, for each kv head
+MAX_STAGES = 4  # tiles in flight: enough for the latency of memory
 COMBINE_THREADS = 256
 INPUT_HEADS = 4  # of a block of attention_input
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16  # query heads of a kv head
-STATIC_SHARED_BYTES = 3 << 10  # at most, with what a block takes besides
-
-
-def n_splits(n_blocks: int) -> int:
-    """Splits of the positions of so many blocks (split_of in splits.cuh)."""
-    n, begin, length = 0, 0, 1
-    for end in (32, 128, 512, n_blocks):
-        if n_blocks <= begin:
-            break
-        n += -(-(min(end, n_blocks) - begin) // length)
-        begin, length = end, 2 * length
-    return n
+STATIC_SHARED_BYTES = 6 << 10  # at most, with what a block takes besides
 
 
 class Attention:
@@ -38,8 +34,10 @@ class Attention:
     def __init__(self, device: Device, limits: Limits) -> None:
         self.device = device
         self.limits = limits
-        self._max_splits = n_splits(-(-limits.n_ctx // KV_BLOCK_TOKENS))
-        rows = min(limits.max_tokens, MAX_TOKENS) * self._max_splits
+        self.splits = min(max(TARGET_BLOCKS // limits.n_head_kv, SPLITS[0]), SPLITS[1])
+        self.max_stages = MAX_STAGES
+        self.overlap = True
+        rows = min(limits.max_tokens, MAX_TOKENS) * self.splits
         self._partial_o = device.empty((rows * limits.n_head_dim,), np.float32)
         self._partial_ml = device.empty((rows * limits.n_head * 2,), np.float32)
 
@@ -78,6 +76,7 @@ class Attention:
                 *(q_raw, k_raw, v_raw, q_norm, k_norm, float(eps), rope, rope.shape[2], positions, slots),
                 *(H, K, q, kv.k, kv.v, kv.k_scale, kv.v_scale),
             ),
+            overlap=self.overlap and T <= SMALL_TOKENS,
         )
 
     def decode(
@@ -103,62 +102,64 @@ class Attention:
         _check_cache(kv, head_dim)
         if H % K or H // K > MAX_GROUP or H * head_dim > limits.n_head_dim or limits.n_head < H:
             raise ValueError(f"attention of {H} heads of {head_dim} over {K} kv heads")
-        max_splits = n_splits(max_blocks)
-        if max_splits > self._max_splits:
+        if -(-limits.n_ctx // KV_BLOCK_TOKENS) < max_blocks:
             raise ValueError(f"a table of {max_blocks} blocks for a context of {limits.n_ctx} tokens")
+        max_splits = min(self.splits, max_blocks)
+        splits = ("SPLITS", str(self.splits))
+        overlap = self.overlap and T <= MAX_TOKENS  # else a launch would read what the tokens of another one store
         if out.shape != (T, H * head_dim) or (quantized is not None and H * head_dim % 32):
             raise ValueError(f"attention of q {q.shape} into {out.shape}")
         for first in range(0, T, MAX_TOKENS):
             rows = slice(first, min(first + MAX_TOKENS, T))
             n = rows.stop - first
-            shared_bytes, stages, shared_rows, threads, per_sm = self._plan(n * (H // K), head_dim, kv)
+            shared_bytes, stages, shared_rows, per_sm = self._plan(n, H // K, head_dim, kv)
             workers = max(min(per_sm * self.device.n_sm // K, n * max_splits), 1)
-            module = Module(
-                "attention.cu",
-                (
-                    ("HEAD_DIM", str(head_dim)),
-                    ("KV_Q8_0", _flag(kv)),
-                    ("ROWS", str(shared_rows)),
-                    ("STAGES", str(stages)),
-                ),
-            )
+            flags = (("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv)))
+            module = Module("attention.cu", (*flags, ("ROWS", str(shared_rows)), ("STAGES", str(stages)), splits))
             cache = (kv.k, kv.v, kv.k_scale, kv.v_scale)
-            sizes = (n, H, K, block_table.shape[0], max_blocks, max_splits)
+            sizes = (n, H, K, max_blocks, max_splits)
             partial = (self._partial_o, self._partial_ml)
             self.device.kernel(module, "attention_splits")(
-                workers * K,
-                threads,
+                (K, workers),
+                128 * -(-shared_rows // 16),
                 (q[rows], *cache, block_table, sequence[rows], positions[rows], *sizes, float(scale), *partial),
                 shared_bytes,
+                overlap,
             )
             to = (None, None, None)
             if quantized is not None:
                 to = (quantized.q[rows], quantized.d[rows], quantized.sums[rows])
-            combine = Module("combine.cu", (("HEAD_DIM", str(head_dim)),))
+            combine = Module("combine.cu", (flags[0], splits))
             self.device.kernel(combine, "attention_combine")(
                 (-(-H * head_dim // 32), n),
                 COMBINE_THREADS,
                 (*partial, positions[rows], H, max_blocks, max_splits, out[rows], *to),
+                overlap=overlap,
             )
 
-    def _plan(self, rows: int, head_dim: int, kv: KVLayer) -> tuple[int, int, int, int, int]:
-        """Of a block of attention_splits: shared bytes, STAGES, ROWS and threads; and blocks per multiprocessor."""
-        shared_rows = next((n for n in (8, 16, 32) if rows <= n), 64)
-        if head_dim > 128:
-            shared_rows = min(shared_rows, 32)  # registers
+    def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer) -> tuple[int, int, int, int]:
+        """Of a block of attention_splits: shared bytes, STAGES and ROWS; and blocks per multiprocessor."""
         row_bytes = head_dim * kv.k.dtype.itemsize
         slot = KV_BLOCK_TOKENS * (-(-row_bytes // 64) * 64 + 16)
         if kv.k_scale is not None:
             slot += KV_BLOCK_TOKENS * 4 * -(-kv.k_scale.shape[2] // 2)
-        probabilities = 2 * max(shared_rows, 16) * (KV_BLOCK_TOKENS + 8) * 2
-        narrow = shared_rows <= 16  # 4 warps; else 8
-        for per_sm, stages in ((3, 3), (3, 2), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2), (1, 1)):
-            if per_sm > 1 and not (narrow and head_dim <= 128):
-                continue  # registers: BLOCKS_PER_SM
-            n_bytes = 2 * stages * slot + probabilities
-            if per_sm * (n_bytes + STATIC_SHARED_BYTES) <= self.device.max_shared_bytes:
-                break
-        return n_bytes, stages, shared_rows, 128 if narrow else 256, per_sm
+        per_sm = min(-(-self.splits * kv.k.shape[1] // self.device.n_sm), 2)
+        least = 8 if group <= 8 else 16
+        most = next((n for n in (8, 16, 32) if n_tokens * group <= n), 64 if head_dim <= 128 else 32)  # registers
+        rows = most
+        while True:
+            n = per_sm if rows <= 16 else 1
+            merged = -(-head_dim // 32) * 32 if rows <= 16 and head_dim <= 128 else 32  # dimensions at a time
+            besides = 2 * rows * (-(-head_dim // 16) * 16 + 8) * 2 + 4 * rows * (merged + 8) * 4
+            memory = self.device.max_shared_bytes // n - STATIC_SHARED_BYTES
+            stages = min((memory - besides) // (2 * slot), self.max_stages)
+            if stages >= 2 or (rows == least and n == 1):
+                stages = max(stages, 1)
+                return 2 * stages * slot + besides, stages, rows, n
+            if rows == least:
+                rows, per_sm = most, 1
+            else:
+                rows //= 2
 
 
 def _flag(kv: KVLayer) -> str:

@@ -24,7 +24,9 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE
 class _Nothing:
     """A kernel, a graph, a stream: whatever is asked of it is done at once."""
 
-    def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0) -> None:
+    def __call__(
+        self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+    ) -> None:
         """Launch nothing."""
 
     def launch(self) -> None:

@@ -35,8 +35,14 @@ class Kernel(Protocol):
     args: device arrays, None (null), int (as int32), float (as float32), or NumPy scalars for other types.
     """
 
-    def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0) -> None:
-        """Enqueue on the device's current stream; `shared_bytes` of dynamic shared memory."""
+    def __call__(
+        self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+    ) -> None:
+        """Enqueue on the device's current stream; `shared_bytes` of dynamic shared memory.
+
+        overlap: the kernel may begin before the one ahead of it has ended, where the device can do that; it has to
+        call dependency_wait (cuda/ptx.cuh).
+        """
 
 
 class Graph(Protocol):

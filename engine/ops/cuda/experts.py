@@ -8,6 +8,7 @@ from engine.ops import SMALL_TOKENS, Experts, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import (
     FLOAT_TYPES,
+    STATIC_SHARED,
     WARP,
     WARPS,
     Quantized,
@@ -89,7 +90,8 @@ class SmallExperts:
         tokens = 1 if T == 1 else TOKENS
         fixed = shared_input_bytes(D, bank.gate_type in FLOAT_TYPES) if tokens == 1 else 0
         stage = stage_bytes(1, widest)
-        stages, warps = self._stages_and_warps(2 * stage, fixed)
+        results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
+        stages, warps = self._stages_and_warps(2 * stage, fixed + results)
         module = _module(
             ("GATE", bank.gate_type.name),
             ("UP", bank.up_type.name),
@@ -100,7 +102,8 @@ class SmallExperts:
         )
         args = [*active, n_used, bank.n_ff, *inputs, *z, COPIERS, np.int64(bank.part_bytes[2]), stage]
         grid = (COPIERS + -(-bank.n_ff // Z_ROWS), n_records)
-        self.device.kernel(module, "gate_up")(grid, warps * WARP, args, fixed + 2 * warps * stages * stage)
+        shared_bytes = fixed + 2 * warps * stages * stage
+        self.device.kernel(module, "gate_up")(grid, warps * WARP, args, shared_bytes, overlap=True)
 
     def down(
         self, weights: Array, bank: Experts, active: list[Array], n_records: int, z: list[Array | None], x: Array
@@ -114,15 +117,17 @@ class SmallExperts:
         stages = self._stages(A * stage, A * each, DOWN_ROWS // 4)
         if T == 1 and stages:
             module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
-            args = [*active, weights, D, *z, x, stage]
-            self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), A * WARP, args, A * (each + stages * stage))
+            args = [*active[:2], weights, D, *z, x, stage]
+            shared_bytes = A * (each + stages * stage)
+            self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), A * WARP, args, shared_bytes, overlap=True)
             return
         stage = stage_bytes(2, row)
         stages, warps = self._stages_and_warps(stage, 0)
         module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=TOKENS)
         grid = (-(-D // (DOWN_ROWS * warps)), n_records)
-        self.device.kernel(module, "down")(grid, warps * WARP, [*active, D, *z, self._y, stage], warps * stages * stage)
-        self.device.kernel(module, "combine")((-(-D // 256), T), 256, [self._y, weights, A, D, x])
+        args = [*active, D, *z, self._y, stage]
+        self.device.kernel(module, "down")(grid, warps * WARP, args, warps * stages * stage, overlap=True)
+        self.device.kernel(module, "combine")((-(-D // 256), T), 256, [self._y, weights, A, D, x], overlap=True)
 
     def _stages_and_warps(self, stage: int, fixed: int) -> tuple[int, int]:
         """Stages of `stage` bytes in flight a warp and warps a block, beside `fixed` bytes of shared memory."""
@@ -133,8 +138,8 @@ class SmallExperts:
 
     def _stages(self, n_bytes: int, fixed: int, most: int) -> int:
         """How many times n_bytes fit, so that two blocks share a multiprocessor if one stage allows it; 0: not once."""
-        memory = self.device.max_shared_bytes
-        half = (memory // 2 - fixed) // n_bytes
+        memory = self.device.max_shared_bytes - STATIC_SHARED
+        half = (memory // 2 - STATIC_SHARED - fixed) // n_bytes
         return min(most, half) if half > 0 else int(fixed + n_bytes <= memory)
 
 

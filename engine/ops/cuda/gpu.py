@@ -35,6 +35,7 @@ _NO_TIMING = 2  # cudaEventDisableTiming
 _COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses say which way
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed: loading a module meanwhile is no error
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 
 
@@ -92,7 +93,9 @@ class GpuKernel:
         self._parameters_at = 0
         self._lock = threading.Lock()  # of the slots: the driver copies them during a launch
 
-    def __call__(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0) -> None:
+    def __call__(
+        self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+    ) -> None:
         """Enqueue on the device's current stream."""
         types = tuple(map(type, args))
         pack_into, arrays, nulls = self._layouts.get(types) or self._new_layout(types)
@@ -111,6 +114,10 @@ class GpuKernel:
                     self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
                     self._shared_bytes = shared_bytes
                 pack_into(self._slots, 0, *values)
+                if overlap and self._device.launch_overlapping is not None:
+                    dimensions = (gx, gy, gz, bx, by, bz, shared_bytes)
+                    self._device.launch_overlapping(self._function, dimensions, self._parameters_at)
+                    return
                 self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, self._parameters_at, 0)
         except self._driver.CUDADriverError as error:
             what = f"grid {(gx, gy, gz)}, block {(bx, by, bz)}, {shared_bytes} bytes of shared memory"
@@ -142,6 +149,43 @@ class GpuKernel:
                 self._parameters_at = ctypes.addressof(self._parameters)
             self._layouts[types] = layout
         return layout
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, padded to 8 bytes, and a value of 64."""
+
+    _fields_ = [("id", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("dimensions", ctypes.c_uint32 * 7),  # of grid and block, and bytes of dynamic shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint32),
+    ]
+
+
+class _OverlappingLaunch:
+    """cuLaunchKernelEx with programmatic stream serialization, which CuPy does not bind. Needs sm_90."""
+
+    def __init__(self, device: GpuDevice) -> None:
+        self._device = device
+        self._call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
+        self._attribute.value[0] = 1
+        self._config = _LaunchConfig(attributes=ctypes.pointer(self._attribute), n_attributes=1)
+        self._config_at = ctypes.addressof(self._config)
+
+    def __call__(self, function: int, dimensions: tuple[int, ...], parameters_at: int) -> None:
+        self._config.dimensions[:] = dimensions
+        self._config.stream = self._device.current
+        status = self._call(self._config_at, function, parameters_at, None)
+        if status:
+            raise self._device.driver.CUDADriverError(status)
 
 
 class GpuGraph:
@@ -195,6 +239,7 @@ class GpuDevice:
         self._seams: list[int] = []
         self._thread = threading.get_ident()
         self._event = self.runtime.eventCreateWithFlags(_NO_TIMING)
+        self.launch_overlapping = _OverlappingLaunch(self) if int(arch.removeprefix("sm_")) >= 90 else None
         self._main = self.stream()
         self.current = self._main.handle
         self._ring = self.page_locked(RING_BYTES)
@@ -376,6 +421,10 @@ class GpuDevice:
             self.runtime.deviceSynchronize()
         except self.runtime.CUDARuntimeError as error:
             raise _broken(error) from error
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
 
     def close(self) -> None:
         """Release everything; may be called twice."""

@@ -51,6 +51,11 @@ class PageLocked:
         """The address that kernels use."""
         return int(self.array.__array_interface__["data"][0])
 
+    def __del__(self) -> None:
+        # Memory that is unmapped while it is registered leaves its addresses taken for the whole process.
+        with contextlib.suppress(Exception):
+            self.close()
+
     def close(self) -> None:
         """Unlock and release the memory; may be called twice."""
         from cupy.cuda import runtime

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine import policy
 from engine.ops import SMALL_TOKENS, Experts, Fetches, KVLayer, Limits
@@ -81,10 +80,6 @@ class Workspace:
     def stream_experts(self, n_bytes: int) -> None:
         """Allocate two staging buffers of n_bytes: some experts have no slot."""
         self.streaming = Streaming(self.device, self.limits, n_bytes)
-
-    def impose(self, choices: NDArray[np.integer]) -> None:
-        """Let decoded tokens take these choices [n_tokens, L, A] in place of the router's."""
-        self.replay = Replay(self.device, choices)
 
     def prepare(self, array: Array, value: Any) -> None:
         """Remember what the last op made of `array` for the next one."""
@@ -162,7 +157,7 @@ def attention_input(
     T = x.shape[0]
     raw_q, raw_k, raw_v = (_rows_of(a, T, w.shape[0]) for a, w in ((ws.raw_q, wq), (ws.raw_k, wk), (ws.raw_v, wv)))
     if T <= SMALL_TOKENS:
-        ws.products.norm_several(x, norm, eps, (wq, wk, wv), (raw_q, raw_k, raw_v), ws.normed[:T])
+        ws.products.norm_several(x, norm, eps, (wq, wk, wv), (raw_q, raw_k, raw_v), _rows_of(ws.normed, *x.shape))
     else:
         halves = ws.gemm.norm_to_halves(x, norm, eps)
         for w, y in ((wq, raw_q), (wk, raw_k), (wv, raw_v)):
@@ -199,8 +194,7 @@ def attention(
 def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array) -> None:
     """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim]."""
     if attended.shape[0] <= SMALL_TOKENS:
-        is_float = wo.qtype.name in FLOAT_TYPES
-        ws.products.product(wo, attended if is_float else ws.products.quantize(attended), x, add=True)
+        ws.products.product(wo, attended, x, add=True)
     else:
         ws.gemm.product(wo, ws.gemm.to_halves(attended), x, add=True)
 
@@ -257,11 +251,10 @@ def expert_ffn(
     if h.shape[0] <= SMALL_TOKENS:
         if bank.poison and s is not None:
             s.staging.poison(fetches, bank)
-        if prepared is None and bank.gate_type.name not in FLOAT_TYPES:
-            prepared = ws.products.quantize(h)
-        ws.small_experts(
-            h if prepared is None else prepared, experts, weights, bank, r.active, r.n_active, r.pairs, x
-        )  # fmt: skip
+        values = h
+        if bank.gate_type.name not in FLOAT_TYPES:
+            values = ws.products.quantize(h) if prepared is None else prepared
+        ws.small_experts(values, experts, weights, bank, r.active, r.n_active, r.pairs, x)
         return
     halves = ws.gemm.to_halves(h) if prepared is None else prepared
     source = r.source if s is None else s.staging.source[s.layer % 2]
@@ -274,6 +267,8 @@ def expert_ffn(
 
 def head(ws: Workspace, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
     """Final norm and output matrix for the chosen rows: logits [len(rows), V]."""
+    if not rows.shape[0]:
+        return
     if rows.shape[0] <= SMALL_TOKENS:
         ws.products.head(x, rows, norm, eps, output, logits)
     else:

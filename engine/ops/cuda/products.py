@@ -19,6 +19,7 @@ FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
 WARP = 32
 WARPS = 8  # of a block
 STAGE_SLACK = 32  # bytes that a warp's staged rows take besides their own (rows.cuh)
+STATIC_SHARED = 1024  # bytes: a block's small arrays, or what the device keeps for itself
 BLOCKS_PER_SM = 3  # that share the rows of a product: at most 24 warps to hide each other's latencies
 MAX_STAGES = 4
 SHARED_INPUT = 32768  # elements: so many quantized activations a block keeps in shared memory
@@ -103,7 +104,7 @@ class Products:
         to = self._quantized.rows(T, K)
         grid = -(-T * K // (128 * WARPS))
         kernel = self.device.kernel(Module("norm.cu"), "quantize")
-        kernel(grid, WARPS * WARP, (x, T * K, to.q, to.d, to.sums))
+        kernel(grid, WARPS * WARP, (x, T * K, to.q, to.d, to.sums), overlap=True)
         return to
 
     def norm_quantize(self, x: Array, weight: Array, eps: float, h: Array | None = None) -> Quantized:
@@ -160,14 +161,15 @@ class Products:
         to = self._routed.rows(T, D) if D % 32 == 0 else None
         stage = stage_bytes(1, gate.row_bytes)
         fixed = 8 * (-(-D // 4) * 4)
-        warps = 2 if fixed + 2 * stage <= self.device.max_shared_bytes else 1
-        kernel = self.device.kernel(Module("router.cu", (("TYPE", gate.qtype.name),)), "router")
+        warps = 2 if fixed + 2 * stage <= self.device.max_shared_bytes - STATIC_SHARED else 1
+        kernel = self.device.kernel(Module("router.cu", (("TYPE", gate.qtype.name), ("COLS", str(D)))), "router")
         q, d, sums = (to.q, to.d, to.sums) if to is not None else (None, None, None)
         kernel(
             (-(-E // warps), T),
             warps * WARP,
-            (x, norm, eps, gate.data, D, E, h, logits, q, d, sums, stage),
+            (x, norm, eps, gate.data, E, h, logits, q, d, sums, stage),
             fixed + warps * stage,
+            overlap=True,
         )
         return to
 
@@ -194,7 +196,8 @@ class Products:
             raise ValueError(f"a norm of shape {weight.shape} for rows of {D}")
         q, d, sums = (to.q, to.d, to.sums) if to is not None else (None, None, None)
         kernel = self.device.kernel(Module("norm.cu"), "rms_norm")
-        kernel(n_rows, 2 * WARPS * WARP, (x, rows, weight, eps, D, h, q, d, sums), 8 * (-(-D // 4) * 4))
+        args = (x, rows, weight, eps, D, h, q, d, sums)
+        kernel(n_rows, 2 * WARPS * WARP, args, 8 * (-(-D // 4) * 4), overlap=True)
 
     def _product(
         self,
@@ -234,7 +237,8 @@ class Products:
         weight, eps = norm if norm else (None, 0.0)
         args += [*inputs, weight, eps, T, int(add), shape.stage_bytes]
         grid = (shape.blocks, -(-T // WARP))
-        kernel(grid, shape.warps * WARP, args, fixed + shape.warps * shape.stages * shape.stage_bytes)
+        shared_bytes = fixed + shape.warps * shape.stages * shape.stage_bytes
+        kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
     def _shape(self, matrices: list[int], row_bytes: int, fixed: int, tokens: int) -> _Shape:
         """How the rows of some matrices are dealt to warps, which share `fixed` bytes of shared memory a block."""
@@ -251,9 +255,9 @@ class Products:
         while True:
             blocks = min(per_sm * n_sm, -(-units // warps))
             stages = min(-(-units // (blocks * warps)), MAX_STAGES)
-            while stages > 1 and per_sm * (fixed + warps * stages * stage) > memory:
+            while stages > 1 and per_sm * (fixed + warps * stages * stage + STATIC_SHARED) > memory:
                 stages -= 1
-            if per_sm * (fixed + warps * stages * stage) <= memory:
+            if per_sm * (fixed + warps * stages * stage + STATIC_SHARED) <= memory:
                 return _Shape(rows, stages, warps, blocks, stage)
             if per_sm > 1:
                 per_sm -= 1

@@ -19,7 +19,7 @@ class Replay:
         self.n_tokens, L, A = choices.shape
         self.choices = device.upload(np.ascontiguousarray(choices.astype(np.int16)))
         self.counter = device.upload(np.zeros(1, np.int32))
-        self.imposed: Array = device.empty((L, 1, A), np.int32)
+        self.imposed: Array = device.upload(choices[:1].astype(np.int32).reshape(L, 1, A))
 
     def next(self, active_step: Array | None) -> None:
         """Enqueue: the next token's choices become the imposed ones, unless the step is a no-op."""

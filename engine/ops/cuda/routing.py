@@ -96,6 +96,7 @@ class Routing:
                 np.int64(rule.cap), *_tables(state), experts, weights, fetches.rows, fetches.count,
                 self.active, self.n_active, self.pairs,
             ),
+            overlap=True,
         )  # fmt: skip
 
     def choose(

@@ -128,14 +128,15 @@ class Sampler:
         )  # fmt: skip
         V, values = self.n_vocab, None if greedy else self.values
         kernel = self.device.kernel(self.module, "largest")
-        kernel(self.blocks, 256, (logits, V, self.allowed, values, self.scratch, *next_step))
+        kernel(self.blocks, 256, (logits, V, self.allowed, values, self.scratch, *next_step), overlap=True)
         if greedy:
             return
         kernel = self.device.kernel(self.module, "weigh")
         arguments = (values, V, self.masses, self.bin_mass, self.bin_count, self.scratch, *next_step)
-        kernel(self.blocks, 256, arguments)
+        kernel(self.blocks, 256, arguments, overlap=True)
         kernel = self.device.kernel(self.module, "collect")
-        kernel(-(-V // _COLLECT_THREADS), _COLLECT_THREADS, (values, V, self.list, self.scratch, *next_step))
+        last = (values, V, self.list, self.scratch, *next_step)
+        kernel(-(-V // _COLLECT_THREADS), _COLLECT_THREADS, last, overlap=True)
 
     def drawn(self, n: int) -> Draw | None:
         """Draw n = 1, 2, ... of the request, or None while it is not there; at most RING_ENTRIES draws back."""
