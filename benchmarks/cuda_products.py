@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.cuda_kernels import KernelCase
 from engine.ops import Experts, Limits
+from engine.ops.cuda import experts as experts_module
+from engine.ops.cuda import products as products_module
 from engine.ops.cuda.experts import SmallExperts
 from engine.ops.cuda.products import Products
 from engine.quants import QTensor, row_bytes
@@ -74,6 +77,13 @@ class Cases:
             yield self.rotate(
                 f"norm + qkv V {v.name} T={T}", qkv, lambda *ws, ys=ys: p.norm_several(x, norm, EPS, ws, ys, h)
             )
+            for warps in (4, 12) if T == 1 and v == QType.Q4_K else ():
+
+                def launch(*ws: QTensor, ys: tuple[Any, ...] = ys, warps: int = warps) -> None:
+                    with patch.object(products_module, "WARPS", warps):
+                        p.norm_several(x, norm, EPS, ws, ys, h)
+
+                yield self.rotate(f"norm + qkv, {2 * warps} warps", qkv, launch)
         y, wide = self.floats(T, D), p.quantize(attended)
         shape = [(QType.Q4_K, D, ATTENTION)]
         yield self.rotate(f"output T={T}", shape, lambda w: p.product(w, wide, y, add=True))
@@ -163,6 +173,14 @@ class Cases:
                     lambda i, missing=missing: op(h, chosen, weights, bank, *missing[i % TABLES][0], x),
                     misses * sum(bank.part_bytes),
                 )
+                for copiers in (4, 16) if T == 1 else ():
+
+                    def launch(i: int, missing: list[Any] = missing, copiers: int = copiers) -> None:
+                        with patch.object(experts_module, "COPIERS", copiers):
+                            op(h, chosen, weights, bank, *missing[i % TABLES][0], x)
+
+                    name = f"expert FFN T={T}, {misses} over PCIe, {copiers} copiers"
+                    yield KernelCase(name, launch, misses * sum(bank.part_bytes))
 
 
 def cases(device: Any) -> Iterator[KernelCase]:

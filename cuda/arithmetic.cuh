@@ -70,10 +70,11 @@ DEVICE i32 quantize(float x, float& d, i32& sum) {
     return q;
 }
 
-// dot32(x, x) of a row, by one warp; n elements in shared or global memory.
+// dot32(x, x) of a row, by one warp; n elements in shared memory, or with a larger `unroll` in global memory.
+template <i32 unroll = 8>
 DEVICE float square_sum(const float* x, i32 n) {
     float acc = 0.0f;
-#pragma unroll 8
+#pragma unroll unroll
     for (i32 i = threadIdx.x % WARP; i < n; i += WARP) {
         const float v = x[i];
         acc = __fmaf_rn(v, v, acc);

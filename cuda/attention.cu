@@ -1,6 +1,6 @@
 // Attention of few rows (at most 8 tokens a launch) over the paged KV cache. Twin: `attention` of
-// engine/ops/reference.py, within rounding: sums are split by position, and probabilities are rounded to halves. A row's
-// bits depend on its query, its position and the cached keys and values that it sees, alone.
+// engine/ops/reference.py, within rounding: sums are split by position, and probabilities are rounded to halves. A
+// row's bits depend on its query, its position and the cached keys and values that it sees, alone.
 //
 // -DHEAD_DIM, -DKV_Q8_0 (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head, times tokens) share a
 // tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS (splits.cuh).

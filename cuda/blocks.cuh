@@ -195,3 +195,62 @@ DEVICE float block_term(const Block& w, const Activations& x) {
         return __fmaf_rn(w.scale, (float)(sum[0] + sum[1]), -(w.minimum * (float)x.sum));
     return w.scale * (float)(sum[0] + sum[1]);
 }
+
+// --- Q4_K for one token ---------------------------------------------------------------------------
+
+// Two blocks share 32 bytes, one has the low halves, the other the high ones. Two neighboring lanes read 16 of the
+// bytes each, add up both blocks' products there, and exchange one sum: half the loads and no shifts.
+
+// What a lane takes of the activations for block b: 16 elements of the block, the same 16 of its neighbor b ^ 1.
+struct SplitActivations {
+    i32 own[4], other[4];
+    float d, sum;
+};
+
+// What differs among lanes. Lane j reads piece j % 8 of superblock j / 8 of four.
+struct SplitLane {
+    i32 head, at;                        // offsets of the superblock and of the piece
+    u32 own, other;                      // masks of the two blocks' bits
+    u32 selector, byte, shift, low, high; // where the six bits of scale and minimum are
+    u32 factor, bias;                    // halves: the scale makes up for bits that were not shifted down
+};
+
+DEVICE SplitLane split_lane() {
+    const i32 lane = threadIdx.x % WARP;
+    const u32 s = lane % 8, j = s % 4;
+    const bool odd = s & 1, first = s < 4;
+    SplitLane l;
+    l.head = lane / 8 * 144;
+    l.at = l.head + 16 + 16 * s;
+    l.own = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+    l.other = ~l.own;
+    l.selector = j | (j + 4) << 8;
+    l.byte = 0x4440u | j;
+    l.shift = first ? 0 : 2;
+    l.low = first ? 0x003f003fu : 0x00300030u;
+    l.high = first ? 0 : 0x000f000fu;
+    l.factor = odd ? 0x3c002c00u : 0x3c003c00u; // (1, 1 / 16) or (1, 1)
+    l.bias = odd ? 0xe400d400u : 0xe400e400u;   // 1024 times that, negative
+    return l;
+}
+
+// The term of the lane's block; `head` and `piece` as SplitLane has them. The whole warp takes part.
+DEVICE float split_term(const u8* head, const u8* piece, const SplitLane& l, const SplitActivations& x) {
+    const uint4 h = *(const uint4*)head, v = *(const uint4*)piece;
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+    i32 own = 0, other = 0;
+#pragma unroll
+    for (i32 i = 0; i < 4; i++)
+        other = dot4_unsigned(words[i] & l.other, x.other[i], other);
+#pragma unroll
+    for (i32 i = 0; i < 4; i++)
+        own = dot4_unsigned(words[i] & l.own, x.own[i], own);
+    own += __shfl_xor_sync(FULL_WARP, other, 1);
+    // Scale and minimum, two halves at once: 1024 + n is the bits of n below the exponent of 1024. All is exact.
+    const u32 four = __byte_perm(h.w, 0, l.byte) * 0x1001u;
+    const u32 bits = and_or(four, l.high, and_or(__byte_perm(h.y, h.z, l.selector) >> l.shift, l.low, 0x64006400u));
+    const u32 pair = half2_fma(bits, l.factor, l.bias);
+    const float scale = half_to_float((u16)h.x) * half_to_float((u16)pair);
+    const float minimum = half_to_float((u16)(h.x >> 16)) * half_to_float((u16)(pair >> 16));
+    return __fmaf_rn(scale, (float)own, -(minimum * x.sum));
+}

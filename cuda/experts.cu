@@ -6,11 +6,12 @@
 // source, which may be host memory, is read once; where target is not 0, it is written there too. Sources and
 // targets are 16-byte aligned and padded to 16.
 //
-// gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; STAGES rows of each matrix in flight
-// a warp; TOKENS, 1 or 4, at a time): z [T * A, F] = silu(gate h) * (up h), in 8 bits (zq, zd, zsums) or, with
-// DOWN_FLOAT 1, as z. Grid (copiers + F / 32 rounded up, records), block at most 8 warps. The first `copiers` blocks
-// of a record write the down part of an expert that enters a slot to its target meanwhile. Shared memory: with
-// TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least a row and 32 bytes.
+// gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; ROWS, 1, 2 or 4, of each matrix at a
+// time a warp, STAGES of those in flight; TOKENS, 1 or 4, at a time; ROWS is 1 with 4; WARPS, at most 8): z [T * A, F]
+// = silu(gate h) * (up h), in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1, as z. Grid (copiers + F / 32 rounded up,
+// records), block WARPS warps. What enters a slot is copied there first: a block's own rows of gate and up before it
+// reads them there, and the down part by the first `copiers` blocks of a record meanwhile. Shared memory: with
+// TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least ROWS rows and 32 bytes.
 //
 // down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8
 // rounded up, block a warp for each rank. Shared memory a warp: its z as in product.cu, COLS / 2 bytes rounded up to
@@ -42,36 +43,45 @@ DEVICE bool load_record(const u8* active, const i32* n_active, i32 i, Record& re
 
 #ifdef GATE
 
-// What was staged of a part goes to the slot too.
-DEVICE void write_through(u8* target, const u8* stage, i32 skew, i32 n_bytes) {
-    for (i32 i = 16 * (threadIdx.x % WARP); i < skew + n_bytes; i += 16 * WARP)
-        *(uint4*)(target - skew + i) = *(const uint4*)(stage + i);
-}
-
+// Every thread has UNROLL reads under way; a block reads 16 * UNROLL * blockDim.x consecutive bytes at once.
 DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_blocks) {
-    constexpr i32 UNROLL = 4; // so many reads in flight a thread
-    const i64 n = (n_bytes + 15) / 16, step = (i64)n_blocks * blockDim.x;
-    for (i64 start = (i64)block * blockDim.x + threadIdx.x; start < n; start += step * UNROLL) {
+    constexpr i32 UNROLL = 8;
+    const i64 n = (n_bytes + 15) / 16, n_threads = blockDim.x, step = n_blocks * n_threads * UNROLL;
+    for (i64 start = block * n_threads * UNROLL + threadIdx.x; start < n; start += step) {
         uint4 v[UNROLL];
 #pragma unroll
         for (i32 i = 0; i < UNROLL; i++)
-            if (start + i * step < n)
-                v[i] = load_once16(from + 16 * (start + i * step));
+            if (start + i * n_threads < n)
+                v[i] = load_once16(from + 16 * (start + i * n_threads));
 #pragma unroll
         for (i32 i = 0; i < UNROLL; i++)
-            if (start + i * step < n)
-                *(uint4*)(to + 16 * (start + i * step)) = v[i];
+            if (start + i * n_threads < n)
+                *(uint4*)(to + 16 * (start + i * n_threads)) = v[i];
     }
 }
 
-KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F,
-                                      const float* x, const i8* q, const float* d, const i32* sums, float* z, i8* zq,
-                                      float* zd, i32* zsums, i32 copiers, i64 down_bytes, i32 stage_bytes) {
+// The block's rows of gate or up: where it may read them. A part that enters a slot is copied there first, in whole
+// 16-byte pieces: the ones at both ends belong to other blocks too, which write the same bytes.
+DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes) {
+    if (!target)
+        return source + offset;
+    const i32 skew = (i32)(offset & 15);
+    copy_part(target + offset - skew, source + offset - skew, skew + n_bytes, 0, 1);
+    return target + offset;
+}
+
+KERNEL __launch_bounds__(WARPS * WARP, 2)
+    gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
+            const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, i32 copiers, i64 down_bytes,
+            i32 stage_bytes) {
     constexpr i32 MAX_COUNT = TOKENS == 1 ? 1 : 32;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
+    // All of a row of activations is in registers, straight from global memory.
+    constexpr bool IN_REGISTERS =
+        TOKENS == 1 && !is_float(GATE) && (GATE == Q4_K) == (UP == Q4_K) && COLS <= 1024 * n_held(GATE, COLS);
     __shared__ float gs[MAX_COUNT][33], us[MAX_COUNT][33];
     DYNAMIC_SHARED(u8, shared);
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
     dependency_wait();
     dependency_release();
@@ -84,23 +94,29 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
         return;
     }
     const i32 row0 = (blockIdx.x - copiers) * 32, rows = min(32, F - row0);
-    const u8* const gate = record.source[0] + (i64)row0 * GATE_BYTES;
-    const u8* const up = record.source[1] + (i64)row0 * UP_BYTES;
+    const u8* const gate = own_rows(record.source[0], record.target[0], (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
+    const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
+    if (record.target[0] || record.target[1])
+        __syncthreads();
     u8* const stages = shared + (TOKENS == 1 ? shared_input_bytes<GATE>(COLS) : 0) + 2 * warp * STAGES * stage_bytes;
     auto issue = [&](i32 r, u8* stage) {
-        if (r < rows) {
-            stage_rows<GATE_BYTES>(stage, gate + r * GATE_BYTES, GATE_BYTES);
-            stage_rows<UP_BYTES>(stage + stage_bytes, up + r * UP_BYTES, UP_BYTES);
-        }
+        if (r < rows)
+            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stage, gate + r * GATE_BYTES, min(ROWS, rows - r) * GATE_BYTES);
+        copies_commit();
+        if (r < rows)
+            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stage + stage_bytes, up + r * UP_BYTES,
+                                                  min(ROWS, rows - r) * UP_BYTES);
         copies_commit();
     };
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
-        issue(warp + i * n_warps, stages + 2 * i * stage_bytes);
+        issue((warp + i * WARPS) * ROWS, stages + 2 * i * stage_bytes);
 
     Input input = global_input(x, q, d, sums);
-    Activations held[n_held(GATE, COLS)];
-    if constexpr (TOKENS == 1) {
+    typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
+    if constexpr (IN_REGISTERS) {
+        hold_activations<GATE == Q6_K || UP == Q6_K>(input, COLS, held);
+    } else if constexpr (TOKENS == 1) {
         const Input local = shared_input<GATE>(shared, COLS);
         copy_input<GATE>(local, 0, input, 0, COLS, threadIdx.x, blockDim.x);
         __syncthreads();
@@ -117,30 +133,31 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
     };
     i32 token[TOKENS];
     tokens_of(0, token);
-    for (i32 r = warp, i = 0; r < rows; r += n_warps, i = i + 1 < STAGES ? i + 1 : 0) {
+    for (i32 r = warp * ROWS, i = 0; r < rows; r += WARPS * ROWS, i = i + 1 < STAGES ? i + 1 : 0) {
+        constexpr i32 N = ROWS * TOKENS, EACH = WARP / 2 / N; // lanes that hold the same sum
         u8* const stage = stages + 2 * i * stage_bytes;
-        const u8* const at_gate = gate + r * GATE_BYTES;
-        const u8* const at_up = up + r * UP_BYTES;
-        const i32 skew_gate = (i32)((u64)at_gate & 15), skew_up = (i32)((u64)at_up & 15);
-        stage_wait<STAGES - 1>();
+        const i32 skew_gate = skew_of<GATE_BYTES>(gate + r * GATE_BYTES);
+        const i32 skew_up = skew_of<UP_BYTES>(up + r * UP_BYTES);
         for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
-            float acc[2 * TOKENS] = {};
+            float acc[2 * N] = {};
             if (count > TOKENS)
                 tokens_of(i0, token);
-            multiply<GATE, 1, TOKENS>(acc, stage, skew_gate, COLS, input, held, token, count - i0);
-            multiply<UP, 1, TOKENS>(acc + TOKENS, stage + stage_bytes, skew_up, COLS, input, held, token, count - i0);
+            stage_wait<2 * STAGES - 1>();
+            multiply<GATE, ROWS, TOKENS>(acc, stage, skew_gate, COLS, input, held, token, count - i0);
+            stage_wait<2 * STAGES - 2>();
+            multiply<UP, ROWS, TOKENS>(acc + N, stage + stage_bytes, skew_up, COLS, input, held, token, count - i0);
             const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
-            constexpr i32 EACH = WARP / 2 / TOKENS;
-            const i32 t = i0 + lane / EACH % TOKENS;
-            if (lane % EACH == 0 && t < count)
-                (lane < WARP / 2 ? gs : us)[t][r] = sum;
+            const i32 t = i0 + lane / EACH % TOKENS, row = r + lane / EACH / TOKENS % ROWS;
+            if (lane % EACH == 0 && t < count && row < rows)
+                (lane < WARP / 2 ? gs : us)[t][row] = sum;
         }
-        if (record.target[0])
-            write_through(record.target[0] + (at_gate - record.source[0]), stage, skew_gate, GATE_BYTES);
-        if (record.target[1])
-            write_through(record.target[1] + (at_up - record.source[1]), stage + stage_bytes, skew_up, UP_BYTES);
         __syncwarp(); // the stage is free
-        issue(r + STAGES * n_warps, stage);
+        if (32 > STAGES * ROWS * WARPS) {
+            issue(r + STAGES * WARPS * ROWS, stage);
+        } else { // a warp has no more rows, but its groups of copies are counted
+            copies_commit();
+            copies_commit();
+        }
     }
     __syncthreads();
 
@@ -149,8 +166,20 @@ KERNEL __launch_bounds__(256) gate_up(const u8* active, const i32* n_active, con
     for (i32 i = threadIdx.x; i < count * 32; i += blockDim.x)
         if (i % 32 < rows)
             z[pair_of(i / 32) * F + row0 + i % 32] = silu(gs[i / 32][i % 32]) * us[i / 32][i % 32];
+#elif TOKENS == 1
+    if (warp == 0) {
+        float scale;
+        i32 sum;
+        const i32 value = quantize(silu(gs[0][lane]) * us[0][lane], scale, sum);
+        const i64 at = pair_of(0) * F + row0;
+        zq[at + lane] = (i8)value;
+        if (lane == 0) {
+            zd[at / 32] = scale;
+            zsums[at / 32] = sum;
+        }
+    }
 #else
-    for (i32 i0 = 4 * warp; i0 < count; i0 += 4 * n_warps) { // four tokens a warp, eight lanes each
+    for (i32 i0 = 4 * warp; i0 < count; i0 += 4 * WARPS) { // four tokens a warp, eight lanes each
         const i32 i = i0 + lane / 8, column = lane % 8 * 4;
         float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         if (i < count)
@@ -180,7 +209,7 @@ constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
 
 DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
     if (row < D)
-        stage_rows<ROWS * ROW_BYTES>(stage, part + (i64)row * ROW_BYTES, min(ROWS, D - row) * ROW_BYTES);
+        stage_rows<ROWS * ROW_BYTES, ROW_BYTES>(stage, part + (i64)row * ROW_BYTES, min(ROWS, D - row) * ROW_BYTES);
     copies_commit();
 }
 
@@ -213,12 +242,17 @@ KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_ac
     dependency_wait();
     const float old = valid ? x[row] : 0.0f;
     if (active_rank) {
-        const Input input = shared_input<DOWN>(base, COLS);
-        copy_input<DOWN>(input, 0, global_input(z, zq, zd, zsums), warp, COLS, lane, WARP);
+        // All of a row of activations is in registers, straight from global memory, or else in shared memory.
+        constexpr bool IN_REGISTERS = P::APPLIES || (!is_float(DOWN) && COLS <= 1024 * n_held(DOWN, COLS));
+        Input input = global_input(z, zq + warp * COLS, zd + warp * (COLS / 32), zsums + warp * (COLS / 32));
+        if constexpr (!IN_REGISTERS) {
+            input = shared_input<DOWN>(base, COLS);
+            copy_input<DOWN>(input, 0, global_input(z, zq, zd, zsums), warp, COLS, lane, WARP);
+        }
         if (lane == 0)
             ws[warp] = weights[warp];
         __syncwarp();
-        Activations held[P::APPLIES ? P::HELD : n_held(DOWN, COLS)];
+        typename HeldOf<DOWN>::Block held[P::APPLIES ? P::HELD : n_held(DOWN, COLS)];
         float ds[P::STEPS];
         if constexpr (P::APPLIES)
             hold_packed<DOWN, COLS, ROWS>(input, held, ds);
@@ -228,7 +262,7 @@ KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_ac
 #pragma unroll
         for (i32 i = 0; i < UNITS; i++) {
             u8* const stage = stages + i % STAGES * stage_bytes;
-            const i32 first = row0 + i * ROWS, offset = (i32)((u64)(part + (i64)first * ROW_BYTES) & 15);
+            const i32 first = row0 + i * ROWS, offset = skew_of<ROW_BYTES>(part + (i64)first * ROW_BYTES);
             stage_wait<STAGES - 1>();
             float acc[ROWS] = {};
             if constexpr (P::APPLIES)
@@ -288,7 +322,7 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     for (i32 i = 0, s = 0; i < UNITS; i++, s = s + 1 < STAGES ? s + 1 : 0) {
         constexpr i32 N = ROWS * TOKENS, EACH = WARP / N; // lanes that hold the same sum
         u8* const stage = stages + s * stage_bytes;
-        const i32 row = row0 + i * ROWS, offset = (i32)((u64)(part + (i64)row * ROW_BYTES) & 15);
+        const i32 row = row0 + i * ROWS, offset = skew_of<ROW_BYTES>(part + (i64)row * ROW_BYTES);
         stage_wait<STAGES - 1>();
         for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
             float acc[N] = {};

@@ -26,9 +26,9 @@ DEVICE KvTiles kv_tiles(u8* slot) {
     return {slot, slot + KV_TILE_BYTES, slot + 2 * KV_TILE_BYTES, slot + 2 * KV_TILE_BYTES + KV_TILE_SCALE_BYTES};
 }
 
-// Start copying the 16 positions of a block from `first` on, of those the ones in [from, to); from `valid` on they become
-// zeros. Scales, which pass through L1, where they would go stale, come all at once if `with_scales`. By n_threads
-// threads, of which this one is `thread`. The caller commits.
+// Start copying the 16 positions of a block from `first` on, of those the ones in [from, to); from `valid` on they
+// become zeros. Scales, which pass through L1, where they would go stale, come all at once if `with_scales`. By
+// n_threads threads, of which this one is `thread`. The caller commits.
 template <i32 n_threads>
 DEVICE void copy_kv_rows(const KvTiles& tiles, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale,
                          i32 block, i32 first, i32 from, i32 to, bool with_scales, i32 valid, i32 head, i32 n_head_kv,
@@ -123,8 +123,8 @@ DEVICE void key_fragments(u32 (&b)[KEY_STEPS][2], const u8* tile, i32 position, 
 // product t is dimension value_dimension(t, n) of the 32. Values of q8_0 are rounded to halves.
 DEVICE i32 value_dimension(i32 t, i32 n) { return KV_Q8_0 ? t / 2 * 16 + 2 * n + t % 2 : 8 * t + n; }
 
-DEVICE void value_fragments(u32 (&b)[4][2], const u8* tile, const u8* tile_scales, i32 position, i32 dimension, i32 head,
-                            i32 n_head_kv) {
+DEVICE void value_fragments(u32 (&b)[4][2], const u8* tile, const u8* tile_scales, i32 position, i32 dimension,
+                            i32 head, i32 n_head_kv) {
     const i32 lane = threadIdx.x % WARP;
     const u8* const row = tile + (position + lane % 16) * KV_STRIDE;
 #if KV_Q8_0

@@ -3,12 +3,12 @@
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1. Types TYPE0, TYPE1, TYPE2 are all block
 // formats or all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any
 // type, which is quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights
-// arrive.
+// arrive, so few large ones are best.
 //
 // Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4,
-// 8) activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: any number of
+// 8) activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: WARPS
 // warps. Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row,
-// float types COLS * 4), and COLS * 8 more for a norm of a block format; then STAGES * stage_bytes a warp, each at
+// float types COLS * 4); then STAGES * stage_bytes a warp, each at
 // least ROWS rows of the widest type and 32. Rows of floats are 16-byte aligned where they are normed or quantized.
 #include "rows.cuh"
 
@@ -20,6 +20,8 @@ constexpr i32 BYTES0 = row_bytes_of(TYPE0, COLS), BYTES1 = row_bytes_of(TYPE1, C
 constexpr i32 BYTES2 = row_bytes_of(TYPE2, COLS);
 constexpr i32 WIDER = BYTES0 > BYTES1 ? BYTES0 : BYTES1, MOST = ROWS * (WIDER > BYTES2 ? WIDER : BYTES2);
 
+constexpr i32 SKEWED = BYTES0 % 16 || BYTES1 % 16 || BYTES2 % 16; // 0: all rows are 16-byte aligned
+
 // Rows row0 .. row0 + rows (at most 0: none) of a matrix of n.
 struct Unit {
     const u8* w;
@@ -29,17 +31,18 @@ struct Unit {
 
 DEVICE void issue(u8* stage, const Unit& unit) {
     if (unit.rows > 0)
-        stage_rows<MOST>(stage, unit.w + (i64)unit.row0 * unit.row_bytes, unit.rows * unit.row_bytes);
+        stage_rows<MOST, SKEWED>(stage, unit.w + (i64)unit.row0 * unit.row_bytes, unit.rows * unit.row_bytes);
     copies_commit();
 }
 
-KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2,
-                                      i32 n2, float* y2, const float* x, const i8* q, const float* d, const i32* sums,
-                                      const float* norm, float eps, i32 n_tokens, i32 add, i32 stage_bytes) {
+KERNEL __launch_bounds__(WARPS * WARP)
+    product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
+            const float* x, const i8* q, const float* d, const i32* sums, const float* norm, float eps, i32 n_tokens,
+            i32 add, i32 stage_bytes) {
     DYNAMIC_SHARED(u8, shared);
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 units0 = (n0 + ROWS - 1) / ROWS, units1 = (n1 + ROWS - 1) / ROWS, units2 = (n2 + ROWS - 1) / ROWS;
-    const i32 n_units = units0 + units1 + units2, step = gridDim.x * n_warps;
+    const i32 n_units = units0 + units1 + units2, step = gridDim.x * WARPS;
     auto unit_of = [&](i32 u) -> Unit {
         if (u < units0)
             return {w0, y0, 0, u * ROWS, min(ROWS, n0 - u * ROWS), n0, BYTES0};
@@ -52,24 +55,26 @@ KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8*
 
     u8* stages = shared;
     if (LOCAL)
-        stages += shared_input_bytes<TYPE0>(COLS, TOKENS) + (norm && !FLOATS ? COLS * 8 : 0);
+        stages += shared_input_bytes<TYPE0>(COLS, TOKENS);
     stages += warp * STAGES * stage_bytes;
-    // What the kernel before this one did not make comes first: weights of the norm, then of the matrices.
-    float* const xs = (float*)(shared + shared_input_bytes<TYPE0>(COLS));
-    float* const norms = xs + COLS;
-    if (TOKENS == 1 && norm && !FLOATS) {
-        copy_floats(norms, norm, COLS);
-        copies_commit();
-    }
-    i32 u = blockIdx.x * n_warps + warp;
+    // What the kernel before this one did not make comes first: weights of the matrices and of the norm.
+    i32 u = blockIdx.x * WARPS + warp;
     dependency_release();
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue(stages + i * stage_bytes, unit_of(u + i * step));
+    constexpr i32 SHARES = (COLS + 128 * WARPS - 1) / (128 * WARPS); // of the row that a warp quantizes
+    constexpr bool AHEAD = TOKENS == 1 && !FLOATS && SHARES <= 2;    // they fit in registers
+    float4 xs[AHEAD ? SHARES : 1], norms[AHEAD ? SHARES : 1];
+    auto element = [&](i32 share) { return (share * WARPS + warp) * 128 + 4 * lane; };
+    if (AHEAD && x)
+#pragma unroll
+        for (i32 i = 0; i < SHARES; i++)
+            norms[i] = four_of(norm, COLS, element(i));
     dependency_wait();
 
     Input input = global_input(x, q, d, sums);
-    Activations held[n_held(TYPE0, COLS)];
+    typename HeldOf<TYPE0>::Block held[n_held(TYPE0, COLS)];
     if constexpr (TOKENS == 1) {
         const Input local = shared_input<TYPE0>(shared, COLS);
         if (FLOATS || q) {
@@ -82,22 +87,30 @@ KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8*
                 for (i32 i = threadIdx.x; i < COLS; i += blockDim.x)
                     row[i] = (row[i] * scale) * norm[i];
             }
-        } else if (norm) {
-#pragma unroll 4
-            for (i32 i = 4 * threadIdx.x; i < COLS; i += 4 * blockDim.x)
-                *(float4*)(xs + i) = *(const float4*)(x + i);
-            copies_wait<STAGES>();
-            __syncthreads();
-            __shared__ float scale;
-            if (warp == 0) { // the others would only compete with it
-                const float found = norm_scale(square_sum(xs, COLS), COLS, eps);
-                if (lane == 0)
-                    scale = found;
-            }
-            __syncthreads();
-            quantize_row(local, xs, norms, scale, nullptr, COLS, warp, n_warps);
         } else {
-            quantize_row(local, x, nullptr, 1.0f, nullptr, COLS, warp, n_warps);
+            __shared__ float shared_scale;
+            if (AHEAD)
+#pragma unroll
+                for (i32 i = 0; i < SHARES; i++)
+                    xs[i] = four_of(x, COLS, element(i));
+            float scale = 1.0f;
+            if (norm) {
+                if (warp == 0) { // the others would only compete with it
+                    const float found = norm_scale(square_sum<32>(x, COLS), COLS, eps);
+                    if (lane == 0)
+                        shared_scale = found;
+                }
+                __syncthreads();
+                scale = shared_scale;
+            }
+            if (AHEAD) {
+#pragma unroll
+                for (i32 i = 0; i < SHARES; i++)
+                    if (element(i) - 4 * lane < COLS)
+                        quantize_four(local, xs[i], norm, norms[i], scale, nullptr, COLS, element(i));
+            } else {
+                quantize_row(local, x, norm, scale, nullptr, COLS, warp, WARPS);
+            }
         }
         __syncthreads();
         input = local;
@@ -116,7 +129,7 @@ KERNEL __launch_bounds__(256) product(const u8* w0, i32 n0, float* y0, const u8*
     for (i32 i = 0; u < n_units; u += step, i = i + 1 < STAGES ? i + 1 : 0) {
         const Unit unit = unit_of(u);
         u8* const stage = stages + i * stage_bytes;
-        const i32 offset = (i32)((u64)(unit.w + (i64)unit.row0 * unit.row_bytes) & 15);
+        const i32 offset = skew_of<SKEWED>(unit.w + (i64)unit.row0 * unit.row_bytes);
         const i32 row = lane / EACH / TOKENS;
         for (i32 first = begin; first < end; first += TOKENS) {
             const i32 t = first + lane / EACH % TOKENS;

@@ -131,6 +131,10 @@ DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 // To host memory that the host polls: one store of 8 bytes, after everything this thread wrote before.
 DEVICE void store_system(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
+// What v depends on is issued before a barrier that follows: compilers like to sink loads below a wait.
+DEVICE void settle(i32& v) { asm volatile("" : "+r"(v)); }
+DEVICE void settle(float& v) { asm volatile("" : "+f"(v)); }
+
 // --- the kernel before ------------------------------------------------------------------------------
 
 // A kernel that is launched with `overlap` may begin before the one ahead of it has ended. It must call

@@ -1,57 +1,69 @@
 // The normed residual, its quantized form and the router's logits. Twin: router.
 //
 // Row t of h [T, D] = norm of row t of x [T, D], D = COLS; logits [T, E] = gate [E, D] of h, gate of the float type
-// TYPE; where q is given also q [T, D], d and sums [T, D / 32] of h (D a multiple of 32). Grid (E / warps rounded
-// up, T): a block has one row of the gate a warp, repeats the norm and writes its share of h. Shared memory: twice D
-// floats, D rounded up to 4, then stage_bytes a warp, at least a row of the gate and 32. Arrays are 16-byte aligned.
+// TYPE; where q is given also q [T, D], d and sums [T, D / 32] of h (D a multiple of 32). Every warp repeats the norm,
+// so that none waits for another: warp i < E has row i of the gate, the others 128 elements of h each. Grid
+// ((E + D / 128 rounded up) / warps rounded up, T), block at most 4 warps. Arrays are 16-byte aligned.
 #include "rows.cuh"
 
-KERNEL router(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h, float* logits, i8* q,
-              float* d, i32* sums, i32 stage_bytes) {
-    DYNAMIC_SHARED(u8, shared);
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
-    constexpr i32 D = COLS;
+constexpr i32 D = COLS;
+constexpr i32 STEPS = (D + WARP - 1) / WARP;
+constexpr i32 HELD = STEPS < 64 ? STEPS : 64; // elements a lane keeps in registers of each row
+
+template <class T>
+DEVICE float element(const T& row, i32 step) {
+    const i32 i = step * WARP + threadIdx.x % WARP;
+    return D % WARP == 0 || i < D ? row(i) : 0.0f; // a term of +0 leaves a lane's sum as it is
+}
+
+KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h,
+                                     float* logits, i8* q, float* d, i32* sums) {
+    const i32 lane = threadIdx.x % WARP, warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const i64 t = blockIdx.y;
-    const i32 expert = blockIdx.x * n_warps + warp;
-    const i32 row_bytes = row_bytes_of(TYPE, D);
-    float* const xs = (float*)shared;
-    float* const norms = xs + (D + 3) / 4 * 4;
-    u8* const stage = (u8*)(norms + (D + 3) / 4 * 4) + warp * stage_bytes;
+    const u8* const weights = gate + (i64)min(warp, E - 1) * row_bytes_of(TYPE, D);
+    x += t * D;
+    auto xs = [&](i32 i) { return x[i]; };
+    auto norms = [&](i32 i) { return norm[i]; };
+    auto ws = [&](i32 i) { return weight_of<TYPE>(weights, i); };
     dependency_release();
-    copy_floats(norms, norm, D);
-    copies_commit();
-    i32 offset = 0;
-    if (expert < E)
-        offset = stage_rows<COLS * 4>(stage, gate + (i64)expert * row_bytes, row_bytes);
-    copies_commit();
+    float held_x[HELD], held_norm[HELD], held_w[HELD];
+#pragma unroll
+    for (i32 i = 0; i < HELD; i++) {
+        held_norm[i] = element(norms, i);
+        held_w[i] = element(ws, i);
+    }
     dependency_wait();
-    if constexpr (D % 4 == 0) {
-#pragma unroll 8
-        for (i32 i = 4 * threadIdx.x; i < D; i += 4 * blockDim.x)
-            *(float4*)(xs + i) = *(const float4*)(x + t * D + i);
-    } else {
-        for (i32 i = threadIdx.x; i < D; i += blockDim.x)
-            xs[i] = x[t * D + i];
-    }
-    copies_wait<1>();
-    __syncthreads();
-    const float scale = norm_scale(square_sum(xs, D), D, eps);
-    const i32 n_shares = gridDim.x * n_warps;
-    if (q) {
-        const Input to = global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32));
-        quantize_row(to, xs, norms, scale, h + t * D, D, expert, n_shares);
-    } else {
-        for (i32 i = expert * WARP + lane; i < D; i += n_shares * WARP)
-            h[t * D + i] = (xs[i] * scale) * norms[i];
-    }
-    if (expert >= E)
-        return;
-    stage_wait<0>();
+#pragma unroll
+    for (i32 i = 0; i < HELD; i++)
+        held_x[i] = element(xs, i);
     float acc = 0.0f;
+#pragma unroll
+    for (i32 i = 0; i < HELD; i++)
+        acc = __fmaf_rn(held_x[i], held_x[i], acc);
 #pragma unroll 8
-    for (i32 i = lane; i < D; i += WARP)
-        acc = __fmaf_rn(weight_of<TYPE>(stage + offset, i), (xs[i] * scale) * norms[i], acc);
-    const float logit = fold(acc);
-    if (lane == 0)
-        logits[t * E + expert] = logit;
+    for (i32 i = HELD; i < STEPS; i++) {
+        const float v = element(xs, i);
+        acc = __fmaf_rn(v, v, acc);
+    }
+    const float scale = norm_scale(fold(acc), D, eps);
+
+    if (warp < E) {
+        acc = 0.0f;
+#pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            acc = __fmaf_rn(held_w[i], (held_x[i] * scale) * held_norm[i], acc);
+#pragma unroll 8
+        for (i32 i = HELD; i < STEPS; i++)
+            acc = __fmaf_rn(element(ws, i), (element(xs, i) * scale) * element(norms, i), acc);
+        const float logit = fold(acc);
+        if (lane == 0)
+            logits[t * E + warp] = logit;
+    } else if (q) {
+        const Input to = global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32));
+        quantize_row(to, x, norm, scale, h + t * D, D, warp - E, D);
+    } else {
+        const i32 first = 128 * (warp - E);
+        for (i32 i = first + lane; i < min(first + 128, D); i += WARP)
+            h[t * D + i] = (x[i] * scale) * norm[i];
+    }
 }

@@ -10,17 +10,34 @@
 
 // --- weights --------------------------------------------------------------------------------------
 
+// How far a row begins behind a 16-byte boundary.
+template <i32 row_bytes>
+DEVICE i32 skew_of(const u8* row) {
+    return row_bytes % 16 ? (i32)((u64)row & 15) : 0;
+}
+
 // Start copying n_bytes from `rows` to `stage` (16-byte aligned). Returns where in the stage the first row begins.
 // A stage has room for its rows and 32 bytes: what alignment adds on both sides, and a word that is read beyond.
-// `most` is the largest n_bytes that a call may have: a constant makes it straight code.
-template <i32 most>
+// `most` is the largest n_bytes that a call may have, `row_bytes` what one row has: constants make it straight code.
+template <i32 most, i32 row_bytes>
 DEVICE i32 stage_rows(u8* stage, const u8* rows, i32 n_bytes) {
-    const i32 skew = (i32)((u64)rows & 15), start = 16 * (threadIdx.x % WARP);
+    const i32 skew = skew_of<row_bytes>(rows), start = 16 * (threadIdx.x % WARP);
     const u8* const from = rows - skew;
-#pragma unroll 8
-    for (i32 i = 0; i < most + 15; i += 16 * WARP)
-        if (start + i < skew + n_bytes)
+    const i32 end = skew + n_bytes;
+    if (n_bytes == most) { // nearly always: nothing to check but the last piece
+        constexpr i32 WHOLE = most / (16 * WARP) * (16 * WARP);
+#pragma unroll
+        for (i32 i = 0; i < WHOLE; i += 16 * WARP)
             copy16_async(stage + start + i, from + start + i);
+#pragma unroll
+        for (i32 i = WHOLE; i < most + (row_bytes % 16 ? 15 : 0); i += 16 * WARP)
+            if (start + i < end)
+                copy16_async(stage + start + i, from + start + i);
+    } else {
+#pragma unroll 1
+        for (i32 i = start; i < end; i += 16 * WARP)
+            copy16_async(stage + i, from + i);
+    }
     return skew;
 }
 
@@ -79,19 +96,82 @@ DEVICE void load_activations(const Input& x, i32 token, i32 k, i32 b, Activation
     }
 }
 
-// The first `N` blocks of a lane, kept in registers for all rows that the warp multiplies.
+DEVICE void load_activations(const Input& x, i32 k, i32 b, SplitActivations& a) {
+    const i8* const half = x.q + (b & 1) * x.half;
+    const uint4 own = *(const uint4*)(half + x.stride * b), other = *(const uint4*)(half + x.stride * (b ^ 1));
+    a.own[0] = (i32)own.x, a.own[1] = (i32)own.y, a.own[2] = (i32)own.z, a.own[3] = (i32)own.w;
+    a.other[0] = (i32)other.x, a.other[1] = (i32)other.y, a.other[2] = (i32)other.z, a.other[3] = (i32)other.w;
+    a.d = x.d[b];
+    a.sum = (float)x.sums[b];
+}
+
+// The one row of activations as a lane keeps it for all rows of a type that the warp multiplies: its first N blocks.
+template <Type type>
+struct HeldOf {
+    typedef Activations Block;
+};
+template <>
+struct HeldOf<Q4_K> {
+    typedef SplitActivations Block;
+};
+template <class Block>
+struct IsSplit {
+    static constexpr bool VALUE = false;
+};
+template <>
+struct IsSplit<SplitActivations> {
+    static constexpr bool VALUE = true;
+};
+
+DEVICE void settle(Activations& a) {
+#pragma unroll
+    for (i32 i = 0; i < 8; i++)
+        settle(a.q[i]);
+    settle(a.d);
+    settle(a.sum);
+}
+
+DEVICE void settle(SplitActivations& a) {
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        settle(a.own[i]);
+        settle(a.other[i]);
+    }
+    settle(a.d);
+    settle(a.sum);
+}
+
+// The barrier at the end of hold_... keeps their loads, with `settle`, above the wait for weights: a latency less.
 template <bool with_first, i32 N>
 DEVICE void hold_activations(const Input& x, i32 k, Activations (&held)[N]) {
 #pragma unroll
     for (i32 i = 0; i < N; i++) {
         const i32 b = i * WARP + threadIdx.x % WARP;
-        if (b < k / 32)
-            load_activations<with_first>(x, 0, k, b, held[i]);
+        load_activations<with_first>(x, 0, k, b < k / 32 ? b : 0, held[i]);
     }
+#pragma unroll
+    for (i32 i = 0; i < N; i++)
+        settle(held[i]);
+    __syncwarp();
 }
 
-// So many are held of a row of k: two, which suffices for 2048 columns and leaves registers for the rest.
-DEVICE constexpr i32 n_held(Type type, i32 k) { return is_float(type) ? 1 : k > 1024 ? 2 : 1; }
+template <bool with_first, i32 N>
+DEVICE void hold_activations(const Input& x, i32 k, SplitActivations (&held)[N]) {
+#pragma unroll
+    for (i32 i = 0; i < N; i++) {
+        const i32 b = i * WARP + threadIdx.x % WARP;
+        load_activations(x, k, b < k / 32 ? b : b % 8, held[i]);
+    }
+#pragma unroll
+    for (i32 i = 0; i < N; i++)
+        settle(held[i]);
+    __syncwarp();
+}
+
+// N: what registers allow.
+DEVICE constexpr i32 n_held(Type type, i32 k) {
+    return is_float(type) ? 1 : type == Q4_K ? (k > 3072 ? 4 : (k + 1023) / 1024) : k > 1024 ? 2 : 1;
+}
 
 // n_threads threads copy row t in global memory, quantized or for a float type x, to row `to_t` in shared memory.
 template <Type type>
@@ -126,40 +206,45 @@ DEVICE void copy_floats(float* to, const float* from, i32 n) {
         to[i] = from[i];
 }
 
+// Four elements a lane of 128 consecutive ones, from element i of a row of k on (a block of the lane's is whole or
+// absent): v, or (v * scale) * w with a norm; h, if any, gets the values that are quantized.
+DEVICE void quantize_four(const Input& to, const float4& x, bool normed, const float4& w, float scale, float* h, i32 k,
+                          i32 i) {
+    float v[4] = {x.x, x.y, x.z, x.w};
+    if (normed) {
+        v[0] = (v[0] * scale) * w.x;
+        v[1] = (v[1] * scale) * w.y;
+        v[2] = (v[2] * scale) * w.z;
+        v[3] = (v[3] * scale) * w.w;
+    }
+    float d;
+    i32 sum;
+    const u32 q = quantize4(v, d, sum);
+    if (i < k) {
+        const i32 b = i / 32;
+        if (h)
+            *(float4*)(h + i) = make_float4(v[0], v[1], v[2], v[3]);
+        *(u32*)(to.q + b * to.stride + (i & 16 ? to.half : 0) + (i & 15)) = q;
+        if (i % 32 == 0) {
+            to.d[b] = d;
+            to.sums[b] = sum;
+        }
+    }
+}
+
+// What quantize_four takes of a row.
+DEVICE float4 four_of(const float* row, i32 k, i32 i) {
+    return row && i < k ? *(const float4*)(row + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
 // Quantize a row x of k elements (16-byte aligned), or (x * scale) * weight where there is a weight; h, if any, gets
 // the values that are quantized. Four blocks of 32 a warp; the caller's warps are `first`, `first + step`, ...
 DEVICE void quantize_row(const Input& to, const float* x, const float* weight, float scale, float* h, i32 k, i32 first,
                          i32 step) {
-    const i32 lane = threadIdx.x % WARP;
-#pragma unroll 4
+#pragma unroll 2
     for (i32 start = 128 * first; start < k; start += 128 * step) {
-        const i32 i = start + 4 * lane;
-        const bool valid = i < k;
-        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (valid) {
-            const float4 a = *(const float4*)(x + i);
-            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-            if (weight) {
-                const float4 w = *(const float4*)(weight + i);
-                v[0] = (v[0] * scale) * w.x;
-                v[1] = (v[1] * scale) * w.y;
-                v[2] = (v[2] * scale) * w.z;
-                v[3] = (v[3] * scale) * w.w;
-            }
-            if (h)
-                *(float4*)(h + i) = make_float4(v[0], v[1], v[2], v[3]);
-        }
-        float d;
-        i32 sum;
-        const u32 q = quantize4(v, d, sum);
-        if (valid) {
-            const i32 b = i / 32;
-            *(u32*)(to.q + b * to.stride + (i & 16 ? to.half : 0) + (i & 15)) = q;
-            if (i % 32 == 0) {
-                to.d[b] = d;
-                to.sums[b] = sum;
-            }
-        }
+        const i32 i = start + 4 * (threadIdx.x % WARP);
+        quantize_four(to, four_of(x, k, i), weight, four_of(weight, k, i), scale, h, k, i);
     }
 }
 
@@ -185,13 +270,45 @@ DEVICE void multiply_block(float* acc, const u8* stage, i32 offset, i32 k, i32 b
         }
 }
 
+// One token and Q4_K: acc[r] += the lane's terms of row r.
+template <i32 rows, class H, i32 N>
+DEVICE void multiply_split(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const H (&held)[N]) {
+    const SplitLane l = split_lane();
+    const u8* const base = stage + offset;
+    auto add = [&](i32 i, const SplitActivations& a) {
+        const bool valid = k % 1024 == 0 || i * WARP + (i32)threadIdx.x % WARP < k / 32;
+        const i32 head = valid ? i * 576 + l.head : 0, piece = valid ? i * 576 + l.at : 0;
+#pragma unroll
+        for (i32 r = 0; r < rows; r++) {
+            const u8* const row = base + r * row_bytes_of(Q4_K, k);
+            const float term = split_term(row + head, row + piece, l, a);
+            if (valid)
+                acc[r] = __fmaf_rn(a.d, term, acc[r]);
+        }
+    };
+    constexpr i32 HELD = IsSplit<H>::VALUE ? N : 0;
+    if constexpr (HELD > 0)
+#pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            add(i, held[i]);
+#pragma unroll 2
+    for (i32 i = HELD; i < (k + 1023) / 1024; i++) {
+        const i32 b = i * WARP + threadIdx.x % WARP;
+        SplitActivations a;
+        load_activations(x, k, b < k / 32 ? b : b % 8, a);
+        add(i, a);
+    }
+}
+
 // acc[r * tokens + t] += the lane's terms of row r of the stage and of activation row token[t], for t < n. k is a
-// compile-time constant; the first N blocks of the one token are `held` where tokens is 1.
-template <Type type, i32 rows, i32 tokens, i32 N>
-DEVICE void multiply(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const Activations (&held)[N],
+// compile-time constant; with one token, the first N blocks are `held` if they are of the type's kind.
+template <Type type, i32 rows, i32 tokens, class H, i32 N>
+DEVICE void multiply(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const H (&held)[N],
                      const i32 (&token)[tokens], i32 n) {
     const i32 lane = threadIdx.x % WARP;
-    if constexpr (is_float(type)) {
+    if constexpr (type == Q4_K && tokens == 1) {
+        multiply_split<rows>(acc, stage, offset, k, x, held);
+    } else if constexpr (is_float(type)) {
 #pragma unroll 8
         for (i32 i = lane; i < k; i += WARP) {
             float w[rows];
@@ -208,11 +325,12 @@ DEVICE void multiply(float* acc, const u8* stage, i32 offset, i32 k, const Input
                 }
         }
     } else {
-        constexpr i32 HELD = tokens == 1 ? N : 0;
+        constexpr i32 HELD = tokens == 1 && !IsSplit<H>::VALUE ? N : 0;
+        if constexpr (HELD > 0)
 #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            if ((i + 1) * 1024 <= k || i * WARP + lane < k / 32)
-                multiply_block<type, rows, tokens>(acc, stage, offset, k, i * WARP + lane, x, &held[i], token, n);
+            for (i32 i = 0; i < HELD; i++)
+                if ((i + 1) * 1024 <= k || i * WARP + lane < k / 32)
+                    multiply_block<type, rows, tokens>(acc, stage, offset, k, i * WARP + lane, x, &held[i], token, n);
 #pragma unroll 2
         for (i32 i = HELD; i < (k + 1023) / 1024; i++)
             if (k % 1024 == 0 || i * WARP + lane < k / 32)
@@ -232,31 +350,49 @@ struct Packed {
 };
 
 // What `multiply_packed` keeps in registers of the one row of activations.
-template <Type type, i32 k, i32 rows, i32 N>
-DEVICE void hold_packed(const Input& x, Activations (&held)[N], float (&d)[Packed<type, k, rows>::STEPS]) {
+template <Type type, i32 k, i32 rows, class H, i32 N>
+DEVICE void hold_packed(const Input& x, H (&held)[N], float (&d)[Packed<type, k, rows>::STEPS]) {
     typedef Packed<type, k, rows> P;
     const i32 lane = threadIdx.x % WARP;
 #pragma unroll
-    for (i32 i = 0; i < N; i++)
-        load_activations<type == Q6_K>(x, 0, k, (lane + i * WARP) % P::BLOCKS, held[i]);
+    for (i32 i = 0; i < N; i++) {
+        const i32 b = (lane + i * WARP) % P::BLOCKS;
+        if constexpr (type == Q4_K)
+            load_activations(x, k, b, held[i]);
+        else
+            load_activations<type == Q6_K>(x, 0, k, b, held[i]);
+    }
 #pragma unroll
     for (i32 i = 0; i < P::STEPS; i++)
         d[i] = lane + i * WARP < P::BLOCKS ? x.d[lane + i * WARP] : 0.0f;
+#pragma unroll
+    for (i32 i = 0; i < N; i++)
+        settle(held[i]);
+#pragma unroll
+    for (i32 i = 0; i < P::STEPS; i++)
+        settle(d[i]);
+    __syncwarp();
 }
 
 // acc[r] = the lane's terms of row r. The blocks of all rows are dealt to the lanes without gaps, and their terms go to
 // the lanes that add them by `terms`, shared memory for rows * k / 32 floats of the warp.
-template <Type type, i32 k, i32 rows, i32 N>
-DEVICE void multiply_packed(float (&acc)[rows], const u8* stage, i32 offset, const Activations (&held)[N],
+template <Type type, i32 k, i32 rows, class H, i32 N>
+DEVICE void multiply_packed(float (&acc)[rows], const u8* stage, i32 offset, const H (&held)[N],
                             const float (&d)[Packed<type, k, rows>::STEPS], float* terms) {
     typedef Packed<type, k, rows> P;
     const i32 lane = threadIdx.x % WARP;
 #pragma unroll
     for (i32 i = 0; i < rows * P::BLOCKS / WARP; i++) {
-        const i32 task = lane + i * WARP, r = task / P::BLOCKS;
-        Block w;
-        load_block<type>(stage, offset + r * row_bytes_of(type, k), task % P::BLOCKS, w);
-        terms[task] = block_term<type>(w, held[i % N]);
+        const i32 task = lane + i * WARP; // its rows are contiguous, so is whatever K format: block `task` of them all
+        if constexpr (type == Q4_K) {
+            const SplitLane l = split_lane();
+            const u8* const base = stage + offset + i * 576;
+            terms[task] = split_term(base + l.head, base + l.at, l, held[i % N]);
+        } else {
+            Block w;
+            load_block<type>(stage, offset, task, w);
+            terms[task] = block_term<type>(w, held[i % N]);
+        }
     }
     __syncwarp();
 #pragma unroll

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from engine import daemon
 from engine.config import EngineConfig
 
 
-def _open_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> daemon.Engine:
+def _open_engine(config: EngineConfig, progress: daemon.Loading) -> daemon.Engine:
     # Imported only now: whatever the engine's libraries print when they load must not reach stdout.
     from engine.scheduler import Engine
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import probe
 from engine.config import Device
+from engine.errors import SparkError
 from engine.forward import Forward
 from engine.ops import Limits
 from engine.ops.host import HostDevice
@@ -17,15 +18,16 @@ from engine.residency import MappedTier, Residency
 
 if TYPE_CHECKING:
     from engine.decoding import Graphs
+    from engine.slowtier import Uploader
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A module of ops and what goes with it.
 
-    workspace(limits): scratch memory of the ops. tier(experts, placement): where experts outside slots are
-    read. graphs(forward, residency): captured steps, None where there are none. free_bytes: of the GPU before
-    this process took any, where it is known.
+    workspace(limits): scratch memory of the ops. uploader(): what brings weights to the device, None where they are
+    used in place. tier(experts, placement, uploader): where experts outside slots are read. graphs(forward, residency):
+    captured steps, None where there are none. free_bytes: of the GPU before this process took any, where it is known.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Backend:
     ops: ModuleType
     device: Any
     workspace: Callable[[Limits], Any]
+    uploader: Callable[[], Uploader | None]
     tier: Callable[..., Any]
     graphs: Callable[[Forward, Residency], Graphs | None]
     free_bytes: int | None = None
@@ -46,7 +49,12 @@ def open_backend(device: Device, threads: int) -> Backend:
     if device in ("cuda", "auto"):
         found = probe.probe()
         if isinstance(found, probe.Found):
-            return _cuda(found, "asked for" if device == "cuda" else "there is a GPU", threads)
+            try:
+                return _cuda(found, "asked for" if device == "cuda" else "there is a GPU", threads)
+            except SparkError as error:
+                if device == "cuda":
+                    raise
+                return _host("cpu", f"the GPU cannot be used: {error.message}", threads)
         if device == "cuda":
             raise found.error()
         return _host("cpu", found.reason, threads)
@@ -61,7 +69,8 @@ def _host(name: str, why: str, threads: int) -> Backend:
         ops,
         host,
         workspace=lambda limits: ops.workspace(limits, threads),
-        tier=lambda experts, placement: MappedTier(host, experts),
+        uploader=lambda: None,
+        tier=lambda experts, placement, uploader: MappedTier(host, experts),
         graphs=lambda forward, residency: None,
     )
 
@@ -69,16 +78,19 @@ def _host(name: str, why: str, threads: int) -> Backend:
 def _cuda(found: probe.Found, why: str, threads: int) -> Backend:
     from engine.decoding import Graphs
     from engine.ops.cuda import gpu, ops
+    from engine.ops.cuda.failures import translated
     from engine.slowtier import PageLockedTier, Uploader
 
-    device = gpu.open_device()
+    with translated():
+        device = gpu.open_device(found.index)
     return Backend(
         "cuda",
         f"{why}: {device.name}",
         ops,
         device,
         workspace=lambda limits: ops.workspace(limits, device),
-        tier=lambda experts, placement: PageLockedTier(device, experts, placement.pinned, Uploader(device, threads)),
+        uploader=lambda: Uploader(device, threads),
+        tier=lambda experts, placement, uploader: PageLockedTier(device, experts, placement.pinned, uploader),
         graphs=Graphs,
         free_bytes=found.free_bytes,
     )

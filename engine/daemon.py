@@ -25,7 +25,14 @@ from typing import Any, Protocol
 
 from engine import protocol
 from engine.config import DEVICES, KV_TYPES, POLICIES, EngineConfig
-from engine.errors import EXIT_INTERRUPTED, CancelledError, CapacityError, RequestError, SparkError
+from engine.errors import (
+    EXIT_INTERRUPTED,
+    CancelledError,
+    CapacityError,
+    DeviceLostError,
+    RequestError,
+    SparkError,
+)
 
 MAX_WAITING = 256  # requests that are unanswered at once
 _INBOX_LINES = 64  # lines read ahead of the main thread
@@ -53,7 +60,10 @@ class Engine(Protocol):
         """Take a request, or raise RequestError."""
 
     def step(self) -> list[protocol.Event]:
-        """Do one step of work; the events it produced, among them a request's final Done or Error."""
+        """Do one step of work; the events it produced, among them a request's final Done or Error.
+
+        Raises DeviceLostError where no request can be served any more.
+        """
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request, of which no further event comes; False where there is none."""
@@ -68,7 +78,8 @@ class Engine(Protocol):
         """Give everything back."""
 
 
-OpenEngine = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
+Loading = Callable[[protocol.Stage, int, int], None]  # a stage, how much of it is done, of how much
+OpenEngine = Callable[[EngineConfig, Loading], Engine]
 MakePlan = Callable[[EngineConfig], Mapping[str, Any]]
 
 
@@ -76,8 +87,8 @@ def run(open_engine: OpenEngine, arguments: Sequence[str] | None = None, *, plan
     """Run the daemon until its input ends, a signal comes or it is told to; the exit status.
 
     arguments: the command line; None: that of the process. plan: what `--plan-only` calls for its one Plan event.
-    A failure to load is one Error event without an id, and the status is the error's. An end that was asked for
-    gives 0, Ctrl-C 130.
+    A failure to load, or a device that is lost, is one Error event without an id, and the status is the error's. An
+    end that was asked for gives 0, Ctrl-C 130.
     """
     config = parse_arguments(arguments)
     inbox = _Inbox()
@@ -196,15 +207,15 @@ class _Output:
 def _load(open_engine: OpenEngine, config: EngineConfig, inbox: _Inbox, output: _Output) -> Engine:
     """Announce the daemon, open the engine and announce that too."""
     output.emit(protocol.Hello(protocol.PROTOCOL, {"model": str(config.model), "pid": os.getpid()}))
-    reported_s = 0.0
+    reported_s, reported = 0.0, ""
 
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal reported_s
+    def progress(stage: protocol.Stage, done: int, total: int) -> None:
+        nonlocal reported_s, reported
         if inbox.stopping:
             raise _Stopped("while loading")
-        if done_bytes >= total_bytes or time.monotonic() > reported_s + _LOADING_EVERY_S:
-            output.emit(protocol.Loading(done_bytes, total_bytes))
-            reported_s = time.monotonic()
+        if stage != reported or done >= total or time.monotonic() > reported_s + _LOADING_EVERY_S:
+            output.emit(protocol.Loading(stage, done, total))
+            reported_s, reported = time.monotonic(), stage
 
     try:
         engine = open_engine(config, progress)
@@ -217,7 +228,10 @@ def _load(open_engine: OpenEngine, config: EngineConfig, inbox: _Inbox, output: 
 
 
 def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
-    """Answer requests until there is a reason to stop; cancels what then still runs."""
+    """Answer requests until there is a reason to stop; cancels what then still runs.
+
+    A device that is lost is one: every running request ends with that error, which is raised again.
+    """
     running: set[int] = set()
     try:
         while True:
@@ -236,6 +250,10 @@ def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
             engine.cancel(request_id)
             output.emit(protocol.error_event(request_id, CancelledError("the daemon is stopping")))
         raise
+    except DeviceLostError as error:
+        for request_id in sorted(running):
+            output.emit(protocol.error_event(request_id, error))
+        raise
 
 
 def _answer(line: bytes | None, engine: Engine, running: set[int]) -> Iterator[protocol.Event]:
@@ -251,6 +269,8 @@ def _answer(line: bytes | None, engine: Engine, running: set[int]) -> Iterator[p
         request_id = given.get("id")
         named = type(request_id) is int and 0 <= request_id <= protocol.MAX_ID
         yield protocol.error_event(request_id if named else None, known)
+        if isinstance(error, DeviceLostError):
+            raise
 
 
 def _handle(request: protocol.Request, engine: Engine, running: set[int]) -> Iterator[protocol.Event]:

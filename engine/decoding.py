@@ -1,6 +1,6 @@
 """Decoding on a device: a token is one graph launch, and the host reads behind what it has enqueued.
 
-The sampled token feeds the next step on the device (cuda/step.cu). After a stop token, the limit or an error the
+The sampled token feeds the next step on the device (cuda/step.cuh). After a stop token, the limit or an error the
 device clears its own active flag, so whatever is still enqueued moves no state.
 """
 
@@ -60,13 +60,15 @@ class Graphs:
             step, ws = self._inputs(1), self.forward.ws
 
             def work() -> None:
-                ws.active_step = self.sampler.active
                 if ws.replay is not None:
                     ws.replay.next(ws.active_step)
                 self._sample(step, self.forward.run(step, self.residency).logits, greedy)
-                ws.active_step = None
 
-            self._decode[greedy] = self.device.capture(work)
+            ws.active_step = self.sampler.active
+            try:
+                self._decode[greedy] = self.device.capture(work)
+            finally:
+                ws.active_step = None
         return self._decode[greedy]
 
     def _sample(self, step: Step, logits: Array, greedy: bool) -> None:

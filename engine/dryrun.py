@@ -15,7 +15,7 @@ import numpy as np
 
 from engine import models, placement, plan, policy, probe
 from engine.config import EngineConfig, KVType
-from engine.errors import CapacityError, UsageError
+from engine.errors import CapacityError, UnsupportedModelError, UsageError
 from engine.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.gguf import open_model
 from engine.kv import KVCache
@@ -76,7 +76,7 @@ def count(
     from engine.ops.cuda import ops
 
     dense, kv = CountingDevice.like(device), CountingDevice.like(device)
-    placed(weights, dense)
+    placed(weights, dense.upload)
     KVCache(kv, config.n_layer, config.n_head_kv, config.head_dim, limits.n_ctx, kv_type)
     ws = ops.workspace(limits, device)
     ws.stream_experts(0)
@@ -167,7 +167,8 @@ def decide(
 ) -> Decision:
     """Share out `cap_bytes` of a device of which `context_bytes` are gone.
 
-    like: stands for the device. CapacityError where it is too little, naming what would do.
+    like: stands for the device. CapacityError where it is too little, naming what would do; UnsupportedModelError
+    where the kernels do not run the model.
     """
     counts = np.zeros((len(weights.experts), config.n_expert), np.int64)
     if profile is not None and options.policy in ("spark", "static"):
@@ -178,7 +179,12 @@ def decide(
 
     def counted(n: int, run: bool = True) -> Counted:
         limits = limits_of(config, n_ctx, min(n, n_ctx))
-        return count(CountingDevice.like(like), arch, config, weights, limits, options.kv_type, run=run)
+        try:
+            return count(CountingDevice.like(like), arch, config, weights, limits, options.kv_type, run=run)
+        except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
+            raise UnsupportedModelError(
+                f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
+            ) from error
 
     reasons = []
     tries = [options.chunk_tokens] if options.chunk_tokens else []

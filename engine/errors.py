@@ -89,6 +89,12 @@ class NumericalError(SparkError):
     code = "numerical"
 
 
+class DeviceLostError(SparkError):
+    """A GPU that failed, with all that it held: nothing more can be computed, and the daemon ends."""
+
+    code = "device_lost"
+
+
 class CancelledError(SparkError):
     """A request that was cancelled by its client."""
 

@@ -7,6 +7,7 @@ the same constructor over a device that only counts is the memory plan (engine/p
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,21 +26,24 @@ GRAPH_TOKENS = (1, 2, 4, 8)  # tokens of a step that a device with graphs captur
 MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
 
 
-def placed(record: Any, device: Any) -> Any:
-    """A record of weights with every matrix and norm on `device`; stacked experts stay where they are."""
+Put = Callable[[NDArray[Any]], Any]
+
+
+def placed(record: Any, put: Put) -> Any:
+    """A record of weights with `put` of every matrix and norm; stacked experts stay where they are."""
     if isinstance(record, QTensor):
-        return dataclasses.replace(record, data=device.upload(record.data))
+        return dataclasses.replace(record, data=put(record.data))
     if isinstance(record, np.ndarray):
-        return device.upload(record)
+        return put(record)
     if isinstance(record, tuple):
-        return tuple(placed(item, device) for item in record)
+        return tuple(placed(item, put) for item in record)
     if dataclasses.is_dataclass(record) and not isinstance(record, ExpertTensors | type):
         values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
         new: dict[str, Any] = {}
         for name, value in values.items():
             # A tied output matrix is one array under two names, before and after.
             twin = next((n for n in new if values[n] is value), None)
-            new[name] = placed(value, device) if twin is None else new[twin]
+            new[name] = placed(value, put) if twin is None else new[twin]
         return type(record)(**new)
     return record
 
@@ -48,17 +52,18 @@ class Forward:
     """Weights, cache, workspace and buffers of a model on one device.
 
     arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
-    backend and its workspace. kv_tokens: positions that the cache holds. Inputs of a step are copied to the
-    same device arrays every time, so that a captured graph finds them.
+    backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
+    whose bytes may come later; by default `device.upload`. Inputs of a step are copied to the same device arrays
+    every time, so that a captured graph finds them.
     """
 
     def __init__(
         self, device: Any, ops: ModuleType, ws: Any, arch: ModuleType, config: Any, weights: Any, limits: Limits,
-        kv_tokens: int, kv_type: KVType,
+        kv_tokens: int, kv_type: KVType, put: Put | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
-        self.weights = placed(weights, device)
+        self.weights = placed(weights, put or device.upload)
         self.kv = KVCache(device, config.n_layer, config.n_head_kv, config.head_dim, kv_tokens, kv_type)
         self.rope = device.upload(rope_table(limits.n_ctx, config.rope_dims, config.rope_base))
         self._hidden: F32 | None = None

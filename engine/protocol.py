@@ -28,6 +28,8 @@ MAX_TOKENS = 1 << 20  # tokens of one request
 MAX_STOP_TOKENS = 1024
 MAX_TEXT_CHARS = 4096  # a session id, a path
 MAX_ID = (1 << 53) - 1  # the largest integer that every JSON reader keeps exact
+Stage = Literal["compiling kernels", "loading"]
+STAGES: tuple[Stage, ...] = ("compiling kernels", "loading")
 TOKEN_END = 1 << 31  # token ids lie in [0, TOKEN_END); the engine knows the vocabulary
 
 
@@ -134,10 +136,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress of loading, in bytes."""
+    """Progress of a stage before Ready: bytes of the model that are loaded, or kernels that are compiled."""
 
-    done_bytes: int
-    total_bytes: int
+    stage: Stage
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +331,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
     },
     "event": {
         "hello": (Hello, {"protocol": _COUNT, "info": checks.mapping}),
-        "loading": (Loading, {"done_bytes": _COUNT, "total_bytes": _COUNT}),
+        "loading": (Loading, {"stage": checks.choice(*STAGES), "done": _COUNT, "total": _COUNT}),
         "ready": (Ready, {"info": checks.mapping}),
         "plan": (Plan, {"info": checks.mapping}),
         "tokens": (Tokens, {"id": _ID, "tokens": checks.items(_TOKEN, MAX_TOKENS)}),

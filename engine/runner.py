@@ -26,16 +26,19 @@ from engine.kv import KVCache, Sequence, block_table
 from engine.models import Buffers
 from engine.ops import F32, I32
 from engine.ops.cuda.counting import CountingDevice
+from engine.ops.cuda.failures import translated
 from engine.ops.cuda.replay import Replay
 from engine.placement import Placement
 from engine.profile import Profile
 from engine.profile import load as load_profile
+from engine.protocol import Stage
 from engine.residency import Residency, slot_bytes
 from engine.sampling import SamplingParams, sample
+from engine.slowtier import loaded_bytes
 
 HOST_CHUNK_TOKENS = 512
 GRAPH_BYTES = 48 << 20  # what captured steps take of the device; see docs/cuda.md
-Progress = Callable[[int, int], None]
+Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done, of how much
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def physical_cores() -> int:
 class Runner:
     """Everything that a forward pass needs, allocated once."""
 
-    def __init__(self, config: EngineConfig, progress: Progress = lambda done, total: None) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress = lambda stage, done, total: None) -> None:
         self.options = config
         self.file: GGUFFile = open_model(config.model)
         self.arch = models.find(self.file.architecture)
@@ -131,7 +134,8 @@ class Runner:
                 f"--kv-type q8_0 stores blocks of 32, and the model's heads have {self.config.head_dim} dimensions",
                 hint="use --kv-type f16",
             )
-        self._lay_out(progress)
+        with translated("loading the model"):
+            self._lay_out(progress)
 
     def _lay_out(self, progress: Progress) -> None:
         """Decide what is resident, then allocate and load everything."""
@@ -148,14 +152,20 @@ class Runner:
             self.placement, self.rule, why = self._place_on_host()
         self.reasons.extend(why)
         self.chunk_tokens = self.limits.max_tokens
+        uploader = b.uploader()
         self.forward = Forward(
             b.device, b.ops, b.workspace(self.limits), self.arch, self.config, self.weights, self.limits,
-            kv_tokens=self.n_ctx, kv_type=o.kv_type,
+            kv_tokens=self.n_ctx, kv_type=o.kv_type, put=None if uploader is None else uploader.put,
         )  # fmt: skip
-        tier = b.tier(self.weights.experts, self.placement)
+        tier = b.tier(self.weights.experts, self.placement, uploader)
+        dense_bytes = 0
+        if uploader is not None:
+            dense_bytes = uploader.waiting_bytes
+            total = dense_bytes + loaded_bytes(self.weights.experts, self.placement)
+            uploader.flush(lambda done, _: progress("loading", done, total))
         self.residency = Residency(
             self.weights.experts, self.placement, self.rule, device=b.device, tier=tier, poison=o.poison,
-            progress=progress,
+            progress=lambda done, n_bytes: progress("loading", dense_bytes + done, dense_bytes + n_bytes),
         )  # fmt: skip
         if self.decision is not None:
             self.forward.ws.replay = self._replayed
@@ -178,7 +188,7 @@ class Runner:
 
         # The first decision tells the kernels; with them loaded the context has the size that counts.
         first = decide(before - free)
-        device.build(first.modules, lambda done, n: progress(0, 1))
+        device.build(first.modules, lambda done, total: progress("compiling kernels", done, total))
         for module, name in first.kernels:
             device.kernel(module, name)
         free, _ = device.memory_bytes()
@@ -198,7 +208,9 @@ class Runner:
         if o.replay is not None:
             raise UsageError("--replay imposes choices on a GPU, and this is the CPU")
         if o.vram_gib is not None:
-            raise UsageError("--vram caps the memory of a GPU, and this is the CPU", hint="use --residency")
+            raise UsageError(
+                f"--vram caps the memory of a GPU, and this is the CPU ({self.backend.reason})", hint="use --residency"
+            )
         sizes = [slot_bytes(e) for e in self.weights.experts]
         counts = np.zeros((len(sizes), c.n_expert), np.int64)
         if self.profile is not None:
@@ -214,6 +226,8 @@ class Runner:
             raise UsageError(f"{path}: expected integers [n_tokens, {shape[0]}, {shape[1]}], found {choices.shape}")
         if not choices.size or not 0 <= choices.min() <= choices.max() < self.config.n_expert:
             raise UsageError(f"{path}: expected experts below {self.config.n_expert}, of at least one token")
+        if (np.diff(np.sort(choices, axis=2), axis=2) == 0).any():
+            raise UsageError(f"{path}: an expert is chosen twice for a token")
         self.reasons.append(f"the choices of {len(choices)} tokens are replayed from {path}: the text means nothing")
         return choices
 

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from engine import profile as profiles
 from engine.config import EngineConfig
-from engine.errors import ContextOverflowError, RequestError, SparkError, UsageError
+from engine.errors import ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
 from engine.forward import MAX_ROWS
 from engine.kv import Sequence
 from engine.ops import F32
+from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import (
     Done,
@@ -31,6 +32,7 @@ from engine.protocol import (
     Generate,
     Progress,
     Score,
+    Stage,
     Timing,
     Tokens,
     Usage,
@@ -58,10 +60,12 @@ class _Job:
 class Engine:
     """A runner and the requests that wait for it.
 
-    progress: called with (bytes loaded, bytes to load) while the model loads.
+    progress: called while the model loads, as `protocol.Loading` is made.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[Stage, int, int], None] = lambda stage, done, total: None
+    ) -> None:
         self.config = config
         self.runner = Runner(config, progress)
         self.base = self.runner.profile
@@ -134,16 +138,22 @@ class Engine:
         return bool(self._jobs)
 
     def step(self) -> list[Event]:
-        """Do one unit of work for the first request; its failure is its own error event."""
+        """Do one unit of work for the first request; its failure is its own error event.
+
+        That of the device is everybody's: DeviceLostError.
+        """
         job = self._jobs[0]
-        if not job.started:
-            job.started = True
-            self._follow()
         try:
-            events = next(job.work)
+            with translated():
+                if not job.started:
+                    job.started = True
+                    self._follow()
+                events = next(job.work)
             if isinstance(events[-1], Done):
                 self._finish(job)
             return events
+        except DeviceLostError:
+            raise
         except SparkError as error:
             self._finish(job)
             return [error_event(job.request.id, error)]
@@ -189,6 +199,7 @@ class Engine:
         )
         stop = frozenset(r.stop_tokens if request.stop_tokens is None else request.stop_tokens)
         prompt = np.asarray(request.tokens, np.int32)
+        r.capture_hidden(False)
         before = r.residency.counters()
         began = time.perf_counter()
         for part in self._prefill(prompt, np.zeros(len(prompt), bool), sequence):
@@ -283,10 +294,12 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the start: requests, hits and misses by layer, memory."""
         r = self.runner
+        with translated():
+            totals = r.residency.totals()
         return {
             "requests": self._requests,
             "queued": len(self._jobs),
-            **r.residency.totals(),
+            **totals,
             "kv_blocks": {"total": r.kv.pool.n_blocks, "free": r.kv.pool.free_blocks},
             "plan": r.plan(),
         }
@@ -294,7 +307,8 @@ class Engine:
     def _counts(self) -> NDArray[np.int64]:
         c = self.runner.config
         counts = np.zeros((c.n_layer, c.n_expert), np.int64)
-        counts[list(c.moe_layers)] = self.runner.residency.counts
+        with translated():
+            counts[list(c.moe_layers)] = self.runner.residency.counts
         return counts
 
     def _learned(self) -> Profile:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.ops import U8
+from engine.placement import Placement
 from engine.policy import SlotState
 from engine.residency import ExpertTensors, slot_bytes
 
@@ -128,6 +129,14 @@ def _hand_over(state: SlotState, layer: int, enters: int, leaves: int) -> None:
     state.home_ptr[layer, enters] = 0
 
 
+def loaded_bytes(experts: Sequence[ExpertTensors], placement: Placement) -> int:
+    """Bytes that `PageLockedTier.load` copies: of what starts in a slot, and of what has a place."""
+    return sum(
+        sum(e.part_bytes) * (len(inside) + e.gate.shape[0] - len(pinned))
+        for e, inside, pinned in zip(experts, placement.residents, placement.pinned, strict=True)
+    )
+
+
 class Uploader:
     """Copies host memory to a device through two page-locked halves, filled by threads.
 
@@ -139,6 +148,23 @@ class Uploader:
         self.threads = threads
         self._halves = [device.page_locked(staging_bytes) for _ in range(2)]
         self._addresses = [int(half.__array_interface__["data"][0]) for half in self._halves]
+        self._waiting: list[Piece] = []
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that `put` took and `flush` will copy."""
+        return sum(source.nbytes for source, _ in self._waiting)
+
+    def put(self, host: NDArray[Any]) -> Any:
+        """An array on the device like `host`, contiguous, whose bytes come with the next `flush`."""
+        array = self.device.empty(host.shape, host.dtype)
+        self._waiting.append((host.reshape(-1).view(np.uint8), self.device.pointer(array)))
+        return array
+
+    def flush(self, progress: Progress = lambda done, total: None) -> None:
+        """Upload what was put."""
+        self.upload(self._waiting, progress)
+        self._waiting = []
 
     def upload(self, pieces: Sequence[Piece], progress: Progress = lambda done, total: None) -> None:
         """Copy each piece to its address on the device; returns when all have arrived. Progress in bytes."""

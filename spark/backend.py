@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine import protocol
 from engine.errors import DeadlineError, SparkError
-from spark.client import DaemonClient, Deadlines, RequestStream
+from spark.client import DaemonClient, Deadlines, OnLoading, RequestStream
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Backend:
         command: Callable[[], Sequence[str]],
         deadlines: Deadlines,
         learned_profile: Path | None,
-        on_loading: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+        on_loading: OnLoading = lambda stage, done, total: None,
     ) -> None:
         self._command = command
         self._deadlines = deadlines
@@ -81,7 +81,7 @@ class Backend:
         finally:
             self._client.close()
 
-    def _start(self, on_loading: Callable[[int, int], None] = lambda done_bytes, total_bytes: None) -> DaemonClient:
+    def _start(self, on_loading: OnLoading = lambda stage, done, total: None) -> DaemonClient:
         deadlines = replace(self._deadlines, total_s=None)
         return DaemonClient(self._command(), deadlines=deadlines, on_loading=on_loading)
 

@@ -123,6 +123,8 @@ def bench(config: EngineConfig, options: BenchOptions, deadlines: Deadlines, pro
             check_settings(asked, client.ready.info)
             row, made = _serve(client, prompts, options, percent, progress)
             info = client.ready.info
+        # Steps of other lengths round otherwise, so one length serves all; auto is asked once.
+        config = replace(config, device=info["device"], chunk_tokens=info["chunk_tokens"])
         device = info["device"]
         settings.append({key: info[key] for key in info if key not in ("files", "model")})
         expected = expected or made

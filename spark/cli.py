@@ -392,7 +392,7 @@ def serve(
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = ServeOptions(config, host, port, api_key, deadlines, learned_profile=path if spark else None)
     with progress_bars() as progress:
-        run_server(options, lambda done, total: progress("loading", done, total))
+        run_server(options, progress)
 
 
 @app.command()
@@ -494,6 +494,7 @@ def _percentages(given: str) -> tuple[float, ...]:
 @app.command()
 def demo(
     out_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what the demo makes there.")] = None,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -503,7 +504,7 @@ def demo(
     """
     from spark import demo as demonstration
 
-    save(json_file, demonstration.run(out_dir, threads))
+    save(json_file, demonstration.run(out_dir, threads, device))
 
 
 # --- the end of every command -------------------------------------------------------------------------

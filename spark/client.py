@@ -37,6 +37,7 @@ _LAST_WORDS_S = 1.0  # how long a daemon that closed its output has to end
 # `-m engine` would take a folder `engine` in the working directory for ours: so `-P`, and our own path.
 _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('engine', run_name='__main__')"
 
+OnLoading: TypeAlias = Callable[[str, int, int], None]  # a stage, how much of it is done, of how much
 _Inbox: TypeAlias = "SimpleQueue[protocol.Event | None]"  # None: no more events come
 _Answer = TypeVar("_Answer", bound=protocol.Event)
 
@@ -66,8 +67,8 @@ def engine_command(config: EngineConfig) -> list[str]:
 class DaemonClient:
     """A running daemon, loaded and ready; requests may come from several threads.
 
-    command: what to run, as `engine_command` writes it. on_loading: called with (bytes loaded, bytes to
-    load) in the calling thread. `hello` and `ready` are what the daemon said of itself. Raises the error
+    command: what to run, as `engine_command` writes it. on_loading: called with the figures of each
+    `protocol.Loading` in the calling thread. `hello` and `ready` are what the daemon said of itself. Raises the error
     that the daemon reports when it cannot load, DaemonError where it ends or speaks something else,
     DeadlineError where it is not ready in time. Any later call may raise the last two.
     """
@@ -77,7 +78,7 @@ class DaemonClient:
         command: Sequence[str],
         *,
         deadlines: Deadlines | None = None,
-        on_loading: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+        on_loading: OnLoading = lambda stage, done, total: None,
     ) -> None:
         self.hello = protocol.Hello(protocol.PROTOCOL, {})
         self.ready = protocol.Ready({})
@@ -263,7 +264,7 @@ class DaemonClient:
                 raise self._died()
             return event
 
-    def _wait_ready(self, on_loading: Callable[[int, int], None]) -> None:
+    def _wait_ready(self, on_loading: OnLoading) -> None:
         since_s = time.monotonic()
         inbox = self._inboxes[None]
         while True:
@@ -274,8 +275,8 @@ class DaemonClient:
                             f"the daemon speaks protocol {hello.protocol}, this client {protocol.PROTOCOL}"
                         )
                     self.hello = hello
-                case protocol.Loading(done_bytes, total_bytes):
-                    on_loading(done_bytes, total_bytes)
+                case protocol.Loading(stage, done, total):
+                    on_loading(stage, done, total)
                 case protocol.Error() as error:
                     raise from_code(error.code, error.message, error.hint)
                 case protocol.Ready() as ready:

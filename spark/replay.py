@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -10,15 +11,28 @@ from engine.config import EngineConfig
 from engine.errors import WrongModelError
 from engine.protocol import Done, Event, Tokens
 from spark.client import DaemonClient, Deadlines, engine_command
+from spark.console import note
 from spark.tokens import TokensFile, Window
 
 Progress = Callable[[str, int, int], None]  # what is being done, done so far, in total
 
 
 def open_daemon(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> DaemonClient:
-    """Start the daemon and wait until it is ready, reporting bytes loaded under the label `loading`."""
-    command = engine_command(config)
-    return DaemonClient(command, deadlines=deadlines, on_loading=lambda done, total: progress("loading", done, total))
+    """Start the daemon and wait until it is ready, reporting each stage of loading under its own name.
+
+    What it chose where nothing was asked for, the device first, is noted with the reason.
+    """
+    client = DaemonClient(engine_command(config), deadlines=deadlines, on_loading=progress)
+    for reason in client.ready.info["reasons"]:
+        if not reason.endswith("asked for"):
+            _note_once(reason)
+    return client
+
+
+@cache
+def _note_once(text: str) -> None:
+    """A command that starts many daemons says once what they all chose."""
+    note(text)
 
 
 def require_model(file: TokensFile, client: DaemonClient) -> None:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ from engine.errors import ContextOverflowError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
 from spark.backend import Backend, Generation
 from spark.chat import ChatRequest, Finish, Formatter, parse_chat
-from spark.client import Deadlines, engine_command
+from spark.client import Deadlines, OnLoading, engine_command
 from spark.http import (
     EXCEPTION_HANDLERS,
     Guard,
@@ -78,10 +78,10 @@ class ServeOptions:
     learned_profile: Path | None = None
 
 
-def serve(options: ServeOptions, on_loading: Callable[[int, int], None] = lambda done, total: None) -> None:
+def serve(options: ServeOptions, on_loading: OnLoading = lambda stage, done, total: None) -> None:
     """Load the model and serve it until SIGTERM, which lets replies finish, or Ctrl-C.
 
-    on_loading: called with (bytes loaded, bytes to load). Raises UsageError for an address that must not or
+    on_loading: as DaemonClient calls it. Raises UsageError for an address that must not or
     cannot be bound, and whatever keeps the model from loading.
     """
     if options.api_key is None and not is_loopback(options.host):

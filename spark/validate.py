@@ -122,6 +122,7 @@ def validate(
         with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
             replay.require_model(file, client)
+            _require_room(client, options.residency_pct)
             shape = (model["n_layer"], model["n_expert"])
             found = [
                 profiles.load(path, model_id=model["model_id"], shape=shape)
@@ -137,9 +138,13 @@ def validate(
             prompts = _prompts(file, options.prompts, client.ready.info["ctx_tokens"] - options.generate_tokens)
             reference = _serve(client, prompts, options.generate_tokens, "all", progress)
             served = {"all": reference} if client.ready.info["policy"] == "all" else {}
+            # Steps of other lengths round otherwise, so one length serves all; auto is asked once.
+            alike = replace(
+                config, device=client.ready.info["device"], chunk_tokens=client.ready.info["chunk_tokens"],
+                profile=options.profile, residency_pct=options.residency_pct,
+            )  # fmt: skip
         for name in LADDER[1:]:
-            rung = replace(config, policy=name, profile=options.profile, residency_pct=options.residency_pct)
-            with replay.open_daemon(rung, deadlines, progress) as client:
+            with replay.open_daemon(replace(alike, policy=name), deadlines, progress) as client:
                 served[name] = _serve(client, prompts, options.generate_tokens, name, progress)
 
     sizes, layers = model["expert_bytes"], model["moe_layers"]
@@ -204,6 +209,16 @@ def _open_reference(config: EngineConfig, deadlines: Deadlines, progress: Progre
         return replay.open_daemon(replace(config, policy="all"), deadlines, progress)
     except CapacityError:
         return replay.open_daemon(replace(config, policy="uniform", residency_pct=100.0), deadlines, progress)
+
+
+def _require_room(client: DaemonClient, residency_pct: float) -> None:
+    """Raise CapacityError where the reference, which holds all that fits, has fewer experts than are asked for."""
+    held = client.ready.info["residency_pct"]
+    if client.ready.info["policy"] != "all" and residency_pct > held:
+        raise CapacityError(
+            f"--residency {residency_pct:g}: {held:.1f}% of the experts fit on the device",
+            hint=f"give at most --residency {int(held)}, or a larger --vram",
+        )
 
 
 def _prompts(file: TokensFile, n_prompts: int, room: int) -> list[tuple[int, ...]]:

@@ -44,6 +44,8 @@ const char* emulator_launch(
 ) {
     return emulator::launch(emulator_entries[entry], grid, block, shared_bytes, args, stacks);
 }
+extern "C" __attribute__((visibility("default")))
+int emulator_dependency_waits() { return emulator::n_dependency_waits; }
 """
 PAGE = mmap.PAGESIZE
 STACK_BYTES = 128 << 10  # of runtime.h
@@ -120,7 +122,7 @@ class _Entry(ctypes.Structure):
 
 @cache  # modules have state (stacks): one copy of each in the process
 def _load(path: Path) -> tuple[Any, dict[str, tuple[int, str, int]]]:
-    """The launch function of a compiled module and its kernels: index, kinds of the parameters, launch bound."""
+    """A compiled module and its kernels: index, kinds of the parameters, launch bound."""
     module = ctypes.CDLL(str(path))
     module.emulator_module.restype = ctypes.POINTER(_Entry)
     module.emulator_launch.restype = ctypes.c_char_p
@@ -131,7 +133,7 @@ def _load(path: Path) -> tuple[Any, dict[str, tuple[int, str, int]]]:
     kernels = {}
     while (entry := entries[len(kernels)]).name:
         kernels[entry.name.decode()] = (len(kernels), entry.kinds.decode(), entry.max_threads)
-    return module.emulator_launch, kernels
+    return module, kernels
 
 
 @cache
@@ -151,8 +153,8 @@ _LAUNCHING = threading.Lock()  # the blocks of a module share its state, and all
 class EmulatedKernel:
     """A kernel for the host; a launch runs it whole, or records it."""
 
-    def __init__(self, device: EmulatedDevice, launch: Any, index: int, name: str, kinds: str, bound: int) -> None:
-        self.device, self.launch, self.index, self.name, self.kinds = device, launch, index, name, kinds
+    def __init__(self, device: EmulatedDevice, module: Any, index: int, name: str, kinds: str, bound: int) -> None:
+        self.device, self.module, self.index, self.name, self.kinds = device, module, index, name, kinds
         self.max_threads = bound
 
     def __call__(
@@ -178,9 +180,13 @@ class EmulatedKernel:
 
         def run(_keep: Any = values) -> None:
             with _LAUNCHING:
-                error = self.launch(self.index, grid_c, block_c, shared_bytes, pointers, _stacks().ctypes.data)
+                stacks = _stacks().ctypes.data
+                error = self.module.emulator_launch(self.index, grid_c, block_c, shared_bytes, pointers, stacks)
                 if error is not None:
                     raise EmulatorError(error.decode())
+                # Without, the kernel could end before the one ahead of it, and the one behind would not wait for that.
+                if overlap and not self.module.emulator_dependency_waits():
+                    raise EmulatorError(f"{self.name}: launched with overlap, and no thread called dependency_wait")
 
         self.device._enqueue(run)
 
@@ -260,11 +266,11 @@ class EmulatedDevice:
     def kernel(self, module: Module, name: str) -> EmulatedKernel:
         found = self._kernels.get((module, name))
         if found is None:
-            launch, kernels = _load(compile_module(module))
+            compiled, kernels = _load(compile_module(module))
             if name not in kernels:
                 raise EmulatorError(f"{module} has no kernel {name}; it has {', '.join(kernels)}")
             index, kinds, bound = kernels[name]
-            found = self._kernels[module, name] = EmulatedKernel(self, launch, index, name, kinds, bound)
+            found = self._kernels[module, name] = EmulatedKernel(self, compiled, index, name, kinds, bound)
         return found
 
     def reserve(self, n_bytes: int) -> None:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.errors import ContextOverflowError, ModelFormatError, NumericalError, RequestError
+from engine.errors import ContextOverflowError, DeviceLostError, ModelFormatError, NumericalError, RequestError
 from engine.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
 
 END, SAY, SAID = 256, 257, 258
-CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET = 300, 301, 302, 303, 304, 305, 306
+CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST = 300, 301, 302, 303, 304, 305, 306, 307
 VOCAB = 320
 
 
@@ -31,7 +31,7 @@ class FakeEngine:
     def __init__(
         self,
         config: EngineConfig,
-        progress: Callable[[int, int], None],
+        progress: Callable[[str, int, int], None],
         *,
         step_s: float = 0.0,
         load_s: float = 0.0,
@@ -40,10 +40,11 @@ class FakeEngine:
             raise ModelFormatError("key 'general.architecture': expected a string", hint="download it again")
         if config.model.name == "printing.gguf":
             print_in_every_way()
+        progress("compiling kernels", 3, 3)
         for part in range(5):
-            progress(20 * part, 100)
+            progress("loading", 20 * part, 100)
             time.sleep(load_s / 5)
-        progress(100, 100)
+        progress("loading", 100, 100)
         self.config = config
         self.ctx_tokens = config.ctx_tokens or 4096
         self.step_s = step_s
@@ -160,6 +161,8 @@ def misbehave(tokens: tuple[int, ...]) -> None:
         time.sleep(600)
     if PRINT in tokens:
         print_in_every_way()
+    if LOST in tokens:
+        raise DeviceLostError("the GPU failed", hint="start again")
     if BUG in tokens:
         raise ZeroDivisionError("a bug of the engine")
 

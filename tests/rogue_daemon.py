@@ -39,7 +39,7 @@ def silent() -> None:
 def loads_for_ever() -> None:
     say('{"event":"hello","protocol":1}')
     while True:
-        say('{"event":"loading","done_bytes":1,"total_bytes":2}')
+        say('{"event":"loading","stage":"loading","done":1,"total":2}')
         time.sleep(0.05)
 
 

@@ -81,9 +81,9 @@ class Stopwatch:
 
 
 def test_every_operation(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    with DaemonClient(fake(), on_loading=lambda done, total: seen.append((done, total))) as daemon:
-        assert seen[0] == (0, 100) and seen[-1] == (100, 100)
+    seen: list[tuple[str, int, int]] = []
+    with DaemonClient(fake(), on_loading=lambda *figures: seen.append(figures)) as daemon:
+        assert seen == [("compiling kernels", 3, 3), ("loading", 0, 100), ("loading", 100, 100)]
         assert daemon.hello.info["pid"] == daemon.pid and daemon.ready.info["ctx_tokens"] == 4096
         assert daemon.alive and daemon.ping() < SLACK_S
 

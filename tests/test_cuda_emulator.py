@@ -43,6 +43,13 @@ KERNEL warps(const i32* x, i32* y, i32 source, i32 delta) {
     out[13] = (i32)(__shfl_sync(FULL_WARP, (u64)v << 40, source) >> 40);
 }
 
+KERNEL follower(const float* x, float* sums, i32 n, float scale) {
+    dependency_release();
+    if (threadIdx.x) return;
+    dependency_wait();
+    sums[0] = x[n - 1] * scale;
+}
+
 KERNEL block_sum(const float* x, float* sums, i32 n, float scale) {
     __shared__ float s[8];
     DYNAMIC_SHARED(float, all);
@@ -354,6 +361,18 @@ def test_graphs_hold_their_arguments(kernel) -> None:
         with pytest.raises(EmulatorError, match="cannot be part of a graph"):
             device.capture(call)
     device.synchronize()
+
+
+def test_a_launch_with_overlap_waits_for_the_kernel_ahead(kernel) -> None:
+    for name, waits in (("follower", True), ("block_sum", False)):
+        device, launch = kernel(name)
+        args = [device.upload(np.ones(64, np.float32)), device.empty(1, np.float32), 64, 2.0]
+        launch(1, 64, args, 256)
+        if waits:
+            launch(1, 64, args, 256, overlap=True)
+            continue
+        with pytest.raises(EmulatorError, match="block_sum: launched with overlap, and no thread called"):
+            launch(1, 64, args, 256, overlap=True)
 
 
 def test_memory_of_the_device(kernel) -> None:

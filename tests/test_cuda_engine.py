@@ -18,20 +18,22 @@ from engine.protocol import Done, Error, Event, Generate, Sampling, Score, Token
 from engine.runner import Runner, Span
 from engine.scheduler import Engine
 
-PROMPT = np.random.default_rng(50).integers(0, 301, 45).astype(np.int32)
-N_TOKENS = 9
+L, E, A = 2, 11, 3  # layers, experts, active ones of a model that takes little time to emulate
+SMALLER = {"n_layer": L, "n_expert_used": A}
+PROMPT = np.random.default_rng(50).integers(0, 301, 97).astype(np.int32)
+N_TOKENS = 7
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix)
+    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix, **SMALLER)
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "p.csv"
-    counts = np.random.default_rng(3).pareto(1.0, (3, 11)) * 1000
-    save_profile(Profile(counts.astype(np.int64), n_expert_used=5), path)
+    counts = np.random.default_rng(3).pareto(1.0, (L, E)) * 1000
+    save_profile(Profile(counts.astype(np.int64), n_expert_used=A), path)
     return path
 
 
@@ -41,7 +43,7 @@ def on_the_device(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.name == "emulated":
         found = probe.Found(0, device.name, (8, 0), device.n_sm, device.max_shared_bytes, "", 1 << 34, None, (12, 8))
         monkeypatch.setattr(probe, "probe", lambda: found)
-        monkeypatch.setattr(gpu, "open_device", type(device))
+        monkeypatch.setattr(gpu, "open_device", lambda _: type(device)())
 
 
 def config(path: Path, **options: Any) -> EngineConfig:
@@ -77,7 +79,7 @@ def test_small_steps_are_near_the_cpu_backend(model: Path, kv_type: str) -> None
     """One arithmetic, attention apart: steps captured, ordinary, and of as many tokens as that path takes."""
     chunks = [32, 1, 3, 8, 1]
     cpu, cuda = Runner(config(model, device="cpu", kv_type=kv_type)), Runner(config(model, kv_type=kv_type))
-    expected, found = feed(cpu, PROMPT, chunks), feed(cuda, PROMPT, chunks)
+    expected, found = feed(cpu, PROMPT[:45], chunks), feed(cuda, PROMPT[:45], chunks)
     assert np.isfinite(found[0]).all()
     # The last bit of attention's sums moves an activation to the next of 255 steps now and then, and among eleven
     # random experts two are sometimes as good.
@@ -88,11 +90,11 @@ def test_small_steps_are_near_the_cpu_backend(model: Path, kv_type: str) -> None
 
 def test_logits_with_the_same_routing_are_near_the_cpu_backends(model: Path, tmp_path: Path) -> None:
     cpu = Runner(config(model, device="cpu"))
-    expected, experts = feed(cpu, PROMPT, [1] * len(PROMPT))
+    expected, experts = feed(cpu, PROMPT[:45], [1] * 45)
     np.save(tmp_path / "choices.npy", experts.swapaxes(0, 1))
     cuda = Runner(config(model, replay=tmp_path / "choices.npy"))
     sequence, found = cuda.new_sequence(), []
-    for token in PROMPT:
+    for token in PROMPT[:45]:
         cuda.forward.ws.replay.next(None)
         result = cuda.run([Span(sequence, np.array([token], np.int32), np.ones(1, bool), (0,))])
         found.append(result.logits[0].copy())
@@ -136,7 +138,7 @@ def test_tokens_do_not_depend_on_residency(model: Path, profile: Path, sampling:
             model, policy=name, residency_pct=percent, profile=profile if name in ("static", "spark") else None,
             cache_slots=2 if name == "spark" else None,
         ))  # fmt: skip
-        found[name] = [generate(engine, tuple(PROMPT[:n].tolist()), sampling=sampling)[0] for n in (45, 20)]
+        found[name] = [generate(engine, tuple(PROMPT[:n].tolist()), sampling=sampling)[0] for n in (36, 20)]
         misses = engine.runner.residency.totals()["misses"]
         assert (misses == 0) == (name == "all")
         engine.close()
@@ -147,14 +149,14 @@ def test_tokens_do_not_depend_on_residency(model: Path, profile: Path, sampling:
 
 def test_tables_after_decoding_are_the_twins(model: Path) -> None:
     runner = Runner(config(model, policy="lru", residency_pct=50))
-    twin = policy.SlotState.empty(runner.placement.slots_per_layer, 11)
+    twin = policy.SlotState.empty(runner.placement.slots_per_layer, E)
     policy.fill(twin, runner.placement)
     sequence = runner.new_sequence()
     for n in (40, 1, 1, 2, 4, 7, 1):
         tokens = np.random.default_rng(n).integers(0, 301, n).astype(np.int32)
         counted = np.arange(n) % 3 != 1
         experts = runner.run([Span(sequence, tokens, counted)]).experts
-        for layer in range(3):
+        for layer in range(L):
             policy.advance(twin, layer, experts[layer], counted, runner.rule.gain, runner.rule.cap)
     state = runner.residency.pull()
     for name in ("slot_of", "expert_of", "score", "clock", "counts", "hits", "misses"):
@@ -175,7 +177,7 @@ def test_nothing_moves_after_a_stop_token(model: Path) -> None:
     assert events[-1].finish_reason == "stop"
     total = engine.runner.residency.totals()
     # Every token that was fed counts, and no other: those before the stop token.
-    assert total["hits"] + total["misses"] == at * 3 * 5
+    assert total["hits"] + total["misses"] == at * L * A
     assert int(engine.runner.residency.pull().clock[0]) == 1 + at
     again, _ = generate(engine, tuple(PROMPT[:35].tolist()), max_tokens=20)
     assert again == tokens
@@ -190,7 +192,7 @@ def test_pinned_slots_follow_the_counts(model: Path, profile: Path) -> None:
     assert generate(engine, prompt)[0] == expected
     residency = engine.runner.residency
     before = residency.pull().expert_of.copy()
-    moved = residency.follow(np.random.default_rng(9).pareto(1.0, (3, 11)) * 10**6)
+    moved = residency.follow(np.random.default_rng(9).pareto(1.0, (L, E)) * 10**6)
     assert moved > 0
     assert not np.array_equal(residency.pull().expert_of, before)
     assert generate(engine, prompt)[0] == expected
@@ -203,7 +205,7 @@ def test_score_and_a_trace(model: Path, tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         engine = Engine(config(model, device=device))
         engine.submit(Score(
-            1, tuple(PROMPT.tolist()), logprobs=True, trace_dir=str(tmp_path / device), session_id="s", hidden=True
+            1, tuple(PROMPT[:45].tolist()), logprobs=True, trace_dir=str(tmp_path / device), session_id="s", hidden=True
         ))  # fmt: skip
         while engine.busy:
             event = engine.step()[-1]

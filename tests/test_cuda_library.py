@@ -322,7 +322,7 @@ def test_launches_pack_their_arguments(fake: Any) -> None:
         ([4, 1, 1, 32, 1, 1], 50000),
     ]
     assert fake.driver.attributes == [(77, 8, 60000)]
-    with pytest.raises(SparkError, match=r"kernel k cannot be launched with grid \(9, 1, 1\), block \(32, 1, 1\), 3"):
+    with pytest.raises(SparkError, match=r"launching k with grid \(9, 1, 1\), block \(32, 1, 1\), 3 bytes"):
         kernel(9, 32, args, 3)
     with pytest.raises(TypeError, match="argument 0 is a str"):
         kernel(1, 1, ["x", *args[1:]])

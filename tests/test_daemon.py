@@ -102,7 +102,11 @@ def test_a_life() -> None:
         first = daemon.until(protocol.Ready)
         assert isinstance(first[0], protocol.Hello)
         assert first[0].protocol == protocol.PROTOCOL and first[0].info["model"] == "model.gguf"
-        assert first[1:-1] == [protocol.Loading(0, 100), protocol.Loading(100, 100)]
+        assert first[1:-1] == [
+            protocol.Loading("compiling kernels", 3, 3),
+            protocol.Loading("loading", 0, 100),
+            protocol.Loading("loading", 100, 100),
+        ]
         assert first[-1] == protocol.Ready({"architecture": "fake", "ctx_tokens": 99, "threads": 3})
 
         daemon.write(generate(5, [SAY, 10, 11, 12, SAID]))
@@ -185,6 +189,19 @@ def test_errors_keep_their_code(shared_daemon: RawDaemon) -> None:
     events = shared_daemon.until(protocol.Done)
     codes = {event.id: event.code for event in events if isinstance(event, protocol.Error)}
     assert codes == {1: "numerical", 2: "context_overflow"} and said(events, 3) == [5]
+
+
+def test_a_lost_device_ends_every_request_and_the_daemon() -> None:
+    with running() as daemon:
+        daemon.until(protocol.Ready)
+        daemon.write(generate(1, [fake_engine.LOST]), generate(2, [5]), generate(3, [6]))
+        rest = daemon.rest()
+        ends = [event for event in rest if isinstance(event, protocol.Error)]
+        # What came after the failure may not have been read.
+        assert [e.id for e in ends] in ([1, None], [1, 2, None], [1, 2, 3, None]) and rest[-1].id is None
+        assert {(e.code, e.message, e.hint) for e in ends} == {("device_lost", "the GPU failed", "start again")}
+        assert daemon.status() == 1
+        assert b"fake engine closed" in daemon.stderr and b"Traceback" not in daemon.stderr
 
 
 def test_an_operation_that_fails_on_a_file_is_answered(shared_daemon: RawDaemon, tmp_path: Path) -> None:

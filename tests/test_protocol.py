@@ -75,7 +75,7 @@ REQUESTS = st.one_of(
 SECONDS = st.floats(0, 1e12)
 EVENTS = st.one_of(
     st.builds(protocol.Hello, IDS, INFO),
-    st.builds(protocol.Loading, IDS, IDS),
+    st.builds(protocol.Loading, st.sampled_from(protocol.STAGES), IDS, IDS),
     st.builds(protocol.Ready, INFO),
     st.builds(protocol.Plan, INFO),
     st.builds(protocol.Tokens, IDS, TOKENS),

@@ -5,6 +5,7 @@ The oracles share no code with the engine: weights reach them through the `gguf`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -36,9 +37,14 @@ def everything(qtype: QType):
 ALL_F32 = everything(QType.F32)
 
 
-def write_tiny(path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe) -> Path:
-    """A tiny random model of an architecture with tensors of the given types and no tokenizer."""
+def write_tiny(path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, **smaller: int) -> Path:
+    """A tiny random model of an architecture with tensors of the given types and no tokenizer.
+
+    smaller: fields of its configuration that are to be less than in `tiny`; tensors are cut to fit.
+    """
     config, tensors = arch.tiny(np.random.default_rng(seed))
+    config = replace(config, **smaller)
+    tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
     write_gguf(path, metadata, {name: (values, types(name)) for name, values in tensors.items()})
     return path

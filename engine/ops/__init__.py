@@ -21,7 +21,7 @@ U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 
 KV_BLOCK_TOKENS = 64
-SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md exactly, on every backend
+SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
 
 
 @dataclass(frozen=True, slots=True)

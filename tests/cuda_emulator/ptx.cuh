@@ -123,9 +123,12 @@ DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 
 DEVICE void store_system(u64* p, u64 v) { *(volatile u64*)p = v; }
 
-// --- the kernel before: here it has always ended --------------------------------------------------
+DEVICE void settle(i32& v) { (void)v; }
+DEVICE void settle(float& v) { (void)v; }
 
-DEVICE void dependency_wait() {}
+// --- the kernel before: here it has always ended; the launch tells whether anybody waited ---------
+
+DEVICE void dependency_wait() { emulator::n_dependency_waits++; }
 DEVICE void dependency_release() {}
 
 // --- tensor cores: lane i holds, of a row group i / 4, columns by i % 4, as the PTX manual draws them --

@@ -102,6 +102,7 @@ static const char* kernel_name;
 alignas(1024) static unsigned char shared_memory[MAX_SHARED_BYTES + GUARD_BYTES];
 static char message[4096];
 static volatile bool failed;
+static int n_dependency_waits;  // of the launch
 static sigjmp_buf on_signal;
 
 #if defined(__x86_64__)
@@ -424,6 +425,7 @@ static const char* launch(const Entry& entry, const unsigned* grid, const unsign
     failed = false;
     current = nullptr;
     ascending = !ascending;
+    n_dependency_waits = 0;
     kernel_name = entry.name;
     kernel_body = entry.body;
     kernel_args = args;

@@ -11,6 +11,8 @@ launch without overlap.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits
@@ -146,20 +148,16 @@ class Attention:
         per_sm = min(-(-self.splits * kv.k.shape[1] // self.device.n_sm), 2)
         least = 8 if group <= 8 else 16
         most = next((n for n in (8, 16, 32) if n_tokens * group <= n), 64 if head_dim <= 128 else 32)  # registers
-        rows = most
-        while True:
-            n = per_sm if rows <= 16 else 1
+        for rows, n in product((n for n in (64, 32, 16, 8) if least <= n <= most), (per_sm, 1)):
+            if n > 1 and rows > 16:
+                continue  # registers
             merged = -(-head_dim // 32) * 32 if rows <= 16 and head_dim <= 128 else 32  # dimensions at a time
             besides = 2 * rows * (-(-head_dim // 16) * 16 + 8) * 2 + 4 * rows * (merged + 8) * 4
             memory = self.device.max_shared_bytes // n - STATIC_SHARED_BYTES
-            stages = min((memory - besides) // (2 * slot), self.max_stages)
-            if stages >= 2 or (rows == least and n == 1):
-                stages = max(stages, 1)
-                return 2 * stages * slot + besides, stages, rows, n
-            if rows == least:
-                rows, per_sm = most, 1
-            else:
-                rows //= 2
+            stages = max(min((memory - besides) // (2 * slot), self.max_stages), 1)
+            if stages > 1:
+                break
+        return 2 * stages * slot + besides, stages, rows, n
 
 
 def _flag(kv: KVLayer) -> str:

@@ -19,7 +19,7 @@ from engine.ops.cuda.products import (
 from engine.quants import row_bytes
 
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
-COPIERS = 4  # blocks that write the down part of a missed expert to its slot; few saturate PCIe
+COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of an expert at a time, where a step has several
 
@@ -89,15 +89,22 @@ class SmallExperts:
         widest = max(row_bytes(t, D, "gate and up") for t in (bank.gate_type, bank.up_type))
         tokens = 1 if T == 1 else TOKENS
         fixed = shared_input_bytes(D, bank.gate_type in FLOAT_TYPES) if tokens == 1 else 0
-        stage = stage_bytes(1, widest)
         results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
-        stages, warps = self._stages_and_warps(2 * stage, fixed + results)
+        # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
+        half = self.device.max_shared_bytes // 2 - 2 * STATIC_SHARED
+        rows = next(
+            n for n in (4, 2, 1) if n == 1 or (tokens == 1 and fixed + 2 * WARPS * stage_bytes(n, widest) <= half)
+        )
+        stage = stage_bytes(rows, widest)
+        stages, warps = self._stages_and_warps(2 * stage, fixed + results, -(-Z_ROWS // (WARPS * rows)))
         module = _module(
             ("GATE", bank.gate_type.name),
             ("UP", bank.up_type.name),
             DOWN_FLOAT=int(bank.down_type in FLOAT_TYPES),
             COLS=D,
+            ROWS=rows,
             STAGES=stages,
+            WARPS=warps,
             TOKENS=tokens,
         )
         args = [*active, n_used, bank.n_ff, *inputs, *z, COPIERS, np.int64(bank.part_bytes[2]), stage]
@@ -122,17 +129,17 @@ class SmallExperts:
             self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), A * WARP, args, shared_bytes, overlap=True)
             return
         stage = stage_bytes(2, row)
-        stages, warps = self._stages_and_warps(stage, 0)
+        stages, warps = self._stages_and_warps(stage, 0, DOWN_ROWS // 2)
         module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=TOKENS)
         grid = (-(-D // (DOWN_ROWS * warps)), n_records)
         args = [*active, D, *z, self._y, stage]
         self.device.kernel(module, "down")(grid, warps * WARP, args, warps * stages * stage, overlap=True)
         self.device.kernel(module, "combine")((-(-D // 256), T), 256, [self._y, weights, A, D, x], overlap=True)
 
-    def _stages_and_warps(self, stage: int, fixed: int) -> tuple[int, int]:
-        """Stages of `stage` bytes in flight a warp and warps a block, beside `fixed` bytes of shared memory."""
+    def _stages_and_warps(self, stage: int, fixed: int, most: int) -> tuple[int, int]:
+        """At most so many stages of `stage` bytes a warp and warps a block, beside `fixed` bytes of shared memory."""
         for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
-            if stages := self._stages(warps * stage, fixed, 4):
+            if stages := self._stages(warps * stage, fixed, most):
                 return stages, warps
         raise ValueError(f"experts: rows of {stage} bytes do not fit into shared memory")
 

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.errors import CapacityError, MissingExtraError, SparkError
+from engine.errors import CapacityError, DeviceLostError, MissingExtraError, SparkError
 from engine.ops.cuda import library, memory
 from engine.ops.cuda.device import Array, Dim, Module
+from engine.ops.cuda.failures import explained
 
 ALIGN_BYTES = 256
 MIN_ARCH = 80
@@ -121,7 +122,7 @@ class GpuKernel:
                 self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, self._parameters_at, 0)
         except self._driver.CUDADriverError as error:
             what = f"grid {(gx, gy, gz)}, block {(bx, by, bz)}, {shared_bytes} bytes of shared memory"
-            raise SparkError(f"the kernel {self.name} cannot be launched with {what}: {error}") from error
+            raise explained(error, f"launching {self.name} with {what}") from error
 
     def _new_layout(self, types: tuple[type, ...]) -> _Layout:
         """Eight bytes for each argument, and the pointers to them that the driver takes."""
@@ -239,7 +240,11 @@ class GpuDevice:
         self._seams: list[int] = []
         self._thread = threading.get_ident()
         self._event = self.runtime.eventCreateWithFlags(_NO_TIMING)
-        self.launch_overlapping = _OverlappingLaunch(self) if int(arch.removeprefix("sm_")) >= 90 else None
+        self.launch_overlapping: _OverlappingLaunch | None = None
+        # Before CUDA 12.3 a capture cannot hold such a launch.
+        if int(arch.removeprefix("sm_")) >= 90 and self.runtime.driverGetVersion() >= 12030:
+            with contextlib.suppress(OSError, AttributeError):  # without it nothing overlaps, and all is the same
+                self.launch_overlapping = _OverlappingLaunch(self)
         self._main = self.stream()
         self.current = self._main.handle
         self._ring = self.page_locked(RING_BYTES)
@@ -280,6 +285,8 @@ class GpuDevice:
         try:
             address: int = self.runtime.malloc(max(n_bytes, ALIGN_BYTES))
         except self.runtime.CUDARuntimeError as error:
+            if isinstance(lost := explained(error), DeviceLostError):
+                raise lost from error
             free, total = self.memory_bytes()
             raise CapacityError(
                 f"the GPU has no {n_bytes / GIB:.2f} GiB: {free / GIB:.2f} of {total / GIB:.2f} GiB are free ({error})",
@@ -343,7 +350,7 @@ class GpuDevice:
                 self.runtime.streamSynchronize(self.current)
                 host.reshape(-1).view(np.uint8)[:] = self._readings[:n_bytes]
         except self.runtime.CUDARuntimeError as error:
-            raise _broken(error) from error
+            raise explained(error) from error
         return host
 
     def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
@@ -420,7 +427,7 @@ class GpuDevice:
         try:
             self.runtime.deviceSynchronize()
         except self.runtime.CUDARuntimeError as error:
-            raise _broken(error) from error
+            raise explained(error) from error
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -448,9 +455,3 @@ class GpuDevice:
             held.clear()
         self._modules.clear()
         self._kernels.clear()
-
-
-def _broken(error: Exception) -> SparkError:
-    return SparkError(
-        f"the GPU failed: {error}", hint="the process must be started again; if it happens again, please report it"
-    )

@@ -20,7 +20,7 @@ from engine.ops.cuda.device import Array, Device
 from engine.ops.cuda.experts import SmallExperts
 from engine.ops.cuda.flash import Flash
 from engine.ops.cuda.gemm import Gemm
-from engine.ops.cuda.products import Products
+from engine.ops.cuda.products import Products, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
 from engine.quants import QTensor
@@ -59,7 +59,8 @@ class Workspace:
         self.raw_q = device.empty((T, limits.n_head * width), np.float32)
         self.raw_k = device.empty((T, limits.n_head_kv * width), np.float32)
         self.raw_v = device.empty((T, limits.n_head_kv * width), np.float32)
-        # A step after a stop token is a no-op: its tables do not move (cuda/step.cu clears this).
+        self.attended = QuantizedScratch(device, min(T, SMALL_TOKENS), limits.n_head_dim)
+        # A step after a stop token is a no-op: its tables do not move (cuda/step.cuh clears this).
         self.active_step: Array | None = None
         self.replay: Replay | None = None
         self.streaming: Streaming | None = None
@@ -104,6 +105,7 @@ class Streaming:
         self.stream = device.stream(priority=-1)
         self.banks: dict[int, Experts] = {}
         self.ahead = False
+        self.newest = 0  # the layer whose experts were asked for last
         self.layer = 0
 
 
@@ -129,9 +131,14 @@ def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Expert
         return
     s.banks[layer], s.ahead = bank, n_tokens >= AHEAD_TOKENS
     if s.ahead:
+        # A wait is for all that is enqueued: the main stream must wait for the layer at hand before the next one's
+        # copies are enqueued behind it, or it would wait for those, too.
+        if layer:
+            ws.device.wait(None, s.stream)
         ws.device.wait(s.stream, None)  # the buffer was read two layers ago
         with ws.device.on(s.stream):
             s.staging.gather(state, layer, bank, layer % 2)
+        s.newest = layer
 
 
 def attention_input(
@@ -186,7 +193,11 @@ def attention(
     n_positions: one more than the largest position, which a long step needs from the host.
     """
     if q.shape[0] <= SMALL_TOKENS:
-        ws.attention.decode(q, kv, block_table, sequence, positions, scale, out)
+        T, width = out.shape
+        quantized = ws.attended.rows(T, width) if width % 32 == 0 else None
+        ws.attention.decode(q, kv, block_table, sequence, positions, scale, out, quantized)
+        if quantized is not None:
+            ws.prepare(out, quantized)
     else:
         ws.flash(q, kv, block_table, sequence, positions, scale, out, n_positions=n_positions)
 
@@ -194,7 +205,9 @@ def attention(
 def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array) -> None:
     """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim]."""
     if attended.shape[0] <= SMALL_TOKENS:
-        ws.products.product(wo, attended, x, add=True)
+        prepared = ws.prepared(attended)
+        is_float = wo.qtype.name in FLOAT_TYPES
+        ws.products.product(wo, attended if is_float or prepared is None else prepared, x, add=True)
     else:
         ws.gemm.product(wo, ws.gemm.to_halves(attended), x, add=True)
 
@@ -234,8 +247,10 @@ def route(
     s.layer = layer
     r.choose(logits, renormalize, experts, weights)
     if s.ahead:
-        ws.device.wait(None, s.stream)
+        if s.newest == layer:
+            ws.device.wait(None, s.stream)
     else:
+        ws.device.wait(None, s.stream)  # only a step that failed half-way can have left copies under way
         s.staging.gather(state, layer, s.banks[layer], layer % 2, experts)
     r.advance(experts, counted, state, layer, rule, fetches)
 

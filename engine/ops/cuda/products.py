@@ -159,18 +159,10 @@ class Products:
             self.product(gate, h, logits)
             return None
         to = self._routed.rows(T, D) if D % 32 == 0 else None
-        stage = stage_bytes(1, gate.row_bytes)
-        fixed = 8 * (-(-D // 4) * 4)
-        warps = 2 if fixed + 2 * stage <= self.device.max_shared_bytes - STATIC_SHARED else 1
         kernel = self.device.kernel(Module("router.cu", (("TYPE", gate.qtype.name), ("COLS", str(D)))), "router")
         q, d, sums = (to.q, to.d, to.sums) if to is not None else (None, None, None)
-        kernel(
-            (-(-E // warps), T),
-            warps * WARP,
-            (x, norm, eps, gate.data, E, h, logits, q, d, sums, stage),
-            fixed + warps * stage,
-            overlap=True,
-        )
+        grid = (E + -(-D // 128), T)
+        kernel(grid, WARP, (x, norm, eps, gate.data, E, h, logits, q, d, sums), overlap=True)
         return to
 
     def head(self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
@@ -220,11 +212,13 @@ class Products:
         fixed = 0
         shared = tokens >= T and not is_float and tokens * K <= SHARED_INPUT
         if tokens == 1 or shared:
-            fixed = shared_input_bytes(K, is_float, tokens) + (8 * K if norm and not is_float else 0)
-        shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), fixed, tokens)
+            fixed = shared_input_bytes(K, is_float, tokens)
+        repeated = not is_float and not quantized  # every block quantizes the row: few large ones
+        shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), fixed, tokens, repeated)
 
         types = [w.qtype.name for w in ws] + [ws[0].qtype.name] * (3 - len(ws))
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
+        numbers["WARPS"] = shape.warps
         defines = [(f"TYPE{i}", types[i]) for i in range(3)] + [(name, str(n)) for name, n in numbers.items()]
         kernel = self.device.kernel(Module("product.cu", tuple(defines)), "product")
         args: list[object] = []
@@ -240,8 +234,11 @@ class Products:
         shared_bytes = fixed + shape.warps * shape.stages * shape.stage_bytes
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
-    def _shape(self, matrices: list[int], row_bytes: int, fixed: int, tokens: int) -> _Shape:
-        """How the rows of some matrices are dealt to warps, which share `fixed` bytes of shared memory a block."""
+    def _shape(self, matrices: list[int], row_bytes: int, fixed: int, tokens: int, repeated: bool) -> _Shape:
+        """How the rows of some matrices are dealt to warps, which share `fixed` bytes of shared memory a block.
+
+        repeated: each block has much work besides, the same for all.
+        """
         n_sm, memory = self.device.n_sm, self.device.max_shared_bytes
         # A row at a time spreads few rows best; more share the fold and what is read of the activations.
         if sum(matrices) >= 128 * n_sm:
@@ -249,9 +246,11 @@ class Products:
         else:
             rows = 1 if tokens == 1 else 2
         units = sum(-(-n // rows) for n in matrices)
-        per_sm = BLOCKS_PER_SM if rows == 1 else BLOCKS_PER_SM - 1
         stage = stage_bytes(rows, row_bytes)
-        warps = WARPS
+        if repeated:
+            per_sm, warps = 1, 2 * WARPS
+        else:
+            per_sm, warps = BLOCKS_PER_SM if rows == 1 else BLOCKS_PER_SM - 1, WARPS
         while True:
             blocks = min(per_sm * n_sm, -(-units // warps))
             stages = min(-(-units // (blocks * warps)), MAX_STAGES)

@@ -98,6 +98,9 @@ class Sampler:
         n_recent = min(position, HISTORY_TOKENS)
         recent[np.arange(position - n_recent, position) % HISTORY_TOKENS] = history[len(history) - n_recent :]
         self.epoch = (self.epoch + 1) % _EPOCHS
+        if self.epoch == 0:  # an entry of 512 requests ago must not pass for one of this request
+            self.device.synchronize()
+            self.ring[:] = 0
         top_k = params.top_k if params.top_k < self.n_vocab else 0
         words = [1, position, limit, 0, self.epoch, len(stop_tokens), top_k, int(allowed is not None)]
         floats = np.array([params.repetition_penalty, params.temperature], np.float32)
