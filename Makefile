@@ -36,7 +36,7 @@ demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU
 	@$(VENV)/bin/spark demo
 
 test: setup ## the test suite, < 10 minutes on two cores
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 lint: setup ## ruff: style, imports, docstrings
 	$(VENV)/bin/ruff check .

@@ -231,9 +231,16 @@ DEVICE OwnSlot load_slot(const Slots& s, int begin, int end) {
 
 // `advance` of the twin. On entry (after a barrier) uses, counted, slot_of, first_pair and chosen are set. With a
 // table, the active experts are written too (records of 64 bytes: source, target, expert, first, count, 0).
+// Experts that miss and enter no slot pass through `bypass` memory, place by record, while there are places.
+struct Bypass {
+    u64 base;
+    i64 expert_bytes, up_at, down_at;
+    i32 n_places;
+};
+
 template <bool with_table>
 DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, i64 gain, i64 cap,
-                   i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs) {
+                   i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass) {
     const int i = threadIdx.x, lane = i % WARP;
 
     const u32 counted = i < EXPERTS ? step.counted[i] : 0;
@@ -347,10 +354,13 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 
     if (with_table && first) {
         const bool enters = wanted >= 0 && step.leaving[wanted] >= 0;
+        const bool passes = wanted >= 0 && !enters && record < bypass.n_places;
+        const u64 place = bypass.base + record * bypass.expert_bytes;
         u64* const r = active + record * 8;
         for (int part = 0; part < 3; part++) {
+            const u64 at = place + (part == 0 ? 0 : part == 1 ? bypass.up_at : bypass.down_at);
             r[part] = source[part];
-            r[3 + part] = enters ? step.leaving_ptr[wanted][part] : 0;
+            r[3 + part] = enters ? step.leaving_ptr[wanted][part] : passes ? at : 0;
         }
         *(int4*)(r + 6) = make_int4(expert, start, (int)step.uses[expert], 0);
     }
@@ -360,7 +370,7 @@ KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, co
              int layer, i64 gain, i64 cap, const i32* slot_begin, i32* slot_of, i32* expert_of, i64* score,
              const u8* pinned, i64* clock, i64* counts, i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr,
              const u64* slot_ptr, i32* experts, float* weights, i32* fetch_rows, i32* fetch_count, u64* active,
-             i32* n_active, i32* pairs) {
+             i32* n_active, i32* pairs, u64 bypass, i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places) {
     __shared__ Step step;
     const int i = threadIdx.x, lane = i % WARP, warp = i / WARP, n_warps = blockDim.x / WARP;
     const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
@@ -405,7 +415,8 @@ KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, co
     if (i < EXPERTS)
         step.slot_of[i] = slot;
     __syncthreads();
-    settle<true>(step, s, own, end - begin, T * USED, now, gain, cap, fetch_rows, fetch_count, active, n_active, pairs);
+    settle<true>(step, s, own, end - begin, T * USED, now, gain, cap, fetch_rows, fetch_count, active, n_active, pairs,
+                 {bypass, expert_bytes, up_at, down_at, n_places});
 }
 
 // `source` [E, 3], if given, gets where every expert was before the step.
@@ -444,5 +455,5 @@ KERNEL follow(const i32* experts, int T, const u8* counted, int layer, i64 gain,
         step.slot_of[i] = slot;
     __syncthreads();
     settle<false>(step, s, own, end - begin, recent * USED, now, gain, cap, fetch_rows, fetch_count, nullptr, nullptr,
-                  nullptr);
+                  nullptr, {});
 }

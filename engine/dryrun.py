@@ -26,7 +26,7 @@ from engine.ops.cuda.memory import available_bytes
 from engine.ops.cuda.routing import staging_bytes
 from engine.profile import Profile
 from engine.profile import load as load_profile
-from engine.residency import Residency, slot_bytes
+from engine.residency import Residency, largest_parts, slot_bytes
 from engine.slowtier import Piece, Progress, tier_bytes
 
 DEFAULT_CTX_TOKENS = 32768
@@ -79,7 +79,7 @@ def count(
     placed(weights, dense.upload)
     KVCache(kv, config.n_layer, config.n_head_kv, config.head_dim, limits.n_ctx, kv_type)
     ws = ops.workspace(limits, device)
-    ws.stream_experts(0)
+    ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type)
     sizes = [slot_bytes(e) for e in weights.experts]
     empty = placement.lru(config.n_expert, sizes, config.n_expert * sum(sizes))
@@ -206,9 +206,11 @@ def decide(
     limits = limits_of(config, n_ctx, min(chunk, n_ctx))
     if options.chunk_tokens is None:
         reasons.append(f"prefill steps of {limits.max_tokens} tokens: the longest that leaves the memory to experts")
+    budget = _asked_bytes(options, experts)
     placed, rule, why = plan.place(
-        options, counts, sizes, share.slots_bytes, config.n_expert_used, profile, resident=share.resident
-    )
+        options, counts, sizes, share.slots_bytes if budget is None else budget, config.n_expert_used, profile,
+        resident=share.resident,
+    )  # fmt: skip
     host_bytes = tier_bytes(weights.experts, placed.pinned)
     made = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured)
     return Decision(made, limits, placed, rule, found.kernels, (*reasons, *why))
@@ -217,14 +219,20 @@ def decide(
 def _share(
     options: EngineConfig, experts: plan.Experts, profile: Profile | None, fixed_bytes: int, cap_bytes: int
 ) -> plan.Share:
-    n_expert = experts.counts.shape[1]
-    if options.policy != "all" and options.residency_pct >= 100.0:
+    budget = _asked_bytes(options, experts)
+    if budget is None:
         return plan.most_slots(fixed_bytes, cap_bytes, experts)
-    budget = placement.residency_budget(n_expert, experts.slot_bytes, options.residency_pct)
     asked, _, _ = plan.place(options, experts.counts, experts.slot_bytes, budget, experts.n_used, profile)
     share = plan.share_of(asked, experts)
     plan.require(fixed_bytes, share, cap_bytes)
     return share
+
+
+def _asked_bytes(options: EngineConfig, experts: plan.Experts) -> int | None:
+    """The bytes of slots that were asked for; None: as many as fit."""
+    if options.policy != "all" and options.residency_pct >= 100.0:
+        return None
+    return placement.residency_budget(experts.counts.shape[1], experts.slot_bytes, options.residency_pct)
 
 
 def limits_of(config: Any, n_ctx: int, max_tokens: int) -> Limits:

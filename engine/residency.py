@@ -48,6 +48,12 @@ def slot_bytes(experts: ExpertTensors) -> int:
     return sum(_aligned(n) for n in experts.part_bytes)
 
 
+def largest_parts(experts: Sequence[ExpertTensors]) -> tuple[int, int, int]:
+    """Bytes of the largest gate, up and down of any layer."""
+    gate, up, down = (max(sizes) for sizes in zip(*(e.part_bytes for e in experts), strict=True))
+    return gate, up, down
+
+
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
 

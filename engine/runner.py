@@ -32,7 +32,7 @@ from engine.placement import Placement
 from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.protocol import Stage
-from engine.residency import Residency, slot_bytes
+from engine.residency import Residency, largest_parts, slot_bytes
 from engine.sampling import SamplingParams, sample
 from engine.slowtier import loaded_bytes
 
@@ -170,7 +170,7 @@ class Runner:
         if self.decision is not None:
             self.forward.ws.replay = self._replayed
             if self.decision.staging_bytes:
-                self.forward.ws.stream_experts(self.decision.staging_bytes)
+                self.forward.ws.stream_experts(self.decision.staging_bytes, largest_parts(self.weights.experts))
         self.graphs = b.graphs(self.forward, self.residency)
 
     def _share_out_gpu(self, progress: Progress) -> Decision:

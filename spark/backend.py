@@ -62,6 +62,8 @@ class Backend:
                 self._client.close()
                 _log.warning("the daemon is gone; starting it again")
                 self._client = self._start()
+                for reason in self._client.ready.info.get("reasons", ())[:1]:  # the device may be another
+                    _log.warning("%s", reason)
             self._served += 1
             return self._client
 

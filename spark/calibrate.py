@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -129,6 +129,8 @@ def calibrate(
     if options.hidden and options.trace_dir is None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
     file = read_tokens(options.tokens)
+    if config.ctx_tokens is None:  # a longer context would take memory that experts could have
+        config = replace(config, ctx_tokens=_context_tokens(config.model, file.window + options.generate_tokens))
     with replay.open_daemon(config, deadlines, progress) as client:
         model = client.ready.info["model"]
         replay.require_model(file, client)
@@ -198,6 +200,13 @@ def calibrate(
         resumed_tokens=resumed_tokens,
         split=split,
     )
+
+
+def _context_tokens(model: Path, needed: int) -> int:
+    """What is needed, or what the model was trained on if that is less."""
+    with open_model(model) as file:
+        trained: int = file.value(f"{file.architecture}.context_length", int)
+    return min(trained, needed)
 
 
 def _count(

@@ -110,7 +110,7 @@ class FakeDevice:
         self.ran: list[tuple[str, list]] = []
 
     def kernel(self, module: Module, name: str):
-        return lambda grid, block, args, shared_bytes=0: self.ran.append((name, list(args)))
+        return lambda grid, block, args, shared_bytes=0, overlap=False: self.ran.append((name, list(args)))
 
     def capture(self, work):
         work()

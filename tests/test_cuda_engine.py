@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import float_logits, k_quant_mix, nmse, read_weights, write_tiny
+from gguf import GGMLQuantizationType as QType
+from tiny_models import everything, float_logits, k_quant_mix, nmse, read_weights, write_tiny
 
-from engine import policy, probe
+from engine import dryrun, plan, policy, probe, protocol
 from engine.config import EngineConfig
-from engine.ops.cuda import gpu
+from engine.errors import CapacityError, DeviceLostError, SparkError, UnsupportedModelError
+from engine.ops.cuda import gpu, ops
+from engine.ops.cuda.routing import staging_bytes
 from engine.profile import Profile
 from engine.profile import save as save_profile
 from engine.protocol import Done, Error, Event, Generate, Sampling, Score, Tokens
-from engine.runner import Runner, Span
+from engine.runner import GRAPH_BYTES, Runner, Span
 from engine.scheduler import Engine
 
 L, E, A = 2, 11, 3  # layers, experts, active ones of a model that takes little time to emulate
@@ -211,6 +214,9 @@ def test_score_and_a_trace(model: Path, tmp_path: Path) -> None:
             event = engine.step()[-1]
         assert isinstance(event, Done)
         found[device] = event
+        assert engine.runner.forward.buffers.hidden is not None
+        assert isinstance(generate(engine, (1, 2, 3), max_tokens=2)[1][-1], Done)
+        assert engine.runner.forward.buffers.hidden is None  # no graph is to hold copies of it
         engine.close()
     assert found["cuda"].nll == pytest.approx(found["cpu"].nll, rel=0.02)
     assert sum(1 for _ in (tmp_path / "cuda").iterdir()) == sum(1 for _ in (tmp_path / "cpu").iterdir())
@@ -238,3 +244,156 @@ def test_a_cancelled_request_leaves_no_trace_in_the_next(model: Path, device: An
     assert generate(engine, tuple(PROMPT[:12].tolist()))[0] == expected
     assert engine.runner.kv.pool.free_blocks == engine.runner.kv.pool.n_blocks
     engine.close()
+
+
+@pytest.mark.parametrize(("kv_type", "ahead_tokens"), [("f16", 128), ("q8_0", 33)])
+def test_a_prompt_of_several_steps(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv_type: str, ahead_tokens: int
+) -> None:
+    """Long steps bring in what they lack, for themselves or ahead of it; the last step is a short one."""
+    monkeypatch.setattr(ops, "AHEAD_TOKENS", ahead_tokens)
+    found = []
+    for options in ({}, {"policy": "lru", "residency_pct": 30.0}):
+        engine = Engine(config(model, kv_type=kv_type, **options))
+        tokens, events = generate(engine, tuple(PROMPT.tolist()), max_tokens=4)
+        assert isinstance(events[-1], Done), events[-1]
+        found.append(tokens)
+        if options:
+            assert engine.runner.residency.pull().slot_begin[-1] < L * E / 2
+        engine.close()
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+def test_one_engine_after_the_other(model: Path) -> None:
+    found = []
+    for _ in range(2):
+        engine = Engine(config(model, policy="lru", residency_pct=50.0))
+        found.append(generate(engine, tuple(PROMPT[:20].tolist()))[0])
+        engine.close()
+        engine.close()
+    assert found[0] == found[1]
+
+
+# --- loading ------------------------------------------------------------------------------------------
+
+
+def test_a_cap_is_kept_and_used(tmp_path: Path, device: Any) -> None:
+    # Of two layers staging would hold all that is missing, and nothing would be saved.
+    model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, n_expert_used=A)
+    runner = Runner(config(model))
+    whole = runner.plan()
+    runner.close()
+    cap = (whole["device_bytes"] - whole["slots_bytes"] // 9) / plan.GIB
+    engine = Engine(config(model, policy="lru", vram_gib=cap))
+    made = engine.runner.plan()
+    assert made["device_bytes"] <= made["cap_bytes"] == plan.cap_bytes(cap)
+    assert 0 < made["slots_bytes"] < whole["slots_bytes"]
+    slots, staged = (max(f(e.part_bytes) for e in engine.runner.weights.experts) for f in (sum, staging_bytes))
+    assert made["cap_bytes"] - made["device_bytes"] < slots + 2 * staged + 4096  # not one slot more
+    assert engine.runner.residency.tier.n_bytes == made["host_bytes"]
+    generate(engine, tuple(PROMPT[:36].tolist()))
+    if device.name == "emulated":
+        used = engine.runner.backend.device.used
+        assert made["device_bytes"] - GRAPH_BYTES - 4096 < used <= made["device_bytes"] - GRAPH_BYTES
+    engine.close()
+
+
+def test_loading_is_told_in_stages(model: Path) -> None:
+    said: list[tuple[str, int, int]] = []
+    runner = Runner(config(model, policy="lru", residency_pct=50.0), lambda *now: said.append(now))
+    for stage in protocol.STAGES:
+        done = [now[1] for now in said if now[0] == stage]
+        assert done == sorted(done) and {now[2] for now in said if now[0] == stage} == {done[-1]}
+    experts = sum(t.nbytes for e in runner.weights.experts for t in e.parts)
+    in_slots = sum(sum(e.part_bytes) * len(inside) for e, inside in zip(
+        runner.weights.experts, runner.placement.residents, strict=True
+    ))  # fmt: skip
+    # Every expert has a place in the tier, and some are in slots too; norms are not among the dense matrices.
+    assert 0 < said[-1][2] - experts - in_slots - runner.weights.dense_bytes < 50_000
+    runner.close()
+
+
+def test_auto_takes_the_gpu_and_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(config(model, device="auto"))
+    assert runner.device == "cuda" and runner.reasons[0].startswith("device cuda: there is a GPU: ")
+    runner.close()
+
+    def refuse(index: int) -> None:
+        raise SparkError("NVRTC is not installed")
+
+    monkeypatch.setattr(gpu, "open_device", refuse)
+    runner = Runner(config(model, device="auto"))
+    assert runner.device == "cpu"
+    assert runner.reasons[0] == "device cpu: the GPU cannot be used: NVRTC is not installed"
+    runner.close()
+    with pytest.raises(SparkError, match="NVRTC"):
+        Runner(config(model))
+
+
+def mixed(name: str) -> QType:
+    return QType.F16 if "ffn_up_exps" in name else k_quant_mix(name)
+
+
+@pytest.mark.parametrize(
+    ("types", "smaller", "what"),
+    [(mixed, {}, "experts of types Q4_K, F16"), (everything(QType.F16), {"head_dim": 20}, "heads of 20")],
+)
+def test_a_model_without_kernels_is_refused(tmp_path: Path, types: Any, smaller: dict[str, int], what: str) -> None:
+    path = write_tiny(tmp_path / "odd.gguf", types, **SMALLER, **smaller)
+    for load in (Runner, dryrun.plan_only):
+        with pytest.raises(UnsupportedModelError, match=what) as refused:
+            load(config(path, vram_gib=1.0))
+        assert refused.value.hint == "use --device cpu"
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+class CudaError(RuntimeError):
+    """As CuPy raises them."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+def failing(status: int) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise CudaError(status)
+
+    return fail
+
+
+@pytest.mark.parametrize(("status", "error"), [(2, CapacityError), (719, DeviceLostError), (100, SparkError)])
+def test_a_failure_while_loading_is_explained(
+    model: Path, device: Any, monkeypatch: pytest.MonkeyPatch, status: int, error: type[SparkError]
+) -> None:
+    monkeypatch.setattr(type(device), "copy", failing(status))
+    with pytest.raises(error, match=f"CUDA error {status}, loading the model") as caught:
+        Runner(config(model))
+    assert type(caught.value) is error and caught.value.hint
+
+
+def test_a_request_that_takes_too_much_memory_fails_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(config(model))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.backend.device, "capture", failing(2))
+        _, events = generate(engine, tuple(PROMPT[:12].tolist()))
+        assert isinstance(events[-1], Error) and events[-1].code == "capacity"
+    assert isinstance(generate(engine, tuple(PROMPT[:12].tolist()))[1][-1], Done)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["read", "capture", "write"])
+def test_a_lost_gpu_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    engine = Engine(config(model))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.backend.device, name, failing(700))
+        with pytest.raises(DeviceLostError, match="CUDA error 700"):
+            generate(engine, tuple(PROMPT[:12].tolist()))
+        if name == "read":
+            for ask in (engine.stats, lambda: engine.profile("read"), lambda: engine.profile("write", Path("p"))):
+                with pytest.raises(DeviceLostError):
+                    ask()
+    engine.close()
+    assert engine.runner.kv.pool.free_blocks == engine.runner.kv.pool.n_blocks

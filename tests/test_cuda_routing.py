@@ -91,6 +91,31 @@ def active_table(before: policy.SlotState, layer: int, experts: np.ndarray, fetc
     return records, pairs
 
 
+def test_what_enters_no_slot_passes_through(device: Any) -> None:
+    E, A, T, layer = 17, 5, 4, 1
+    host, routing = slot_state((3, 6), E, 5), Routing(device, limits(E, A))
+    host.pinned[:] = 1  # nothing may enter a slot
+    routing.pass_through((100, 300, 513), n_places=3)
+    base, state = int(routing._bypass[0]), on_device(device, host)
+    experts, weights = device.empty((T, A), np.int32), device.empty((T, A), np.float32)
+    fetches = Fetches(device.empty((E, 3), np.int32), device.empty(1, np.int32))
+    counted = device.upload(np.ones(T, np.uint8))
+    routing.route(
+        device.upload(floats(7, T, E)), True, state, layer, counted, policy.LRU, experts, weights, fetches
+    )  # fmt: skip
+    n = int(device.read(routing.n_active)[0])
+    missed = 0
+    for i, record in enumerate(records_of(device.read(routing.active), n)):
+        place = base + i * (256 + 512 + 768)
+        missing = host.slot_of[layer, record[6]] < 0
+        passes = missing and i < 3
+        missed += passes
+        assert record[:3] == host.expert_ptr[layer, record[6]].tolist()
+        assert record[3:6] == ([place, place + 256, place + 768] if passes else [0, 0, 0])
+    assert missed > 0
+    assert n > 3
+
+
 def records_of(active: np.ndarray, n: int) -> list[list[int]]:
     tail = np.ascontiguousarray(active[:n, 6:]).view(np.int32)
     return [[*row.tolist(), *rest.tolist()] for row, rest in zip(active[:n, :6], tail, strict=True)]

@@ -34,16 +34,24 @@ print(engine.__file__, spark.__file__, cpu_library.load()._name, sep="\\n")
 """
 
 
+SOURCES = """
+from engine.ops.cuda.device import Module
+from engine.ops.cuda.library import folder, source
+print(folder())
+for path in folder().glob("*.cu"):
+    text = source(Module(path.name, (("TYPE", "Q4_K"),)))
+    assert text.startswith("#define TYPE Q4_K") and '#include "' not in text and "KERNEL" in text, path
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this source tree, with a source in cuda/ as a later version has."""
+    """The wheel of this source tree."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for name in ("spark", "engine", "cpu"):
+    for name in ("spark", "engine", "cpu", "cuda"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tree / name)
-    (tree / "cuda").mkdir()
-    (tree / "cuda" / "example.cu").write_text("// nothing\n")
     (tree / "tests").mkdir()
     (tree / "tests" / "test_nothing.py").touch()
     subprocess.run([*BUILD, "--wheel-dir", out, tree], check=True, timeout=300)
@@ -79,7 +87,9 @@ def test_what_the_wheel_is_and_holds(wheel: Path) -> None:
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
         (license_name,) = (n for n in names if n.endswith("/LICENSE"))
         assert b"Spark contributors" in archive.read(license_name)
-    assert names >= {"engine/lib/libspark_cpu.so", "engine/cuda/example.cu", "engine/__main__.py", "spark/cli.py"}
+    assert names >= {"engine/lib/libspark_cpu.so", "engine/__main__.py", "spark/cli.py"}
+    kernels = {f"engine/cuda/{path.name}" for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh")}
+    assert {name for name in names if name.startswith("engine/cuda/")} == kernels and len(kernels) > 20
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"engine", "spark"}
     assert {name for name in names if name.endswith(".py")} == {
         str(path.relative_to(ROOT)) for package in ("engine", "spark") for path in (ROOT / package).rglob("*.py")
@@ -90,6 +100,11 @@ def test_what_the_wheel_is_and_holds(wheel: Path) -> None:
 
 def test_the_installed_packages_are_used(installed: Path, tmp_path: Path) -> None:
     for line in run([installed / "python", "-c", WHERE], tmp_path).stdout.split():
+        assert Path(line).is_relative_to(installed.parent)
+
+
+def test_the_kernels_of_the_wheel_are_whole(installed: Path, tmp_path: Path) -> None:
+    for line in run([installed / "python", "-c", SOURCES], tmp_path).stdout.split():
         assert Path(line).is_relative_to(installed.parent)
 
 

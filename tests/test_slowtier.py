@@ -194,6 +194,19 @@ def test_upload_reuses_its_staging_only_when_it_was_read(staging_bytes: int) -> 
     assert reported[-1] == (4007, 4007) and sorted(reported) == reported
 
 
+def test_what_is_put_comes_with_the_flush() -> None:
+    device, rng = LateDevice(), np.random.default_rng(6)
+    uploader = Uploader(device, threads=2, staging_bytes=777)
+    hosts = [rng.random((5, 60), np.float32), rng.integers(0, 256, 3001, dtype=np.uint8)]
+    arrays = [uploader.put(host) for host in hosts]
+    assert uploader.waiting_bytes == 4201 and not any(array.any() for array in arrays)
+    reported: list[tuple[int, int]] = []
+    uploader.flush(lambda *now: reported.append(now))
+    for host, array in zip(hosts, arrays, strict=True):
+        assert array.dtype == host.dtype and np.array_equal(array, host)
+    assert uploader.waiting_bytes == 0 and reported[-1] == (4201, 4201)
+
+
 def test_copy_is_whole_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slowtier, "_TASK_BYTES", 100)
     rng = np.random.default_rng(4)

@@ -78,9 +78,13 @@ class Workspace:
         assert self._flash is not None, "the workspace was made for short steps"
         return self._flash
 
-    def stream_experts(self, n_bytes: int) -> None:
-        """Allocate two staging buffers of n_bytes: some experts have no slot."""
+    def stream_experts(self, n_bytes: int, part_bytes: tuple[int, int, int]) -> None:
+        """Allocate for experts that have no slot: two staging buffers of n_bytes, and what misses pass through.
+
+        part_bytes: of the largest gate, up and down of any layer.
+        """
         self.streaming = Streaming(self.device, self.limits, n_bytes)
+        self.routing.pass_through(part_bytes)
 
     def prepare(self, array: Array, value: Any) -> None:
         """Remember what the last op made of `array` for the next one."""

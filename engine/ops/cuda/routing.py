@@ -21,6 +21,7 @@ from engine.quants import QTensor
 MAX_EXPERTS = 512
 MAX_USED = 16
 ALIGN_BYTES = 256  # of the parts of an expert in staging memory
+BYPASS_PLACES = 16
 _COPY_THREADS = 512
 
 
@@ -43,8 +44,8 @@ def _tables(state: policy.SlotState) -> tuple[Array, ...]:
 class Routing:
     """Choice of experts, and the slots that follow it; `state` everywhere is a SlotState of device arrays.
 
-    active uint64 [min(E, 32 * A), 8], n_active int32 [1]: records (source of gate, up, down; the slot to write
-    through to, or 0; then int32 expert, first, count, 0), in order of first use. pairs int32 [32 * A]: at
+    active uint64 [min(E, 32 * A), 8], n_active int32 [1]: records (source of gate, up, down; the slot or place to
+    write through to, or 0; then int32 expert, first, count, 0), in order of first use. pairs int32 [32 * A]: at
     first .. first + count the pairs t * A + a that use the expert, ascending. source uint64 [E, 3]: where each
     expert was before the last long step.
     """
@@ -60,6 +61,19 @@ class Routing:
         self.n_active = device.empty(1, np.int32)
         self.pairs = device.empty(SMALL_TOKENS * A, np.int32)
         self.source = device.empty((E, 3), np.uint64)
+        self._bypass = (np.uint64(0), *map(np.int64, (0, 0, 0)), 0)
+
+    def pass_through(self, part_bytes: tuple[int, int, int], n_places: int = BYPASS_PLACES) -> None:
+        """Allocate memory that experts pass through which miss in a short step and enter no slot.
+
+        Reads of the slow tier are fast where a block reads its whole part of an expert at once, and that goes by way of
+        device memory: the active table's target is then a place there. part_bytes: the largest of any layer.
+        """
+        gate, up, down = (-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in part_bytes)
+        memory = self.device.empty(n_places * (gate + up + down), np.uint8)
+        sizes = map(np.int64, (gate + up + down, gate, gate + up))
+        self._bypass = (np.uint64(self.device.pointer(memory)), *sizes, n_places)
+        self._bypass_memory = memory
 
     def route(
         self,
@@ -94,7 +108,7 @@ class Routing:
             (
                 logits, T, int(renormalize), imposed, counted, active_step, layer, np.int64(rule.gain),
                 np.int64(rule.cap), *_tables(state), experts, weights, fetches.rows, fetches.count,
-                self.active, self.n_active, self.pairs,
+                self.active, self.n_active, self.pairs, *self._bypass,
             ),
             overlap=True,
         )  # fmt: skip
@@ -148,7 +162,7 @@ class Staging:
     source: two tables uint64 [E, 3], where each expert is after `gather`.
     """
 
-    def __init__(self, device: Device, limits: Limits, n_bytes: int, n_blocks: int = 8) -> None:
+    def __init__(self, device: Device, limits: Limits, n_bytes: int, n_blocks: int = 4) -> None:
         self.device = device
         self.n_bytes = n_bytes
         self.n_blocks = n_blocks

@@ -1,0 +1,23 @@
+"""The daemon on an emulated GPU: `emulated_daemon.py [the daemon's arguments]`."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from emulated_device import EmulatedDevice
+
+from engine import __main__, daemon, probe
+from engine.ops.cuda import gpu
+
+
+def found() -> probe.Found:
+    """What a probe says of the emulated GPU."""
+    device = EmulatedDevice()
+    return probe.Found(0, device.name, (8, 0), device.n_sm, device.max_shared_bytes, "", 1 << 34, None, (12, 8))
+
+
+if __name__ == "__main__":
+    probe.probe = found
+    gpu.open_device = lambda index: EmulatedDevice()
+    sys.exit(daemon.run(__main__._open_engine, plan=__main__._plan))
