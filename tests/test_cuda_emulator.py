@@ -310,7 +310,7 @@ def test_a_missing_barrier_shows(kernel) -> None:
         (10, r"division by zero"),
         (11, r"shift by \d+, test.cu"),
         (14, r"no memory may be accessed at 0x"),
-        (13, r"in __syncwarp.*__any_sync at test.cu"),
+        (13, r"in __(syncwarp .*__any_sync|any_sync .*__syncwarp) at test.cu"),
     ],
 )
 def test_mistakes_are_found(kernel, which: int, message: str) -> None:

@@ -230,6 +230,7 @@ class GpuDevice:
         self.n_sm = int(properties["multiProcessorCount"])
         self.max_shared_bytes = int(properties["sharedMemPerBlockOptin"])
         self._compiler = library.Compiler(arch, library.find_nvrtc(self.runtime.driverGetVersion() // 1000))
+        self._closed = False
         self._modules: dict[Module, int] = {}
         self._kernels: dict[tuple[Module, str], GpuKernel] = {}
         self._streams: list[int] = []
@@ -435,6 +436,9 @@ class GpuDevice:
 
     def close(self) -> None:
         """Release everything; may be called twice."""
+        if self._closed:  # and touch nothing: another device may be in the middle of a capture
+            return
+        self._closed = True
         with contextlib.suppress(SparkError):  # after a failed kernel all calls fail, and the process's end releases
             self.synchronize()
         with contextlib.suppress(self.runtime.CUDARuntimeError, self.driver.CUDADriverError):
