@@ -295,6 +295,9 @@ SECTIONS = {
     "cuda_kernels.json": cuda_kernels,
     "profile_step.json": profile_step,
     "memory_plan.json": memory_plan,
+    "exactness.json": rows_of("Exactness on the GPU"),
+    "calibrate.json": rows_of("Calibration on the GPU"),
+    "compile_kernels.json": rows_of("Compiling the CUDA kernels"),
     "soak.json": soak,
     "routing_model.json": routing,
     "cpu_kernels.json": kernels,
@@ -325,6 +328,7 @@ def gpu_table(made: dict[str, Json]) -> list[str]:
             [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed",
              spread(r["decode_tokens_per_s"], 1)]
             for r in report.get("curve", [])
+            if r["miss_pct"] in (0, 1, 6.6, 20)
         ]  # fmt: skip
     if "prefill.json" in made:
         rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",

@@ -67,7 +67,9 @@ class Engine:
         self, config: EngineConfig, progress: Callable[[Stage, int, int], None] = lambda stage, done, total: None
     ) -> None:
         self.config = config
+        began = time.perf_counter()
         self.runner = Runner(config, progress)
+        self.load_s = time.perf_counter() - began
         self.base = self.runner.profile
         self._jobs: deque[_Job] = deque()
         self._requests = 0
@@ -108,6 +110,7 @@ class Engine:
             "reasons": r.reasons,
             "warnings": r.warnings,
             "plan": r.plan(),
+            "load_s": round(self.load_s, 3),
         }
 
     # --- requests ---------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def calibrate(
 def _context_tokens(model: Path, needed: int) -> int:
     """What is needed, or what the model was trained on if that is less."""
     with open_model(model) as file:
-        trained: int = file.value(f"{file.architecture}.context_length", int)
+        trained: int = file.value(f"{file.architecture}.context_length", int, needed)
     return min(trained, needed)
 
 

@@ -1,0 +1,67 @@
+"""Time to compile every kernel that a model needs, and to find them in the cache again. Needs no GPU.
+
+The modules are those of a dry run over the shapes of Qwen3-30B-A3B; each architecture has a cache of its own.
+
+    python benchmarks/compile_kernels.py --json data/results/compile_kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.driving import note  # noqa: E402
+from benchmarks.full_shape import SHAPES, write_model  # noqa: E402
+from engine import dryrun, models  # noqa: E402
+from engine.gguf import open_model  # noqa: E402
+from engine.ops.cuda import library  # noqa: E402
+from engine.ops.cuda.counting import CountingDevice  # noqa: E402
+from spark.results import write_json  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--arch", default="sm_80,sm_86,sm_89,sm_90,sm_120")
+    o = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="spark-compile-") as name:
+        # Two layers have every type and shape that 48 have.
+        model = Path(name) / "model.gguf"
+        write_model(model, replace(SHAPES["qwen3-30b-a3b"], n_layer=2))
+        with open_model(model) as file:
+            arch = models.find(file.architecture)
+            config = arch.Config.from_gguf(file)
+            limits = dryrun.limits_of(config, 32768, 4096)
+            for target in o.arch.split(","):
+                shared = (227 if target == "sm_90" else 99) << 10
+                device = CountingDevice(target, 132, shared)
+                counted = dryrun.count(device, arch, config, arch.load(file, config), limits, "f16")
+                modules = sorted({module for module, _ in counted.kernels})
+                cache = Path(name) / target
+                times = []
+                for _ in range(2):
+                    compiler = library.Compiler(target, library.find_nvrtc(13), cache)
+                    began = time.perf_counter()
+                    compiler.build(modules, lambda done, total: None)
+                    times.append(time.perf_counter() - began)
+                row = {
+                    "arch": target, "modules": len(modules), "kernels": len(counted.kernels), "compile_s": times[0],
+                    "cached_s": times[1], "cpus": os.cpu_count(),
+                }  # fmt: skip
+                rows.append(row)
+                note(f"{target}: {len(modules)} modules in {times[0]:.1f} s, from the cache in {times[1]:.2f} s")
+    if o.json:
+        write_json(o.json, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
