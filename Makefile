@@ -5,10 +5,10 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard cpu/*.cpp cpu/*.h cpu/CMakeLists.txt)
 
-.PHONY: help setup demo test lint type bench docs results check clean
+.PHONY: help setup demo test lint type bench bench-gpu docs results check clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) ## a virtual environment with Spark and its development tools
 
@@ -47,6 +47,20 @@ type: setup ## mypy, strict on spark and engine
 bench: setup ## the CPU benchmarks of RESULTS.md (about ten minutes)
 	$(PY) benchmarks/cpu_kernels.py --json data/results/cpu_kernels.json
 	$(PY) benchmarks/pipeline.py --json data/results/pipeline.json
+	$(PY) benchmarks/render.py
+
+FULL_SHAPE ?= build/qwen3-30b-a3b.gguf
+
+bench-gpu: setup ## the GPU benchmarks of RESULTS.md (about 20 minutes; writes a model of 17 GiB to FULL_SHAPE)
+	test -e $(FULL_SHAPE) || $(PY) benchmarks/full_shape.py qwen3-30b-a3b $(FULL_SHAPE)
+	$(PY) benchmarks/cuda_kernels.py --json data/results/cuda_kernels.json
+	$(PY) benchmarks/profile_step.py $(FULL_SHAPE) --json data/results/profile_step.json
+	$(PY) benchmarks/decode.py $(FULL_SHAPE) --json data/results/decode.json
+	$(PY) benchmarks/prefill.py $(FULL_SHAPE) --json data/results/prefill.json
+	$(PY) benchmarks/memory_plan.py $(FULL_SHAPE) --json data/results/memory_plan.json
+	$(PY) benchmarks/calibrate.py $(FULL_SHAPE) --json data/results/calibrate.json
+	$(PY) benchmarks/exactness.py $(FULL_SHAPE) --json data/results/exactness.json
+	$(PY) benchmarks/soak.py $(FULL_SHAPE) --json data/results/soak.json
 	$(PY) benchmarks/render.py
 
 docs: setup ## docs/commands.md, from what the program says of its commands

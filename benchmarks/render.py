@@ -328,7 +328,7 @@ def gpu_table(made: dict[str, Json]) -> list[str]:
             [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed",
              spread(r["decode_tokens_per_s"], 1)]
             for r in report.get("curve", [])
-            if r["miss_pct"] in (0, 1, 6.6, 20)
+            if round(r["miss_pct"], 1) in (0, 1, 6.6, 20)
         ]  # fmt: skip
     if "prefill.json" in made:
         rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",
