@@ -129,7 +129,9 @@ class FakeEngine:
     def profile(self, action: str, path: Path | None) -> dict:
         if action == "write":
             assert path is not None
-            path.write_text(f"served={self.served}\n")
+            partial = path.with_suffix(".partial")  # whoever waits for the file must not find it empty
+            partial.write_text(f"served={self.served}\n")
+            partial.replace(path)
             return {"path": str(path)}
         if action == "reset":
             self.served = 0
