@@ -26,7 +26,7 @@ from engine.gguf import open_model  # noqa: E402
 from spark.calibrate import CalibrateOptions, calibrate  # noqa: E402
 from spark.client import Deadlines  # noqa: E402
 from spark.results import provenance, write_json  # noqa: E402
-from spark.tokens import Origin, Window, _write  # noqa: E402
+from spark.tokens import Origin, Window, write_windows  # noqa: E402
 
 WINDOW_TOKENS = 4096
 
@@ -55,7 +55,7 @@ def main() -> None:
             tokens = Path(folder) / f"tokens-{percent:g}.parquet"
             with tokens.open("wb") as sink:
                 origin = Origin(model_id, "0" * 64, "0" * 64)
-                _write(sink, windows(arguments.windows, shape.n_vocab, seed), origin, WINDOW_TOKENS)
+                write_windows(sink, windows(arguments.windows, shape.n_vocab, seed), origin, WINDOW_TOKENS)
             config = EngineConfig(
                 arguments.model, device=arguments.device, policy="uniform", residency_pct=percent,
                 ctx_tokens=WINDOW_TOKENS,

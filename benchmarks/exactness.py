@@ -139,9 +139,8 @@ def main() -> None:
         requests = [(p, s) for p in prompts for s in (Sampling(), SAMPLED)]
         base = EngineConfig(NANO, device=o.device, ctx_tokens=2048, chunk_tokens=512, poison=True)
         others = [
-            {"policy": policy, "residency_pct": percent} | ({"profile": profile} if policy in needs else {})
+            {"policy": policy, "residency_pct": percent, "profile": profile if policy in ("static", "spark") else None}
             for percent in percents
-            for needs in [("static", "spark")]
             for policy in ("uniform", "static", "lru", "spark")
         ]
         report["rows"] += compare("spark-nano", base, others, requests, o.tokens)

@@ -133,7 +133,7 @@ def tokenize(
             progress(done, total)
 
     with replacing(Path(out), "token file", mode=0o600) as destination:
-        _write(destination, rows(), origin, window)
+        write_windows(destination, rows(), origin, window)
         if skipped and not totals["turns"]:
             raise SparkError(
                 f"{sessions}: the model's chat template refuses all {skipped.total()} turns of the model, "
@@ -243,7 +243,7 @@ def export_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
         file.write(tokenizer.to_json().encode())
 
 
-def _write(file: IO[bytes], rows: Iterable[Window], origin: Origin, window: int) -> None:
+def write_windows(file: IO[bytes], rows: Iterable[Window], origin: Origin, window: int) -> None:
     """Write a Parquet file, a row group at a time."""
     metadata = {
         "spark.format": "tokens",

@@ -52,7 +52,7 @@ def sessions(model: Path) -> Path:
         origin = tokens.Origin(file.model_id, "0" * 64, "0" * 64)
     path = model.with_name("tokens.parquet")
     with path.open("wb") as out:
-        tokens._write(out, iter(rows), origin, 40)
+        tokens.write_windows(out, iter(rows), origin, 40)
     return path
 
 
