@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from engine.ops import Limits
 from engine.ops.cuda.device import Array, Device, Module
-from engine.protocol import Sampling
+from engine.protocol import MAX_STOP_TOKENS, Sampling
 
 HISTORY_TOKENS = 256  # PENALTY_TOKENS of engine/sampling.py
-MAX_STOP_TOKENS = 1024
 MAX_VOCAB = 1 << 20
 RING_ENTRIES = 4096
 RUNNING, STOPPED, LENGTH, FAILED = range(4)  # Status of cuda/step.cuh
