@@ -1,5 +1,5 @@
 // Reductions, exp, norms, rotation and 8-bit activations. Twins: sum32, dot32, exp, silu, rms_norm,
-// _rotate and quantize_activations of engine/ops/reference.py.
+// _rotate and quantize_activations of engine/ops/arithmetic.py and reference.py.
 #pragma once
 
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// Rows of a weight matrix against activation rows. Twin: product of engine/ops/reference.py.
+// Rows of a weight matrix against activation rows. Twin: product of engine/ops/arithmetic.py.
 //
 // A panel of weights is unpacked once and meets up to kTile activation rows, whose float lanes wait in
 // memory (first-level cache) in between. A row's bits do not depend on how many rows share the call.

@@ -1,4 +1,4 @@
-// The pieces of docs/arithmetic.md that kernels share. Twin: the same names in engine/ops/reference.py.
+// The pieces of docs/arithmetic.md that kernels share. Twin: the same names in engine/ops/arithmetic.py.
 //
 // Compiled with --fmad=false: an fma is written __fmaf_rn, everything else rounds after each operation.
 #pragma once

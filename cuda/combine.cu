@@ -3,7 +3,7 @@
 // -DHEAD_DIM, -DSPLITS (splits.cuh). Grid (ceil(H * HEAD_DIM / 32), T), blocks of 256 threads. partial_o [T, H,
 // max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves them; out [T, H * HEAD_DIM]. Unless q8
 // is null, H * HEAD_DIM is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in
-// 8 bits (`quantize_activations` of engine/ops/reference.py). May overlap the kernel ahead of it, which does not write
+// 8 bits (`quantize_activations` of engine/ops/arithmetic.py). May overlap the kernel ahead of it, which does not write
 // the positions.
 #include "arithmetic.cuh"
 #include "splits.cuh"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
-from engine.ops import F32, reference
+from engine.ops import F32, arithmetic
 from engine.protocol import Sampling as SamplingParams
 
 __all__ = ["PENALTY_TOKENS", "SamplingParams", "check_finite", "fixed_point", "random_bits", "sample"]
@@ -80,7 +80,7 @@ def sample(
     likely = np.flatnonzero(scaled >= LOWEST)  # the others weigh nothing
     if 0 < params.top_k < len(likely):
         likely = likely[np.sort(_largest(logits[likely], params.top_k))]
-    parts = (reference.exp(scaled[likely[i : i + _EXP_CHUNK]]) for i in range(0, len(likely), _EXP_CHUNK))
+    parts = (arithmetic.exp(scaled[likely[i : i + _EXP_CHUNK]]) for i in range(0, len(likely), _EXP_CHUNK))
     weights = np.rint(np.concatenate([*parts]) * np.float32(2.0**UNIT_BITS)).astype(np.uint64)
     if fixed_point(params.top_p) < 1 << UNIT_BITS:
         kept = _nucleus(logits[likely], weights, fixed_point(params.top_p))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, reference
+from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.products import Quantized
 
@@ -73,8 +73,8 @@ def test_input(
     slots[0] = 0
 
     query, key = q_raw.reshape(T, H, head_dim), k_raw.reshape(T, K, head_dim)
-    query = query if q_norm is None else reference.rms_norm(query, q_norm, 1e-6)
-    key = key if k_norm is None else reference.rms_norm(key, k_norm, 1e-6)
+    query = query if q_norm is None else arithmetic.rms_norm(query, q_norm, 1e-6)
+    key = key if k_norm is None else arithmetic.rms_norm(key, k_norm, 1e-6)
     kept = slots >= 0
     with np.errstate(all="ignore"):
         expected_q = reference._rotate(query, rope, positions)
@@ -262,7 +262,7 @@ def test_quantized_result(device: Any) -> None:
         device.upload(np.full((9, width // 32), 99, np.int32)),
     )
     found = scene.run(device, q, sequence, positions, to)
-    codes, d = reference.quantize_activations(found)
+    codes, d = arithmetic.quantize_activations(found)
     np.testing.assert_array_equal(device.read(to.q), codes)
     same_bits(device.read(to.d), d)
     np.testing.assert_array_equal(device.read(to.sums), codes.reshape(9, -1, 32).sum(axis=2, dtype=np.int32))

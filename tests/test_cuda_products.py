@@ -1,4 +1,4 @@
-"""Small-batch products on the device: the bits of engine/ops/reference.py, for every type."""
+"""Small-batch products on the device: the bits of engine/ops/arithmetic.py, for every type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from engine.ops import Limits, reference
+from engine.ops import Limits, arithmetic, reference
 from engine.ops.cuda.products import FLOAT_TYPES, Products, Quantized
 from engine.quants import NATIVE_TYPES, QTensor
 from tests.gguf_files import random_blocks
@@ -48,7 +48,7 @@ def check(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def check_quantized(device: Any, found: Quantized, x: np.ndarray) -> None:
-    q, d = reference.quantize_activations(x)
+    q, d = arithmetic.quantize_activations(x)
     check(device.read(found.q), q)
     check(device.read(found.d), d)
     check(device.read(found.sums), q.reshape(*d.shape, 32).sum(axis=-1, dtype=np.int32))
@@ -77,7 +77,7 @@ def test_quantize(device: Any, products: Products, T: int, K: int) -> None:
 def test_norm(device: Any, products: Products, T: int, D: int) -> None:
     x, weight = normal(T, D), normal(D, seed=2)
     x[0, 3] = 3e4
-    expected = reference.rms_norm(x, weight, EPS)
+    expected = arithmetic.rms_norm(x, weight, EPS)
     h = device.empty((T, D), np.float32)
     check_quantized(device, products.norm_quantize(device.upload(x), device.upload(weight), EPS, h), expected)
     check(device.read(h), expected)
@@ -90,7 +90,7 @@ def test_norm_of_a_ragged_row(device: Any, products: Products) -> None:
     x, weight = normal(37, 77), normal(77, seed=2)
     h = device.empty(x.shape, np.float32)
     products.norm(device.upload(x), device.upload(weight), EPS, h)
-    check(device.read(h), reference.rms_norm(x, weight, EPS))
+    check(device.read(h), arithmetic.rms_norm(x, weight, EPS))
 
 
 # rows, columns: one iteration of some lanes, a ragged last warp, more than one iteration
@@ -104,7 +104,7 @@ def test_product(device: Any, products: Products, qtype: QType) -> None:
         on_device = upload(device, w)
         x = normal(9, K)
         x[5] = awkward(x[5:6])
-        expected = reference.product(w, x)
+        expected = arithmetic.product(w, x)
         for rows in (slice(0, 1), slice(5, 6), slice(0, 9)):
             given = device.upload(x[rows])
             y = device.empty((len(given), N), np.float32)
@@ -124,7 +124,7 @@ def test_product_of_a_ragged_float_row(device: Any, products: Products) -> None:
         x = normal(T, 77)
         y = device.empty((T, 11), np.float32)
         products.product(upload(device, w), device.upload(x), y)
-        check(device.read(y), reference.product(w, x))
+        check(device.read(y), arithmetic.product(w, x))
 
 
 @pytest.mark.parametrize("T", [1, 2, 4, 40])
@@ -132,7 +132,7 @@ def test_rows_do_not_depend_on_their_number(device: Any, products: Products, T: 
     w = matrix(QType.Q4_K, 13, 512)
     x = normal(40, 512)
     quantized = Products(device, LIMITS)._headed.rows(T, 512)
-    q, d = reference.quantize_activations(x[:T])
+    q, d = arithmetic.quantize_activations(x[:T])
     for array, values in (
         (quantized.q, q),
         (quantized.d, d),
@@ -141,7 +141,7 @@ def test_rows_do_not_depend_on_their_number(device: Any, products: Products, T: 
         device.write(array, values)
     y = device.empty((T, 13), np.float32)
     products.product(upload(device, w), quantized, y)
-    check(device.read(y), reference.product(w, x)[:T])
+    check(device.read(y), arithmetic.product(w, x)[:T])
 
 
 @pytest.mark.parametrize("T", [1, 6])
@@ -160,16 +160,16 @@ def test_several(device: Any, products: Products, types: tuple[QType, ...], T: i
     D = 512
     ws = [matrix(t, n, D, i) for i, (t, n) in enumerate(zip(types, (70, 18, 33), strict=True))]
     x, weight = normal(T, D), normal(D, seed=2)
-    h = reference.rms_norm(x, weight, EPS)
+    h = arithmetic.rms_norm(x, weight, EPS)
     on_device = tuple(upload(device, w) for w in ws)
     ys = tuple(device.empty((T, w.shape[0]), np.float32) for w in ws)
     products.norm_several(device.upload(x), device.upload(weight), EPS, on_device, ys, device.empty((T, D), np.float32))
     for w, y in zip(ws, ys, strict=True):
-        check(device.read(y), reference.product(w, h))
+        check(device.read(y), arithmetic.product(w, h))
         device.set_bytes(device.pointer(y), 0xFF, y.nbytes)
     products.several(on_device, device.upload(h), ys)
     for w, y in zip(ws, ys, strict=True):
-        check(device.read(y), reference.product(w, h))
+        check(device.read(y), arithmetic.product(w, h))
 
 
 @pytest.mark.parametrize("qtype", FLOAT_TYPES, ids=lambda t: t.name)

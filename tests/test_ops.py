@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import policy
-from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, Experts, Fetches, KVLayer, Limits, cpu, reference
+from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, Experts, Fetches, KVLayer, Limits, arithmetic, cpu, reference
 from engine.ops.blocks import integer_blocks
 from engine.quants import NATIVE_TYPES, QTensor
 
@@ -90,7 +90,7 @@ def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def product(ops: ModuleType, ws: Any, w: QTensor, x: np.ndarray) -> np.ndarray:
     if ops is reference:
-        return reference.product(w, x)
+        return arithmetic.product(w, x)
     if isinstance(ops, DeviceOps):
         return ops.product(w, x)
     y = np.full((len(x), w.shape[0]), np.nan, np.float32)
@@ -546,7 +546,7 @@ def test_integer_blocks_rebuild_the_weights(qtype: QType) -> None:
 @settings(max_examples=300, deadline=None)
 @given(*(st.floats(width=32, allow_nan=False, allow_infinity=False) for _ in range(3)))
 def test_fma_of_the_twin_rounds_once(a: float, b: float, c: float) -> None:
-    value = float(reference.fma(*(np.array([v], np.float32) for v in (a, b, c)))[0])
+    value = float(arithmetic.fma(*(np.array([v], np.float32) for v in (a, b, c)))[0])
     exact_value = Fraction(a) * Fraction(b) + Fraction(c)
     if not np.isfinite(value):
         assert abs(exact_value) >= Fraction(2) ** 128 - Fraction(2) ** 103
@@ -566,11 +566,11 @@ EXP_INPUTS = np.concatenate([
 
 @pytest.mark.parametrize("isa", cpu.supported_isas())
 def test_exp_equals_the_twin(isa: str) -> None:
-    assert same_bits(cpu.exp(workspace(isa), EXP_INPUTS), reference.exp(EXP_INPUTS))
+    assert same_bits(cpu.exp(workspace(isa), EXP_INPUTS), arithmetic.exp(EXP_INPUTS))
 
 
 def test_exp_of_the_twin_is_accurate() -> None:
     x = EXP_INPUTS[(EXP_INPUTS >= -87) & (EXP_INPUTS <= 88)].astype(np.float64)
-    assert np.abs(reference.exp(x.astype(np.float32)) / np.exp(x) - 1).max() < 3e-7
-    assert reference.exp(np.array([-87.1, -np.inf], np.float32)).tolist() == [0, 0]
-    assert np.isnan(reference.exp(np.array([np.nan], np.float32))).all()
+    assert np.abs(arithmetic.exp(x.astype(np.float32)) / np.exp(x) - 1).max() < 3e-7
+    assert arithmetic.exp(np.array([-87.1, -np.inf], np.float32)).tolist() == [0, 0]
+    assert np.isnan(arithmetic.exp(np.array([np.nan], np.float32))).all()

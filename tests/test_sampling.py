@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import NumericalError
-from engine.ops import reference
+from engine.ops import arithmetic
 from engine.sampling import PENALTY_TOKENS, SamplingParams, check_finite, random_bits, sample
 
 LOGITS = np.array([0.5, 3.0, -1.0, 2.0, 2.5, -9.0, 0.0], np.float32)
@@ -121,7 +121,7 @@ def literal_sample(
     if T <= 0:
         return top
     s = (x - x[top]) / T
-    w = [0 if v < -23 else int(np.rint(e * np.float32(2**32))) for v, e in zip(s, reference.exp(s), strict=True)]
+    w = [0 if v < -23 else int(np.rint(e * np.float32(2**32))) for v, e in zip(s, arithmetic.exp(s), strict=True)]
     kept = sorted(allowed, key=lambda i: (-x[i], i))[: params.top_k or None]
     P, W = max(1, round(params.top_p * 2**32)), sum(w[i] for i in kept)
     if P < 1 << 32:

@@ -10,6 +10,7 @@ Axis letters: T tokens, D embd, F ff, E experts, A active, H heads, K kv heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -19,6 +20,8 @@ F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
+
+Activation = Literal["silu", "gelu"]  # gelu: the approximation by tanh
 
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
@@ -79,6 +82,7 @@ class Experts:
     expert_ptr: uint64 [E, 3] where an expert is read from now, a view of the residency state.
     home_ptr: uint64 [E, 3] its place in the slow tier. slot_ptr: uint64 [N, 3] all slots.
     poison: fill a slot with 0xFF (NaN scales in every block format) before a fetch refills it.
+    activation: of the gate's product.
     """
 
     gate_type: gguf.GGMLQuantizationType
@@ -91,3 +95,32 @@ class Experts:
     home_ptr: U64
     slot_ptr: U64
     poison: bool = False
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """How a router's logits become experts and weights.
+
+    kind: what turns logits into scores. bias: float32 [E] or None, added to the scores for the choice alone.
+    renormalize: the weights of a token's experts are its scores divided by their sum. scale multiplies every weight,
+    expert_scale, float32 [E] or None, each expert's own.
+    """
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    bias: F32 | None = None
+    expert_scale: F32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """The state of a gated DeltaNet layer, by state slot; a slot belongs to at most one sequence.
+
+    conv: float32 [n_states, kernel - 1, C], the last inputs of the causal convolution, oldest first. state: float32
+    [n_states, H_v, d_v, d_k]: S transposed, so that a row is what one output dimension reads.
+    """
+
+    conv: F32
+    state: F32

@@ -1,6 +1,6 @@
 """Small-batch matrix products and what feeds them: norms, quantized activations, the router, the head.
 
-Bits as docs/arithmetic.md; twins in engine/ops/reference.py; kernels product.cu, norm.cu, router.cu. Everything works
+Bits as docs/arithmetic.md; twins in engine/ops/arithmetic.py; kernels product.cu, norm.cu, router.cu. Everything works
 for any number of rows within the limits, but past 32 the tensor-core products are faster.
 """
 

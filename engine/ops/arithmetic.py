@@ -1,0 +1,148 @@
+"""The arithmetic of docs/arithmetic.md in NumPy, bit for bit what the kernels compute.
+
+Slow and obvious on purpose. NumPy has no fused multiply-add, so `fma` below rounds an exact
+binary64 product and a binary64 sum, made odd where inexact, once more to binary32, which is the
+correctly rounded result (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+from numpy.typing import NDArray
+
+from engine.ops import F32
+from engine.ops.blocks import BlockTerms, float_rows, integer_blocks
+from engine.quants import QTensor
+
+LANES = 32
+FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
+
+_EXP_C = [
+    np.full(1, float.fromhex(h), np.float32)
+    for h in ("0x1p0", "0x1p0", "0x1p-1", "0x1.555556p-3", "0x1.555556p-5", "0x1.111112p-7", "0x1.6c16c2p-10")
+]
+_LOG2E = np.full(1, float.fromhex("0x1.715476p+0"), np.float32)
+_LN2_HI = np.full(1, float.fromhex("0x1.62e400p-1"), np.float32)
+_LN2_LO = np.full(1, float.fromhex("0x1.7f7d1cp-20"), np.float32)
+
+
+def fma(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float32]) -> F32:
+    """a * b + c rounded once to binary32; shapes broadcast."""
+    with np.errstate(all="ignore"):
+        p = np.multiply(a, b, dtype=np.float64)
+        c64 = np.asarray(c, dtype=np.float64)
+        s = np.asarray(p + c64)
+        t = s - p
+        error = (p - (s - t)) + (c64 - t)
+        bits = s.view(np.int64)
+        # Round to odd: an inexact even sum moves to its odd neighbor on the side of the exact value.
+        adjust = (error != 0) & np.isfinite(s) & ((bits & 1) == 0)
+        step = np.where((error > 0) == (s > 0), 1, -1)
+        odd = np.where(adjust, bits + step, bits).view(np.float64)
+        return odd.astype(np.float32)
+
+
+def _fold(acc: F32) -> F32:
+    with np.errstate(all="ignore"):
+        for o in (16, 8, 4, 2, 1):
+            acc = acc[..., :o] + acc[..., o : 2 * o]
+    return np.asarray(acc[..., 0])
+
+
+def sum32(v: F32) -> F32:
+    """Sum over the last axis with 32 lanes and a tree (docs/arithmetic.md)."""
+    acc = np.zeros((*v.shape[:-1], LANES), np.float32)
+    with np.errstate(all="ignore"):
+        for start in range(0, v.shape[-1], LANES):
+            part = v[..., start : start + LANES]
+            acc[..., : part.shape[-1]] += part
+    return _fold(acc)
+
+
+def dot32(a: F32, b: F32) -> F32:
+    """Dot product over the last axis with fma, 32 lanes and a tree; shapes broadcast."""
+    shape = np.broadcast_shapes(a.shape[:-1], b.shape[:-1])
+    acc = np.zeros((*shape, LANES), np.float32)
+    for start in range(0, a.shape[-1], LANES):
+        pa, pb = a[..., start : start + LANES], b[..., start : start + LANES]
+        n = pa.shape[-1]
+        acc[..., :n] = fma(pa, pb, acc[..., :n])
+    return _fold(acc)
+
+
+def exp(x: F32) -> F32:
+    """e^x by range reduction and a polynomial of degree 6, relative error below 3e-7."""
+    with np.errstate(all="ignore"):
+        clamped = np.where(x > np.float32(88), np.float32(88), x).astype(np.float32)
+        low = clamped < np.float32(-87)
+        safe = np.where(low | np.isnan(clamped), np.float32(0), clamped).astype(np.float32)
+        n = np.rint(safe * _LOG2E)
+        r = fma(n, -_LN2_HI, safe)
+        r = fma(n, -_LN2_LO, r)
+        p = np.broadcast_to(_EXP_C[6], r.shape)
+        for k in range(5, -1, -1):
+            p = fma(p, r, _EXP_C[k])
+        result = p * np.ldexp(np.float32(1), n.astype(np.int32))
+        result = np.where(low, np.float32(0), result)
+        return np.where(np.isnan(clamped), np.float32(np.nan), result).astype(np.float32)
+
+
+def silu(x: F32) -> F32:
+    """x / (1 + e^-x)."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x / (np.float32(1) + exp(-x)), np.float32)
+
+
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    """Root-mean-square norm over the last axis, times `weight`."""
+    with np.errstate(all="ignore"):
+        mean = dot32(x, x) / np.float32(x.shape[-1])
+        scale = np.float32(1) / np.sqrt(mean + np.float32(eps))
+        return np.asarray((x * scale[..., None]) * weight, np.float32)
+
+
+def quantize_activations(x: F32) -> tuple[NDArray[np.int8], F32]:
+    """8-bit blocks of 32 along the last axis: q int8 of x's shape, d float32 [..., n / 32]."""
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
+    with np.errstate(all="ignore"):
+        amax = np.abs(blocks).max(axis=-1)
+        finite = np.isfinite(blocks).all(axis=-1)
+        tiny = finite & (amax < np.float32(2.0**-100))
+        plain = finite & ~tiny
+        safe = np.where(plain, amax, np.float32(1)).astype(np.float32)
+        inv = np.float32(127) / safe
+        q = np.rint(np.where(plain[..., None], blocks, np.float32(0)) * inv[..., None]).astype(np.int8)
+        d = np.where(plain, safe / np.float32(127), np.where(tiny, np.float32(0), np.float32(np.nan)))
+    return q.reshape(x.shape), d.astype(np.float32)
+
+
+def _block_product(w: BlockTerms, q: NDArray[np.int8], d: F32) -> F32:
+    T, n_block = d.shape
+    halves = q.reshape(T, n_block, 2, 16).astype(np.float64)
+    # Integers below 2^53 in binary64 are exact in any order, so a BLAS product may compute them.
+    left = w.q.astype(np.float64).transpose(1, 2, 0, 3)  # [block, half, N, 16]
+    sums = left @ halves.transpose(1, 2, 3, 0)  # [block, half, N, T]
+    if w.half_scale is None:
+        total = sums.sum(axis=1)
+    else:
+        total = (sums * w.half_scale.transpose(1, 2, 0)[..., None]).sum(axis=1)
+    isum = total.transpose(2, 1, 0).astype(np.float32)  # [T, N, block]
+    with np.errstate(all="ignore"):
+        if w.minimum is None:
+            u = w.scale[None] * isum
+        else:
+            xs = q.reshape(T, 1, n_block, 32).astype(np.int32).sum(axis=-1).astype(np.float32)
+            u = fma(w.scale[None], isum, -(w.minimum[None] * xs))
+    return dot32(np.broadcast_to(d[:, None, :], u.shape), np.asarray(u, np.float32))
+
+
+def product(w: QTensor, x: F32) -> F32:
+    """Rows of `w` [N, K] against activation rows `x` [T, K]: float32 [T, N].
+
+    A quantized `w` meets activations in 8 bits; a float `w` meets `x` itself.
+    """
+    if w.qtype in FLOAT_TYPES:
+        return dot32(float_rows(w)[None], x[:, None, :])
+    q, d = quantize_activations(x)
+    return _block_product(integer_blocks(w), q, d)
