@@ -206,7 +206,7 @@ def main() -> None:
     o = parser.parse_args()
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
-        policy="all" if o.residency == 100 else "uniform", ctx_tokens=o.depth + 512,
+        policy="all" if o.residency == 100 else "uniform", ctx_tokens=o.depth + o.steps + 1024,
     )  # fmt: skip
     engine = Engine(config)
     check_settings(config, engine.ready())

@@ -243,7 +243,7 @@ DEVICE void take_out_values(u8* first, u8* tile, u8* scales, i32 position0, i32 
         for (i32 position = position0 + PART - 1; position >= position0; position--) {
 #if KV_Q8_0
             i8* const value = (i8*)tile + position * KV_STRIDE + dimension;
-            const float d = half_to_float(kv_scale_bits(scales, position, dimension / 32, head, n_head_kv));
+            const float d = half_to_float(lone_kv_scale_bits(scales, position, dimension / 32, head, n_head_kv));
             if ((float_to_half(d * (float)*value) & 0x7c00u) == 0x7c00u) {
                 found = position;
                 *value = 0;

@@ -85,6 +85,12 @@ DEVICE u16 kv_scale_bits(const u8* tile_scales, i32 position, i32 part, i32 head
     return (u16)(((const u32*)tile_scales)[position * KV_SCALE_WORDS + i / 2] >> i % 2 * 16);
 }
 
+// The same without its neighbor in the word, which another warp may be changing.
+DEVICE u16 lone_kv_scale_bits(const u8* tile_scales, i32 position, i32 part, i32 head, i32 n_head_kv) {
+    const i32 i = part + (KV_SCALES % 2 ? (position * n_head_kv + head) % 2 : 0);
+    return ((const u16*)tile_scales)[position * KV_SCALE_WORDS * 2 + i];
+}
+
 DEVICE void set_kv_scale(u8* tile_scales, i32 position, i32 part, i32 head, i32 n_head_kv, u16 bits) {
     const i32 i = part + (KV_SCALES % 2 ? (position * n_head_kv + head) % 2 : 0);
     ((u16*)tile_scales)[position * KV_SCALE_WORDS * 2 + i] = bits;
