@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cuda_kernels import KernelCase
-from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, reference
-from engine.ops.cuda.attention import TARGET_BLOCKS, Attention
+from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic
+from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.products import Quantized
 
 H, K, HEAD_DIM = 32, 4, 128
@@ -40,9 +40,10 @@ def _layers(device: Any, n_positions: int, q8: bool, rng: np.random.Generator) -
 
 
 def _decode(
-    device: Any, attention: Attention, pool: _Pool, T: int, depth: int, q8: bool, *, chain: bool = False, note: str = ""
-) -> KernelCase:
-    """note: how `attention` differs from the default; chain: its input first."""
+    device: Any, attention: Attention, pool: _Pool, T: int, depth: int, q8: bool, *,
+    chain: bool = False, note: str = "", window: int = 0,
+) -> KernelCase:  # fmt: skip
+    """note: how `attention` differs from the default; chain: its input first; window: with a gate by head, too."""
     rng = np.random.default_rng(depth)
     layers = pool[depth, q8]
     n_blocks = depth // KV_BLOCK_TOKENS
@@ -62,20 +63,25 @@ def _decode(
 
     raws = [device.upload(rng.standard_normal((T, n * HEAD_DIM), np.float32)) for n in (H, K, K)]
     q_norm, k_norm = (device.upload(rng.standard_normal(HEAD_DIM, np.float32)) for _ in range(2))
-    rope = device.upload(reference.rope_table(N_CTX, HEAD_DIM, 1e6))
+    rope = device.upload(arithmetic.rope_table(N_CTX, HEAD_DIM, 1e6))
     at = np.arange(depth - T, depth)
     slots = device.upload((host_table[0, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS).astype("i4"))
+
+    gate = device.upload(rng.standard_normal((T, H), np.float32))
 
     def launch(i: int) -> None:
         kv = layers[i % len(layers)]
         if chain:
             attention.input(*raws, q_norm, k_norm, 1e-6, rope, positions, kv, slots, q)
-        attention.decode(q, kv, table, sequence, positions, HEAD_DIM**-0.5, out, quantized)
+        gating = (gate, "softplus") if window else ()
+        attention.decode(q, kv, table, sequence, positions, HEAD_DIM**-0.5, out, quantized, window, *gating)
 
     arrays = (layers[0].k, layers[0].v, layers[0].k_scale, layers[0].v_scale)
-    n_bytes = sum(a.nbytes for a in arrays if a is not None) + q.nbytes + out.nbytes
-    name = f"{'input+' if chain else ''}decode {'q8_0' if q8 else 'f16'} T={T} at {depth}{note}"
-    return KernelCase(name, launch, n_bytes, 4 * T * width * depth)
+    seen = min(depth, window or depth)
+    n_bytes = sum(a.nbytes for a in arrays if a is not None) * seen // depth + q.nbytes + out.nbytes
+    windowed = f" window={window}" if window else ""
+    name = f"{'input+' if chain else ''}decode {'q8_0' if q8 else 'f16'} T={T} at {depth}{windowed}{note}"
+    return KernelCase(name, launch, n_bytes, 4 * T * width * seen)
 
 
 def _input(device: Any, attention: Attention, T: int, note: str = "") -> KernelCase:
@@ -85,7 +91,7 @@ def _input(device: Any, attention: Attention, T: int, note: str = "") -> KernelC
         [device.upload(rng.standard_normal((T, n * HEAD_DIM), np.float32)) for n in (H, K, K)] for _ in range(n_copies)
     ]
     q_norm, k_norm = (device.upload(rng.standard_normal(HEAD_DIM, np.float32)) for _ in range(2))
-    rope = device.upload(reference.rope_table(N_CTX, HEAD_DIM, 1e6))
+    rope = device.upload(arithmetic.rope_table(N_CTX, HEAD_DIM, 1e6))
     positions, slots = (device.upload((np.arange(T) + 64).astype(np.int32)) for _ in range(2))
     kv = _layers(device, 8192, False, rng)[0]
     q = device.empty((T, H, HEAD_DIM), np.float32)
@@ -99,8 +105,8 @@ def _input(device: Any, attention: Attention, T: int, note: str = "") -> KernelC
 
 def _attention(device: Any, splits: int = 0, stages: int = 0, overlap: bool = True) -> Attention:
     """The wrapper, or one of other splits (16, 32 or 64) or stages than it would choose."""
-    n_head_kv = TARGET_BLOCKS // splits if splits else K  # what splits follow from
-    attention = Attention(device, Limits(4096, 2048, H * HEAD_DIM, 768, 1, 1, 1, H, n_head_kv, HEAD_DIM, N_CTX))
+    attention = Attention(device, Limits(4096, 2048, H * HEAD_DIM, 768, 1, 1, 1, H, K, HEAD_DIM, N_CTX))
+    attention.splits = splits
     attention.max_stages = stages or attention.max_stages
     attention.overlap = overlap
     return attention
@@ -118,6 +124,7 @@ def cases(device: Any) -> list[KernelCase]:
     found += [_decode(device, default, pool, 8, *args) for args in ((4096, False), (4096, True), (32768, False))]
     found += [_decode(device, apart, pool, 1, depth, False, note=" apart") for depth in (512, 4096, 32768)]
     for depth in (512, 4096, 32768):
+        found.append(_decode(device, default, pool, 1, depth, False, window=512))
         for attention, note in ((default, ""), (apart, " apart")):
             found.append(_decode(device, attention, pool, 1, depth, False, chain=True, note=note))
     variants = [(32, 2, False), (32, 3, False), (32, 5, False), (64, 2, False), (32, 3, True), (64, 3, True)]

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as QType
 
 from benchmarks.cuda_kernels import KernelCase
 from engine import policy
-from engine.ops import Experts, Fetches, Limits
+from engine.ops import Experts, Fetches, Gating, Limits
 from engine.ops.cuda.routing import Routing, Staging, embed, staging_bytes
 from engine.ops.cuda.sampling import Sampler
 from engine.placement import Placement
@@ -47,7 +47,7 @@ def _route(device: Any, routing: Routing, T: int, n_slots: int) -> KernelCase:
 
     def launch(i: int) -> None:
         row = logits[i % CHOICES]
-        routing.route(row, True, state, i % L, counted, policy.AGED, experts, weights, fetches, active)
+        routing.route(row, Gating(), state, i % L, counted, policy.AGED, experts, weights, fetches, active)
 
     return KernelCase(f"route T={T}, {n_slots} slots", launch, T * (E + 2 * A) * 4 + n_slots * 13)
 
@@ -67,8 +67,8 @@ def _sample(device: Any, name: str, params: SamplingParams, greedy: bool = False
     logits = device.upload(
         (4 * rng.standard_normal((8, 1, VOCAB)) + 1.5 * rng.standard_gamma(2, VOCAB)).astype(np.float32)
     )
-    tokens, positions, slots = (device.empty(1, np.int32) for _ in range(3))
-    table = device.upload(np.zeros((1, 1 << 17), np.int32))  # positions for millions of draws
+    tokens, positions, slots = device.empty(1, np.int32), device.empty(1, np.int32), device.empty((1, 1), np.int32)
+    table = device.upload(np.zeros((1, 1, 1 << 17), np.int32))  # positions for millions of draws
     sampler.prepare(params, [5] * 300, 300, [1, 2, 3], 1 << 30)
 
     def launch(i: int) -> None:

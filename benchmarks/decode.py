@@ -172,11 +172,13 @@ def policies(
 
     A prompt is three tokens, so that hardly anything but the sessions moves the slots. The first request warms up.
     """
-    routing = Routing(shape.n_layer, shape.n_expert, shape.n_expert_used)
+    routing = Routing(len(shape.moe_layers), shape.n_expert, shape.n_expert_used)
     train = routing.trace(CALIBRATION_SESSIONS)
     test = routing.trace(1 + runs, n_tokens - 1, first=CALIBRATION_SESSIONS)
+    counts = np.zeros((shape.n_layer, shape.n_expert), np.int64)
+    counts[list(shape.moe_layers)] = train.counts()
     with open_model(config.model) as file:
-        profile = Profile(train.counts(), shape.n_expert_used, file.model_id, count="generated")
+        profile = Profile(counts, shape.n_expert_used, file.model_id, count="generated")
     rows = []
     with tempfile.TemporaryDirectory(prefix="spark-decode-") as folder:
         paths = Path(folder) / "replay.npy", Path(folder) / "profile.csv"
@@ -189,7 +191,7 @@ def policies(
                 slots = client.ready.info["slots_per_layer"], client.ready.info["cache_slots"]
             row = curve_row(samples, 0.0, shape, 3)
             del row["asked_miss_pct"], row["prefill_tokens_per_s"]
-            placed = place(name, profile.counts, profile, shape.expert_bytes, shape.n_expert_used, config.residency_pct)
+            placed = place(name, train.counts(), profile, shape.expert_bytes, shape.n_expert_used, config.residency_pct)
             simulated = simulate.simulate(test, placed, policy.AGED if name == "spark" else policy.LRU)
             rows.append({
                 "policy": name, "residency_pct": config.residency_pct, **row,

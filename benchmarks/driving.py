@@ -45,6 +45,7 @@ class Shape:
     name: str
     file_bytes: int
     n_layer: int
+    moe_layers: tuple[int, ...]
     n_expert: int
     n_expert_used: int
     n_vocab: int
@@ -57,7 +58,9 @@ def shape_of(model: Path) -> Shape:
         c = arch.Config.from_gguf(file)
         sizes = tuple(slot_bytes(experts) for experts in arch.load(file, c).experts)
         name = file.value("general.name", str, model.name)
-        return Shape(name, file.size_bytes, c.n_layer, c.n_expert, c.n_expert_used, c.n_vocab, sizes)
+        return Shape(
+            name, file.size_bytes, c.n_layer, c.moe_layers, c.n_expert, c.n_expert_used, c.n_vocab, sizes
+        )
 
 
 def open_checked(config: EngineConfig) -> DaemonClient:

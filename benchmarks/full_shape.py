@@ -1,6 +1,6 @@
 """Synthetic models with the shapes and block types of real ones, to measure what depends on shapes alone.
 
-    python benchmarks/full_shape.py qwen3-30b-a3b OUT.gguf [--layers N]
+    python benchmarks/full_shape.py SHAPE OUT.gguf [--layers N]
 
 Weights are normal with variance 1 / columns, really quantized, so that activations keep their size: the residual
 stream grows by a small factor over the model, routers spread their choices and logits are as peaked as a language
@@ -9,6 +9,8 @@ and row length, and every expert (every piece of a large matrix) is a run of tho
 thread a core writes the file, at the speed of the disk.
 
 The vocabulary is byte-level BPE of the right size: all bytes, pairs, triples. The text such a model writes is noise.
+
+Shapes are those of the published configurations (docs/models.md says where they come from).
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice, product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -32,14 +35,38 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from engine.models.qwen3moe import ARCH, Config  # noqa: E402
+from engine.models import gemma4, laguna, qwen3moe, qwen35, qwen35moe  # noqa: E402
 from engine.quants import quantize, row_bytes  # noqa: E402
 
-SHAPES = {
-    "qwen3-30b-a3b": Config(
+QWEN35: dict[str, Any] = {
+    "head_dim": 256, "n_vocab": 248320, "n_ctx_train": 262144, "rope_base": 1e7, "rope_dims": 64, "interval": 4,
+    "kernel": 4, "n_head_k": 16, "d_k": 128, "d_v": 128, "eps": 1e-6,
+}  # fmt: skip
+SHAPES: dict[str, tuple[ModuleType, Any]] = {
+    "qwen3-30b-a3b": (qwen3moe, qwen3moe.Config(
         n_layer=48, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=128, n_expert_used=8, n_ff_exp=768,
         n_vocab=151936, n_ctx_train=40960, rope_base=1e6, eps=1e-6,
-    ),
+    )),
+    "laguna-xs2": (laguna, laguna.Config(
+        n_layer=40, n_embd=2048, n_head=(48, 64, 64, 64) * 10, n_head_kv=8, head_dim=128, n_dense=1, n_ff=8192,
+        n_expert=256, n_expert_used=8, n_ff_exp=512, n_ff_shared=512, n_vocab=100352, n_ctx_train=262144,
+        windowed=(False, True, True, True) * 10, window=512, rope_base=5e5, rope_dims=64,
+        yarn=laguna.Yarn(factor=32.0, n_ctx=8192, beta_fast=64.0), rope_base_swa=1e4, rope_dims_swa=128, eps=1e-6,
+        expert_scale=2.5,
+    )),
+    "qwen3.6-35b-a3b": (qwen35moe, qwen35.Config(
+        n_layer=40, n_embd=2048, n_head=16, n_head_kv=2, n_head_v=32, n_expert=256, n_expert_used=8, n_ff_exp=512,
+        n_ff_shared=512, **QWEN35,
+    )),
+    "qwen3.6-27b": (qwen35, qwen35.Config(
+        n_layer=64, n_embd=5120, n_head=24, n_head_kv=4, n_head_v=48, n_ff=17408, **QWEN35,
+    )),
+    "gemma-4-26b-a4b": (gemma4, gemma4.Config(
+        n_layer=30, n_embd=2816, n_head=16, n_head_kv=(8, 8, 8, 8, 8, 2) * 5, head_dim=512, head_dim_swa=256,
+        n_ff=(2112,) * 30, n_vocab=262144, n_ctx_train=262144, windowed=(True, True, True, True, True, False) * 5,
+        window=1024, n_shared=0, rope_base=1e6, rope_factors=(1.0,) * 64 + (1e30,) * 192, rope_base_swa=1e4,
+        rope_dims_swa=256, eps=1e-6, softcap=30.0, n_expert=128, n_expert_used=8, n_ff_exp=704,
+    )),
 }  # fmt: skip
 PIECE_WEIGHTS = 768 * 2048  # of a matrix that is not an expert, written at once
 POOL_PIECES = 3  # a pool is that many times its longest piece
@@ -58,15 +85,65 @@ Job = tuple[int, memoryview]  # where in the file, what
 
 
 def q4_k_mix(name: str) -> QType:
-    """Q4_K; the output matrix and every second layer's down projections Q6_K; routers and norms F32."""
-    if "norm" in name or "ffn_gate_inp" in name:
+    """Q4_K; the output matrix and every second layer's down projections Q6_K; routers and vectors F32."""
+    if is_vector(name) or "ffn_gate_inp" in name:
         return QType.F32
-    if name == "output.weight" or ("ffn_down_exps" in name and int(name.split(".")[1]) % 2 == 0):
+    down = "ffn_down_exps" in name or "ffn_down.weight" in name
+    if name == "output.weight" or (down and int(name.split(".")[1]) % 2 == 0):
         return QType.Q6_K
     return QType.Q4_K
 
 
-def write_model(path: Path, config: Config, types: TypeOf = q4_k_mix, seed: int = 0, shape: str = "made-up") -> int:
+def q4_0_mix(name: str) -> QType:
+    """`q4_k_mix` for rows that are no multiple of 256: down projections Q4_0 and Q8_0, which have blocks of 32."""
+    if "ffn_down" not in name or is_vector(name):
+        return QType.Q6_K if name == "token_embd.weight" else q4_k_mix(name)
+    return QType.Q8_0 if int(name.split(".")[1]) % 2 == 0 else QType.Q4_0
+
+
+def mix_of(config: Any) -> TypeOf:
+    """The types that a published file of these shapes can have."""
+    rows = {shape[-1] for name, shape in config.tensors().items() if "ffn_down" in name}
+    return q4_0_mix if any(n % 256 for n in rows if n > 1) and rows else q4_k_mix
+
+
+def first_layers(config: Any, n_layer: int) -> Any:
+    """The first layers of a configuration, fields with a value for each layer cut to match."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    per_layer = {name: v for name, v in values.items() if isinstance(v, tuple) and len(v) == config.n_layer}
+    return replace(config, n_layer=n_layer, **{name: value[:n_layer] for name, value in per_layer.items()})
+
+
+VECTORS = ("norm", ".bias", ".scale", "ssm_a", "ssm_conv1d", "rope_freqs", "layer_output_scale")
+
+
+def is_vector(name: str) -> bool:
+    """A tensor that every file keeps as F32 and that is not a matrix: norms, biases, scales, convolutions."""
+    return any(part in name for part in VECTORS) and "ssm_alpha" not in name
+
+
+def vector_values(config: Any, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+    """Values that leave activations, decays and the spread of routers' choices as a trained model's are."""
+    normal = rng.standard_normal(shape)
+    if "rope_freqs" in name:
+        return np.asarray(config.rope_factors)
+    if "ssm_a" in name:
+        return -np.exp(normal)
+    if "ssm_dt" in name:
+        return normal
+    if "ssm_conv1d" in name:
+        return normal * config.kernel**-0.5
+    if "exp_probs_b" in name:
+        return 0.02 * normal
+    if "ffn_gate_inp.scale" in name:
+        return config.n_embd**0.5 * (1 + NORM_STD * normal)  # its product with 1 / sqrt(D) has unit variance
+    return np.ones(shape) if "layer_output_scale" in name else 1 + NORM_STD * normal
+
+
+def write_model(
+    path: Path, config: Any, types: TypeOf = q4_k_mix, seed: int = 0, shape: str = "made-up",
+    arch: ModuleType = qwen3moe,
+) -> int:  # fmt: skip
     """Write a model of these shapes, whole or not at all; returns its bytes. shape: what its name says it is."""
     shapes = config.tensors()
     sizes = {
@@ -75,7 +152,7 @@ def write_model(path: Path, config: Config, types: TypeOf = q4_k_mix, seed: int 
     }
     part = path.with_name(path.name + ".part")
     try:
-        begin = _write_header(part, f"{shape} shapes, synthetic weights", config, shapes, sizes, types)
+        begin = _write_header(part, f"{shape} shapes, synthetic weights", arch, config, shapes, sizes, types)
         offsets, end = {}, begin
         for name, size in sizes.items():
             offsets[name] = end
@@ -98,16 +175,17 @@ def _write_at(fd: int, offset: int, data: memoryview) -> None:
 
 
 def _write_header(
-    path: Path, name: str, config: Config, shapes: dict[str, tuple[int, ...]], sizes: dict[str, int], types: TypeOf
-) -> int:
+    path: Path, name: str, arch: ModuleType, config: Any, shapes: dict[str, tuple[int, ...]], sizes: dict[str, int],
+    types: TypeOf,
+) -> int:  # fmt: skip
     """Write metadata and tensor table; where the tensor data begins."""
-    writer = gguf.GGUFWriter(path, ARCH)
+    writer = gguf.GGUFWriter(path, arch.ARCH)
     writer.add_name(name)
     for key, value in config.metadata().items():
-        if isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
+        if type(value) is int:
             writer.add_uint32(key, value)
+        else:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for key, value in vocabulary(config.n_vocab).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor, shape in shapes.items():
@@ -169,20 +247,22 @@ class _Pools:
 
 
 def _jobs(
-    config: Config, shapes: dict[str, tuple[int, ...]], offsets: dict[str, int], types: TypeOf, seed: int
+    config: Any, shapes: dict[str, tuple[int, ...]], offsets: dict[str, int], types: TypeOf, seed: int
 ) -> Iterator[Job]:
     """What to write where, for every tensor."""
     rng = np.random.default_rng(seed)
     pools = _Pools(rng)
     for name, shape in shapes.items():
         at = offsets[name]
-        if "norm" in name:
-            values = 1 + NORM_STD * rng.standard_normal(shape)
+        if is_vector(name):
+            values = np.ascontiguousarray(vector_values(config, name, shape, rng))
             yield at, memoryview(values.astype(np.float32)).cast("B")
             continue
         columns = shape[-1]
         gain = LOGIT_STD if name == "output.weight" else ATTENTION_GAIN if "attn_output" in name else 1.0
-        std = 1.0 if name == "token_embd.weight" else gain * columns**-0.5
+        # An output matrix that is the embedding too has the logits' size.
+        tied = "output.weight" not in shapes
+        std = (LOGIT_STD * columns**-0.5 if tied else 1.0) if name == "token_embd.weight" else gain * columns**-0.5
         experts = len(shape) == 3
         rows = int(np.prod(shape[:-1]))
         piece = shape[-2] if experts else min(rows, max(1, PIECE_WEIGHTS // columns))
@@ -200,13 +280,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    config, shape = SHAPES[options.shape], options.shape
+    (arch, config), shape = SHAPES[options.shape], options.shape
     if options.layers is not None:
         if not 1 <= options.layers <= config.n_layer:
             parser.error(f"--layers: {options.shape} has 1 to {config.n_layer}")
-        config, shape = replace(config, n_layer=options.layers), f"{shape} ({options.layers} layers)"
+        config, shape = first_layers(config, options.layers), f"{shape} ({options.layers} layers)"
     began = time.perf_counter()
-    n_bytes = write_model(options.out, config, seed=options.seed, shape=shape)
+    n_bytes = write_model(options.out, config, mix_of(config), options.seed, shape, arch)
     seconds = time.perf_counter() - began
     print(f"{options.out}: {n_bytes / 2**30:.2f} GiB in {seconds:.1f} s", file=sys.stderr)
 

@@ -166,8 +166,14 @@ def served(made: Json) -> str:
     return SERVED.format(model=made["model"], size=made["model_bytes"] / 2**30)
 
 
+def family(name: str) -> str:
+    """What a heading adds for another model than the one that is measured in full."""
+    key = name.removesuffix(".json").partition("-")[2]
+    return f": {FAMILIES[key]}" if key else ""
+
+
 def decode(name: str, made: Json) -> list[str]:
-    lines = ["## Decoding", "", *origin(name, made), served(made), ""]
+    lines = [f"## Decoding{family(name)}", "", *origin(name, made), served(made), ""]
     if "all_resident" in made:
         lines += table(
             ["all resident, depth", "tokens/s", "tokens/s of the prompt"],
@@ -195,12 +201,14 @@ def decode(name: str, made: Json) -> list[str]:
 
 
 def prefill(name: str, made: Json) -> list[str]:
-    lines = ["## Prefill", "", *origin(name, made), served(made), ""]
+    lines = [f"## Prefill{family(name)}", "", *origin(name, made), served(made), ""]
     lines += table(
         ["prompt, resident", "tokens/s", "seconds"],
         [[f"{r['prompt_tokens']:,} tokens, {r['residency_pct']:.0f}%", spread(r["prefill_tokens_per_s"]),
           f"{r['seconds']['median']:.3f}"] for r in made["prompts"]],
     )  # fmt: skip
+    if not made.get("turns"):
+        return lines
     lines += [TURNS, ""]
     return lines + table(
         ["new tokens, prefix, resident", "ms", "without a prefix, ms", "ratio"],
@@ -254,7 +262,7 @@ def cuda_kernels(name: str, made: Json) -> list[str]:
 
 
 def profile_step(name: str, made: Json) -> list[str]:
-    lines = ["## One decoded token", "", *origin(name, made)]
+    lines = [f"## One decoded token{family(name)}", "", *origin(name, made)]
     lines += [PROFILE.format(launches=made["launches"], depth=made["depth_tokens"], how=made["measured_by"],
                              kernels=made["kernels_us"], step=made["step_us"]), ""]  # fmt: skip
     return lines + table(
@@ -287,13 +295,17 @@ def soak(name: str, made: Json) -> list[str]:
     return ["## Soak", "", *origin(name, made), text, "", f"Growth from the second quarter to the last: {grown}.", ""]
 
 
+FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
 SECTIONS = {
     "pipeline.json": pipeline,
     "decode.json": decode,
     "prefill.json": prefill,
+    **{f"decode-{key}.json": decode for key in FAMILIES},
+    **{f"prefill-{key}.json": prefill for key in FAMILIES},
     "bench.json": bench,
     "cuda_kernels.json": cuda_kernels,
     "profile_step.json": profile_step,
+    **{f"profile_step-{key}.json": profile_step for key in FAMILIES},
     "memory_plan.json": memory_plan,
     "exactness.json": rows_of("Exactness on the GPU"),
     "calibrate.json": rows_of("Calibration on the GPU"),
@@ -333,6 +345,9 @@ def gpu_table(made: dict[str, Json]) -> list[str]:
     if "prefill.json" in made:
         rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",
                   spread(r["prefill_tokens_per_s"])] for r in made["prefill.json"]["prompts"]]  # fmt: skip
+    for key, model in FAMILIES.items():
+        for r in made.get(f"decode-{key}.json", {}).get("all_resident", []):
+            rows.append([f"{model}, decode at depth {r['depth_tokens']:,}", spread(r["decode_tokens_per_s"], 1)])
     if not rows:
         return []
     one = made.get("decode.json") or made["prefill.json"]

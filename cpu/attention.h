@@ -3,7 +3,8 @@
 // Each block of 64 positions is converted to float once for all queries of the tile, keys transposed:
 // a score is a sum over 32 lanes of the head dimension, and with one key a register lane the lanes are
 // registers and their tree is vertical adds. Scratch: keys [width][64], values [64][width], then for each
-// query o [width], its maximum and its total; width is the head dimension padded to 16.
+// query o [width], its maximum and its total; width is the head dimension padded to 16. A window's first block
+// is walked from its first position on.
 #pragma once
 
 #include "math.h"
@@ -103,9 +104,9 @@ inline Scores scores(const float *const (&q)[kPair], const float *keys, int64_t 
 }
 
 template <int fixed>
-void score_pair(const float *const (&q)[kPair], const float *keys, int64_t n, int64_t valid, float scale, float *p0,
-                float *p1) {
-    for (int64_t j = 0; j < valid; j += kColumns * kWidth) {
+void score_pair(const float *const (&q)[kPair], const float *keys, int64_t n, int64_t first, int64_t valid,
+                float scale, float *p0, float *p1) {
+    for (int64_t j = first / (kColumns * kWidth) * (kColumns * kWidth); j < valid; j += kColumns * kWidth) {
         // Keeps the broadcasts of q in the instructions that use them: hoisted, 2n registers would spill.
         asm volatile("" ::: "memory");
         const Scores s = scores<1, fixed>(q, keys + j, n, 0);
@@ -121,12 +122,12 @@ constexpr int kQueries = 4; // that share the loads of values
 // State of a query: o [width], then its maximum and its total.
 template <int queries, int registers>
 inline void add_values(const float (*p)[kKVBlock], const float *alpha, const float *values, int64_t width,
-                       int64_t valid, float *const *o, int64_t i) {
+                       int64_t first, int64_t valid, float *const *o, int64_t i) {
     F acc[queries][registers];
     for (int a = 0; a < queries; a++)
         for (int k = 0; k < registers; k++)
             acc[a][k] = load(o[a] + i + k * kWidth) * splat(alpha[a]);
-    for (int64_t j = 0; j < valid; j++)
+    for (int64_t j = first; j < valid; j++)
         for (int k = 0; k < registers; k++) {
             const F v = load(values + j * width + i + k * kWidth);
             for (int a = 0; a < queries; a++)
@@ -137,19 +138,21 @@ inline void add_values(const float (*p)[kKVBlock], const float *alpha, const flo
             store(o[a] + i + k * kWidth, acc[a][k]);
 }
 
-// Up to kQueries query heads of one token against the first `valid` positions of a loaded block.
+// Up to kQueries query heads of one token against the positions [first, valid) of a loaded block.
 template <int fixed>
 void attend_block(const float *const *q, int queries, const float *keys, const float *values, int64_t n,
-                  int64_t width, int64_t valid, float scale, float *const *o) {
+                  int64_t width, int64_t first, int64_t valid, float scale, float *const *o) {
     alignas(64) float p[kQueries][kKVBlock];
     float alpha[kQueries];
     for (int a = 0; a < queries; a += kPair) {
         const float *const pair[kPair] = {q[a], q[a + 1 < queries ? a + 1 : a]};
-        score_pair<fixed>(pair, keys, n, valid, scale, p[a], p[a + 1]);
+        score_pair<fixed>(pair, keys, n, first, valid, scale, p[a], p[a + 1]);
     }
     for (int a = 0; a < queries; a++) {
-        for (int64_t j = valid; j < kKVBlock; j++)
+        for (int64_t j = 0; j < first; j++)
             p[a][j] = -__builtin_inff(); // its exp is +0, which changes neither sums nor values
+        for (int64_t j = valid; j < kKVBlock; j++)
+            p[a][j] = -__builtin_inff();
         F tops = splat(o[a][width]);
         for (int j = 0; j < kKVBlock; j += kWidth)
             tops = max_of(tops, load(p[a] + j));
@@ -169,15 +172,15 @@ void attend_block(const float *const *q, int queries, const float *keys, const f
     int64_t i = 0;
     if (queries == kQueries) {
         for (; i + registers * kWidth <= width; i += registers * kWidth)
-            add_values<kQueries, registers>(p, alpha, values, width, valid, o, i);
+            add_values<kQueries, registers>(p, alpha, values, width, first, valid, o, i);
         for (; i < width; i += kWidth)
-            add_values<kQueries, 1>(p, alpha, values, width, valid, o, i);
+            add_values<kQueries, 1>(p, alpha, values, width, first, valid, o, i);
     } else {
         for (int a = 0; a < queries; a++) {
             for (i = 0; i + registers * kWidth <= width; i += registers * kWidth)
-                add_values<1, registers>(p + a, alpha + a, values, width, valid, o + a, i);
+                add_values<1, registers>(p + a, alpha + a, values, width, first, valid, o + a, i);
             for (; i < width; i += kWidth)
-                add_values<1, 1>(p + a, alpha + a, values, width, valid, o + a, i);
+                add_values<1, 1>(p + a, alpha + a, values, width, first, valid, o + a, i);
         }
     }
 }
@@ -202,10 +205,17 @@ void attend(const AttentionTile &tile) {
         o[width] = -__builtin_inff();
         o[width + 1] = 0.0f;
     }
-    int64_t longest = 0;
-    for (int64_t t = tile.first_token; t < tile.last_token; t++)
+    int64_t longest = 0, begin = tile.position[tile.first_token];
+    for (int64_t t = tile.first_token; t < tile.last_token; t++) {
         longest = tile.position[t] + 1 > longest ? tile.position[t] + 1 : longest;
-    for (int64_t start = 0; start < longest; start += kKVBlock) {
+        begin = least(begin, spark::window_begin(tile.position[t], tile.window));
+    }
+    for (int64_t start = begin / kKVBlock * kKVBlock; start < longest; start += kKVBlock) {
+        bool seen = !tile.window;
+        for (int64_t t = tile.first_token; t < tile.last_token; t++)
+            seen |= start <= tile.position[t] && spark::window_begin(tile.position[t], tile.window) < start + kKVBlock;
+        if (!seen)
+            continue; // between the windows of two tokens
         const int64_t filled = least(kKVBlock, longest - start);
         const int64_t base = int64_t(tile.table[start / kKVBlock]) * kKVBlock;
         auto row = [&](int64_t j) { return (base + j) * kv.n_head_kv + tile.kv_head; };
@@ -218,7 +228,9 @@ void attend(const AttentionTile &tile) {
         const auto attend_heads = n == 64 ? attend_block<64> : n == 128 ? attend_block<128> : attend_block<0>;
         for (int64_t t = tile.first_token; t < tile.last_token; t++) {
             const int64_t valid = least(kKVBlock, tile.position[t] + 1 - start);
-            if (valid <= 0)
+            int64_t first = spark::window_begin(tile.position[t], tile.window) - start;
+            first = first > 0 ? first : 0;
+            if (valid <= first)
                 continue;
             for (int64_t h = tile.first_head; h < tile.last_head; h += kQueries) {
                 const int queries = int(least(kQueries, tile.last_head - h));
@@ -228,7 +240,7 @@ void attend(const AttentionTile &tile) {
                     q[a] = tile.q + (t * tile.n_head + h + a) * n;
                     o[a] = state + ((t - tile.first_token) * heads + h + a - tile.first_head) * state_floats;
                 }
-                attend_heads(q, queries, keys, values, n, width, valid, tile.scale, o);
+                attend_heads(q, queries, keys, values, n, width, first, valid, tile.scale, o);
             }
         }
     }
@@ -236,8 +248,17 @@ void attend(const AttentionTile &tile) {
         for (int64_t h = tile.first_head; h < tile.last_head; h++) {
             const float *o = state + ((t - tile.first_token) * heads + h - tile.first_head) * state_floats;
             const F total = splat(o[width + 1]);
-            float *to = tile.out + (t * tile.n_head + h) * n;
-            each(n, [&](int64_t i, int some) { store_some(to + i, load(o + i) / total, some); });
+            const int64_t head = t * tile.n_head + h;
+            float *to = tile.out + head * n;
+            if (!tile.gate) {
+                each(n, [&](int64_t i, int some) { store_some(to + i, load(o + i) / total, some); });
+                continue;
+            }
+            each(n, [&](int64_t i, int some) {
+                const F x = tile.gate_by_head ? splat(tile.gate[head]) : load_some(tile.gate + head * n + i, some);
+                store_some(to + i, load(o + i) / total * (tile.gate_kind == SPARK_GATE_SOFTPLUS ? softplus(x) : sigmoid(x)),
+                           some);
+            });
         }
 }
 

@@ -121,14 +121,17 @@ void dequantize_row(int64_t type, const uint8_t *row, int64_t cols, float *y) {
 } // namespace spark
 
 extern "C" int32_t spark_embed(spark_workspace *ws, const spark_matrix *table, const int32_t *tokens, int64_t T,
-                               float *x) {
+                               float *x, float scale) {
     using namespace spark;
     if (out_of_range(tokens, T, table->rows))
         return SPARK_BAD_INDEX;
     const Weights w = weights_of(*table);
     ws->rows(T, double(w.cols), [&](int64_t first, int64_t last, int) {
-        for (int64_t t = first; t < last; t++)
+        for (int64_t t = first; t < last; t++) {
             dequantize_row(w.type, w.data + tokens[t] * w.row_bytes, w.cols, x + t * w.cols);
+            if (scale != 1.0f)
+                ws->kernels.scale(x + t * w.cols, scale, w.cols);
+        }
     });
     return SPARK_OK;
 }

@@ -1,9 +1,10 @@
-// The expert FFN. Twin: expert_ffn of engine/ops/reference.py.
+// The expert FFN and the dense one. Twins: expert_ffn and dense_ffn of engine/ops/reference.py.
 //
-// 1. The step's fetches, in parallel. 2. Tokens are grouped by expert and the normed residual quantized.
-// 3. Chunks of 32 rows of gate and up of every expert: silu(gate) * up of a chunk is one block of
+// Experts: 1. The step's fetches, in parallel. 2. Tokens are grouped by expert and the normed residual quantized.
+// 3. Chunks of 32 rows of gate and up of every expert: act(gate) * up of a chunk is one block of
 // activations, quantized where it was computed. 4. Chunks of rows of down, all experts of a chunk, so the
 // same thread folds them in rank order and adds them to the residual. One loop each, over all experts.
+// A dense FFN is an expert of every token, without fetches, groups and weights.
 #include <algorithm>
 #include <cstring>
 
@@ -58,12 +59,15 @@ int64_t group_pairs(spark_workspace &ws, const int32_t *experts, int64_t T, int6
     return n_groups;
 }
 
+auto activation_of(const Kernels &k, int64_t activation) { return activation == SPARK_GELU ? k.gelu_mul : k.silu_mul; }
+
 } // namespace
 
 extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t T, int64_t n_used,
                                     const int32_t *experts, const float *weights, const spark_experts *bank,
-                                    const int32_t *fetch_rows, const int32_t *fetch_count, float *x) {
+                                    const int32_t *fetch_rows, const int32_t *fetch_count, float *x, int32_t add) {
     const Kernels &k = ws->kernels;
+    const auto activate = activation_of(k, bank->activation);
     const int64_t D = bank->n_embd, F = bank->n_ff, n_fetch = *fetch_count, ff_supers = supers(F);
     if (out_of_range(experts, T * n_used, bank->n_expert) || n_fetch < 0 || n_fetch > bank->n_expert)
         return SPARK_BAD_INDEX;
@@ -100,7 +104,7 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
             k.product(up, first, last, in, tokens, n, upped, kChunkRows);
             for (int64_t i = 0; i < n; i++) {
                 float *z = plain ? ws->plain_hidden.get() + (start + i) * F + first : gated + i * kChunkRows;
-                k.silu_mul(gated + i * kChunkRows, upped + i * kChunkRows, last - first, z);
+                activate(gated + i * kChunkRows, upped + i * kChunkRows, last - first, z);
                 if (!plain)
                     k.quantize_block(z, chunk, ws->hidden.get() + (start + i) * ff_supers);
             }
@@ -119,7 +123,59 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
         }
         for (int64_t t = 0; t < T; t++)
             k.fold_experts(x + t * D + first, weights + t * n_used, y, ws->place_of_pair.get() + t * n_used, kChunkRows,
-                           n_used, last - first);
+                           n_used, last - first, add != 0);
+    });
+    return SPARK_OK;
+}
+
+extern "C" int32_t spark_dense_ffn(spark_workspace *ws, const float *h, int64_t T, const spark_matrix *gate,
+                                   const spark_matrix *up, const spark_matrix *down, const spark_matrix *shared_gate,
+                                   int32_t activation, float *x, int32_t add) {
+    const Kernels &k = ws->kernels;
+    const auto activate = activation_of(k, activation);
+    const Weights gates = weights_of(*gate), ups = weights_of(*up), downs = weights_of(*down);
+    const int64_t D = gates.cols, F = gates.rows, ff_supers = supers(F);
+    const Inputs in{ws->activations.get(), h, supers(D), D};
+    float *const row_scale = ws->row_scale.get();
+    ws->rows(T, double(D) / 4, [&](int64_t first, int64_t last, int) {
+        if (!is_float(gates.type) || !is_float(ups.type))
+            for (int64_t t = first; t < last; t++)
+                k.quantize(h + t * D, D, ws->activations.get() + t * in.supers);
+        if (shared_gate) {
+            const Inputs rows{nullptr, h + first * D, 0, D};
+            k.product(weights_of(*shared_gate), 0, 1, rows, nullptr, last - first, row_scale + first, 1);
+            k.sigmoid(row_scale + first, last - first, row_scale + first);
+        }
+    });
+
+    const bool plain = is_float(downs.type);
+    const int64_t chunks = (F + kChunkRows - 1) / kChunkRows, groups = (T + kGroupTokens - 1) / kGroupTokens;
+    ws->pool.run(chunks * groups, [&](int64_t item, int thread) {
+        const int64_t chunk = item / groups, first = chunk * kChunkRows, last = std::min(first + kChunkRows, F);
+        const int64_t start = item % groups * kGroupTokens, n = std::min(kGroupTokens, T - start);
+        float *gated = ws->expert_scratch.get() + thread * ws->expert_floats, *upped = gated + kGroupTokens * kChunkRows;
+        const Inputs some{in.quantized + start * in.supers, h + start * D, in.supers, D};
+        k.product(gates, first, last, some, nullptr, n, gated, kChunkRows);
+        k.product(ups, first, last, some, nullptr, n, upped, kChunkRows);
+        for (int64_t i = 0; i < n; i++) {
+            float *z = plain ? ws->plain_hidden.get() + (start + i) * F + first : gated + i * kChunkRows;
+            activate(gated + i * kChunkRows, upped + i * kChunkRows, last - first, z);
+            if (!plain)
+                k.quantize_block(z, chunk, ws->hidden.get() + (start + i) * ff_supers);
+        }
+    });
+
+    const Inputs hidden{ws->hidden.get(), ws->plain_hidden.get(), ff_supers, F};
+    float *const y = ws->normed.get();
+    ws->rows(D, row_ns(downs, T), [&](int64_t first, int64_t last, int) {
+        float *const to = add ? y : x;
+        k.product(downs, first, last, hidden, nullptr, T, to + first, D);
+        for (int64_t t = 0; t < T; t++) {
+            if (shared_gate)
+                k.scale(to + t * D + first, row_scale[t], last - first);
+            if (add)
+                k.add(x + t * D + first, y + t * D + first, last - first);
+        }
     });
     return SPARK_OK;
 }

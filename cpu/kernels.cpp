@@ -12,12 +12,14 @@
 #endif
 
 #include "attention.h"
+#include "delta.h"
 #include "product.h"
 
 namespace spark {
 
 // In the order of kernels.h.
 extern const Kernels SPARK_KERNELS = {product, quantize, quantize_block, rms_norm,  rotate, store_f16, store_q8,
-                                      silu_mul, add, fold_experts, exp_minus, sum32, attend};
+                                      silu_mul, gelu_mul, add, scale, sigmoid, softcap, fold_experts, exp_minus, sum32, attend, convolve,
+                                      unit, delta_gates, delta_step};
 
 } // namespace spark

@@ -50,11 +50,20 @@ struct AttentionTile {
     int64_t first_token, last_token; // [first, last) of the step
     int64_t first_head, last_head;   // [first, last), all reading kv_head
     int64_t n_head, kv_head;
+    int64_t window;    // last positions that a token sees; 0: all
+    const float *gate; // [T][n_head], or with [head_dim] more; may be null
+    bool gate_by_head;
+    int32_t gate_kind;
     float scale;
     float *scratch; // attention_scratch_floats(head_dim, queries)
 };
 
 constexpr int64_t kTileQueries = 64; // tokens times heads of an AttentionTile
+
+// The first position that a token at `position` sees.
+static inline int64_t window_begin(int64_t position, int64_t window) {
+    return window && position + 1 > window ? position + 1 - window : 0;
+}
 
 constexpr int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -74,13 +83,25 @@ struct Kernels {
     void (*store_f16)(const float *x, int64_t n, uint16_t *y);
     void (*store_q8)(const float *x, int64_t n, int8_t *q, uint16_t *scale); // n a multiple of 32
     void (*silu_mul)(const float *gate, const float *up, int64_t n, float *z);
+    void (*gelu_mul)(const float *gate, const float *up, int64_t n, float *z);
     void (*add)(float *x, const float *y, int64_t n);
-    // x[i] += fold over a of w[a] * y[row[a]][i]
+    void (*scale)(float *x, float factor, int64_t n); // x[i] *= factor
+    void (*sigmoid)(const float *x, int64_t n, float *y);
+    void (*softcap)(float *x, float cap, int64_t n); // x[i] = cap * tanh(x[i] / cap)
+    // x[i] += fold over a of w[a] * y[row[a]][i], or becomes it
     void (*fold_experts)(float *x, const float *w, const float *y, const int32_t *row, int64_t stride, int64_t n_used,
-                         int64_t n);
+                         int64_t n, bool add);
     void (*exp)(const float *x, float minus, int64_t n, float *y); // exp(x - minus)
     float (*sum)(const float *x, int64_t n);
     void (*attend)(const AttentionTile &tile);
+    // y[c] = silu of the sum of tap[j][c] * weights[c * kernel + j], n channels
+    void (*convolve)(const float *const *tap, const float *weights, int64_t kernel, int64_t n, float *y);
+    // x becomes x / |x|, times `factor`; the square of the length is increased by eps
+    void (*unit)(float *x, int64_t n, float eps, float factor);
+    void (*delta_gates)(const float *alpha, const float *dt_bias, const float *a, int64_t n, float *decay);
+    // A token of the delta rule for d_v rows of the state, [d_v][d_k]
+    void (*delta_step)(float *state, const float *q, const float *k, const float *v, int64_t d_k, int64_t d_v,
+                       float decay, float rate, float *out);
 };
 
 extern const Kernels kernels_portable;

@@ -78,6 +78,17 @@ inline F exp(F x) {
     return zero_where_below(p * two_to(n), x, -87.0f);
 }
 
+inline F sigmoid(F x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+
+inline F softplus(F x) {
+    const F y = exp(byte_floats(or_bytes(float_bytes(x), float_bytes(splat(-0.0f))))); // of -|x|
+    const F s = y / (splat(2.0f) + y), square = s * s;
+    F p = splat(1.0f / 17);
+    for (int n = 15; n > 0; n -= 2)
+        p = fma(p, square, splat(1.0f / float(n)));
+    return max_of(x, splat(0.0f)) + (s + s) * p; // a NaN is in p
+}
+
 // f of n elements, a register at a time; the last ones in a register padded with zeros.
 template <class Function> inline void each(int64_t n, Function f) {
     int64_t i = 0;
@@ -115,17 +126,44 @@ void silu_mul(const float *gate, const float *up, int64_t n, float *z) {
     });
 }
 
+void gelu_mul(const float *gate, const float *up, int64_t n, float *z) {
+    each(n, [&](int64_t i, int some) {
+        const F g = load_some(gate + i, some);
+        const F u = fma(splat(0x1.2444f2p-4f), g * g, splat(0x1.988454p+0f)); // 2 sqrt(2 / pi) (1 + 0.044715 g^2)
+        const F gelu = g / (splat(1.0f) + exp((-g) * u));
+        store_some(z + i, gelu * load_some(up + i, some), some);
+    });
+}
+
+void sigmoid(const float *x, int64_t n, float *y) {
+    each(n, [&](int64_t i, int some) {
+        store_some(y + i, splat(1.0f) / (splat(1.0f) + exp(-load_some(x + i, some))), some);
+    });
+}
+
+void softcap(float *x, float cap, int64_t n) {
+    each(n, [&](int64_t i, int some) {
+        const F u = load_some(x + i, some) / splat(cap);
+        const F tanh = splat(1.0f) - splat(2.0f) / (exp(u + u) + splat(1.0f));
+        store_some(x + i, tanh * splat(cap), some);
+    });
+}
+
+void scale(float *x, float factor, int64_t n) {
+    each(n, [&](int64_t i, int some) { store_some(x + i, load_some(x + i, some) * splat(factor), some); });
+}
+
 void add(float *x, const float *y, int64_t n) {
     each(n, [&](int64_t i, int some) { store_some(x + i, load_some(x + i, some) + load_some(y + i, some), some); });
 }
 
 void fold_experts(float *x, const float *w, const float *y, const int32_t *row, int64_t stride, int64_t n_used,
-                  int64_t n) {
+                  int64_t n, bool add) {
     each(n, [&](int64_t i, int some) {
         F r = splat(0.0f);
         for (int64_t a = 0; a < n_used; a++)
             r = fma(splat(w[a]), load_some(y + row[a] * stride + i, some), r);
-        store_some(x + i, load_some(x + i, some) + r, some);
+        store_some(x + i, add ? load_some(x + i, some) + r : r, some);
     });
 }
 

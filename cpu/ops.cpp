@@ -3,44 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "workspace.h"
+#include "inputs.h"
 
 using namespace spark;
-
-namespace {
-
-// Activation rows of x [T][cols] for weights of any type; float weights read x itself.
-Inputs quantized(spark_workspace &ws, const float *x, int64_t T, int64_t cols, bool needed) {
-    const Inputs in{ws.activations.get(), x, supers(cols), cols};
-    if (needed)
-        ws.rows(T, double(cols) / 4, [&](int64_t first, int64_t last, int) {
-            for (int64_t t = first; t < last; t++)
-                ws.kernels.quantize(x + t * cols, cols, ws.activations.get() + t * in.supers);
-        });
-    return in;
-}
-
-// The same for the RMS norm of rows of x, which goes to `to`; row t of it is x's row index[t], or t.
-Inputs normed(spark_workspace &ws, const float *x, const int32_t *index, int64_t T, int64_t cols, const float *norm,
-              float eps, bool needed, float *to) {
-    const Inputs in{ws.activations.get(), to, supers(cols), cols};
-    ws.rows(T, double(cols) / 2, [&](int64_t first, int64_t last, int) {
-        for (int64_t t = first; t < last; t++) {
-            ws.kernels.rms_norm(x + (index ? index[t] : t) * cols, norm, cols, eps, to + t * cols);
-            if (needed)
-                ws.kernels.quantize(to + t * cols, cols, ws.activations.get() + t * in.supers);
-        }
-    });
-    return in;
-}
-
-void product(spark_workspace &ws, const Weights &w, const Inputs &in, int64_t T, float *y) {
-    ws.rows(w.rows, row_ns(w, T), [&](int64_t first, int64_t last, int) {
-        ws.kernels.product(w, first, last, in, nullptr, T, y + first, w.rows);
-    });
-}
-
-} // namespace
 
 extern "C" {
 
@@ -51,27 +16,43 @@ int32_t spark_product(spark_workspace *ws, const spark_matrix *w, const float *x
 
 int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, const float *norm, float eps,
                               const spark_matrix *wq, const spark_matrix *wk, const spark_matrix *wv,
-                              const float *q_norm, const float *k_norm, const float *rope, int64_t n_positions,
-                              int64_t n_rot, const int32_t *positions, const spark_kv *kv, const int32_t *slots,
-                              float *q) {
-    if (out_of_range(positions, T, n_positions) || out_of_range(slots, T, kv->n_slots))
+                              const float *q_norm, const float *k_norm, const float *v_norm, const float *rope,
+                              int64_t n_positions, int64_t n_rot, const int32_t *positions, const spark_kv *kv,
+                              const int32_t *slots, float *q, int64_t head_dim, const spark_matrix *gate,
+                              float *gate_out) {
+    if (out_of_range(positions, T, n_positions) || (wk && out_of_range(slots, T, kv->n_slots)))
         return SPARK_BAD_INDEX;
-    const bool needed = !is_float(wq->type) || !is_float(wk->type) || !is_float(wv->type);
+    struct Part {
+        Weights w;
+        float *y;
+    } parts[4];
+    int n_parts = 0;
+    int64_t total = 0;
+    double cost = 0;
+    bool needed = false;
+    const auto add_part = [&](const spark_matrix *w, float *y) {
+        if (!w)
+            return;
+        parts[n_parts++] = {weights_of(*w), y};
+        total += w->rows;
+        cost += row_ns(weights_of(*w), T) * double(w->rows);
+        needed |= !is_float(w->type);
+    };
+    add_part(wq, q);
+    add_part(wk, ws->keys.get());
+    add_part(wv, ws->values.get());
+    add_part(gate, gate_out);
     const Inputs in = normed(*ws, x, nullptr, T, wq->cols, norm, eps, needed, ws->normed.get());
-    const Weights parts[3] = {weights_of(*wq), weights_of(*wk), weights_of(*wv)};
-    float *const outputs[3] = {q, ws->keys.get(), ws->values.get()};
     const Kernels &k = ws->kernels;
-    const int64_t total = wq->rows + wk->rows + wv->rows;
-    const double cost = (row_ns(parts[0], T) * double(wq->rows) + row_ns(parts[1], T) * double(wk->rows) +
-                         row_ns(parts[2], T) * double(wv->rows)) / double(total);
-    ws->rows(total, cost, [&](int64_t first, int64_t last, int) {
-        for (int part = 0, begin = 0; part < 3; begin += int(parts[part++].rows)) {
-            const int64_t from = std::max<int64_t>(first - begin, 0), to = std::min(last - begin, parts[part].rows);
+    ws->rows(total, cost / double(total), [&](int64_t first, int64_t last, int) {
+        for (int64_t part = 0, begin = 0; part < n_parts; begin += parts[part++].w.rows) {
+            const auto &[w, y] = parts[part];
+            const int64_t from = std::max<int64_t>(first - begin, 0), to = std::min(last - begin, w.rows);
             if (from < to)
-                k.product(parts[part], from, to, in, nullptr, T, outputs[part] + from, parts[part].rows);
+                k.product(w, from, to, in, nullptr, T, y + from, w.rows);
         }
     });
-    const int64_t n = kv->head_dim, heads = wq->rows / n, kv_heads = kv->n_head_kv, half = n_rot / 2;
+    const int64_t n = head_dim, heads = wq->rows / n, kv_heads = wk ? kv->n_head_kv : 0, half = n_rot / 2;
     ws->rows(T, double(total), [&](int64_t first, int64_t last, int) {
         for (int64_t t = first; t < last; t++) {
             const float *cosines = rope + positions[t] * n_rot, *sines = cosines + half;
@@ -84,6 +65,10 @@ int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, co
                 finish(q + (t * heads + h) * n, q_norm);
             for (int64_t h = 0; h < kv_heads; h++) {
                 float *key = ws->keys.get() + (t * kv_heads + h) * n, *value = ws->values.get() + (t * kv_heads + h) * n;
+                if (!wv)
+                    std::memcpy(value, key, size_t(n) * sizeof(float));
+                if (v_norm)
+                    k.rms_norm(value, v_norm, n, eps, value);
                 finish(key, k_norm);
                 const int64_t row = slots[t] * kv_heads + h;
                 if (kv->k_scale) {
@@ -101,13 +86,17 @@ int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, co
 
 int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, const spark_kv *kv,
                         const int32_t *block_table, int64_t n_sequence, int64_t max_blocks, const int32_t *sequence,
-                        const int32_t *positions, float scale, float *out) {
+                        const int32_t *positions, float scale, float *out, int64_t window, const float *gate,
+                        int32_t gate_by_head, int32_t gate_kind) {
     if (out_of_range(sequence, T, n_sequence) || out_of_range(positions, T, max_blocks * kKVBlock))
         return SPARK_BAD_INDEX;
-    for (int64_t t = 0; t < T; t++) // a later token of the same sequence sees every block of an earlier one
-        if ((t + 1 == T || sequence[t + 1] != sequence[t] || positions[t + 1] < positions[t]) &&
-            out_of_range(block_table + sequence[t] * max_blocks, positions[t] / kKVBlock + 1, kv->n_slots / kKVBlock))
+    for (int64_t t = 0; t < T; t++) { // without a window a later token of a sequence sees every block of an earlier one
+        const int64_t first = window_begin(positions[t], window) / kKVBlock;
+        if ((window || t + 1 == T || sequence[t + 1] != sequence[t] || positions[t + 1] < positions[t]) &&
+            out_of_range(block_table + sequence[t] * max_blocks + first, positions[t] / kKVBlock + 1 - first,
+                         kv->n_slots / kKVBlock))
             return SPARK_BAD_INDEX;
+    }
     // A tile takes a few tokens of one sequence with every query head of a KV head; with few tokens, the
     // heads are split so that every thread has work.
     const int64_t group = n_head / kv->n_head_kv;
@@ -136,6 +125,10 @@ int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t 
         a.last_head = std::min(head + heads, (kv_head + 1) * group);
         a.n_head = n_head;
         a.kv_head = kv_head;
+        a.window = window;
+        a.gate = gate;
+        a.gate_by_head = gate_by_head;
+        a.gate_kind = gate_kind;
         a.scale = scale;
         a.scratch = ws->attention_scratch.get() + thread * ws->attention_floats;
         ws->kernels.attend(a);
@@ -144,13 +137,13 @@ int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t 
 }
 
 int32_t spark_attention_output(spark_workspace *ws, const float *attended, int64_t T, const spark_matrix *wo,
-                               float *x) {
+                               float *x, int32_t add) {
     const Weights w = weights_of(*wo);
     const Inputs in = quantized(*ws, attended, T, w.cols, !is_float(w.type));
     float *y = ws->normed.get();
     ws->rows(w.rows, row_ns(w, T), [&](int64_t first, int64_t last, int) {
-        ws->kernels.product(w, first, last, in, nullptr, T, y + first, w.rows);
-        for (int64_t t = 0; t < T; t++)
+        ws->kernels.product(w, first, last, in, nullptr, T, (add ? y : x) + first, w.rows);
+        for (int64_t t = 0; add && t < T; t++)
             ws->kernels.add(x + t * w.rows + first, y + t * w.rows + first, last - first);
     });
     return SPARK_OK;
@@ -168,12 +161,38 @@ int32_t spark_router(spark_workspace *ws, const float *x, int64_t T, const float
     return SPARK_OK;
 }
 
+int32_t spark_norm(spark_workspace *ws, const float *x, int64_t T, int64_t cols, const float *norm, float eps,
+                   float *out) {
+    normed(*ws, x, nullptr, T, cols, norm, eps, false, out);
+    return SPARK_OK;
+}
+
+int32_t spark_add_norm(spark_workspace *ws, const float *y, int64_t T, int64_t cols, const float *norm, float eps,
+                       float *x, float scale) {
+    ws->rows(T, double(cols) / 2, [&](int64_t first, int64_t last, int) {
+        for (int64_t t = first; t < last; t++) {
+            float *added = ws->normed.get() + t * cols;
+            ws->kernels.rms_norm(y + t * cols, norm, cols, eps, added);
+            ws->kernels.add(x + t * cols, added, cols);
+            if (scale != 1.0f)
+                ws->kernels.scale(x + t * cols, scale, cols);
+        }
+    });
+    return SPARK_OK;
+}
+
 int32_t spark_head(spark_workspace *ws, const float *x, int64_t T, const int32_t *rows, int64_t n_rows,
-                   const float *norm, float eps, const spark_matrix *output, float *logits) {
+                   const float *norm, float eps, const spark_matrix *output, float *logits, float softcap) {
     if (out_of_range(rows, n_rows, T))
         return SPARK_BAD_INDEX;
     const Weights w = weights_of(*output);
-    product(*ws, w, normed(*ws, x, rows, n_rows, w.cols, norm, eps, !is_float(w.type), ws->normed.get()), n_rows, logits);
+    const Inputs in = normed(*ws, x, rows, n_rows, w.cols, norm, eps, !is_float(w.type), ws->normed.get());
+    ws->rows(w.rows, row_ns(w, n_rows), [&](int64_t first, int64_t last, int) {
+        ws->kernels.product(w, first, last, in, nullptr, n_rows, logits + first, w.rows);
+        if (softcap > 0.0f)
+            for (int64_t t = 0; t < n_rows; t++)
+                ws->kernels.softcap(logits + t * w.rows + first, softcap, last - first);
+    });
     return SPARK_OK;
 }
 

@@ -11,44 +11,76 @@ using namespace spark;
 namespace {
 
 constexpr int64_t kRecentTokens = 32; // of a step, that the slots follow: RECENT_TOKENS of the twin
+constexpr float kLeastSum = 6.1e-5f;  // of the scores by sigmoid that are renormalized
 
 // Larger first; NaN is smaller than everything.
 inline bool larger(float a, float b) { return a > b || (b != b && a == a); }
 
-// The n_used largest logits, ties to the smaller index; always distinct.
-void top_experts(const float *logits, int64_t n_expert, int64_t n_used, int32_t *chosen) {
+// The n_used largest values, ties to the smaller index; always distinct.
+void top_experts(const float *values, int64_t n_expert, int64_t n_used, int32_t *chosen) {
     int64_t n = 0;
     for (int64_t e = 0; e < n_expert; e++) {
-        if (n == n_used && !larger(logits[e], logits[chosen[n - 1]]))
+        if (n == n_used && !larger(values[e], values[chosen[n - 1]]))
             continue;
         int64_t at = n < n_used ? n++ : n - 1;
-        for (; at > 0 && larger(logits[e], logits[chosen[at - 1]]); at--)
+        for (; at > 0 && larger(values[e], values[chosen[at - 1]]); at--)
             chosen[at] = chosen[at - 1];
         chosen[at] = int32_t(e);
     }
 }
 
-void weigh(const Kernels &k, const float *logits, int64_t n_expert, const int32_t *chosen, int64_t n_used,
-           bool renormalize, float *weights, float *terms) {
-    float top = -std::numeric_limits<float>::infinity();
-    for (int64_t e = 0; e < n_expert; e++)
-        top = logits[e] > top ? logits[e] : top;
-    float total;
-    if (renormalize) {
-        for (int64_t a = 0; a < n_used; a++)
-            weights[a] = logits[chosen[a]];
-        k.exp(weights, top, n_used, weights);
-        total = weights[0];
-        for (int64_t a = 1; a < n_used; a++)
-            total = total + weights[a];
+float sum_in_order(const float *x, int64_t n) {
+    float total = x[0];
+    for (int64_t i = 1; i < n; i++)
+        total = total + x[i];
+    return total;
+}
+
+void divide(float *x, float by, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        x[i] = x[i] / by;
+}
+
+// The experts of one row and their weights; scratch [2][n_expert].
+void choose(const Kernels &k, const spark_gating &gating, const float *logits, int64_t n_expert, int32_t *chosen,
+            int64_t n_used, float *weights, float *scratch) {
+    float *scores = scratch, *sums = scratch + n_expert;
+    const float *choice = logits;
+    float top = -std::numeric_limits<float>::infinity(), of_all = 0.0f;
+    const bool sigmoid = gating.kind == SPARK_BY_SIGMOID, all = !sigmoid && (gating.bias || !gating.renormalize);
+    if (sigmoid) {
+        k.sigmoid(logits, n_expert, scores);
+        choice = scores;
     } else {
-        k.exp(logits, top, n_expert, terms);
-        total = k.sum(terms, n_expert);
-        for (int64_t a = 0; a < n_used; a++)
-            weights[a] = terms[chosen[a]];
+        for (int64_t e = 0; e < n_expert; e++)
+            top = logits[e] > top ? logits[e] : top;
     }
+    if (all) {
+        k.exp(logits, top, n_expert, scores);
+        of_all = k.sum(scores, n_expert);
+    }
+    if (gating.bias) {
+        for (int64_t e = 0; e < n_expert; e++)
+            sums[e] = (sigmoid ? scores[e] : scores[e] / of_all) + gating.bias[e];
+        choice = sums;
+    }
+    top_experts(choice, n_expert, n_used, chosen);
+
     for (int64_t a = 0; a < n_used; a++)
-        weights[a] = weights[a] / total;
+        weights[a] = (sigmoid || all ? scores : logits)[chosen[a]];
+    if (!sigmoid && !all)
+        k.exp(weights, top, n_used, weights);
+    if (gating.renormalize) {
+        const float total = sum_in_order(weights, n_used);
+        divide(weights, sigmoid && total < kLeastSum ? kLeastSum : total, n_used);
+    } else if (!sigmoid) {
+        divide(weights, of_all, n_used);
+    }
+    for (int64_t a = 0; a < n_used; a++) {
+        weights[a] = weights[a] * gating.scale;
+        if (gating.expert_scale)
+            weights[a] = weights[a] * gating.expert_scale[chosen[a]];
+    }
 }
 
 // The unpinned slot with the lowest (score, slot) whose expert has no use, or -1.
@@ -117,17 +149,15 @@ int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const 
 
 } // namespace
 
-extern "C" int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used, int32_t renormalize,
-                               const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
+extern "C" int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used,
+                               const spark_gating *gating, const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
                                int64_t cap, int32_t *experts, float *weights, int32_t *fetch_rows,
                                int32_t *fetch_count) {
     const int64_t E = state->n_expert;
     ws->rows(T, double(E) * 2, [&](int64_t first, int64_t last, int thread) {
-        float *terms = ws->expert_scratch.get() + thread * ws->expert_floats;
-        for (int64_t t = first; t < last; t++) {
-            top_experts(logits + t * E, E, n_used, experts + t * n_used);
-            weigh(ws->kernels, logits + t * E, E, experts + t * n_used, n_used, renormalize != 0, weights + t * n_used, terms);
-        }
+        float *scratch = ws->expert_scratch.get() + thread * ws->expert_floats;
+        for (int64_t t = first; t < last; t++)
+            choose(ws->kernels, *gating, logits + t * E, E, experts + t * n_used, n_used, weights + t * n_used, scratch);
     });
     *fetch_count = advance(*ws, *state, layer, experts, T, n_used, counted, gain, cap, fetch_rows);
     return SPARK_OK;

@@ -22,9 +22,12 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 1 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 2 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1 };
+
+enum { SPARK_SILU = 0, SPARK_GELU = 1 };
+enum { SPARK_BY_SOFTMAX = 0, SPARK_BY_SIGMOID = 1 }; /* scores of a router */
 
 /* Instruction sets, worst first. */
 enum { SPARK_ISA_PORTABLE = 0, SPARK_ISA_AVX2 = 1, SPARK_ISA_AVX512 = 2, SPARK_ISA_AVX512_VNNI = 3 };
@@ -42,11 +45,15 @@ enum {
     SPARK_BF16 = 30
 };
 
+/* What a gate goes through. */
+enum { SPARK_GATE_SOFTPLUS = 0, SPARK_GATE_SIGMOID = 1 };
+
 typedef struct spark_workspace spark_workspace;
 
 /* engine.ops.Limits */
 typedef struct spark_limits {
-    int64_t max_tokens, n_embd, n_head_dim, n_ff, n_vocab, n_expert, n_expert_used;
+    int64_t max_tokens, n_embd, n_head_dim, n_ff, n_vocab, n_expert, n_expert_used, n_ff_exp;
+    int64_t n_mixed, n_z, n_head_v;
 } spark_limits;
 
 /* A weight matrix [rows, cols]. */
@@ -72,7 +79,21 @@ typedef struct spark_experts {
     const uint64_t *home_ptr;   /* [n_expert][3] */
     const uint64_t *slot_ptr;   /* [n_slots][3] */
     int64_t poison;
+    int64_t activation;
 } spark_experts;
+
+/* engine.ops.Gating; bias and expert_scale [n_expert] or NULL */
+typedef struct spark_gating {
+    int64_t kind, renormalize;
+    const float *bias, *expert_scale;
+    float scale;
+} spark_gating;
+
+/* engine.ops.DeltaLayer: conv [n_states, kernel - 1, n_mixed], state [n_states, n_head_v, d_v, d_k] */
+typedef struct spark_delta_layer {
+    float *conv, *state;
+    int64_t n_states, kernel, n_mixed, n_head_v, d_v, d_k;
+} spark_delta_layer;
 
 /* engine.policy.SlotState */
 typedef struct spark_slots {
@@ -97,34 +118,66 @@ SPARK_API void spark_workspace_destroy(spark_workspace *ws);
 /* y [T, w->rows] = x [T, w->cols] against the rows of w. */
 SPARK_API int32_t spark_product(spark_workspace *ws, const spark_matrix *w, const float *x, int64_t T, float *y);
 
-SPARK_API int32_t spark_embed(spark_workspace *ws, const spark_matrix *table, const int32_t *tokens, int64_t T, float *x);
+SPARK_API int32_t spark_embed(spark_workspace *ws, const spark_matrix *table, const int32_t *tokens, int64_t T, float *x,
+                              float scale);
 
+SPARK_API int32_t spark_norm(spark_workspace *ws, const float *x, int64_t T, int64_t cols, const float *norm, float eps,
+                             float *out);
+
+SPARK_API int32_t spark_add_norm(spark_workspace *ws, const float *y, int64_t T, int64_t cols, const float *norm,
+                                 float eps, float *x, float scale);
+
+/* wk and wv, or wv alone, may be NULL, as may the norms, and gate with gate_out. */
 SPARK_API int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, const float *norm, float eps,
                                         const spark_matrix *wq, const spark_matrix *wk, const spark_matrix *wv,
-                                        const float *q_norm, const float *k_norm, const float *rope,
-                                        int64_t n_positions, int64_t n_rot, const int32_t *positions,
-                                        const spark_kv *kv, const int32_t *slots, float *q);
+                                        const float *q_norm, const float *k_norm, const float *v_norm,
+                                        const float *rope, int64_t n_positions, int64_t n_rot,
+                                        const int32_t *positions, const spark_kv *kv, const int32_t *slots, float *q,
+                                        int64_t head_dim, const spark_matrix *gate, float *gate_out);
 
+/* window: last positions that a token sees, 0 for all. gate [T, n_head], or [T, n_head, head_dim] unless
+ * gate_by_head, or NULL. */
 SPARK_API int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, const spark_kv *kv,
                                   const int32_t *block_table, int64_t n_sequence, int64_t max_blocks,
-                                  const int32_t *sequence, const int32_t *positions, float scale, float *out);
+                                  const int32_t *sequence, const int32_t *positions, float scale, float *out,
+                                  int64_t window, const float *gate, int32_t gate_by_head, int32_t gate_kind);
 
+/* x += wo @ attended, or x = it unless `add`. */
 SPARK_API int32_t spark_attention_output(spark_workspace *ws, const float *attended, int64_t T, const spark_matrix *wo,
-                                         float *x);
+                                         float *x, int32_t add);
 
 SPARK_API int32_t spark_router(spark_workspace *ws, const float *x, int64_t T, const float *norm, float eps,
                                const spark_matrix *gate, float *h, float *logits);
 
-SPARK_API int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used, int32_t renormalize,
-                              const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
+SPARK_API int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used,
+                              const spark_gating *gating, const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
                               int64_t cap, int32_t *experts, float *weights, int32_t *fetch_rows, int32_t *fetch_count);
 
 SPARK_API int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t T, int64_t n_used,
                                    const int32_t *experts, const float *weights, const spark_experts *bank,
-                                   const int32_t *fetch_rows, const int32_t *fetch_count, float *x);
+                                   const int32_t *fetch_rows, const int32_t *fetch_count, float *x, int32_t add);
+
+/* shared_gate: [1, D] or NULL */
+SPARK_API int32_t spark_dense_ffn(spark_workspace *ws, const float *h, int64_t T, const spark_matrix *gate,
+                                  const spark_matrix *up, const spark_matrix *down, const spark_matrix *shared_gate,
+                                  int32_t activation, float *x, int32_t add);
 
 SPARK_API int32_t spark_head(spark_workspace *ws, const float *x, int64_t T, const int32_t *rows, int64_t n_rows,
-                             const float *norm, float eps, const spark_matrix *output, float *logits);
+                             const float *norm, float eps, const spark_matrix *output, float *logits, float softcap);
+
+SPARK_API int32_t spark_delta_input(spark_workspace *ws, const float *x, int64_t T, const float *norm, float eps,
+                                    const spark_matrix *w_qkv, const spark_matrix *w_z, const spark_matrix *w_beta,
+                                    const spark_matrix *w_alpha, float *mixed, float *z, float *beta, float *alpha);
+
+/* conv [C, kernel]; states [n_sequence, 2]. The slots of `layer` are checked for the sequences of the step. */
+SPARK_API int32_t spark_delta(spark_workspace *ws, const float *mixed, int64_t T, const float *beta, const float *alpha,
+                              const float *conv, const float *dt_bias, const float *a, float eps,
+                              const spark_delta_layer *layer, const int32_t *states, int64_t n_sequence,
+                              const int32_t *sequence, const int32_t *positions, const int32_t *slots, float *out);
+
+/* y, z [T, w_out->cols], norm [d_v] */
+SPARK_API int32_t spark_delta_output(spark_workspace *ws, const float *y, int64_t T, const float *z, const float *norm,
+                                     int64_t d_v, float eps, const spark_matrix *w_out, float *x);
 
 /* Pieces of the arithmetic, for tests: exp of n values, and a plain parallel read of n bytes (the
  * benchmark's floor), which returns a sum so that the read cannot be dropped. */

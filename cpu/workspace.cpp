@@ -61,14 +61,18 @@ const Kernels *choose_kernels(int isa) {
 
 using namespace spark;
 
+static int64_t ff_of_experts(const spark_limits &l) { return l.n_ff_exp ? l.n_ff_exp : l.n_ff; }
+
 spark_workspace::spark_workspace(const spark_limits &l, int threads, const Kernels &k)
-    : limits(l), kernels(k), pool(threads), widest(std::max({l.n_embd, l.n_head_dim, l.n_ff})),
+    : limits(l), kernels(k), pool(threads), widest(std::max({l.n_embd, l.n_head_dim, l.n_ff, l.n_z})),
       activations(l.max_tokens * supers(widest)), normed(l.max_tokens * widest), keys(l.max_tokens * l.n_head_dim),
-      values(l.max_tokens * l.n_head_dim), hidden(l.max_tokens * l.n_expert_used * supers(l.n_ff)),
-      plain_hidden(l.max_tokens * l.n_expert_used * l.n_ff), pair_token(l.max_tokens * l.n_expert_used),
+      values(l.max_tokens * l.n_head_dim), row_scale(l.max_tokens), convolved(l.n_mixed ? l.max_tokens * std::max(l.n_mixed, l.n_embd) : 0),
+      decays(l.max_tokens * l.n_head_v), rates(l.max_tokens * l.n_head_v),
+      hidden(l.max_tokens * std::max(l.n_expert_used * supers(ff_of_experts(l)), supers(l.n_ff))),
+      plain_hidden(l.max_tokens * std::max(l.n_expert_used * ff_of_experts(l), l.n_ff)), pair_token(l.max_tokens * l.n_expert_used),
       place_of_pair(l.max_tokens * l.n_expert_used), groups(l.n_expert), uses(l.n_expert), order(l.n_expert),
       tiles(l.max_tokens + 1),
-      expert_floats(padded(std::max((2 * kGroupTokens + l.max_tokens * l.n_expert_used) * kChunkRows, l.n_expert), 16)),
+      expert_floats(padded(std::max((2 * kGroupTokens + l.max_tokens * l.n_expert_used) * kChunkRows, 2 * l.n_expert), 16)),
       attention_floats(padded(attention_scratch_floats(std::min<int64_t>(l.n_head_dim, kMaxHeadDim)), 16)),
       expert_scratch(expert_floats * threads), attention_scratch(attention_floats * threads) {}
 

@@ -46,13 +46,18 @@ struct spark_workspace {
     const spark::Kernels &kernels;
     spark::Pool pool;
 
-    int64_t widest; // of n_embd, n_head_dim and n_ff
+    int64_t widest; // of n_embd, n_head_dim, n_ff and n_z
     spark::Buffer<spark::Activations> activations; // [T][supers(widest)]
     spark::Buffer<float> normed;                   // [T][widest]
     spark::Buffer<float> keys, values;             // [T][n_head_dim]
+    spark::Buffer<float> row_scale;                // [T]
+    spark::Buffer<float> convolved;                // [T][the larger of n_mixed and n_embd]
+    spark::Buffer<float> decays, rates;            // [T][n_head_v]
 
-    spark::Buffer<spark::Activations> hidden;         // [T * A][supers(n_ff)], by pair
-    spark::Buffer<float> plain_hidden;                // [T * A][n_ff], for experts with float weights
+    // Between the halves of an FFN, for weights of block types and of float types: an expert's [T * A][supers(n_ff_exp)]
+    // and [T * A][n_ff_exp], by pair, or a dense one's [T][supers(n_ff)] and [T][n_ff].
+    spark::Buffer<spark::Activations> hidden;
+    spark::Buffer<float> plain_hidden;
     spark::Buffer<int32_t> pair_token, place_of_pair; // [T * A]
     spark::Buffer<spark::Group> groups;               // [E]
     spark::Buffer<int64_t> uses;                      // [E], zero between operations

@@ -57,6 +57,27 @@ DEVICE float exponential(float x) {
 
 DEVICE float silu(float x) { return x / (1.0f + exponential(-x)); }
 
+DEVICE float gelu(float x) {
+    return x / (1.0f + exponential((-x) * __fmaf_rn(0x1.2444f2p-4f, x * x, 0x1.988454p+0f)));
+}
+
+// cap * tanh(x / cap)
+DEVICE float softcap(float x, float cap) {
+    const float u = x / cap, tanh = 1.0f - 2.0f / (exponential(u + u) + 1.0f);
+    return tanh * cap;
+}
+
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+DEVICE float softplus(float x) {
+    const float y = exponential(-fabsf(x)), s = y / (2.0f + y), square = s * s;
+    float p = 1.0f / 17;
+#pragma unroll
+    for (i32 n = 15; n > 0; n -= 2)
+        p = __fmaf_rn(p, square, 1.0f / (float)n);
+    return fmaxf(x, 0.0f) + (s + s) * p; // a NaN is in p
+}
+
 // A block of 32 activations, one a lane: the lane's q; d and the integer sum of the block in every lane.
 DEVICE i32 quantize(float x, float& d, i32& sum) {
     // Magnitudes order as their bits do, and what is not finite comes last.

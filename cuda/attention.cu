@@ -2,16 +2,17 @@
 // engine/ops/reference.py, within rounding: sums are split by position, and probabilities are rounded to halves. A
 // row's bits depend on its query, its position and the cached keys and values that it sees, alone.
 //
-// -DHEAD_DIM, -DKV_Q8_0 (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head, times tokens) share a
-// tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS (splits.cuh).
+// -DHEAD_DIM, -DKV_Q8_0, -DTILE (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head, times tokens)
+// share a tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS, -DWINDOW (splits.cuh).
 //
 // The positions that a row sees are cut into splits, always at the same places for the same last position. In a split,
-// the quarters of all blocks of 64 are four parts, each with a warp for every 16 rows, a running maximum and sums of
-// its own; the parts meet at the end of the split. A pair of a split and a kv head gives each row a maximum m, a sum
-// l and a vector o; combine.cu folds them.
+// the sixteenths of all tiles are parts (four, of blocks of 64), each with a warp for every 16 rows, a running maximum
+// and sums of its own; the parts meet at the end of the split. Where tiles are smaller, because heads are large, a
+// part's warps share the dimensions of the output, and each computes the scores. A pair of a split and a kv head gives
+// each row a maximum m, a sum l and a vector o; combine.cu folds them.
 //
 // Grid (K, n_workers), any n_workers, blocks of THREADS; dynamic shared memory
-// 2 * STAGES * (KV_TILE_BYTES + KV_TILE_SCALE_BYTES) + Q_ROWS * Q_STRIDE * 2 + PARTS * MERGE_ROWS * MERGE_STRIDE * 4
+// 2 * STAGES * (KV_TILE_BYTES + KV_TILE_SCALE_BYTES) + Q_ROWS * Q_STRIDE * 2 + 4 * MERGE_ROWS * MERGE_STRIDE * 4
 // bytes. q [T, H, HEAD_DIM] is aligned to 16 bytes. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H,
 // max_splits, 2]. A negative block in `table` is read as zeros; positions are clamped to the table. May overlap the
 // kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
@@ -20,16 +21,27 @@
 #include "kv.cuh"
 #include "splits.cuh"
 
+template <bool first, class A, class B>
+struct Choice {
+    typedef A Type;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    typedef B Type;
+};
+
 constexpr i32 MAX_TOKENS = 8; // of a launch
-constexpr i32 PARTS = 4, PART = KV_BLOCK / PARTS;
+constexpr i32 PART = 16, PARTS = KV_TILE / PART;
+constexpr i32 SHARES = KV_BLOCK / KV_TILE; // of the output's dimensions, and tiles of a block
 constexpr i32 TILES = (ROWS + 15) / 16, TILE_ROWS = TILES * 16;
-constexpr i32 GROUP = TILES * WARP; // threads of a part
+constexpr i32 GROUP = TILES * SHARES * WARP; // threads of a part
 constexpr i32 THREADS = PARTS * GROUP;
 constexpr bool PACKED = ROWS == 8;  // the high and low halves of 8 rows of q make up one row tile
+constexpr bool HELD = PACKED && HEAD_DIM <= 256; // in registers
 constexpr i32 OWN = PACKED ? 1 : 2; // rows of a thread in a row tile
 constexpr i32 AT_ONCE = PACKED ? 2 : 1; // positions, times 8, in interleaved chains of matrix products
 constexpr i32 STEPS = (HEAD_DIM + 15) / 16;
-constexpr i32 COLUMNS = (HEAD_DIM + 31) / 32 * 4;               // of 8 dimensions, of the output
+constexpr i32 COLUMNS = (HEAD_DIM + 31) / 32 * 4 / SHARES;      // of 8 dimensions, of a warp's output
 constexpr i32 Q_STRIDE = STEPS * 16 + 8;                        // halves
 constexpr i32 Q_LOW = PACKED ? 8 : TILE_ROWS, Q_ROWS = 2 * Q_LOW; // the low halves of row r are row Q_LOW + r
 constexpr i32 MERGE_ROWS = PACKED ? 8 : TILE_ROWS;
@@ -47,21 +59,24 @@ struct Chunk {
     i32 blocks, splits;        // of a split; up to the last position
 };
 
-// What a worker visits: splits worker, worker + n_workers ... of the chunks' splits in a row, block by block.
+// What a worker visits: splits worker, worker + n_workers ... of the chunks' splits in a row, tile by tile.
 struct Cursor {
-    i32 chunk, split, block, end;
+    i32 chunk, split, block, end; // the last two in tiles
 };
 
 DEVICE void seek(Cursor& at, const Chunk* chunks, i32 n_chunks) {
     while (at.chunk < n_chunks && at.split >= chunks[at.chunk].splits)
         at.split -= chunks[at.chunk++].splits;
     if (at.chunk < n_chunks) {
-        at.block = at.split * chunks[at.chunk].blocks;
-        at.end = min(at.block + chunks[at.chunk].blocks, chunks[at.chunk].last / KV_BLOCK + 1);
+        const i32 tiles = chunks[at.chunk].blocks * SHARES;
+        at.block = (first_split(chunks[at.chunk].lowest) + at.split) * tiles;
+        at.end = min(at.block + tiles, chunks[at.chunk].last / KV_TILE + 1);
+        if (WINDOW)
+            at.block = max(at.block, window_begin(chunks[at.chunk].lowest) / KV_TILE);
     }
 }
 
-// Whether the next block begins another split.
+// Whether the next tile begins another split.
 DEVICE bool advance(Cursor& at, i32 n_workers, const Chunk* chunks, i32 n_chunks) {
     if (++at.block < at.end)
         return false;
@@ -76,7 +91,8 @@ DEVICE i32 find_chunks(Chunk* chunks, const i32* sequences, const i32* last, i32
     for (i32 t = 0; t < T; t++) {
         const i32 position = last[t], blocks = split_blocks(position);
         Chunk& chunk = chunks[max(n - 1, 0)];
-        if (t > 0 && sequences[t] == chunk.sequence && blocks == chunk.blocks && (chunk.n + 1) * group <= ROWS) {
+        if (t > 0 && sequences[t] == chunk.sequence && blocks == chunk.blocks && (chunk.n + 1) * group <= ROWS &&
+            (!WINDOW || position == chunk.last + 1)) { // between windows apart there may be no blocks
             chunk.n++;
             chunk.lowest = min(chunk.lowest, position);
             chunk.last = max(chunk.last, position);
@@ -89,6 +105,8 @@ DEVICE i32 find_chunks(Chunk* chunks, const i32* sequences, const i32* last, i32
             chunks[n++] = {t, 1, sequences[t], position, position, fresh, blocks, 0};
         }
         chunks[n - 1].splits = count_splits(chunks[n - 1].last);
+        if (WINDOW)
+            chunks[n - 1].splits += first_split(chunks[n - 1].last) - first_split(chunks[n - 1].lowest);
     }
     return n;
 }
@@ -157,17 +175,19 @@ DEVICE void load_query(u32 (&a)[4], const u16* queries, i32 row, i32 step) {
 
 // What the products of a step take: PACKED ones from registers, where rows 8 .. 15 are the low halves.
 struct Query {
-    u32 packed[PACKED ? STEPS : 1][4];
+    u32 packed[HELD ? STEPS : 1][4];
     const u16* rows;
 };
 
 DEVICE void multiply(float (&high)[4], float (&low)[4], const Query& query, i32 step, const u32 (&b)[2]) {
-    if (PACKED) {
-        mma_f16(high, query.packed[PACKED ? step : 0], b[0], b[1]);
+    if (HELD) {
+        mma_f16(high, query.packed[HELD ? step : 0], b[0], b[1]);
     } else {
         u32 a[4];
         load_query(a, query.rows, 0, step);
         mma_f16(high, a, b[0], b[1]);
+        if (PACKED)
+            return;
         load_query(a, query.rows, Q_LOW, step);
         mma_f16(low, a, b[0], b[1]);
     }
@@ -234,18 +254,23 @@ DEVICE void products(float (&s)[2][2 * OWN], i32 first, const Query& query, cons
 
 // --- values that are not finite ---
 
+DEVICE bool sees(i32 position, i32 limit) { return position <= limit && (!WINDOW || position > limit - WINDOW); }
+
 // Zero times infinity is NaN, so a value that some row must not see spoils that row in a matrix product. In a part
 // with positions that only some rows see, such values become zeros first, and the rows that do see them NaN later.
-// first[dimension] is the first such position, or KV_BLOCK.
-DEVICE void take_out_values(u8* first, u8* tile, u8* scales, i32 position0, i32 head, i32 n_head_kv) {
+// taken_out[dimension] is the first such position, or KV_BLOCK; with a window a bit for each of them.
+typedef Choice<WINDOW != 0, u16, u8>::Type TakenOut;
+
+DEVICE void take_out_values(TakenOut* taken_out, u8* tile, u8* scales, i32 position0, i32 head, i32 n_head_kv) {
     for (i32 dimension = threadIdx.x % GROUP; dimension < HEAD_DIM; dimension += GROUP) {
-        i32 found = KV_BLOCK;
+        i32 found = WINDOW ? 0 : KV_BLOCK;
+        const auto take_out = [&](i32 position) { found = WINDOW ? found | 1 << (position - position0) : position; };
         for (i32 position = position0 + PART - 1; position >= position0; position--) {
 #if KV_Q8_0
             i8* const value = (i8*)tile + position * KV_STRIDE + dimension;
             const float d = half_to_float(lone_kv_scale_bits(scales, position, dimension / 32, head, n_head_kv));
             if ((float_to_half(d * (float)*value) & 0x7c00u) == 0x7c00u) {
-                found = position;
+                take_out(position);
                 *value = 0;
             }
             __syncwarp(); // a warp has all dimensions of a scale, which is not finite for all of them or for none
@@ -255,20 +280,28 @@ DEVICE void take_out_values(u8* first, u8* tile, u8* scales, i32 position0, i32 
 #else
             u16* const value = (u16*)(tile + position * KV_STRIDE) + dimension;
             if ((*value & 0x7c00u) == 0x7c00u) {
-                found = position;
+                take_out(position);
                 *value = 0;
             }
 #endif
         }
-        first[dimension] = (u8)found;
+        taken_out[dimension] = (TakenOut)found;
     }
+}
+
+// Whether a row sees what was taken out of a dimension of a part, which begins at position0 of the tile at `base`.
+DEVICE bool misses(i32 taken_out, i32 base, i32 position0, i32 limit) {
+    if (!WINDOW)
+        return taken_out < KV_BLOCK && base + taken_out <= limit;
+    const i32 last = limit - (base + position0), first = last - WINDOW + 1;
+    return last >= 0 && first < PART && (taken_out & 0xffff >> max(PART - 1 - last, 0) & 0xffff << max(first, 0)) != 0;
 }
 
 // --- kernels ---
 
 // Threads that share a part's tiles: a warp, or the whole block, whose warps take equally many steps.
 DEVICE void part_barrier() {
-    if (TILES == 1)
+    if (GROUP == WARP)
         __syncwarp();
     else
         __syncthreads();
@@ -284,13 +317,14 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     __shared__ i32 found_chunks, token_sequence[MAX_TOKENS], token_position[MAX_TOKENS];
     __shared__ i32 row_head[MERGE_ROWS], row_position[MERGE_ROWS]; // t * H + h, largest position seen; -1 if unused
     __shared__ float row_factor[MERGE_ROWS], part_m[PARTS][MERGE_ROWS], part_l[PARTS][MERGE_ROWS];
-    __shared__ u8 first_taken_out[PARTS][HEAD_DIM];
+    __shared__ TakenOut taken_out[PARTS][HEAD_DIM];
     constexpr i32 SLOT = 2 * (KV_TILE_BYTES + KV_TILE_SCALE_BYTES);
     u16* const queries = (u16*)(memory + STAGES * SLOT);
-    float* const merged = (float*)(queries + Q_ROWS * Q_STRIDE); // [PARTS, MERGE_ROWS, MERGE_STRIDE]
+    float* const merged = (float*)(queries + Q_ROWS * Q_STRIDE); // [SHARES, PARTS, MERGE_ROWS, MERGE_STRIDE]
 
     const i32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const i32 part = warp / TILES, tile = warp % TILES, position0 = part * PART;
+    const i32 part = warp / (TILES * SHARES), tile = warp % TILES, position0 = part * PART;
+    const i32 share = SHARES == 1 ? 0 : warp / TILES % SHARES, dimension0 = share * COLUMNS * 8;
     const i32 head = blockIdx.x, worker = blockIdx.y, n_workers = gridDim.y, group = n_head / n_head_kv;
 
     if (threadIdx.x < T) {
@@ -316,7 +350,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     // The loading side runs ahead. A lane has one of 32 neighboring entries of the table.
     i32 entries = -1, entries0 = 0, loading_slot = 0;
     const auto load_entries = [&]() {
-        entries0 = loading.block;
+        entries0 = loading.block / SHARES;
         if (loading.chunk < n_chunks)
             entries = table[(i64)chunks[loading.chunk].sequence * max_blocks + min(entries0 + lane, max_blocks - 1)];
     };
@@ -351,7 +385,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         if (turn == AHEAD) {
             dependency_wait();
             if (missing)
-                loading = at, entries = first_entries, entries0 = at.block, loading_slot = 0;
+                loading = at, entries = first_entries, entries0 = at.block / SHARES, loading_slot = 0;
             else
                 turn = 2 * AHEAD;
         }
@@ -371,10 +405,10 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
                     limit[r] = row_position[own0 + 8 * r];
                     factor[r] = row_factor[own0 + 8 * r];
                 }
-                if (PACKED)
+                if (HELD)
 #pragma unroll
                     for (i32 step = 0; step < STEPS; step++)
-                        load_query(query.packed[PACKED ? step : 0], queries, 0, step);
+                        load_query(query.packed[HELD ? step : 0], queries, 0, step);
             }
             if (missing)
                 copies_wait<0>(); // the first tile came in several groups
@@ -385,14 +419,16 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         }
         if (loading.chunk < n_chunks) {
             const Chunk& from = chunks[loading.chunk];
-            const i32 physical = __shfl_sync(FULL_WARP, entries, loading.block - entries0);
-            const i32 valid = physical < 0 ? 0 : from.last + 1 - loading.block * KV_BLOCK;
-            const i32 fresh = from.fresh - loading.block * KV_BLOCK;
-            missing |= early && fresh < KV_BLOCK;
-            copy_kv_rows<GROUP>(kv_tiles(memory + loading_slot * SLOT), k, v, k_scale, v_scale, max(physical, 0),
-                                position0, late ? fresh : 0, early ? fresh : KV_BLOCK,
-                                fresh < KV_BLOCK ? !early : !late, valid, head, n_head_kv, threadIdx.x % GROUP);
-            if (advance(loading, n_workers, chunks, n_chunks) || loading.block - entries0 == WARP)
+            const i32 physical = __shfl_sync(FULL_WARP, entries, loading.block / SHARES - entries0);
+            const i32 valid = physical < 0 ? 0 : from.last + 1 - loading.block * KV_TILE;
+            const i32 fresh = from.fresh - loading.block * KV_TILE;
+            const i64 first_slot = (i64)max(physical, 0) * KV_BLOCK + loading.block % SHARES * KV_TILE;
+            missing |= early && fresh < KV_TILE;
+            copy_kv_rows<GROUP, WINDOW != 0>(
+                kv_tiles(memory + loading_slot * SLOT), k, v, k_scale, v_scale, first_slot, position0,
+                late ? fresh : 0, early ? fresh : KV_TILE, fresh < KV_TILE ? !early : !late,
+                window_begin(from.lowest) - loading.block * KV_TILE, valid, head, n_head_kv, threadIdx.x % GROUP);
+            if (advance(loading, n_workers, chunks, n_chunks) || loading.block / SHARES - entries0 == WARP)
                 load_entries();
             loading_slot = loading_slot + 1 == STAGES ? 0 : loading_slot + 1;
         }
@@ -404,12 +440,18 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             part_barrier();
         }
 
-        const i32 base = at.block * KV_BLOCK;
+        const i32 base = at.block * KV_TILE;
         const KvTiles tiles = kv_tiles(memory + slot * SLOT);
-        const bool ragged = n_rows > group && base + position0 + PART - 1 > chunks[chunk].lowest;
+        // Whether only some rows see some of the positions; before the first row's window all is zeros.
+        bool ragged = n_rows > group && base + position0 + PART - 1 > chunks[chunk].lowest;
+        bool ragged_tile = n_rows > group && base + KV_TILE - 1 > chunks[chunk].lowest;
+        if (WINDOW) {
+            ragged |= n_rows > group && base + position0 <= chunks[chunk].last - WINDOW;
+            ragged_tile |= n_rows > group && base <= chunks[chunk].last - WINDOW;
+        }
         if (ragged)
-            take_out_values(first_taken_out[part], tiles.v, tiles.v_scale, position0, head, n_head_kv);
-        if (TILES > 1 ? n_rows > group && base + KV_BLOCK - 1 > chunks[chunk].lowest : ragged)
+            take_out_values(taken_out[part], tiles.v, tiles.v_scale, position0, head, n_head_kv);
+        if (GROUP > WARP ? ragged_tile : ragged)
             part_barrier();
         if (tile * 16 < n_rows && base + position0 <= chunks[chunk].last) {
             // Scores.
@@ -425,7 +467,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #pragma unroll
                 for (i32 e = 0; e < 2 * OWN; e++) {
                     s[j][e] *= factor[e / 2];
-                    if (base + position0 + 8 * j + column + e % 2 <= limit[e / 2])
+                    if (sees(base + position0 + 8 * j + column + e % 2, limit[e / 2]))
                         top[e / 2] = fmaxf(top[e / 2], s[j][e]);
                 }
             }
@@ -459,7 +501,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
                     float x[2];
 #pragma unroll
                     for (i32 e = 0; e < 2; e++) {
-                        const bool seen = base + position0 + 8 * j + column + e <= limit[r];
+                        const bool seen = sees(base + position0 + 8 * j + column + e, limit[r]);
                         x[e] = exp2_fast(seen ? s[j][2 * r + e] - m[r] : -INFINITE) * P_SCALE;
                     }
                     p[2 * j + r] = pack_halves(x[0], x[1]);
@@ -470,7 +512,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #pragma unroll
             for (i32 n = 0; n < COLUMNS; n += 4) {
                 u32 b[4][2];
-                value_fragments(b, tiles.v, tiles.v_scale, position0, n * 8, head, n_head_kv);
+                value_fragments(b, tiles.v, tiles.v_scale, position0, dimension0 + n * 8, head, n_head_kv);
 #pragma unroll
                 for (i32 i = 0; i < 4; i++)
                     mma_f16(o[n + i], p, b[i][0], b[i][1]);
@@ -479,18 +521,18 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #pragma unroll
                 for (i32 i = 0; i < COLUMNS * 2 * OWN; i++) {
                     const i32 n = i / (2 * OWN), e = i % (2 * OWN);
-                    const i32 dimension = n / 4 * 32 + value_dimension(n % 4, column + e % 2);
-                    if (dimension < HEAD_DIM && first_taken_out[part][dimension] < KV_BLOCK &&
-                        base + first_taken_out[part][dimension] <= limit[e / 2])
+                    const i32 dimension = dimension0 + n / 4 * 32 + value_dimension(n % 4, column + e % 2);
+                    if (dimension < HEAD_DIM && misses(taken_out[part][dimension], base, position0, limit[e / 2]))
                         o[n][e] = __uint_as_float(0x7fc00000u);
                 }
             }
         }
         if (at.block + 1 == at.end) { // the parts meet
-            const i32 begin = at.split * chunks[chunk].blocks * KV_BLOCK;
+            const i32 split = first_split(chunks[chunk].lowest) + at.split;
+            const i32 begin = split * chunks[chunk].blocks * KV_BLOCK;
 #pragma unroll
             for (i32 r = 0; r < OWN; r++)
-                if (lane % 4 == 0) {
+                if (lane % 4 == 0 && share == 0) {
                     part_m[part][own0 + 8 * r] = m[r];
                     part_l[part][own0 + 8 * r] = l[2 * r];
                 }
@@ -500,7 +542,8 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
                 for (i32 n = n0; n < n0 + MERGE_COLUMNS; n += 2)
 #pragma unroll
                     for (i32 e = 0; e < 2 * OWN; e += 2) {
-                        float* const to = merged + (part * MERGE_ROWS + own0 + 4 * e) * MERGE_STRIDE + (n - n0) * 8;
+                        const i32 row = (share * PARTS + part) * MERGE_ROWS + own0 + 4 * e;
+                        float* const to = merged + row * MERGE_STRIDE + (n - n0) * 8;
 #if KV_Q8_0
                         *(float4*)(to + 2 * column) = float4{o[n][e], o[n + 1][e], o[n][e + 1], o[n + 1][e + 1]};
 #else
@@ -509,9 +552,14 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #endif
                     }
                 __syncthreads();
-                for (i32 i = threadIdx.x; i < MERGE_ROWS * MERGE_DIMS / 4; i += THREADS) {
-                    const i32 row = i / (MERGE_DIMS / 4), dimension = i % (MERGE_DIMS / 4) * 4;
-                    if (begin > row_position[row] || n0 * 8 + dimension >= HEAD_DIM)
+                constexpr i32 PIECES = MERGE_ROWS * MERGE_DIMS / 4; // of a share
+                for (i32 i = threadIdx.x; i < SHARES * PIECES; i += THREADS) {
+                    const i32 of = SHARES == 1 ? 0 : i / PIECES;
+                    const i32 row = (i - of * PIECES) / (MERGE_DIMS / 4), dimension = i % (MERGE_DIMS / 4) * 4;
+                    const i32 target = of * COLUMNS * 8 + n0 * 8 + dimension;
+                    if (begin > row_position[row] || target >= HEAD_DIM)
+                        continue;
+                    if (WINDOW && split < first_split(row_position[row]))
                         continue;
                     float top = part_m[0][row];
 #pragma unroll
@@ -522,16 +570,17 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #pragma unroll
                     for (i32 j = 0; j < PARTS; j++) {
                         const float weight = exp2_fast(part_m[j][row] - top);
-                        const float4 y = *(const float4*)(merged + (j * MERGE_ROWS + row) * MERGE_STRIDE + dimension);
+                        const float4 y = *(const float4*)(
+                            merged + ((of * PARTS + j) * MERGE_ROWS + row) * MERGE_STRIDE + dimension);
                         sum = __fmaf_rn(part_l[j][row], weight, sum);
                         x.x = __fmaf_rn(y.x, weight, x.x);
                         x.y = __fmaf_rn(y.y, weight, x.y);
                         x.z = __fmaf_rn(y.z, weight, x.z);
                         x.w = __fmaf_rn(y.w, weight, x.w);
                     }
-                    const i64 pair = (i64)row_head[row] * max_splits + at.split;
-                    *(float4*)(partial_o + pair * HEAD_DIM + n0 * 8 + dimension) = x;
-                    if (n0 * 8 + dimension == 0)
+                    const i64 pair = (i64)row_head[row] * max_splits + split - first_split(row_position[row]);
+                    *(float4*)(partial_o + pair * HEAD_DIM + target) = x;
+                    if (target == 0)
                         *(float2*)(partial_ml + pair * 2) = float2{top, sum};
                 }
                 __syncthreads();

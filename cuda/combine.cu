@@ -1,19 +1,21 @@
-// The end of attention of small batches: folds what attention.cu found in the splits of each row, and quantizes it.
+// The end of attention of small batches: folds what attention.cu found in the splits of each row, multiplies it by its
+// gate where there is one, and quantizes it.
 //
-// -DHEAD_DIM, -DSPLITS (splits.cuh). Grid (ceil(H * HEAD_DIM / 32), T), blocks of 256 threads. partial_o [T, H,
-// max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves them; out [T, H * HEAD_DIM]. Unless q8
+// -DHEAD_DIM, -DSPLITS, -DWINDOW (splits.cuh), -DGATE, -DGATE_BY_HEAD (gate.cuh). Grid (ceil(H * HEAD_DIM / 32), T),
+// blocks of 256 threads. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves
+// them; out [T, H * HEAD_DIM]; gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM]. Unless q8
 // is null, H * HEAD_DIM is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in
 // 8 bits (`quantize_activations` of engine/ops/arithmetic.py). May overlap the kernel ahead of it, which does not write
 // the positions.
-#include "arithmetic.cuh"
+#include "gate.cuh"
 #include "splits.cuh"
 
-constexpr i32 WARPS = 8, MINE = (SPLITS + WARPS - 1) / WARPS;
+constexpr i32 WARPS = 8, MINE = (MOST_SPLITS + WARPS - 1) / WARPS;
 
 // A lane has one element of the output. Warp w folds splits w, w + 8 ...; then the warps' results are folded in order.
 KERNEL __launch_bounds__(WARPS* WARP)
 attention_combine(const float* partial_o, const float* partial_ml, const i32* positions, i32 n_head, i32 max_blocks,
-                  i32 max_splits, float* out, i8* q8, float* d, i32* sums) {
+                  i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate) {
     dependency_release();
     __shared__ float warp_m[WARPS][WARP], warp_l[WARPS][WARP], warp_o[WARPS][WARP];
     const i32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -65,7 +67,7 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
             l = __fmaf_rn(warp_l[i][lane], other, l);
             o = __fmaf_rn(warp_o[i][lane], other, o);
         }
-    const float result = o / l;
+    const float result = gated(o / l, gate, (i64)t * n_head + element / HEAD_DIM, element % HEAD_DIM);
     if ((i32)blockIdx.x * WARP + lane < width)
         out[(i64)t * width + element] = result;
     if (q8) { // width is a multiple of 32 then

@@ -1,4 +1,4 @@
-// Rows of the embedding table: x [T, D] = table[tokens]. Twin: `embed` of engine/ops/reference.py, bit for bit.
+// Rows of the embedding table: x [T, D] = scale * table[tokens]. Twin: `embed` of engine/ops/reference.py, bit for bit.
 //
 // -DTYPE=Q4_K and so on, a native type. Grid (T, ceil(D / 256)), blocks of 256 threads, an element each: a row is
 // read once and is small beside what a layer reads. The table is aligned to 2 bytes, float tables to their type.
@@ -76,8 +76,8 @@ DEVICE float element(const u8* row, int i) {
 #endif
 }
 
-KERNEL embed(const u8* table, i64 row_bytes, const i32* tokens, int D, float* x) {
+KERNEL embed(const u8* table, i64 row_bytes, const i32* tokens, int D, float scale, float* x) {
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < D)
-        x[(i64)blockIdx.x * D + i] = element(table + tokens[blockIdx.x] * row_bytes, i);
+        x[(i64)blockIdx.x * D + i] = element(table + tokens[blockIdx.x] * row_bytes, i) * scale;
 }

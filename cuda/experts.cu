@@ -1,4 +1,4 @@
-// The expert FFN of at most 32 tokens. Twin: expert_ffn.
+// The expert FFN of at most 32 tokens, and the first half of a dense one. Twins: expert_ffn, dense_ffn.
 //
 // active: records of 64 bytes { u64 source[3], target[3]; i32 expert, first, count, 0 } of gate, up and down,
 // n_active[0] of them; pairs: t * n_used + a of the (token, rank) that use an expert, at first .. first + count;
@@ -8,17 +8,23 @@
 //
 // gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; ROWS, 1, 2 or 4, of each matrix at a
 // time a warp, STAGES of those in flight; TOKENS, 1 or 4, at a time; ROWS is 1 with 4; WARPS, at most 8): z [T * A, F]
-// = silu(gate h) * (up h), in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1, as z. Grid (copiers + F / 32 rounded up,
-// records), block WARPS warps. What enters a slot is copied there first: a block's own rows of gate and up before it
-// reads them there, and the down part by the first `copiers` blocks of a record meanwhile. Shared memory: with
-// TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least ROWS rows and 32 bytes.
+// = act(gate h) * (up h), act silu or with GELU = 1 gelu, in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1, as z. Grid
+// (copiers + F / 32 rounded up, records), block WARPS warps. What enters a slot is copied there first: a block's own rows
+// of gate and up before it reads them there, and the down part by the first `copiers` blocks of a record meanwhile. Shared
+// memory: with TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least ROWS rows and
+// 32 bytes.
+//
+// gate_up_dense (the same macros; SHARED, a float type, where there is a shared gate): z [T, F] of every token and the
+// matrices `gate` and `up`; row_scale [T] = sigmoid(shared_gate h), h [T, D] as floats. Grid F / Z_ROWS rounded up, and
+// with SHARED T blocks more, whose shared memory is 8 * D bytes. Z_ROWS: 32, or with DOWN_FLOAT a smaller multiple of
+// ROWS * WARPS, so that few rows spread over many multiprocessors.
 //
 // down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8
 // rounded up, block a warp for each rank. Shared memory a warp: its z as in product.cu, COLS / 2 bytes rounded up to
 // 16, then STAGES * stage_bytes, each four rows and 32.
 // down (DOWN, COLS, STAGES, TOKENS): y [T * A, D]. Grid (D / 8 / warps rounded up, records), block at most 8 warps,
 // shared memory STAGES * stage_bytes a warp, each two rows and 32. combine: x [T, D] += the fold of y over ranks.
-// Grid (D / block, T).
+// Grid (D / block, T). Where `add` is 0, x becomes the fold.
 #include "rows.cuh"
 
 struct Record {
@@ -70,10 +76,66 @@ DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes)
     return target + offset;
 }
 
+#ifndef GELU
+#define GELU 0
+#endif
+#ifndef DENSE
+#define DENSE 0
+#endif
+
+#ifndef Z_ROWS
+#define Z_ROWS 32
+#endif
+static_assert(Z_ROWS == 32 || (DENSE && DOWN_FLOAT), "a block of activations is quantized where it is made");
+
+DEVICE float activate(float x) { return GELU ? gelu(x) : silu(x); }
+
+#ifdef SHARED
+// The block's own row's factor. The loads of the gate do not wait for the kernel ahead.
+DEVICE void shared_scale(float* shared, const u8* shared_gate, const float* h, float* row_scale) {
+    constexpr i32 N = WARPS * WARP, EACH = (COLS + N - 1) / N;
+    float* const ws = shared;
+    float* const hs = shared + COLS;
+    float held[EACH]; // all loads are under way before the first is stored
+#pragma unroll
+    for (i32 i = 0; i < EACH; i++)
+        held[i] = threadIdx.x + i * N < COLS ? weight_of<SHARED>(shared_gate, threadIdx.x + i * N) : 0.0f;
+#pragma unroll
+    for (i32 i = 0; i < EACH; i++)
+        if (threadIdx.x + i * N < COLS)
+            ws[threadIdx.x + i * N] = held[i];
+    dependency_wait();
+#pragma unroll
+    for (i32 i = 0; i < EACH; i++)
+        held[i] = threadIdx.x + i * N < COLS ? h[threadIdx.x + i * N] : 0.0f;
+#pragma unroll
+    for (i32 i = 0; i < EACH; i++)
+        if (threadIdx.x + i * N < COLS)
+            hs[threadIdx.x + i * N] = held[i];
+    __syncthreads();
+    if (threadIdx.x >= WARP)
+        return;
+    float acc = 0.0f;
+#pragma unroll 8
+    for (i32 i = threadIdx.x; i < COLS; i += WARP)
+        acc = __fmaf_rn(ws[i], hs[i], acc);
+    const float s = sigmoid(fold(acc));
+    if (threadIdx.x == 0)
+        *row_scale = s;
+}
+#endif
+
+#if DENSE
+KERNEL __launch_bounds__(WARPS * WARP, 2)
+    gate_up_dense(const u8* gate_matrix, const u8* up_matrix, i32 n_tokens, i32 F, const float* x, const i8* q,
+                  const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* shared_gate,
+                  const float* h, float* row_scale, i32 stage_bytes) {
+#else
 KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
             const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, i32 copiers, i64 down_bytes,
             i32 stage_bytes) {
+#endif
     constexpr i32 MAX_COUNT = TOKENS == 1 ? 1 : 32;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
@@ -82,6 +144,19 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     __shared__ float gs[MAX_COUNT][33], us[MAX_COUNT][33];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#if DENSE
+    dependency_release();
+    const i32 row0 = blockIdx.x * Z_ROWS, rows = min(Z_ROWS, F - row0), first = 0, count = TOKENS == 1 ? 1 : n_tokens;
+#ifdef SHARED
+    if (rows <= 0) {
+        const i32 t = blockIdx.x - (F + Z_ROWS - 1) / Z_ROWS;
+        shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
+        return;
+    }
+#endif
+    const u8* const gate = gate_matrix + (i64)row0 * GATE_BYTES;
+    const u8* const up = up_matrix + (i64)row0 * UP_BYTES;
+#else
     // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
     dependency_wait();
     dependency_release();
@@ -98,6 +173,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
     if (record.target[0] || record.target[1])
         __syncthreads();
+    const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
+#endif
     u8* const stages = shared + (TOKENS == 1 ? shared_input_bytes<GATE>(COLS) : 0) + 2 * warp * STAGES * stage_bytes;
     auto issue = [&](i32 r, u8* stage) {
         if (r < rows)
@@ -111,6 +188,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue((warp + i * WARPS) * ROWS, stages + 2 * i * stage_bytes);
+#if DENSE
+    dependency_wait();
+#endif
 
     Input input = global_input(x, q, d, sums);
     typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
@@ -125,11 +205,18 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             hold_activations<GATE == Q6_K || UP == Q6_K>(input, COLS, held);
     }
 
-    const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
+    // The token of the expert's i-th row, and where its z goes.
+#if DENSE
+    auto token_of = [&](i32 i) -> i32 { return i; };
+    auto pair_of = [&](i32 i) -> i64 { return i; };
+#else
+    auto token_of = [&](i32 i) -> i32 { return TOKENS == 1 ? 0 : pairs[first + i] / n_used; };
+    auto pair_of = [&](i32 i) -> i64 { return TOKENS == 1 ? blockIdx.y : pairs[first + i]; };
+#endif
     auto tokens_of = [&](i32 i0, i32(&token)[TOKENS]) {
 #pragma unroll
         for (i32 j = 0; j < TOKENS; j++)
-            token[j] = TOKENS == 1 ? 0 : pairs[first + min(i0 + j, count - 1)] / n_used;
+            token[j] = token_of(min(i0 + j, count - 1));
     };
     i32 token[TOKENS];
     tokens_of(0, token);
@@ -152,7 +239,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
                 (lane < WARP / 2 ? gs : us)[t][row] = sum;
         }
         __syncwarp(); // the stage is free
-        if (32 > STAGES * ROWS * WARPS) {
+        if (Z_ROWS > STAGES * ROWS * WARPS) {
             issue(r + STAGES * WARPS * ROWS, stage);
         } else { // a warp has no more rows, but its groups of copies are counted
             copies_commit();
@@ -161,16 +248,15 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     }
     __syncthreads();
 
-    auto pair_of = [&](i32 i) -> i64 { return TOKENS == 1 ? blockIdx.y : pairs[first + i]; };
 #if DOWN_FLOAT
     for (i32 i = threadIdx.x; i < count * 32; i += blockDim.x)
         if (i % 32 < rows)
-            z[pair_of(i / 32) * F + row0 + i % 32] = silu(gs[i / 32][i % 32]) * us[i / 32][i % 32];
+            z[pair_of(i / 32) * F + row0 + i % 32] = activate(gs[i / 32][i % 32]) * us[i / 32][i % 32];
 #elif TOKENS == 1
     if (warp == 0) {
         float scale;
         i32 sum;
-        const i32 value = quantize(silu(gs[0][lane]) * us[0][lane], scale, sum);
+        const i32 value = quantize(activate(gs[0][lane]) * us[0][lane], scale, sum);
         const i64 at = pair_of(0) * F + row0;
         zq[at + lane] = (i8)value;
         if (lane == 0) {
@@ -185,7 +271,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
         if (i < count)
 #pragma unroll
             for (i32 j = 0; j < 4; j++)
-                v[j] = silu(gs[i][column + j]) * us[i][column + j];
+                v[j] = activate(gs[i][column + j]) * us[i][column + j];
         float scale;
         i32 sum;
         const u32 packed = quantize4(v, scale, sum);
@@ -217,7 +303,7 @@ DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
 
 KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_active, const float* weights,
                                                i32 D, const float* z, const i8* zq, const float* zd, const i32* zsums,
-                                               float* x, i32 stage_bytes) {
+                                               float* x, i32 add, i32 stage_bytes) {
     __shared__ float ys[USED][UNITS * ROWS], ws[USED];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -240,7 +326,7 @@ KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_ac
         for (i32 i = 0; i < STAGES; i++)
             issue(stages + i * stage_bytes, part, row0 + i * ROWS, D);
     dependency_wait();
-    const float old = valid ? x[row] : 0.0f;
+    const float old = add && valid ? x[row] : 0.0f;
     if (active_rank) {
         // All of a row of activations is in registers, straight from global memory, or else in shared memory.
         constexpr bool IN_REGISTERS = P::APPLIES || (!is_float(DOWN) && COLS <= 1024 * n_held(DOWN, COLS));
@@ -288,7 +374,7 @@ KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_ac
 #pragma unroll
         for (i32 a = 0; a < USED; a++)
             r = __fmaf_rn(ws[a], ys[a][threadIdx.x], r);
-        x[row] = old + r;
+        x[row] = add ? old + r : r;
     }
 }
 
@@ -342,7 +428,7 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     }
 }
 
-KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x) {
+KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x, i32 add) {
     const i32 i = blockIdx.x * blockDim.x + threadIdx.x;
     const i64 t = blockIdx.y;
     dependency_release();
@@ -353,7 +439,7 @@ KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x
 #pragma unroll 8
     for (i32 a = 0; a < n_used; a++)
         r = __fmaf_rn(weights[t * n_used + a], y[(t * n_used + a) * D + i], r);
-    x[t * D + i] = x[t * D + i] + r;
+    x[t * D + i] = add ? x[t * D + i] + r : r;
 }
 
 #endif

@@ -1,36 +1,44 @@
 // Causal attention of many rows over a paged KV cache, on tensor cores (prefill).
 //
 // Twin: reference.attention, within an NMSE bound (q is rounded to halves, and so are the probabilities).
-// Macros: HEAD_DIM (multiple of 8, at most 256), GROUP (query heads of a kv head, at most 64), KV_Q8 (1: the cache is
-// q8_0, and HEAD_DIM a multiple of 32).
+// Macros: HEAD_DIM (multiple of 8, at most 256; or 384 or 512), GROUP (query heads of a kv head, at most 64 and ROWS),
+// KV_Q8 (1: the cache is q8_0, and HEAD_DIM a multiple of 32), WINDOW (a row sees so many last positions; 0: all), GATE
+// and GATE_BY_HEAD (gate.cuh).
 //
-// flash: a block of 4 warps computes ROWS rows of one kv head. A row is a pair of a token and a query head of the
+// flash: a block of 4 warps computes ROWS rows of one kv head, each warp 16 M_TILES of them, or where HEAD_DIM > 256 two
+// warps half of the output's dimensions each (both compute the scores). A row is a pair of a token and a query head of the
 // group, so a tile of keys and values is loaded once for the whole group. Tiles start at multiples of TILE positions,
 // and a row passes over those it does not see without a change, so its bits do not depend on the rows it shares a block
 // with. Scores are in units of log2: q is multiplied by scale * log2(e) before it is rounded.
 // q [T, H, HEAD_DIM]; k, v by slot [n_slots, K, HEAD_DIM], halves, or bytes with scales [n_slots, K, HEAD_DIM / 32];
 // block_table [n_sequence, max_blocks]; sequence, positions [T], in spans of one sequence with positions that ascend by
-// one; out [T, H * HEAD_DIM]. Slots past the last position of a span are not read. A NaN in a value reaches
-// every row that sees it, and may reach earlier rows of the same block (0 * NaN). q 32-byte, the rest 16-byte aligned.
+// one; out [T, H * HEAD_DIM]. Slots past the last position of a span are not read, nor tiles before the window of its
+// first row. A NaN in a value reaches every row that sees it, and may reach other rows of the same block (0 * NaN). q
+// 32-byte, the rest 16-byte aligned. gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM].
 // Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + 4 * TILE_BYTES (at most 96 KB), or
 // Q_BYTES + 2 * TILE_BYTES + 2 * RAW_BYTES + 4 * SCALES with a q8_0 cache.
 // Split z covers the KV blocks from z * split_blocks on. With `partial` it is given unnormalized, partial
 // [n_split, T, H, HEAD_DIM], stats [n_split, T, H, 2] (maximum, sum); rows that see none of a split leave it as it is.
 //
 // flash_combine: joins the splits that a row sees, in order. A warp a row: grid ceil(T * H / 4), 128 threads.
-#include "ptx.cuh"
+#include "gate.cuh"
 
 #ifndef KV_Q8
 #define KV_Q8 0
+#endif
+#ifndef WINDOW
+#define WINDOW 0
 #endif
 
 #define KV_BLOCK 64
 #define THREADS 128
 #define M_TILES (HEAD_DIM <= 128 ? 2 : 1)      // of 16 rows, a warp; two halve the reads of k and v fragments
-#define ROWS (64 * M_TILES)
+#define SHARES (HEAD_DIM <= 256 ? 1 : 2)       // of the output's dimensions
+#define ROWS (64 * M_TILES / SHARES)
 #define TOKENS (ROWS / GROUP)
-#define TILE (HEAD_DIM <= 128 ? 64 : 32)       // positions
+#define TILE (HEAD_DIM <= 128 ? 64 : HEAD_DIM <= 256 ? 32 : 16) // positions
 #define K_STEPS ((HEAD_DIM + 15) / 16)
+#define O_STEPS (K_STEPS / SHARES)             // of a warp's output
 #define N_STEPS (TILE / 16)
 #define CHUNKS (2 * K_STEPS)                   // pieces of 16 bytes in a row of halves
 #define STRIDE ((HEAD_DIM + 63) / 64 * 128)    // bytes of a row in shared memory
@@ -151,7 +159,7 @@ DEVICE int end_of_span(const i32* sequence, const i32* positions, int first, int
 KERNEL __launch_bounds__(THREADS, 2)
     flash(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* block_table,
           const i32* sequence, const i32* positions, float* out, float* partial, float* stats, float factor,
-          i32 n_tokens, i32 n_kv_heads, i32 max_blocks, i32 split_blocks) {
+          i32 n_tokens, i32 n_kv_heads, i32 max_blocks, i32 split_blocks, const float* gate) {
     DYNAMIC_SHARED(u8, shared);
     u8* const tiles = shared + Q_BYTES;
 #if KV_Q8
@@ -159,11 +167,12 @@ KERNEL __launch_bounds__(THREADS, 2)
     u16* const scales = (u16*)(raw + 2 * RAW_BYTES);
     u16 k_scales[MY_SCALES], v_scales[MY_SCALES];
 #endif
-    const int lane = threadIdx.x % WARP, first_row = threadIdx.x / WARP * (16 * M_TILES);
+    const int lane = threadIdx.x % WARP, first_row = threadIdx.x / WARP / SHARES * (16 * M_TILES);
+    const int share = SHARES == 1 ? 0 : threadIdx.x / WARP % SHARES;
     const int kv_head = blockIdx.x, n_heads = n_kv_heads * GROUP;
     // The last tokens see the most: they go first.
     const int block_begin = (gridDim.y - 1 - blockIdx.y) * TOKENS, block_end = min(block_begin + TOKENS, n_tokens);
-    const int split_begin = blockIdx.z * split_blocks * (KV_BLOCK / TILE);
+    const int z_begin = blockIdx.z * split_blocks * (KV_BLOCK / TILE);
     Cache cache;
     cache.row_bytes = (size_t)n_kv_heads * HEAD_DIM * (KV_Q8 ? 1 : 2);
     cache.k = k + (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
@@ -185,18 +194,19 @@ KERNEL __launch_bounds__(THREADS, 2)
         const int span_end = end_of_span(sequence, positions, span, block_end);
         const int first_position = positions[span], n_positions = first_position + span_end - span;
         const i32* blocks = block_table + (size_t)sequence[span] * max_blocks;
-        const int tile_end = min((n_positions + TILE - 1) / TILE, split_begin + split_blocks * (KV_BLOCK / TILE));
+        const int split_begin = WINDOW ? max(z_begin, (first_position - WINDOW + 1) / TILE) : z_begin;
+        const int tile_end = min((n_positions + TILE - 1) / TILE, z_begin + split_blocks * (KV_BLOCK / TILE));
         const int this_span = span;
         span = span_end;
         if (split_begin >= tile_end) continue;
 
-        float o[M_TILES][2 * K_STEPS][4], top[M_TILES][2], sum[M_TILES][2];
+        float o[M_TILES][2 * O_STEPS][4], top[M_TILES][2], sum[M_TILES][2];
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             top[m][0] = top[m][1] = MINUS_INFINITY;
             sum[m][0] = sum[m][1] = 0;
 #pragma unroll
-            for (int n = 0; n < 2 * K_STEPS; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
+            for (int n = 0; n < 2 * O_STEPS; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
         }
 
         int next_block = blocks[split_begin * TILE / KV_BLOCK];
@@ -241,7 +251,7 @@ KERNEL __launch_bounds__(THREADS, 2)
             if (tile + 1 < tile_end) load(tile + 1, stage ^ 1);
 #endif
             const u8* k_rows = tiles + stage * 2 * TILE_BYTES + row_b * STRIDE;
-            const u8* v_rows = tiles + stage * 2 * TILE_BYTES + TILE_BYTES + row_a * STRIDE;
+            const u8* v_rows = tiles + stage * 2 * TILE_BYTES + TILE_BYTES + row_a * STRIDE + share * (O_STEPS * 32);
             if (!KV_Q8) stage ^= 1;
 
             // Scores.
@@ -268,8 +278,9 @@ KERNEL __launch_bounds__(THREADS, 2)
                 }
             }
 
-            // Only tiles on the diagonal hold positions that a row of the span must not see.
-            if ((tile + 1) * TILE > first_position + 1) {
+            // Only tiles on the diagonal, and at the beginnings of windows, hold positions that a row of the span must
+            // not see.
+            if ((tile + 1) * TILE > first_position + 1 || (WINDOW && tile * TILE < n_positions - WINDOW)) {
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -278,8 +289,9 @@ KERNEL __launch_bounds__(THREADS, 2)
                         int seen = first_position + block_begin + row / GROUP - this_span - tile * TILE - lane % 4 * 2;
 #pragma unroll
                         for (int n = 0; n < 2 * N_STEPS; n++) {
-                            if (n * 8 > seen) s[m][n][2 * half] = MINUS_INFINITY;
-                            if (n * 8 + 1 > seen) s[m][n][2 * half + 1] = MINUS_INFINITY;
+                            if (n * 8 > seen || (WINDOW && n * 8 <= seen - WINDOW)) s[m][n][2 * half] = MINUS_INFINITY;
+                            if (n * 8 + 1 > seen || (WINDOW && n * 8 + 1 <= seen - WINDOW))
+                                s[m][n][2 * half + 1] = MINUS_INFINITY;
                         }
                     }
             }
@@ -315,7 +327,7 @@ KERNEL __launch_bounds__(THREADS, 2)
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
 #pragma unroll
-                    for (int n = 0; n < 2 * K_STEPS; n++)
+                    for (int n = 0; n < 2 * O_STEPS; n++)
 #pragma unroll
                         for (int i = 0; i < 4; i++) o[m][n][i] *= keep[m][i / 2];
             }
@@ -332,7 +344,7 @@ KERNEL __launch_bounds__(THREADS, 2)
                     a[m][3] = pack_halves(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
                 }
 #pragma unroll
-                for (int step = 0; step < K_STEPS; step++) {
+                for (int step = 0; step < O_STEPS; step++) {
                     u32 b[4];
                     load_matrix4_transposed(b, v_rows + n * 16 * STRIDE + fragment_offset(x_a, step));
 #pragma unroll
@@ -357,22 +369,29 @@ KERNEL __launch_bounds__(THREADS, 2)
                 float inverse = 1.0f / total;
                 float* to = out + head * HEAD_DIM;
                 if (partial) {
-                    head += (size_t)blockIdx.z * n_tokens * n_heads;
+                    size_t row_of_split = head + (size_t)blockIdx.z * n_tokens * n_heads;
                     inverse = 1;
-                    to = partial + head * HEAD_DIM;
-                    if (lane % 4 == 0) *(float2*)(stats + 2 * head) = make_float2(top[m][half], total);
+                    to = partial + row_of_split * HEAD_DIM;
+                    if (lane % 4 == 0 && share == 0)
+                        *(float2*)(stats + 2 * row_of_split) = make_float2(top[m][half], total);
                 }
 #pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; n++)
-                    *(float2*)(to + n * 8 + lane % 4 * 2) =
-                        make_float2(o[m][n][2 * half] * inverse, o[m][n][2 * half + 1] * inverse);
+                for (int n = 0; n < HEAD_DIM / 8 / SHARES; n++) {
+                    const int dimension = share * (O_STEPS * 16) + n * 8 + lane % 4 * 2;
+                    float2 result = make_float2(o[m][n][2 * half] * inverse, o[m][n][2 * half + 1] * inverse);
+                    if (GATE && !partial) {
+                        result.x = gated(result.x, gate, head, dimension);
+                        result.y = gated(result.y, gate, head, dimension + 1);
+                    }
+                    *(float2*)(to + dimension) = result;
+                }
             }
     }
 }
 
 KERNEL __launch_bounds__(THREADS)
     flash_combine(const float* partial, const float* stats, const i32* positions, float* out, i32 n_tokens, i32 n_heads,
-                  i32 split_blocks) {
+                  i32 split_blocks, const float* gate) {
     const int row = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const size_t n_rows = (size_t)n_tokens * n_heads;
     if (row >= n_tokens * n_heads) return;
@@ -397,6 +416,8 @@ KERNEL __launch_bounds__(THREADS)
             o.z = __fmaf_rn(weight, part.z, o.z);
             o.w = __fmaf_rn(weight, part.w, o.w);
         }
-        *(float4*)(out + (size_t)row * HEAD_DIM + d) = make_float4(o.x / sum, o.y / sum, o.z / sum, o.w / sum);
+        *(float4*)(out + (size_t)row * HEAD_DIM + d) =
+            make_float4(gated(o.x / sum, gate, row, d), gated(o.y / sum, gate, row, d + 1),
+                        gated(o.z / sum, gate, row, d + 2), gated(o.w / sum, gate, row, d + 3));
     }
 }

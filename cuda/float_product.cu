@@ -4,6 +4,7 @@
 // tensor cores' 11 bits, and the product of the two small parts dropped: relative error about 2^-21. A block of 4
 // warps does 64 rows of w against 32 tokens. Grid (N / 64 rounded up, T / 32 rounded up), block 128.
 #include "dequantize.cuh"
+#include "tf32.cuh"
 
 #define TILE_ROWS 64
 #define TILE_TOKENS 32
@@ -14,12 +15,6 @@ DEVICE float load_weight(const u8* w, u64 i) {
     if (TYPE == F32) return ((const float*)w)[i];
     const u16 bits = ((const u16*)w)[i];
     return TYPE == F16 ? half_to_float(bits) : bfloat_to_float(bits);
-}
-
-// x = high + low, high of 11 significant bits.
-DEVICE void split(float x, u32& high, u32& low) {
-    high = __float_as_uint(x) & 0xffffe000u;
-    low = __float_as_uint(x - __uint_as_float(high));
 }
 
 KERNEL __launch_bounds__(128) float_product(const u8* w, const float* x, float* y, i32 T, i32 N, i32 K) {

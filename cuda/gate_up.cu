@@ -1,11 +1,29 @@
-// The first half of the expert FFN with many tokens: z = silu(gate h) * up h. Twin: expert_ffn.
+// The first half of an FFN with many tokens: z = act(gate h) * up h, act silu or, with GELU = 1, gelu. Twins: expert_ffn
+// and dense_ffn.
 //
 // Tiles as group_tokens makes them (grouped.cu): one expert's tokens, at most TOKENS. source u64 [E, 3]: where an
 // expert's gate [F, D], up [F, D] and down are. h: halves with a scale a row (halves.cu). z: halves [pairs in sorted
 // order, z_stride], z_stride = F rounded up to 64, with exponents (store_sixteen). TYPE, UP_TYPE: of the two
 // matrices; two types take twice the loads. Grid (z_stride / (16 * WARPS) rounded up, tiles at most), block 32 *
 // WARPS, dynamic shared memory: see gemm.py.
+//
+// gate_up_dense (DENSE = 1): one pair of matrices for all tokens, TOKENS of them a tile, whose rows of z are their own.
 #include "gemm_tile.cuh"
+
+#ifndef GELU
+#define GELU 0
+#endif
+#ifndef DENSE
+#define DENSE 0
+#endif
+
+DEVICE float activate(float x) {
+    const float u = GELU ? x * __fmaf_rn(0.0713548163f, x * x, 1.595769122f) : x;
+    return x * reciprocal_fast(1.0f + exp2_fast(u * -1.442695041f));
+}
+
+// The row of h of a tile's place i; with DENSE, `A` is the tile's first token.
+DEVICE i32 token_at(const i32* pairs, i32 A, i32 i) { return DENSE ? A + i : pairs[i] / A; }
 
 template <int tokens>
 DEVICE void gate_up_tile(u8* shared, const u8* gate, const u8* up, const i32* pairs, i32 count, i32 A, const u16* h,
@@ -13,7 +31,7 @@ DEVICE void gate_up_tile(u8* shared, const u8* gate, const u8* up, const i32* pa
                          i32 z_stride, i8* exponents) {
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     i32* const token_rows = (i32*)shared;
-    for (i32 i = threadIdx.x; i < tokens; i += THREADS) token_rows[i] = pairs[min(i, count - 1)] / A;
+    for (i32 i = threadIdx.x; i < tokens; i += THREADS) token_rows[i] = token_at(pairs, A, min(i, count - 1));
     float sum[2][tokens / 8][4];
     const i32 first = blockIdx.x * (16 * WARPS);
     if (TYPE == UP_TYPE) {
@@ -40,14 +58,22 @@ DEVICE void gate_up_tile(u8* shared, const u8* gate, const u8* up, const i32* pa
 #pragma unroll
             for (i32 i = 0; i < 2; ++i) {
                 const float a = sum[0][n][2 * i + e] * scale, b = sum[1][n][2 * i + e] * scale;
-                const float silu = a * reciprocal_fast(1.0f + exp2_fast(a * -1.442695041f));
-                v[e][i] = 16 * sixteen + 8 * i + lane / 4 < F ? silu * b : 0.0f;
+                v[e][i] = 16 * sixteen + 8 * i + lane / 4 < F ? activate(a) * b : 0.0f;
             }
         }
         store_sixteen(v, row, z, exponents, z_stride, sixteen);
     }
 }
 
+#if DENSE
+KERNEL __launch_bounds__(THREADS, BLOCKS)
+    gate_up_dense(const u8* gate, const u8* up, i32 T, const u16* h, const float* h_scale, i32 h_stride, i32 D, i32 F,
+                  i32 gate_bytes, i32 up_bytes, u16* z, i32 z_stride, i8* exponents) {
+    DYNAMIC_SHARED(u8, shared);
+    const i32 A = blockIdx.y * TOKENS;
+    const int4 tile = {0, A, min(TOKENS, T - A), 0};
+    const i32* const pairs = nullptr;
+#else
 KERNEL __launch_bounds__(THREADS, BLOCKS)
     gate_up(const u64* source, const int4* tiles, const i32* n_tiles, const i32* pairs, i32 A, const u16* h,
             const float* h_scale, i32 h_stride, i32 D, i32 F, i32 gate_bytes, i32 up_bytes, u16* z, i32 z_stride,
@@ -58,6 +84,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     const u8* const gate = (const u8*)source[3 * tile.x];
     const u8* const up = (const u8*)source[3 * tile.x + 1];
     pairs += tile.y;
+#endif
     z += (u64)(u32)tile.y * (u32)z_stride;
     exponents += (u64)(u32)tile.y * (z_stride / 16);
     if (tile.z > TOKENS / 2)

@@ -96,16 +96,19 @@ KERNEL __launch_bounds__(GROUP_WARPS* WARP)
 }
 
 // Rows of z [n_pairs, stride] that gate_up.cu wrote with an exponent for each 16 elements (int8 [n_pairs, stride /
-// 16], 127: not finite) get their largest exponent throughout, and scale [n_pairs]. A warp a row. A row of small
-// numbers, as nearly all are, has equal exponents and is not touched.
-KERNEL join_exponents(u16* z, const i8* exponents, float* scale, i32 n_pairs, i32 stride) {
+// 16], 127: not finite) get their largest exponent throughout, and scale [n_pairs], times the sigmoid of gate [n_pairs]
+// where that is given. A warp a row. A row of small numbers, as nearly all are, has equal exponents and is not touched.
+KERNEL join_exponents(u16* z, const i8* exponents, float* scale, i32 n_pairs, i32 stride, const float* gate) {
     const i32 lane = threadIdx.x % WARP, p = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, n = stride / 16;
     if (p >= n_pairs) return;
     const i8* const own = exponents + (u64)p * (u32)n;
     i32 top = -128;
     for (i32 i = lane; i < n; i += WARP) top = max(top, (i32)own[i]);
     top = __reduce_max_sync(FULL_WARP, top);
-    if (lane == 0) scale[p] = __uint_as_float(top == 127 ? 0x7fc00000u : (u32)(127 + top) << 23);
+    if (lane == 0) {
+        const float factor = gate ? reciprocal_fast(1.0f + exp2_fast(gate[p] * -1.442695041f)) : 1.0f;
+        scale[p] = __uint_as_float(top == 127 ? 0x7fc00000u : (u32)(127 + top) << 23) * factor;
+    }
     for (i32 i = lane; i < n; i += WARP) {
         const i32 shift = top - own[i];
         if (shift == 0) continue;
@@ -117,11 +120,11 @@ KERNEL join_exponents(u16* z, const i8* exponents, float* scale, i32 n_pairs, i3
     }
 }
 
-// x [T, D] += the weighted sum of a token's A rows of y (halves with exponents [T * A, columns rounded up to 16], see
+// x [T, D] += (or with `add` 0 becomes) the weighted sum of a token's A rows of y (halves with exponents [T * A, columns rounded up to 16], see
 // store_sixteen), in rank order, for columns from `first` on, a multiple of 4. 4 columns a thread; grid (columns /
 // 512 rounded up, T), block 128.
 KERNEL fold_ranks(const u16* y, const i8* exponents, const float* weights, float* x, i32 A, i32 D, i32 first,
-                  i32 columns) {
+                  i32 columns, i32 add) {
     const i32 i = (blockIdx.x * blockDim.x + threadIdx.x) * 4, n = (columns + 15) / 16;
     const u64 t = blockIdx.y;
     if (i >= columns) return;
@@ -140,11 +143,14 @@ KERNEL fold_ranks(const u16* y, const i8* exponents, const float* weights, float
     }
     float* const to = x + t * (u32)D + first + i;
     if (D % 4 == 0) {
-        float4 old = *(const float4*)to;
-        old.x += r[0], old.y += r[1], old.z += r[2], old.w += r[3];
-        *(float4*)to = old;
+        float4 sum = make_float4(r[0], r[1], r[2], r[3]);
+        if (add) {
+            const float4 old = *(const float4*)to;
+            sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
+        }
+        *(float4*)to = sum;
     } else {
         for (i32 e = 0; e < 4; ++e)
-            if (i + e < columns) to[e] += r[e];
+            if (i + e < columns) to[e] = add ? to[e] + r[e] : r[e];
     }
 }

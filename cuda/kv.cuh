@@ -1,23 +1,27 @@
 // The paged KV cache: a block of 64 positions of one kv head as a tile in shared memory, and its tensor core fragments.
 //
-// -DHEAD_DIM=128 (a multiple of 8, at most 256) and -DKV_Q8_0=0 or 1 (q8_0 needs a multiple of 32). The cache is
-// [n_slots, K, HEAD_DIM], halves or bytes, with half scales [n_slots, K, HEAD_DIM / 32] for q8_0; the slot of a
-// position is table[position / 64] * 64 + position % 64. Arrays are aligned to 16 bytes. Twin: KVLayer of
-// engine/ops/__init__.py.
+// -DHEAD_DIM=128 (a multiple of 8, at most 256; or 384 or 512) and -DKV_Q8_0=0 or 1 (q8_0 needs a multiple of 32). The
+// cache is [n_slots, K, HEAD_DIM], halves or bytes, with half scales [n_slots, K, HEAD_DIM / 32] for q8_0; the slot of
+// a position is table[position / 64] * 64 + position % 64. Arrays are aligned to 16 bytes. A tile is a block, or with
+// -DTILE=32 or 16 a half or a quarter of one. Twin: KVLayer of engine/ops/__init__.py.
 #pragma once
 
 #include "ptx.cuh"
 
-constexpr i32 KV_BLOCK = 64;
+#ifndef TILE
+#define TILE 64
+#endif
+
+constexpr i32 KV_BLOCK = 64, KV_TILE = TILE; // positions
 constexpr i32 KV_ROW_BYTES = HEAD_DIM * (KV_Q8_0 ? 1 : 2);
 // A row of a tile: whole matrix loads (32 halves, or 64 bytes), and 16 bytes more, so that rows start in other banks.
 constexpr i32 KV_STRIDE = (KV_ROW_BYTES + 63) / 64 * 64 + 16;
 constexpr i32 KV_SCALES = KV_Q8_0 ? HEAD_DIM / 32 : 0; // of a row
 constexpr i32 KV_SCALE_WORDS = (KV_SCALES + 1) / 2;
-constexpr i32 KV_TILE_BYTES = KV_BLOCK * KV_STRIDE; // multiples of 16
-constexpr i32 KV_TILE_SCALE_BYTES = KV_BLOCK * KV_SCALE_WORDS * 4;
+constexpr i32 KV_TILE_BYTES = KV_TILE * KV_STRIDE; // multiples of 16
+constexpr i32 KV_TILE_SCALE_BYTES = KV_TILE * KV_SCALE_WORDS * 4;
 
-// A block in shared memory.
+// A tile in shared memory.
 struct KvTiles {
     u8 *k, *v, *k_scale, *v_scale;
 };
@@ -26,16 +30,16 @@ DEVICE KvTiles kv_tiles(u8* slot) {
     return {slot, slot + KV_TILE_BYTES, slot + 2 * KV_TILE_BYTES, slot + 2 * KV_TILE_BYTES + KV_TILE_SCALE_BYTES};
 }
 
-// Start copying the 16 positions of a block from `first` on, of those the ones in [from, to); from `valid` on they
-// become zeros. Scales, which pass through L1, where they would go stale, come all at once if `with_scales`. By
-// n_threads threads, of which this one is `thread`. The caller commits.
-template <i32 n_threads>
+// Start copying the 16 positions from `first` on of the tile that begins at a slot, of those the ones in [from, to);
+// from `valid` on, and if `windowed` before `lowest`, they become zeros. Scales, which pass through L1, where they would
+// go stale, come all at once if `with_scales`. By n_threads threads, of which this one is `thread`. The caller commits.
+template <i32 n_threads, bool windowed>
 DEVICE void copy_kv_rows(const KvTiles& tiles, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale,
-                         i32 block, i32 first, i32 from, i32 to, bool with_scales, i32 valid, i32 head, i32 n_head_kv,
-                         i32 thread) {
+                         i64 slot, i32 first, i32 from, i32 to, bool with_scales, i32 lowest, i32 valid, i32 head,
+                         i32 n_head_kv, i32 thread) {
     constexpr i32 PIECES = KV_ROW_BYTES / 16, COPIES = 16 * PIECES;
     constexpr bool ALIKE = n_threads % PIECES == 0; // a thread's copies are of one piece of several rows
-    const i64 row0 = (i64)block * KV_BLOCK * n_head_kv + head;
+    const i64 row0 = slot * n_head_kv + head;
     const i32 row_bytes = n_head_kv * KV_ROW_BYTES;
     const i64 offset0 = row0 * KV_ROW_BYTES + (first + thread / PIECES) * row_bytes + thread % PIECES * 16;
     const u8 *k_source = k + offset0, *v_source = v + offset0;
@@ -50,8 +54,9 @@ DEVICE void copy_kv_rows(const KvTiles& tiles, const u8* k, const u8* v, const u
             k_source = k + offset, v_source = v + offset;
         }
         if ((COPIES % n_threads == 0 || i < COPIES) && (u32)(position - from) < n_wanted) {
-            copy16_async_if(tiles.k + target, k_source, position < valid);
-            copy16_async_if(tiles.v + target, v_source, position < valid);
+            const bool real = position < valid && (!windowed || position >= lowest);
+            copy16_async_if(tiles.k + target, k_source, real);
+            copy16_async_if(tiles.v + target, v_source, real);
         }
         k_source += n_threads / PIECES * row_bytes, v_source += n_threads / PIECES * row_bytes;
     }
@@ -64,8 +69,9 @@ DEVICE void copy_kv_rows(const KvTiles& tiles, const u8* k, const u8* v, const u
         const i64 at = (row0 + (i64)position * n_head_kv) * KV_SCALES / 2 + word;
         const i32 target = (position * KV_SCALE_WORDS + word) * 4;
         if ((WORDS % n_threads == 0 || i < WORDS) && with_scales) {
-            copy4_async_if(tiles.k_scale + target, (const u32*)k_scale + at, position < valid);
-            copy4_async_if(tiles.v_scale + target, (const u32*)v_scale + at, position < valid);
+            const bool real = position < valid && (!windowed || position >= lowest);
+            copy4_async_if(tiles.k_scale + target, (const u32*)k_scale + at, real);
+            copy4_async_if(tiles.v_scale + target, (const u32*)v_scale + at, real);
         }
     }
 #endif
@@ -75,13 +81,13 @@ DEVICE void copy_kv_rows(const KvTiles& tiles, const u8* k, const u8* v, const u
 template <i32 n_threads>
 DEVICE void zero_kv_padding(u8* tile) {
     constexpr i32 PIECES = KV_STRIDE / 16 - KV_ROW_BYTES / 16;
-    for (i32 i = threadIdx.x; i < KV_BLOCK * PIECES; i += n_threads)
+    for (i32 i = threadIdx.x; i < KV_TILE * PIECES; i += n_threads)
         *(uint4*)(tile + i / PIECES * KV_STRIDE + KV_ROW_BYTES + i % PIECES * 16) = uint4{0, 0, 0, 0};
 }
 
 // The scale of 32 dimensions of a position. Read by words: neighboring scales are then one access.
 DEVICE u16 kv_scale_bits(const u8* tile_scales, i32 position, i32 part, i32 head, i32 n_head_kv) {
-    const i32 i = part + (KV_SCALES % 2 ? (position * n_head_kv + head) % 2 : 0); // KV_BLOCK rows are an even number
+    const i32 i = part + (KV_SCALES % 2 ? (position * n_head_kv + head) % 2 : 0); // KV_TILE rows are an even number
     return (u16)(((const u32*)tile_scales)[position * KV_SCALE_WORDS + i / 2] >> i % 2 * 16);
 }
 

@@ -1,7 +1,8 @@
-// Matrix products with at most three matrices that share their input. Twin: product (also rms_norm before it).
+// Matrix products with at most four matrices that share their input. Twin: product (also rms_norm before it).
 //
-// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1. Types TYPE0, TYPE1, TYPE2 are all block
-// formats or all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any
+// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with SCALED = 1, row t is multiplied by
+// row_scale[t], and with CAPPED = 1 each element becomes cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2
+// and, of a fourth matrix, TYPE3 are all block formats or all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any
 // type, which is quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights
 // arrive, so few large ones are best.
 //
@@ -12,15 +13,30 @@
 // least ROWS rows of the widest type and 32. Rows of floats are 16-byte aligned where they are normed or quantized.
 #include "rows.cuh"
 
+#ifndef SCALED
+#define SCALED 0
+#endif
+#ifndef CAPPED
+#define CAPPED 0
+#endif
+
 constexpr bool FLOATS = is_float(TYPE0);
 constexpr bool LOCAL = TOKENS == 1 || (SHARED && !FLOATS); // the input is in shared memory
-constexpr bool FIRST = TYPE0 == Q6_K || TYPE1 == Q6_K || TYPE2 == Q6_K;
+#ifdef TYPE3
+#define FOUR
+#define OF_FOURTH const u8 *w3, i32 n3, float *y3,
+#else
+#define OF_FOURTH
+#define TYPE3 TYPE2
+#endif
+constexpr bool FIRST = TYPE0 == Q6_K || TYPE1 == Q6_K || TYPE2 == Q6_K || TYPE3 == Q6_K;
 
 constexpr i32 BYTES0 = row_bytes_of(TYPE0, COLS), BYTES1 = row_bytes_of(TYPE1, COLS);
-constexpr i32 BYTES2 = row_bytes_of(TYPE2, COLS);
-constexpr i32 WIDER = BYTES0 > BYTES1 ? BYTES0 : BYTES1, MOST = ROWS * (WIDER > BYTES2 ? WIDER : BYTES2);
+constexpr i32 BYTES2 = row_bytes_of(TYPE2, COLS), BYTES3 = row_bytes_of(TYPE3, COLS);
+DEVICE constexpr i32 larger(i32 a, i32 b) { return a > b ? a : b; }
+constexpr i32 MOST = ROWS * larger(larger(BYTES0, BYTES1), larger(BYTES2, BYTES3));
 
-constexpr i32 SKEWED = BYTES0 % 16 || BYTES1 % 16 || BYTES2 % 16; // 0: all rows are 16-byte aligned
+constexpr i32 SKEWED = BYTES0 % 16 || BYTES1 % 16 || BYTES2 % 16 || BYTES3 % 16; // 0: all rows are 16-byte aligned
 
 // Rows row0 .. row0 + rows (at most 0: none) of a matrix of n.
 struct Unit {
@@ -37,12 +53,17 @@ DEVICE void issue(u8* stage, const Unit& unit) {
 
 KERNEL __launch_bounds__(WARPS * WARP)
     product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
-            const float* x, const i8* q, const float* d, const i32* sums, const float* norm, float eps, i32 n_tokens,
-            i32 add, i32 stage_bytes) {
+            OF_FOURTH const float* x, const i8* q, const float* d, const i32* sums, const float* norm, float eps, i32 n_tokens,
+            i32 add, const float* row_scale, float cap, i32 stage_bytes) {
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 units0 = (n0 + ROWS - 1) / ROWS, units1 = (n1 + ROWS - 1) / ROWS, units2 = (n2 + ROWS - 1) / ROWS;
-    const i32 n_units = units0 + units1 + units2, step = gridDim.x * WARPS;
+#ifdef FOUR
+    const i32 units3 = (n3 + ROWS - 1) / ROWS;
+#else
+    const i32 units3 = 0;
+#endif
+    const i32 n_units = units0 + units1 + units2 + units3, step = gridDim.x * WARPS;
     auto unit_of = [&](i32 u) -> Unit {
         if (u < units0)
             return {w0, y0, 0, u * ROWS, min(ROWS, n0 - u * ROWS), n0, BYTES0};
@@ -50,6 +71,12 @@ KERNEL __launch_bounds__(WARPS * WARP)
         if (u < units1)
             return {w1, y1, 1, u * ROWS, min(ROWS, n1 - u * ROWS), n1, BYTES1};
         u -= units1;
+#ifdef FOUR
+        if (u >= units2) {
+            u -= units2;
+            return {w3, y3, 3, u * ROWS, u < units3 ? min(ROWS, n3 - u * ROWS) : 0, n3, BYTES3};
+        }
+#endif
         return {w2, y2, 2, u * ROWS, u < units2 ? min(ROWS, n2 - u * ROWS) : 0, n2, BYTES2};
     };
 
@@ -136,6 +163,7 @@ KERNEL __launch_bounds__(WARPS * WARP)
             const bool valid = lane % EACH == 0 && row < unit.rows && t < end;
             float* const y = unit.y + (i64)t * unit.n + unit.row0 + row;
             const float old = add && valid ? *y : 0.0f;
+            const float of_row = SCALED && valid ? row_scale[t] : 1.0f;
             if (first == begin)
                 stage_wait<STAGES - 1>();
             float acc[N] = {};
@@ -143,17 +171,23 @@ KERNEL __launch_bounds__(WARPS * WARP)
 #pragma unroll
             for (i32 j = 0; j < TOKENS; j++)
                 token[j] = first + j;
-            if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2) {
+            if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
                 multiply<TYPE0, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
             } else {
                 if (unit.matrix == 0)
                     multiply<TYPE0, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
                 else if (unit.matrix == 1)
                     multiply<TYPE1, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
-                else
+                else if (TYPE2 == TYPE3 || unit.matrix == 2)
                     multiply<TYPE2, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+                else
+                    multiply<TYPE3, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
             }
-            const float sum = fold_rows(acc);
+            float sum = fold_rows(acc);
+            if (SCALED)
+                sum = of_row * sum;
+            if (CAPPED)
+                sum = softcap(sum, cap);
             if (valid)
                 *y = add ? old + sum : sum;
         }

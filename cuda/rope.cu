@@ -1,9 +1,10 @@
 // Norm of each query and key head, rotation, and the keys and values into the cache. Twins: `attention_input` after its
 // products, `_rotate` and `_store` of engine/ops/reference.py, bit for bit.
 //
-// -DHEAD_DIM=128 (any, to 256), -DKV_Q8_0=0 or 1 (1 needs a multiple of 32). A warp a head: grid
-// (ceil((H + 2 K) / 4), T), blocks of 128 threads. q_raw [T, H, HEAD_DIM], k_raw and v_raw [T, K, HEAD_DIM], q
-// [T, H, HEAD_DIM] float; q_norm, k_norm [HEAD_DIM] or null; rope [n_pos, 2, half], half up to HEAD_DIM / 2; k, v
+// -DHEAD_DIM=128 (any, to 512), -DKV_Q8_0=0 or 1 (1 needs a multiple of 32). A warp a head: grid
+// (ceil((H + 2 K) / 4), T), blocks of 128 threads. q_raw [T, H, HEAD_DIM], k_raw and v_raw [T, K, HEAD_DIM] (may be the
+// same; with K = 0 only queries), q [T, H, HEAD_DIM] float; q_norm, k_norm, v_norm [HEAD_DIM] or null; rope
+// [n_pos, 2, half], half up to HEAD_DIM / 2; k, v
 // [n_slots, K, HEAD_DIM] halves or bytes, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves for q8_0. Elements are
 // aligned to their own size. A token whose slot is negative stores nothing. May overlap the kernel ahead of it, which
 // writes the raw heads and neither positions nor slots.
@@ -34,8 +35,8 @@ DEVICE void store_head(const float (&x)[PER_LANE], i64 row, u16* cache, u16* sca
 
 KERNEL __launch_bounds__(HEADS* WARP)
 attention_input(const float* q_raw, const float* k_raw, const float* v_raw, const float* q_norm, const float* k_norm,
-                float eps, const float* rope, i32 half, const i32* positions, const i32* slots, i32 H, i32 K, float* q,
-                u16* k, u16* v, u16* k_scale, u16* v_scale) {
+                const float* v_norm, float eps, const float* rope, i32 half, const i32* positions, const i32* slots,
+                i32 H, i32 K, float* q, u16* k, u16* v, u16* k_scale, u16* v_scale) {
     dependency_release();
     __shared__ float heads[HEADS][HEAD_DIM];
     const i32 lane = threadIdx.x % WARP, head = blockIdx.x * HEADS + threadIdx.x / WARP;
@@ -46,11 +47,22 @@ attention_input(const float* q_raw, const float* k_raw, const float* v_raw, cons
     const float* const from = is_query ? q_raw + (t * H + head) * HEAD_DIM
                               : is_key ? k_raw + (t * K + head - H) * HEAD_DIM
                                        : v_raw + (t * K + head - H - K) * HEAD_DIM;
-    const i32 slot = slots[t], position = positions[t];
+    const i32 slot = K ? slots[t] : -1, position = positions[t];
     float x[PER_LANE];
+    const auto normalize = [&](const float (&weight)[PER_LANE]) {
+        float acc = 0.0f; // dot32(x, x)
+        FOR_ELEMENTS(j, i) acc = __fmaf_rn(x[j], x[j], acc);
+        const float scale = norm_scale(fold(acc), HEAD_DIM, eps);
+        FOR_ELEMENTS(j, i) x[j] = (x[j] * scale) * weight[j];
+    };
     if (!is_query && !is_key) {
+        float weight[PER_LANE];
+        if (v_norm)
+            FOR_ELEMENTS(j, i) weight[j] = v_norm[i];
         dependency_wait();
         FOR_ELEMENTS(j, i) x[j] = from[i];
+        if (v_norm)
+            normalize(weight);
         if (slot >= 0)
             store_head(x, (i64)slot * K + head - H - K, v, v_scale);
         return;
@@ -69,12 +81,8 @@ attention_input(const float* q_raw, const float* k_raw, const float* v_raw, cons
         }
     dependency_wait();
     FOR_ELEMENTS(j, i) x[j] = from[i];
-    if (norm) {
-        float acc = 0.0f; // dot32(x, x)
-        FOR_ELEMENTS(j, i) acc = __fmaf_rn(x[j], x[j], acc);
-        const float scale = norm_scale(fold(acc), HEAD_DIM, eps);
-        FOR_ELEMENTS(j, i) x[j] = (x[j] * scale) * weight[j];
-    }
+    if (norm)
+        normalize(weight);
     float* const exchange = heads[threadIdx.x / WARP];
     FOR_ELEMENTS(j, i) exchange[i] = x[j];
     __syncwarp();

@@ -2,6 +2,8 @@
 // and `advance` of engine/policy.py; the decisions are those of docs/residency.md, bit for bit.
 //
 // -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |score| < 2^53.
+// -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
+// -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
 // route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A): choice, tables, active table.
 // choose        any T. A warp a row, blocks of 256 threads.
@@ -21,6 +23,16 @@
 #define NO_VICTIM 0x7fffffffffffffffll
 #define EMPTY_SCORE ((i64)0x8000000000000000ull)
 #define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
+#define LEAST_SUM 6.1e-5f // of sigmoids that are renormalized
+#ifndef SIGMOID
+#define SIGMOID 0
+#endif
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef SCALED
+#define SCALED 0
+#endif
 
 // --- the choice -------------------------------------------------------------------------------------
 
@@ -98,21 +110,53 @@ struct Queue {
     }
 };
 
-// One row by one warp: lane a < USED gets the expert of rank a and its weight. picked [USED]: shared memory of the warp.
-DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], bool renormalize, const i32* imposed, int lane,
-                       i32* picked, i32& expert, float& weight) {
-    u32 order[PER_LANE], mine = 0; // of this lane's logits; of the logit of rank `lane`
-    float top;
+// How scores become weights.
+struct Weighing {
+    int renormalize;
+    float scale;
+    const float* expert_scale; // [EXPERTS] or null
+};
+
+DEVICE float largest_of(const u32 (&order)[PER_LANE]) {
+    u32 best = 0;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+        best = max(best, order[j]);
+    best = __reduce_max_sync(FULL_WARP, best);
+    return best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+}
+
+// sum32 over all experts: term i belongs to lane i mod 32.
+DEVICE float sum_of_all(const float* logits, float top, int lane) {
+    float total = 0.0f;
+#pragma unroll 1
+    for (int e = lane; e < EXPERTS; e += WARP)
+        total = total + exponential(logits[e] - top);
+    return fold(total);
+}
+
+// One row by one warp: lane a < USED gets the expert of rank a and its weight. x, bias: load_row's. picked [USED]:
+// shared memory of the warp.
+DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE],
+                       const Weighing& rule, const i32* imposed, int lane, i32* picked, i32& expert, float& weight) {
+    u32 order[PER_LANE], mine = 0; // of what this lane's experts are chosen by; of the one of rank `lane`
+    float top = 0.0f, of_all = 0.0f;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
         order[j] = lane * PER_LANE + j < EXPERTS ? order_of(x[j]) : 0;
-    if (imposed) {
-        u32 best = 0;
+    if constexpr (BIAS && !SIGMOID) {
+        top = largest_of(order);
+        of_all = sum_of_all(logits, top, lane);
+    }
+    if constexpr (BIAS || SIGMOID)
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++)
-            best = max(best, order[j]);
-        best = __reduce_max_sync(FULL_WARP, best);
-        top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+        for (int j = 0; j < PER_LANE; j++) {
+            const float score = SIGMOID ? sigmoid(x[j]) : exponential(x[j] - top) / of_all;
+            order[j] = lane * PER_LANE + j < EXPERTS ? order_of(BIAS ? score + bias[j] : score) : 0;
+        }
+    if (imposed) {
+        if constexpr (!BIAS && !SIGMOID)
+            top = largest_of(order);
         expert = imposed[lane < USED ? lane : 0];
         mine = order_of(logits[expert]);
         if (lane < USED)
@@ -132,36 +176,43 @@ DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], bool ren
         }
         __syncwarp();
         expert = picked[lane < USED ? lane : 0];
-        const u32 best = __shfl_sync(FULL_WARP, mine, 0);
-        top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+        if constexpr (!BIAS && !SIGMOID) {
+            const u32 best = __shfl_sync(FULL_WARP, mine, 0);
+            top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+        }
     }
-    const float p = exponential(value_of(mine) - top);
-    float total;
-    if (renormalize) {
-        total = __shfl_sync(FULL_WARP, p, 0);
+    const float logit = BIAS || SIGMOID ? logits[expert] : value_of(mine);
+    const float p = SIGMOID ? sigmoid(logit) : exponential(logit - top);
+    weight = p;
+    if (rule.renormalize) {
+        float total = __shfl_sync(FULL_WARP, p, 0);
 #pragma unroll
         for (int a = 1; a < USED; a++)
             total = total + __shfl_sync(FULL_WARP, p, a);
-    } else { // sum32 over all experts: term i belongs to lane i mod 32
-        total = 0.0f;
-#pragma unroll 1
-        for (int e = lane; e < EXPERTS; e += WARP)
-            total = total + exponential(logits[e] - top);
-        total = fold(total);
+        weight = __fdiv_rn(p, SIGMOID && total < LEAST_SUM ? LEAST_SUM : total);
+    } else if constexpr (!SIGMOID) {
+        weight = __fdiv_rn(p, BIAS ? of_all : sum_of_all(logits, top, lane));
     }
-    weight = __fdiv_rn(p, total);
+    if constexpr (SCALED) {
+        weight = weight * rule.scale;
+        if (rule.expert_scale)
+            weight = weight * rule.expert_scale[expert];
+    }
 }
 
-KERNEL choose(const float* logits, int T, int renormalize, const i32* imposed, i32* experts, float* weights) {
+KERNEL choose(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
+              const i32* imposed, i32* experts, float* weights) {
     __shared__ i32 picked[CHOOSE_WARPS][USED];
     const int lane = threadIdx.x % WARP, t = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
     if (t >= T)
         return;
-    float x[PER_LANE], weight;
+    float x[PER_LANE], biases[PER_LANE], weight;
     i32 expert;
     load_row(logits + t * EXPERTS, lane, x);
-    choose_row(logits + t * EXPERTS, x, renormalize, imposed ? imposed + t * USED : nullptr, lane,
-               picked[threadIdx.x / WARP], expert, weight);
+    if (BIAS)
+        load_row(bias, lane, biases);
+    choose_row(logits + t * EXPERTS, x, biases, {renormalize, scale, expert_scale},
+               imposed ? imposed + t * USED : nullptr, lane, picked[threadIdx.x / WARP], expert, weight);
     if (lane < USED) {
         experts[t * USED + lane] = expert;
         weights[t * USED + lane] = weight;
@@ -366,11 +417,12 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     }
 }
 
-KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, const u8* counted, const i32* active_step,
-             int layer, i64 gain, i64 cap, const i32* slot_begin, i32* slot_of, i32* expert_of, i64* score,
-             const u8* pinned, i64* clock, i64* counts, i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr,
-             const u64* slot_ptr, i32* experts, float* weights, i32* fetch_rows, i32* fetch_count, u64* active,
-             i32* n_active, i32* pairs, u64 bypass, i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places) {
+KERNEL route(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
+             const i32* imposed, const u8* counted, const i32* active_step, int layer, i64 gain, i64 cap,
+             const i32* slot_begin, i32* slot_of, i32* expert_of, i64* score, const u8* pinned, i64* clock, i64* counts,
+             i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* experts,
+             float* weights, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, u64 bypass,
+             i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places) {
     __shared__ Step step;
     const int i = threadIdx.x, lane = i % WARP, warp = i / WARP, n_warps = blockDim.x / WARP;
     const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
@@ -384,10 +436,12 @@ KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, co
     const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
     const u8 counts_row = warp < T ? counted[warp] : 0;
     const OwnSlot own = load_slot(s, begin, end);
+    float x[PER_LANE], biases[PER_LANE];
+    if (BIAS)
+        load_row(bias, lane, biases);
     clear(step);
     __syncthreads();
     dependency_wait();
-    float x[PER_LANE];
     if (warp < T)
         load_row(logits + warp * EXPERTS, lane, x);
     if (!is_active) { // nothing moves, and neither the expert FFN nor a copy finds work of the step before
@@ -400,8 +454,8 @@ KERNEL route(const float* logits, int T, int renormalize, const i32* imposed, co
         i32 expert;
         if (t != warp)
             load_row(logits + t * EXPERTS, lane, x);
-        choose_row(logits + t * EXPERTS, x, renormalize, imposed ? imposed + t * USED : nullptr, lane,
-                   step.chosen + t * USED, expert, weight);
+        choose_row(logits + t * EXPERTS, x, biases, {renormalize, scale, expert_scale},
+                   imposed ? imposed + t * USED : nullptr, lane, step.chosen + t * USED, expert, weight);
         const u32 counts_here = (t == warp ? counts_row : counted[t]) != 0;
         if (lane < USED) {
             const int pair = t * USED + lane;

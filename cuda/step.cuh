@@ -21,21 +21,28 @@ enum Status { RUNNING, STOPPED, LENGTH, FAILED };
 #define HISTORY_TOKENS 256
 #define KV_BLOCK_TOKENS 64
 #define STEP_PARAMETERS                                                                                              \
-    i32 *control, i32 *history, const i32 *stop, const i32 *block_table, i32 *tokens, i32 *positions, i32 *slots,   \
-        u64 *ring, int ring_size
-#define STEP_ARGUMENTS control, history, stop, block_table, tokens, positions, slots, ring, ring_size
+    i32 *control, i32 *history, const i32 *stop, const i32 *block_tables, int table_stride, int n_groups,            \
+        i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u64 *ring, int ring_size
+#define STEP_ARGUMENTS                                                                                               \
+    control, history, stop, block_tables, table_stride, n_groups, tokens, positions, slots, slot_stride, ring, ring_size
 
-// The whole block ends the step with a token, or with -1 where logits were not finite.
+// The whole block ends the step with a token, or with -1 where logits were not finite. KV group g has the block table
+// at block_tables + g * table_stride and the slot of the token at slots + g * slot_stride.
 DEVICE void finish_step(i32 token, STEP_PARAMETERS) {
     const i32 position = control[POSITION], left = control[N_LEFT], step = control[STEP] + 1;
-    const i32 block = threadIdx.x == 0 && left > 1 ? block_table[position / KV_BLOCK_TOKENS] : 0;
+    const int group = threadIdx.x;
+    const bool follows = group < n_groups && left > 1;
+    const i32 block = follows ? block_tables[group * table_stride + position / KV_BLOCK_TOKENS] : 0;
     bool stops = false;
     for (int i = threadIdx.x; i < control[N_STOP]; i += blockDim.x)
         stops |= stop[i] == token;
     stops = __syncthreads_or(stops);
+    const u32 status = token < 0 ? FAILED : stops ? STOPPED : left <= 1 ? LENGTH : RUNNING;
+    const u32 epoch = (u32)control[EPOCH] & 511;
+    if (group < n_groups) // a slot of -1 stores no keys
+        slots[group * slot_stride] = status == RUNNING ? block * KV_BLOCK_TOKENS + position % KV_BLOCK_TOKENS : -1;
     if (threadIdx.x)
         return;
-    const u32 status = token < 0 ? FAILED : stops ? STOPPED : left <= 1 ? LENGTH : RUNNING;
     control[STEP] = step;
     if (status == RUNNING || status == LENGTH) {
         history[position % HISTORY_TOKENS] = token;
@@ -45,11 +52,9 @@ DEVICE void finish_step(i32 token, STEP_PARAMETERS) {
     if (status == RUNNING) {
         tokens[0] = token;
         positions[0] = position;
-        slots[0] = block * KV_BLOCK_TOKENS + position % KV_BLOCK_TOKENS;
     } else {
-        slots[0] = -1; // stores no keys
         control[ACTIVE] = 0;
     }
     store_system(ring + (step - 1) % ring_size,
-                 (u64)step << 43 | (u64)(control[EPOCH] & 511) << 34 | (u64)status << 32 | (u32)token);
+                 (u64)step << 43 | (u64)epoch << 34 | (u64)status << 32 | (u32)token);
 }

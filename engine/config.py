@@ -35,6 +35,9 @@ class EngineConfig:
     poison: fill evicted slots with NaN (tests of the exactness invariant).
     replay: expert choices (.npy, integers [n_tokens, L, A]) that decoded tokens take in place of the router's, one
         after the other and then from the first again: benchmarks at a chosen miss rate.
+    prefix_gib: GiB of host memory for prefixes that may come again; 0: what the KV cache itself keeps of them, no more.
+    cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.
+    cache_dir_gib: GiB of files in that folder.
     plan_only: say what memory it would take, and end; no weights are read.
     """
 
@@ -51,4 +54,7 @@ class EngineConfig:
     threads: int | None = None
     poison: bool = False
     replay: Path | None = None
+    prefix_gib: float = 2.0
+    cache_dir: Path | None = None
+    cache_dir_gib: float = 32.0
     plan_only: bool = False

@@ -309,12 +309,19 @@ def _at_least(low: int) -> Callable[[str], int]:
     return read
 
 
-def _gib(value: str) -> float:
+def _gib_or_zero(value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not 0.0 < number < 1e6:
+    if not 0.0 <= number < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number of GiB, found {value!r}")
+    return number
+
+
+def _gib(value: str) -> float:
+    number = _gib_or_zero(value)
+    if not number:
         raise argparse.ArgumentTypeError(f"expected a number of GiB above 0, found {value!r}")
     return number
 
@@ -354,6 +361,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add("--threads", type=_at_least(1), help="CPU threads (default: one a physical core)")
     add("--replay", type=Path, help="expert choices to impose on decoded tokens (benchmarks)")
+    add("--prefix-gib", type=_gib_or_zero, help="GiB of host memory for prefixes that may come again (default: 2)")
+    add("--cache-dir", type=Path, help="folder that keeps prefixes from one start to the next (default: none)")
+    add("--cache-dir-gib", type=_gib, help="GiB of files in that folder (default: 32)")
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
     add("--plan-only", action="store_true", help="write one event, the memory plan, and end")
     parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)[1:]})

@@ -6,19 +6,19 @@ device clears its own active flag, so whatever is still enqueued moves no state.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Generator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import NumericalError
 from engine.forward import Forward
 from engine.kv import Sequence, block_table
 from engine.models import Step
-from engine.ops import I32, KV_BLOCK_TOKENS
+from engine.ops import I32
 from engine.ops.cuda.device import Array, Graph
-from engine.ops.cuda.sampling import Sampler
+from engine.ops.cuda.sampling import FAILED, Sampler
 from engine.residency import Residency
 from engine.sampling import SamplingParams
 
@@ -42,11 +42,8 @@ class Graphs:
         self._steps: dict[int, Graph] = {}
 
     def _inputs(self, T: int) -> Step:
-        i = self.forward.inputs
-        return dataclasses.replace(
-            i, tokens=i.tokens[:T], positions=i.positions[:T], sequence=i.sequence[:T], slots=i.slots[:T],
-            counted=i.counted[:T], rows=i.rows[:T],
-        )  # fmt: skip
+        f = self.forward
+        return f.inputs_of(T, f.limits.max_sequences, T)
 
     def step(self, T: int) -> None:
         """Enqueue a step of T tokens, one of GRAPH_TOKENS, on what `Forward.feed` wrote; all rows get logits."""
@@ -72,7 +69,8 @@ class Graphs:
         return self._decode[greedy]
 
     def _sample(self, step: Step, logits: Array, greedy: bool) -> None:
-        self.sampler.step(logits, step.tokens, step.positions, step.slots, step.block_table[:1], greedy)
+        f = self.forward
+        self.sampler.step(logits, step.tokens, step.positions, f.slots, f.block_tables, greedy)
 
     def decode(
         self, sequence: Sequence, history: list[int], row: int, params: SamplingParams, stop: frozenset[int],
@@ -85,18 +83,17 @@ class Graphs:
         f, greedy, start = self.forward, params.temperature <= 0, len(history)
         graph = self._decode_step(greedy)
         self._reserve(sequence, start + 1)
+        nothing = np.zeros(1, np.int32)
         f.feed(
-            tokens=np.zeros(1, np.int32), positions=np.full(1, start - 1, np.int32), sequence=np.zeros(1, np.int32),
-            slots=np.full(1, -1, np.int32), block_table=self._table(sequence), counted=np.ones(1, np.uint8),
-            rows=np.zeros(1, np.int32),
+            Step(
+                tokens=nothing, positions=np.full(1, start - 1, np.int32), sequence=nothing,
+                slots=tuple(np.full(1, -1, np.int32) for _ in f.kv.groups), block_table=self._tables(sequence),
+                states=np.array([sequence.next_states(keep=False)], np.int32), counted=np.ones(1, np.uint8),
+                rows=nothing,
+            )
         )  # fmt: skip
         self.sampler.prepare(params, history, start, stop, limit)
-        logits = f.buffers.logits[:1]
-        if row:  # the sampler reads a row at the beginning of aligned memory
-            self.device.copy(
-                self.device.pointer(logits), self.device.pointer(f.buffers.logits[row : row + 1]), logits.nbytes
-            )
-        self._sample(self._inputs(1), logits, greedy)
+        self._sample(self._inputs(1), self._logits(row), greedy)
         made, enqueued, heard = 0, 1, time.monotonic()
         while True:
             while enqueued < min(limit, made + 1 + AHEAD_STEPS):
@@ -111,10 +108,7 @@ class Graphs:
                 sequence.length = start + made - 1
                 yield news.tokens
             if news.error:
-                raise NumericalError(
-                    "the logits of a step are not finite",
-                    hint="the model file may be damaged; compare its checksum with the publisher's",
-                )
+                raise _not_finite()
             if news.stopped:
                 sequence.length = start + made  # all of them were fed, and the stop token was not
                 return "stop"
@@ -126,12 +120,43 @@ class Graphs:
                     heard = time.monotonic()
                 time.sleep(_POLL_S)
 
-    def _table(self, sequence: Sequence) -> I32:
-        return block_table([sequence], self.forward.inputs.block_table.shape[1])
+    def draw(self, history: list[int], row: int, params: SamplingParams, allowed: NDArray[np.uint32]) -> int:
+        """Draw the token after `history` among those allowed, from row `row` of the last step's logits; waits for it.
+
+        allowed: as in `engine.sampling.sample`.
+        """
+        self.sampler.prepare(params, history, len(history), (), 1, allowed)
+        self._sample(self._inputs(1), self._logits(row), params.temperature <= 0)
+        self.device.synchronize()
+        drawn = self.sampler.drawn(1)
+        assert drawn is not None
+        if drawn.status == FAILED:
+            raise _not_finite()
+        return drawn.token
+
+    def _logits(self, row: int) -> Array:
+        """Row `row` of the last step's, at the beginning of aligned memory, where the sampler reads it."""
+        logits = self.forward.buffers.logits
+        if row:
+            self.device.copy(
+                self.device.pointer(logits[:1]), self.device.pointer(logits[row : row + 1]), logits[:1].nbytes
+            )
+        return logits[:1]
+
+    def _tables(self, sequence: Sequence) -> tuple[I32, ...]:
+        return tuple(block_table([sequence], g, self.forward.table_width) for g in range(len(sequence.groups)))
 
     def _reserve(self, sequence: Sequence, n_positions: int) -> None:
         """Blocks for the first n_positions (of the context), told to the device when there are new ones."""
         n_positions = min(n_positions, self.forward.limits.n_ctx)
-        if len(sequence.blocks) * KV_BLOCK_TOKENS < n_positions:
+        if sequence.reserved_tokens < n_positions:
             sequence.reserve(n_positions - sequence.length)
-            self.device.write(self.forward.inputs.block_table[:1], self._table(sequence))
+            for table, host in zip(self.forward.inputs.block_table, self._tables(sequence), strict=True):
+                self.device.write(table[:1], host)
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError(
+        "the logits of a step are not finite",
+        hint="the model file may be damaged; compare its checksum with the publisher's",
+    )

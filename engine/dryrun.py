@@ -19,6 +19,7 @@ from engine.errors import CapacityError, UnsupportedModelError, UsageError
 from engine.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.gguf import open_model
 from engine.kv import KVCache
+from engine.models import Step
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
 from engine.ops.cuda.device import Module
@@ -77,9 +78,10 @@ def count(
 
     dense, kv = CountingDevice.like(device), CountingDevice.like(device)
     placed(weights, dense.upload)
-    KVCache(kv, config.n_layer, config.n_head_kv, config.head_dim, limits.n_ctx, kv_type)
+    KVCache(kv, config, limits.n_ctx, kv_type, limits.max_tokens, limits.max_sequences)
     ws = ops.workspace(limits, device)
-    ws.stream_experts(0, largest_parts(weights.experts))
+    if weights.experts:
+        ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type)
     sizes = [slot_bytes(e) for e in weights.experts]
     empty = placement.lru(config.n_expert, sizes, config.n_expert * sum(sizes))
@@ -87,7 +89,7 @@ def count(
     residency = Residency(weights.experts, empty, policy.LRU, device=device, tier=_NoTier())
     arena = -(-residency.arena_bytes // ALIGN_BYTES) * ALIGN_BYTES
     assert device.n_bytes - before >= arena
-    device.empty(max(max(e.part_bytes) for e in weights.experts), np.uint8)  # the passage of PageLockedTier
+    device.empty(max((max(e.part_bytes) for e in weights.experts), default=0), np.uint8)  # PageLockedTier's passage
     graphs = Graphs(forward, residency)
     if run:
         _run(forward, residency, graphs)
@@ -104,7 +106,7 @@ def _run(forward: Forward, residency: Residency, graphs: Any) -> None:
             graphs.step(n)
     i, logits = forward.inputs, forward.buffers.logits
     for greedy in (True, False):
-        graphs.sampler.step(logits[:1], i.tokens[:1], i.positions[:1], i.slots[:1], i.block_table[:1], greedy)
+        graphs.sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)
     lengths = {n for n in (1, 2, SMALL_TOKENS, *_LONG_STEPS, most) if n <= most}
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
@@ -112,11 +114,13 @@ def _run(forward: Forward, residency: Residency, graphs: Any) -> None:
 
 
 def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
-    width = forward.inputs.block_table.shape[1]
+    zeros, groups = np.zeros(n, np.int32), forward.kv.groups
     step = forward.feed(
-        tokens=np.zeros(n, np.int32), positions=np.arange(n, dtype=np.int32), sequence=np.zeros(n, np.int32),
-        slots=np.zeros(n, np.int32), block_table=np.zeros((1, width), np.int32), counted=np.ones(n, np.uint8),
-        rows=np.zeros(wanted, np.int32),
+        Step(
+            tokens=zeros, positions=np.arange(n, dtype=np.int32), sequence=zeros, slots=tuple(zeros for _ in groups),
+            block_table=tuple(np.zeros((1, forward.table_width), np.int32) for _ in groups),
+            states=np.zeros((1, 2), np.int32), counted=np.ones(n, np.uint8), rows=np.zeros(wanted, np.int32),
+        )
     )  # fmt: skip
     forward.run(step, residency)
 
@@ -237,19 +241,26 @@ def _asked_bytes(options: EngineConfig, experts: plan.Experts) -> int | None:
 
 def limits_of(config: Any, n_ctx: int, max_tokens: int) -> Limits:
     """Bounds of the steps of a model."""
+    w: models.Widths = config.widths
     return Limits(
         max_tokens=max_tokens,
         n_embd=config.n_embd,
-        n_head_dim=config.n_head * config.head_dim,
-        n_ff=config.n_ff_exp,
+        n_head_dim=w.n_head_dim,
+        n_ff=w.n_ff,
         n_vocab=config.n_vocab,
         n_expert=config.n_expert,
         n_expert_used=config.n_expert_used,
-        n_head=config.n_head,
-        n_head_kv=config.n_head_kv,
-        head_dim=config.head_dim,
+        n_head=w.n_head,
+        n_head_kv=w.n_head_kv,
+        head_dim=w.head_dim,
         n_ctx=n_ctx,
         max_rows=MAX_ROWS,
+        n_ff_exp=config.n_ff_exp,
+        n_mixed=w.n_mixed,
+        n_z=w.n_z,
+        n_head_v=w.n_head_v,
+        d_k=0 if config.delta is None else config.delta.d_k,
+        d_v=0 if config.delta is None else config.delta.d_v,
     )
 
 
@@ -305,7 +316,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "chunk_tokens": decision.limits.max_tokens,
         "kv_type": options.kv_type,
         "policy": options.policy,
-        "residency_pct": 100.0 * placed.bytes / made.experts_bytes,
+        "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
         "slots_per_layer": list(placed.slots_per_layer),
         "cache_slots": list(placed.cache_slots),
         "reasons": list(decision.reasons),

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from engine.config import KVType
 from engine.kv import KVCache
-from engine.models import Buffers, Step
-from engine.ops import F32, I32, U8, Fetches, Limits
-from engine.ops.reference import rope_table
+from engine.models import KEPT_TOKENS, Buffers, Step, Widths
+from engine.ops import F32, I32, Fetches, Limits
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
 
@@ -64,28 +63,40 @@ class Forward:
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
         self.weights = placed(weights, put or device.upload)
-        self.kv = KVCache(device, config.n_layer, config.n_head_kv, config.head_dim, kv_tokens, kv_type)
-        self.rope = device.upload(rope_table(limits.n_ctx, config.rope_dims, config.rope_base))
+        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.max_sequences)
+        self.ropes = tuple(device.upload(table) for table in arch.rope_tables(config, limits.n_ctx))
         self._hidden: F32 | None = None
         T, c = limits.max_tokens, config
         L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)
+        w: Widths = c.widths
+        n_delta = 0 if c.delta is None else len(c.delta.layers)
+        delta_width = w.n_mixed + 2 * w.n_head_v
         self.buffers = Buffers(
             x=device.empty((T, c.n_embd), np.float32),
             h=device.empty((T, c.n_embd), np.float32),
-            q=device.empty((T, c.n_head, c.head_dim), np.float32),
-            attended=device.empty((T, limits.n_head_dim), np.float32),
+            y=device.empty((T, c.n_embd), np.float32),
+            scratch_q=device.empty(T * w.n_head_dim, np.float32),
+            scratch_attended=device.empty(T * max(w.n_head_dim, w.n_z), np.float32),
+            scratch_gate=device.empty(T * w.n_gate, np.float32),
+            scratch_z=device.empty(T * w.n_z, np.float32),
+            scratch_delta=device.empty(max(T, n_delta * KEPT_TOKENS) * delta_width, np.float32),
             router=device.empty((T, c.n_expert), np.float32),
             experts=device.empty((L, T, c.n_expert_used), np.int32),
             weights=device.empty((L, T, c.n_expert_used), np.float32),
             logits=device.empty((limits.max_rows, c.n_vocab), np.float32),
             fetches=Fetches(device.empty((c.n_expert, 3), np.int32), device.empty(1, np.int32)),
         )
+        # One array for the slots of all groups, and one for their tables: sampling writes and reads them by stride.
+        G = len(self.kv.groups)
+        self.slots = device.empty((G, T), np.int32)
+        self.block_tables = device.empty((G, limits.max_sequences, n_blocks), np.int32)
         self.inputs = Step(
             tokens=device.empty(T, np.int32),
             positions=device.empty(T, np.int32),
             sequence=device.empty(T, np.int32),
-            slots=device.empty(T, np.int32),
-            block_table=device.empty((limits.max_sequences, n_blocks), np.int32),
+            slots=tuple(self.slots[g] for g in range(G)),
+            block_table=tuple(self.block_tables[g] for g in range(G)),
+            states=device.empty((limits.max_sequences, 2), np.int32),
             counted=device.empty(T, np.uint8),
             rows=device.empty(limits.max_rows, np.int32),
         )
@@ -94,7 +105,10 @@ class Forward:
     def buffers_bytes(self) -> int:
         """Bytes of what a step writes and reads besides weights and cache."""
         b = self.buffers
-        arrays = (b.x, b.h, b.q, b.attended, b.router, b.experts, b.weights, b.logits, self.rope)
+        arrays = (
+            b.x, b.h, b.y, b.scratch_q, b.scratch_attended, b.scratch_gate, b.scratch_z, b.scratch_delta, b.router,
+            b.experts, b.weights, b.logits, *self.ropes,
+        )  # fmt: skip
         return sum(int(a.nbytes) for a in arrays)
 
     def capture_hidden(self, wanted: bool) -> None:
@@ -108,34 +122,44 @@ class Forward:
             self._hidden = memory.view(np.float32).reshape(shape)
         self.buffers = dataclasses.replace(self.buffers, hidden=self._hidden if wanted else None)
 
-    def feed(
-        self, tokens: I32, positions: I32, sequence: I32, slots: I32, block_table: I32, counted: U8, rows: I32
-    ) -> Step:
-        """Copy a step's inputs to the device; the views of them that `run` takes.
+    def inputs_of(self, T: int, n_sequences: int, R: int) -> Step:
+        """Views of the inputs for T tokens of so many sequences, R of which want logits."""
+        i = self.inputs
+        return Step(
+            i.tokens[:T], i.positions[:T], i.sequence[:T], tuple(slots[:T] for slots in i.slots),
+            tuple(table[:n_sequences] for table in i.block_table), i.states[:n_sequences], i.counted[:T], i.rows[:R],
+        )  # fmt: skip
 
-        Shapes as in Step; `block_table` has the cache's whole width.
+    def feed(self, step: Step) -> Step:
+        """Copy a step's inputs, NumPy arrays, to the device; the views of them that `run` takes.
+
+        Every table of `step.block_table` has the cache's whole width.
         """
-        i, T = self.inputs, len(tokens)
-        pairs: list[tuple[Any, NDArray[Any]]] = [
-            (i.tokens[:T], tokens),
-            (i.positions[:T], positions),
-            (i.sequence[:T], sequence),
-            (i.slots[:T], slots),
-            (i.block_table[: len(block_table)], block_table),
-            (i.counted[:T], counted),
-            (i.rows[: len(rows)], rows),
-        ]
-        for array, host in pairs:
-            if len(host):
-                self.device.write(array, host)
-        views = [array for array, _ in pairs]
-        return dataclasses.replace(Step(*views), n_positions=int(positions.max()) + 1)
+        views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
+        for field in dataclasses.fields(Step):
+            array, host = getattr(views, field.name), getattr(step, field.name)
+            if field.name != "n_positions":
+                pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
+                for to, values in pairs:
+                    if len(values):
+                        self.device.write(to, values)
+        return dataclasses.replace(views, n_positions=int(step.positions.max()) + 1)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a context: the width of every block table."""
+        return int(self.block_tables.shape[2])
 
     def run(self, step: Step, residency: Residency) -> Buffers:
         """Enqueue one step; returns the views of the buffers that it writes."""
         b = self.buffers.first(len(step.tokens), len(step.rows))
-        self.arch.forward(self.config, self.weights, self.ops, self.ws, step, self.kv, residency, self.rope, b)
+        self.arch.forward(self.config, self.weights, self.ops, self.ws, step, self.kv, residency, self.ropes, b)
         return b
+
+    def replay(self, step: Step) -> None:
+        """Enqueue the recurrences of a kept step again, for its first tokens alone (see `Sequence.take_back`)."""
+        b = self.buffers.first(len(step.tokens), 0)
+        self.arch.replay(self.config, self.weights, self.ops, self.ws, step, self.kv, b)
 
     def head(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step."""

@@ -1,110 +1,435 @@
-"""The KV cache: a pool of 64-token blocks and the block table of each sequence.
+"""The cache: pools of 64-token blocks of keys and values, recurrent states, and what each sequence holds of them.
 
-Position and slot are separate things: a sequence's logical block b lies in any physical block, and
-results do not depend on which. `BlockPool` is bookkeeping without tensors; `KVCache` holds them.
+Layers whose caches have one shape and one reach form a group, with a pool and a block table of its own. Position and
+slot are separate things: a sequence's logical block b lies in any physical block, and results do not depend on
+which. A group with a window keeps only the blocks that the window, and what may be taken back, can still reach.
+Full blocks can be shared (engine/prefix.py); a block that is written has one holder. A DeltaNet layer keeps one
+state a sequence in place of keys and values. `BlockPool` is bookkeeping without tensors; `KVCache` holds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config import KVType
 from engine.errors import CapacityError
-from engine.ops import I32, KV_BLOCK_TOKENS, KVLayer
+from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS, DeltaLayer, KVLayer
+
+# Positions behind a window that stay, so that a verified span can be taken back and steps enqueued ahead read them.
+WINDOW_MARGIN_TOKENS = SMALL_TOKENS
+N_STATES = 4  # recurrent states at once: of the sequences that are alive, and one more for a span being verified
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a block table: `layers` own caches of one shape. window: positions a query sees; 0: all."""
+
+    layers: tuple[int, ...]
+    n_head_kv: int
+    head_dim: int
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The recurrent layers: taps and channels of their convolution, heads and sizes of their state."""
+
+    layers: tuple[int, ...]
+    kernel: int
+    n_channels: int
+    n_head_v: int
+    d_k: int
+    d_v: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all layers."""
+        return 4 * len(self.layers) * ((self.kernel - 1) * self.n_channels + self.n_head_v * self.d_v * self.d_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What full groups do not hold of the first `length` positions: recurrent states, two arrays a layer.
+
+    windows: the bytes of the blocks that the next position sees, an array a group with a window; empty in a snapshot
+    for a sequence that still has them.
+    """
+
+    length: int
+    states: list[NDArray[np.float32]]
+    windows: list[NDArray[np.uint8]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(a.nbytes for a in self.states) + sum(a.nbytes for a in self.windows)
 
 
 class BlockPool:
-    """Free physical blocks; a block belongs to at most one sequence."""
+    """Free physical blocks, and how many hold each of the others; one that is written has one holder.
 
-    def __init__(self, n_blocks: int) -> None:
+    reclaim: called when no block is free; gives some back and returns True, or returns False.
+    """
+
+    def __init__(self, n_blocks: int, what: str = "blocks of the KV cache") -> None:
         self.n_blocks = n_blocks
+        self.reclaim: Callable[[], bool] | None = None
+        self._what = what
         self._free = list(range(n_blocks - 1, -1, -1))
+        self._holders = [0] * n_blocks
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks that nobody holds."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free block; CapacityError when there is none."""
-        if not self._free:
-            raise CapacityError(f"all {self.n_blocks} blocks of the KV cache are in use")
-        return self._free.pop()
+        """A free block; CapacityError when there is none and none can be reclaimed."""
+        while not self._free:
+            if self.reclaim is None or not self.reclaim():
+                raise CapacityError(f"all {self.n_blocks} {self._what} are in use")
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a holder to a block that has one."""
+        assert self._holders[block] > 0
+        self._holders[block] += 1
+
+    def holders(self, block: int) -> int:
+        """How many hold a block."""
+        return self._holders[block]
 
     def give_back(self, blocks: list[int]) -> None:
-        """Return blocks to the pool."""
-        assert not set(blocks) & set(self._free)
-        self._free.extend(blocks)
+        """Take a holder from each block; it is free when it has none left."""
+        for block in blocks:
+            assert self._holders[block] > 0
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free.append(block)
 
 
 @dataclass(slots=True)
-class Sequence:
-    """The cached tokens of one request: `length` positions in `blocks`, by logical order."""
+class Blocks:
+    """What a sequence holds of one group: physical blocks by logical order, -1 where the window has passed."""
 
     pool: BlockPool
-    blocks: list[int] = field(default_factory=list)
-    length: int = 0
+    window: int = 0
+    held: list[int] = field(default_factory=list)
+    passed: int = 0  # leading blocks that were given back
 
-    def reserve(self, n_tokens: int) -> None:
-        """Take the blocks that `n_tokens` more positions need; the length stays."""
-        while len(self.blocks) * KV_BLOCK_TOKENS < self.length + n_tokens:
-            self.blocks.append(self.pool.take())
+    def reserve(self, length: int, end: int) -> None:
+        """Give back what no position from `length` on can see, then take the blocks of positions up to `end`."""
+        if self.window:
+            first = max(0, length + 1 - self.window - WINDOW_MARGIN_TOKENS) // KV_BLOCK_TOKENS
+            while self.passed < min(first, len(self.held)):
+                self.pool.give_back([self.held[self.passed]])
+                self.held[self.passed] = -1
+                self.passed += 1
+        while len(self.held) * KV_BLOCK_TOKENS < end:
+            self.held.append(self.pool.take())
 
-    def extend(self, n_tokens: int) -> I32:
-        """Slots int32 [n_tokens] for the next positions; takes blocks as needed."""
-        self.reserve(n_tokens)
-        end = self.length + n_tokens
-        positions = np.arange(self.length, end)
-        table = np.asarray(self.blocks, dtype=np.int32)
-        self.length = end
-        return (table[positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS).astype(np.int32)
+    def begin(self, length: int, shared: Many[int]) -> None:
+        """Hold the first `length` positions, full blocks: `shared` ones, or with a window own ones of what is seen."""
+        assert not self.held and length % KV_BLOCK_TOKENS == 0
+        if self.window:
+            self.passed = max(0, length + 1 - self.window) // KV_BLOCK_TOKENS
+            self.held = [-1] * self.passed
+            self.reserve(length, length)
+            return
+        assert len(shared) * KV_BLOCK_TOKENS == length
+        for block in shared:
+            self.pool.share(block)
+        self.held = list(shared)
+
+    def seen(self, length: int) -> list[int]:
+        """The blocks of the first `length` positions that the next one sees."""
+        first = max(0, length + 1 - self.window) // KV_BLOCK_TOKENS if self.window else 0
+        return self.held[first : -(-length // KV_BLOCK_TOKENS)]
 
     def release(self) -> None:
         """Give every block back."""
-        self.pool.give_back(self.blocks)
-        self.blocks, self.length = [], 0
+        self.pool.give_back(self.held[self.passed :])
+        self.held, self.passed = [], 0
 
 
-def block_table(sequences: list[Sequence], width: int) -> I32:
-    """The tables of several sequences, int32 [n_sequence, width], padded with -1."""
+class Sequence:
+    """The cached tokens of one request: `length` positions in the blocks of every group, and a recurrent state.
+
+    state: the state slot that holds the state after `length` tokens, or None for a model without recurrent layers.
+    """
+
+    def __init__(self, groups: tuple[Blocks, ...], states: BlockPool | None = None) -> None:
+        self.groups = groups
+        self.length = 0
+        self._states = states
+        self.state = None if states is None else states.take()
+        self._before: int | None = None  # the slot of the state before the last step, if it was kept
+
+    def reserve(self, n_tokens: int) -> None:
+        """Take the blocks that `n_tokens` more positions need; the length stays."""
+        for blocks in self.groups:
+            blocks.reserve(self.length, self.length + n_tokens)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Positions that the blocks held now have room for."""
+        return min(len(blocks.held) for blocks in self.groups) * KV_BLOCK_TOKENS if self.groups else 1 << 62
+
+    def reaches(self, length: int) -> bool:
+        """Whether the sequence can go on after its first `length` positions: all that the next one sees is there."""
+        return length <= self.length and all(
+            not blocks.window or blocks.passed * KV_BLOCK_TOKENS <= max(0, length + 1 - blocks.window)
+            for blocks in self.groups
+        )
+
+    def extend(self, n_tokens: int) -> list[I32]:
+        """Slots int32 [n_tokens] of the next positions, one array a group; takes blocks as needed."""
+        self.reserve(n_tokens)
+        for blocks in self.groups:
+            written = blocks.held[self.length // KV_BLOCK_TOKENS : -(-(self.length + n_tokens) // KV_BLOCK_TOKENS)]
+            assert all(blocks.pool.holders(b) == 1 for b in written), "a shared block would be written"
+        positions = np.arange(self.length, self.length + n_tokens)
+        self.length += n_tokens
+        tables = (np.asarray(blocks.held, np.int32) for blocks in self.groups)
+        within = (positions % KV_BLOCK_TOKENS).astype(np.int32)
+        return [table[positions // KV_BLOCK_TOKENS] * np.int32(KV_BLOCK_TOKENS) + within for table in tables]
+
+    def next_states(self, keep: bool) -> tuple[int, int]:
+        """The state slots that a step reads and writes, 0 without recurrent layers.
+
+        keep: the state before the step stays, for `take_back`, until the next step.
+        """
+        if self._states is None or self.state is None:
+            return 0, 0
+        self._forget()
+        read = self.state
+        if keep:
+            self._before, self.state = read, self._states.take()
+        return read, self.state
+
+    def take_back(self, n_tokens: int, step_tokens: int) -> tuple[int, int] | None:
+        """Drop the last n_tokens of a kept step of step_tokens.
+
+        Returns the state slots between which the tokens of the step that stay are to be replayed, or None where there
+        is nothing to replay.
+        """
+        assert 0 <= n_tokens <= step_tokens <= self.length
+        self.length -= n_tokens
+        if n_tokens == 0 or self._before is None or self.state is None:
+            assert n_tokens == 0 or self._states is None, "the step was not kept"
+            return None
+        if n_tokens == step_tokens:
+            self._before, self.state = self.state, self._before
+            self._forget()
+            return None
+        return self._before, self.state
+
+    def _forget(self) -> None:
+        if self._before is not None and self._states is not None:
+            self._states.give_back([self._before])
+        self._before = None
+
+    def release(self) -> None:
+        """Give every block and the states back."""
+        for blocks in self.groups:
+            blocks.release()
+        self._forget()
+        if self._states is not None and self.state is not None:
+            self._states.give_back([self.state])
+        self.state, self.length = None, 0
+
+
+def block_table(sequences: list[Sequence], group: int, width: int) -> I32:
+    """The tables of several sequences in one group, int32 [n_sequence, width], padded with -1."""
     table = np.full((len(sequences), width), -1, np.int32)
     for row, sequence in zip(table, sequences, strict=True):
-        row[: len(sequence.blocks)] = sequence.blocks
+        held = sequence.groups[group].held
+        row[: len(held)] = held
     return table
 
 
-def kv_bytes(n_layer: int, n_head_kv: int, head_dim: int, n_blocks: int, kv_type: KVType) -> int:
-    """Bytes of keys and values; the one formula, for the plan and for the allocation."""
-    per_head = head_dim * 2 if kv_type == "f16" else head_dim + head_dim // 32 * 2
-    return 2 * n_layer * n_blocks * KV_BLOCK_TOKENS * n_head_kv * per_head
+def group_blocks(group: KVGroup, n_tokens: int, step_tokens: int, n_sequences: int) -> int:
+    """Blocks of a group's pool: of n_tokens positions, or of what windows keep of them if that is less.
+
+    step_tokens: of the longest step; one sequence at a time is in such a step, the others decode.
+    """
+    everything = -(-n_tokens // KV_BLOCK_TOKENS)
+    if not group.window:
+        return everything
+    kept = group.window + WINDOW_MARGIN_TOKENS
+    # A reach of n positions touches one block more than it fills when it begins inside one.
+    longest, decoding = (-(-(kept + step) // KV_BLOCK_TOKENS) + 1 for step in (step_tokens, 1))
+    return min(everything, longest + (n_sequences - 1) * decoding)
+
+
+def group_bytes(group: KVGroup, n_blocks: int, kv_type: KVType) -> int:
+    """Bytes of a group's keys and values; the one formula, for the plan and for the allocation."""
+    per_head = group.head_dim * 2 if kv_type == "f16" else group.head_dim + group.head_dim // 32 * 2
+    return 2 * len(group.layers) * n_blocks * KV_BLOCK_TOKENS * group.n_head_kv * per_head
 
 
 class KVCache:
-    """Keys and values of every layer (`layers[i]`), on `device`, and the pool of their blocks."""
+    """Keys, values and recurrent states on `device`, and the pools of their blocks.
+
+    config: a model's, which says what each layer keeps (`kv_groups`, `kv_layer`, `delta`). n_tokens: positions that the
+    cache holds. step_tokens: of the longest step. layers[i] is what layer i reads, its own cache, that of the layer it
+    shares with, or None; group_of[i] its group; delta[i] its recurrent state or None.
+    """
 
     def __init__(
-        self, device: Any, n_layer: int, n_head_kv: int, head_dim: int, n_tokens: int, kv_type: KVType
+        self, device: Any, config: Any, n_tokens: int, kv_type: KVType, step_tokens: int, n_sequences: int = 8
     ) -> None:
-        n_blocks = -(-n_tokens // KV_BLOCK_TOKENS)
-        n_slots = n_blocks * KV_BLOCK_TOKENS
-        self.pool = BlockPool(n_blocks)
-        self.nbytes = kv_bytes(n_layer, n_head_kv, head_dim, n_blocks, kv_type)
-        shape = (n_slots, n_head_kv, head_dim)
-        scales = (n_slots, n_head_kv, head_dim // 32)
-        if kv_type == "f16":
-            self.layers = tuple(
-                KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in range(n_layer)
+        self.device = device
+        self.groups: tuple[KVGroup, ...] = config.kv_groups
+        self.kv_type: KVType = kv_type
+        n_blocks = [group_blocks(g, n_tokens, step_tokens, n_sequences) for g in self.groups]
+        self.pools = tuple(BlockPool(n) for n in n_blocks)
+        self.nbytes = sum(group_bytes(g, n, kv_type) for g, n in zip(self.groups, n_blocks, strict=True))
+        own: dict[int, KVLayer] = {}
+        group_of: dict[int, int] = {}
+        for number, (group, n) in enumerate(zip(self.groups, n_blocks, strict=True)):
+            for layer in group.layers:
+                own[layer], group_of[layer] = _layer(device, group, n * KV_BLOCK_TOKENS, kv_type), number
+        reads = [config.kv_layer(i) for i in range(config.n_layer)]
+        self.layers = tuple(None if i is None else own[i] for i in reads)
+        self.group_of = tuple(0 if i is None else group_of[i] for i in reads)
+        self.shape: DeltaShape | None = config.delta
+        self.states: BlockPool | None = None
+        states: dict[int, DeltaLayer] = {}
+        if self.shape is not None:
+            self.states = BlockPool(N_STATES, "recurrent states")
+            self.nbytes += N_STATES * self.shape.state_bytes
+            states = {layer: _state(device, self.shape) for layer in self.shape.layers}
+        self.delta = tuple(states.get(i) for i in range(config.n_layer))
+
+    def sequence(self) -> Sequence:
+        """An empty sequence; CapacityError when no recurrent state is free."""
+        pairs = zip(self.pools, self.groups, strict=True)
+        return Sequence(tuple(Blocks(pool, group.window) for pool, group in pairs), self.states)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(pool.n_blocks for pool in self.pools)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds, of all groups."""
+        return sum(pool.free_blocks for pool in self.pools)
+
+    @property
+    def full_groups(self) -> tuple[int, ...]:
+        """The groups without a window, whose blocks can be shared."""
+        return tuple(i for i, group in enumerate(self.groups) if not group.window)
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of a block of a group."""
+        return group_bytes(self.groups[group], 1, self.kv_type)
+
+    def read_blocks(self, group: int, blocks: Many[int]) -> NDArray[np.uint8]:
+        """A copy in host memory of a group's blocks, uint8 [n_bytes]; waits for the device."""
+        parts = [self.device.read(piece).reshape(-1).view(np.uint8) for piece in self._pieces(group, blocks)]
+        return np.concatenate(parts or [np.empty(0, np.uint8)])
+
+    def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
+        """Copy what `read_blocks` gave into as many blocks of the same group."""
+        at = 0
+        for piece in self._pieces(group, blocks):
+            part = data[at : at + int(piece.nbytes)]
+            self.device.write(piece, part.view(piece.dtype).reshape(piece.shape))
+            at += int(piece.nbytes)
+        assert at == len(data)
+
+    def _pieces(self, group: int, blocks: Many[int]) -> Iterator[Any]:
+        """Contiguous views of the blocks in every array of a group, neighbors in one."""
+        cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1), len(blocks)]
+        runs = [(blocks[a] * KV_BLOCK_TOKENS, (b - a) * KV_BLOCK_TOKENS) for a, b in pairwise(cuts) if a < b]
+        for layer in self.groups[group].layers:
+            own = self.layers[layer]
+            assert own is not None
+            for array in (own.k, own.v, own.k_scale, own.v_scale):
+                if array is not None:
+                    yield from (array[first : first + n] for first, n in runs)
+
+    def save(self, sequence: Sequence, windows: bool = False) -> Snapshot:
+        """The recurrent state after the sequence's last token, in host memory; waits for the device.
+
+        windows: and the blocks of groups with a window that the next token sees, so that another sequence can begin.
+        """
+        states = [np.array(self.device.read(a[sequence.state])) for a in self._state_arrays()]
+        seen = [
+            self.read_blocks(i, blocks.seen(sequence.length))
+            for i, blocks in enumerate(sequence.groups)
+            if windows and blocks.window
+        ]
+        return Snapshot(sequence.length, states, seen)
+
+    def snapshot_bytes(self, length: int) -> int:
+        """Bytes of a snapshot with windows at a length of full blocks."""
+        total = 0 if self.shape is None else self.shape.state_bytes
+        for group in self.groups:
+            if group.window:
+                n = (length - max(0, length + 1 - group.window) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS) // KV_BLOCK_TOKENS
+                total += group_bytes(group, n, self.kv_type)
+        return total
+
+    def begin(self, sequence: Sequence, length: int, shared: Many[Many[int]], snapshot: Snapshot | None) -> None:
+        """Let an empty sequence go on after `length` positions.
+
+        shared: blocks of the full groups, which the sequence then holds too. snapshot: all the rest, with windows; None
+        for a model that has nothing else. CapacityError, with an empty sequence, where the pool of a window is short.
+        """
+        of_group = dict(zip(self.full_groups, shared, strict=True))
+        try:
+            for i, blocks in enumerate(sequence.groups):
+                blocks.begin(length, of_group.get(i, ()))
+        except CapacityError:
+            for blocks in sequence.groups:
+                blocks.release()
+            raise
+        sequence.length = length
+        if snapshot is None:
+            return
+        windowed = [i for i, group in enumerate(self.groups) if group.window]
+        for i, data in zip(windowed, snapshot.windows, strict=True):
+            self.write_blocks(i, sequence.groups[i].seen(length), data)
+        self.restore(sequence, snapshot)
+
+    def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this sequence, or of one whose first positions its blocks hold."""
+        if not sequence.reaches(snapshot.length):
+            raise CapacityError(
+                f"position {snapshot.length} of a sequence of {sequence.length} is out of reach: blocks that its "
+                "window covers were given back"
             )
-        else:
-            self.layers = tuple(
-                KVLayer(
-                    device.empty(shape, np.int8),
-                    device.empty(shape, np.int8),
-                    device.empty(scales, np.float16),
-                    device.empty(scales, np.float16),
-                )
-                for _ in range(n_layer)
-            )
+        for array, values in zip(self._state_arrays(), snapshot.states, strict=True):
+            self.device.write(array[sequence.state], values)
+        sequence.length = snapshot.length
+
+    def _state_arrays(self) -> list[Any]:
+        return [array for layer in self.delta if layer is not None for array in (layer.conv, layer.state)]
+
+
+def _layer(device: Any, group: KVGroup, n_slots: int, kv_type: KVType) -> KVLayer:
+    shape = (n_slots, group.n_head_kv, group.head_dim)
+    if kv_type == "f16":
+        return KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16))
+    scales = (*shape[:2], group.head_dim // 32)
+    k, v = (device.empty(shape, np.int8) for _ in range(2))
+    return KVLayer(k, v, device.empty(scales, np.float16), device.empty(scales, np.float16))
+
+
+def _state(device: Any, shape: DeltaShape) -> DeltaLayer:
+    return DeltaLayer(
+        device.empty((N_STATES, shape.kernel - 1, shape.n_channels), np.float32),
+        device.empty((N_STATES, shape.n_head_v, shape.d_v, shape.d_k), np.float32),
+    )

@@ -125,6 +125,10 @@ def most_slots(fixed_bytes: int, cap_bytes: int, experts: Experts) -> Share:
     `placement.greedy` (or `uniform`, `lru`) with a budget of the share's `slots_bytes` makes exactly those slots. Where
     not even `n_used` slots a layer fit, CapacityError names the smallest cap that would do.
     """
+    if not experts.slot_bytes:
+        share = Share(0, 0, resident=True)
+        require(fixed_bytes, share, cap_bytes)
+        return share
     slots, staging = _choices(experts)
     if fixed_bytes + experts.bytes <= cap_bytes:
         return Share(experts.bytes, 0, resident=True)
@@ -147,14 +151,15 @@ def share_of(placed: placement.Placement, experts: Experts) -> Share:
     """What a placement takes, whatever the cap."""
     n_expert = experts.counts.shape[1]
     missing = [n_expert - n for n in placed.slots_per_layer]
-    staging = 2 * max(n * size for n, size in zip(missing, experts.staging_bytes, strict=True))
+    staging = 2 * max((n * size for n, size in zip(missing, experts.staging_bytes, strict=True)), default=0)
     return Share(placed.bytes, staging, resident=staging == 0)
 
 
 def require(fixed_bytes: int, share: Share, cap_bytes: int) -> None:
     """Refuse a share that was asked for and does not fit: CapacityError names the smallest cap that would do."""
     if fixed_bytes + share.bytes > cap_bytes:
-        raise _refusal("the slots that were asked for", fixed_bytes, share.bytes, cap_bytes)
+        what = "the slots that were asked for" if share.bytes else "the weights"
+        raise _refusal(what, fixed_bytes, share.bytes, cap_bytes)
 
 
 def place(
@@ -173,6 +178,9 @@ def place(
     resident: pin every expert whatever the policy, for it fits.
     """
     n_expert = counts.shape[1]
+    if not slot_bytes:
+        why = "the model has no experts: all of it is resident"
+        return placement.everything(n_expert, slot_bytes), policy.LRU, [why]
     if options.policy == "all":
         return placement.everything(n_expert, slot_bytes), policy.LRU, []
     if profile is None and options.policy == "static":

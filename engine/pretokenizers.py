@@ -10,9 +10,15 @@ name is refused. The rules are those of each model's published `tokenizer.json`.
 - falcon, deepseek-llm, deepseek-coder, deepseek-v3, starcoder, refact, smollm, bailingmoe, seed-coder: the
   published files as several engines quote them. deepseek-r1-qwen, glm4 and chatglm-bpe as the same engines have
   them, equal to qwen2 and llama-bpe; their normalization is not verified.
-- laguna: four independent readers of the published file agree on two stages, a cut before every run of line feeds
-  (`\r\n` counts as one), then qwen2's expression, no NFC. `transformers` has the model but no tokenizer for it. A
-  widely used engine cuts around `\n` alone, which differs for `\r\n` only. Not verified against the file itself.
+- laguna: many independent readers of the published file agree on two stages, a cut before every run of line feeds
+  (`\r\n` counts as one), then qwen2's expression, no NFC. `transformers` has the model but no tokenizer for it. The
+  most used GGUF engine cuts around runs of `\n` alone in the first stage, which differs for `\r\n` only. Not verified
+  against the file itself, nor against tokens that it made.
+- gemma4: named by `tokenizer.ggml.model`, without a `pre`. Not words but whole text is merged, from characters instead
+  of bytes, after spaces became U+2581; what has no token becomes byte tokens (`GemmaTokenizer` of `transformers`).
+  The most used GGUF engine cuts around runs of line feeds too, and takes such a run whole where it is a token. That is
+  the same as long as no token mixes line feeds with others and every cut of a run is a merge, as in the published
+  vocabulary as far as its readers tell. Not verified against the file itself.
 
 Whether whole words are looked up before merging (`ignore_merges`) and whether BOS is added where a file does not say
 are facts that GGUF engines keep in such a table too; they are as those engines have them.
@@ -26,22 +32,27 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from engine.errors import UnsupportedModelError
 
+SPACE = "\u2581"  # what stands for a space in vocabularies that are written in plain text
+
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     """One rule of cutting text into words.
 
-    words: cuts, and maps bytes to the printable letters that vocabularies are written in. nfc: text is
-    NFC-normalized first. ignore_merges: a word that is a token is taken whole. add_bos: for files that do not say.
+    words: cuts, and maps bytes to the printable letters that vocabularies are written in; None: text is not cut, and
+    vocabularies are written in plain text, with U+2581 for the space. nfc: text is NFC-normalized first.
+    ignore_merges: a word that is a token is taken whole. add_bos: for files that do not say.
     """
 
-    words: pre_tokenizers.PreTokenizer
+    words: pre_tokenizers.PreTokenizer | None
     nfc: bool = False
     ignore_merges: bool = False
     add_bos: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
         """What is done to text before it is cut, if anything."""
+        if self.words is None:
+            return normalizers.Replace(" ", SPACE)
         return normalizers.NFC() if self.nfc else None
 
 
@@ -161,6 +172,7 @@ _RULES = {
     ),
     "deepseek-v3": PreTokenizer(_steps(_split(r"\p{N}{1,3}"), _HAN_AND_KANA, _split("|".join(_DEEPSEEK3)), _BYTES)),
 }
+GEMMA4 = PreTokenizer(None, add_bos=True)
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
 

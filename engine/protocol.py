@@ -27,6 +27,7 @@ MAX_LINE_BYTES = 1 << 25
 MAX_TOKENS = 1 << 20  # tokens of one request
 MAX_STOP_TOKENS = 1024
 MAX_TEXT_CHARS = 4096  # a session id, a path
+MAX_GRAMMAR_CHARS = 1 << 20  # schemas of a hundred tools are a tenth of it
 MAX_ID = (1 << 53) - 1  # the largest integer that every JSON reader keeps exact
 Stage = Literal["compiling kernels", "loading"]
 STAGES: tuple[Stage, ...] = ("compiling kernels", "loading")
@@ -54,6 +55,9 @@ class Generate:
 
     stop_tokens: ids that end the generation and are not themselves sent; empty: never stop early;
         None: those of the model.
+    grammar: what the text must be, JSON text of at most MAX_GRAMMAR_CHARS that docs/protocol.md ("Grammars")
+        describes; None: anything. A stop token can come only where the text is complete, and where nothing can
+        follow any more the generation ends without one, `finish_reason` "stop" in both cases.
     """
 
     id: int
@@ -61,6 +65,7 @@ class Generate:
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_tokens: tuple[int, ...] | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +188,11 @@ class Working:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and tokens produced."""
+    """Tokens read and tokens produced; `cached_tokens` of those read were not computed, an earlier request had been."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +310,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "max_tokens": checks.integer(1, MAX_TOKENS),
                 "sampling": _SAMPLING,
                 "stop_tokens": checks.optional(checks.items(_TOKEN, MAX_STOP_TOKENS)),
+                "grammar": checks.optional(checks.text(MAX_GRAMMAR_CHARS)),
             },
         ),
         "score": (
@@ -341,7 +348,9 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
             Done,
             {
                 "id": _ID,
-                "usage": checks.record(Usage, {"prompt_tokens": _COUNT, "completion_tokens": _COUNT}),
+                "usage": checks.record(
+                    Usage, {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "cached_tokens": _COUNT}
+                ),
                 "timing": checks.record(Timing, {"prefill_s": _SECONDS, "decode_s": _SECONDS}),
                 "residency": checks.mapping,
                 "finish_reason": checks.optional(checks.choice("stop", "length")),

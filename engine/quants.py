@@ -31,22 +31,25 @@ class QTensor:
     """A tensor in the bytes of its type, usually a view of a mapped file.
 
     shape: NumPy order, slowest axis first: (rows, cols), or (n_expert, rows, cols) for stacked experts.
-    data: uint8 [nbytes], contiguous.
+    data: uint8 [nbytes], contiguous. stride_bytes: 0, or the distance of two experts in `data`, which then also holds
+    what lies between them: gate and up of experts that a file keeps in one tensor (`halves`).
     """
 
     name: str
     qtype: QType
     shape: tuple[int, ...]
     data: Bytes
+    stride_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert self.data.dtype == np.uint8 and self.data.ndim == 1 and self.data.flags.c_contiguous, self.name
-        assert self.nbytes == prod(self.shape[:-1]) * self.row_bytes, self.name
+        gaps = (self.shape[0] - 1) * (self.stride_bytes - self.nbytes // self.shape[0]) if self.stride_bytes else 0
+        assert self.data.nbytes == self.nbytes + gaps, self.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.data.nbytes
+        """Bytes of the whole tensor, without what lies between its slices."""
+        return prod(self.shape[:-1]) * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -57,7 +60,22 @@ class QTensor:
         """Slice `e` of the first axis, without a copy."""
         assert len(self.shape) > 1 and 0 <= e < self.shape[0], f"{self.name}: no slice {e} in {self.shape}"
         size = self.nbytes // self.shape[0]
-        return QTensor(f"{self.name}[{e}]", self.qtype, self.shape[1:], self.data[e * size : (e + 1) * size])
+        first = e * (self.stride_bytes or size)
+        return QTensor(f"{self.name}[{e}]", self.qtype, self.shape[1:], self.data[first : first + size])
+
+    def halves(self) -> tuple[QTensor, QTensor]:
+        """The first and the second half of every slice's rows, without a copy: gate and up of fused experts."""
+        n, rows, cols = self.shape
+        assert rows % 2 == 0 and not self.stride_bytes, self.name
+        stride = self.nbytes // n
+        first, second = (
+            QTensor(
+                f"{self.name}[{half}]", self.qtype, (n, rows // 2, cols),
+                self.data[half * stride // 2 : len(self.data) - (1 - half) * stride // 2], stride,
+            )
+            for half in range(2)
+        )  # fmt: skip
+        return first, second
 
 
 def row_bytes(qtype: QType, cols: int, name: str) -> int:

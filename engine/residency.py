@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine import placement as placing
 from engine import policy
-from engine.ops import U8, Experts
+from engine.ops import U8, Activation, Experts
 from engine.placement import Placement
 from engine.quants import QTensor
 
@@ -30,6 +30,7 @@ class ExpertTensors:
     gate: QTensor
     up: QTensor
     down: QTensor
+    activation: Activation = "silu"
 
     @property
     def parts(self) -> tuple[QTensor, QTensor, QTensor]:
@@ -72,7 +73,8 @@ class MappedTier:
         for layer, tensors in enumerate(self.experts):
             ids = np.arange(tensors.gate.shape[0], dtype=np.uint64)
             for part, (tensor, size) in enumerate(zip(tensors.parts, tensors.part_bytes, strict=True)):
-                state.home_ptr[layer, :, part] = np.uint64(self.device.pointer(tensor.data)) + ids * np.uint64(size)
+                stride = np.uint64(tensor.stride_bytes or size)
+                state.home_ptr[layer, :, part] = np.uint64(self.device.pointer(tensor.data)) + ids * stride
 
     def load(self, pieces: Sequence[tuple[U8, int]], progress: Progress) -> None:
         """Copy parts of the file to addresses of fast memory; progress in bytes."""
@@ -119,7 +121,7 @@ class Residency:
         self.poison = poison
         self.device = device
         self.tier = tier
-        n_expert = experts[0].gate.shape[0]
+        n_expert = experts[0].gate.shape[0] if experts else 0  # a model may have none
         self.state = policy.SlotState.empty(placement.slots_per_layer, n_expert)
         strides = [slot_bytes(e) for e in experts]
         self.arena_bytes = sum(n * s for n, s in zip(placement.slots_per_layer, strides, strict=True))
@@ -183,6 +185,7 @@ class Residency:
             home_ptr=self.live.home_ptr[layer],
             slot_ptr=self.live.slot_ptr,
             poison=self.poison,
+            activation=tensors.activation,
         )
 
     def follow(self, counts: NDArray[np.int64], threshold: float = 0.1) -> int:
@@ -191,6 +194,8 @@ class Residency:
         An expert that replaces a pinned one takes over its slot, so no second copy ever exists; one that
         already lies in a cache slot swaps roles with it, and no byte moves.
         """
+        if not self.experts:
+            return 0
         state = self.pull()
         spans = [state.slots(layer) for layer in range(len(self.experts))]
         resident = [[e for e in state.expert_of[s].tolist() if e >= 0] for s in spans]
@@ -233,6 +238,12 @@ class Residency:
             "misses_by_layer": misses.tolist(),
         }
 
+    def map(self) -> list[str]:
+        """What lies where: a string a MoE layer, a character an expert: `p` pinned, `c` cached, `.` not resident."""
+        slot_of, pinned = self.device.read(self.live.slot_of), self.device.read(self.live.pinned)
+        flags = np.append(pinned, 2)  # index -1: in no slot
+        return [row.tobytes().decode() for row in np.frombuffer(b"cp.", np.uint8)[flags[slot_of]]]
+
     def reset(self) -> None:
         """Forget what was counted: uses, hits and misses."""
         for name in ("counts", "hits", "misses"):
@@ -244,6 +255,11 @@ class Residency:
     def counts(self) -> NDArray[np.int64]:
         """Uses by counted tokens, int64 [L, E]."""
         return np.asarray(self.device.read(self.live.counts))
+
+    @property
+    def percent(self) -> float:
+        """The share of all expert bytes that slots hold, pinned and cache together; 100 where there are none."""
+        return 100.0 * self.arena_bytes / self.experts_bytes if self.experts else 100.0
 
     @property
     def experts_bytes(self) -> int:

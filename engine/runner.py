@@ -10,25 +10,29 @@ import os
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import backend, dryrun, models, placement, plan, policy
+from engine import backend, dryrun, models, placement, plan, policy, tokenizer
 from engine.config import EngineConfig
 from engine.dryrun import Decision
 from engine.errors import CapacityError, UsageError
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
+from engine.grammar import Grammar, Vocabulary
 from engine.kv import KVCache, Sequence, block_table
-from engine.models import Buffers
+from engine.models import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.replay import Replay
 from engine.placement import Placement
+from engine.prefix import PrefixCache
+from engine.prefix_files import PrefixFiles
 from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.protocol import Stage
@@ -45,13 +49,15 @@ Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done,
 class Span:
     """Tokens that continue a sequence. counted: whose routing is counted, bool [T].
 
-    want: indices within the span whose logits are wanted, MAX_ROWS in a step at most.
+    want: indices within the span whose logits are wanted, MAX_ROWS in a step at most. keep: some of the tokens, of a
+    step of at most KEPT_TOKENS, may be taken back.
     """
 
     sequence: Sequence
     tokens: I32
     counted: NDArray[np.bool_]
     want: tuple[int, ...] = ()
+    keep: bool = False
 
 
 class StepResult:
@@ -69,6 +75,11 @@ class StepResult:
         """Logits of the wanted tokens."""
         logits: F32 = self._device.read(self._buffers.logits)
         return logits if self.rows is None else logits[list(self.rows)]
+
+    @property
+    def row(self) -> int:
+        """Where the logits of the first wanted token are in the buffer."""
+        return 0 if self.rows is None else self.rows[0]
 
     @property
     def experts(self) -> I32:
@@ -129,9 +140,10 @@ class Runner:
         ]
         self.warnings: list[str] = []
         self.profile = self._profile()
-        if config.kv_type == "q8_0" and self.config.head_dim % 32:
+        odd = [g.head_dim for g in self.config.kv_groups if g.head_dim % 32]
+        if config.kv_type == "q8_0" and odd:
             raise UsageError(
-                f"--kv-type q8_0 stores blocks of 32, and the model's heads have {self.config.head_dim} dimensions",
+                f"--kv-type q8_0 stores blocks of 32, and the model's heads have {odd[0]} dimensions",
                 hint="use --kv-type f16",
             )
         with translated("loading the model"):
@@ -172,6 +184,19 @@ class Runner:
             if self.decision.staging_bytes:
                 self.forward.ws.stream_experts(self.decision.staging_bytes, largest_parts(self.weights.experts))
         self.graphs = b.graphs(self.forward, self.residency)
+        self.prefixes = PrefixCache(self.kv, self.chunk_tokens, int(o.prefix_gib * plan.GIB), self._prefix_files())
+
+    def _prefix_files(self) -> PrefixFiles | None:
+        o = self.options
+        if o.cache_dir is None or o.replay is not None:  # replayed choices leave what no other run would compute
+            return None
+        key: dict[str, str | int] = {
+            "file_id": self.file.file_id,
+            "kv_type": o.kv_type,
+            "chunk_tokens": self.chunk_tokens,
+            "device": f"{self.device}: {self.backend.device.name}",
+        }
+        return PrefixFiles(o.cache_dir, key, int(o.cache_dir_gib * plan.GIB))
 
     def _share_out_gpu(self, progress: Progress) -> Decision:
         """Decide by what the context and the kernels really take, and reserve the rest in one piece."""
@@ -262,7 +287,24 @@ class Runner:
 
     def new_sequence(self) -> Sequence:
         """An empty sequence in this runner's cache."""
-        return Sequence(self.kv.pool)
+        return self.kv.sequence()
+
+    def resume(self, tokens: I32) -> tuple[Sequence, int]:
+        """Begin a sequence after the longest prefix of a prompt that is remembered; the sequence, the prefix's length.
+
+        At least one token is left to be fed, in steps of `chunk_tokens` from there; then all bits are those of a
+        prompt that was fed from its first token on.
+        """
+        sequence = self.new_sequence()
+        try:
+            return sequence, self.prefixes.attach(sequence, self.prefixes.match(tokens))
+        except BaseException:
+            sequence.release()
+            raise
+
+    def remember(self, sequence: Sequence, tokens: I32) -> None:
+        """Let later requests begin after what a sequence holds; see `PrefixCache.insert` for when and which tokens."""
+        self.prefixes.insert(sequence, tokens)
 
     def capture_hidden(self, wanted: bool) -> None:
         """Keep the residual stream entering each layer in later steps, or stop keeping it."""
@@ -278,47 +320,94 @@ class Runner:
             if span.sequence.length + len(span.tokens) > self.n_ctx:
                 raise CapacityError(f"{span.sequence.length + len(span.tokens)} tokens in a context of {self.n_ctx}")
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
+        assert T <= KEPT_TOKENS or not any(s.keep for s in spans)
         offsets = np.cumsum([0, *(len(s.tokens) for s in spans)])
         rows = [o + w for o, s in zip(offsets, spans, strict=False) for w in s.want]
         positions = [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
         # A captured step computes the logits of all its rows.
         captured = self.graphs is not None and T in GRAPH_TOKENS and self.forward.buffers.hidden is None
+        sequences, groups = [s.sequence for s in spans], range(len(self.kv.groups))
         step = self.forward.feed(
-            tokens=np.concatenate([s.tokens for s in spans]).astype(np.int32),
-            positions=np.concatenate(positions).astype(np.int32),
-            sequence=np.repeat(np.arange(len(spans), dtype=np.int32), [len(s.tokens) for s in spans]),
-            slots=np.concatenate(slots),
-            block_table=block_table([s.sequence for s in spans], self.forward.inputs.block_table.shape[1]),
-            counted=np.concatenate([s.counted for s in spans]).astype(np.uint8),
-            rows=np.arange(T, dtype=np.int32) if captured else np.asarray(rows, dtype=np.int32),
+            Step(
+                tokens=np.concatenate([s.tokens for s in spans]).astype(np.int32),
+                positions=np.concatenate(positions).astype(np.int32),
+                sequence=np.repeat(np.arange(len(spans), dtype=np.int32), [len(s.tokens) for s in spans]),
+                slots=tuple(np.concatenate([s[g] for s in slots]) for g in groups),
+                block_table=tuple(block_table(sequences, g, self.forward.table_width) for g in groups),
+                states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
+                counted=np.concatenate([s.counted for s in spans]).astype(np.uint8),
+                rows=np.arange(T, dtype=np.int32) if captured else np.asarray(rows, dtype=np.int32),
+            )
         )
         if captured and self.graphs is not None:
             self.graphs.step(T)
             return StepResult(self.backend.device, self.forward.buffers.first(T, T), rows)
         return StepResult(self.backend.device, self.forward.run(step, self.residency))
 
+    def take_back(self, spans: list[Span], n_tokens: list[int]) -> None:
+        """Drop the last n_tokens[i] tokens of spans[i], those of the last step; 0 of one that was not kept.
+
+        Sequences are as if the dropped tokens had never been: what they wrote to caches is written over before it is
+        seen again, and recurrent states are replayed from before the step.
+        """
+        lengths = [len(s.tokens) for s in spans]
+        states = [s.sequence.take_back(n, m) for s, n, m in zip(spans, n_tokens, lengths, strict=True)]
+        if not any(states):
+            return
+        stay = [m - n if pair else 0 for pair, n, m in zip(states, n_tokens, lengths, strict=True)]
+        # The other inputs of the step are still there; a slot of -1 is a token that is not.
+        step = self.forward.inputs_of(sum(lengths), len(spans), 0)
+        slots = [np.where(np.arange(m) < n, 0, -1) for n, m in zip(stay, lengths, strict=True)]
+        pairs = [pair or (s.sequence.state, s.sequence.state) for pair, s in zip(states, spans, strict=True)]
+        self.backend.device.write(step.slots[0], np.concatenate(slots).astype(np.int32))
+        self.backend.device.write(step.states, np.array(pairs, np.int32))
+        self.forward.replay(step)
+
     def decode(
         self, sequence: Sequence, history: list[int], result: StepResult, params: SamplingParams,
-        stop: frozenset[int], limit: int,
+        stop: frozenset[int], limit: int, grammar: Grammar | None = None,
     ) -> Generator[list[int], None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`; lists of them as they come.
 
         result: of the last step, whose first wanted logits follow `history`, which grows by what is generated. A
-        token of `stop` ends it and is not part of it. Returns why it ended: "stop" or "length".
+        token of `stop` ends it and is not part of it, and so does the end of the grammar. Returns why it ended:
+        "stop" or "length".
         """
-        if self.graphs is not None:
-            row = 0 if result.rows is None else result.rows[0]
-            return (yield from self.graphs.decode(sequence, history, row, params, stop, limit))
+        if self.graphs is not None and grammar is None:
+            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit))
         counted = np.ones(1, bool)
-        for made in range(1, limit + 1):
-            token = sample(result.logits[0], params, len(history), history)
+        for made in range(limit):
+            if made:
+                result = self.run([Span(sequence, np.asarray(history[-1:], np.int32), counted, (0,))])
+            # On a device the mask is made while the step runs.
+            allowed = None if grammar is None else grammar.mask()
+            if grammar is not None and grammar.is_done:
+                return "stop"
+            token = self._draw(result, history, params, allowed)
             if token in stop:
                 return "stop"
             history.append(token)
+            if grammar is not None:
+                grammar.accept(token)
             yield [token]
-            if made < limit:
-                result = self.run([Span(sequence, np.asarray([token], np.int32), counted, (0,))])
+            if grammar is not None and grammar.is_done:
+                return "stop"
         return "length"
+
+    def _draw(
+        self, result: StepResult, history: list[int], params: SamplingParams, allowed: NDArray[np.uint32] | None
+    ) -> int:
+        if self.graphs is not None and allowed is not None:
+            return self.graphs.draw(history, result.row, params, allowed)
+        return sample(result.logits[0], params, len(history), history, allowed)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(tokenizer.load(self.file), self.config.n_vocab)
+
+    def grammar(self, text: str, stop: frozenset[int]) -> Grammar:
+        """The grammar that a request describes, of a reply that the tokens of `stop` end; the first takes a while."""
+        return Grammar.from_request(text, self._vocabulary, stop)
 
     def logits(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step (at most MAX_ROWS at a time)."""
@@ -341,7 +430,8 @@ class Runner:
         return made | {"device_bytes": sum(made.values()), "experts_bytes": self.residency.experts_bytes}
 
     def close(self) -> None:
-        """Stop the backend's threads and unmap the file."""
+        """Write out what is to be kept, stop the backend's threads and unmap the file."""
+        self.prefixes.close()
         self.forward.ws.close()
         self.residency.tier.close()
         self.backend.device.close()

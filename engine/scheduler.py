@@ -53,7 +53,6 @@ Work = Generator[list[Event], None, None]  # one list of events a unit of work, 
 class _Job:
     request: Generate | Score
     work: Work
-    close: Callable[[], None]
     started: bool = False
 
 
@@ -103,7 +102,7 @@ class Engine:
             "chunk_tokens": r.chunk_tokens,
             "kv_type": self.config.kv_type,
             "policy": self.config.policy,
-            "residency_pct": 100.0 * r.residency.arena_bytes / r.residency.experts_bytes,
+            "residency_pct": r.residency.percent,
             "slots_per_layer": list(r.placement.slots_per_layer),
             "cache_slots": list(r.placement.cache_slots),
             "profile": None if self.config.profile is None else str(self.config.profile),
@@ -131,9 +130,7 @@ class Engine:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.request.id == request.id for job in self._jobs):
             raise RequestError(f"request {request.id} is still running")
-        sequence = r.new_sequence()
-        work = self._generate(request, sequence) if isinstance(request, Generate) else self._score(request, sequence)
-        self._jobs.append(_Job(request, work, sequence.release))
+        self._jobs.append(_Job(request, self._work(request)))
 
     @property
     def busy(self) -> bool:
@@ -171,7 +168,6 @@ class Engine:
 
     def _finish(self, job: _Job) -> None:
         job.work.close()
-        job.close()
         self._jobs.remove(job)
         self._requests += 1
 
@@ -183,6 +179,16 @@ class Engine:
             self.runner.residency.follow(self._learned().counts[list(self.runner.config.moe_layers)])
 
     # --- the work of a request -------------------------------------------------------------------
+
+    def _work(self, request: Generate | Score) -> Work:
+        sequence = self.runner.new_sequence()
+        try:
+            if isinstance(request, Generate):
+                yield from self._generate(request, sequence)
+            else:
+                yield from self._score(request, sequence)
+        finally:
+            sequence.release()
 
     def _prefill(
         self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Sequence
@@ -201,6 +207,7 @@ class Engine:
             s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed
         )
         stop = frozenset(r.stop_tokens if request.stop_tokens is None else request.stop_tokens)
+        grammar = None if request.grammar is None else r.grammar(request.grammar, stop)
         prompt = np.asarray(request.tokens, np.int32)
         r.capture_hidden(False)
         before = r.residency.counters()
@@ -213,7 +220,7 @@ class Engine:
         history = list(request.tokens)
         limit = min(request.max_tokens, r.n_ctx - len(prompt))
         began, sent, pending = time.perf_counter(), -1.0, []
-        decoding = r.decode(sequence, history, self._result, params, stop, limit)
+        decoding = r.decode(sequence, history, self._result, params, stop, limit, grammar)
         while True:
             try:
                 pending += next(decoding)
@@ -298,12 +305,12 @@ class Engine:
         """Counters since the start: requests, hits and misses by layer, memory."""
         r = self.runner
         with translated():
-            totals = r.residency.totals()
+            totals = r.residency.totals() | {"map": r.residency.map()}
         return {
             "requests": self._requests,
             "queued": len(self._jobs),
             **totals,
-            "kv_blocks": {"total": r.kv.pool.n_blocks, "free": r.kv.pool.free_blocks},
+            "kv_blocks": {"total": r.kv.n_blocks, "free": r.kv.free_blocks},
             "plan": r.plan(),
         }
 

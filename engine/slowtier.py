@@ -66,7 +66,7 @@ class PageLockedTier:
     ) -> None:
         self.device = device
         self.experts = experts
-        n_expert = experts[0].gate.shape[0]
+        n_expert = experts[0].gate.shape[0] if experts else 0  # a model may have none
         self._offsets, self.n_bytes = layout([e.part_bytes for e in experts], n_expert, pinned)
         self._memory = device.page_locked(self.n_bytes) if self.n_bytes else np.empty(0, np.uint8)
         self._uploader = uploader

@@ -3,16 +3,18 @@
 A template comes with a model, from whoever made the file, so it runs in Jinja's immutable sandbox: it sees plain
 data and cannot reach Python's internals, change its arguments or write endlessly. It gets what `transformers` gives
 chat templates: `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `break` and `continue`, and
-the `generation` tag, which marks the model's own words there and is passed through here.
+the `generation` tag, which marks the model's own words there and is passed through here. Messages are prepared as
+there, too: fields without a value are left out, and reasoning gets the names that templates know it by.
 
-The sandbox bounds what a template can reach and how much it writes, not how long it computes.
+The sandbox bounds what a template can reach (no file, no module, nothing of Python's internals), how much it writes and
+how large a product or a power it makes; not how long it computes, nor all the memory that it takes on the way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -55,7 +57,8 @@ _MAX_REPEAT = 1 << 20  # characters or items that `*` may make of a string or a 
 _MAX_BITS = 1 << 12  # of a power
 # What a program that meets data it did not foresee can end with.
 _FAILURES = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError,
+    RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -86,18 +89,18 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation.
 
-        messages, tools: plain JSON data in the shape of the chat-completions API. add_generation_prompt: end with the
-        beginning of the model's turn. now: what the template takes for the present. extra: the template's own
-        variables, such as `enable_thinking`. Raises RequestError for a conversation that the template refuses or
-        fails on, ModelFormatError for one that does what the sandbox forbids.
+        messages, tools: plain JSON data in the shape of the chat-completions API; no tools are the same as None.
+        add_generation_prompt: end with the beginning of the model's turn. now: what the template takes for the
+        present. extra: the template's own variables, such as `enable_thinking`. Raises RequestError for a conversation
+        that the template refuses or fails on, ModelFormatError for one that does what the sandbox forbids.
         """
         template = self._with_tools if tools else self._plain
         variables = {
+            "documents": None,
             **self._variables,
             **extra,
-            "messages": messages,
+            "messages": [_prepared(message) for message in messages],
             "tools": tools or None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": (now or datetime.now()).strftime,
         }
@@ -157,36 +160,58 @@ def _check_name(name: object) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: renders what is inside, in a scope of its own."""
+    """`{% generation %}...{% endgeneration %}`: renders what is inside.
+
+    As a call block, as in `transformers`: the body has a scope of its own, without the `varargs` and the `caller` of a
+    macro around it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Make the body a scope."""
+        """Make the body a call block."""
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("render"), [], [], body, lineno=line)
+
+    def render(self, caller: Callable[[], str]) -> str:
+        """What the call block calls."""
+        return caller()
 
 
 def _compile(source: str) -> jinja2.Template:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "namespace": _Namespace, "dict": _make_dict}
+    environment.globals |= {"raise_exception": _refuse, "namespace": _Namespace, "dict": _Dict()}
+    hint = "the file's chat template is damaged or not a Jinja template: get a corrected conversion of the model"
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ModelFormatError(
-            f"tokenizer.chat_template, line {error.lineno}: {error.message}",
-            hint="the file's chat template is damaged or not a Jinja template: get a corrected conversion of the model",
-        ) from error
+        raise ModelFormatError(f"tokenizer.chat_template, line {error.lineno}: {error.message}", hint=hint) from error
+    except (SyntaxError, *_FAILURES) as error:  # Python's own: `break` outside a loop, too many nested blocks
+        raise ModelFormatError(f"tokenizer.chat_template: {type(error).__name__}: {error}", hint=hint) from error
 
 
 def _refuse(message: str) -> NoReturn:
     raise _Refusal(message)
 
 
-def _make_dict(*items: Any, **values: Any) -> dict[Any, Any]:
+class _Dict:
     """`dict` without its class, whose unbound methods would change the template's arguments."""
-    return dict(*items, **values)
+
+    def __call__(self, /, *items: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*items, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """A dictionary with the same value under each key."""
+        return dict.fromkeys(keys, value)
+
+
+def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the fields that are None, and with its reasoning where templates look for it."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in ("reasoning_content", "thinking", "reasoning") if key in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _to_json(

@@ -1,17 +1,22 @@
-"""The tokenizer of a GGUF model: byte-level BPE, its special tokens, and text from tokens as they come.
+"""The tokenizer of a GGUF model: BPE, its special tokens, and text from tokens as they come.
+
+Two kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE of words, cut as `tokenizer.ggml.pre` names it; and `gemma4`,
+BPE of characters in uncut text, where U+2581 stands for a space and bytes for characters without a token. So U+2581
+itself comes back as a space, as in every implementation of it. See engine/pretokenizers.py.
 
 Text never becomes a control token: `<|im_end|>` in a file that a model reads is encoded as the letters it is made
 of. Only `encode(text, parse_special=True)`, meant for what a chat template wrote, knows control tokens.
 
 Which tokens are what (`tokenizer.ggml.token_type`):
 - control and unknown tokens (3, 2) and, whatever their type, BOS, EOS, EOT, EOM and tokens with a name known to end
-  a turn or to mark a speaker: parsed only on request. Names of one letter are never parsed.
+  a turn or to mark speakers or tool calls: parsed only on request. Names of one letter are never parsed.
 - user-defined tokens (4), such as `<think>` or runs of blanks: found in any text, as in the published tokenizers.
 - unused tokens (5) and empty ones never come out of text and decode to nothing; byte tokens (6) decode to a byte.
 
 BOS is added by no method but `encode(..., add_special=True)`, and then where `tokenizer.ggml.add_bos_token` says so;
-where it says nothing, the pre-tokenizer's family decides (llama-bpe and tekken: yes). The same for EOS: never by
-default. A byte that the vocabulary has no token for is dropped, as the `tokenizers` library does.
+where it says nothing, the pre-tokenizer's family decides (llama-bpe and tekken: yes). gemma4 has it always: early files
+say no by mistake, and the model needs it. The same for EOS: never by default. A byte that the vocabulary has no token
+for is dropped, as the `tokenizers` library does; in gemma4 a character becomes the unknown token then.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from tokenizers import decoders, models, processors
 
 from engine.errors import ModelFormatError, RequestError, UnsupportedModelError
 from engine.gguf import GGUFFile, StringArray, open_model
-from engine.pretokenizers import pre_tokenizer
+from engine.pretokenizers import GEMMA4, SPACE, PreTokenizer, pre_tokenizer
 from engine.template import ChatTemplate
 
 _PREFIX = "tokenizer.ggml."
@@ -42,10 +47,14 @@ _TOKENS, _TYPES, _MERGES = f"{_PREFIX}tokens", f"{_PREFIX}token_type", f"{_PREFI
 _END_OF_TURN = frozenset((
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>",
     "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>",
-    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>", "</assistant>",
+    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>", "</assistant>", "<turn|>", "<|tool_response>", "<eos>",
 ))  # fmt: skip
-# Laguna marks speakers with tokens that its file calls user-defined: text could forge a turn with them.
-_SPEAKERS = frozenset(("<system>", "</system>", "<user>", "</user>", "<assistant>"))
+# Tokens that files call user-defined, although text could forge turns and tool calls with them: Laguna's speakers, and
+# what Gemma 4's converters want shown to whoever reads replies.
+_MARKS = frozenset((
+    "<system>", "</system>", "<user>", "</user>", "<assistant>",
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>',
+))  # fmt: skip
 
 
 def _byte_letters() -> dict[str, int]:
@@ -62,11 +71,13 @@ _BYTE_OF = _byte_letters()
 class _Vocabulary:
     """What the metadata say, checked: ids are in range, merges are made of tokens, no token is there twice."""
 
-    pre: str
+    pre: str  # `gemma4` where that is the model
+    rule: PreTokenizer
     tokens: Sequence[str]
     types: Sequence[int]
     merges: Sequence[tuple[str, str]]
     ids: Mapping[str, int | None]  # bos, eos, eot, eom
+    unknown: int | None  # for characters that have neither a token nor bytes
     add_bos: bool
     add_eos: bool
 
@@ -96,12 +107,12 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: _Vocabulary, template: str | None, tool_template: str | None) -> None:
-        rule = pre_tokenizer(vocabulary.pre)
+        rule = vocabulary.rule
         self.vocab_size = len(vocabulary.tokens)
         self.bos_id, self.eos_id = vocabulary.ids["bos"], vocabulary.ids["eos"]
         self.add_bos, self.add_eos = vocabulary.add_bos, vocabulary.add_eos
         self.hash = _hash(vocabulary)
-        self._tokens, self._types = vocabulary.tokens, vocabulary.types
+        self._tokens, self._types, self._plain = vocabulary.tokens, vocabulary.types, rule.words is None
         self._template_sources = (template, tool_template)
 
         control: dict[str, int] = {}
@@ -111,7 +122,7 @@ class Tokenizer:
         for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             if not token or kind == TokenType.UNUSED:
                 continue
-            named = token in _END_OF_TURN or token in _SPEAKERS or i in marks
+            named = token in _END_OF_TURN or token in _MARKS or i in marks
             if len(token) > 1 and (named or kind in (TokenType.CONTROL, TokenType.UNKNOWN)):
                 control[token] = i
             else:
@@ -131,11 +142,16 @@ class Tokenizer:
             for left, right in vocabulary.merges
             if left in ordinary and right in ordinary and left + right in ordinary
         ]
-        bpe = models.BPE(vocab=ordinary, merges=merges, ignore_merges=rule.ignore_merges)
+        if rule.words is None:
+            unknown = {self._tokens[i]: i for i in (vocabulary.unknown,) if i is not None}
+            vocab, name = ordinary | unknown, next(iter(unknown), None)
+            bpe = models.BPE(vocab=vocab, merges=merges, unk_token=name, fuse_unk=True, byte_fallback=True)
+            decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+        else:
+            bpe = models.BPE(vocab=ordinary, merges=merges, ignore_merges=rule.ignore_merges)
+            decoder = decoders.ByteLevel()  # type: ignore[assignment]
         self._bpe = tokenizers.Tokenizer(bpe)
-        self._bpe.normalizer = rule.normalizer()
-        self._bpe.pre_tokenizer = rule.words
-        self._bpe.decoder = decoders.ByteLevel()
+        self._bpe.normalizer, self._bpe.pre_tokenizer, self._bpe.decoder = rule.normalizer(), rule.words, decoder
         self._bpe.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in user_defined])
         self._bytes: list[bytes | None] = [None] * self.vocab_size
 
@@ -238,6 +254,8 @@ class Tokenizer:
                 raw = b""
             elif kind == TokenType.BYTE:
                 raw = bytes([int(token[3:5], 16)])
+            elif self._plain and token not in self.special_ids:
+                raw = token.replace(SPACE, " ").encode()
             elif token in self.special_ids or not _BYTE_OF.keys() >= set(token):
                 raw = token.encode()
             else:
@@ -260,13 +278,13 @@ def load(model: str | Path | GGUFFile) -> Tokenizer:
 
 def _from_metadata(file: GGUFFile) -> Tokenizer:
     kind = file.value(f"{_PREFIX}model", str)
-    if kind != "gpt2":
+    if kind not in ("gpt2", "gemma4"):
         raise UnsupportedModelError(
             f"{file.paths[0]}: {_PREFIX}model is {kind!r}, which is not implemented",
-            hint="only byte-level BPE ('gpt2') is; SentencePiece models ('llama') are not yet supported",
+            hint="byte-level BPE ('gpt2') and 'gemma4' are; SentencePiece models ('llama') are not yet supported",
         )
-    pre = file.value(f"{_PREFIX}pre", str, None)
-    rule = pre_tokenizer(pre)
+    pre = "gemma4" if kind == "gemma4" else file.value(f"{_PREFIX}pre", str, None)
+    rule = GEMMA4 if kind == "gemma4" else pre_tokenizer(pre)
     assert pre is not None
     tokens = list(file.value(_TOKENS, StringArray))
     ids = {name: _token_id(file, f"{_PREFIX}{name}_token_id", len(tokens)) for name in ("bos", "eos", "eot", "eom")}
@@ -274,13 +292,16 @@ def _from_metadata(file: GGUFFile) -> Tokenizer:
     if len(index) + tokens.count("") != len(tokens):
         twice = next(i for i, token in enumerate(tokens) if token and index[token] != i)
         raise _malformed(file, _TOKENS, f"{tokens[twice]!r} is there twice: {twice} and {index[tokens[twice]]}")
+    add_bos = file.value(f"{_PREFIX}add_bos_token", bool, rule.add_bos)
     vocabulary = _Vocabulary(
         pre=pre,
+        rule=rule,
         tokens=tokens,
         types=_types(file, tokens),
         merges=_merges(file, index),
         ids=ids,
-        add_bos=file.value(f"{_PREFIX}add_bos_token", bool, rule.add_bos),
+        unknown=_token_id(file, f"{_PREFIX}unknown_token_id", len(tokens)) if kind == "gemma4" else None,
+        add_bos=add_bos or kind == "gemma4",
         add_eos=file.value(f"{_PREFIX}add_eos_token", bool, False),
     )
     template = file.value("tokenizer.chat_template", str, None)
@@ -329,7 +350,8 @@ def _malformed(file: GGUFFile, key: str, found: str) -> ModelFormatError:
 def _hash(vocabulary: _Vocabulary) -> str:
     flags = (vocabulary.pre, vocabulary.ids, vocabulary.add_bos, vocabulary.add_eos, len(vocabulary.merges))
     digest = hashlib.sha256(b"spark tokenizer 1\n")
-    digest.update(json.dumps([flags, vocabulary.tokens]).encode())
+    unknown = [] if vocabulary.unknown is None else [vocabulary.unknown]
+    digest.update(json.dumps([flags, vocabulary.tokens, *unknown]).encode())
     digest.update(bytes(vocabulary.types))
     digest.update("\n".join(map(" ".join, vocabulary.merges)).encode())
     return digest.hexdigest()

@@ -147,6 +147,8 @@ def check_settings(asked: EngineConfig, info: Mapping[str, Any]) -> None:
         raise SparkError(f"the daemon plans {info['plan']['device_bytes']} bytes, asked for {asked.vram_gib:g} GiB")
     percent = 100.0 if asked.policy == "all" else asked.residency_pct
     sizes = info["model"]["expert_bytes"]
+    if not sizes:
+        return  # a model without experts is always resident
     # Slots are whole: less than one more would fit, and the byte budget is never exceeded. 100 on a GPU is what fits.
     below = 100.0 * max(sizes) / (sum(sizes) * info["model"]["n_expert"])
     if percent == 100.0 and asked.policy != "all" and info["device"] == "cuda":

@@ -133,6 +133,7 @@ def calibrate(
         config = replace(config, ctx_tokens=_context_tokens(config.model, file.window + options.generate_tokens))
     with replay.open_daemon(config, deadlines, progress) as client:
         model = client.ready.info["model"]
+        replay.require_experts(client)
         replay.require_model(file, client)
         if file.window > client.ready.info["ctx_tokens"]:
             raise UsageError(

@@ -16,7 +16,7 @@ the template writes for the message when it is the last one. Where templates dif
 
 - the prompt leaves `<think>` open and the message is shown without reasoning: the model closes it, with the
   reasoning that is known, `\n</think>\n\n` and the content;
-- the prompt closes `</think>` itself (thinking is off): the model writes no reasoning;
+- the prompt closes `</think>`, or Gemma 4's empty channel, itself (thinking is off): the model writes no reasoning;
 - the template writes `</think>` but drops the reasoning of this message: it is put back, between `<think>\n` and
   `\n</think>\n\n`. Templates that never mention `</think>` belong to models that do not think aloud.
 
@@ -33,7 +33,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ import numpy.typing as npt
 from engine.errors import RequestError
 from engine.template import PLAIN, ChatTemplate
 from engine.tokenizer import Tokenizer
+from spark.dialect import Dialect, learn
 from spark.sessions import Message, Session, ToolCall
 
 Tokens = npt.NDArray[np.int32]
@@ -51,7 +53,7 @@ _MARK_ITSELF = "\ufdd0\ufdd1"  # where the text had it
 _BREAK = "\ufdd0\ufdd2"
 
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
-_SHUT_THINK = re.compile(r"(?:<think>\s*)?</think>\s*\Z")
+_SHUT_THINK = re.compile(r"(?:(?:<think>\s*)?</think>|<\|channel>thought\s*<channel\|>)\s*\Z")  # the latter: Gemma 4
 _TAIL = 64  # characters in which they are looked for
 _MOST_REMEMBERED = 1 << 24  # characters of text whose tokens are kept
 _UNDATED = datetime(2025, 1, 1)  # for logs without a time: renderings must not depend on the day
@@ -63,6 +65,14 @@ class Turn:
 
     prompt: Tokens
     generated: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a reply is generated from: tokens, and whether they open reasoning, or shut it, at their end."""
+
+    tokens: list[int]
+    thinking: Literal["open", "shut", ""]
 
 
 class Renderer:
@@ -87,6 +97,50 @@ class Renderer:
         """
         chat, shielded = self._chat(messages), self._shield.data(list(tools))
         return [int(i) for i in self._prompt_tokens(self._template.render(chat, shielded, **extra))]
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes reasoning and calls."""
+        return learn(self._template)
+
+    def opening(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        thinking: bool | None = None,
+        effort: str | None = None,
+        written: str = "",
+    ) -> Opening:
+        """The prompt of a reply; RequestError where the template refuses the messages.
+
+        thinking: None leaves it to the template; one that does not know `enable_thinking` is helped: reasoning is
+        opened and shut again, so that the model takes it for done. effort: for templates that know it. written: how
+        the reply begins, after reasoning that is shut.
+        """
+        dialect = self.dialect
+        variables: dict[str, Any] = {}
+        if thinking is not None and dialect.knows_thinking:
+            variables["enable_thinking"] = thinking
+        if effort is not None and dialect.knows_effort:
+            variables["reasoning_effort"] = effort
+        prompt = self._template.render(self._chat(messages), self._shield.data(list(tools)), **variables)
+        state = _thinking_of(prompt)
+        if (state == "open" or (not state and dialect.thinks)) and (thinking is False or written):
+            prompt += self.shut if state == "open" else f"{dialect.opens}\n{self.shut}"
+            state = "shut"
+        if written:
+            prompt += self._shield.text(written)
+        return Opening([int(i) for i in self._prompt_tokens(prompt)], "shut" if written else state)
+
+    @property
+    def shut(self) -> str:
+        """What shuts reasoning that was broken off, as templates write it."""
+        return f"\n{self.dialect.shuts}" + ("" if self.dialect.shuts == "<channel|>" else "\n\n")
+
+    def shutting(self) -> list[int]:
+        """The tokens of `shut`."""
+        return [int(i) for i in self._tokens(self.shut)]
 
     def turns(self, session: Session) -> Iterator[Turn | RequestError]:
         """Each turn of the model in a session, or why the template refuses it."""
@@ -230,6 +284,11 @@ class _Shield:
     def lift(self, text: str) -> str:
         """Text without the marks."""
         return text.replace(_BREAK, "").replace(_MARK_ITSELF, _MARK)
+
+
+def _thinking_of(prompt: str) -> Literal["open", "shut", ""]:
+    at = max(0, len(prompt) - _TAIL)
+    return "open" if _OPEN_THINK.search(prompt, at) else "shut" if _SHUT_THINK.search(prompt, at) else ""
 
 
 def _common_prefix(a: str, b: str) -> int:

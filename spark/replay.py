@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.config import EngineConfig
-from engine.errors import WrongModelError
+from engine.errors import UsageError, WrongModelError
 from engine.protocol import Done, Event, Tokens
 from spark.client import DaemonClient, Deadlines, engine_command
 from spark.console import note
@@ -33,6 +33,16 @@ def open_daemon(config: EngineConfig, deadlines: Deadlines, progress: Progress) 
 def _note_once(text: str) -> None:
     """A command that starts many daemons says once what they all chose."""
     note(text)
+
+
+def require_experts(client: DaemonClient) -> None:
+    """Refuse a model without experts: there is no routing to count and nothing to place."""
+    model = client.ready.info["model"]
+    if not model["expert_bytes"]:
+        raise UsageError(
+            f"a {model['architecture']} model has no experts, so there is nothing to count or to place",
+            hint="spark serve runs it as it is",
+        )
 
 
 def require_model(file: TokensFile, client: DaemonClient) -> None:

@@ -121,6 +121,7 @@ def validate(
     with tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
         with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
+            replay.require_experts(client)
             replay.require_model(file, client)
             _require_room(client, options.residency_pct)
             shape = (model["n_layer"], model["n_expert"])

@@ -38,3 +38,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
         found = EmulatedDevice()
     yield found
     found.close()
+
+
+@pytest.fixture
+def on_the_device(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine finds and opens the device of the tests."""
+    if device.name == "emulated":
+        from engine import probe
+        from engine.ops.cuda import gpu
+
+        found = probe.Found(0, device.name, (8, 0), device.n_sm, device.max_shared_bytes, "", 1 << 34, None, (12, 8))
+        monkeypatch.setattr(probe, "probe", lambda: found)
+        monkeypatch.setattr(gpu, "open_device", lambda _: type(device)())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine import policy
-from engine.ops import SMALL_TOKENS, Experts, Fetches, KVLayer, Limits
+from engine.ops import SMALL_TOKENS, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits
 from engine.ops.cuda import ops
 from engine.quants import QTensor
 
@@ -27,22 +27,25 @@ class DeviceOps:
         self.ws = ops.workspace(limits, device)
 
     def __getattr__(self, name: str) -> Any:
-        def call(_: Any, *arguments: Any) -> None:
+        def call(_: Any, *arguments: Any, **named: Any) -> None:
             moved = [self._to(a) for a in arguments]
-            getattr(ops, name)(self.ws, *moved)
+            more = {key: self._to(a) for key, a in named.items()}
+            getattr(ops, name)(self.ws, *moved, **more)
             self.device.synchronize()
-            for argument, there in zip(arguments, moved, strict=True):
+            for argument, there in zip((*arguments, *named.values()), (*moved, *more.values()), strict=True):
                 self._back(argument, there)
 
         return call
 
     def attention(
-        self, _: Any, q: Any, kv: Any, table: Any, sequence: Any, positions: Any, scale: Any, out: Any
+        self, _: Any, q: Any, kv: Any, table: Any, sequence: Any, positions: Any, scale: Any, out: Any, *more: Any
     ) -> None:
         """As the op; the largest position is what the host knows of a long step."""
         there = [self._to(a) for a in (q, kv, table, sequence, positions)]
         result = self.device.upload(out)
-        ops.attention(self.ws, *there, float(scale), result, int(positions.max()) + 1)
+        n_positions, *more = more or (0,)
+        n_positions = int(positions.max()) + 1
+        ops.attention(self.ws, *there, float(scale), result, n_positions, *(self._to(a) for a in more))
         out[...] = self.device.read(result)
 
     def product(self, w: QTensor, x: np.ndarray) -> np.ndarray:
@@ -56,7 +59,9 @@ class DeviceOps:
             self.ws.products.product(there, values if is_float else self.ws.products.quantize(values), y)
         return self.device.read(y)
 
-    def expert_ffn(self, _: Any, h: Any, experts: Any, weights: Any, bank: Experts, fetches: Fetches, x: Any) -> None:
+    def expert_ffn(
+        self, _: Any, h: Any, experts: Any, weights: Any, bank: Experts, fetches: Fetches, x: Any, add: bool
+    ) -> None:
         """As the op, after the tables that `route` would have left behind for these experts and fetches."""
         there, memory = self._bank(bank)
         T, r = len(h), self.ws.routing
@@ -86,7 +91,7 @@ class DeviceOps:
             padded[: len(pairs)] = pairs
             self.device.write(r.pairs, padded)
         moved = [self._to(a) for a in (h, experts, weights, fetches, x)]
-        ops.expert_ffn(self.ws, *moved[:3], there, moved[3], moved[4])
+        ops.expert_ffn(self.ws, *moved[:3], there, moved[3], moved[4], add)
         if T > SMALL_TOKENS:  # no streaming here: the fetches of a long step are copied by hand
             for e, s in entering.items():
                 for part, n_bytes in enumerate(bank.part_bytes):
@@ -121,14 +126,14 @@ class DeviceOps:
             return replace(value, data=self.device.upload(value.data))
         if isinstance(value, np.ndarray):
             return self.device.upload(value)
-        if isinstance(value, KVLayer | Fetches | policy.SlotState):
+        if isinstance(value, KVLayer | DeltaLayer | Fetches | Gating | policy.SlotState):
             return type(value)(*(self._to(getattr(value, f.name)) for f in fields(value)))
         return value
 
     def _back(self, value: Any, there: Any) -> None:
         if isinstance(value, np.ndarray) and value.size and value.flags.writeable:
             value[...] = self.device.read(there)
-        elif isinstance(value, KVLayer | Fetches | policy.SlotState):
+        elif isinstance(value, KVLayer | DeltaLayer | Fetches | policy.SlotState):
             for f in fields(value):
                 if getattr(value, f.name) is not None:
                     self._back(getattr(value, f.name), getattr(there, f.name))

@@ -13,7 +13,7 @@ from test_ops import CASES, LIMITS, empty_cache, floats, gain, product, same_bit
 
 from engine import policy
 from engine.errors import SparkError
-from engine.ops import Experts, Fetches, cpu, reference
+from engine.ops import Experts, Fetches, Gating, arithmetic, cpu
 
 K4 = QType.Q4_K
 
@@ -33,7 +33,7 @@ def test_no_rows_is_no_work() -> None:
     ws = workspace(cpu.supported_isas()[-1])
     none, ints = np.zeros((0, 256), np.float32), np.zeros(0, np.int32)
     w, norm = weights(K4, 256, 256, 44), gain(45, 256)
-    kv, rope = empty_cache("f16", 1, 2, 64), reference.rope_table(4, 64, 1e4)
+    kv, rope = empty_cache("f16", 1, 2, 64), arithmetic.rope_table(4, 64, 1e4)
     cpu.product(ws, w, none, none.copy())
     cpu.embed(ws, w, ints, none.copy())
     small = weights(K4, 128, 256, 46)
@@ -47,12 +47,15 @@ def test_no_rows_is_no_work() -> None:
     chosen, fetches = np.zeros((0, 2), np.int32), Fetches(np.zeros((7, 3), np.int32), np.ones(1, np.int32))
     gate = np.zeros((0, 2), np.float32)
     cpu.route(
-        ws, np.zeros((0, 7), np.float32), True, state, 0, np.zeros(0, np.uint8), policy.LRU, chosen, gate, fetches
+        ws, np.zeros((0, 7), np.float32), Gating(), state, 0, np.zeros(0, np.uint8), policy.LRU, chosen, gate, fetches
     )
     assert fetches.count[0] == 0
     pointers = np.zeros((7, 3), np.uint64)
     bank = Experts(K4, K4, K4, 256, 512, (w.nbytes * 2,) * 3, pointers, pointers, pointers)
     cpu.expert_ffn(ws, none, chosen, gate, bank, fetches, none.copy())
+    cpu.dense_ffn(ws, none, w, w, w, none.copy(), shared_gate=weights(QType.F32, 1, 256, 49))
+    cpu.norm(ws, none, norm, 1e-5, none.copy())
+    cpu.add_norm(ws, none, norm, 1e-5, none.copy(), 2.0)
 
 
 def test_workspaces_run_side_by_side() -> None:

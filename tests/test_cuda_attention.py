@@ -27,6 +27,11 @@ def empty_cache(n_slots: int, K: int, head_dim: int, q8: bool) -> KVLayer:
     return KVLayer(np.full(shape, 77, np.int8), np.full(shape, 78, np.int8), *scales)
 
 
+def copied(kv: KVLayer) -> KVLayer:
+    values = [getattr(kv, f.name) for f in fields(KVLayer)]
+    return KVLayer(*(None if v is None else v.copy() for v in values))
+
+
 def upload(device: Any, kv: KVLayer) -> KVLayer:
     values = [getattr(kv, f.name) for f in fields(KVLayer)]
     return KVLayer(*(None if v is None else device.upload(v) for v in values))
@@ -54,6 +59,7 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
         (5, 3, 1, 96, 96, True, False),
         (37, 4, 2, 64, 32, False, True),
         (2, 1, 1, 256, 256, True, True),
+        (3, 5, 2, 512, 128, True, True),
     ],
 )
 def test_input(
@@ -65,7 +71,7 @@ def test_input(
     k_raw[-1, :32] *= np.float32(1e-33)
     q_norm = rng.standard_normal(head_dim, np.float32) if q_normed else None
     k_norm = rng.standard_normal(head_dim, np.float32) if k_normed else None
-    rope = reference.rope_table(300, n_rot, 1e4)
+    rope = arithmetic.rope_table(300, n_rot, 1e4)
     positions = rng.integers(0, 300, T).astype(np.int32)
     n_slots = 64 * 3
     slots = rng.permutation(np.arange(1, n_slots, dtype=np.int32))[:T]
@@ -122,11 +128,19 @@ class Scene:
     def query(self, T: int) -> np.ndarray:
         return (3 * self.rng.standard_normal((T, self.H, self.head_dim))).astype(np.float32)
 
-    def exact(self, q: np.ndarray, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def poison(self, sequence: int, n_blocks: int) -> None:
+        """Take a sequence's first blocks away: every other one is none, the rest are another's, all NaN."""
+        c = self.cache
+        for cache in (c.k, c.v) if c.k_scale is None or c.v_scale is None else (c.k_scale, c.v_scale):
+            for block in self.table[sequence, :n_blocks]:
+                cache[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan
+        self.table[sequence, :n_blocks:2] = -1
+
+    def exact(self, q: np.ndarray, sequence: np.ndarray, positions: np.ndarray, window: int = 0) -> np.ndarray:
         """In binary64."""
         out = np.zeros((len(q), self.H * self.head_dim))
         for t, (s, p) in enumerate(zip(sequence, positions, strict=True)):
-            at = np.arange(p + 1)
+            at = np.arange(max(p + 1 - window, 0) if window else 0, p + 1)
             slots = self.table[s, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
             k = reference._load(self.cache.k, self.cache.k_scale, slots).astype(np.float64)
             v = reference._load(self.cache.v, self.cache.v_scale, slots).astype(np.float64)
@@ -144,13 +158,19 @@ class Scene:
         sequence: np.ndarray,
         positions: np.ndarray,
         quantized: Quantized | None = None,
+        window: int = 0,
+        gate: np.ndarray | None = None,
+        gate_kind: str = "",
     ) -> np.ndarray:
         T = len(q)
         n_ctx = self.max_blocks * KV_BLOCK_TOKENS
         attention = Attention(device, limits(T, self.H, self.K, self.head_dim, n_ctx))
         out = device.upload(np.full((T, self.H * self.head_dim), np.nan, np.float32))
         arrays = [device.upload(a) for a in (self.table, sequence, positions)]
-        attention.decode(device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized)
+        gates = None if gate is None else device.upload(gate)
+        attention.decode(
+            device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized, window, gates, gate_kind
+        )
         found: np.ndarray = device.read(out)
         return found
 
@@ -168,6 +188,9 @@ def ints(*values: int) -> np.ndarray:
         (2, 2, 64, ints(1, 1, 0), ints(130, 131, 0)),  # one head a group, two sequences
         (16, 1, 64, ints(0, 0, 0, 1, 1), ints(197, 198, 199, 63, 100)),  # four row tiles
         (7, 1, 256, ints(0, 0, 0), ints(70, 71, 72)),
+        (8, 1, 512, ints(0, 0), ints(139, 140)),  # half a block at a time
+        (10, 1, 512, ints(0, 0, 0), ints(70, 71, 72)),  # a quarter
+        (4, 2, 384, ints(0), ints(66)),
     ],
 )
 def test_decode(
@@ -252,6 +275,131 @@ def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, 
         assert spoilt.sum() == (H * 96 if t == 0 else 0 if t > T // 2 else H * (32 if q8 else 33))
 
 
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("H", "K", "head_dim", "window", "T"),
+    [
+        (8, 1, 64, 100, 8),  # of up to three blocks
+        (6, 2, 96, 64, 3),
+        (8, 1, 256, 129, 2),
+        (8, 1, 512, 70, 2),
+        (12, 1, 384, 66, 2),
+        (3, 1, 32, 1, 5),
+        (2, 1, 32, 1100, 4),  # splits of two blocks
+    ],
+)
+def test_window(device: Any, q8: bool, H: int, K: int, head_dim: int, window: int, T: int) -> None:
+    length = window + 64 * 4 + 3
+    scene = Scene(H, K, head_dim, q8, [length, 40], length // KV_BLOCK_TOKENS + 2)
+    # Ascending positions over the edge of a block, where a window begins or where it ends; a row whose window is not
+    # full; and a row far behind, whose blocks another row must not need.
+    edges = [n // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS for n in (length, length - window)]
+    edges[1] += window
+    for edge in edges:
+        end = min(edge + (T + 1) // 2, length)
+        sequence = np.concatenate([np.zeros(T, np.int32), ints(1)])
+        positions = np.concatenate([np.arange(end - T, end), [30]]).astype(np.int32)
+        q = scene.query(T + 1)
+        expected = scene.exact(q, sequence, positions, window)
+        whole = scene.run(device, q, sequence, positions, window=window)
+        assert nmse(whole, expected) < NMSE
+        table, cache = scene.table.copy(), copied(scene.cache)
+        scene.poison(0, (end - T - window + 1) // KV_BLOCK_TOKENS)
+        together = scene.run(device, q, sequence, positions, window=window)
+        same_bits(together, whole)
+        for t in range(T + 1):
+            one = slice(t, t + 1)
+            same_bits(scene.run(device, q[one], sequence[one], positions[one], window=window)[0], together[t])
+        scene.table, scene.cache = table, cache
+
+
+def test_rows_with_windows_far_apart(device: Any) -> None:
+    scene = Scene(2, 1, 64, False, [800], 13)
+    q, sequence, positions = scene.query(3), ints(0, 0, 0), ints(100, 799, 798)
+    expected = scene.exact(q, sequence, positions, 80)
+    scene.cache.v[scene.table[0, 5] * KV_BLOCK_TOKENS :][:KV_BLOCK_TOKENS] = np.nan
+    scene.table[0, 6] = -1
+    assert nmse(scene.run(device, q, sequence, positions, window=80), expected) < NMSE
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+def test_what_a_window_leaves_out_may_be_anything(device: Any, q8: bool) -> None:
+    scene = Scene(3, 1, 64, q8, [200], 4)
+    window, T = 90, 8
+    positions = np.arange(192, 200).astype(np.int32)
+    first = positions - window + 1
+    at = np.array([first[0] - 1, first[2], first[5], 196])  # before all windows, in the first three, six, the last four
+    slots = scene.table[0, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
+    if scene.cache.v_scale is None:
+        scene.cache.v[slots, 0, 5:38] = np.inf
+    else:
+        scene.cache.v_scale[slots, 0, 1] = np.nan
+    q, sequence = scene.query(T), np.zeros(T, np.int32)
+    together = scene.run(device, q, sequence, positions, window=window)
+    for t in range(T):
+        alone = scene.run(device, q[t : t + 1], sequence[:1], positions[t : t + 1], window=window)[0]
+        spoilt = ~np.isfinite(alone)
+        np.testing.assert_array_equal(~np.isfinite(together[t]), spoilt)
+        same_bits(together[t][~spoilt], alone[~spoilt])
+        assert spoilt.sum() == 3 * (32 if q8 else 33)
+
+
+def test_a_window_takes_a_grid_of_its_own(device: Any) -> None:
+    device = Launches(device)
+    device.n_sm = 132
+    scene = Scene(8, 8, 64, False, [1300], 70)
+    for window, grid in ((0, (8, 16)), (512, (8, 9)), (1024, (8, 9))):  # splits of one block, and of two
+        scene.run(device, scene.query(1), ints(0), ints(1299), window=window)
+        assert device.grids["attention_splits"].pop() == grid
+
+
+class Launches:
+    """A device that remembers the grids of its launches."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.grids: dict[str, list[Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def kernel(self, module: Any, name: str) -> Any:
+        kernel = self._device.kernel(module, name)
+
+        def launch(grid: Any, *arguments: Any, **named: Any) -> None:
+            self.grids.setdefault(name, []).append(grid)
+            kernel(grid, *arguments, **named)
+
+        return launch
+
+
+def exact_gate(gate: np.ndarray, kind: str) -> np.ndarray:
+    x = gate.astype(np.float64)
+    return 1 / (1 + np.exp(-x)) if kind == "sigmoid" else np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+@pytest.mark.parametrize("kind", ["softplus", "sigmoid"])
+@pytest.mark.parametrize("by_head", [True, False], ids=["by head", "by element"])
+def test_gate(device: Any, kind: str, by_head: bool) -> None:
+    scene = Scene(6, 2, 32, False, [150], 3)
+    q, sequence, positions = scene.query(9), ints(*[0] * 9), ints(*range(141, 150))
+    gate = np.linspace(-80, 80, 9 * 6 * (1 if by_head else 32), dtype=np.float32).reshape(9, -1)
+    gate[:, ::2] /= 40
+    plain = scene.run(device, q, sequence, positions)
+    to = Quantized(
+        device.upload(np.full((9, 192), 99, np.int8)),
+        device.upload(np.full((9, 6), np.nan, np.float32)),
+        device.upload(np.full((9, 6), 99, np.int32)),
+    )
+    found = scene.run(device, q, sequence, positions, to, gate=gate, gate_kind=kind)
+    factor = getattr(arithmetic, kind)(gate).reshape(9, 6, -1)
+    with np.errstate(all="ignore"):
+        same_bits(found, (plain.reshape(9, 6, 32) * factor).reshape(9, -1))
+    relative = found / (plain.reshape(9, 6, 32) * exact_gate(gate, kind).reshape(9, 6, -1)).reshape(9, -1) - 1
+    assert np.abs(relative).max() < 1e-6
+    np.testing.assert_array_equal(device.read(to.q), arithmetic.quantize_activations(found)[0])
+
+
 def test_quantized_result(device: Any) -> None:
     scene = Scene(6, 2, 96, False, [150], 3)
     q, sequence, positions = scene.query(9), ints(*[0] * 9), ints(*range(141, 150))
@@ -289,6 +437,10 @@ def test_a_position_past_the_table_reads_nothing_outside(device: Any) -> None:
 
 def test_refuses_what_it_cannot_do(device: Any) -> None:
     scene = Scene(2, 1, 64, False, [10], 1)
+    with pytest.raises(ValueError, match="gate 'tanh'"):
+        scene.run(device, scene.query(1), ints(0), ints(1), gate=np.zeros((1, 2), np.float32), gate_kind="tanh")
+    with pytest.raises(ValueError, match="for heads of 320"):
+        Scene(2, 1, 320, False, [10], 1).run(device, np.zeros((1, 2, 320), np.float32), ints(0), ints(1))
     scene.H = 34  # over 16 query heads for a kv head
     with pytest.raises(ValueError, match="34 heads"):
         scene.run(device, scene.query(1), ints(0), ints(1))

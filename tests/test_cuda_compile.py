@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -16,6 +17,7 @@ import pytest
 from gguf import GGMLQuantizationType as QType
 from tiny_models import k_quant_mix
 
+from benchmarks.full_shape import SHAPES, first_layers, mix_of
 from engine import dryrun
 from engine.models import qwen3moe
 from engine.ops.cuda import library
@@ -53,16 +55,17 @@ class Shapes:
 
 
 def launched(
-    arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096
-) -> Kernels:
+    arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
+    module: ModuleType = qwen3moe,
+) -> Kernels:  # fmt: skip
     """The modules that a model's steps of up to `max_tokens` take, and the kernels in them."""
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
-    weights = qwen3moe.load(Shapes(config, type_of), config)
-    counted = dryrun.count(device, qwen3moe, config, weights, dryrun.limits_of(config, 8192, max_tokens), kv_type)
+    weights = module.load(Shapes(config, type_of), config)
+    counted = dryrun.count(device, module, config, weights, dryrun.limits_of(config, 8192, max_tokens), kv_type)
     found: Kernels = {}
-    for module, name in counted.kernels:
-        found.setdefault(module, set()).add(name)
+    for source, name in counted.kernels:
+        found.setdefault(source, set()).add(name)
     return found
 
 
@@ -77,6 +80,21 @@ def of_gpu(arch: str) -> Kernels:
         return kernels
     once = {(module.file, *sorted(kernels[module])): module for module in sorted(kernels)}
     return {module: kernels[module] for module in once.values()}
+
+
+@cache
+def of_families(arch: str) -> Kernels:
+    """What the other families take besides: every set of kernels and macros once, whatever the macros' values."""
+    known = {(module.file, tuple(name for name, _ in module.defines)) for module in of_gpu(next(iter(GPUS)))}
+    found: dict[Any, tuple[Module, set[str]]] = {}
+    for shape in ("laguna-xs2", "qwen3.6-35b-a3b", "gemma-4-26b-a4b"):
+        module, config = SHAPES[shape]
+        config = first_layers(config, 6)
+        for source, names in launched(arch, config, mix_of(config), max_tokens=512, module=module).items():
+            key = source.file, tuple(name for name, _ in source.defines)
+            if key not in known:
+                found.setdefault(key, (source, names))
+    return dict(found.values())
 
 
 def of_type(qtype: QType) -> Kernels:
@@ -108,5 +126,11 @@ def test_kernels_compile_for_every_type(qtype: QType) -> None:
     check("sm_80", of_type(qtype))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_kernels_of_other_families_compile(arch: str) -> None:
+    check(arch, of_families(arch))
+
+
 def test_no_file_is_left_out() -> None:
-    assert {m.file for m in of_gpu("sm_80")} == {path.name for path in library.folder().glob("*.cu")}
+    found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
+    assert found == {path.name for path in library.folder().glob("*.cu")}

@@ -7,24 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_runs import PROMPT, config, feed, generate
 from gguf import GGMLQuantizationType as QType
 from tiny_models import everything, float_logits, k_quant_mix, nmse, read_weights, write_tiny
 
-from engine import dryrun, plan, policy, probe, protocol
-from engine.config import EngineConfig
+from engine import dryrun, plan, policy, protocol
 from engine.errors import CapacityError, DeviceLostError, SparkError, UnsupportedModelError
 from engine.ops.cuda import gpu, ops
 from engine.ops.cuda.routing import staging_bytes
 from engine.profile import Profile
 from engine.profile import save as save_profile
-from engine.protocol import Done, Error, Event, Generate, Sampling, Score, Tokens
+from engine.protocol import Done, Error, Generate, Sampling, Score
 from engine.runner import GRAPH_BYTES, Runner, Span
 from engine.scheduler import Engine
 
 L, E, A = 2, 11, 3  # layers, experts, active ones of a model that takes little time to emulate
 SMALLER = {"n_layer": L, "n_expert_used": A}
-PROMPT = np.random.default_rng(50).integers(0, 301, 97).astype(np.int32)
 N_TOKENS = 7
+pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
 @pytest.fixture(scope="module")
@@ -38,43 +38,6 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     counts = np.random.default_rng(3).pareto(1.0, (L, E)) * 1000
     save_profile(Profile(counts.astype(np.int64), n_expert_used=A), path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine finds and opens the device of the tests."""
-    if device.name == "emulated":
-        found = probe.Found(0, device.name, (8, 0), device.n_sm, device.max_shared_bytes, "", 1 << 34, None, (12, 8))
-        monkeypatch.setattr(probe, "probe", lambda: found)
-        monkeypatch.setattr(gpu, "open_device", lambda _: type(device)())
-
-
-def config(path: Path, **options: Any) -> EngineConfig:
-    return EngineConfig(
-        **{"model": path, "device": "cuda", "threads": 2, "ctx_tokens": 130, "chunk_tokens": 40, "poison": True}
-        | options
-    )
-
-
-def generate(engine: Engine, prompt: tuple[int, ...], **options: Any) -> tuple[list[int], list[Event]]:
-    engine.submit(Generate(1, prompt, **{"max_tokens": N_TOKENS, "stop_tokens": ()} | options))
-    events: list[Event] = []
-    while engine.busy:
-        events += engine.step()
-    return [t for e in events if isinstance(e, Tokens) for t in e.tokens], events
-
-
-def feed(runner: Runner, tokens: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [T, V] and experts [L, T, A] of tokens fed in chunks of the given sizes."""
-    sequence, start, logits, experts = runner.new_sequence(), 0, [], []
-    for n in chunks:
-        part = tokens[start : start + n]
-        result = runner.run([Span(sequence, part, np.ones(n, bool), tuple(range(n)))])
-        logits.append(result.logits.copy())
-        experts.append(result.experts.copy())
-        start += n
-    sequence.release()
-    return np.concatenate(logits), np.concatenate(experts, axis=1)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -242,7 +205,7 @@ def test_a_cancelled_request_leaves_no_trace_in_the_next(model: Path, device: An
     engine.step()
     assert engine.cancel(5) or device.name != "emulated"  # a GPU may be done with it
     assert generate(engine, tuple(PROMPT[:12].tolist()))[0] == expected
-    assert engine.runner.kv.pool.free_blocks == engine.runner.kv.pool.n_blocks
+    assert engine.runner.kv.free_blocks == engine.runner.kv.n_blocks
     engine.close()
 
 
@@ -336,7 +299,7 @@ def mixed(name: str) -> QType:
 
 @pytest.mark.parametrize(
     ("types", "smaller", "what"),
-    [(mixed, {}, "experts of types Q4_K, F16"), (everything(QType.F16), {"head_dim": 20}, "heads of 20")],
+    [(mixed, {}, "FFN of types Q4_K, F16"), (everything(QType.F16), {"head_dim": 20}, "heads of 20")],
 )
 def test_a_model_without_kernels_is_refused(tmp_path: Path, types: Any, smaller: dict[str, int], what: str) -> None:
     path = write_tiny(tmp_path / "odd.gguf", types, **SMALLER, **smaller)
@@ -396,4 +359,4 @@ def test_a_lost_gpu_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch
                 with pytest.raises(DeviceLostError):
                     ask()
     engine.close()
-    assert engine.runner.kv.pool.free_blocks == engine.runner.kv.pool.n_blocks
+    assert engine.runner.kv.free_blocks == engine.runner.kv.n_blocks

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, reference
+from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
 from engine.ops.cuda import flash
 from engine.ops.cuda.flash import Flash
 
@@ -29,6 +29,23 @@ CASES: dict[str, tuple[int, int, int, bool, list[Span]]] = {
     "splits": (128, 16, 2, False, [(1, 0, 3), (0, 601, 40)]),
     "splits of q8_0": (96, 10, 2, True, [(0, 700, 33)]),
     "many heads": (64, 22, 11, False, [(0, 1, 64), (1, 70, 3)]),
+    "the largest heads": (512, 8, 1, False, [(0, 30, 37)]),
+    "the largest heads in q8_0": (512, 6, 2, True, [(1, 70, 21), (0, 0, 2)]),
+    "heads of 384 in splits": (384, 4, 1, False, [(0, 520, 34)]),
+    "groups of eight large heads": (256, 16, 2, False, [(0, 100, 33)]),
+}
+
+# The windows of cases: of several tiles, of less than one, not full; beginnings on the edges of blocks and off them.
+WINDOWS: dict[str, int] = {
+    "whole groups": 512,
+    "splits": 100,
+    "splits of q8_0": 64,
+    "spans of one sequence": 5,
+    "every row of another sequence": 20,
+    "large heads": 33,
+    "the largest heads": 40,
+    "the largest heads in q8_0": 17,
+    "many heads": 1,
 }
 
 
@@ -41,6 +58,9 @@ class Step:
     table: Any
     sequence: Any
     positions: Any
+    window: int = 0
+    gate: Any = None
+    gate_kind: str = ""
 
     def run(self, device: Any) -> Any:
         T, H, head_dim = self.q.shape
@@ -51,7 +71,11 @@ class Step:
         parts = [self.kv.k, self.kv.v, self.kv.k_scale, self.kv.v_scale]
         kv = KVLayer(*[None if a is None else device.upload(a) for a in parts])
         arrays = [device.upload(a) for a in (self.q, self.table, self.sequence, self.positions)]
-        Flash(device, limits)(arrays[0], kv, *arrays[1:], scale_of(head_dim), out, n_positions=n_positions)
+        gate = None if self.gate is None else device.upload(self.gate)
+        Flash(device, limits)(
+            arrays[0], kv, *arrays[1:], scale_of(head_dim), out,
+            n_positions=n_positions, window=self.window, gate=gate, gate_kind=self.gate_kind,
+        )  # fmt: skip
         return device.read(out)
 
     def expected(self) -> Any:
@@ -59,7 +83,7 @@ class Step:
         T, H, head_dim = self.q.shape
         out = np.empty((T, H, head_dim))
         for t, (s, p) in enumerate(zip(self.sequence, self.positions, strict=True)):
-            at = np.arange(p + 1)
+            at = np.arange(max(p + 1 - self.window, 0) if self.window else 0, p + 1)
             slots = self.table[s, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
             k = reference._load(self.kv.k, self.kv.k_scale, slots).astype(np.float64)
             v = reference._load(self.kv.v, self.kv.v_scale, slots).astype(np.float64)
@@ -109,6 +133,49 @@ def nmse(out: Any, expected: Any) -> float:
 def test_near_float64(device: Any, case: str) -> None:
     step = make_step(case)
     assert nmse(step.run(device), step.expected()) < 1e-6  # NaN fails
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_window(device: Any, case: str) -> None:
+    step = make_step(case)
+    step.window = WINDOWS[case]
+    whole = step.run(device)
+    assert nmse(whole, step.expected()) < 1e-6
+    # Blocks before all windows are none, or another's, all NaN.
+    for s in set(step.sequence.tolist()):
+        n_blocks = max(int(step.positions[step.sequence == s].min()) - step.window + 1, 0) // KV_BLOCK_TOKENS
+        for block in step.table[s, :n_blocks]:
+            slots = slice(block * KV_BLOCK_TOKENS, (block + 1) * KV_BLOCK_TOKENS)
+            for cache in (step.kv.k, step.kv.v, step.kv.k_scale, step.kv.v_scale):
+                if cache is not None:
+                    cache[slots] = np.full(1, 0xFFFF, np.uint16).view(np.float16)[0] if cache.dtype != np.int8 else -1
+        step.table[s, :n_blocks:2] = -1
+    assert np.array_equal(step.run(device), whole)
+    part = slice(len(step.q) // 2, len(step.q))
+    rows = (step.table, step.sequence[part], step.positions[part], step.window)
+    assert np.array_equal(Step(step.q[part].copy(), step.kv, *rows).run(device), whole[part])
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "by_head"),
+    [
+        ("the tiny model's head, ragged groups", "softplus", True),
+        ("whole groups", "sigmoid", False),
+        ("splits", "softplus", False),
+        ("splits of q8_0", "sigmoid", True),
+        ("the largest heads in q8_0", "sigmoid", False),
+        ("heads of 384 in splits", "softplus", True),
+    ],
+)
+def test_gate(device: Any, case: str, kind: str, by_head: bool) -> None:
+    step = make_step(case)
+    T, H, head_dim = step.q.shape
+    plain = step.run(device).reshape(T, H, head_dim)
+    gate = np.linspace(-80, 80, T * H * (1 if by_head else head_dim), dtype=np.float32).reshape(T, -1)
+    gate[:, ::2] /= 40
+    step.gate, step.gate_kind = gate, kind
+    factor = getattr(arithmetic, kind)(gate).reshape(T, H, -1)
+    assert np.array_equal(step.run(device).reshape(T, H, head_dim), plain * factor)
 
 
 def test_near_the_twin(device: Any) -> None:
@@ -186,8 +253,8 @@ def test_split() -> None:
 def test_refuses_what_it_does_not_take(device: Any) -> None:
     run = Flash(device, Limits(40, 64, 640, 64, 64, 8, 2, 4, 2, 160, 64))
     table, rows = device.empty((1, 1), np.int32), device.empty((40,), np.int32)
-    out = device.empty((40, 4 * 264), np.float32)
-    refused = ((264, 4, 2, 40), (100, 4, 2, 40), (96, 4, 3, 40), (96, 4, 2, 65), (96, 4, 2, 0))
+    out = device.empty((40, 4 * 640), np.float32)
+    refused = ((264, 4, 2, 40), (640, 4, 2, 40), (100, 4, 2, 40), (96, 4, 3, 40), (96, 4, 2, 65), (96, 4, 2, 0))
     for head_dim, H, K, n_positions in refused:
         kv = KVLayer(*[device.empty((64, K, head_dim), np.float16) for _ in range(2)])
         with pytest.raises(ValueError):

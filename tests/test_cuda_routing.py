@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -13,7 +14,7 @@ from gguf import GGMLQuantizationType as QType
 from gguf_files import random_blocks
 
 from engine import policy
-from engine.ops import SMALL_TOKENS, Experts, Fetches, Limits, reference
+from engine.ops import SMALL_TOKENS, Experts, Fetches, Gating, Limits, reference
 from engine.ops.cuda.routing import Routing, Staging, embed, staging_bytes
 from engine.quants import NATIVE_TYPES, QTensor
 
@@ -101,7 +102,7 @@ def test_what_enters_no_slot_passes_through(device: Any) -> None:
     fetches = Fetches(device.empty((E, 3), np.int32), device.empty(1, np.int32))
     counted = device.upload(np.ones(T, np.uint8))
     routing.route(
-        device.upload(floats(7, T, E)), True, state, layer, counted, policy.LRU, experts, weights, fetches
+        device.upload(floats(7, T, E)), Gating(), state, layer, counted, policy.LRU, experts, weights, fetches
     )  # fmt: skip
     n = int(device.read(routing.n_active)[0])
     missed = 0
@@ -131,6 +132,16 @@ class Step:
     renormalize: bool = True
     odd: bool = False
     imposed: bool = False
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    bias: bool = False
+    scale: float = 1.0
+    expert_scale: bool = False
+
+    def gating(self, upload: Callable[[np.ndarray], Any]) -> Gating:
+        """Its router's rule, arrays made by `upload`."""
+        bias = upload(np.float32(0.05) * floats(90, self.E)) if self.bias else None
+        expert_scale = upload(1 + np.float32(0.3) * floats(91, self.E)) if self.expert_scale else None
+        return Gating(self.kind, self.renormalize, self.scale, bias, expert_scale)
 
 
 STEPS = [
@@ -152,6 +163,14 @@ STEPS = [
     Step(40, 3, 1, (4, 9), imposed=True),
     Step(40, 3, 9, (4, 9), imposed=True, renormalize=False),
     Step(40, 3, 50, (4, 9), imposed=True),
+    Step(256, 8, 1, (3, 100), kind="sigmoid", bias=True, scale=2.5),
+    Step(256, 8, 1, (3, 100), kind="sigmoid", bias=True, scale=2.5, imposed=True),
+    Step(256, 8, 33, (3, 100), kind="sigmoid", bias=True, scale=2.5),
+    Step(512, 10, 4, (3, 100), kind="sigmoid", expert_scale=True),
+    Step(40, 3, 7, (4, 9), kind="sigmoid", bias=True, odd=True),
+    Step(40, 3, 7, (4, 9), kind="sigmoid", renormalize=False, odd=True, imposed=True),
+    Step(40, 3, 7, (4, 9), bias=True, expert_scale=True, scale=0.7),
+    Step(40, 3, 7, (4, 9), bias=True, renormalize=False, imposed=True),
     Step(3, 3, 2, (1, 2)),
     Step(1, 1, 3, (1, 1)),
 ]
@@ -185,10 +204,11 @@ def test_route_is_the_twin(device: Any, step: Step, monkeypatch: pytest.MonkeyPa
         want_fetches = Fetches(np.zeros((E, 3), np.int32), np.zeros(1, np.int32))
         before = copy.deepcopy(expected)
         arguments = (expected, layer, counted, step.rule, want_experts, want_weights, want_fetches)
-        reference.route(None, logits, step.renormalize, *arguments)  # type: ignore[arg-type]
+        reference.route(None, logits, step.gating(np.asarray), *arguments)  # type: ignore[arg-type]
         routing.route(
-            device.upload(logits), step.renormalize, state, layer, device.upload(counted), step.rule, experts, weights,
-            fetches, device.upload(np.ones(1, np.int32)), None if imposed is None else device.upload(imposed),
+            device.upload(logits), step.gating(device.upload), state, layer, device.upload(counted), step.rule,
+            experts, weights, fetches, device.upload(np.ones(1, np.int32)),
+            None if imposed is None else device.upload(imposed),
         )  # fmt: skip
         assert np.array_equal(device.read(experts), want_experts)
         assert same_bits(device.read(weights), want_weights)
@@ -215,7 +235,7 @@ def test_an_inactive_step_moves_nothing(device: Any) -> None:
     fetches = Fetches(device.upload(np.full((E, 3), 7, np.int32)), device.upload(np.full(1, 7, np.int32)))
     device.write(routing.n_active, np.full(1, 7, np.int32))
     routing.route(
-        device.upload(floats(1, T, E)), True, state, 1, device.upload(np.ones(T, np.uint8)), policy.LRU, experts,
+        device.upload(floats(1, T, E)), Gating(), state, 1, device.upload(np.ones(T, np.uint8)), policy.LRU, experts,
         weights, fetches, device.upload(np.zeros(1, np.int32)),
     )  # fmt: skip
     assert_same_state(device, state, expected)
@@ -228,10 +248,10 @@ def test_a_row_does_not_depend_on_its_step(device: Any) -> None:
     E, A = 128, 8
     routing, logits = Routing(device, limits(E, A)), floats(5, 40, E)
     experts, weights = device.empty((40, A), np.int32), device.empty((40, A), np.float32)
-    routing.choose(device.upload(logits), False, experts, weights)
+    routing.choose(device.upload(logits), Gating(renormalize=False), experts, weights)
     whole_experts, whole_weights = device.read(experts), device.read(weights)
     for t in (0, 31, 39):
-        routing.choose(device.upload(logits[t : t + 1]), False, experts[:1], weights[:1])
+        routing.choose(device.upload(logits[t : t + 1]), Gating(renormalize=False), experts[:1], weights[:1])
         assert np.array_equal(device.read(experts)[0], whole_experts[t])
         assert same_bits(device.read(weights)[0], whole_weights[t])
 
@@ -240,7 +260,7 @@ def test_shapes_are_checked(device: Any) -> None:
     routing = Routing(device, limits(17, 5))
     logits, weights = device.empty((2, 17), np.float32), device.empty((2, 5), np.float32)
     with pytest.raises(ValueError, match="17"):
-        routing.choose(logits, True, device.empty((2, 4), np.int32), weights)
+        routing.choose(logits, Gating(), device.empty((2, 4), np.int32), weights)
     with pytest.raises(ValueError, match="at most"):
         Routing(device, limits(600, 5))
 

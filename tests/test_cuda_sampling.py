@@ -25,8 +25,9 @@ class Decoder:
 
     def __init__(self, device: Any, V: int) -> None:
         self.device, self.sampler = device, Sampler(device, limits(V))
-        self.tokens, self.positions, self.slots = (device.upload(np.full(1, -9, np.int32)) for _ in range(3))
-        self.block_table = np.random.default_rng(1).permutation(64).astype(np.int32)[None]
+        self.tokens, self.positions = (device.upload(np.full(1, -9, np.int32)) for _ in range(2))
+        self.slots = device.upload(np.full((2, 5), -9, np.int32))  # of two KV groups, for steps of up to five tokens
+        self.block_table = np.random.default_rng(1).permutation(2 * 3 * 64).astype(np.int32).reshape(2, 3, 64)
         self.table = device.upload(self.block_table)
 
     def step(self, logits: np.ndarray, greedy: bool = False) -> None:
@@ -35,10 +36,17 @@ class Decoder:
         self.device.synchronize()  # the ring is read behind the device's back
 
     def inputs(self) -> tuple[int, int, int]:
-        return tuple(int(self.device.read(a)[0]) for a in (self.tokens, self.positions, self.slots))  # type: ignore[return-value]
+        slots = self.device.read(self.slots)
+        assert (slots[:, 1:] == -9).all()
+        assert (slots[0, 0] == -1) == (slots[1, 0] == -1)
+        token, position = (int(self.device.read(a)[0]) for a in (self.tokens, self.positions))
+        if slots[1, 0] >= 0:
+            assert slots[1, 0] == self.slot(position, group=1)
+        return token, position, int(slots[0, 0])
 
-    def slot(self, position: int) -> int:
-        return int(self.block_table[0, position // KV_BLOCK_TOKENS]) * KV_BLOCK_TOKENS + position % KV_BLOCK_TOKENS
+    def slot(self, position: int, group: int = 0) -> int:
+        block = int(self.block_table[group, 0, position // KV_BLOCK_TOKENS])
+        return block * KV_BLOCK_TOKENS + position % KV_BLOCK_TOKENS
 
 
 def logits_of(seed: int, V: int, scale: float = 3.0) -> np.ndarray:

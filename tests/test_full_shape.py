@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from benchmarks.full_shape import SHAPES, q4_k_mix, write_model
+from benchmarks.full_shape import SHAPES, first_layers, mix_of, q4_k_mix, write_model
 from engine import tokenizer
 from engine.config import EngineConfig
 from engine.gguf import open_model
@@ -79,14 +81,61 @@ def test_text_goes_through_the_vocabulary(model: Path) -> None:
     assert loaded.template is not None
 
 
-def test_the_published_shape_has_its_size() -> None:
-    config = SHAPES["qwen3-30b-a3b"]
-    n_bytes = 0
-    for name, shape in config.tensors().items():
-        weights, block = gguf.GGML_QUANT_SIZES[q4_k_mix(name)]
-        assert shape[-1] % weights == 0, name
+# GiB of the file: near published files of about these types.
+SIZES = {
+    "qwen3-30b-a3b": (17.2, 17.4), "laguna-xs2": (18.5, 19.5), "qwen3.6-35b-a3b": (19.5, 21.0),
+    "qwen3.6-27b": (15.0, 16.5), "gemma-4-26b-a4b": (14.0, 16.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_published_shape_has_its_size(name: str) -> None:
+    _, config = SHAPES[name]
+    types, n_bytes, n_weights = mix_of(config), 0, 0
+    for tensor, shape in config.tensors().items():
+        weights, block = gguf.GGML_QUANT_SIZES[types(tensor)]
+        assert shape[-1] % weights == 0, tensor
         n_bytes += int(np.prod(shape, dtype=np.int64)) // weights * block
-    assert 17.2 < n_bytes / 2**30 < 17.4
+        n_weights += int(np.prod(shape, dtype=np.int64))
+    low, high = SIZES[name]
+    assert low < n_bytes / 2**30 < high, (n_bytes / 2**30, n_weights / 1e9)
+
+
+# The first layers of every family, the vocabulary and what else only costs time made small.
+SMALL: dict[str, dict[str, Any]] = {
+    "laguna-xs2": {"n_layer": 5, "n_embd": 512, "n_head": (6, 8, 8, 8, 6), "n_head_kv": 2, "n_ff": 1024, "n_expert": 12,
+                   "n_expert_used": 4, "window": 50},
+    "qwen3.6-35b-a3b": {"n_layer": 4, "n_embd": 512, "n_head": 4, "n_head_k": 2, "n_head_v": 4, "n_expert": 12,
+                        "n_expert_used": 4},
+    "qwen3.6-27b": {"n_layer": 4, "n_embd": 512, "n_head": 6, "n_head_kv": 2, "n_head_k": 2, "n_head_v": 6,
+                    "n_ff": 1280},
+    "gemma-4-26b-a4b": {"n_layer": 6, "n_embd": 512, "n_head": 4, "n_head_kv": (2, 2, 2, 2, 2, 1), "n_ff": (608,) * 6,
+                        "n_expert": 12, "n_expert_used": 4, "n_ff_exp": 352, "window": 50},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_family_computes_sane_numbers(tmp_path: Path, name: str) -> None:
+    arch, config = SHAPES[name]
+    config = replace(first_layers(config, SMALL[name]["n_layer"]), n_vocab=1024, n_ctx_train=192, **SMALL[name])
+    write_model(tmp_path / "model.gguf", config, mix_of(config), arch=arch)
+    with open_model(tmp_path / "model.gguf") as file:
+        assert arch.Config.from_gguf(file).tensors() == config.tensors()
+    runner = Runner(EngineConfig(model=tmp_path / "model.gguf", device="cpu", threads=2))
+    tokens = np.random.default_rng(5).integers(0, 1024, 64).astype(np.int32)
+    sequence = runner.new_sequence()
+    result = runner.run([Span(sequence, tokens, np.ones(64, bool), tuple(range(0, 64, 7)))])
+    logits = result.logits.astype(np.float64)
+    assert np.isfinite(logits).all()
+    assert 1.5 < logits.std() < 6
+    if config.n_expert:
+        used = np.bincount(result.experts.reshape(-1), minlength=config.n_expert)
+        assert (used > 0).all(), "the routers use every expert"
+    for _ in range(6):
+        token = np.asarray([int(np.argmax(logits[-1]))], np.int32)
+        logits = runner.run([Span(sequence, token, np.ones(1, bool), (0,))]).logits.astype(np.float64)
+        assert np.isfinite(logits).all()
+    runner.close()
 
 
 def test_nothing_is_left_of_a_failed_write(tmp_path: Path) -> None:

@@ -24,14 +24,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import policy
-from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, Experts, Fetches, KVLayer, Limits, arithmetic, cpu, reference
+from engine.ops import (
+    KV_BLOCK_TOKENS,
+    SMALL_TOKENS,
+    Activation,
+    Experts,
+    Fetches,
+    Gating,
+    KVLayer,
+    Limits,
+    arithmetic,
+    cpu,
+    reference,
+)
 from engine.ops.blocks import integer_blocks
 from engine.quants import NATIVE_TYPES, QTensor
 
 Outputs = dict[str, np.ndarray]
 LIMITS = Limits(
     max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=1280, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
-    n_head_kv=4, head_dim=128,
+    n_head_kv=4, head_dim=512,
 )  # fmt: skip
 FLOATS = (QType.F32, QType.F16, QType.BF16)
 SMALL_BLOCKS = (QType.Q8_0, QType.Q4_0)
@@ -47,6 +59,7 @@ class Case:
     run: Callable[[ModuleType, Any], Outputs]
     oracle: Callable[[], Outputs] | None = None
     nmse: float = 0.0
+    experts: tuple[int, int] = (17, 5)  # of the layer, of a token; what CUDA's kernels are compiled for
 
     @property
     def refused_on_cuda(self) -> str:
@@ -61,7 +74,9 @@ class Case:
         """Whether docs/arithmetic.md fixes the bits there too: not in attention, nor in long steps but for routing."""
         tokens = re.search(r"T=(\d+)", self.name)
         long = tokens is not None and int(tokens[1]) > SMALL_TOKENS
-        return not self.name.startswith("attention ") and (not long or self.name.startswith("route "))
+        return not self.name.startswith("attention ") and (
+            not long or self.name.startswith(("route ", "add_norm "))
+        )
 
 
 def weights(qtype: QType, rows: int, cols: int, seed: int) -> QTensor:
@@ -186,28 +201,41 @@ def cache_values(cache: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
 
 
 def attention_input_case(
-    types: tuple[QType, QType, QType], kv_type: str, T: int, H: int, K: int, head_dim: int, n_rot: int, norms: bool
-) -> Case:
-    D, eps = (77 if set(types) <= set(FLOATS) else 768), 1e-5
+    types: tuple[QType, ...], kv_type: str, T: int, H: int, K: int, head_dim: int, n_rot: int, norms: bool,
+    gate_type: QType | None = None, v_normed: bool = False,
+) -> Case:  # fmt: skip
+    """types: of Q, K and V; one for a layer that reads another's cache, two for one whose values are its raw keys."""
+    all_types = types if gate_type is None else (*types, gate_type)
+    D, eps = (77 if set(all_types) <= set(FLOATS) else 768), 1e-5
     rng = np.random.default_rng(8)
     x, norm = floats(9, T, D), gain(10, D)
-    wq, wk, wv = (weights(t, n * head_dim, D, 11 + i) for i, (t, n) in enumerate(zip(types, (H, K, K), strict=True)))
+    matrices = [weights(t, n * head_dim, D, 11 + i) for i, (t, n) in enumerate(zip(types, (H, K, K), strict=False))]
+    wq, wk, wv = (*matrices, None, None)[:3]
+    gate = None if gate_type is None else weights(gate_type, H + 3, D, 34)
+    v_norm = gain(35, head_dim) if v_normed else None
     q_norm, k_norm = (gain(14, head_dim), gain(15, head_dim)) if norms else (None, None)
-    rope = reference.rope_table(300, n_rot, 10000.0)
+    rope = arithmetic.rope_table(300, n_rot, 10000.0)
     positions = np.sort(rng.choice(300, T, replace=False)).astype(np.int32)
     slots = rng.choice(3 * KV_BLOCK_TOKENS, T, replace=False).astype(np.int32)
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
         kv, q = empty_cache(kv_type, 3, K, head_dim), np.full((T, H, head_dim), np.nan, np.float32)
-        ops.attention_input(ws, x, norm, eps, wq, wk, wv, q_norm, k_norm, rope, positions, kv, slots, q)
-        arrays = {"q": q, "k": kv.k, "v": kv.v}
+        gates = None if gate is None else np.full((T, H + 3), np.nan, np.float32)
+        more = {} if gate is None and v_norm is None else {"v_norm": v_norm, "gate": gate, "gate_out": gates}
+        ops.attention_input(ws, x, norm, eps, wq, wk, wv, q_norm, k_norm, rope, positions, kv, slots, q, **more)
+        arrays = {"q": q, "k": kv.k, "v": kv.v} | ({} if gates is None else {"gate": gates})
         return arrays if kv.k_scale is None else arrays | {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
 
     def oracle() -> Outputs:
         h = rms(x, norm, eps)
-        q, k, v = ((h @ exact(w).T).reshape(T, -1, head_dim) for w in (wq, wk, wv))
+        zeros = np.zeros((T, K, head_dim))
+        q, k, v = (zeros if w is None else (h @ exact(w).T).reshape(T, -1, head_dim) for w in (wq, wk, wv))
+        if len(types) == 2:
+            v = k.copy()
         if norms:
             q, k = rms(q, q_norm, eps), rms(k, k_norm, eps)
+        if v_norm is not None:
+            v = rms(v, v_norm, eps)
         angle = positions[:, None] * 10000.0 ** (-np.arange(n_rot // 2) / (n_rot // 2))
         c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
         for a in (q, k):
@@ -215,17 +243,24 @@ def attention_input_case(
             a[..., : n_rot // 2], a[..., n_rot // 2 : n_rot] = first * c - second * s, first * s + second * c
         keys, values = (np.zeros((3 * KV_BLOCK_TOKENS, K, head_dim)) for _ in "kv")
         keys[slots], values[slots] = k, v
-        return {"q": q} if kv_type == "q8_0" else {"q": q, "k": keys, "v": values}
+        found = {"q": q} if gate is None else {"q": q, "gate": h @ exact(gate).T}
+        return found if kv_type == "q8_0" else found | {"k": keys, "v": values}
 
     names = "/".join(t.name for t in types)
     name = f"attention_input {names} {kv_type} T={T} head_dim={head_dim}"
-    return Case(name, run, oracle, max(rounding(*types), 1e-6))
+    if gate_type is not None or v_normed:
+        name += f" gate={gate_type.name if gate_type is not None else None} v_norm={v_normed}"
+    return Case(name, run, oracle, max(rounding(*all_types), 1e-6))
 
 
 def attention_case(
-    kv_type: str, lengths: tuple[int, ...], new: tuple[int, ...], H: int, K: int, head_dim: int, odd: bool = False
-) -> Case:
-    """Sequences of `lengths` positions, the last `new` of which are the step's tokens; blocks shuffled."""
+    kv_type: str, lengths: tuple[int, ...], new: tuple[int, ...], H: int, K: int, head_dim: int, odd: bool = False,
+    window: int = 0, gate_kind: str = "", by_head: bool = True,
+) -> Case:  # fmt: skip
+    """Sequences of `lengths` positions, the last `new` of which are the step's tokens; blocks shuffled.
+
+    Blocks before all windows of a sequence are none at all, or not its own and poisoned.
+    """
     rng = np.random.default_rng(16)
     blocks = [-(-n // KV_BLOCK_TOKENS) for n in lengths]
     n_blocks = sum(blocks) + 2
@@ -245,8 +280,15 @@ def attention_case(
     used = {int(b) for row in table for b in row if b >= 0}
     for block in set(range(n_blocks)) - used:  # what no table names must not matter
         kv.v[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan if kv_type == "f16" else 77
+        if window and kv.v_scale is not None and kv.k_scale is not None:
+            kv.k_scale[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan
+    if window:
+        for s, (n, m) in enumerate(zip(lengths, new, strict=True)):
+            for gone in range(max(n - m - window + 1, 0) // KV_BLOCK_TOKENS):
+                table[s, gone] = -1 if gone % 2 else min(set(range(n_blocks)) - used)
     T, scale = len(positions), 1 / np.sqrt(head_dim)
     q = floats(19, T, H, head_dim, scale=3.0)
+    gate = floats(36, T, H if by_head else H * head_dim, scale=4.0) if gate_kind else None
     if odd:
         q[1, 2, 3] = np.nan
         q[2, 0] = 1e30
@@ -254,38 +296,50 @@ def attention_case(
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
         out = np.full((T, H * head_dim), np.nan, np.float32)
-        ops.attention(ws, q, kv, table, sequence, positions, scale, out)
+        if window or gate_kind:
+            ops.attention(ws, q, kv, table, sequence, positions, scale, out, 0, window, gate, gate_kind)
+        else:
+            ops.attention(ws, q, kv, table, sequence, positions, scale, out)
         return {"out": out}
 
     def oracle() -> Outputs:
         out = np.zeros((T, H, head_dim))
         k, v = cache_values(kv.k, kv.k_scale), cache_values(kv.v, kv.v_scale)
         for t in range(T):
-            at = np.arange(positions[t] + 1)
+            at = np.arange(max(positions[t] + 1 - window, 0) if window else 0, positions[t] + 1)
             slots = table[sequence[t], at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
             for h in range(H):
                 s = k[slots, h * K // H] @ q[t, h].astype(np.float64) * scale
                 p = np.exp(s - s.max())
                 out[t, h] = p / p.sum() @ v[slots, h * K // H]
+        if gate is not None:
+            x = gate.astype(np.float64)
+            softplus = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+            factor = softplus if gate_kind == "softplus" else 1 / (1 + np.exp(-x))
+            out *= factor.reshape(T, H, -1)
         return {"out": out.reshape(T, -1)}
 
     name = f"attention {kv_type} lengths={lengths} new={new} H={H} K={K} head_dim={head_dim}{' odd' if odd else ''}"
+    if window or gate_kind:
+        name += f" window={window} gate={gate_kind}{' by head' if by_head and gate_kind else ''}"
+    if sum(new) > SMALL_TOKENS:
+        name += f" T={sum(new)}"
     return Case(name, run, None if odd else oracle, 1e-10)
 
 
-def attention_output_case(qtype: QType, T: int) -> Case:
+def attention_output_case(qtype: QType, T: int, add: bool = True) -> Case:
     D, K = 77, 512
     wo, attended, residual = weights(qtype, D, K, 20), floats(21, T, K), floats(22, T, D)
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
         x = residual.copy()
-        ops.attention_output(ws, attended, wo, x)
+        ops.attention_output(ws, attended, wo, x, *(() if add else (False,)))
         return {"x": x}
 
     return Case(
-        f"attention_output {qtype.name} T={T}",
+        f"attention_output {qtype.name} T={T}{'' if add else ' add=False'}",
         run,
-        lambda: {"x": residual + attended.astype(np.float64) @ exact(wo).T},
+        lambda: {"x": residual * add + attended.astype(np.float64) @ exact(wo).T},
         max(rounding(qtype), 1e-12),
     )
 
@@ -342,7 +396,8 @@ def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: 
             experts, w = np.full((T, A), -1, np.int32), np.full((T, A), np.nan, np.float32)
             fetches = Fetches(np.full((E, 3), -7, np.int32), np.zeros(1, np.int32))
             counted = (np.arange(T) % 3 != step % 3).astype(np.uint8)
-            ops.route(ws, logits(step), renormalize, state, layer, counted, rule, experts, w, fetches)
+            gating = Gating(renormalize=renormalize)
+            ops.route(ws, logits(step), gating, state, layer, counted, rule, experts, w, fetches)
             outputs |= {f"experts {step}": experts, f"weights {step}": w}
             outputs |= {f"fetches {step}": fetches.rows[: fetches.count[0]].copy()}
         names = ("slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses", "expert_ptr")
@@ -362,7 +417,14 @@ def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: 
     return Case(name, run, None if odd else oracle, 1e-12)
 
 
-def expert_case(types: tuple[QType, QType, QType], D: int, F: int, T: int, E: int = 7, A: int = 3) -> Case:
+def activate(x: np.ndarray, gelu: bool) -> np.ndarray:
+    return x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3) if gelu else -x))
+
+
+def expert_case(
+    types: tuple[QType, QType, QType], D: int, F: int, T: int, gelu: bool = False, add: bool = True
+) -> Case:
+    E, A = 7, 3
     rng = np.random.default_rng(28)
     parts = [
         [weights(t, *shape, 100 * p + e) for e in range(E)]
@@ -386,23 +448,24 @@ def expert_case(types: tuple[QType, QType, QType], D: int, F: int, T: int, E: in
         expert_ptr[fetched] = slots
         rows = np.full((E, 3), -1, np.int32)
         rows[:2] = [[fetched[0], 0, -1], [fetched[1], 1, E - 1]]
-        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True)
-        x = residual.copy()
-        ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x)
+        activation: Activation = "gelu" if gelu else "silu"
+        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True, activation=activation)
+        x = residual.copy() if add else np.full_like(residual, np.nan)
+        ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x, add)
         return {"x": x, "arena": arena}
 
     def oracle() -> Outputs:
         gate, up, down = ([exact(m) for m in part] for part in parts)
-        x = residual.astype(np.float64)
+        x = residual.astype(np.float64) if add else np.zeros((T, D))
         for t in range(T):
             for a in range(A):
                 e = experts[t, a]
-                g = gate[e] @ h[t]
-                x[t] += w[t, a] * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ h[t])))
+                x[t] += w[t, a] * (down[e] @ (activate(gate[e] @ h[t], gelu) * (up[e] @ h[t])))
         arena = np.stack([np.concatenate([parts[p][e].data for p in range(3)]) for e in fetched])
         return {"x": x, "arena": arena}
 
-    return Case(f"expert_ffn {'/'.join(t.name for t in types)} D={D} F={F} T={T}", run, oracle, rounding(*types))
+    name = f"expert_ffn {'/'.join(t.name for t in types)} D={D} F={F} T={T}{' gelu' if gelu else ''}"
+    return Case(f"{name}{'' if add else ' add=False'}", run, oracle, rounding(*types), (E, A))
 
 
 def head_case(qtype: QType, rows: tuple[int, ...]) -> Case:
@@ -443,7 +506,21 @@ CASES = [
     attention_case("q8_0", (64, 65, 129), (2, 1, 3), 10, 2, 32),
     attention_case("q8_0", (333,), (21,), 4, 1, 128),
     attention_case("f16", (70,), (7,), 3, 1, 64, odd=True),
+    attention_input_case((K4, K4, K6), "f16", 1, 6, 2, 64, 32, True, K4),
+    attention_input_case((Q8, K5, Q8), "q8_0", 3, 5, 2, 96, 96, True, QType.F32, True),
+    attention_input_case((K4, K6), "f16", 2, 3, 1, 256, 64, True, v_normed=True),
+    attention_input_case((K4, K6), "f16", 35, 3, 1, 256, 64, True, QType.BF16, True),
+    attention_input_case((K5,), "q8_0", 4, 3, 1, 288, 64, False, K5),
+    attention_input_case((QType.F32,), "f16", 1, 2, 1, 512, 128, True),
+    attention_case("f16", (300,), (1,), 6, 2, 64, window=100),
+    attention_case("f16", (290, 200), (3, 2), 8, 1, 32, window=130, gate_kind="softplus"),
+    attention_case("q8_0", (333, 129), (9, 1), 4, 2, 256, window=64, gate_kind="sigmoid", by_head=False),
+    attention_case("f16", (20, 150), (4, 2), 3, 1, 48, window=512, gate_kind="sigmoid"),
+    attention_case("f16", (80,), (4,), 2, 1, 512, gate_kind="softplus", by_head=False),
+    attention_case("q8_0", (300,), (40,), 4, 2, 64, window=70, gate_kind="softplus"),
+    attention_case("f16", (120, 30), (38, 2), 2, 1, 512, window=65, gate_kind="sigmoid", by_head=False),
     *(attention_output_case(t, T) for t, T in ((K4, 1), (K6, 19), (QType.F32, 3))),
+    *(attention_output_case(t, T, False) for t, T in ((K4, 1), (K6, 19), (QType.F32, 3), (K4, 33))),
     *(router_case(t, T) for t, T in ((QType.F32, 1), (QType.F16, 19), (QType.BF16, 40))),
     route_case((4, 9, 3), policy.LRU, True, 1),
     route_case((4, 9, 3), policy.LFU, True, 11),
@@ -458,13 +535,16 @@ CASES = [
     expert_case((Q8, Q8, QType.Q4_0), 352, 96, 5),
     expert_case((QType.Q4_0, QType.F16, Q8), 288, 160, 4),
     expert_case((QType.F32, QType.BF16, QType.F16), 77, 70, 5),
+    expert_case((K4, K4, K6), 256, 512, 1, gelu=True, add=False),
+    expert_case((Q8, Q8, QType.F16), 96, 70, 6, gelu=True),
+    expert_case((K6, K4, K5), 256, 256, 35, gelu=True, add=False),
     *(head_case(t, rows) for t, rows in ((K6, (8,)), (K4, (0, 3, 3, 7)), (QType.F16, (5, 2)), (K6, ()))),
 ]
 
 
 @functools.cache
 def workspace(isa: str, threads: int = 2) -> Any:
-    return cpu.workspace(LIMITS, threads, isa)
+    return cpu.workspace(replace(LIMITS, n_expert=512, n_expert_used=16), threads, isa)
 
 
 @functools.cache
@@ -493,7 +573,7 @@ def test_kernels_equal_the_twin_bit_for_bit(case: Case, isa: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda_kernels_equal_the_twin(case: Case, device: Any) -> None:
     """Bit for bit in small steps, attention's sums excepted; tensor cores by their distance from float64."""
-    small = replace(LIMITS, n_expert=7, n_expert_used=3) if case.name.startswith("expert_ffn") else LIMITS
+    small = replace(LIMITS, n_expert=case.experts[0], n_expert_used=case.experts[1])
     if case.refused_on_cuda:
         with pytest.raises(ValueError, match=case.refused_on_cuda):
             case.run(DeviceOps(device, small), None)
@@ -574,3 +654,15 @@ def test_exp_of_the_twin_is_accurate() -> None:
     assert np.abs(arithmetic.exp(x.astype(np.float32)) / np.exp(x) - 1).max() < 3e-7
     assert arithmetic.exp(np.array([-87.1, -np.inf], np.float32)).tolist() == [0, 0]
     assert np.isnan(arithmetic.exp(np.array([np.nan], np.float32))).all()
+
+
+def test_sigmoid_and_softplus_of_the_twin_are_accurate() -> None:
+    x = EXP_INPUTS[np.abs(EXP_INPUTS) <= 85]
+    exact_x = x.astype(np.float64)
+    assert np.abs(arithmetic.sigmoid(x) * (1 + np.exp(-exact_x)) - 1).max() < 5e-7
+    softplus = np.maximum(exact_x, 0) + np.log1p(np.exp(-np.abs(exact_x)))
+    assert np.abs(arithmetic.softplus(x) / softplus - 1).max() < 5e-7
+    ends = np.array([-np.inf, -100, np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(arithmetic.sigmoid(ends) > 1e-38, [False, False, True, False])
+    np.testing.assert_array_equal(np.isnan(arithmetic.sigmoid(ends)), [False, False, False, True])
+    np.testing.assert_array_equal(arithmetic.softplus(ends), np.array([0, 0, np.inf, np.nan], np.float32))

@@ -64,6 +64,7 @@ REQUESTS = st.one_of(
         st.integers(1, protocol.MAX_TOKENS),
         SAMPLING,
         st.none() | st.lists(st.integers(0, protocol.TOKEN_END - 1), max_size=4).map(tuple),
+        st.none() | TEXT,
     ),
     scores(),
     st.builds(protocol.Stats, IDS),
@@ -146,6 +147,8 @@ def test_defaults() -> None:
         ({"max_tokens": "3"}, "'max_tokens'"),
         ({"stop_tokens": [None]}, "'stop_tokens'"),
         ({"stop_tokens": [0] * 1025}, "'stop_tokens'"),
+        ({"grammar": {}}, "'grammar'"),
+        ({"grammar": "x" * (protocol.MAX_GRAMMAR_CHARS + 1)}, "'grammar'"),
         ({"sampling": None}, "'sampling'"),
         ({"sampling": {"temperature": -0.1}}, "'sampling.temperature'"),
         ({"sampling": {"temperature": 10**400}}, "'sampling.temperature'"),
@@ -298,6 +301,9 @@ CONFIGS = st.builds(
     threads=st.none() | st.integers(1, 1 << 40),
     poison=st.booleans(),
     replay=st.none() | PATHS.map(Path),
+    prefix_gib=st.floats(0, 1e5),
+    cache_dir=st.none() | PATHS.map(Path),
+    cache_dir_gib=st.floats(1e-3, 1e5),
     plan_only=st.booleans(),
 )
 
@@ -310,7 +316,7 @@ def test_the_command_line_survives_the_daemon(config: EngineConfig) -> None:
 def test_every_setting_has_a_flag() -> None:
     config = EngineConfig(
         model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, threads=3,
-        poison=True, replay=Path("r"), plan_only=True,
+        poison=True, replay=Path("r"), cache_dir=Path("c"), plan_only=True,
     )  # fmt: skip
     flags = {argument.split("=")[0] for argument in protocol.command_line(config)[:-2]}
     assert flags == {"--" + f.name.replace("_", "-") for f in fields(EngineConfig)} - {"--model"}
@@ -319,7 +325,8 @@ def test_every_setting_has_a_flag() -> None:
 @pytest.mark.parametrize(
     "flag",
     ["--residency-pct=101", "--residency-pct=nan", "--vram-gib=0", "--vram-gib=inf", "--threads=0", "--cache-slots=-1",
-     "--device=tpu", "--ctx-tokens=1.5", "--residency=5", "--chunk-tokens=" + "9" * 5000],
+     "--prefix-gib=-1", "--cache-dir-gib=0", "--device=tpu", "--ctx-tokens=1.5", "--residency=5",
+     "--chunk-tokens=" + "9" * 5000],
 )  # fmt: skip
 def test_a_bad_flag_is_a_usage_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -28,9 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path):
     made = Engine(EngineConfig(model=model, device="cpu", threads=2, ctx_tokens=200, chunk_tokens=32))
     yield made
-    assert made.runner.kv.pool.free_blocks == made.runner.kv.pool.n_blocks or made.busy
+    assert made.runner.kv.free_blocks == made.runner.kv.n_blocks or made.busy
     made.close()
-    assert made.runner.kv.pool.free_blocks == made.runner.kv.pool.n_blocks
+    assert made.runner.kv.free_blocks == made.runner.kv.n_blocks
 
 
 def drain(engine: Engine) -> list[Event]:
@@ -102,7 +102,7 @@ def test_a_cancelled_request_gives_its_blocks_back(engine: Engine, steps: int) -
     assert not engine.cancel(1)
     events = drain(engine)
     assert {e.id for e in events} == {2}
-    assert engine.runner.kv.pool.free_blocks == engine.runner.kv.pool.n_blocks
+    assert engine.runner.kv.free_blocks == engine.runner.kv.n_blocks
 
 
 def test_scores_are_log_probabilities_of_the_model(engine: Engine, model: Path) -> None:

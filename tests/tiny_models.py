@@ -1,28 +1,49 @@
-"""Tiny random models on disk, and two oracles for them: `transformers`, and float64 loops.
+"""Tiny random models on disk, and their oracle: `transformers`, in float64.
 
-The oracles share no code with the engine: weights reach them through the `gguf` package's reader.
+What is special to a family is in family_NAME.py: `build(config)`, the `transformers` model, and `parameter(config,
+weights, name)`, the value of one of its parameters, in published files' conventions. The oracles share no code with
+the engine: weights reach them through the `gguf` package's reader.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from family_qwen3moe import float_logits
 from gguf import GGMLQuantizationType as QType
 from gguf_files import write_gguf
 
+from engine import models
 from engine.models import qwen3moe
 
+__all__ = [
+    "ALL_F32", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "read_weights", "tiny_path",
+    "transformers_choices", "transformers_logits", "write_tiny",
+]  # fmt: skip
+
 Tensors = dict[str, np.ndarray]
+DENSE = {"n_expert": 0, "n_expert_used": 0, "n_ff_exp": 0}
+
+FLOATS = ("norm", "ffn_gate_inp", ".bias", ".scale", "ssm_a", "ssm_conv1d", "rope_freqs", "layer_output_scale")
+
+
+def is_float(name: str) -> bool:
+    """A vector, a router or a convolution, which every file keeps as F32."""
+    return any(part in name for part in FLOATS) and "ssm_alpha" not in name
 
 
 def k_quant_mix(name: str) -> QType:
     """The types of a published Q4_K_M file: Q6_K where it matters most, F32 for vectors and routers."""
-    if "norm" in name or "ffn_gate_inp" in name:
+    if is_float(name):
         return QType.F32
     if "ffn_down_exps" in name or name in ("output.weight", "token_embd.weight"):
         return QType.Q6_K
@@ -31,23 +52,49 @@ def k_quant_mix(name: str) -> QType:
 
 def everything(qtype: QType):
     """Every matrix of one type."""
-    return lambda name: QType.F32 if "norm" in name or "ffn_gate_inp" in name else qtype
+    return lambda name: QType.F32 if is_float(name) else qtype
 
 
 ALL_F32 = everything(QType.F32)
 
 
-def write_tiny(path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, **smaller: int) -> Path:
+def write_tiny(
+    path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, variant: dict[str, Any] | None = None,
+    **smaller: int,
+) -> Path:  # fmt: skip
     """A tiny random model of an architecture with tensors of the given types and no tokenizer.
 
-    smaller: fields of its configuration that are to be less than in `tiny`; tensors are cut to fit.
+    variant: fields of its configuration that are to be other than in `tiny`. smaller: those that are to be less;
+    tensors are cut to fit.
     """
-    config, tensors = arch.tiny(np.random.default_rng(seed))
+    config, tensors = arch.tiny(np.random.default_rng(seed), **(variant or {}))
     config = replace(config, **smaller)
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
     write_gguf(path, metadata, {name: (values, types(name)) for name, values in tensors.items()})
     return path
+
+
+# Every family as `tiny` makes it, and its variants: architecture, fields of the configuration.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in models.known()},
+    "laguna-elements": (
+        "laguna", {"elements": True, "windowed": (False,) * 6, "window": 0, "yarn": None, "n_dense": 2},
+    ),
+    "qwen35moe-fused": ("qwen35moe", {"fused": True}),
+    "gemma4-dense": ("gemma4", {**DENSE, "k_eq_v": False, "n_head_kv": (3,) * 6, "n_shared": 0}),
+}  # fmt: skip
+
+
+_folder = tempfile.TemporaryDirectory()  # until the tests end
+
+
+@functools.cache
+def tiny_path(name: str, types: Any = k_quant_mix) -> Path:
+    """A model of `MODELS`, written once for all tests."""
+    arch, variant = MODELS[name]
+    path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"
+    return write_tiny(path, types, arch=models.find(arch), variant=variant)
 
 
 def read_weights(path: Path) -> Tensors:
@@ -60,91 +107,60 @@ def read_weights(path: Path) -> Tensors:
     return out
 
 
-def transformers_logits(config: qwen3moe.Config, weights: Tensors, tokens: np.ndarray) -> np.ndarray:
+class _Recorder(dict):
+    """Weights that remember which of them were asked for."""
+
+    def __init__(self, weights: Tensors) -> None:
+        super().__init__(weights)
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+
+def transformers_logits(config: Any, weights: Tensors, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V] of the `transformers` model with these weights, in float64."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    hf_config = Qwen3MoeConfig(
-        vocab_size=config.n_vocab, hidden_size=config.n_embd, moe_intermediate_size=config.n_ff_exp,
-        num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_head_kv,
-        head_dim=config.head_dim, num_local_experts=config.n_expert, num_experts=config.n_expert,
-        num_experts_per_tok=config.n_expert_used, norm_topk_prob=True, rms_norm_eps=config.eps,
-        rope_parameters={"rope_theta": config.rope_base, "rope_type": "default"}, tie_word_embeddings=False,
-        max_position_embeddings=config.n_ctx_train, mlp_only_layers=[], decoder_sparse_step=1,
-    )  # fmt: skip
-    hf_config._attn_implementation = hf_config._experts_implementation = "eager"
-    model = Qwen3MoeForCausalLM(hf_config).double().eval()
-    # Names as the published converter maps them, from the gguf package's own table.
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.n_layer)
-    used = set()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("experts.gate_up_proj"):
-                layer = name.split(".")[2]
-                parts = [f"blk.{layer}.ffn_gate_exps.weight", f"blk.{layer}.ffn_up_exps.weight"]
-                value = np.concatenate([weights[p] for p in parts], axis=1)
-            elif name.endswith("experts.down_proj"):
-                parts = [f"blk.{name.split('.')[2]}.ffn_down_exps.weight"]
-                value = weights[parts[0]]
-            else:
-                parts = [names.get_name(name.removesuffix(".weight")) + ".weight"]
-                value = weights[parts[0]]
-            used.update(parts)
-            assert parameter.shape == value.shape, name
-            parameter.copy_(torch.from_numpy(value))
-        assert used == set(weights)
-        return model(torch.from_numpy(tokens[None].astype(np.int64))).logits[0].numpy()
+    return transformers_choices(config, weights, tokens)[0]
 
 
-def float_logits(
-    config: qwen3moe.Config, weights: Tensors, tokens: np.ndarray, imposed: np.ndarray | None = None
+def transformers_choices(
+    config: Any, weights: Tensors, tokens: np.ndarray, imposed: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [T, V] and chosen experts [L, T, A] of a float64 model written as plain loops.
+    """Logits [T, V] and what its routers choose, experts [L, T, A], of the `transformers` model, in float64.
 
-    imposed: experts [L, T, A] used in place of the router's own choice (its weights are still computed).
+    imposed: experts [L, T, A] used in place of that choice (their weights are still computed).
     """
-    w = {name: value.astype(np.float64) for name, value in weights.items()}
-    T, d = len(tokens), config.head_dim
+    name = getattr(config, "arch", type(config).__module__.split(".")[-1])
+    family = importlib.import_module(f"family_{name}")
+    model = family.build(config).double().eval()
+    recorder = _Recorder(weights)
+    with torch.no_grad():
+        for key, parameter in model.state_dict().items():
+            value = family.parameter(config, recorder, key)
+            assert parameter.shape == value.shape, key
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+        assert set(weights) - recorder.used <= {"rope_freqs.weight"}, "tensors that the oracle does not use"
+        choices: list[torch.Tensor] = []
+        choose = torch.topk
 
-    def rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.eps) * scale
+        def topk(scores: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+            """Every family's router picks its experts by this one call."""
+            values, indices = choose(scores, k, dim=dim)
+            choices.append(indices)
+            if imposed is not None:
+                indices = torch.from_numpy(imposed[len(choices) - 1].astype(np.int64))
+                values = scores.gather(-1, indices)
+            return values, indices
 
-    angle = np.arange(T)[:, None] * config.rope_base ** (-2.0 * np.arange(d // 2) / d)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-
-    def rope(x: np.ndarray) -> np.ndarray:
-        a, b = x[..., : d // 2], x[..., d // 2 :]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    x = w["token_embd.weight"][tokens]
-    chosen = np.zeros((config.n_layer, T, config.n_expert_used), np.int64)
-    for i in range(config.n_layer):
-        p = f"blk.{i}."
-        h = rms(x, w[p + "attn_norm.weight"])
-        q = (h @ w[p + "attn_q.weight"].T).reshape(T, -1, d)
-        k = (h @ w[p + "attn_k.weight"].T).reshape(T, -1, d)
-        v = (h @ w[p + "attn_v.weight"].T).reshape(T, -1, d)
-        q, k = rope(rms(q, w[p + "attn_q_norm.weight"])), rope(rms(k, w[p + "attn_k_norm.weight"]))
-        attended = np.zeros_like(q)
-        for head in range(config.n_head):
-            shared = head * config.n_head_kv // config.n_head
-            s = q[:, head] @ k[:, shared].T / np.sqrt(d)
-            s = np.where(np.tril(np.ones((T, T), bool)), s, -np.inf)
-            e = np.exp(s - s.max(-1, keepdims=True))
-            attended[:, head] = e / e.sum(-1, keepdims=True) @ v[:, shared]
-        x = x + attended.reshape(T, -1) @ w[p + "attn_output.weight"].T
-        h = rms(x, w[p + "ffn_norm.weight"])
-        logits = h @ w[p + "ffn_gate_inp.weight"].T
-        chosen[i] = np.argsort(-logits, axis=1, kind="stable")[:, : config.n_expert_used]
-        use = chosen[i] if imposed is None else imposed[i]
-        for t in range(T):
-            gate = np.exp(logits[t, use[t]] - logits[t].max())
-            gate /= gate.sum()
-            for e, weight in zip(use[t], gate, strict=True):
-                g = w[p + "ffn_gate_exps.weight"][e] @ h[t]
-                u = w[p + "ffn_up_exps.weight"][e] @ h[t]
-                x[t] = x[t] + weight * (w[p + "ffn_down_exps.weight"][e] @ (g / (1 + np.exp(-g)) * u))
-    return rms(x, w["output_norm.weight"]) @ w["output.weight"].T, chosen
+        torch.topk = topk
+        try:
+            # Hidden states are asked for because Gemma 4 with shared caches and no per-layer inputs fails without.
+            logits = model(torch.from_numpy(tokens[None].astype(np.int64)), output_hidden_states=True).logits[0]
+        finally:
+            torch.topk = choose
+    shape = (len(config.moe_layers), len(tokens), config.n_expert_used)
+    return logits.numpy(), np.array([c.numpy() for c in choices], np.int64).reshape(shape)
 
 
 def nmse(value: np.ndarray, oracle: np.ndarray) -> float:

@@ -14,13 +14,15 @@ import numpy as np
 
 from engine.errors import ModelFormatError, UnsupportedModelError
 from engine.gguf import GGUFFile
-from engine.kv import KVCache
-from engine.models import Buffers, Step, matrix, vector
-from engine.ops import F32, I32
+from engine.kv import DeltaShape, KVCache, KVGroup
+from engine.models import Buffers, Step, Widths, matrix, vector
+from engine.ops import F32, I32, Gating
+from engine.ops.arithmetic import rope_table
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
 
 ARCH = "qwen3moe"
+GATING = Gating()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Config:
     n_ctx_train: int
     rope_base: float
     eps: float
-    renormalize: bool = True
+    gating: Gating = GATING
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Config:
@@ -76,7 +78,7 @@ class Config:
             n_ctx_train=number("context_length"),
             rope_base=float(file.value(f"{ARCH}.rope.freq_base", float, 10000.0)),
             eps=float(file.value(f"{ARCH}.attention.layer_norm_rms_epsilon", float)),
-            renormalize=bool(file.value(f"{ARCH}.expert_weights_norm", bool, True)),
+            gating=Gating(renormalize=bool(file.value(f"{ARCH}.expert_weights_norm", bool, True))),
         )
         if config.n_layer > len(file.tensors):
             raise ModelFormatError(f"{ARCH}.block_count is {config.n_layer}, the file has {len(file.tensors)} tensors")
@@ -112,9 +114,23 @@ class Config:
         return tuple(range(self.n_layer))
 
     @property
-    def rope_dims(self) -> int:
-        """Rotated dimensions of a head: all of them."""
-        return self.head_dim
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Caches of one kind: every layer sees all positions."""
+        return (KVGroup(self.moe_layers, self.n_head_kv, self.head_dim),)
+
+    def kv_layer(self, layer: int) -> int | None:
+        """The layer whose cache a layer reads: its own."""
+        return layer
+
+    @property
+    def delta(self) -> DeltaShape | None:
+        """No layer is recurrent."""
+        return None
+
+    @property
+    def widths(self) -> Widths:
+        """The widest of any layer."""
+        return Widths(self.n_head, self.n_head * self.head_dim, self.n_head_kv, self.head_dim, self.n_ff_exp)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor and its shape, slowest dimension first (`output.weight` may be absent: tied)."""
@@ -218,6 +234,11 @@ def load(file: GGUFFile, config: Config) -> Weights:
     return Weights(token_embd, tuple(layers), norm("output_norm.weight"), output, tuple(experts))
 
 
+def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
+    """One table for all layers, which rotate whole heads."""
+    return (rope_table(n_ctx, config.head_dim, config.rope_base),)
+
+
 def forward(
     config: Config,
     weights: Weights,
@@ -226,12 +247,14 @@ def forward(
     step: Step,
     kv: KVCache,
     residency: Residency,
-    rope: F32,
+    ropes: tuple[F32, ...],
     b: Buffers,
 ) -> None:
     """One step: `b.logits` for `step.rows`, cache and residency updated."""
     scale = 1.0 / float(np.sqrt(config.head_dim))
     state, T = residency.live, b.x.shape[0]
+    q, attended = b.heads(config.n_head, config.head_dim), b.attended(config.n_head * config.head_dim)
+    (rope,), (slots,), (table,) = ropes, step.slots, step.block_table
     ops.embed(ws, weights.token_embd, step.tokens, b.x)
     ops.fetch_ahead(ws, state, 0, residency.banks[0], T)
     for i, layer in enumerate(weights.layers):
@@ -241,15 +264,15 @@ def forward(
             ops.fetch_ahead(ws, state, i + 1, residency.banks[i + 1], T)
         ops.attention_input(
             ws, b.x, layer.attn_norm, config.eps, layer.wq, layer.wk, layer.wv, layer.q_norm, layer.k_norm,
-            rope, step.positions, kv.layers[i], step.slots, b.q,
+            rope, step.positions, kv.layers[i], slots, q,
         )  # fmt: skip
         ops.attention(
-            ws, b.q, kv.layers[i], step.block_table, step.sequence, step.positions, scale, b.attended, step.n_positions
+            ws, q, kv.layers[i], table, step.sequence, step.positions, scale, attended, step.n_positions
         )
-        ops.attention_output(ws, b.attended, layer.wo, b.x)
+        ops.attention_output(ws, attended, layer.wo, b.x)
         ops.router(ws, b.x, layer.ffn_norm, config.eps, layer.router, b.h, b.router)
         ops.route(
-            ws, b.router, config.renormalize, state, i, step.counted, residency.rule,
+            ws, b.router, config.gating, state, i, step.counted, residency.rule,
             b.experts[i], b.weights[i], b.fetches,
         )  # fmt: skip
         ops.expert_ffn(ws, b.h, b.experts[i], b.weights[i], residency.banks[i], b.fetches, b.x)

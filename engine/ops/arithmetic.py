@@ -25,6 +25,9 @@ _EXP_C = [
 _LOG2E = np.full(1, float.fromhex("0x1.715476p+0"), np.float32)
 _LN2_HI = np.full(1, float.fromhex("0x1.62e400p-1"), np.float32)
 _LN2_LO = np.full(1, float.fromhex("0x1.7f7d1cp-20"), np.float32)
+_LOG1P_C = [np.full(1, 1 / n, np.float32) for n in (17, 15, 13, 11, 9, 7, 5, 3, 1)]
+_GELU_C1 = np.full(1, float.fromhex("0x1.988454p+0"), np.float32)  # 2 sqrt(2 / pi)
+_GELU_C2 = np.full(1, float.fromhex("0x1.2444f2p-4"), np.float32)  # 0.044715 C1
 
 
 def fma(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float32]) -> F32:
@@ -88,10 +91,42 @@ def exp(x: F32) -> F32:
         return np.where(np.isnan(clamped), np.float32(np.nan), result).astype(np.float32)
 
 
+def softplus(x: F32) -> F32:
+    """log(1 + e^x), by the series of artanh: relative error below 5e-7 where e^x is no subnormal."""
+    with np.errstate(all="ignore"):
+        y = exp(-np.abs(x))
+        s = y / (np.float32(2) + y)
+        square = s * s
+        p = np.broadcast_to(_LOG1P_C[0], s.shape)
+        for c in _LOG1P_C[1:]:
+            p = fma(p, square, c)
+        return np.asarray(np.maximum(x, np.float32(0)) + (s + s) * p, np.float32)
+
+
 def silu(x: F32) -> F32:
     """x / (1 + e^-x)."""
     with np.errstate(all="ignore"):
         return np.asarray(x / (np.float32(1) + exp(-x)), np.float32)
+
+
+def sigmoid(x: F32) -> F32:
+    """1 / (1 + e^-x)."""
+    with np.errstate(all="ignore"):
+        return np.asarray(np.float32(1) / (np.float32(1) + exp(-x)), np.float32)
+
+
+def gelu(x: F32) -> F32:
+    """x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3): the approximation by tanh."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x / (np.float32(1) + exp((-x) * fma(_GELU_C2, x * x, _GELU_C1))), np.float32)
+
+
+def softcap(x: F32, cap: float) -> F32:
+    """cap tanh(x / cap), tanh(u) = 1 - 2 / (e^2u + 1)."""
+    with np.errstate(all="ignore"):
+        u = x / np.float32(cap)
+        tanh = np.float32(1) - np.float32(2) / (exp(u + u) + np.float32(1))
+        return np.asarray(tanh * np.float32(cap), np.float32)
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
@@ -146,3 +181,14 @@ def product(w: QTensor, x: F32) -> F32:
         return dot32(float_rows(w)[None], x[:, None, :])
     q, d = quantize_activations(x)
     return _block_product(integer_blocks(w), q, d)
+
+
+def rope_table(n_positions: int, n_rot: int, base: float) -> F32:
+    """Cosines and sines, float32 [n_positions, 2, n_rot / 2], of n_rot rotated dimensions."""
+    return rotations(n_positions, base ** (-2.0 * np.arange(n_rot // 2) / n_rot))
+
+
+def rotations(n_positions: int, frequencies: NDArray[np.float64], magnitude: float = 1.0) -> F32:
+    """Cosines and sines, float32 [n_positions, 2, n], of n angles a position, times `magnitude`; in binary64."""
+    angle = np.arange(n_positions)[:, None] * frequencies[None]
+    return (magnitude * np.stack([np.cos(angle), np.sin(angle)], axis=1)).astype(np.float32)

@@ -13,17 +13,23 @@ from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from engine.errors import SparkError
-from engine.ops import Limits
 
-ABI = 1  # SPARK_CPU_ABI
+ABI = 2  # SPARK_CPU_ABI
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
+
+
+# The fields of engine.ops.Limits that the kernels need.
+LIMITS = (
+    "max_tokens", "n_embd", "n_head_dim", "n_ff", "n_vocab", "n_expert", "n_expert_used", "n_ff_exp", "n_mixed", "n_z",
+    "n_head_v",
+)  # fmt: skip
 
 
 class LimitsRecord(ctypes.Structure):
     """spark_limits: engine.ops.Limits."""
 
-    _fields_ = tuple((name, c_int64) for name in Limits.__dataclass_fields__)
+    _fields_ = tuple((name, c_int64) for name in LIMITS)
 
 
 class MatrixRecord(ctypes.Structure):
@@ -50,6 +56,29 @@ class ExpertsRecord(ctypes.Structure):
         *((name, c_int64) for name in ("n_embd", "n_ff", "n_expert", "n_slots")),
         *((name, c_void_p) for name in ("expert_ptr", "home_ptr", "slot_ptr")),
         ("poison", c_int64),
+        ("activation", c_int64),
+    )
+
+
+class GatingRecord(ctypes.Structure):
+    """spark_gating: engine.ops.Gating."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("renormalize", c_int64),
+        ("bias", c_void_p),
+        ("expert_scale", c_void_p),
+        ("scale", c_float),
+    )
+
+
+class DeltaRecord(ctypes.Structure):
+    """spark_delta_layer: engine.ops.DeltaLayer."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("state", c_void_p),
+        *((name, c_int64) for name in ("n_states", "kernel", "n_mixed", "n_head_v", "d_v", "d_k")),
     )
 
 
@@ -72,14 +101,20 @@ class SlotsRecord(ctypes.Structure):
 # P: a pointer; i: int64; w: int32; f: float. Every function takes the workspace first and returns int32.
 _SIGNATURES = {
     "spark_product": "PPiP",
-    "spark_embed": "PPiP",
-    "spark_attention_input": "PiPfPPPPPPiiPPPP",
-    "spark_attention": "PiiPPiiPPfP",
-    "spark_attention_output": "PiPP",
+    "spark_embed": "PPiPf",
+    "spark_norm": "PiiPfP",
+    "spark_add_norm": "PiiPfPf",
+    "spark_attention_input": "PiPfPPPPPPPiiPPPPiPP",
+    "spark_attention": "PiiPPiiPPfPiPww",
+    "spark_attention_output": "PiPPw",
     "spark_router": "PiPfPPP",
-    "spark_route": "PiiwPiPiiPPPP",
-    "spark_expert_ffn": "PiiPPPPPP",
-    "spark_head": "PiPiPfPP",
+    "spark_route": "PiiPPiPiiPPPP",
+    "spark_expert_ffn": "PiiPPPPPPw",
+    "spark_dense_ffn": "PiPPPPwPw",
+    "spark_delta_input": "PiPfPPPPPPPP",
+    "spark_delta": "PiPPPPPfPPiPPPP",
+    "spark_delta_output": "PiPPifPP",
+    "spark_head": "PiPiPfPPf",
 }
 _CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
 

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine import policy, quants
-from engine.ops import F32, I32, KV_BLOCK_TOKENS, U8, Experts, Fetches, KVLayer, Limits
-from engine.ops.arithmetic import dot32, exp, fma, product, quantize_activations, rms_norm, silu, sum32
+from engine.ops import F32, I32, KV_BLOCK_TOKENS, U8, Activation, Experts, Fetches, Gating, KVLayer, Limits, arithmetic
+from engine.ops.arithmetic import (
+    dot32,
+    exp,
+    fma,
+    gelu,
+    product,
+    quantize_activations,
+    rms_norm,
+    sigmoid,
+    silu,
+    softplus,
+    sum32,
+)
+from engine.ops.delta import delta as delta
+from engine.ops.delta import delta_input as delta_input
+from engine.ops.delta import delta_output as delta_output
 from engine.quants import QTensor
 
 Cached = NDArray[np.float16] | NDArray[np.int8]
+LEAST_SUM = np.float32(6.1e-5)  # of the scores by sigmoid that are renormalized
 
 
 class Workspace:
@@ -34,18 +50,22 @@ def workspace(limits: Limits, threads: int) -> Workspace:
     return Workspace(limits, threads)
 
 
-def embed(ws: Workspace, table: QTensor, tokens: I32, x: F32) -> None:
-    """Rows of the embedding table: x [T, D] = table[tokens]; table [V, D] of any native type."""
+def embed(ws: Workspace, table: QTensor, tokens: I32, x: F32, scale: float = 1.0) -> None:
+    """Rows of the embedding table: x [T, D] = scale * table[tokens]; table [V, D] of any native type."""
     raw = table.data.reshape(table.shape[0], -1)[tokens]
     rows = QTensor(table.name, table.qtype, (len(tokens), table.shape[1]), np.ascontiguousarray(raw).reshape(-1))
-    x[:] = quants.dequantize(rows)
+    x[:] = quants.dequantize(rows) * np.float32(scale)
 
 
-def rope_table(n_positions: int, n_rot: int, base: float) -> F32:
-    """Cosines and sines, float32 [n_positions, 2, n_rot / 2], computed in binary64."""
-    inverse = base ** (-2.0 * np.arange(n_rot // 2) / n_rot)
-    angle = np.arange(n_positions)[:, None] * inverse[None]
-    return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+def norm(ws: Workspace, x: F32, weight: F32, eps: float, out: F32) -> None:
+    """The RMS norm of x [T, D] times weight [D], to out [T, D]."""
+    out[:] = rms_norm(x, weight, eps)
+
+
+def add_norm(ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0) -> None:
+    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D])."""
+    with np.errstate(all="ignore"):
+        x[:] = (x + rms_norm(y, weight, eps)) * np.float32(scale)
 
 
 def _rotate(x: F32, table: F32, positions: I32) -> F32:
@@ -83,8 +103,8 @@ def attention_input(
     norm: F32,
     eps: float,
     wq: QTensor,
-    wk: QTensor,
-    wv: QTensor,
+    wk: QTensor | None,
+    wv: QTensor | None,
     q_norm: F32 | None,
     k_norm: F32 | None,
     rope: F32,
@@ -92,22 +112,33 @@ def attention_input(
     kv: KVLayer,
     slots: I32,
     q: F32,
+    v_norm: F32 | None = None,
+    gate: QTensor | None = None,
+    gate_out: F32 | None = None,
 ) -> None:
     """Norm, Q, K, V, per-head norms and RoPE; keys and values go to the cache, Q to `q`.
 
-    x [T, D]; norm [D]; wq [H * head_dim, D]; wk, wv [K * head_dim, D]; q_norm, k_norm [head_dim] or
-    None; rope from `rope_table`; positions, slots int32 [T]; q [T, H, head_dim] is written.
+    x [T, D]; norm [D]; wq [H * head_dim, D]; wk, wv [K * head_dim, D]; q_norm, k_norm, v_norm [head_dim] or
+    None; rope from `rope_table`; positions, slots int32 [T]; q [T, H, head_dim] is written. Without wk the layer
+    reads another's cache: kv and slots are not touched. Without wv alone the values are the keys as they are before
+    their norm. gate [G, D]: gate_out [T, G] is its product with the normed x.
     """
     T, head_dim = len(x), q.shape[2]
     h = rms_norm(x, norm, eps)
     query = product(wq, h).reshape(T, -1, head_dim)
-    key = product(wk, h).reshape(T, -1, head_dim)
-    value = product(wv, h).reshape(T, -1, head_dim)
     if q_norm is not None:
         query = rms_norm(query, q_norm, eps)
+    q[:] = _rotate(query, rope, positions)
+    if gate is not None and gate_out is not None:
+        gate_out[:] = product(gate, h)
+    if wk is None:
+        return
+    key = product(wk, h).reshape(T, -1, head_dim)
+    value = key if wv is None else product(wv, h).reshape(T, -1, head_dim)
     if k_norm is not None:
         key = rms_norm(key, k_norm, eps)
-    q[:] = _rotate(query, rope, positions)
+    if v_norm is not None:
+        value = rms_norm(value, v_norm, eps)
     _store(kv.k, kv.k_scale, slots, _rotate(key, rope, positions))
     _store(kv.v, kv.v_scale, slots, value)
 
@@ -122,23 +153,29 @@ def attention(
     scale: float,
     out: F32,
     n_positions: int = 0,
+    window: int = 0,
+    gate: F32 | None = None,
+    gate_kind: str = "",
 ) -> None:
     """Causal attention over cached blocks, in logical order.
 
     q [T, H, head_dim]; block_table int32 [n_sequence, max_blocks], physical block of each logical
-    one; sequence, positions int32 [T]: row t sees positions 0..positions[t] of sequence[t]; query head
-    h reads kv head h * K // H; out [T, H * head_dim] is written.
+    one; sequence, positions int32 [T]: row t sees positions 0..positions[t] of sequence[t], or the last `window` of
+    them, and reads no block before; query head h reads kv head h * K // H; out [T, H * head_dim] is written. gate
+    [T, H] or [T, H * head_dim]: the result is multiplied by "softplus" or "sigmoid" (gate_kind) of it.
     """
     T, H, head_dim = q.shape
     group = H // kv.k.shape[1]
     for t in range(T):
         n = int(positions[t]) + 1
+        begin = max(n - window, 0) if window else 0
         m = np.full(H, -np.inf, np.float32)
         total = np.zeros(H, np.float32)
         o = np.zeros((H, head_dim), np.float32)
-        for b in range(-(-n // KV_BLOCK_TOKENS)):
+        for b in range(begin // KV_BLOCK_TOKENS, -(-n // KV_BLOCK_TOKENS)):
+            first = max(begin - b * KV_BLOCK_TOKENS, 0)
             valid = min(KV_BLOCK_TOKENS, n - b * KV_BLOCK_TOKENS)
-            slots = block_table[sequence[t], b] * KV_BLOCK_TOKENS + np.arange(valid, dtype=np.int32)
+            slots = block_table[sequence[t], b] * KV_BLOCK_TOKENS + np.arange(first, valid, dtype=np.int32)
             k = np.repeat(_load(kv.k, kv.k_scale, slots), group, axis=1)  # [S, H, head_dim]
             v = np.repeat(_load(kv.v, kv.v_scale, slots), group, axis=1)
             with np.errstate(all="ignore"):
@@ -146,13 +183,18 @@ def attention(
                 top = np.maximum(m, s.max(axis=1))
                 alpha = exp(m - top)
                 p = exp(s - top[:, None])
-                total = fma(total, alpha, sum32(p))
+                # A position's lane is its place in the block, wherever the window begins.
+                total = fma(total, alpha, sum32(np.pad(p, ((0, 0), (first, 0)))))
                 o = o * alpha[:, None]
-            for j in range(valid):
+            for j in range(valid - first):
                 o = fma(p[:, j, None], v[j], o)
             m = top
         with np.errstate(all="ignore"):
-            out[t] = (o / total[:, None]).reshape(-1)
+            result = np.asarray(o / total[:, None], np.float32)
+            if gate is not None:
+                factor = (softplus if gate_kind == "softplus" else sigmoid)(gate[t].reshape(H, -1))
+                result = result * factor
+            out[t] = result.reshape(-1)
 
 
 def copy(ws: Workspace, x: F32, to: F32) -> None:
@@ -164,10 +206,11 @@ def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Expert
     """A hint that `layer` comes soon in a step of n_tokens; here nothing can be had ahead of time."""
 
 
-def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32) -> None:
-    """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim]."""
+def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:
+    """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim], or = it without `add`."""
     with np.errstate(all="ignore"):
-        x += product(wo, attended)
+        y = product(wo, attended)
+        x[:] = x + y if add else y
 
 
 def router(ws: Workspace, x: F32, norm: F32, eps: float, gate: QTensor, h: F32, logits: F32) -> None:
@@ -187,7 +230,7 @@ def top_experts(logits: F32, n_used: int) -> I32:
 def route(
     ws: Workspace,
     logits: F32,
-    renormalize: bool,
+    gating: Gating,
     state: policy.SlotState,
     layer: int,
     counted: U8,
@@ -202,19 +245,27 @@ def route(
     written; `state` changes. `layer` indexes MoE layers.
     """
     n_used = experts.shape[1]
-    experts[:] = top_experts(logits, n_used)
-    chosen = np.take_along_axis(logits, experts.astype(np.int64), axis=1)
     with np.errstate(all="ignore"):
         # The maximum skips NaN, as fmax does; a NaN among the chosen still reaches the weights.
         top = np.where(np.isnan(logits), np.float32(-np.inf), logits).max(axis=1, keepdims=True)
-        p = exp(chosen - top)
-        if renormalize:
+        if gating.kind == "sigmoid":
+            scores = choice = sigmoid(logits)
+        else:
+            scores = exp(logits - top)
+            choice = logits if gating.bias is None else scores / sum32(scores)[:, None]
+        experts[:] = top_experts(choice if gating.bias is None else choice + gating.bias, n_used)
+        p = np.take_along_axis(scores, experts.astype(np.int64), axis=1)
+        if gating.renormalize:
             total = p[:, 0].copy()
             for a in range(1, n_used):
                 total = total + p[:, a]
-        else:
-            total = sum32(exp(logits - top))
-        weights[:] = p / total[:, None]
+            if gating.kind == "sigmoid":
+                total = np.where(total < LEAST_SUM, LEAST_SUM, total)
+            p = p / total[:, None]
+        elif gating.kind == "softmax":
+            p = p / sum32(scores)[:, None]
+        p = p * np.float32(gating.scale)
+        weights[:] = p if gating.expert_scale is None else p * gating.expert_scale[experts]
     rows = policy.advance(state, layer, experts, counted != 0, rule.gain, rule.cap)
     fetches.count[0] = len(rows)
     fetches.rows[: len(rows)] = rows
@@ -243,8 +294,37 @@ def _expert_parts(bank: Experts, expert: int) -> Sequence[QTensor]:
     ]
 
 
-def expert_ffn(ws: Workspace, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32) -> None:
-    """x [T, D] += the weighted sum of each row's experts, folded in rank order.
+_ACTIVATIONS: dict[Activation, Callable[[F32], F32]] = {"silu": silu, "gelu": gelu}
+
+
+def dense_ffn(
+    ws: Workspace,
+    h: F32,
+    gate: QTensor,
+    up: QTensor,
+    down: QTensor,
+    x: F32,
+    activation: Activation = "silu",
+    add: bool = True,
+    shared_gate: QTensor | None = None,
+) -> None:
+    """x [T, D] += s * down (act(gate h) * (up h)), or becomes it where `add` is false.
+
+    h [T, D]; gate, up [F, D]; down [D, F]; s of each row is sigmoid(shared_gate h), shared_gate [1, D] of a float
+    type, or 1 where there is none.
+    """
+    with np.errstate(all="ignore"):
+        z = _ACTIVATIONS[activation](product(gate, h)) * product(up, h)
+        y = product(down, np.asarray(z, np.float32))
+        if shared_gate is not None:
+            y = sigmoid(product(shared_gate, h)) * y
+        x[:] = x + y if add else y
+
+
+def expert_ffn(
+    ws: Workspace, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32, add: bool = True
+) -> None:
+    """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it where `add` is false.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A]. Performs `fetches` first, then
     reads every expert through `bank.expert_ptr`.
@@ -256,15 +336,19 @@ def expert_ffn(ws: Workspace, h: F32, experts: I32, weights: F32, bank: Experts,
         gate, up, down = _expert_parts(bank, int(expert))
         rows, ranks = np.nonzero(experts == expert)
         with np.errstate(all="ignore"):
-            z = silu(product(gate, h[rows])) * product(up, h[rows])
+            z = _ACTIVATIONS[bank.activation](product(gate, h[rows])) * product(up, h[rows])
         y[rows, ranks] = product(down, np.asarray(z, np.float32))
     r = np.zeros((T, bank.n_embd), np.float32)
     for a in range(A):
         r = fma(weights[:, a, None], y[:, a], r)
     with np.errstate(all="ignore"):
-        x += r
+        x[:] = x + r if add else r
 
 
-def head(ws: Workspace, x: F32, rows: I32, norm: F32, eps: float, output: QTensor, logits: F32) -> None:
-    """Final norm and output matrix for the chosen rows: logits [len(rows), V]."""
+def head(
+    ws: Workspace, x: F32, rows: I32, norm: F32, eps: float, output: QTensor, logits: F32, softcap: float = 0.0
+) -> None:
+    """Final norm and output matrix for the chosen rows: logits [len(rows), V]; softcap > 0: through its tanh."""
     logits[:] = product(output, rms_norm(x[rows], norm, eps))
+    if softcap > 0:
+        logits[:] = arithmetic.softcap(logits, softcap)

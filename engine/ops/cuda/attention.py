@@ -12,6 +12,7 @@ launch without overlap.
 from __future__ import annotations
 
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +26,22 @@ SPLITS = (16, 64)  # at least, at most: of a sequence, for each kv head
 MAX_STAGES = 4  # tiles in flight: enough for the latency of memory
 COMBINE_THREADS = 256
 INPUT_HEADS = 4  # of a block of attention_input
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+PLAIN_HEAD_DIM = 256  # up to which a block of keys and values is one tile; beyond, multiples of LARGE_HEADS
+LARGE_HEADS = 128
 MAX_GROUP = 16  # query heads of a kv head
+GATE_KINDS = {"softplus": "SOFTPLUS", "sigmoid": "SIGMOID"}  # names in cuda/gate.cuh
 STATIC_SHARED_BYTES = 6 << 10  # at most, with what a block takes besides
+
+
+class _Plan(NamedTuple):
+    """Of a launch of attention_splits: shared bytes, macros ROWS, STAGES and TILE, and blocks per multiprocessor."""
+
+    shared_bytes: int
+    rows: int
+    stages: int
+    tile: int
+    per_sm: int
 
 
 class Attention:
@@ -36,18 +50,19 @@ class Attention:
     def __init__(self, device: Device, limits: Limits) -> None:
         self.device = device
         self.limits = limits
-        self.splits = min(max(TARGET_BLOCKS // limits.n_head_kv, SPLITS[0]), SPLITS[1])
+        self.splits = 0  # of a sequence at most; 0: as many as suit a layer's kv heads
         self.max_stages = MAX_STAGES
         self.overlap = True
-        rows = min(limits.max_tokens, MAX_TOKENS) * self.splits
+        # Layers may have fewer kv heads than the limit, and so more splits.
+        rows = min(limits.max_tokens, MAX_TOKENS) * min(SPLITS[1], -(-limits.n_ctx // KV_BLOCK_TOKENS))
         self._partial_o = device.empty((rows * limits.n_head_dim,), np.float32)
         self._partial_ml = device.empty((rows * limits.n_head * 2,), np.float32)
 
     def input(
         self,
         q_raw: Array,
-        k_raw: Array,
-        v_raw: Array,
+        k_raw: Array | None,
+        v_raw: Array | None,
         q_norm: Array | None,
         k_norm: Array | None,
         eps: float,
@@ -56,27 +71,34 @@ class Attention:
         kv: KVLayer,
         slots: Array,
         q: Array,
+        v_norm: Array | None = None,
     ) -> None:
         """Norm and rotate the heads of Q and K; Q goes to `q`, keys and values to the cache. Any T.
 
-        q_raw float32 [T, H * head_dim]; k_raw, v_raw [T, K * head_dim]; q_norm, k_norm [head_dim] or None; rope
-        [n_positions, 2, n_rot / 2]; positions, slots int32 [T], a slot of -1 stores nothing; q [T, H, head_dim].
+        q_raw float32 [T, H * head_dim]; k_raw, v_raw [T, K * head_dim], maybe the same, or None: only Q, and kv and
+        slots do not matter; q_norm, k_norm, v_norm [head_dim] or None; rope [n_positions, 2, n_rot / 2]; positions,
+        slots int32 [T], a slot of -1 stores nothing; q [T, H, head_dim].
         """
         T, H, head_dim = q.shape
-        K = kv.k.shape[1]
-        _check_cache(kv, head_dim)
-        if q_raw.shape != (T, H * head_dim) or k_raw.shape != (T, K * head_dim) or v_raw.shape != k_raw.shape:
-            raise ValueError(f"heads {q_raw.shape}, {k_raw.shape}, {v_raw.shape} for q {q.shape} and {K} kv heads")
+        K = 0 if k_raw is None else kv.k.shape[1]
+        if K:
+            _check_cache(kv, head_dim)
+        for name, raw, n in (("q", q_raw, H), ("k", k_raw, K), ("v", v_raw, K)):
+            if raw is not None and raw.shape != (T, n * head_dim):
+                raise ValueError(f"{n} heads of {head_dim} for {T} tokens in {name} {raw.shape}")
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"q of {q.shape}: heads of at most {MAX_HEAD_DIM}")
         if 2 * rope.shape[2] > head_dim:
             raise ValueError(f"{2 * rope.shape[2]} dimensions to rotate, {head_dim} in a head")
-        module = Module("rope.cu", (("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv))))
+        cache = (kv.k, kv.v, kv.k_scale, kv.v_scale) if K else (None,) * 4
+        module = Module("rope.cu", (("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv) if K else "0")))
         kernel = self.device.kernel(module, "attention_input")
         kernel(
             (-(-(H + 2 * K) // INPUT_HEADS), T),
             INPUT_HEADS * 32,
             (
-                *(q_raw, k_raw, v_raw, q_norm, k_norm, float(eps), rope, rope.shape[2], positions, slots),
-                *(H, K, q, kv.k, kv.v, kv.k_scale, kv.v_scale),
+                *(q_raw, k_raw, v_raw, q_norm, k_norm, v_norm, float(eps), rope, rope.shape[2], positions),
+                *(slots if K else None, H, K, q, *cache),
             ),
             overlap=self.overlap and T <= SMALL_TOKENS,
         )
@@ -91,12 +113,17 @@ class Attention:
         scale: float,
         out: Array,
         quantized: Quantized | None = None,
+        window: int = 0,
+        gate: Array | None = None,
+        gate_kind: str = "",
     ) -> None:
         """Causal attention of small batches over cached blocks.
 
         q float32 [T, H, head_dim]; block_table int32 [n_sequence, max_blocks]; sequence, positions int32 [T]: row t
-        sees positions 0..positions[t] of sequence[t]; out [T, H * head_dim], also in 8 bits where `quantized` of that
-        shape is given. Any T, best up to 8. Tokens of one sequence should be neighbors: they read its cache together.
+        sees positions 0..positions[t] of sequence[t], or the last `window` of them; out [T, H * head_dim], also in 8
+        bits where `quantized` of that shape is given. gate float32 [T, H] or [T, H * head_dim]: out is multiplied by
+        gate_kind ("softplus", "sigmoid") of it. Any T, best up to 8. Tokens of one sequence should be neighbors: they
+        read its cache together.
         """
         limits = self.limits
         T, H, head_dim = q.shape
@@ -106,46 +133,58 @@ class Attention:
             raise ValueError(f"attention of {H} heads of {head_dim} over {K} kv heads")
         if -(-limits.n_ctx // KV_BLOCK_TOKENS) < max_blocks:
             raise ValueError(f"a table of {max_blocks} blocks for a context of {limits.n_ctx} tokens")
-        max_splits = min(self.splits, max_blocks)
-        splits = ("SPLITS", str(self.splits))
+        most = self.splits or min(max(TARGET_BLOCKS // K, SPLITS[0]), SPLITS[1])
+        max_splits = min(most, max_blocks)
+        splits: tuple[tuple[str, str], ...] = (("SPLITS", str(most)),)
+        if window:
+            max_splits = min(_window_splits(window, most), max_blocks)
+            splits = (*splits, ("WINDOW", str(window)))
         overlap = self.overlap and T <= MAX_TOKENS  # else a launch would read what the tokens of another one store
         if out.shape != (T, H * head_dim) or (quantized is not None and H * head_dim % 32):
             raise ValueError(f"attention of q {q.shape} into {out.shape}")
+        gating = gate_macros(gate, gate_kind, (T, H, head_dim))
         for first in range(0, T, MAX_TOKENS):
             rows = slice(first, min(first + MAX_TOKENS, T))
             n = rows.stop - first
-            shared_bytes, stages, shared_rows, per_sm = self._plan(n, H // K, head_dim, kv)
-            workers = max(min(per_sm * self.device.n_sm // K, n * max_splits), 1)
-            flags = (("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv)))
-            module = Module("attention.cu", (*flags, ("ROWS", str(shared_rows)), ("STAGES", str(stages)), splits))
+            plan = self._plan(n, H // K, head_dim, kv, max_splits if window else most)
+            workers = max(min(plan.per_sm * self.device.n_sm // K, n * max_splits), 1)
+            flags = [("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv))]
+            if plan.tile < KV_BLOCK_TOKENS:
+                flags.append(("TILE", str(plan.tile)))
+            sharing = (("ROWS", str(plan.rows)), ("STAGES", str(plan.stages)))
+            module = Module("attention.cu", (*flags, *sharing, *splits))
             cache = (kv.k, kv.v, kv.k_scale, kv.v_scale)
             sizes = (n, H, K, max_blocks, max_splits)
             partial = (self._partial_o, self._partial_ml)
             self.device.kernel(module, "attention_splits")(
                 (K, workers),
-                128 * -(-shared_rows // 16),
+                128 * -(-plan.rows // 16),
                 (q[rows], *cache, block_table, sequence[rows], positions[rows], *sizes, float(scale), *partial),
-                shared_bytes,
+                plan.shared_bytes,
                 overlap,
             )
-            to = (None, None, None)
+            more = [None, None, None, None if gate is None else gate[rows]]
             if quantized is not None:
-                to = (quantized.q[rows], quantized.d[rows], quantized.sums[rows])
-            combine = Module("combine.cu", (flags[0], splits))
+                more[:3] = quantized.q[rows], quantized.d[rows], quantized.sums[rows]
+            combine = Module("combine.cu", (flags[0], *splits, *gating))
             self.device.kernel(combine, "attention_combine")(
                 (-(-H * head_dim // 32), n),
                 COMBINE_THREADS,
-                (*partial, positions[rows], H, max_blocks, max_splits, out[rows], *to),
+                (*partial, positions[rows], H, max_blocks, max_splits, out[rows], *more),
                 overlap=overlap,
             )
 
-    def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer) -> tuple[int, int, int, int]:
-        """Of a block of attention_splits: shared bytes, STAGES and ROWS; and blocks per multiprocessor."""
+    def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer, splits: int) -> _Plan:
+        """How a block of attention_splits works, for n_tokens with `splits` at most."""
         row_bytes = head_dim * kv.k.dtype.itemsize
-        slot = KV_BLOCK_TOKENS * (-(-row_bytes // 64) * 64 + 16)
+        # The tile decides how a row's positions are summed, so it follows from the layer alone.
+        tile = KV_BLOCK_TOKENS
+        if head_dim > PLAIN_HEAD_DIM:
+            tile = 32 if group <= 8 else 16
+        slot = tile * (-(-row_bytes // 64) * 64 + 16)
         if kv.k_scale is not None:
-            slot += KV_BLOCK_TOKENS * 4 * -(-kv.k_scale.shape[2] // 2)
-        per_sm = min(-(-self.splits * kv.k.shape[1] // self.device.n_sm), 2)
+            slot += tile * 4 * -(-kv.k_scale.shape[2] // 2)
+        per_sm = min(-(-splits * kv.k.shape[1] // self.device.n_sm), 2)
         least = 8 if group <= 8 else 16
         most = next((n for n in (8, 16, 32) if n_tokens * group <= n), 64 if head_dim <= 128 else 32)  # registers
         for rows, n in product((n for n in (64, 32, 16, 8) if least <= n <= most), (per_sm, 1)):
@@ -157,7 +196,24 @@ class Attention:
             stages = max(min((memory - besides) // (2 * slot), self.max_stages), 1)
             if stages > 1:
                 break
-        return 2 * stages * slot + besides, stages, rows, n
+        return _Plan(2 * stages * slot + besides, rows, stages, tile, n)
+
+
+def _window_splits(window: int, most: int) -> int:
+    """MOST_SPLITS of cuda/splits.cuh."""
+    blocks = (window + KV_BLOCK_TOKENS - 2) // KV_BLOCK_TOKENS + 1
+    of_split = max(blocks - 2, 0) // max(most - 1, 1) + 1
+    return (blocks + of_split - 2) // of_split + 1
+
+
+def gate_macros(gate: Array | None, kind: str, shape: tuple[int, int, int]) -> tuple[tuple[str, str], ...]:
+    """The macros of cuda/gate.cuh for the gate of a result [T, H, head_dim]; ValueError if it does not fit."""
+    if gate is None:
+        return ()
+    T, H, head_dim = shape
+    if kind not in GATE_KINDS or gate.dtype != np.float32 or gate.shape not in ((T, H), (T, H * head_dim)):
+        raise ValueError(f"a gate {kind!r} {gate.dtype} {gate.shape} for heads {shape}")
+    return (("GATE", GATE_KINDS[kind]), ("GATE_BY_HEAD", str(int(gate.shape == (T, H)))))
 
 
 def _flag(kv: KVLayer) -> str:
@@ -166,5 +222,7 @@ def _flag(kv: KVLayer) -> str:
 
 def _check_cache(kv: KVLayer, head_dim: int) -> None:
     wanted, multiple = (np.float16, 8) if kv.k_scale is None else (np.int8, 32)
+    if head_dim > PLAIN_HEAD_DIM:
+        multiple = LARGE_HEADS
     if kv.k.dtype != wanted or kv.k.shape[2] != head_dim or head_dim % multiple or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"a cache {kv.k.dtype} {kv.k.shape} for heads of {head_dim}")

@@ -1,24 +1,29 @@
-"""The expert FFN of a step of at most 32 tokens, over the active table that `route` leaves on the device."""
+"""FFNs of a step of at most 32 tokens: of experts, over the active table that `route` leaves on the device; dense."""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
-from engine.ops import SMALL_TOKENS, Experts, Limits
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+
+from engine.ops import SMALL_TOKENS, Activation, Experts, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import (
     FLOAT_TYPES,
     STATIC_SHARED,
     WARP,
     WARPS,
+    Products,
     Quantized,
     QuantizedScratch,
     shared_input_bytes,
     stage_bytes,
 )
-from engine.quants import row_bytes
+from engine.quants import QTensor, row_bytes
 
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
+SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of an expert at a time, where a step has several
@@ -30,9 +35,9 @@ class SmallExperts:
     def __init__(self, device: Device, limits: Limits) -> None:
         self.device = device
         self.limits = limits
-        n_pairs = SMALL_TOKENS * limits.n_expert_used
-        self._z = device.empty((n_pairs * limits.n_ff,), np.float32)
-        self._zq = QuantizedScratch(device, n_pairs, limits.n_ff)
+        n_pairs, n_ff = SMALL_TOKENS * limits.n_expert_used, limits.n_ff_exp or limits.n_ff
+        self._z = device.empty((n_pairs * n_ff,), np.float32)
+        self._zq = QuantizedScratch(device, n_pairs, n_ff)
         self._y = device.empty((n_pairs * limits.n_embd,), np.float32)
 
     def __call__(
@@ -45,27 +50,23 @@ class SmallExperts:
         n_active: Array,
         pairs: Array,
         x: Array,
+        add: bool = True,
     ) -> None:
-        """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output.
+        """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
 
         h: the normed residual [T, D], `Quantized` where gate and up are of block types, else float32. experts int32
         [T, A]; active uint64 [n, 8], n_active int32 [1], pairs int32 [T * A] as `Routing` describes them.
         """
         T, D = x.shape
         A = experts.shape[1]
-        gate_float = bank.gate_type in FLOAT_TYPES
         if T > SMALL_TOKENS or bank.n_embd != D or weights.shape != (T, A):
             raise ValueError(f"experts: x {x.shape}, weights {weights.shape}, a bank of width {bank.n_embd}")
-        if gate_float != (bank.up_type in FLOAT_TYPES) or gate_float == isinstance(h, Quantized):
-            raise ValueError(
-                f"experts of types {bank.gate_type.name}, {bank.up_type.name} take "
-                f"{'float32' if gate_float else 'quantized'} rows, and both types must be alike"
-            )
+        _check_types(bank.gate_type, bank.up_type, h)
         active_pairs = [active, n_active, pairs]
         n_records = min(active.shape[0], T * A)
         z = self._z_of(bank, T * A)
         self.gate_up(h, bank, A, active_pairs, n_records, z)
-        self.down(weights, bank, active_pairs, n_records, z, x)
+        self.down(weights, bank, active_pairs, n_records, z, x, add)
 
     def _z_of(self, bank: Experts, n_pairs: int) -> list[Array | None]:
         """z, zq, zd, zsums as the kernels take them."""
@@ -84,70 +85,168 @@ class SmallExperts:
         z: list[Array | None],
     ) -> None:
         """The first half: z of each pair; `active` is the table, its length and the pairs."""
-        inputs = [None, h.q, h.d, h.sums] if isinstance(h, Quantized) else [h, None, None, None]
-        T, D = (h.q if isinstance(h, Quantized) else h).shape
-        widest = max(row_bytes(t, D, "gate and up") for t in (bank.gate_type, bank.up_type))
-        tokens = 1 if T == 1 else TOKENS
-        fixed = shared_input_bytes(D, bank.gate_type in FLOAT_TYPES) if tokens == 1 else 0
-        results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
-        # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
-        half = self.device.max_shared_bytes // 2 - 2 * STATIC_SHARED
-        rows = next(
-            n for n in (4, 2, 1) if n == 1 or (tokens == 1 and fixed + 2 * WARPS * stage_bytes(n, widest) <= half)
-        )
-        stage = stage_bytes(rows, widest)
-        stages, warps = self._stages_and_warps(2 * stage, fixed + results, -(-Z_ROWS // (WARPS * rows)))
-        module = _module(
-            ("GATE", bank.gate_type.name),
-            ("UP", bank.up_type.name),
-            DOWN_FLOAT=int(bank.down_type in FLOAT_TYPES),
-            COLS=D,
-            ROWS=rows,
-            STAGES=stages,
-            WARPS=warps,
-            TOKENS=tokens,
-        )
-        args = [*active, n_used, bank.n_ff, *inputs, *z, COPIERS, np.int64(bank.part_bytes[2]), stage]
+        down_float = bank.down_type in FLOAT_TYPES
+        shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation)
+        args = [*active, n_used, bank.n_ff, *_inputs(h), *z, COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes]
         grid = (COPIERS + -(-bank.n_ff // Z_ROWS), n_records)
-        shared_bytes = fixed + 2 * warps * stages * stage
-        self.device.kernel(module, "gate_up")(grid, warps * WARP, args, shared_bytes, overlap=True)
+        kernel = self.device.kernel(Module("experts.cu", shape.defines), "gate_up")
+        kernel(grid, shape.warps * WARP, args, shape.shared_bytes, overlap=True)
 
     def down(
-        self, weights: Array, bank: Experts, active: list[Array], n_records: int, z: list[Array | None], x: Array
+        self,
+        weights: Array,
+        bank: Experts,
+        active: list[Array],
+        n_records: int,
+        z: list[Array | None],
+        x: Array,
+        add: bool = True,
     ) -> None:
-        """The second half: x += the fold over ranks of weights times down z."""
+        """The second half: x += the fold over ranks of weights times down z; or becomes it."""
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
         qtype = bank.down_type
         row = row_bytes(qtype, F, "down")
         stage = stage_bytes(4, row)
         each = shared_input_bytes(F, qtype in FLOAT_TYPES) + -(-F // 2 // 16) * 16
-        stages = self._stages(A * stage, A * each, DOWN_ROWS // 4)
+        stages = _stages(self.device, A * stage, A * each, DOWN_ROWS // 4)
         if T == 1 and stages:
             module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
-            args = [*active[:2], weights, D, *z, x, stage]
+            args = [*active[:2], weights, D, *z, x, int(add), stage]
             shared_bytes = A * (each + stages * stage)
             self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), A * WARP, args, shared_bytes, overlap=True)
             return
         stage = stage_bytes(2, row)
-        stages, warps = self._stages_and_warps(stage, 0, DOWN_ROWS // 2)
+        stages, warps = _stages_and_warps(self.device, stage, 0, DOWN_ROWS // 2)
         module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=TOKENS)
         grid = (-(-D // (DOWN_ROWS * warps)), n_records)
         args = [*active, D, *z, self._y, stage]
         self.device.kernel(module, "down")(grid, warps * WARP, args, warps * stages * stage, overlap=True)
-        self.device.kernel(module, "combine")((-(-D // 256), T), 256, [self._y, weights, A, D, x], overlap=True)
+        self.device.kernel(module, "combine")(
+            (-(-D // 256), T), 256, [self._y, weights, A, D, x, int(add)], overlap=True
+        )
 
-    def _stages_and_warps(self, stage: int, fixed: int, most: int) -> tuple[int, int]:
-        """At most so many stages of `stage` bytes a warp and warps a block, beside `fixed` bytes of shared memory."""
-        for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
-            if stages := self._stages(warps * stage, fixed, most):
-                return stages, warps
-        raise ValueError(f"experts: rows of {stage} bytes do not fit into shared memory")
 
-    def _stages(self, n_bytes: int, fixed: int, most: int) -> int:
-        """How many times n_bytes fit, so that two blocks share a multiprocessor if one stage allows it; 0: not once."""
-        memory = self.device.max_shared_bytes - STATIC_SHARED
-        half = (memory // 2 - STATIC_SHARED - fixed) // n_bytes
-        return min(most, half) if half > 0 else int(fixed + n_bytes <= memory)
+class SmallDense:
+    """The dense FFN of a step of at most 32 tokens: gate_up_dense of experts.cu, then a product."""
+
+    def __init__(self, device: Device, limits: Limits) -> None:
+        self.device = device
+        self._z = device.empty((SMALL_TOKENS * limits.n_ff,), np.float32)
+        self._zq = QuantizedScratch(device, SMALL_TOKENS, limits.n_ff)
+        self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
+
+    def __call__(
+        self,
+        products: Products,
+        h: Quantized | Array,
+        gate: QTensor,
+        up: QTensor,
+        down: QTensor,
+        x: Array,
+        activation: Activation,
+        add: bool,
+        shared: tuple[QTensor, Array] | None,
+    ) -> None:
+        """x float32 [T, D] += the FFN of h [T, D]: `Quantized` where gate and up are of block types, else float32.
+
+        shared: the shared gate [1, D] and h as float32, if there is one.
+        """
+        (T, D), F = x.shape, gate.shape[0]
+        shapes = (gate.shape, up.shape, down.shape)
+        if T > SMALL_TOKENS or shapes != ((F, D), (F, D), (D, F)):
+            raise ValueError(f"dense_ffn: x {x.shape}, matrices {shapes}")
+        _check_types(gate.qtype, up.qtype, h)
+        z: Quantized | Array
+        # One token and few rows: small blocks, and the second half quantizes what it reads.
+        n_blocks = -(-F // Z_ROWS)
+        rows = SPREAD_ROWS if T == 1 and n_blocks < self.device.n_sm else Z_ROWS
+        if down.qtype in FLOAT_TYPES or rows < Z_ROWS:
+            z = self._z[: T * F].reshape(T, F)
+            outputs = [z, None, None, None]
+        else:
+            z = self._zq.rows(T, F)
+            outputs = [None, z.q, z.d, z.sums]
+        more: tuple[tuple[str, str], ...] = (("DENSE", "1"),)
+        gating: list[Array | None] = [None, None, None]
+        if shared is not None:
+            if shared[0].shape != (1, D) or shared[0].qtype not in FLOAT_TYPES:
+                raise ValueError(f"{shared[0].name}: a shared gate {shared[0].qtype.name} {shared[0].shape}")
+            more = (*more, ("SHARED", shared[0].qtype.name))
+            gating = [shared[0].data, shared[1], self._row_scale]
+        is_float = outputs[0] is not None
+        shape = _first_half(self.device, h, gate.qtype, up.qtype, is_float, activation, rows)
+        args = [gate.data, up.data, T, F, *_inputs(h), *outputs, *gating, shape.stage_bytes]
+        grid = -(-F // rows) + (T if shared else 0)
+        shared_bytes = max(shape.shared_bytes, 8 * D if shared else 0)
+        kernel = self.device.kernel(Module("experts.cu", (*shape.defines, *more)), "gate_up_dense")
+        kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
+        products.product(down, z, x, add, self._row_scale[:T] if shared else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstHalf:
+    """How a block of gate_up is compiled and launched; stage_bytes of one of the two matrices."""
+
+    defines: tuple[tuple[str, str], ...]
+    warps: int
+    stage_bytes: int
+    shared_bytes: int
+
+
+def _first_half(
+    device: Device,
+    h: Quantized | Array,
+    gate: QType,
+    up: QType,
+    down_float: bool,
+    activation: Activation,
+    z_rows: int = Z_ROWS,
+) -> _FirstHalf:
+    T, D = (h.q if isinstance(h, Quantized) else h).shape
+    widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
+    tokens = 1 if T == 1 else TOKENS
+    fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if tokens == 1 else 0
+    results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
+    # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
+    half = device.max_shared_bytes // 2 - 2 * STATIC_SHARED
+    most = z_rows // WARPS if tokens == 1 else 1
+    rows = next(n for n in (4, 2, 1) if n == 1 or (n <= most and fixed + 2 * WARPS * stage_bytes(n, widest) <= half))
+    stage = stage_bytes(rows, widest)
+    stages, warps = _stages_and_warps(device, 2 * stage, fixed + results, -(-z_rows // (WARPS * rows)))
+    numbers = {"DOWN_FLOAT": int(down_float), "COLS": D, "ROWS": rows, "STAGES": stages}
+    numbers |= {"WARPS": warps, "TOKENS": tokens} | ({"GELU": 1} if activation == "gelu" else {})
+    numbers |= {} if z_rows == Z_ROWS else {"Z_ROWS": z_rows}
+    defines = (("GATE", gate.name), ("UP", up.name), *((name, str(n)) for name, n in numbers.items()))
+    return _FirstHalf(defines, warps, stage, fixed + 2 * warps * stages * stage)
+
+
+def _check_types(gate: QType, up: QType, h: Quantized | Array) -> None:
+    gate_float = gate in FLOAT_TYPES
+    if gate_float != (up in FLOAT_TYPES) or gate_float == isinstance(h, Quantized):
+        raise ValueError(
+            f"an FFN of types {gate.name}, {up.name} takes "
+            f"{'float32' if gate_float else 'quantized'} rows, and both types must be alike"
+        )
+
+
+def _inputs(h: Quantized | Array) -> list[Array | None]:
+    """x, q, d, sums as the kernels take them."""
+    return [None, h.q, h.d, h.sums] if isinstance(h, Quantized) else [h, None, None, None]
+
+
+def _stages_and_warps(device: Device, stage: int, fixed: int, most: int) -> tuple[int, int]:
+    """At most so many stages of `stage` bytes a warp and warps a block, beside `fixed` bytes of shared memory."""
+    for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
+        if stages := _stages(device, warps * stage, fixed, most):
+            return stages, warps
+    raise ValueError(f"an FFN's rows of {stage} bytes do not fit into shared memory")
+
+
+def _stages(device: Device, n_bytes: int, fixed: int, most: int) -> int:
+    """How many times n_bytes fit, so that two blocks share a multiprocessor if one stage allows it; 0: not once."""
+    memory = device.max_shared_bytes - STATIC_SHARED
+    half = (memory // 2 - STATIC_SHARED - fixed) // n_bytes
+    return min(most, half) if half > 0 else int(fixed + n_bytes <= memory)
 
 
 def _module(*types: tuple[str, str], **numbers: int) -> Module:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits
+from engine.ops.cuda.attention import gate_macros
 from engine.ops.cuda.device import Array, Device, Module
 
 # Blocks that run at once where they are spread thinnest: two on each SM of an H100. A constant, not the device's
@@ -20,12 +21,12 @@ LOG2_E = math.log2(math.e)
 
 
 def _block_rows(head_dim: int) -> int:
-    return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
 
 
 def _shared_bytes(head_dim: int, q8: bool) -> int:
     stride = -(-head_dim // 64) * 128
-    tile = 64 if head_dim <= 128 else 32
+    tile = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
     more = 2 * tile * (head_dim + head_dim // 32 * 2) if q8 else 2 * tile * stride  # to convert, or the second stage
     return _block_rows(head_dim) * stride + 2 * tile * stride + more
 
@@ -46,15 +47,16 @@ def split(n_blocks: int, n_positions: int) -> tuple[int, int]:
 class Flash:
     """Causal attention of a step of any number of tokens over cached blocks, for T > 32.
 
-    Takes head_dim up to 256 in multiples of 8 (of 32 with a q8_0 cache) and any number of query heads per kv
-    head up to 64. Results are within an NMSE bound of the reference, and the same bits whenever the same rows at the
-    same positions are computed in a step of the same T and n_positions, wherever the blocks lie.
+    Takes head_dim up to 256 in multiples of 8 (of 32 with a q8_0 cache), 384 and 512, and any number of query heads
+    per kv head up to 64 (32 for those two). Results are within an NMSE bound of the reference, and the same bits
+    whenever the same rows at the same positions are computed in a step of the same T and n_positions, wherever the
+    blocks lie.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self._device = device
         rows = limits.max_tokens * limits.n_head * -(-limits.n_ctx // KV_BLOCK_TOKENS)
-        # A block has half the rows where head_dim > 128, so no more elements than 128 rows of 128.
+        # A block has half the rows where head_dim > 128 and a quarter beyond 256: at most the elements of 128 of 128.
         elements = min(rows * limits.head_dim, MAX_BLOCKS * 128 * min(limits.head_dim, 128))
         self._partial = device.empty((elements,), np.float32)
         self._stats = device.empty((min(rows, MAX_BLOCKS * 128), 2), np.float32)
@@ -70,26 +72,34 @@ class Flash:
         out: Array,
         *,
         n_positions: int,
+        window: int = 0,
+        gate: Array | None = None,
+        gate_kind: str = "",
     ) -> None:
         """Causal attention over cached blocks, in logical order.
 
         q float32 [T, H, head_dim]; block_table int32 [n_sequence, max_blocks], physical block of each logical one;
-        sequence, positions int32 [T]: row t sees positions 0..positions[t] of sequence[t], the rows of a
-        sequence are contiguous and their positions ascend by one; query head h reads kv head h * K // H; out float32
-        [T, H * head_dim] is written. n_positions: the largest position of the step, plus one.
+        sequence, positions int32 [T]: row t sees positions 0..positions[t] of sequence[t], or the last `window` of
+        them, the rows of a sequence are contiguous and their positions ascend by one; query head h reads kv head
+        h * K // H; out float32 [T, H * head_dim] is written. gate float32 [T, H] or [T, H * head_dim]: out is
+        multiplied by gate_kind ("softplus", "sigmoid") of it. n_positions: the largest position of the step, plus one.
         ValueError: shapes that the kernels do not take.
         """
         T, H, head_dim = q.shape
         K = kv.k.shape[1]
         group = H // K
         q8 = kv.k_scale is not None
-        if head_dim > 256 or head_dim % (32 if q8 else 8) or H % K or group > 64:
+        multiple = 128 if head_dim > 256 else 32 if q8 else 8
+        if head_dim > 512 or head_dim % multiple or H % K or group > min(_block_rows(head_dim), 64):
             raise ValueError(f"attention of {H} heads of {head_dim} over {K} kv heads, cache {kv.k.dtype}")
         if not 0 < n_positions <= block_table.shape[1] * KV_BLOCK_TOKENS:
             raise ValueError(f"{n_positions} positions in a table of {block_table.shape[1]} blocks")
         tiles = -(-T // (_block_rows(head_dim) // group))
-        n_split, split_blocks = split(tiles * K, n_positions)
-        module = Module("flash.cu", (("HEAD_DIM", str(head_dim)), ("GROUP", str(group)), ("KV_Q8", str(int(q8)))))
+        # A window is short, so its rows need no splits.
+        n_split, split_blocks = (1, -(-n_positions // KV_BLOCK_TOKENS)) if window else split(tiles * K, n_positions)
+        flags = (("HEAD_DIM", str(head_dim)), ("GROUP", str(group)), ("KV_Q8", str(int(q8))))
+        gating = gate_macros(gate, gate_kind, (T, H, head_dim))
+        module = Module("flash.cu", (*flags, *((("WINDOW", str(window)),) if window else ()), *gating))
         self._device.kernel(module, "flash")(
             (K, tiles, n_split),
             128,
@@ -110,10 +120,11 @@ class Flash:
                 K,
                 block_table.shape[1],
                 split_blocks,
+                gate,
             ),
             _shared_bytes(head_dim, q8),
         )
         if n_split > 1:
             self._device.kernel(module, "flash_combine")(
-                -(-T * H // 4), 128, (self._partial, self._stats, positions, out, T, H, split_blocks)
+                -(-T * H // 4), 128, (self._partial, self._stats, positions, out, T, H, split_blocks, gate)
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
-from engine.ops import Experts, Limits
+from engine.ops import Activation, Experts, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.quants import QTensor, row_bytes
 
@@ -90,18 +90,24 @@ class _HalvesScratch:
 class Gemm:
     """Products on tensor cores, for any number of tokens within the limits.
 
-    `to_halves` and `norm_to_halves` share their memory: what they return is valid until either is called again.
+    `to_halves`, `norm_to_halves` and `halves` share their memory: what they return is valid until one of them is called
+    again, and is `newest` as long.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self.device = device
         self.limits = limits
         T, E, A = limits.max_tokens, limits.n_expert, limits.n_expert_used
-        self._halves = _HalvesScratch(device, T, max(limits.n_embd, limits.n_head_dim, limits.n_ff))
+        self._halves = _HalvesScratch(device, T, max(limits.n_embd, limits.n_head_dim, limits.n_ff, limits.n_z))
+        self.newest: Halves | None = None
         self._headed = _HalvesScratch(device, limits.max_rows, limits.n_embd)
+        self._dense_z = _HalvesScratch(device, T, limits.n_ff)
+        self._dense_exponents = device.empty((T * _padded(limits.n_ff) // 16,), np.int8)
+        self._row_gate = device.empty((T,), np.float32)
+        self._n_ff_exp = limits.n_ff_exp or limits.n_ff
         n_pairs = T * A
         if n_pairs:
-            stride = _padded(limits.n_ff)
+            stride = _padded(self._n_ff_exp)
             self._pairs = device.empty((n_pairs,), np.int32)
             self._tiles = device.empty((-(-n_pairs // min(TILE_TOKENS)) + E, 4), np.int32)
             self._n_tiles = device.empty((1,), np.int32)
@@ -115,13 +121,18 @@ class Gemm:
 
     def to_halves(self, x: Array) -> Halves:
         """x float32 [T, K] in halves (scratch)."""
-        to = self._halves.rows(*x.shape)
+        to = self.newest = self._halves.rows(*x.shape)
         self._to_halves(x, None, None, 0.0, to, None)
+        return to
+
+    def halves(self, n_rows: int, width: int) -> Halves:
+        """The memory of `to_halves`, for whoever fills it."""
+        to = self.newest = self._halves.rows(n_rows, width)
         return to
 
     def norm_to_halves(self, x: Array, weight: Array, eps: float, h: Array | None = None) -> Halves:
         """The RMS norm of x [T, D] in halves (scratch), and as float32 in `h` [T, D] where that is given."""
-        to = self._halves.rows(*x.shape)
+        to = self.newest = self._halves.rows(*x.shape)
         self._to_halves(x, None, weight, eps, to, h)
         return to
 
@@ -167,26 +178,87 @@ class Gemm:
         kernel = self.device.kernel(Module("float_product.cu", (("TYPE", w.qtype.name),)), "float_product")
         kernel((-(-N // 64), -(-T // 32)), 128, (w.data, x, y, T, N, K))
 
-    def head(self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
-        """Logits [R, V] of rows int32 [R] of x [T, D]: final norm and output matrix [V, D]."""
+    def head(
+        self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array, softcap: float = 0.0
+    ) -> None:
+        """Logits [R, V] of rows int32 [R] of x [T, D]: final norm and output matrix [V, D]; softcap as in Products."""
         h = self._headed.rows(rows.shape[0], x.shape[1])
         self._to_halves(x, rows, norm, eps, h, None)
         self.product(output, h, logits)
+        if softcap > 0:
+            n = logits.shape[0] * logits.shape[1]
+            kernel = self.device.kernel(Module("norm.cu"), "softcap_all")
+            kernel(-(-n // 256), 256, (logits, np.int64(n), float(softcap)))
 
-    def experts(self, h: Halves, experts: Array, weights: Array, bank: Experts, source: Array, x: Array) -> None:
-        """x [T, D] += the weighted sum of each row's experts, folded in rank order.
+    def dense(
+        self,
+        h: Halves,
+        gate: QTensor,
+        up: QTensor,
+        down: QTensor,
+        x: Array,
+        activation: Activation,
+        add: bool,
+        shared: tuple[QTensor, Array] | None,
+    ) -> None:
+        """x [T, D] += down (act(gate h) * (up h)), or becomes it; `shared` as in SmallDense."""
+        (T, D), F = x.shape, gate.shape[0]
+        shapes = (gate.shape, up.shape, down.shape)
+        if shapes != ((F, D), (F, D), (D, F)) or h.n_columns != D or h.values.shape[0] != T:
+            raise ValueError(f"dense_ffn: x {x.shape}, h [{h.values.shape[0]}, {h.n_columns}], matrices {shapes}")
+        z = self._dense_z.rows(T, F)
+        types = (gate.qtype, up.qtype)
+        matrices = 2 if gate.qtype == up.qtype else 1
+        tokens, warps = self._gated_tile(types, matrices, z.stride, T)
+        module = _module("gate_up.cu", tokens, warps, activation, TYPE=types[0], UP_TYPE=types[1])
+        module = Module(module.file, (*module.defines, ("DENSE", "1")))
+        sizes = (h.stride, D, F, gate.row_bytes, up.row_bytes)
+        self.device.kernel(module, "gate_up_dense")(
+            (-(-z.stride // (16 * warps)), -(-T // tokens)),
+            32 * warps,
+            (gate.data, up.data, T, h.values, h.scale, *sizes, z.values, z.stride, self._dense_exponents),
+            shared_bytes=max(tile_bytes(t, matrices, tokens, warps) for t in types),
+        )
+        gating = None
+        if shared is not None:
+            gating = self._row_gate[:T]
+            self.float_product(*shared, gating.reshape(T, 1))
+        self._join(z.values, self._dense_exponents, z.scale, T, z.stride, gating)
+        self.product(down, z, x, add)
+
+    def _gated_tile(self, types: Sequence[QType], matrices: int, n_rows: int, n_tokens: int) -> tuple[int, int]:
+        """`_dense_tile` for gate_up.cu, whose blocks have half as many rows of each matrix."""
+        wanted = FILLED * self.device.n_sm
+
+        def filled(tokens: int, warps: int) -> bool:
+            return n_tokens > tokens // 2 and -(-n_rows // (16 * warps)) * -(-n_tokens // tokens) >= wanted
+
+        tokens = self._tokens(types, lambda tokens: filled(tokens, 4))
+        return tokens, self._warps(types, matrices, tokens) if filled(tokens, 8) else 4
+
+    def _join(
+        self, z: Array, exponents: Array, scale: Array, n_rows: int, stride: int, gate: Array | None = None
+    ) -> None:
+        """One exponent for each row of z, in `scale`, times the sigmoid of `gate` [n_rows]."""
+        join = self.device.kernel(Module("grouped.cu"), "join_exponents")
+        join(-(-n_rows // 8), 256, (z, exponents, scale, n_rows, stride, gate))
+
+    def experts(
+        self, h: Halves, experts: Array, weights: Array, bank: Experts, source: Array, x: Array, add: bool = True
+    ) -> None:
+        """x [T, D] += the weighted sum of each row's experts, folded in rank order; or becomes it.
 
         h [T, D]; experts int32, weights float32 [T, A]. source: uint64 [E, 3], addresses of each used expert's gate,
         up and down in memory of the device.
         """
         T, A = experts.shape
         E, D, F = source.shape[0], bank.n_embd, bank.n_ff
-        if h.n_columns != D or h.values.shape[0] != T or x.shape != (T, D) or self.limits.n_ff < F:
+        if h.n_columns != D or h.values.shape[0] != T or x.shape != (T, D) or self._n_ff_exp < F:
             raise ValueError(f"experts [{F}, {D}] of [{h.values.shape[0]}, {h.n_columns}] into {tuple(x.shape)}")
         tokens = self._expert_tokens(T * A / E, bank)
         self._group(experts, E, tokens)
         self._gate_up(h, A, bank, source, tokens)
-        self._down(weights, bank, source, tokens, x)
+        self._down(weights, bank, source, tokens, x, add)
 
     def _expert_tokens(self, tokens_per_expert: float, bank: Experts) -> int:
         """Tokens of a tile: a tile half full takes about half the time, a second one dequantizes the weights again."""
@@ -215,17 +287,16 @@ class Gemm:
         warps = self._warps(types, matrices, tokens)
         at = (source, self._tiles, self._n_tiles, self._pairs, n_ranks)
         sizes = (h.stride, bank.n_embd, bank.n_ff, *(row_bytes(t, bank.n_embd, "an expert") for t in types))
-        module = _module("gate_up.cu", tokens, warps, TYPE=types[0], UP_TYPE=types[1])
+        module = _module("gate_up.cu", tokens, warps, bank.activation, TYPE=types[0], UP_TYPE=types[1])
         self.device.kernel(module, "gate_up")(
             (-(-stride // (16 * warps)), n_pairs // tokens + source.shape[0]),
             32 * warps,
             (*at, h.values, h.scale, *sizes, self._z, stride, self._z_exponents),
             shared_bytes=max(tile_bytes(t, matrices, tokens, warps) for t in types),
         )
-        join = self.device.kernel(Module("grouped.cu"), "join_exponents")
-        join(-(-n_pairs // 8), 256, (self._z, self._z_exponents, self._z_scale, n_pairs, stride))
+        self._join(self._z, self._z_exponents, self._z_scale, n_pairs, stride)
 
-    def _down(self, weights: Array, bank: Experts, source: Array, tokens: int, x: Array) -> None:
+    def _down(self, weights: Array, bank: Experts, source: Array, tokens: int, x: Array, add: bool = True) -> None:
         """Add down of every z to x, as many columns at a time as `_y` can hold."""
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
         warps = self._warps((bank.down_type,), 2, tokens)
@@ -243,7 +314,7 @@ class Gemm:
                 (*at, *sizes, *y, first, columns),
                 shared_bytes=tile_bytes(bank.down_type, 2, tokens, warps),
             )
-            fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns))
+            fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns, int(add)))
 
     def _tokens(self, types: Sequence[QType], is_worth: Callable[[int], bool]) -> int:
         """The largest tile that fits into shared memory and is worth it, else the smallest."""
@@ -257,6 +328,6 @@ class Gemm:
         return 8 if tokens == max(TILE_TOKENS) and fits else 4
 
 
-def _module(file: str, tokens: int, warps: int, **types: QType) -> Module:
-    sizes = (("TOKENS", str(tokens)), ("WARPS", str(warps)))
+def _module(file: str, tokens: int, warps: int, activation: Activation = "silu", **types: QType) -> Module:
+    sizes = (("TOKENS", str(tokens)), ("WARPS", str(warps)), *((("GELU", "1"),) if activation == "gelu" else ()))
     return Module(file, (*((name, qtype.name) for name, qtype in types.items()), *sizes))

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from engine import policy
-from engine.ops import SMALL_TOKENS, Experts, Fetches, KVLayer, Limits
+from engine.ops import SMALL_TOKENS, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits
 from engine.ops.cuda import routing
 from engine.ops.cuda.attention import Attention
+from engine.ops.cuda.delta import Delta
 from engine.ops.cuda.device import Array, Device
-from engine.ops.cuda.experts import SmallExperts
+from engine.ops.cuda.experts import SmallDense, SmallExperts
 from engine.ops.cuda.flash import Flash
-from engine.ops.cuda.gemm import Gemm
-from engine.ops.cuda.products import Products, QuantizedScratch
+from engine.ops.cuda.gemm import Gemm, Halves
+from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
 from engine.quants import QTensor
@@ -50,10 +51,12 @@ class Workspace:
         self.products = Products(device, limits)
         self.small_experts = SmallExperts(device, limits)
         self.attention = Attention(device, limits)
-        self.routing = Routing(device, limits)
+        self.small_dense = SmallDense(device, limits)
+        self._routing = Routing(device, limits) if limits.n_expert else None
         long = limits.max_tokens > SMALL_TOKENS
         self._gemm = Gemm(device, limits) if long else None
         self._flash = Flash(device, limits) if long else None
+        self._delta = Delta(device, limits) if limits.n_mixed else None
         T, width = limits.max_tokens, limits.head_dim
         self.normed = device.empty((min(T, SMALL_TOKENS), limits.n_embd), np.float32)
         self.raw_q = device.empty((T, limits.n_head * width), np.float32)
@@ -67,6 +70,12 @@ class Workspace:
         self._prepared: _Prepared | None = None
 
     @property
+    def routing(self) -> Routing:
+        """The choice of experts."""
+        assert self._routing is not None, "the workspace was made for a model without experts"
+        return self._routing
+
+    @property
     def gemm(self) -> Gemm:
         """Products of long steps."""
         assert self._gemm is not None, "the workspace was made for short steps"
@@ -78,6 +87,12 @@ class Workspace:
         assert self._flash is not None, "the workspace was made for short steps"
         return self._flash
 
+    @property
+    def delta(self) -> Delta:
+        """Gated DeltaNet layers."""
+        assert self._delta is not None, "the workspace was made for a model without them"
+        return self._delta
+
     def stream_experts(self, n_bytes: int, part_bytes: tuple[int, int, int]) -> None:
         """Allocate for experts that have no slot: two staging buffers of n_bytes, and what misses pass through.
 
@@ -87,15 +102,28 @@ class Workspace:
         self.routing.pass_through(part_bytes)
 
     def prepare(self, array: Array, value: Any) -> None:
-        """Remember what the last op made of `array` for the next one."""
+        """Remember what an op made of `array` for those that read it before another one is prepared."""
         self._prepared = _Prepared(self.device.pointer(array), array.shape, value)
 
     def prepared(self, array: Array) -> Any:
-        """What the last op made of `array`, once; None if that was not its input."""
-        known, self._prepared = self._prepared, None
+        """What was prepared last, if it was `array`; None if not.
+
+        Whoever writes to an array that was prepared prepares it again: `router` and `norm` do, and `attention`.
+        """
+        known = self._prepared
         if known is None or known.pointer != self.device.pointer(array) or known.shape != array.shape:
             return None
+        if isinstance(known.value, Halves) and known.value is not self.gemm.newest:
+            return None  # another array's halves have taken their place
         return known.value
+
+    def halves(self, array: Array) -> Halves:
+        """`array` [T, K] for a product of a long step."""
+        known = self.prepared(array)
+        if known is None:
+            self.prepare(array, known := self.gemm.to_halves(array))
+        halves: Halves = known
+        return halves
 
     def close(self) -> None:
         """The device releases everything at once when it closes."""
@@ -118,9 +146,22 @@ def workspace(limits: Limits, device: Device) -> Workspace:
     return Workspace(device, limits)
 
 
-def embed(ws: Workspace, table: QTensor, tokens: Array, x: Array) -> None:
-    """Rows of the embedding table: x [T, D] = table[tokens]; table [V, D] of any native type."""
-    routing.embed(ws.device, table, tokens, x)
+def embed(ws: Workspace, table: QTensor, tokens: Array, x: Array, scale: float = 1.0) -> None:
+    """Rows of the embedding table: x [T, D] = scale * table[tokens]; table [V, D] of any native type."""
+    routing.embed(ws.device, table, tokens, x, scale)
+
+
+def norm(ws: Workspace, x: Array, weight: Array, eps: float, out: Array) -> None:
+    """The RMS norm of x [T, D] times weight [D], to out [T, D], which FFNs can then read without a pass over it."""
+    if x.shape[0] <= SMALL_TOKENS:
+        ws.prepare(out, ws.products.norm_routed(x, weight, eps, out))
+    else:
+        ws.prepare(out, ws.gemm.norm_to_halves(x, weight, eps, out))
+
+
+def add_norm(ws: Workspace, y: Array, weight: Array, eps: float, x: Array, scale: float = 1.0) -> None:
+    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D])."""
+    ws.products.add_norm(y, weight, eps, x, scale)
 
 
 def copy(ws: Workspace, x: Array, to: Array) -> None:
@@ -151,8 +192,8 @@ def attention_input(
     norm: Array,
     eps: float,
     wq: QTensor,
-    wk: QTensor,
-    wv: QTensor,
+    wk: QTensor | None,
+    wv: QTensor | None,
     q_norm: Array | None,
     k_norm: Array | None,
     rope: Array,
@@ -160,20 +201,28 @@ def attention_input(
     kv: KVLayer,
     slots: Array,
     q: Array,
+    v_norm: Array | None = None,
+    gate: QTensor | None = None,
+    gate_out: Array | None = None,
 ) -> None:
     """Norm, Q, K, V, per-head norms and RoPE; keys and values go to the cache, Q to `q`.
 
     Shapes as in `reference.attention_input`; a slot of -1 stores nothing.
     """
     T = x.shape[0]
-    raw_q, raw_k, raw_v = (_rows_of(a, T, w.shape[0]) for a, w in ((ws.raw_q, wq), (ws.raw_k, wk), (ws.raw_v, wv)))
+    raw_q, raw_k, raw_v = (
+        None if w is None else _rows_of(a, T, w.shape[0]) for a, w in ((ws.raw_q, wq), (ws.raw_k, wk), (ws.raw_v, wv))
+    )
+    products = [(w, y) for w, y in ((wq, raw_q), (wk, raw_k), (wv, raw_v), (gate, gate_out)) if w is not None]
     if T <= SMALL_TOKENS:
-        ws.products.norm_several(x, norm, eps, (wq, wk, wv), (raw_q, raw_k, raw_v), _rows_of(ws.normed, *x.shape))
+        matrices, outputs = zip(*products, strict=True)
+        ws.products.norm_several(x, norm, eps, matrices, outputs, _rows_of(ws.normed, *x.shape))
     else:
         halves = ws.gemm.norm_to_halves(x, norm, eps)
-        for w, y in ((wq, raw_q), (wk, raw_k), (wv, raw_v)):
+        for w, y in products:
             ws.gemm.product(w, halves, y)
-    ws.attention.input(raw_q, raw_k, raw_v, q_norm, k_norm, eps, rope, positions, kv, slots, q)
+    values = raw_k if wv is None else raw_v
+    ws.attention.input(raw_q, raw_k, values, q_norm, k_norm, eps, rope, positions, kv, slots, q, v_norm)
 
 
 def _rows_of(array: Array, n_rows: int, width: int) -> Array:
@@ -191,6 +240,9 @@ def attention(
     scale: float,
     out: Array,
     n_positions: int = 0,
+    window: int = 0,
+    gate: Array | None = None,
+    gate_kind: str = "",
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`.
 
@@ -199,21 +251,26 @@ def attention(
     if q.shape[0] <= SMALL_TOKENS:
         T, width = out.shape
         quantized = ws.attended.rows(T, width) if width % 32 == 0 else None
-        ws.attention.decode(q, kv, block_table, sequence, positions, scale, out, quantized)
+        ws.attention.decode(
+            q, kv, block_table, sequence, positions, scale, out, quantized, window, gate, gate_kind
+        )  # fmt: skip
         if quantized is not None:
             ws.prepare(out, quantized)
     else:
-        ws.flash(q, kv, block_table, sequence, positions, scale, out, n_positions=n_positions)
+        ws.flash(
+            q, kv, block_table, sequence, positions, scale, out,
+            n_positions=n_positions, window=window, gate=gate, gate_kind=gate_kind,
+        )  # fmt: skip
 
 
-def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array) -> None:
-    """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim]."""
+def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array, add: bool = True) -> None:
+    """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim], or = it without `add`."""
     if attended.shape[0] <= SMALL_TOKENS:
         prepared = ws.prepared(attended)
         is_float = wo.qtype.name in FLOAT_TYPES
-        ws.products.product(wo, attended if is_float or prepared is None else prepared, x, add=True)
+        ws.products.product(wo, attended if is_float or prepared is None else prepared, x, add=add)
     else:
-        ws.gemm.product(wo, ws.gemm.to_halves(attended), x, add=True)
+        ws.gemm.product(wo, ws.gemm.to_halves(attended), x, add=add)
 
 
 def router(ws: Workspace, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array) -> None:
@@ -228,7 +285,7 @@ def router(ws: Workspace, x: Array, norm: Array, eps: float, gate: QTensor, h: A
 def route(
     ws: Workspace,
     logits: Array,
-    renormalize: bool,
+    gating: Gating,
     state: policy.SlotState,
     layer: int,
     counted: Array,
@@ -245,11 +302,11 @@ def route(
     imposed = None if ws.replay is None or T > 1 else ws.replay.imposed[layer]
     if T <= SMALL_TOKENS or s is None:
         r.route(
-            logits, renormalize, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed
+            logits, gating, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed
         )  # fmt: skip
         return
     s.layer = layer
-    r.choose(logits, renormalize, experts, weights)
+    r.choose(logits, gating, experts, weights)
     if s.ahead:
         if s.newest == layer:
             ws.device.wait(None, s.stream)
@@ -259,36 +316,132 @@ def route(
     r.advance(experts, counted, state, layer, rule, fetches)
 
 
-def expert_ffn(
-    ws: Workspace, h: Array, experts: Array, weights: Array, bank: Experts, fetches: Fetches, x: Array
+def dense_ffn(
+    ws: Workspace,
+    h: Array,
+    gate: QTensor,
+    up: QTensor,
+    down: QTensor,
+    x: Array,
+    activation: Activation = "silu",
+    add: bool = True,
+    shared_gate: QTensor | None = None,
 ) -> None:
-    """x [T, D] += the weighted sum of each row's experts, folded in rank order; to be called right after `route`.
+    """x [T, D] += s * down (act(gate h) * (up h)), or becomes it; shapes as in `reference.dense_ffn`."""
+    shared = None if shared_gate is None else (shared_gate, h)
+    if h.shape[0] <= SMALL_TOKENS:
+        values = _small_input(ws, h, gate.qtype.name)
+        ws.small_dense(ws.products, values, gate, up, down, x, activation, add, shared)
+    else:
+        ws.gemm.dense(ws.halves(h), gate, up, down, x, activation, add, shared)
+
+
+def _small_input(ws: Workspace, h: Array, type_name: str) -> Quantized | Array:
+    """h as an FFN of a short step reads it, whose gate is of a type."""
+    if type_name in FLOAT_TYPES:
+        return h
+    prepared = ws.prepared(h)
+    return ws.products.quantize(h) if prepared is None else prepared
+
+
+def expert_ffn(
+    ws: Workspace,
+    h: Array,
+    experts: Array,
+    weights: Array,
+    bank: Experts,
+    fetches: Fetches,
+    x: Array,
+    add: bool = True,
+) -> None:
+    """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it; not before `route`.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A].
     """
-    r, s, prepared = ws.routing, ws.streaming, ws.prepared(h)
+    r, s = ws.routing, ws.streaming
     if h.shape[0] <= SMALL_TOKENS:
         if bank.poison and s is not None:
             s.staging.poison(fetches, bank)
-        values = h
-        if bank.gate_type.name not in FLOAT_TYPES:
-            values = ws.products.quantize(h) if prepared is None else prepared
-        ws.small_experts(values, experts, weights, bank, r.active, r.n_active, r.pairs, x)
+        values = _small_input(ws, h, bank.gate_type.name)
+        ws.small_experts(values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add)
         return
-    halves = ws.gemm.to_halves(h) if prepared is None else prepared
     source = r.source if s is None else s.staging.source[s.layer % 2]
-    ws.gemm.experts(halves, experts, weights, bank, source, x)
+    ws.gemm.experts(ws.halves(h), experts, weights, bank, source, x, add)
     if s is not None:
         if bank.poison:
             s.staging.poison(fetches, bank)
         s.staging.fill(fetches, bank, source)
 
 
-def head(ws: Workspace, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
-    """Final norm and output matrix for the chosen rows: logits [len(rows), V]."""
+def head(
+    ws: Workspace,
+    x: Array,
+    rows: Array,
+    norm: Array,
+    eps: float,
+    output: QTensor,
+    logits: Array,
+    softcap: float = 0.0,
+) -> None:
+    """Final norm and output matrix for the chosen rows: logits [len(rows), V]; softcap > 0: through its tanh."""
     if not rows.shape[0]:
         return
     if rows.shape[0] <= SMALL_TOKENS:
-        ws.products.head(x, rows, norm, eps, output, logits)
+        ws.products.head(x, rows, norm, eps, output, logits, softcap)
     else:
-        ws.gemm.head(x, rows, norm, eps, output, logits)
+        ws.gemm.head(x, rows, norm, eps, output, logits, softcap)
+
+
+def delta_input(
+    ws: Workspace,
+    x: Array,
+    norm: Array,
+    eps: float,
+    w_qkv: QTensor,
+    w_z: QTensor,
+    w_beta: QTensor,
+    w_alpha: QTensor,
+    mixed: Array,
+    z: Array,
+    beta: Array,
+    alpha: Array,
+) -> None:
+    """Four products of the normed residual; shapes as in `reference.delta_input`."""
+    weights, outputs = (w_qkv, w_z, w_beta, w_alpha), (mixed, z, beta, alpha)
+    if x.shape[0] <= SMALL_TOKENS:
+        ws.products.norm_several(x, norm, eps, weights, outputs, _rows_of(ws.normed, *x.shape))
+    else:
+        halves = ws.gemm.norm_to_halves(x, norm, eps)
+        for w, y in zip(weights, outputs, strict=True):
+            ws.gemm.product(w, halves, y)
+
+
+def delta(
+    ws: Workspace,
+    mixed: Array,
+    beta: Array,
+    alpha: Array,
+    conv: Array,
+    dt_bias: Array,
+    a: Array,
+    eps: float,
+    layer: DeltaLayer,
+    states: Array,
+    sequence: Array,
+    positions: Array,
+    slots: Array,
+    out: Array,
+) -> None:
+    """Convolution, gates and the gated delta rule; shapes as in `reference.delta`."""
+    ws.delta(mixed, beta, alpha, conv, dt_bias, a, eps, layer, states, sequence, positions, slots, out)
+
+
+def delta_output(ws: Workspace, y: Array, z: Array, norm: Array, eps: float, w_out: QTensor, x: Array) -> None:
+    """x += w_out of the normed and gated y; shapes as in `reference.delta_output`."""
+    if y.shape[0] <= SMALL_TOKENS:
+        gated = ws.delta.gate(y, z, norm, eps, w_out.qtype.name in FLOAT_TYPES)
+        ws.products.product(w_out, gated, x, add=True)
+    else:
+        halves = ws.gemm.halves(*y.shape)
+        ws.delta.gate_halves(y, z, norm, eps, halves)
+        ws.gemm.product(w_out, halves, x, add=True)

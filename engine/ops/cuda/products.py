@@ -22,6 +22,7 @@ STAGE_SLACK = 32  # bytes that a warp's staged rows take besides their own (rows
 STATIC_SHARED = 1024  # bytes: a block's small arrays, or what the device keeps for itself
 BLOCKS_PER_SM = 3  # that share the rows of a product: at most 24 warps to hide each other's latencies
 MAX_STAGES = 4
+MATRICES = 4  # of a launch, at most
 SHARED_INPUT = 32768  # elements: so many quantized activations a block keeps in shared memory
 
 
@@ -81,7 +82,7 @@ class Products:
     """Products with small batches of activations.
 
     Results called scratch below stay valid until the same method is called again: `quantize` has its own memory,
-    `norm_quantize` another, `router` a third, `head` a fourth, so all can be alive at once.
+    `norm_quantize` another, `router` and `norm_routed` a third, `head` a fourth, so all can be alive at once.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -113,15 +114,33 @@ class Products:
         self._norm(x, None, weight, eps, h, to)
         return to
 
-    def product(self, w: QTensor, x: Quantized | Array, y: Array, add: bool = False) -> None:
+    def norm_routed(self, x: Array, weight: Array, eps: float, h: Array) -> Quantized | None:
+        """h [T, D] = the RMS norm of x [T, D], T at most 32; and in 8 bits (scratch), where D is a multiple of 32."""
+        to = self._routed.rows(*x.shape) if x.shape[1] % 32 == 0 else None
+        self._norm(x, None, weight, eps, h, to)
+        return to
+
+    def add_norm(self, y: Array, weight: Array, eps: float, x: Array, scale: float) -> None:
+        """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D]); any T."""
+        T, D = y.shape
+        if weight.shape != (D,) or x.shape != (T, D):
+            raise ValueError(f"a norm of shape {weight.shape} of {y.shape} added to {x.shape}")
+        kernel = self.device.kernel(Module("norm.cu"), "add_norm")
+        args = (y, weight, float(eps), D, x, float(scale))
+        kernel(T, 2 * WARPS * WARP, args, 8 * (-(-D // 4) * 4), overlap=T <= SMALL_TOKENS)
+
+    def product(
+        self, w: QTensor, x: Quantized | Array, y: Array, add: bool = False, row_scale: Array | None = None
+    ) -> None:
         """y float32 [T, N] = w [N, K] of x, or y += it, by one plain addition.
 
         x: `Quantized`, or float32 [T, K], which is quantized first (scratch of `quantize`) unless w is of a float type.
+        row_scale: float32 [T], multiplies each row of the product.
         """
-        self._product((w,), x, (y,), add)
+        self._product((w,), x, (y,), add, row_scale=row_scale)
 
     def several(self, ws: tuple[QTensor, ...], x: Quantized | Array, ys: tuple[Array, ...]) -> None:
-        """Up to three products of the same x, in one launch unless some are of float types and some are not."""
+        """Up to four products of the same x, in one launch unless some are of float types and some are not."""
         floats = {w.qtype in FLOAT_TYPES for w in ws}
         if len(floats) == 1:
             self._product(ws, x, ys, False)
@@ -132,18 +151,24 @@ class Products:
     def norm_several(
         self, x: Array, weight: Array, eps: float, ws: tuple[QTensor, ...], ys: tuple[Array, ...], h: Array
     ) -> None:
-        """`several` of the RMS norm of x [T, D], in one launch where T is 1; h [T, D] is scratch for float types."""
+        """Products of the RMS norm of x [T, D], made by themselves where T is 1; h [T, D] is scratch for float types.
+
+        A launch does matrices that are all of float types or all of block types.
+        """
         floats = {w.qtype in FLOAT_TYPES for w in ws}
-        if len(x) == 1 and len(floats) == 1:
-            self._product(ws, x, ys, False, (weight, eps))
-            return
-        normed = None if floats == {True} else self.norm_quantize(x, weight, eps, h if True in floats else None)
-        if normed is None:
+        values: dict[bool, Quantized | Array] = {True: h, False: x}
+        if len(x) == 1:
+            values[True] = x
+        elif floats == {True}:
             self.norm(x, weight, eps, h)
-        for is_float in floats:
+        else:
+            values[False] = self.norm_quantize(x, weight, eps, h if True in floats else None)
+        for is_float in sorted(floats):
             chosen = [i for i, w in enumerate(ws) if (w.qtype in FLOAT_TYPES) == is_float]
-            values = h if is_float else normed
-            self._product(tuple(ws[i] for i in chosen), values, tuple(ys[i] for i in chosen), False)
+            n = -(-len(chosen) // -(-len(chosen) // MATRICES))  # of a launch
+            for some in (chosen[i : i + n] for i in range(0, len(chosen), n)):
+                matrices, outputs = tuple(ws[i] for i in some), tuple(ys[i] for i in some)
+                self._product(matrices, values[is_float], outputs, False, (weight, eps) if len(x) == 1 else None)
 
     def router(self, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array) -> Quantized | None:
         """The normed residual h [T, D] of x [T, D] and the logits [T, E] of gate [E, D], a float type.
@@ -165,19 +190,24 @@ class Products:
         kernel(grid, WARP, (x, norm, eps, gate.data, E, h, logits, q, d, sums), overlap=True)
         return to
 
-    def head(self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array) -> None:
-        """logits [R, V] = output [V, D] of the RMS norm of rows `rows` (int32 [R], on the device) of x [T, D]."""
+    def head(
+        self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array, softcap: float = 0.0
+    ) -> None:
+        """logits [R, V] = output [V, D] of the RMS norm of rows `rows` (int32 [R], on the device) of x [T, D].
+
+        softcap > 0: each becomes softcap * tanh(logit / softcap).
+        """
         R, D = logits.shape[0], x.shape[1]
         if rows.dtype != np.int32 or rows.shape != (R,):
             raise ValueError(f"rows {rows.dtype} {rows.shape} for {R} rows of logits")
         if output.qtype in FLOAT_TYPES:
             h = self._head_h[: R * D].reshape(R, D)
             self._norm(x, rows, norm, eps, h, None)
-            self.product(output, h, logits)
+            self._product((output,), h, (logits,), False, softcap=softcap)
         else:
             to = self._headed.rows(R, D)
             self._norm(x, rows, norm, eps, None, to)
-            self.product(output, to, logits)
+            self._product((output,), to, (logits,), False, softcap=softcap)
 
     def _norm(
         self, x: Array, rows: Array | None, weight: Array, eps: float, h: Array | None, to: Quantized | None
@@ -198,6 +228,8 @@ class Products:
         ys: tuple[Array, ...],
         add: bool,
         norm: tuple[Array, float] | None = None,
+        row_scale: Array | None = None,
+        softcap: float = 0.0,
     ) -> None:
         is_float = ws[0].qtype in FLOAT_TYPES
         if not is_float and not isinstance(x, Quantized) and len(x) > 1:
@@ -216,20 +248,22 @@ class Products:
         repeated = not is_float and not quantized  # every block quantizes the row: few large ones
         shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), fixed, tokens, repeated)
 
-        types = [w.qtype.name for w in ws] + [ws[0].qtype.name] * (3 - len(ws))
+        n_matrices = max(len(ws), 3)
+        types = [w.qtype.name for w in ws] + [ws[0].qtype.name] * (n_matrices - len(ws))
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
         numbers["WARPS"] = shape.warps
-        defines = [(f"TYPE{i}", types[i]) for i in range(3)] + [(name, str(n)) for name, n in numbers.items()]
+        defines = [(f"TYPE{i}", name) for i, name in enumerate(types)] + [(name, str(n)) for name, n in numbers.items()]
+        defines += [("SCALED", "1")] * (row_scale is not None) + [("CAPPED", "1")] * (softcap > 0)
         kernel = self.device.kernel(Module("product.cu", tuple(defines)), "product")
         args: list[object] = []
-        for i in range(3):
+        for i in range(n_matrices):
             args += [ws[i].data, ws[i].shape[0], ys[i]] if i < len(ws) else [None, 0, None]
         if isinstance(x, Quantized):
             inputs = [None, x.q, x.d, x.sums]
         else:
             inputs = [x, None, None, None]
         weight, eps = norm if norm else (None, 0.0)
-        args += [*inputs, weight, eps, T, int(add), shape.stage_bytes]
+        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes]
         grid = (shape.blocks, -(-T // WARP))
         shared_bytes = fixed + shape.warps * shape.stages * shape.stage_bytes
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)

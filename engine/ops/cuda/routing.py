@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine import policy
-from engine.ops import SMALL_TOKENS, Experts, Fetches, Limits
+from engine.ops import SMALL_TOKENS, Experts, Fetches, Gating, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.quants import QTensor
 
@@ -25,13 +25,13 @@ BYPASS_PLACES = 16
 _COPY_THREADS = 512
 
 
-def embed(device: Device, table: QTensor, tokens: Array, x: Array) -> None:
-    """Rows of the embedding table: x float32 [T, D] = table[tokens int32 [T]]; table [V, D] of a native type."""
+def embed(device: Device, table: QTensor, tokens: Array, x: Array, scale: float = 1.0) -> None:
+    """Rows of the embedding table: x float32 [T, D] = scale * table[tokens], int32 [T]; table [V, D] of native type."""
     T, D = x.shape
     if table.shape[1] != D or tokens.shape != (T,):
         raise ValueError(f"embed: rows of {table.shape[1]} and {tokens.shape} tokens for x {x.shape}")
     kernel = device.kernel(Module("embed.cu", (("TYPE", table.qtype.name),)), "embed")
-    kernel((T, -(-D // 256)), 256, (table.data, np.int64(table.row_bytes), tokens, D, x))
+    kernel((T, -(-D // 256)), 256, (table.data, np.int64(table.row_bytes), tokens, D, float(scale), x))
 
 
 def _tables(state: policy.SlotState) -> tuple[Array, ...]:
@@ -56,7 +56,7 @@ class Routing:
             raise ValueError(f"routing: {A} of {E} experts, at most {MAX_USED} of {MAX_EXPERTS} are supported")
         self.device = device
         self.n_expert, self.n_used = E, A
-        self.module = Module("route.cu", (("EXPERTS", str(E)), ("USED", str(A))))
+        self._defines = (("EXPERTS", str(E)), ("USED", str(A)))
         self.active = device.empty((min(E, SMALL_TOKENS * A), 8), np.uint64)
         self.n_active = device.empty(1, np.int32)
         self.pairs = device.empty(SMALL_TOKENS * A, np.int32)
@@ -78,7 +78,7 @@ class Routing:
     def route(
         self,
         logits: Array,
-        renormalize: bool,
+        gating: Gating,
         state: policy.SlotState,
         layer: int,
         counted: Array,
@@ -91,22 +91,22 @@ class Routing:
     ) -> None:
         """Choose experts and weights for each row, and let the slots of `layer` follow.
 
-        Shapes as in `reference.route`. imposed int32 [T, A]: take these experts instead of the largest logits.
+        Shapes as in `reference.route`. imposed int32 [T, A]: take these experts instead of the largest scores.
         T <= SMALL_TOKENS: writes the active table; where active_step int32 [1] is 0 the table is empty, there are no
         fetches, and nothing else is written. Longer steps: writes `source`, and active_step is not looked at.
         """
         T = logits.shape[0]
         if T > SMALL_TOKENS:
-            self.choose(logits, renormalize, experts, weights, imposed)
+            self.choose(logits, gating, experts, weights, imposed)
             self.advance(experts, counted, state, layer, rule, fetches, self.source)
             return
         self._check(logits, experts, weights)
         threads = -(-max(self.n_expert, T * self.n_used, 32 * min(T, 16)) // 32) * 32
-        self.device.kernel(self.module, "route")(
+        self.device.kernel(self._module(gating), "route")(
             1,
             threads,
             (
-                logits, T, int(renormalize), imposed, counted, active_step, layer, np.int64(rule.gain),
+                logits, T, *self._weighing(gating), imposed, counted, active_step, layer, np.int64(rule.gain),
                 np.int64(rule.cap), *_tables(state), experts, weights, fetches.rows, fetches.count,
                 self.active, self.n_active, self.pairs, *self._bypass,
             ),
@@ -114,13 +114,13 @@ class Routing:
         )  # fmt: skip
 
     def choose(
-        self, logits: Array, renormalize: bool, experts: Array, weights: Array, imposed: Array | None = None
+        self, logits: Array, gating: Gating, experts: Array, weights: Array, imposed: Array | None = None
     ) -> None:
         """The experts and weights of each row alone; no table moves."""
         self._check(logits, experts, weights)
         T = logits.shape[0]
-        kernel = self.device.kernel(self.module, "choose")
-        kernel(-(-T // 8), 256, (logits, T, int(renormalize), imposed, experts, weights))
+        kernel = self.device.kernel(self._module(gating), "choose")
+        kernel(-(-T // 8), 256, (logits, T, *self._weighing(gating), imposed, experts, weights))
 
     def advance(
         self,
@@ -133,7 +133,7 @@ class Routing:
         source: Array | None = None,
     ) -> None:
         """Let the slots of `layer` follow chosen experts; `source` [E, 3] gets where each expert was before."""
-        kernel = self.device.kernel(self.module, "follow")
+        kernel = self.device.kernel(Module("route.cu", self._defines), "follow")
         kernel(
             1,
             1024,
@@ -142,6 +142,20 @@ class Routing:
                 *_tables(state), fetches.rows, fetches.count, source,
             ),
         )  # fmt: skip
+
+    def _module(self, gating: Gating) -> Module:
+        flags = {
+            "SIGMOID": gating.kind == "sigmoid",
+            "BIAS": gating.bias is not None,
+            "SCALED": gating.scale != 1.0 or gating.expert_scale is not None,
+        }
+        return Module("route.cu", (*self._defines, *((name, "1") for name, on in flags.items() if on)))
+
+    def _weighing(self, gating: Gating) -> tuple[int, Array | None, float, Array | None]:
+        for array in (gating.bias, gating.expert_scale):
+            if array is not None and (array.shape != (self.n_expert,) or array.dtype != np.float32):
+                raise ValueError(f"routing: a gating of {array.dtype} {array.shape} for {self.n_expert} experts")
+        return int(gating.renormalize), gating.bias, float(gating.scale), gating.expert_scale
 
     def _check(self, logits: Array, experts: Array, weights: Array) -> None:
         T = logits.shape[0]

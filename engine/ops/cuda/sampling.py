@@ -114,19 +114,20 @@ class Sampler:
         self.device.write(self.control, control)
 
     def step(
-        self, logits: Array, tokens: Array, positions: Array, slots: Array, block_table: Array, greedy: bool = False
+        self, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array, greedy: bool = False
     ) -> None:
         """Draw a token and make it the next step's input.
 
-        logits float32 [1, V]. tokens, positions, slots: int32, the first of each is written: the token, its position
-        and its KV slot; where nothing follows the slot is -1. block_table int32 [1, max_blocks]. greedy: only requests
-        of temperature 0 will run; one kernel, not three.
+        logits float32 [1, V]. tokens, positions int32, slots int32 [G, n], G the KV groups: the first of each (of each
+        row) is written: the token, its position and its KV slots; where nothing follows these are -1. block_tables
+        int32 [G, n_sequence, max_blocks], of which sequence 0 counts. greedy: only requests of temperature 0 will run;
+        one kernel, not three.
         """
         if logits.shape != (1, self.n_vocab):
             raise ValueError(f"sampling: logits {logits.shape}, expected {(1, self.n_vocab)}")
         next_step = (
-            self.control, self.history, self.stop, block_table, tokens, positions, slots, self.ring_pointer,
-            RING_ENTRIES,
+            self.control, self.history, self.stop, block_tables, int(np.prod(block_tables.shape[1:])), len(slots),
+            tokens, positions, slots, slots.shape[1], self.ring_pointer, RING_ENTRIES,
         )  # fmt: skip
         V, values = self.n_vocab, None if greedy else self.values
         kernel = self.device.kernel(self.module, "largest")

@@ -1,0 +1,236 @@
+"""Constrained decoding: which tokens may come next, so that a reply has the form that its request asks for.
+
+A request says in JSON what it wants (docs/protocol.md, "Grammars"); engine/grammar_rules.py makes one context-free
+grammar of it. llguidance parses what the model writes and walks a trie of the vocabulary's bytes for each mask. Control
+tokens are no text: a grammar names them by their id, and nothing else allows them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from engine import checks
+from engine.errors import RequestError
+from engine.grammar_rules import Format, Rules, Schema, Tool, calls
+from engine.protocol import MAX_TEXT_CHARS
+from engine.tokenizer import Tokenizer
+
+MAX_TOOLS = 1024
+_AFTER_REASONING = "/[ \\n]{1,4}/?"
+_LIMITS = LLParserLimits(verbose_errors=False)  # the library's own; a message does not quote a reply
+
+
+# --- what a request asks for ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _JsonObject:
+    after: str | None = None
+    opens: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _JsonSchema:
+    schema: Schema
+    after: str | None = None
+    opens: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _ToolCall:
+    format: Format
+    tools: tuple[Tool, ...]
+    name: str | None = None
+    parallel: bool = True
+    after: str | None = None
+    opens: str | None = None
+
+
+_Wanted: TypeAlias = _JsonObject | _JsonSchema | _ToolCall
+
+
+def _schema(name: str, value: Any) -> Schema:
+    if not isinstance(value, dict | bool):
+        raise checks.refusal(name, "a JSON schema", value)
+    return value
+
+
+def _words(name: str, value: Any) -> str:
+    if type(value) is not str or not 0 < len(value) <= MAX_TEXT_CHARS:
+        raise checks.refusal(name, f"a string of 1 to {MAX_TEXT_CHARS} characters", value)
+    return value
+
+
+_REASONING = {"after": checks.optional(_words), "opens": checks.optional(_words)}
+_TOOL = checks.record(Tool, {"name": _words, "parameters": checks.optional(_schema)})
+_KINDS = {
+    "json_object": checks.record(_JsonObject, _REASONING),
+    "json_schema": checks.record(_JsonSchema, {"schema": _schema, **_REASONING}),
+    "tool_call": checks.record(
+        _ToolCall,
+        {
+            "format": checks.choice("hermes", "xml", "laguna", "gemma4"),
+            "tools": checks.items(_TOOL, MAX_TOOLS, shortest=1),
+            "name": checks.optional(_words),
+            "parallel": checks.boolean,
+            **_REASONING,
+        },
+    ),
+}
+
+
+def _parse(text: str) -> _Wanted:
+    try:
+        given = checks.mapping("grammar", json.loads(text))
+    except RecursionError:
+        raise RequestError("field 'grammar': JSON nested too deeply") from None
+    except ValueError as error:
+        raise RequestError(f"field 'grammar': not JSON: {error}") from None
+    kind = checks.choice(*_KINDS)("grammar.kind", given.pop("kind", None))
+    wanted: _Wanted = _KINDS[kind]("grammar", given)
+    if wanted.opens is not None and wanted.after is None:
+        raise RequestError("field 'grammar.opens': what opens must be shut, and 'grammar.after' is missing")
+    if isinstance(wanted, _ToolCall):
+        names = [tool.name for tool in wanted.tools]
+        if len(set(names)) < len(names):
+            raise RequestError("field 'grammar.tools': two tools have the same name")
+        if wanted.name is not None and wanted.name not in names:
+            raise RequestError(f"field 'grammar.name': {wanted.name!r} is none of the tools")
+    return wanted
+
+
+def _rules(wanted: _Wanted, tokenizer: Tokenizer) -> Rules:
+    rules = Rules(tokenizer)
+    if isinstance(wanted, _ToolCall):
+        tools = [tool for tool in wanted.tools if wanted.name in (None, tool.name)]
+        body = calls(rules, wanted.format, tools, wanted.parallel)
+    else:
+        body = rules.json(wanted.schema if isinstance(wanted, _JsonSchema) else {"type": "object"})
+    if wanted.after is not None:
+        reasoning = f"{rules.until(wanted.after)} {_AFTER_REASONING}"
+        body = f"{reasoning} {body}" if wanted.opens is None else f"({rules.marks(wanted.opens)} {reasoning})? {body}"
+    rules.add(body, "start")
+    return rules
+
+
+# --- masks -------------------------------------------------------------------------------------------
+
+
+class _Tokens:
+    """Tokens and their bytes, in the form that llguidance takes; called, it encodes text that must come."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        control = {i: name for name, i in tokenizer.special_ids.items() if tokenizer.is_control(name)}
+        known = min(n_vocab, tokenizer.vocab_size)
+        self.tokens = [tokenizer.decode_bytes([i]) for i in range(known)] + [b""] * (n_vocab - known)
+        for i, name in control.items():
+            self.tokens[i] = b"\xff" + name.encode()  # no text has this byte
+        # Which tokens end a reply is a matter of each request; the library gets one of its own for it.
+        self.tokens.append(b"\xff<end>")
+        self.eos_token_id = n_vocab
+        self.special_token_ids = [*control, n_vocab]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(errors="replace"))
+
+
+class Vocabulary:
+    """A model's tokens as grammars need them; takes a while to make, and serves all requests.
+
+    tokenizer: the model's own. n_vocab: the number of its logits; those beyond the tokenizer's vocabulary are no token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self.tokenizer = tokenizer
+        self.n_vocab = n_vocab
+        wrapper = TokenizerWrapper(_Tokens(tokenizer, n_vocab))
+        self.trie = LLTokenizer(wrapper)
+        wrapper.tokens = wrapper._gtokenizer.tokens = ()  # the trie has copies
+
+
+class Grammar:
+    """What one reply may still be; made by `from_request`.
+
+    is_done: nothing can follow any more.
+    """
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int, stop: Collection[int]) -> None:
+        self._matcher, self._n_vocab = matcher, n_vocab
+        self._stop = np.array(sorted(token for token in stop if token < n_vocab), np.int64)
+        self.is_done = matcher.is_stopped()
+
+    @classmethod
+    def from_request(cls, text: str, vocabulary: Vocabulary, stop: Collection[int]) -> Grammar:
+        """The grammar that JSON text describes, for a reply that the tokens of `stop` end.
+
+        Raises RequestError, which names what it is, for a grammar that is malformed and for a schema that cannot be
+        enforced.
+        """
+        try:
+            rules = _rules(_parse(text), vocabulary.tokenizer)
+            str(rules).encode()
+        except UnicodeEncodeError:
+            raise RequestError("field 'grammar': half of a surrogate pair is no character") from None
+        except RecursionError:
+            raise RequestError("field 'grammar': a schema that is nested too deeply, or refers to itself") from None
+        matcher = LLMatcher(vocabulary.trie, LLMatcher.grammar_from_lark(str(rules)), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            reason = matcher.get_error()
+            found = re.match(r"at (\d+)\(\d+\): ", reason)
+            if found is not None:
+                rules.tool = rules.owner(int(found[1]))
+                reason = reason[found.end() :]
+            raise rules.refusal(_one_line(reason))
+        return cls(matcher, vocabulary.n_vocab, stop)
+
+    def mask(self) -> NDArray[np.uint32]:
+        """The tokens that may come next: a bit for each, uint32 [ceil(V / 32)], as `engine.sampling.sample` takes them.
+
+        Stop tokens are among them exactly where the reply is complete. All are 0 where it is, nothing can follow and
+        there are no stop tokens: `is_done`.
+        """
+        n, matcher = self._n_vocab, self._matcher
+        complete = matcher.is_accepting()
+        words = np.zeros(-(-n // 32), np.uint32)
+        if not matcher.is_stopped():
+            found = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+            words[:] = found[: len(words)]
+        self._check()
+        if n % 32:
+            words[-1] &= np.uint32((1 << n % 32) - 1)
+        index, bits = self._stop // 32, np.uint32(1) << (self._stop % 32).astype(np.uint32)
+        np.bitwise_and.at(words, index, ~bits)
+        if not words.any():
+            if not complete:
+                raise RequestError("the grammar asks for text that the model's tokens cannot write")
+            self.is_done = True
+        if complete:
+            np.bitwise_or.at(words, index, bits)
+        return words
+
+    def accept(self, token: int) -> None:
+        """Go past a token that the last mask allowed, no stop token."""
+        self._matcher.consume_token(token)
+        self._check()
+        self.is_done = self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"the grammar took more work than a token may: {_one_line(self._matcher.get_error())}")
+
+
+def _one_line(reason: str) -> str:
+    """What the library complains of, without the grammar that it quotes."""
+    reason = re.split(r"\n +\d+ \| ", reason)[0].removeprefix("failed to compile JSON schema: ")
+    return " ".join(reason.split())[:500]

@@ -1,0 +1,43 @@
+"""A small engine on the device of the tests, and ways to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.protocol import Event, Generate, Tokens
+from engine.runner import Runner, Span
+from engine.scheduler import Engine
+
+PROMPT = np.random.default_rng(50).integers(0, 301, 97).astype(np.int32)
+
+
+def config(path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        **{"model": path, "device": "cuda", "threads": 2, "ctx_tokens": 130, "chunk_tokens": 40, "poison": True}
+        | options
+    )
+
+
+def generate(engine: Engine, prompt: tuple[int, ...], **options: Any) -> tuple[list[int], list[Event]]:
+    engine.submit(Generate(1, prompt, **{"max_tokens": 7, "stop_tokens": ()} | options))
+    events: list[Event] = []
+    while engine.busy:
+        events += engine.step()
+    return [t for e in events if isinstance(e, Tokens) for t in e.tokens], events
+
+
+def feed(runner: Runner, tokens: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [T, V] (of 64 tokens at the end of a longer chunk) and experts [L, T, A] of tokens fed in chunks."""
+    sequence, start, logits, experts = runner.new_sequence(), 0, [], []
+    for n in chunks:
+        part = tokens[start : start + n]
+        result = runner.run([Span(sequence, part, np.ones(n, bool), tuple(range(max(0, n - 64), n)))])
+        logits.append(result.logits.copy())
+        experts.append(result.experts.copy())
+        start += n
+    sequence.release()
+    return np.concatenate(logits), np.concatenate(experts, axis=1)

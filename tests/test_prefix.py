@@ -1,0 +1,479 @@
+"""The tree of prefixes without a model: what is attached is what was computed, and nothing is lost or kept twice.
+
+The cache is the real one over host memory. "Computing" a token writes a hash of all tokens up to it where its keys,
+values and state would lie, so a wrong block, a stale one or a wrong state is seen at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from engine.errors import CapacityError, UsageError
+from engine.kv import DeltaShape, KVCache, KVGroup, Sequence
+from engine.ops.host import HostDevice
+from engine.prefix import PrefixCache
+from engine.prefix_files import PrefixFiles
+
+FULL, FULL2, NARROW = KVGroup((0,), 1, 32), KVGroup((1,), 2, 32), KVGroup((2,), 1, 64, window=150)
+SHAPE = DeltaShape(layers=(3,), kernel=2, n_channels=3, n_head_v=1, d_k=2, d_v=2)
+CHUNK = 128
+KINDS = {
+    "full": ((FULL, FULL2), None),
+    "windows": ((FULL, NARROW), None),
+    "states": ((FULL,), SHAPE),
+    "everything": ((FULL, NARROW, FULL2), SHAPE),
+}
+KEY = {"file_id": "f", "kv_type": "f16", "chunk_tokens": CHUNK}
+
+
+def make_cache(kind: str, n_tokens: int, kv_type: str = "f16") -> KVCache:
+    groups, delta = KINDS[kind]
+    own = {layer for g in groups for layer in g.layers}
+    config = SimpleNamespace(n_layer=4, kv_groups=groups, kv_layer=lambda i: i if i in own else None, delta=delta)
+    return KVCache(HostDevice(), config, n_tokens, kv_type, CHUNK, 4)
+
+
+def hashes(tokens: np.ndarray) -> np.ndarray:
+    """A number for each prefix, exact in a float16."""
+    out, h = [], 7
+    for token in tokens.tolist():
+        h = (h * 31 + token + 1) % 2039
+        out.append(h)
+    return np.array(out, np.float64)
+
+
+def arrays_of(kv: KVCache, layer: int) -> list[np.ndarray]:
+    y = kv.layers[layer]
+    return [a for a in (y.k, y.v, y.k_scale, y.v_scale) if a is not None]
+
+
+def coded(values: np.ndarray, array: np.ndarray) -> np.ndarray:
+    return (values % 127 if array.dtype == np.int8 else values)[:, None, None]
+
+
+def compute(kv: KVCache, sequence: Sequence, tokens: np.ndarray, n: int) -> None:
+    """Feed the next n of `tokens`."""
+    start = sequence.length
+    values = hashes(tokens)[start : start + n]
+    for group, slots in zip(kv.groups, sequence.extend(n), strict=True):
+        for layer in group.layers:
+            for array in arrays_of(kv, layer):
+                array[slots] = coded(values, array)
+    for layer in kv.delta:
+        if layer is not None:
+            layer.conv[sequence.state], layer.state[sequence.state] = values[-1], -values[-1]
+
+
+def check(kv: KVCache, sequence: Sequence, tokens: np.ndarray) -> None:
+    """Everything that the next token of a sequence sees is what was computed for exactly these tokens."""
+    n, values = sequence.length, hashes(tokens)
+    for group, blocks in zip(kv.groups, sequence.groups, strict=True):
+        seen = np.arange(max(0, n + 1 - group.window) if group.window else 0, n)
+        slots = np.asarray(blocks.held, np.int64)[seen // 64] * 64 + seen % 64
+        assert (slots >= 0).all()
+        for layer in group.layers:
+            for array in arrays_of(kv, layer):
+                assert (array[slots] == coded(values[seen], array)).all()
+    for layer in kv.delta:
+        if layer is not None and n:
+            assert (layer.conv[sequence.state] == values[n - 1]).all()
+            assert (layer.state[sequence.state] == -values[n - 1]).all()
+
+
+def prompt(chunks: str, tail: int = 5) -> np.ndarray:
+    """Tokens in chunks that are named by letters, and `tail` more."""
+    parts = [np.arange(CHUNK) + 1000 * ord(c) for c in chunks]
+    return np.concatenate([*parts, np.arange(tail)]).astype(np.int32)
+
+
+def prefill(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> tuple[Sequence, int]:
+    """Serve a prompt as the engine does; the sequence, and how much of it was reused."""
+    sequence = kv.sequence()
+    try:
+        reused = cache.attach(sequence, cache.match(tokens))
+        assert reused == sequence.length and reused % CHUNK == 0 and reused < len(tokens)
+        check(kv, sequence, tokens)
+        while sequence.length < len(tokens):
+            compute(kv, sequence, tokens, min(CHUNK, len(tokens) - sequence.length))
+            cache.insert(sequence, tokens)
+    except CapacityError:
+        sequence.release()
+        raise
+    return sequence, reused
+
+
+def serve(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> int:
+    sequence, reused = prefill(kv, cache, tokens)
+    sequence.release()
+    return reused
+
+
+def nodes(cache: PrefixCache) -> list:
+    return [n for n in cache._root.subtree() if n is not cache._root]
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests that share prefixes, begin, decode, end and are cut off; files that break; daemons that restart."""
+
+    running = Bundle("running")
+
+    @initialize(
+        kind=st.sampled_from(sorted(KINDS)), host=st.sampled_from([0, 60_000, 1 << 20]),
+        disk=st.sampled_from([None, 100_000, 1 << 20]),
+    )  # fmt: skip
+    def start(self, kind: str, host: int, disk: int | None) -> None:
+        self.kind, self.host, self.disk = kind, host, disk
+        self.folder = tempfile.TemporaryDirectory()
+        self.open()
+
+    def open(self) -> None:
+        self.alive: list[tuple[Sequence, np.ndarray]] = []
+        self.kv = make_cache(self.kind, 12 * 64)
+        self.files = None if self.disk is None else PrefixFiles(Path(self.folder.name), KEY, self.disk)
+        self.cache = PrefixCache(self.kv, CHUNK, self.host, self.files)
+
+    def flush(self) -> None:
+        if self.files is not None:
+            self.files.flush()
+
+    def end(self, sequence: Sequence) -> None:
+        if any(s is sequence for s, _ in self.alive):
+            sequence.release()
+        self.alive = [pair for pair in self.alive if pair[0] is not sequence]
+
+    @rule(target=running, chunks=st.text("ab", max_size=5), tail=st.integers(0, 130), remember=st.booleans())
+    def begin(self, chunks: str, tail: int, remember: bool) -> tuple[Sequence, np.ndarray] | None:
+        tokens = prompt(chunks, tail)
+        if not len(tokens):
+            return None
+        match = self.cache.match(tokens)
+        assert match.length < len(tokens) and match.length % CHUNK == 0
+        assert b"".join(match.keys) == tokens[: match.length].tobytes()
+        try:
+            sequence = self.kv.sequence()
+        except CapacityError:
+            assert len(self.alive) == 4
+            return None
+        assert self.cache.attach(sequence, match) == sequence.length <= match.length
+        check(self.kv, sequence, tokens)
+        self.alive.append((sequence, tokens))
+        try:
+            while sequence.length < len(tokens):
+                compute(self.kv, sequence, tokens, min(CHUNK, len(tokens) - sequence.length))
+                if remember:
+                    self.cache.insert(sequence, tokens)
+                    self.flush()
+        except CapacityError:
+            self.end(sequence)
+        return sequence, tokens
+
+    @rule(entry=consumes(running), n=st.integers(1, 140), seed=st.integers(0, 1))
+    def decode_and_end(self, entry: tuple[Sequence, np.ndarray] | None, n: int, seed: int) -> None:
+        if entry is None or not any(s is entry[0] for s, _ in self.alive):
+            return
+        sequence, tokens = entry
+        tokens = np.concatenate([tokens, np.arange(n, dtype=np.int32) + 5000 * seed])
+        try:
+            for _ in range(n):
+                compute(self.kv, sequence, tokens, 1)
+                if sequence.length % CHUNK == 0:
+                    self.cache.insert(sequence, tokens[: sequence.length])
+        except CapacityError:
+            pass
+        check(self.kv, sequence, tokens)
+        self.cache.insert(sequence, tokens)
+        self.flush()
+        self.end(sequence)
+
+    @rule(entry=consumes(running))
+    def cancel(self, entry: tuple[Sequence, np.ndarray] | None) -> None:
+        if entry is not None:
+            self.end(entry[0])
+
+    @rule()
+    def reclaim(self) -> None:
+        before = self.kv.free_blocks
+        if self.cache.reclaim():
+            assert self.kv.free_blocks > before
+
+    @rule(which=st.integers(0, 50), how=st.sampled_from(["flip", "cut", "remove"]))
+    def break_a_file(self, which: int, how: str) -> None:
+        found = sorted(Path(self.folder.name).iterdir())
+        if found:
+            damage(found[which % len(found)], how)
+
+    @rule()
+    def restart(self) -> None:
+        for sequence, _ in list(self.alive):
+            self.end(sequence)
+        self.cache.close()
+        assert self.kv.free_blocks == self.kv.n_blocks and self.cache.host_bytes == 0
+        self.open()
+
+    @invariant()
+    def running_sequences_have_what_they_computed(self) -> None:
+        for sequence, tokens in self.alive:
+            check(self.kv, sequence, tokens)
+
+    @invariant()
+    def every_block_has_the_holders_it_counts(self) -> None:
+        for g, pool in enumerate(self.kv.pools):
+            holders = Counter(b for s, _ in self.alive for b in s.groups[g].held if b >= 0)
+            if g in self.kv.full_groups:
+                at = self.kv.full_groups.index(g)
+                owned = [b for n in nodes(self.cache) if n.blocks is not None for b in n.blocks[at]]
+                assert len(owned) == len(set(owned))
+                holders.update(owned)
+            assert {b: pool.holders(b) for b in holders} == holders
+            assert pool.free_blocks == pool.n_blocks - len(holders)
+
+    @invariant()
+    def budgets_are_kept(self) -> None:
+        held = sum(n.data_bytes + n.snapshot_bytes for n in nodes(self.cache))
+        assert held == self.cache.host_bytes <= self.host
+        if self.files is not None:
+            self.flush()
+            on_disk = {f.name: f.stat().st_size for f in Path(self.folder.name).iterdir()}
+            assert sum(on_disk.values()) <= self.disk
+
+    @invariant()
+    def a_chunk_holds_something_and_so_do_those_before_it(self) -> None:
+        for node in nodes(self.cache):
+            assert (node.blocks is None) != (node.data is None)
+            above = node.parent
+            assert above is self.cache._root or node.blocks is None or above.blocks is not None
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.restart()
+            self.cache.close()
+            self.folder.cleanup()
+
+
+Serving.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestServing = Serving.TestCase
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+    if how == "remove":
+        path.unlink()
+
+
+# --- one property a test --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_longest_prefix_on_the_grid_is_reused(kind: str) -> None:
+    kv = make_cache(kind, 40 * 64)
+    cache = PrefixCache(kv, CHUNK, 1 << 20)
+    assert serve(kv, cache, prompt("abc")) == 0
+    assert serve(kv, cache, prompt("abc")) == 3 * CHUNK
+    assert serve(kv, cache, prompt("abcd")) == 3 * CHUNK
+    assert serve(kv, cache, prompt("xbc")) == 0
+    serve(kv, cache, prompt("abc", 0))
+    assert serve(kv, cache, prompt("abc", 0)) == 2 * CHUNK  # one token at least is computed
+    # Where windows or states have to be saved, two prompts that part leave a snapshot there, for the next that does.
+    serve(kv, cache, prompt("pqrrr"))
+    assert serve(kv, cache, prompt("pqsss")) == (2 * CHUNK if kind == "full" else 0)
+    assert serve(kv, cache, prompt("pqttt")) == 2 * CHUNK
+
+
+def test_a_running_sequences_blocks_are_shared_and_stay() -> None:
+    kv = make_cache("full", 8 * 64)
+    cache = PrefixCache(kv, CHUNK, 0)
+    first, _ = prefill(kv, cache, prompt("ab"))
+    second, reused = prefill(kv, cache, prompt("ab", 9))
+    assert reused == 2 * CHUNK and kv.pools[0].free_blocks == 2
+    assert not cache.reclaim()
+    first.release()
+    assert not cache.reclaim()
+    assert cache.reclaimable_tokens == 0
+    second.release()
+    assert cache.reclaimable_tokens == 2 * CHUNK
+    assert kv.pools[0].free_blocks == 4 and cache.reclaim() and cache.reclaim() and not cache.reclaim()
+
+
+def test_what_was_used_last_stays_longest() -> None:
+    kv = make_cache("full", 20 * 64)
+    cache = PrefixCache(kv, CHUNK, 0)
+    for chunks in ("ab", "ac", "d"):
+        serve(kv, cache, prompt(chunks))
+    assert serve(kv, cache, prompt("ab", 3)) == 2 * CHUNK
+    for gone in ("ac", "d"):
+        assert cache.match(prompt(gone)).length == len(gone) * CHUNK
+        assert cache.reclaim()
+        assert cache.match(prompt(gone)).length == (len(gone) - 1) * CHUNK
+    cache.reclaim()
+    assert cache.match(prompt("ab")).length == CHUNK
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_evicted_chunks_come_back_from_host_memory(kind: str, kv_type: str) -> None:
+    kv = make_cache(kind, 8 * 64, kv_type)
+    cache = PrefixCache(kv, CHUNK, 1 << 20)
+    serve(kv, cache, prompt("abc"))
+    serve(kv, cache, prompt("xyz", 60))
+    assert cache.stats()["host_chunks"] >= 2 and cache.stats()["host_bytes"] == cache.host_bytes
+    assert serve(kv, cache, prompt("abc")) == 3 * CHUNK
+    cache.clear()
+    assert kv.free_blocks == kv.n_blocks and cache.host_bytes == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_outlive_the_process(kind: str, tmp_path: Path) -> None:
+    for expected in (0, 3 * CHUNK):
+        kv = make_cache(kind, 8 * 64)
+        cache = PrefixCache(kv, CHUNK, 1 << 20, PrefixFiles(tmp_path, KEY, 1 << 30))
+        assert serve(kv, cache, prompt("abc")) == expected
+        cache.close()
+    for other in ({"file_id": "g"}, {"kv_type": "q8_0"}, {"chunk_tokens": 64}):
+        kv = make_cache(kind, 8 * 64)
+        cache = PrefixCache(kv, CHUNK, 1 << 20, PrefixFiles(tmp_path, KEY | other, 1 << 30))
+        assert cache.match(prompt("abc")).length == 0
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_are_ignored_with_one_warning(
+    kind: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reopen() -> None:
+        nonlocal kv, cache
+        kv = make_cache(kind, 8 * 64)
+        cache = PrefixCache(kv, CHUNK, 1 << 20, PrefixFiles(tmp_path, KEY, 1 << 30))
+
+    kv = cache = None
+    reopen()
+    serve(kv, cache, prompt("ab"))
+    serve(kv, cache, prompt("abc"))
+    cache.close()
+    reopen()
+    third = cache._name(cache._name(cache._name(cache._root.name, *keys("a")), *keys("b")), *keys("c"))
+    damage(tmp_path / f"{third}.blocks", how)
+    assert serve(kv, cache, prompt("abc")) == 2 * CHUNK
+    assert len(caplog.records) == (how != "remove")
+    cache.close()
+    reopen()
+    assert serve(kv, cache, prompt("abc")) == 3 * CHUNK  # it was written again
+    cache.close()
+    for path in tmp_path.iterdir():
+        damage(path, how)
+    caplog.clear()
+    reopen()
+    assert serve(kv, cache, prompt("abc")) == 0
+    assert len(caplog.records) == (how != "remove")
+
+
+def keys(letter: str) -> list[bytes]:
+    return [prompt(letter, 0).tobytes()]
+
+
+def test_a_file_under_another_name_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = PrefixFiles(tmp_path, KEY, 1 << 30)
+    one, other = "1" * 64 + ".blocks", "2" * 64 + ".blocks"
+    files.put(one, [np.arange(5), np.ones((2, 3), np.float32)])
+    files.flush()
+    got = files.get(one)
+    assert got is not None and np.array_equal(got[0], np.arange(5)) and got[1].shape == (2, 3)
+    assert (tmp_path / one).stat().st_mode & 0o777 == 0o600
+    (tmp_path / one).rename(tmp_path / other)
+    (tmp_path / "letter.txt").write_text("mine")
+    files = PrefixFiles(tmp_path, KEY, 1 << 30)
+    assert files.get(other) is None and not files.has(other) and files.get(one) is None
+    assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
+        "1 files that are not Spark's are left alone",
+        "it was made for something else",
+    ]
+
+
+def test_a_process_killed_before_the_rename_leaves_no_file(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys; import numpy as np; from engine.prefix_files import PrefixFiles\n"
+        "pathlib.Path.replace = lambda *_: os._exit(9)\n"
+        "files = PrefixFiles(pathlib.Path(sys.argv[1]), {}, 1 << 30)\n"
+        "files.put('0' * 64 + '.blocks', [np.zeros(999)]); files.close()"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60).returncode == 9
+    (left,) = tmp_path.iterdir()
+    files = PrefixFiles(tmp_path, {}, 1 << 30)
+    assert files.n_bytes == 0 and not files.has("0" * 64 + ".blocks") and left.exists()
+    os.utime(left, (0, 0))
+    PrefixFiles(tmp_path, {}, 1 << 30)
+    assert not left.exists()
+
+
+def test_the_folder_keeps_its_budget_and_what_was_used_last(tmp_path: Path) -> None:
+    names = [f"{i:064}.blocks" for i in range(5)]
+    for budget, kept in ((20_000, names[:4]), (13_000, [names[0], names[4]])):
+        files = PrefixFiles(tmp_path, KEY, budget)
+        for name in names[:4] if budget == 20_000 else names[4:]:
+            files.put(name, [np.zeros(4096, np.uint8)])
+            files.flush()
+            assert files.n_bytes == sum(f.stat().st_size for f in tmp_path.iterdir()) <= budget
+        assert sorted(f.name for f in tmp_path.iterdir()) == kept
+        files.touch(names[:1])
+        files.put(f"{9:064}.state", [np.zeros(30_000, np.uint8)])
+        files.close()
+        assert files.n_bytes == sum(f.stat().st_size for f in tmp_path.iterdir()) <= budget
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--cache-dir"):
+        PrefixFiles(tmp_path / "file", KEY, 1 << 20)
+    folder = tmp_path / "gone"
+    files = PrefixFiles(folder, KEY, 1 << 20)
+    folder.rmdir()
+    for i in range(3):
+        files.put(f"{i:064}.blocks", [np.zeros(9)])
+    files.close()
+    assert len(caplog.records) == 1 and "no more prefixes are saved" in caplog.text
+
+
+def test_windows_without_room_are_a_full_prefill() -> None:
+    kv = make_cache("windows", 40 * 64)
+    cache = PrefixCache(kv, CHUNK, 1 << 20)
+    serve(kv, cache, prompt("abc"))
+    taken = [kv.pools[1].take() for _ in range(kv.pools[1].free_blocks - 1)]
+    sequence = kv.sequence()
+    assert cache.match(prompt("abc")).length == 3 * CHUNK
+    assert cache.attach(sequence, cache.match(prompt("abc"))) == 0
+    assert sequence.length == 0 and not any(blocks.held for blocks in sequence.groups)
+    kv.pools[1].give_back(taken)
+    assert serve(kv, cache, prompt("abc")) == 3 * CHUNK
+
+
+def test_without_host_memory_only_full_attention_is_reused() -> None:
+    for kind, reused in (("full", CHUNK), ("windows", 0), ("states", 0)):
+        kv = make_cache(kind, 8 * 64)
+        cache = PrefixCache(kv, CHUNK, 0)
+        serve(kv, cache, prompt("a"))
+        assert serve(kv, cache, prompt("a")) == reused
+
+
+@pytest.mark.parametrize(("chunk", "reused"), [(64, 192), (96, 192), (100, 0)])
+def test_steps_of_any_length_end_where_blocks_do(chunk: int, reused: int) -> None:
+    kv = make_cache("full", 40 * 64)
+    cache = PrefixCache(kv, chunk, 0)
+    tokens = np.arange(230, dtype=np.int32)
+    sequence = kv.sequence()
+    compute(kv, sequence, tokens, 230)
+    cache.insert(sequence, tokens)
+    assert cache.match(tokens).length == reused
