@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine import protocol
 from engine.errors import DeadlineError, SparkError
@@ -36,6 +37,7 @@ class Backend:
         self._command = command
         self._deadlines = deadlines
         self._learned_profile = learned_profile
+        self.restarts = 0  # of the daemon
         self._served = 0  # requests since the counts were last written
         self._lock = threading.Lock()
         self._client = self._start(on_loading)
@@ -62,10 +64,16 @@ class Backend:
                 self._client.close()
                 _log.warning("the daemon is gone; starting it again")
                 self._client = self._start()
+                self.restarts += 1
                 for reason in self._client.ready.info.get("reasons", ())[:1]:  # the device may be another
                     _log.warning("%s", reason)
             self._served += 1
             return self._client
+
+    def stats(self) -> dict[str, Any]:
+        """Return the engine's counters, none where the daemon is not there."""
+        client = self._client
+        return client.stats() if client.alive else {}
 
     def save(self) -> None:
         """Write what the daemon has learned, if there is anything new."""
@@ -91,14 +99,21 @@ class Backend:
 class Generation:
     """A Generate request, followed by a thread of its own, whose events are awaited in the event loop."""
 
-    def __init__(self, backend: Backend, tokens: Sequence[int], max_tokens: int, sampling: protocol.Sampling) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tokens: Sequence[int],
+        max_tokens: int,
+        sampling: protocol.Sampling,
+        grammar: str | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[protocol.Event | BaseException] = asyncio.Queue()
         self._total_s = backend.total_s
         self._end_s = None if self._total_s is None else time.monotonic() + self._total_s
         self._stream: RequestStream | None = None
         self._cancelled = self._over = False
-        arguments = (backend, tokens, max_tokens, sampling)
+        arguments = (backend, tokens, max_tokens, sampling, grammar)
         threading.Thread(target=self._follow, args=arguments, name="generation", daemon=True).start()
 
     async def next(self, patience_s: float) -> protocol.Event | None:
@@ -126,10 +141,17 @@ class Generation:
         with contextlib.suppress(SparkError):
             stream.cancel()
 
-    def _follow(self, backend: Backend, tokens: Sequence[int], max_tokens: int, sampling: protocol.Sampling) -> None:
+    def _follow(
+        self,
+        backend: Backend,
+        tokens: Sequence[int],
+        max_tokens: int,
+        sampling: protocol.Sampling,
+        grammar: str | None,
+    ) -> None:
         try:
             client = backend.client()
-            stream = client.generate(tokens, max_tokens=max_tokens, sampling=sampling)
+            stream = client.generate(tokens, max_tokens=max_tokens, sampling=sampling, grammar=grammar)
             self._stream = stream
             if self._cancelled:
                 self._end(stream)

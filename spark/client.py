@@ -129,6 +129,7 @@ class DaemonClient:
         max_tokens: int,
         sampling: protocol.Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
+        grammar: str | None = None,
     ) -> RequestStream:
         """Continue `tokens`: Progress and Tokens events, then one Done (see `protocol.Generate`)."""
         request = protocol.Generate(
@@ -137,6 +138,7 @@ class DaemonClient:
             max_tokens,
             sampling or protocol.Sampling(),
             None if stop_tokens is None else tuple(stop_tokens),
+            grammar,
         )
         return RequestStream(self, request)
 

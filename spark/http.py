@@ -1,7 +1,7 @@
 """What the server's endpoints share with each other: who is let in, bodies, responses, errors.
 
-Errors have OpenAI's shape. JSON is written in ASCII: text from models and users may hold lone surrogates,
-which UTF-8 does not have.
+Errors have the shape of the API that was asked. JSON is written in ASCII: text from models and users may hold lone
+surrogates, which UTF-8 does not have.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ from engine.errors import (
     RequestError,
     SparkError,
 )
+from spark import page
 
 MAX_BODY_BYTES = 32 << 20
+MAX_DEPTH = 64  # of a body's JSON
 
+OVERLOADED = 529  # Anthropic's word for 429
 _CLIENT_GONE = 499  # a status that nobody will see
+_KEYLESS = page.PATHS | {"/health"}
 _STATUS: Mapping[type[SparkError], int] = {
     RequestError: 400,
     CancelledError: 503,  # not by its client: the daemon was stopping
@@ -73,12 +77,12 @@ class Guard:
         if self._api_key is None:
             host = headers.get("host", "localhost")
             if not is_loopback(_hostname(host)):
-                return _error(403, "only requests to localhost are answered; other names need --api-key")
-        elif scope["path"] != "/health":
+                return error_response(scope, 403, "only requests to localhost are answered; other names need --api-key")
+        elif scope["path"] not in _KEYLESS:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
             if not hmac.compare_digest(given.encode("latin-1"), self._api_key):
-                return _error(401, "the API key is missing or wrong", "invalid_api_key")
+                return error_response(scope, 401, "the API key is missing or wrong", "invalid_api_key")
         return None
 
 
@@ -100,14 +104,39 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Read a body as a JSON object; raises RequestError."""
+    """Read a body as a JSON object of bounded depth; raises RequestError."""
     try:
-        made = json.loads(body)
+        made = json.loads(body, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
     if type(made) is not dict:
         raise RequestError("the body is not a JSON object")
-    return made
+    level: list[Any] = [made]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner for value in level for inner in (value.values() if type(value) is dict else value)
+            if type(inner) is dict or type(inner) is list
+        ]  # fmt: skip
+        if not level:
+            return made
+    raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+def _without_text(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"{error}"
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError("a number is too large")
+    return value
 
 
 async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
@@ -131,35 +160,70 @@ def json_response(made: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(made), status, media_type="application/json")
 
 
-def _error(status: int, message: str, code: str | None = None) -> Response:
-    return json_response(_error_object(status, message, code), status)
+def error_response(scope: Scope, status: int, message: str, code: str | None = None) -> Response:
+    """Make the response of a failure, in the shape of the API that the request's path belongs to."""
+    made = (anthropic_error if is_anthropic(scope) else openai_error)(status, message, code)
+    if status == OVERLOADED and not is_anthropic(scope):
+        status = 429
+    response = json_response(made, status)
+    if status in (429, OVERLOADED):
+        response.headers["retry-after"] = "2"
+    return response
 
 
-def _error_object(status: int, message: str, code: str | None) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request speaks Anthropic's API."""
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
+
+
+def openai_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Make the object that OpenAI's APIs have for a failure."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error", OVERLOADED: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def explain(error: SparkError) -> tuple[int, dict[str, Any]]:
-    """Status and object for a failure; what the daemon said last is for the log alone."""
+def anthropic_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Make the object that Anthropic's API has for a failure; it has no codes."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        504: "timeout_error",
+        OVERLOADED: "overloaded_error",
+    }
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def explain(error: SparkError) -> tuple[int, str, str]:
+    """Status, text and code for a failure; what the daemon said last is for the log alone."""
     status = next((status for cls, status in _STATUS.items() if isinstance(error, cls)), 500)
     code = "context_length_exceeded" if isinstance(error, ContextOverflowError) else error.code
     if status >= 500:
         _log.error("%s: %s\n%s", error.code, error.message, error.hint)
-        return status, _error_object(status, error.message, code)
-    return status, _error_object(status, "; ".join(filter(None, (error.message, error.hint))), code)
+        return status, error.message, code
+    return status, "; ".join(filter(None, (error.message, error.hint))), code
 
 
 async def _on_spark_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SparkError)
-    status, made = explain(error)
-    return json_response(made, status)
+    status, message, code = explain(error)
+    if isinstance(error, ContextOverflowError) and is_anthropic(request.scope):
+        message = prompt_too_long(error)
+    return error_response(request.scope, status, message, code)
+
+
+def prompt_too_long(error: ContextOverflowError) -> str:
+    """Say it in the words that Anthropic's clients know, and begin to compact at."""
+    return f"prompt is too long: {getattr(error, 'figures', error.message)}"
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = _error(error.status_code, error.detail)
+    response = error_response(request.scope, error.status_code, error.detail)
     response.headers.update(error.headers or {})
     return response
 
@@ -169,7 +233,7 @@ async def _on_left(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return _error(500, "an error inside the server; its log has the details")
+    return error_response(request.scope, 500, "an error inside the server; its log has the details")
 
 
 EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {

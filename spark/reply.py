@@ -1,146 +1,157 @@
 """What a model wrote, taken apart as it comes: reasoning, visible text, tool calls, stop strings.
 
-Reasoning stands between `<think>` and `</think>` at the beginning, a tool call is JSON between
-`<tool_call>` and `</tool_call>`, as Qwen's and Hermes' templates have it. Blanks beside these four
-markers belong to nobody and are dropped; all other text is given out as it is. Stop strings are looked
-for in visible text alone. However a reply is cut into pieces, the outcome is the same.
+Reasoning stands between the marks of the model's dialect at the beginning, calls are as calls.py has them. Blanks
+beside these marks belong to nobody and are dropped; all other text is given out as it is, also what only looks like a
+call. Stop strings are looked for in visible text alone. However a reply is cut, the outcome is the same.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-_OPEN_THINK, _SHUT_THINK = "<think>", "</think>"
-_OPEN_CALL, _SHUT_CALL = "<tool_call>", "</tool_call>"
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A piece of reasoning or of visible text."""
-
-    kind: Literal["reasoning", "content"]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call; `arguments` is a JSON object as text."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-Part: TypeAlias = Text | Call
+from spark import calls
+from spark.conversation import CallEnd, Part, Text
+from spark.dialect import Dialect
 
 
 class ReplyParser:
     """Takes one reply apart.
 
-    stops: strings that end it and are left out. tools: look for tool calls. thinking: the prompt has
-    opened `<think>` already. `stopped`: a stop string came, and nothing more is given out. `called`: there
-    was a tool call.
+    stops: strings that end it and are left out. tools: definitions of those that may be called. thinking: the prompt
+    has opened reasoning, "open", or shut it, "shut"; "": neither. single_call: the reply ends with its first call.
+    plain: nothing but stop strings is looked for.
+    `stop`: the stop string that came. `ended`: nothing more is given out. `called`: there was a whole tool call.
+    `cut`: the last call is not whole.
     """
 
-    def __init__(self, *, stops: Sequence[str] = (), tools: bool = False, thinking: bool = False) -> None:
-        self.stopped = False
-        self.called = False
-        self._markers = (*stops, _OPEN_CALL) if tools else tuple(stops)
-        self._state: Literal["reasoning", "content", "call"] = "reasoning" if thinking else "content"
-        self._fresh = not thinking  # there were only blanks so far, and reasoning may begin
-        self._beside_marker = thinking  # there were only blanks since a marker
-        self._held = ""  # may contain a marker, or the beginning of one
-        self._blanks = ""  # text if more text follows, nothing if a marker does
+    def __init__(
+        self,
+        dialect: Dialect,
+        *,
+        stops: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: Literal["open", "shut", ""] = "",
+        single_call: bool = False,
+        plain: bool = False,
+    ) -> None:
+        self.stop: str | None = None
+        self.ended = self.called = self.cut = False
+        self._dialect, self._single = dialect, single_call
+        self._schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
+        self._stops = tuple(stops)
+        self._openings = calls.openings(dialect.calls, self._schemas) if tools else ()
+        self._reader: calls.Reader | None = None
+        self._state: Literal["reasoning", "content"] = "reasoning" if thinking == "open" else "content"
+        self._fresh = thinking != "open" and not plain  # there were only blanks so far, and reasoning may begin
+        self._beside_mark = thinking != ""  # there were only blanks since a mark
+        self._held = ""  # may contain a mark, or the beginning of one
+        self._blanks = ""  # text if more text follows, nothing if a mark does
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether reasoning goes on."""
+        return self._state == "reasoning"
 
     def push(self, text: str) -> list[Part]:
         """Take a piece of the reply; the parts that are certain now."""
         self._held += text
         parts: list[Part] = []
-        while not self.stopped and self._pass_marker(parts):
+        while not self.ended and (self._read_call(parts) if self._reader else self._pass_mark(parts)):
             pass
         return parts
 
-    def flush(self) -> list[Part]:
-        """End the reply; the parts that were held back."""
+    def flush(self, cut: bool = False) -> list[Part]:
+        """End the reply, `cut` where the model would have gone on; the parts that were held back."""
         parts: list[Part] = []
-        if not self.stopped:
-            if self._state == "call":  # unfinished, unless only the last marker is missing
-                self._call(self._held, "", parts)
+        if not self.ended:
+            if self._reader is not None:
+                found = self._reader.flush(cut)
+                self._keep(found, parts)
+                if not self._reader.started:
+                    parts.append(Text("content", self._blanks + self._reader.raw))
+                self._blanks = ""
             else:
                 self._text(self._held, parts)
             self._end(parts)
         return parts
 
-    def _pass_marker(self, parts: list[Part]) -> bool:
-        """Go past the next marker in the held text; False where none is complete."""
-        if self._state == "content":
-            markers = (*self._markers, _OPEN_THINK) if self._fresh else self._markers
-        else:
-            markers = (_SHUT_THINK,) if self._state == "reasoning" else (_SHUT_CALL,)
-        # The one that is complete first counts, or the outcome would depend on the pieces.
-        found = [(at + len(marker), at, marker) for marker in markers if (at := self._find(marker)) >= 0]
-        if not found:
-            if self._state != "call":
-                sure = len(self._held) - _beginning(self._held, markers)
-                text, self._held = self._held[:sure], self._held[sure:]
-                self._text(text, parts)
+    def _read_call(self, parts: list[Part]) -> bool:
+        """Have the reader read what is held; whether the call is over."""
+        assert self._reader is not None
+        text, self._held = self._held, ""
+        self._keep(self._reader.push(text), parts)
+        if not self._reader.over:
             return False
-        end, start, marker = min(found)
-        before, self._held = self._held[:start], self._held[end:]
-        if self._state == "call":
-            self._call(before, _SHUT_CALL, parts)
+        self._held = self._reader.rest
+        if self._reader.started:
+            self._blanks, self._beside_mark = "", True
+            if self._single:
+                self._end(parts)
         else:
-            self._text(before, parts)
-        if marker in (_OPEN_THINK, _SHUT_THINK, _OPEN_CALL, _SHUT_CALL):
-            self._state = {_OPEN_THINK: "reasoning", _OPEN_CALL: "call"}.get(marker, "content")  # type: ignore[assignment]
-            self._blanks = ""
-            self._beside_marker, self._fresh = True, False
-        else:
-            self._end(parts)
-            self.stopped = True
+            parts.append(Text("content", self._blanks + self._reader.raw))
+            self._blanks, self._beside_mark = "", False
+        self._reader = None
         return True
 
-    def _find(self, marker: str) -> int:
-        at = self._held.find(marker)
-        return -1 if marker == _OPEN_THINK and self._held[: max(at, 0)].strip() else at
+    def _keep(self, found: list[Part], parts: list[Part]) -> None:
+        parts += found
+        for part in found:
+            if isinstance(part, CallEnd):
+                self.called, self.cut = self.called or part.complete, not part.complete
+
+    def _pass_mark(self, parts: list[Part]) -> bool:
+        """Go past the next mark in the held text; False where none is complete."""
+        opens, shuts = self._dialect.opens, self._dialect.shuts
+        if self._state == "reasoning":
+            marks: tuple[str, ...] = (shuts,)
+        else:
+            marks = (*self._stops, *self._openings, *([opens] if self._fresh else []))
+        # The one that is complete first counts, or the outcome would depend on the pieces.
+        found = []
+        if any(letter in self._held for letter in calls.shape(marks)[0]):
+            found = [(at + len(mark), at, mark) for mark in marks if (at := self._find(mark)) >= 0]
+        if not found:
+            sure = len(self._held) - calls.beginning(self._held, marks)
+            text, self._held = self._held[:sure], self._held[sure:]
+            self._text(text, parts)
+            return False
+        end, start, mark = min(found)
+        before, self._held = self._held[:start], self._held[end:]
+        self._text(before, parts)
+        if self._state == "reasoning" or (self._fresh and mark == opens):
+            self._state = "content" if self._state == "reasoning" else "reasoning"
+            self._blanks = ""
+            self._beside_mark, self._fresh = True, False
+        elif mark in self._openings:
+            self._reader, self._fresh = calls.reader(self._dialect.calls, mark, self._schemas), False
+        else:
+            self._end(parts)
+            self.stop = mark
+        return True
+
+    def _find(self, mark: str) -> int:
+        at = self._held.find(mark)
+        opening = self._state == "content" and mark == self._dialect.opens
+        return -1 if opening and self._held[: max(at, 0)].strip() else at
 
     def _text(self, text: str, parts: list[Part]) -> None:
         text = self._blanks + text
-        if self._beside_marker:
+        if self._beside_mark:
             text = text.lstrip()
         solid = text.rstrip()
         self._blanks = text[len(solid) :]
         if solid:
-            self._beside_marker = self._fresh = False
-            parts.append(Text("reasoning" if self._state == "reasoning" else "content", solid))
+            self._beside_mark = self._fresh = False
+            parts.append(Text(self._state, solid))
 
     def _end(self, parts: list[Part]) -> None:
         if self._blanks and self._state == "content":
             parts.append(Text("content", self._blanks))
         self._held = self._blanks = ""
-
-    def _call(self, body: str, end: str, parts: list[Part]) -> None:
-        """Give out a tool call, or, where it is none, the text it was written as."""
-        try:
-            made = json.loads(body, strict=False)  # models leave line breaks in strings
-            name, arguments = made["name"], made.get("arguments", {})
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments, strict=False)
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise TypeError
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            parts.append(Text("content", f"{_OPEN_CALL}{body}{end}"))
-            return
-        self.called = True
-        text = json.dumps(arguments, ensure_ascii=False)
-        parts.append(Call(f"call_{secrets.token_hex(12)}", name, text))
+        self.ended = True
 
 
-def _beginning(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which a marker begins."""
-    longest = min(len(text), max(map(len, markers), default=1) - 1)
-    return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
+def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = tool["function"].get("parameters")
+    return found if isinstance(found, Mapping) else {}

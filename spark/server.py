@@ -1,15 +1,14 @@
-"""The HTTP server: OpenAI's chat completions in front of a daemon.
+"""The HTTP server: OpenAI's and Anthropic's APIs in front of a daemon.
 
-Requests queue in the daemon. A client that disconnects stops its generation. When the daemon dies, the
-requests it had are told so and the next one starts it again. Logs say how much was read and written,
-never what.
+An API is a module: `parse` makes a Conversation of a body, `Writer` writes the reply. Requests queue in the daemon. A
+client that disconnects stops its generation. When the daemon dies, the requests it had are told so and the next one
+starts it again. Logs say how much was read and written, never what.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import signal
@@ -17,47 +16,46 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine import protocol
 from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
-from spark.backend import Backend, Generation
-from spark.chat import ChatRequest, Finish, Formatter, parse_chat
+from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
+from spark.backend import Backend
 from spark.client import Deadlines, OnLoading, engine_command
+from spark.conversation import Conversation, Finish, Part
+from spark.events import MAX_WATCHERS, Counters, Feed
+from spark.generation import Model, Prompt
 from spark.http import (
     EXCEPTION_HANDLERS,
+    OVERLOADED,
     Guard,
-    explain,
+    error_response,
     is_loopback,
     json_response,
     json_unless_left,
     parse_object,
     read_body,
 )
-from spark.render import Renderer
-from spark.reply import Part, ReplyParser
+from spark.models import listing
 
 MAX_REPLIES = 64  # being made or waited for
-_KEEP_ALIVE_S = 10.0
 _SAVE_EVERY_S = 300.0
+_STATS_S = 2.0  # how long /metrics waits for the daemon, which may be in a long step
 _DRAIN_S = 30  # how long replies may go on after SIGTERM
 _HURRY_S = 3  # and after Ctrl-C
-_TAIL_TOKENS = 16  # of a prompt, where `<think>` may have been opened
-_OPEN_THINK = re.compile(r"<think>\s*\Z")
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +76,18 @@ class ServeOptions:
     learned_profile: Path | None = None
 
 
-def serve(options: ServeOptions, on_loading: OnLoading = lambda stage, done, total: None) -> None:
+OnServing = Callable[[str, str, int], None]  # where it is served, the model's name, its context
+
+
+def serve(
+    options: ServeOptions,
+    on_loading: OnLoading = lambda stage, done, total: None,
+    on_serving: OnServing = lambda url, name, ctx_tokens: None,
+) -> None:
     """Load the model and serve it until SIGTERM, which lets replies finish, or Ctrl-C.
 
-    on_loading: as DaemonClient calls it. Raises UsageError for an address that must not or
-    cannot be bound, and whatever keeps the model from loading.
+    on_loading: as DaemonClient calls it. on_serving: called when connections are taken. Raises UsageError for an
+    address that must not or cannot be bound, and whatever keeps the model from loading.
     """
     if options.api_key is None and not is_loopback(options.host):
         raise UsageError(f"--host {options.host} lets other machines in", hint="set --api-key, or serve on 127.0.0.1")
@@ -98,7 +103,9 @@ def serve(options: ServeOptions, on_loading: OnLoading = lambda stage, done, tot
             app = create_app(backend, tokenizer, name, options.api_key)
             _listen(bound)
             host, port = bound.getsockname()[:2]
-            _log.info("%s is served at http://%s:%d/v1", name, f"[{host}]" if ":" in host else host, port)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            _log.info("%s is served at %s/v1", name, url)
+            on_serving(url, name, int(backend.ready.info["ctx_tokens"]))
             _run(app, bound)
         finally:
             backend.close()
@@ -136,8 +143,13 @@ def _listen(bound: socket.socket) -> None:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
+        super().__init__(config)
+        self._feed = feed
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Remember the signal; after Ctrl-C replies get less time than after SIGTERM."""
+        """Remember the signal; after Ctrl-C replies get less time than after SIGTERM, and the page gets none."""
+        self._feed.close()
         if sig == signal.SIGINT:
             self.config.timeout_graceful_shutdown = _HURRY_S
         super().handle_exit(sig, frame)
@@ -155,7 +167,7 @@ def _run(app: Starlette, bound: socket.socket) -> None:
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda number, frame: None) if main else None
     try:
-        _Server(config).run(sockets=[bound])
+        _Server(config, app.state.feed).run(sockets=[bound])
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
@@ -176,19 +188,57 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            *(Route(api.path, service.endpoint(api), methods=["POST"]) for api in _APIS),
+            Route("/v1/messages/count_tokens", service.count_tokens, methods=["POST"]),
             Route("/v1/models", service.models),
+            Route("/v1/models/{model:path}", service.model),
             Route("/health", service.health),
+            Route("/metrics", service.metrics),
+            Route("/events", service.events),
+            *page.routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     app.add_middleware(Guard, api_key=api_key)
+    app.state.feed = service.feed
     return app
 
 
-def _event(made: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(made).encode() + b"\n\n"
+class _Writer(Protocol):
+    """Writes one reply in an API's objects."""
+
+    @property
+    def keep_alive(self) -> bytes: ...
+
+    def whole(self, parts: list[Part], finish: Finish) -> dict[str, Any]: ...
+
+    def start(self, prompt_tokens: int) -> bytes: ...
+
+    def part(self, part: Part) -> bytes: ...
+
+    def end(self, finish: Finish) -> bytes: ...
+
+    def failed(self, error: SparkError) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Api:
+    name: str
+    path: str
+    parse: Callable[[Mapping[str, Any]], Conversation]
+    writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]
+    overflow_in_stream: bool = False  # Codex looks for a context that overflows in the stream alone
+
+
+_APIS = (
+    _Api("chat", "/v1/chat/completions", api_chat.parse, api_chat.Writer),
+    _Api("completions", "/v1/completions", api_completions.parse, api_completions.Writer),
+    _Api("responses", "/v1/responses", api_responses.parse, api_responses.Writer, overflow_in_stream=True),
+    _Api("messages", "/v1/messages", api_messages.parse, api_messages.Writer),
+)
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_Reply = AsyncGenerator[list[Part] | Finish]
 
 
 class _Service:
@@ -196,12 +246,12 @@ class _Service:
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer, name: str) -> None:
         self._backend = backend
-        self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer)
-        self._rendering = asyncio.Lock()
+        self._metrics = metrics.Metrics()
+        self._model = Model(backend, tokenizer, self._metrics)
         self._name = name
         self._created = int(time.time())
-        self._replies = 0  # that are being made
+        self._counters = Counters(backend)
+        self.feed = Feed(backend, self._counters, self._metrics, name)
 
     async def save_now_and_then(self) -> None:
         while True:
@@ -216,92 +266,121 @@ class _Service:
         return json_response({"status": "ok", "daemon": state})
 
     async def models(self, request: Request) -> Response:
-        model = {"id": self._name, "object": "model", "created": self._created, "owned_by": "spark"}
-        return json_response({"object": "list", "data": [model]})
+        return json_response(listing(self._name, self._created, self._model.ctx_tokens))
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._name:
+            return error_response(request.scope, 404, "there is no such model here", "model_not_found")
+        return json_response(listing(self._name, self._created, self._model.ctx_tokens)["data"][0])
+
+    async def metrics(self, request: Request) -> Response:
+        stats = await self._counters.get(_STATS_S)
+        text = self._metrics.text(stats or {}, self._backend.alive, self._backend.restarts)
+        return Response(text, media_type=metrics.CONTENT_TYPE)
+
+    async def events(self, request: Request) -> Response:
+        if self.feed.watchers >= MAX_WATCHERS:
+            return error_response(request.scope, 503, f"{MAX_WATCHERS} pages are shown already", "too_many_watchers")
+        return _event_stream(self.feed.watch())
+
+    async def count_tokens(self, request: Request) -> Response:
         body = await read_body(request)
-        chat = await asyncio.to_thread(lambda: parse_chat(parse_object(body)))
-        if self._replies >= MAX_REPLIES:
-            raise HTTPException(429, f"{MAX_REPLIES} requests are waiting already: try again later")
-        async with self._rendering:
-            prompt = await asyncio.to_thread(self._renderer.prompt, chat.messages, chat.tools)
-        room = int(self._backend.ready.info["ctx_tokens"]) - len(prompt)
-        if room < 1:
-            raise ContextOverflowError(
-                f"the prompt of {len(prompt)} tokens leaves no room in a context of {room + len(prompt)}"
-            )
-        max_tokens = min(room, chat.max_tokens or room)
-        if chat.stream:
-            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            chunks = self._stream(chat, prompt, max_tokens)
-            return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
-        return await json_unless_left(request, self._whole(chat, prompt, max_tokens))
+        conversation = await asyncio.to_thread(lambda: api_messages.parse_count(parse_object(body)))
+        return json_response({"input_tokens": await self._model.count(conversation)})
 
-    async def _whole(self, chat: ChatRequest, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        parts: list[Part] = []
-        async with contextlib.aclosing(self._reply(chat, prompt, max_tokens)) as reply:
-            async for item in reply:
-                if isinstance(item, Finish):
-                    return Formatter(self._name).completion(parts, item)
-                parts += item
-        raise AssertionError("a reply ends with Finish")
+    def endpoint(self, api: _Api) -> Callable[[Request], Any]:
+        """Make the endpoint of an API."""
 
-    async def _stream(self, chat: ChatRequest, prompt: list[int], max_tokens: int) -> AsyncIterator[bytes]:
-        """The reply as server-sent events; an error that comes too late for a status is one of them."""
-        formatter = Formatter(self._name, chat.include_usage)
-        yield _event(formatter.start())
+        async def answer(request: Request) -> Response:
+            try:
+                return await self._answer(api, request)
+            except SparkError as error:
+                self._metrics.request(api.name, error.code)
+                raise
+
+        return answer
+
+    async def _answer(self, api: _Api, request: Request) -> Response:
+        content = await read_body(request)
+
+        def parse() -> tuple[Conversation, _Writer]:
+            body = parse_object(content)
+            conversation = api.parse(body)
+            return conversation, api.writer(self._name, body, conversation)
+
+        conversation, writer = await asyncio.to_thread(parse)
+        if self._model.replies >= MAX_REPLIES:
+            self._metrics.request(api.name, "overloaded")
+            message = f"{MAX_REPLIES} requests are waiting already: try again in 2 s"
+            return error_response(request.scope, OVERLOADED, message, "rate_limit_exceeded")
         try:
-            async with contextlib.aclosing(self._reply(chat, prompt, max_tokens)) as reply:
+            prompt = await self._model.prompt(conversation)
+        except ContextOverflowError as error:
+            if not (conversation.stream and api.overflow_in_stream):
+                raise
+            self._metrics.request(api.name, error.code)
+            return _event_stream(_once(writer.start(0) + writer.failed(error)))
+        reply = self._model.reply(prompt)
+        if not conversation.stream:
+            return await json_unless_left(request, self._whole(api, writer, reply))
+        try:  # what is refused at once gets a status
+            first = await anext(reply)
+        except BaseException:
+            await reply.aclose()
+            raise
+        return _event_stream(self._stream(api, writer, prompt, first, reply))
+
+    async def _whole(self, api: _Api, writer: _Writer, reply: _Reply) -> dict[str, Any]:
+        parts: list[Part] = []
+        outcome = "left"
+        try:
+            async with contextlib.aclosing(reply):
                 async for item in reply:
                     if isinstance(item, Finish):
-                        yield _event(formatter.end(item))
-                        if chat.include_usage:
-                            yield _event(formatter.usage(item))
-                        break
-                    for part in item:
-                        yield _event(formatter.chunk(part))
-                    if not item:
-                        yield b": nothing new\n\n"
-        except SparkError as error:
-            yield _event(explain(error)[1])
-        yield b"data: [DONE]\n\n"
-
-    async def _reply(
-        self, chat: ChatRequest, prompt: list[int], max_tokens: int
-    ) -> AsyncGenerator[list[Part] | Finish]:
-        """The parts of a reply as they come, none where nothing came for a while, and its end.
-
-        However this generator is left, the daemon does not go on with the request.
-        """
-        thinking = _OPEN_THINK.search(self._tokenizer.decode(prompt[-_TAIL_TOKENS:])) is not None
-        parser = ReplyParser(stops=chat.stops, tools=bool(chat.tools), thinking=thinking)
-        text = self._tokenizer.stream()
-        made, reason, began_s = 0, "", time.monotonic()
-        self._replies += 1
-        generation = Generation(self._backend, prompt, max_tokens, chat.sampling)
-        try:
-            while not reason:
-                event = await generation.next(_KEEP_ALIVE_S)
-                if event is None:
-                    yield []
-                elif isinstance(event, protocol.Tokens):
-                    made += len(event.tokens)
-                    shown = [token for token in event.tokens if token not in self._tokenizer.stop_ids]
-                    if parts := parser.push(text.push(shown)):
-                        yield parts
-                    reason = "stop" if parser.stopped else ""
-                elif isinstance(event, protocol.Done):
-                    made = event.usage.completion_tokens
-                    if parts := parser.push(text.flush()) + parser.flush():
-                        yield parts
-                    reason = "tool_calls" if parser.called else event.finish_reason or "stop"
-            yield Finish("stop" if parser.stopped else reason, len(prompt), made)
-        except SparkError as error:
-            reason = error.code
+                        outcome = "ok"
+                        return writer.whole(parts, item)
+                    parts += item
+        except SparkError:
+            outcome = ""  # counted where it is answered
             raise
         finally:
-            self._replies -= 1
-            generation.cancel()
-            taken_s = time.monotonic() - began_s
-            _log.info("%d tokens read, %d written, %.2f s: %s", len(prompt), made, taken_s, reason or "left")
+            if outcome:
+                self._metrics.request(api.name, outcome)
+        raise AssertionError("a reply ends with Finish")
+
+    async def _stream(
+        self, api: _Api, writer: _Writer, prompt: Prompt, first: list[Part] | Finish, reply: _Reply
+    ) -> AsyncIterator[bytes]:
+        """The reply as server-sent events; an error that comes too late for a status is one of them."""
+        outcome = "left"
+        try:
+            async with contextlib.aclosing(reply):
+                yield writer.start(len(prompt.opening.tokens))
+                if not isinstance(first, Finish):
+                    for part in first:
+                        if made := writer.part(part):
+                            yield made
+                    async for item in reply:
+                        if isinstance(item, Finish):
+                            first = item
+                            break
+                        made = b"".join(map(writer.part, item))
+                        if made or not item:
+                            yield made or writer.keep_alive
+                assert isinstance(first, Finish)
+                outcome = "ok"
+                yield writer.end(first)
+        except SparkError as error:
+            outcome = error.code
+            yield writer.failed(error)
+        finally:
+            self._metrics.request(api.name, outcome)
+
+
+def _event_stream(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+
+
+async def _once(event: bytes) -> AsyncIterator[bytes]:
+    yield event

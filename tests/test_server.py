@@ -129,8 +129,12 @@ def test_a_whole_reply(fast: Running) -> None:
     n_wish = len("caf\u00e9 \U0001f600!".encode())
     prompt = len("[user]") + 2 * n_wish + 2
     assert made["usage"] == {
-        "prompt_tokens": prompt, "completion_tokens": n_wish, "total_tokens": prompt + n_wish
-    }  # fmt: skip
+        "prompt_tokens": prompt,
+        "completion_tokens": n_wish,
+        "total_tokens": prompt + n_wish,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 def test_a_streamed_reply(fast: Running) -> None:
@@ -188,8 +192,9 @@ def test_tool_calls(fast: Running) -> None:
 
     chunks = events(fast.ask(WITH_CALL, tools=TOOLS, stream=True))
     assert deltas(chunks, "content") == "Let me see."
-    (streamed,) = [c["choices"][0]["delta"]["tool_calls"] for c in chunks if "tool_calls" in c["choices"][0]["delta"]]
-    assert streamed[0]["index"] == 0 and streamed[0]["function"] == call["function"]
+    streamed = [c["choices"][0]["delta"]["tool_calls"] for c in chunks if "tool_calls" in c["choices"][0]["delta"]]
+    assert all(part["index"] == 0 for (part,) in streamed) and streamed[0][0]["function"]["name"] == "read"
+    assert "".join(part["function"]["arguments"] for (part,) in streamed) == call["function"]["arguments"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
     (choice,) = fast.ask(WITH_CALL).json()["choices"]  # no tools, no calls
@@ -394,7 +399,7 @@ def test_logs_say_how_much_but_never_what(fast: Running, caplog: pytest.LogCaptu
     fast.ask("crash", "my secret")
     fast.ask("my secret", temperature=-1)
     text = "\n".join(record.getMessage() for record in caplog.records)
-    assert "9 written" in text and "secret" not in text and "read]" not in text
+    assert "9 written" in text and " s: stop" in text and "secret" not in text and "read]" not in text
     fast.ask("the daemon is needed again")
 
 

@@ -1,0 +1,330 @@
+"""What every API's requests become, and what replies are before an API writes them; checks of JSON from outside.
+
+A request is a `Conversation`, whatever API it came by, and a reply a sequence of `Part`s and one `Finish`. The checks
+refuse a field by its name, and say of a text no more than that it is one: errors end up in logs.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from engine import protocol
+from engine.errors import RequestError
+from spark.sessions import Message, ToolCall
+
+MAX_MESSAGES = 1 << 14
+MAX_TOOLS = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_NAME_CHARS = 256
+IMAGE_NOTE = "[a picture was here; this model reads text only]"
+# Tokens of reasoning, for models whose template knows no efforts; None: as many as they like.
+EFFORTS: Mapping[str, int | None] = {
+    "none": 0,
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How much a model may think before it answers.
+
+    enabled: None leaves it to the model's template. budget_tokens: None: no limit; 0 is the same as not enabled.
+    effort: a key of EFFORTS, which some templates know, and which is a budget for the others.
+    """
+
+    enabled: bool | None = None
+    budget_tokens: int | None = None
+    effort: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A checked request.
+
+    tools: `{"type":"function","function":{"name",...}}`. tool_choice: "auto", "none", "required", or `("name", NAME)`.
+    parallel_calls: more than one call in a reply is wanted. max_tokens: None: all that the context leaves.
+    response_schema: JSON schema of the reply; `{}`: any object. written: how the reply begins, which is not repeated.
+    raw: text or tokens to continue in place of messages; nothing is looked for in that reply.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: Literal["auto", "none", "required"] | tuple[Literal["name"], str] = "auto"
+    parallel_calls: bool = True
+    max_tokens: int | None = None
+    sampling: protocol.Sampling = field(default_factory=protocol.Sampling)
+    stops: tuple[str, ...] = ()
+    reasoning: Reasoning = Reasoning()
+    response_schema: Mapping[str, Any] | None = None
+    written: str = ""
+    raw: str | tuple[int, ...] | None = None
+    stream: bool = False
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of reasoning or of visible text."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; the `id` begins with `call_`."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the call's arguments; at any time the pieces so far begin the text of a JSON object."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The end of a call; not complete: the model broke off, and the arguments are no JSON."""
+
+    complete: bool = True
+
+
+Part: TypeAlias = Text | CallStart | CallArguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of the prompt and of the reply; `cached` of the first were not computed, `reasoning` of the second."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+    reasoning: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a reply; `stop`: the stop string that ended it."""
+
+    reason: Literal["stop", "length", "tool_calls"]
+    usage: Usage
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCall:
+    """A tool call with all its arguments, as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def input(self) -> dict[str, Any]:
+        """The arguments as an object; empty where the model broke off."""
+        try:
+            made = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            made = None
+        return made if isinstance(made, dict) else {}
+
+
+def whole(parts: Sequence[Part]) -> list[Text | WholeCall]:
+    """Parts put together: runs of text of one kind, and calls."""
+    made: list[Text | WholeCall] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if isinstance(part, Text) and isinstance(last, Text) and last.kind == part.kind:
+            made[-1] = Text(part.kind, last.text + part.text)
+        elif isinstance(part, Text):
+            made.append(part)
+        elif isinstance(part, CallStart):
+            made.append(WholeCall(part.id, part.name, ""))
+        elif isinstance(part, CallArguments):
+            assert isinstance(last, WholeCall)
+            made[-1] = WholeCall(last.id, last.name, last.arguments + part.text)
+    return made
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+_KINDS = {
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    str: "a string",
+    int: "an integer",
+}
+_REQUIRED: Any = object()
+
+
+def get(record: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRED, where: str = "") -> Any:
+    """A field of a JSON object, null standing for an absent one."""
+    value = record.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise RequestError(f"{where}{name}: missing")
+        return default
+    if type(value) is not kind:
+        raise RequestError(f"{where}{name}: expected {_KINDS[kind]}, found {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """What may be said of a value in an error: never more of a text than that it is one."""
+    return f"{value}"[:40] if type(value) in (bool, float) else f"a {type(value).__name__}"
+
+
+def as_object(where: str, value: Any) -> dict[str, Any]:
+    """Check for a JSON object."""
+    if type(value) is not dict:
+        raise RequestError(f"{where}: expected an object, found {shown(value)}")
+    return value
+
+
+def records(body: Mapping[str, Any], name: str, most: int, default: Any = _REQUIRED) -> list[dict[str, Any]]:
+    """A field that is a list of objects, of bounded length."""
+    made = get(body, name, list, default)
+    if len(made) > most:
+        raise RequestError(f"{name}: {len(made)} items; the limit is {most}")
+    return [as_object(f"{name}[{i}]", item) for i, item in enumerate(made)]
+
+
+def refuse(body: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse what cannot be done, by name: fields with any value but the `unsupported` ones, which ask for nothing."""
+    for name, neutral in unsupported.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            raise RequestError(f"{name}: not supported", hint=f"leave {name} out")
+
+
+def tool(where: str, name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool's definition as templates take it."""
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        raise RequestError(f"{where}.name: expected 1 to {MAX_NAME_CHARS} characters")
+    if description is not None and type(description) is not str:
+        raise RequestError(f"{where}.description: expected a string, found {shown(description)}")
+    made: dict[str, Any] = {"name": name}
+    if description is not None:
+        made["description"] = description
+    if parameters is not None:
+        made["parameters"] = as_object(f"{where}.parameters", parameters)
+    return {"type": "function", "function": made}
+
+
+def unique_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The tools without those that repeat an earlier one's name."""
+    return tuple({made["function"]["name"]: made for made in reversed(tools)}.values())[::-1]
+
+
+def chosen(name: str, tools: Sequence[Mapping[str, Any]], where: str) -> tuple[Literal["name"], str]:
+    """The choice of a tool by its name."""
+    if name not in (made["function"]["name"] for made in tools):
+        raise RequestError(f"{where}: is none of the tools")
+    return ("name", name)
+
+
+def call(call_id: str, name: str, arguments: str) -> ToolCall:
+    """A call of an earlier turn, with the arguments as text."""
+    try:
+        made = json.loads(arguments or "{}", strict=False)
+    except (ValueError, RecursionError):
+        made = None
+    if type(made) is not dict:  # what a model wrote wrongly must not make its whole session unusable
+        made = {"input": arguments}
+    return ToolCall(call_id, name, made)
+
+
+def limit(body: Mapping[str, Any], name: str) -> int | None:
+    """A number of tokens, at least 1."""
+    found: int | None = get(body, name, int, None)
+    if found is not None and found < 1:
+        raise RequestError(f"{name}: expected at least 1")
+    return found
+
+
+def sampling(body: Mapping[str, Any]) -> protocol.Sampling:
+    """How tokens are drawn; a seed is made up where none is given."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    if given.get("top_k") == -1:  # some clients' word for off
+        given["top_k"] = 0
+    seed = get(body, "seed", int, None)
+    given["seed"] = secrets.randbits(63) if seed is None else seed & (1 << 64) - 1
+    return protocol.sampling_from({"temperature": 1.0, **given})
+
+
+def stops(value: Any, name: str = "stop") -> tuple[str, ...]:
+    """Stop strings: one, or a list."""
+    made = [value] if type(value) is str else value or []
+    if type(made) is not list or len(made) > MAX_STOPS:
+        raise RequestError(f"{name}: expected a string or a list of at most {MAX_STOPS}")
+    if not all(type(stop) is str and 0 < len(stop) <= MAX_STOP_CHARS for stop in made):
+        raise RequestError(f"{name}: expected strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(made)
+
+
+def reasoning(body: Mapping[str, Any]) -> Reasoning:
+    """What `reasoning_effort` and `reasoning` (effort, max_tokens, enabled) of OpenAI's APIs ask for."""
+    given = get(body, "reasoning", dict, {})
+    effort = get(given, "effort", str, None, "reasoning.") or get(body, "reasoning_effort", str, None)
+    enabled: bool | None = get(given, "enabled", bool, None, "reasoning.")
+    budget = tokens(given, "max_tokens", "reasoning.")
+    return made_reasoning(enabled, budget, effort)
+
+
+def made_reasoning(enabled: bool | None, budget: int | None, effort: str | None) -> Reasoning:
+    """Reasoning without contradictions: budgets of 0 and the effort `none` disable it, any other enables it."""
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(f"reasoning effort: expected one of {', '.join(EFFORTS)}")
+    if enabled is False or budget == 0 or (budget is None and effort == "none"):
+        return Reasoning(False, 0)
+    if budget is not None or effort is not None:
+        enabled = True
+    return Reasoning(enabled, budget, effort)
+
+
+def tokens(record: Mapping[str, Any], name: str, where: str = "") -> int | None:
+    """A number of tokens, which may be 0."""
+    found: int | None = get(record, name, int, None, where)
+    if found is not None and found < 0:
+        raise RequestError(f"{where}{name}: expected at least 0")
+    return found
+
+
+def response_schema(where: str, value: Any, inner: str | None) -> Mapping[str, Any] | None:
+    """The schema of a `response_format`; `inner`: the field that has name and schema, None: they stand in it."""
+    if value is None:
+        return None
+    kind = get(as_object(where, value), "type", str, where=f"{where}.")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {}
+    if kind != "json_schema":
+        raise RequestError(f"{where}.type: expected text, json_object or json_schema")
+    holder = value if inner is None else get(value, inner, dict, where=f"{where}.")
+    found: dict[str, Any] = get(holder, "schema", dict, where=f"{where}.")
+    return found
+
+
+def joined(where: str, value: Any, part: Callable[[str, dict[str, Any]], str]) -> str:
+    """Text that is a string, or a list of parts whose text `part` tells; null is empty."""
+    if value is None or type(value) is str:
+        return value or ""
+    if type(value) is not list:
+        raise RequestError(f"{where}: expected a string or a list of parts, found {shown(value)}")
+    return "".join(part(f"{where}[{i}]", as_object(f"{where}[{i}]", item)) for i, item in enumerate(value))

@@ -1,0 +1,125 @@
+"""What the page at `/` is told, as server-sent events: the model when it is (re)started, and a sample each second.
+
+One task asks the daemon, at most once a second and only while somebody watches. Counters are totals since the start;
+who reads them takes differences, so samples may be missed and readers may come at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from engine.errors import SparkError
+from spark.backend import Backend
+from spark.metrics import Metrics
+
+MAX_WATCHERS = 16
+EVERY_S = 1.0
+_SHOWN = ("device", "isa", "threads", "ctx_tokens", "chunk_tokens", "kv_type", "policy", "residency_pct", "reasons",
+          "warnings")  # fmt: skip
+_COUNTED = ("queued", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks", "prefix", "plan")
+
+
+class Counters:
+    """The engine's counters, asked for by one task however many want them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
+
+    async def get(self, patience_s: float) -> dict[str, Any] | None:
+        """The counters; None where the daemon does not answer in time, because it is in a long step, or is gone."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(asyncio.to_thread(self._backend.stats))
+        with contextlib.suppress(TimeoutError, SparkError):
+            return await asyncio.wait_for(asyncio.shield(self._asking), patience_s)
+        return None
+
+
+class Feed:
+    """The events. name: what the model is called. Closed, it ends for all who watch."""
+
+    def __init__(self, backend: Backend, counters: Counters, metrics: Metrics, name: str) -> None:
+        self._backend, self._counters, self._metrics, self._name = backend, counters, metrics, name
+        self._sampling: asyncio.Task[None] | None = None
+        self._sample = b""
+        self._number = 0
+        self._sampled = asyncio.Condition()
+        self._closed = False
+        self.watchers = 0
+
+    def close(self) -> None:
+        """End it within a second; may be called by a signal handler."""
+        self._closed = True
+
+    async def watch(self) -> AsyncGenerator[bytes]:
+        """Give the events to one reader; a slow one misses samples."""
+        self.watchers += 1
+        try:
+            if self._sampling is None:
+                self._sampling = asyncio.create_task(self._sample_on())
+            starts = -1
+            while not self._closed:
+                seen = self._number
+                async with self._sampled:
+                    while self._number == seen and not self._closed:
+                        await self._sampled.wait()
+                if starts != self._backend.restarts:
+                    starts = self._backend.restarts
+                    yield _event("model", self._model())
+                yield self._sample
+        finally:
+            self.watchers -= 1
+            if not self.watchers and self._sampling is not None:
+                self._sampling.cancel()
+                self._sampling = None
+
+    async def _sample_on(self) -> None:
+        while not self._closed:
+            began_s = time.monotonic()
+            stats = await self._counters.get(EVERY_S) if self._backend.alive else {}
+            self._sample = _event("sample", self._figures(stats))
+            await self._tell()
+            await asyncio.sleep(max(0.0, began_s + EVERY_S - time.monotonic()))
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._sampled:
+            self._number += 1
+            self._sampled.notify_all()
+
+    def _figures(self, stats: Mapping[str, Any] | None) -> dict[str, Any]:
+        """One sample; `engine` is left out where the daemon did not answer: what was last known holds."""
+        live = self._metrics.live
+        made: dict[str, Any] = {
+            "time_s": time.monotonic(),
+            "up": self._backend.alive,
+            "restarts": self._backend.restarts,
+            "replies": live.replies,
+            "read": live.read,
+            "reused": live.reused,
+            "written": live.written,
+        }
+        if stats is not None:
+            made["engine"] = {key: stats[key] for key in _COUNTED if key in stats}
+        return made
+
+    def _model(self) -> dict[str, Any]:
+        info = self._backend.ready.info
+        model = info.get("model", {})
+        return {
+            "name": self._name,
+            "architecture": model.get("architecture", info.get("architecture")),
+            "experts": model.get("n_expert", 0),
+            "used": model.get("n_expert_used", 0),
+            "layers": model.get("moe_layers", []),
+            **{key: info[key] for key in _SHOWN if key in info},
+        }
+
+
+def _event(name: str, data: Mapping[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,126 @@
+"""Counters of a server, for Prometheus.
+
+Experts' hits and misses are the daemon's own counters, asked for when somebody looks; a daemon that starts again begins
+at 0, as counters may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from engine import protocol
+from spark.conversation import Usage
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_TO_FIRST_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+_PER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+
+
+class Live:
+    """Tokens as they come, where the counters of `Metrics` know of a reply when it is over. replies: being made."""
+
+    def __init__(self) -> None:
+        self.replies = self.read = self.reused = self.written = 0
+
+    def follow(self, prompt_tokens: int, chunk_tokens: int) -> Callable[[protocol.Event], None]:
+        """Make what is to be called with each event of one generation.
+
+        What did not have to be read ends where a chunk does, so what is left of its first chunk was read.
+        """
+        done = 0
+
+        def reach(tokens: int) -> None:
+            nonlocal done
+            first = done or (tokens - 1) // chunk_tokens * chunk_tokens
+            self.reused += first - done
+            self.read += max(0, tokens - first)
+            done = max(done, tokens)
+
+        def count(event: protocol.Event) -> None:
+            if isinstance(event, protocol.Progress) and event.done_tokens > 0:
+                reach(event.done_tokens)
+            elif isinstance(event, protocol.Tokens):
+                if done < prompt_tokens:
+                    reach(prompt_tokens)
+                self.written += len(event.tokens)
+
+        return count
+
+
+class Metrics:
+    """What a server counts; each has a registry of its own."""
+
+    def __init__(self) -> None:
+        self.live = Live()
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "spark_requests", "Requests by API and outcome.", ["api", "outcome"], registry=self._registry
+        )
+        self._tokens = Counter(
+            "spark_tokens",
+            "Tokens: read (computed of prompts), reused (of prompts, not computed again), written.",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._to_first = Histogram(
+            "spark_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            registry=self._registry,
+            buckets=_TO_FIRST_S,
+        )
+        self._per_token = Histogram(
+            "spark_time_per_token_seconds",
+            "Mean time between the tokens of a reply.",
+            registry=self._registry,
+            buckets=_PER_TOKEN_S,
+        )
+        self.replies = Gauge("spark_replies", "Replies that are made or waited for.", registry=self._registry)
+        self._queued = Gauge("spark_queue", "Requests that the engine has not finished.", registry=self._registry)
+        self._up = Gauge("spark_daemon_up", "1 while the daemon runs.", registry=self._registry)
+        self._daemon = _Daemon()
+        self._registry.register(self._daemon)
+
+    def request(self, api: str, outcome: str) -> None:
+        """Count a request; outcome: ok, left, or the code of an error."""
+        self._requests.labels(api, outcome).inc()
+
+    def reply(self, usage: Usage, to_first_s: float | None, decoding_s: float) -> None:
+        """Count a reply's tokens and times; to_first_s: None where no token came."""
+        self._tokens.labels("read").inc(max(0, usage.prompt - usage.cached))
+        self._tokens.labels("reused").inc(usage.cached)
+        self._tokens.labels("written").inc(usage.completion)
+        if to_first_s is not None:
+            self._to_first.observe(to_first_s)
+        if usage.completion > 1:
+            self._per_token.observe(decoding_s / (usage.completion - 1))
+
+    def text(self, stats: Mapping[str, Any], up: bool, restarts: int) -> bytes:
+        """All of it as Prometheus reads it; stats: the engine's counters."""
+        queued = stats.get("queued")
+        self._queued.set(queued if isinstance(queued, int) else 0)
+        self._up.set(up)
+        self._daemon.restarts = restarts
+        self._daemon.stats = stats
+        return generate_latest(self._registry)
+
+
+class _Daemon(Collector):
+    """Counters that are read elsewhere."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.stats: Mapping[str, Any] = {}
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """What is known of the daemon."""
+        made = [CounterMetricFamily("spark_daemon_restarts", "Starts after the first.", value=self.restarts)]
+        for name in ("hits", "misses"):
+            if isinstance(self.stats.get(name), int):
+                text = f"Active experts: {name} in fast memory."
+                made.append(CounterMetricFamily(f"spark_expert_{name}", text, value=self.stats[name]))
+        return made

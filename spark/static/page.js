@@ -1,0 +1,436 @@
+// The page at /: follows /events and shows what they say. Counters are totals, so rates are differences of samples.
+// The events are read with fetch, since EventSource cannot send the key, which is kept in this module alone.
+
+const HISTORY_S = 120;
+const RATE_S = 3; // rates are means of that long
+const HITS_S = 10;
+const SILENCE_MS = 15000; // more than that between two events is a dead connection
+const GIB = 2 ** 30;
+const MEMORY = [
+  ["slots_bytes", "slots of experts"],
+  ["dense_bytes", "weights beside experts"],
+  ["kv_bytes", "KV cache"],
+  ["buffers_bytes", "buffers"],
+  ["context_bytes", "GPU context"],
+  ["staging_bytes", "staging"],
+];
+const SETTINGS = [
+  ["architecture", "architecture"],
+  ["device", "device"],
+  ["isa", "compiled for"],
+  ["threads", "threads"],
+  ["policy", "policy"],
+  ["residency_pct", "experts in slots"],
+  ["ctx_tokens", "context"],
+  ["chunk_tokens", "prefill step"],
+  ["kv_type", "KV cache"],
+];
+
+const at = (id) => document.getElementById(id);
+const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
+const rate = (value) => number(value, value > 0 && value < 10 ? 1 : 0);
+const percent = (part, whole, digits = 1) => `${number((100 * part) / whole, digits)}%`;
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+const count = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
+
+function say(id, text) {
+  const element = at(id);
+  if (element.textContent !== text) element.textContent = text; // or a screen reader would say it again
+}
+
+function make(name, text = "", className = "") {
+  const element = document.createElement(name);
+  element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+// --- what is known ------------------------------------------------------------------------------
+
+let model = null;
+let samples = []; // of the last HISTORY_S
+let engine = null; // its counters, when it last said them
+let brought = new Set(); // experts that were missed and brought in since its answer before, layer * width + expert
+let missedNow = []; // misses a second of each layer since then
+let engineTime = 0;
+
+function onModel(given) {
+  model = given;
+  samples = [];
+  engine = null;
+  brought = new Set();
+  missedNow = [];
+  at("main").hidden = false;
+  say("name", model.name);
+  document.title = `${model.name} · Spark`;
+  showSettings();
+}
+
+function onSample(sample) {
+  const { hits, misses } = sample.engine ?? {};
+  samples.push({ ...sample, engine: sample.engine && { hits, misses } }); // not the map
+  while (samples[0].time_s < sample.time_s - HISTORY_S) samples.shift();
+  if (sample.engine) follow(sample.engine, sample.time_s);
+  showState(sample);
+  showFigures(sample);
+  if (!engine) return;
+  showExperts();
+  showMemory(engine.plan ?? {});
+}
+
+function follow(now, time) {
+  const before = engine;
+  engine = now;
+  const map = now.map ?? [];
+  if (before && map.length === (before.map ?? []).length) {
+    const seconds = Math.max(0.001, time - engineTime);
+    missedNow = now.misses_by_layer.map((misses, layer) => Math.max(0, misses - before.misses_by_layer[layer]) / seconds);
+    brought.clear();
+    map.forEach((row, layer) => {
+      if (row === before.map[layer]) return;
+      for (let expert = 0; expert < row.length; expert++) {
+        if (row[expert] === "c" && before.map[layer][expert] === ".") brought.add(layer * row.length + expert);
+      }
+    });
+  }
+  engineTime = time;
+}
+
+// The growth of a counter over the last seconds, in total and a second.
+function growth(read, seconds, end = samples.length - 1) {
+  const last = samples[end];
+  let start = end;
+  while (start > 0 && last.time_s - samples[start].time_s < seconds) start--;
+  const passed = last.time_s - samples[start].time_s;
+  const grown = Math.max(0, read(last) - read(samples[start]));
+  return { grown, rate: passed > 0 ? grown / passed : 0 };
+}
+
+// --- figures ------------------------------------------------------------------------------------
+
+function showState(sample) {
+  let text = "idle";
+  if (!sample.up) text = "the daemon is down; the next request starts it";
+  else if (!sample.engine) text = "in a long step";
+  else if (sample.replies) text = "working";
+  if (sample.restarts) text += `, restarted ${count(sample.restarts, "time")}`;
+  say("state", text);
+}
+
+function graph(id, values) {
+  const top = Math.max(1e-9, ...values);
+  const step = 120 / Math.max(30, values.length - 1);
+  const points = values.map((value, i) => `${(120 - step * (values.length - 1 - i)).toFixed(1)},${(28 - (26 * value) / top).toFixed(1)}`);
+  at(id).firstElementChild.setAttribute("points", points.join(" "));
+}
+
+function showFigures(sample) {
+  for (const kind of ["written", "read"]) {
+    const read = (s) => s[kind];
+    say(kind, rate(growth(read, RATE_S).rate));
+    graph(`${kind}-graph`, samples.map((_, i) => growth(read, RATE_S, i).rate));
+  }
+  say("written-more", `${number(sample.written)} since the start`);
+  say("read-more", `${number(sample.read)} computed, ${number(sample.reused)} reused`);
+  say("replies", number(sample.replies));
+  if (!engine) return;
+  say("queue", count(engine.queued ?? 0, "request") + " in the engine");
+  const blocks = engine.kv_blocks;
+  if (blocks?.total) {
+    const used = blocks.total - blocks.free;
+    say("kv", percent(used, blocks.total, 0));
+    say("kv-more", `${number(used)} of ${count(blocks.total, "block")}`);
+    const meter = at("kv-meter");
+    meter.setAttribute("aria-valuenow", String(Math.round((100 * used) / blocks.total)));
+    meter.firstElementChild.style.width = percent(used, blocks.total, 1);
+  }
+  const prefix = engine.prefix;
+  at("prefix-figure").hidden = !prefix;
+  if (prefix) {
+    say("prefix", count(prefix.device_chunks + prefix.host_chunks, "chunk"));
+    const parts = [`${number(prefix.host_bytes / GIB, 2)} GiB of host memory`, `${count(prefix.snapshots, "snapshot")}`];
+    if (prefix.file_bytes) parts.push(`${number(prefix.file_bytes / GIB, 2)} GiB of files`);
+    say("prefix-more", parts.join(", "));
+  }
+}
+
+function showHits() {
+  const answered = samples.filter((s) => s.engine);
+  const rates = [];
+  for (let i = 1; i < answered.length; i++) {
+    let start = i;
+    while (start > 0 && answered[i].time_s - answered[start].time_s < HITS_S) start--;
+    const hits = answered[i].engine.hits - answered[start].engine.hits;
+    const all = hits + answered[i].engine.misses - answered[start].engine.misses;
+    rates.push(all > 0 ? hits / all : null);
+  }
+  const known = rates.filter((value) => value !== null);
+  graph("hits-graph", known);
+  const now = rates.at(-1) ?? null;
+  const all = engine.hits + engine.misses;
+  say("hits", now !== null ? `${number(100 * now, 1)}%` : all ? percent(engine.hits, all) : "–");
+  say("hits-more", all ? `${percent(engine.hits, all)} since the start` : "nothing decoded yet");
+}
+
+// --- the map ------------------------------------------------------------------------------------
+
+const canvas = at("map");
+const pen = canvas.getContext("2d");
+let cursor = null; // [layer, expert] that is pointed at
+let grid = null; // where cells are, in CSS pixels
+
+function layout(layers, experts) {
+  const left = 30, right = 64, top = 18;
+  const room = at("map-frame").clientWidth - left - right;
+  const width = Math.min(18, Math.max(2, Math.floor((2 * room) / experts) / 2));
+  const height = Math.min(18, Math.max(6, Math.round(width)));
+  return { left, right, top, width, height, layers, experts };
+}
+
+function showExperts() {
+  const map = engine.map ?? [];
+  const some = map.length > 0 && map[0].length > 0;
+  at("hits-figure").hidden = !some;
+  at("by-layer").hidden = at("map-frame").hidden = at("cell").hidden = !some;
+  document.querySelector(".legend").hidden = !some;
+  if (!some) {
+    say("map-summary", "This model has no experts: all of it is resident.");
+    return;
+  }
+  showHits();
+  const all = map.join("");
+  const of = (mark) => all.split(mark).length - 1;
+  const summary = `${map.length} layers of ${map[0].length} experts: ${number(of("p"))} pinned, ${number(of("c"))} cached, ` +
+    `${number(of("."))} not resident.`;
+  say("map-summary", summary);
+  canvas.setAttribute("aria-label", `Where experts are. ${summary} ${number(sum(missedNow))} misses a second.`);
+  draw(map);
+  if (at("by-layer").open) showLayers(map);
+}
+
+function draw(map) {
+  grid = layout(map.length, map[0].length);
+  const { left, right, top, width, height } = grid;
+  const w = left + width * grid.experts + right, h = top + height * grid.layers;
+  const scale = window.devicePixelRatio || 1;
+  if (canvas.width !== Math.round(w * scale) || canvas.height !== Math.round(h * scale)) {
+    canvas.width = Math.round(w * scale);
+    canvas.height = Math.round(h * scale);
+    canvas.style.width = `${w}px`;
+    canvas.style.height = `${h}px`;
+  }
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  const colors = { p: color("pinned"), c: color("cached"), ".": color(width >= 6 ? "dot" : "absent"), m: color("missed") };
+  pen.setTransform(scale, 0, 0, scale, 0, 0);
+  pen.clearRect(0, 0, w, h);
+  // Marks differ in size as well as in color, where there is room for it.
+  const gap = width >= 4 ? 1 : 0;
+  const inset = width >= 6 ? { p: 0, m: 0, c: Math.floor(width / 6), ".": Math.floor(width / 3) } : { p: 0, m: 0, c: 0, ".": 0 };
+  map.forEach((row, layer) => {
+    for (let expert = 0; expert < row.length; expert++) {
+      const mark = row[expert] === "c" && brought.has(layer * row.length + expert) ? "m" : row[expert];
+      const i = inset[mark];
+      pen.fillStyle = colors[mark];
+      pen.fillRect(left + expert * width + i, top + layer * height + i, width - gap - 2 * i, height - 1 - 2 * i);
+    }
+  });
+  pen.font = "11px system-ui, sans-serif";
+  pen.fillStyle = color("soft");
+  pen.textBaseline = "middle";
+  pen.textAlign = "right";
+  const every = Math.ceil(13 / height);
+  for (let layer = 0; layer < grid.layers; layer += every) {
+    pen.fillText(String(model.layers[layer] ?? layer), left - 6, top + layer * height + height / 2);
+  }
+  const end = left + width * grid.experts;
+  pen.textAlign = "left";
+  pen.fillText("0", left, top / 2);
+  pen.fillText("missed/s", end + 6, top / 2);
+  pen.textAlign = "right";
+  pen.fillText(String(grid.experts - 1), end, top / 2);
+  const most = Math.max(1, ...missedNow);
+  pen.fillStyle = colors.m;
+  missedNow.forEach((misses, layer) => {
+    if (misses > 0) pen.fillRect(end + 6, top + layer * height, Math.max(1, ((right - 8) * misses) / most), height - 1);
+  });
+  if (cursor) {
+    pen.strokeStyle = color("text");
+    pen.lineWidth = 2;
+    pen.strokeRect(left + cursor[1] * width - 1, top + cursor[0] * height - 1, width + 1, height + 1);
+    showCell(map);
+  }
+}
+
+function showCell(map) {
+  const [layer, expert] = cursor;
+  const mark = map[layer]?.[expert];
+  if (!mark) return;
+  const where = { p: "pinned", c: "cached", ".": "not resident" }[mark];
+  const missed = brought.has(layer * map[layer].length + expert) ? ", missed and brought in just now" : "";
+  say("cell", `Layer ${model.layers[layer] ?? layer}, expert ${expert}: ${where}${missed}.`);
+}
+
+function showLayers(map) {
+  at("layers").replaceChildren(...map.map((row, layer) => {
+    const line = make("tr");
+    const name = make("th", String(model.layers[layer] ?? layer));
+    name.scope = "row";
+    const of = (mark) => number(row.split(mark).length - 1);
+    const hits = engine.hits_by_layer[layer], misses = engine.misses_by_layer[layer];
+    const cells = [of("p"), of("c"), of("."), hits + misses ? percent(hits, hits + misses) : "–", number(misses), rate(missedNow[layer] ?? 0)];
+    line.append(name, ...cells.map((text) => make("td", text)));
+    return line;
+  }));
+}
+
+function point(layer, expert) {
+  if (!grid || !engine) return;
+  cursor = [Math.min(grid.layers - 1, Math.max(0, layer)), Math.min(grid.experts - 1, Math.max(0, expert))];
+  draw(engine.map);
+}
+
+function pointAt(event) {
+  if (!grid) return;
+  const layer = Math.floor((event.offsetY - grid.top) / grid.height), expert = Math.floor((event.offsetX - grid.left) / grid.width);
+  if (layer >= 0 && layer < grid.layers && expert >= 0 && expert < grid.experts) point(layer, expert);
+}
+
+canvas.addEventListener("pointermove", pointAt);
+canvas.addEventListener("pointerdown", pointAt);
+canvas.addEventListener("keydown", (event) => {
+  const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  const [layer, expert] = cursor ?? [0, -step[1]];
+  point(layer + (cursor ? step[0] : 0), expert + step[1]);
+});
+at("by-layer").addEventListener("toggle", () => engine && showExperts());
+window.addEventListener("resize", () => engine && showExperts());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => engine && showExperts());
+
+// --- memory and settings ------------------------------------------------------------------------
+
+let memoryShown = "";
+
+function showMemory(plan) {
+  at("memory-section").hidden = !plan.device_bytes;
+  if (!plan.device_bytes || JSON.stringify(plan) === memoryShown) return;
+  memoryShown = JSON.stringify(plan);
+  const gib = (bytes) => number(bytes / GIB, bytes < GIB / 10 ? 3 : 2);
+  const where = plan.cap_bytes ? `of the ${gib(plan.cap_bytes)} GiB that it may take` : "of fast memory";
+  say("memory-summary", `${gib(plan.device_bytes)} GiB ${where}; all experts together would be ${gib(plan.experts_bytes)} GiB.`);
+  const parts = MEMORY.map(([key, name], i) => [name, plan[key] ?? 0, `m${i}`]).filter(([, bytes]) => bytes > 0);
+  const free = Math.max(0, (plan.cap_bytes ?? 0) - plan.device_bytes);
+  at("memory-bar").replaceChildren(...[...parts, ["", free, ""]].map(([, bytes, className]) => {
+    const span = make("span", "", className);
+    span.style.flexGrow = String(bytes / plan.device_bytes);
+    return span;
+  }));
+  const rows = [...parts, ["together", plan.device_bytes, ""]];
+  if (plan.host_bytes) rows.push(["page-locked host memory, beside it", plan.host_bytes, ""]);
+  at("memory-table").tBodies[0].replaceChildren(...rows.map(([name, bytes, className]) => {
+    const line = make("tr", "", name === "together" ? "sum" : "");
+    const label = make("td");
+    if (className) label.append(make("i", "", className));
+    label.append(name);
+    line.append(label, make("td", gib(bytes)));
+    return line;
+  }));
+}
+
+function showSettings() {
+  const shown = SETTINGS.filter(([key]) => model[key] !== undefined && model[key] !== null);
+  at("settings-list").replaceChildren(...shown.map(([key, name]) => {
+    const value = model[key];
+    let text = typeof value === "number" ? number(value) : String(value);
+    if (key === "residency_pct") text = `${number(value, 1)}%`;
+    if (key.endsWith("_tokens")) text += " tokens";
+    const pair = make("div");
+    pair.append(make("dt", name), make("dd", text));
+    return pair;
+  }));
+  at("reasons").replaceChildren(...[...(model.reasons ?? []), ...(model.warnings ?? [])].map((text) => make("li", text)));
+}
+
+// --- the connection -----------------------------------------------------------------------------
+
+let key = "";
+
+function askForKey(wrong) {
+  const form = at("key-form");
+  form.hidden = false;
+  say("state", wrong ? "that key is not the right one" : "this server wants a key");
+  at("key").focus();
+  return new Promise((resolve) => {
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      key = at("key").value;
+      at("key").value = "";
+      form.hidden = true;
+      say("state", "connecting");
+      resolve();
+    }, { once: true });
+  });
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+const shown = () => new Promise((resolve) => {
+  if (!document.hidden) return resolve();
+  document.addEventListener("visibilitychange", () => resolve(shown()), { once: true });
+});
+
+function onEvent(text) {
+  let name = "", data = "";
+  for (const line of text.split("\n")) {
+    if (line.startsWith("event: ")) name = line.slice(7);
+    if (line.startsWith("data: ")) data += line.slice(6);
+  }
+  if (name === "model") onModel(JSON.parse(data));
+  if (name === "sample" && model) onSample(JSON.parse(data));
+}
+
+// Follow the events until they end; whether the key was refused.
+async function listen() {
+  const controller = new AbortController();
+  const hide = () => document.hidden && controller.abort();
+  document.addEventListener("visibilitychange", hide);
+  let silence = setTimeout(() => controller.abort(), SILENCE_MS);
+  try {
+    const bytes = String.fromCharCode(...new TextEncoder().encode(key)); // a header holds bytes
+    const headers = key ? { authorization: `Bearer ${bytes}` } : {};
+    const response = await fetch("events", { headers, signal: controller.signal, cache: "no-store" });
+    if (response.status === 401) return true;
+    if (!response.ok) throw new Error(`status ${response.status}`);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return false;
+      clearTimeout(silence);
+      silence = setTimeout(() => controller.abort(), SILENCE_MS);
+      const events = (text + value).split("\n\n");
+      text = events.pop();
+      events.forEach(onEvent);
+    }
+  } finally {
+    clearTimeout(silence);
+    document.removeEventListener("visibilitychange", hide);
+    controller.abort();
+  }
+}
+
+for (;;) {
+  await shown();
+  let refused = false;
+  try {
+    refused = await listen();
+  } catch (error) {
+    if (error.name !== "AbortError") console.warn(error);
+  }
+  if (refused) await askForKey(key !== "");
+  else if (!document.hidden) {
+    say("state", "no connection; trying again");
+    await pause(2000);
+  }
+}

@@ -1,0 +1,232 @@
+"""Prompts, with reasoning on and off, and what is asked of the daemon, for the templates of the model families."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_tokenizer import FakeTokenizer
+
+from engine import grammar, protocol
+from engine.errors import RequestError
+from engine.template import PLAIN, ChatTemplate
+from spark import generation
+from spark.conversation import Conversation, Finish, Part, Reasoning, Text, whole
+from spark.generation import Model, PromptTooLongError
+from spark.metrics import Metrics
+from spark.sessions import Message
+
+TESTS = Path(__file__).parent
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS: Any = tuple({"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("read", "look"))
+ASKED = (Message("user", "x"),)
+
+
+class Backend:
+    """One whose daemon writes what it is told, a token an event, and remembers what it was asked for."""
+
+    ready = protocol.Ready({"ctx_tokens": 4096})
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = list(replies)
+        self.asked: list[tuple[str, int, str | None]] = []
+
+
+class Generation:
+    def __init__(
+        self, backend: Backend, tokens: list[int], max_tokens: int, sampling: Any, grammar: str | None
+    ) -> None:
+        backend.asked.append((bytes(t for t in tokens if t < 256).decode(), max_tokens, grammar))
+        reply = backend.replies.pop(0).encode()
+        kept = reply[:max_tokens]
+        self.events: list[Any] = [protocol.Progress(1, len(tokens), len(tokens))]
+        self.events += [protocol.Tokens(1, (token,)) for token in kept]
+        usage = protocol.Usage(len(tokens), len(kept), min(len(tokens), 5))
+        reason = "length" if len(reply) > max_tokens else "stop"
+        self.events.append(protocol.Done(1, usage, protocol.Timing(0.1, 0.1), {}, reason))  # type: ignore[arg-type]
+        self.cancelled = False
+
+    async def next(self, patience_s: float) -> Any:
+        return self.events.pop(0)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def template(name: str) -> ChatTemplate:
+    if name == "plain":
+        return ChatTemplate(PLAIN, "", "<end>")
+    path = TESTS.parent / "data/nano/template.jinja" if name == "nano" else TESTS / "golden" / f"{name}.jinja"
+    return ChatTemplate(path.read_text(), "", "<end>")
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: Backend, conversation: Conversation
+) -> tuple[list[Part], Finish]:
+    monkeypatch.setattr(generation, "Generation", Generation)
+    tokenizer = FakeTokenizer()
+    tokenizer.template = template(name)
+
+    async def all_of_it() -> tuple[list[Part], Finish]:
+        model = Model(backend, tokenizer, Metrics())  # type: ignore[arg-type]
+        parts: list[Part] = []
+        async with contextlib.aclosing(model.reply(await model.prompt(conversation))) as reply:
+            async for item in reply:
+                if isinstance(item, Finish):
+                    return parts, item
+                parts += item
+        raise AssertionError
+
+    return asyncio.run(all_of_it())
+
+
+OPENED, SHUT = "<think>\n", "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "enabled", "end"),
+    [
+        ("qwen35", None, OPENED),
+        ("qwen35", True, OPENED),
+        ("qwen35", False, SHUT),
+        ("laguna", None, "<assistant>\n</think>"),
+        ("laguna", True, "<assistant>\n<think>"),
+        ("laguna", False, "<assistant>\n</think>"),
+        ("gemma4", True, "<|turn>model\n"),
+        ("gemma4", False, "<|channel>thought\n<channel|>"),
+        ("nano", None, "<|im_start|>assistant\n"),
+        ("nano", False, f"<|im_start|>assistant\n{SHUT}"),
+        ("plain", False, "Assistant:\n"),
+    ],
+)
+def test_how_prompts_end(monkeypatch: pytest.MonkeyPatch, name: str, enabled: bool | None, end: str) -> None:
+    backend = Backend("ok")
+    _, finish = run(monkeypatch, name, backend, Conversation(ASKED, reasoning=Reasoning(enabled)))
+    assert backend.asked[0][0].endswith(end) and backend.asked[0][2] is None
+    assert finish.reason == "stop" and finish.usage.completion == 2 and finish.usage.cached == 5
+
+
+def test_how_replies_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, end in (("qwen35", f"{SHUT}so"), ("nano", f"{SHUT}so"), ("gemma4", "<channel|>so"), ("plain", "so")):
+        backend = Backend(" it is")
+        parts, _ = run(monkeypatch, name, backend, Conversation(ASKED, written="so"))
+        assert (
+            backend.asked[0][0].endswith(end)
+            and "".join(p.text for p in parts if isinstance(p, Text)).strip() == "it is"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "opens", "shuts"),
+    [
+        ("qwen35", "", "\n</think>\n\n"),
+        ("nano", "<think>\n", "\n</think>\n\n"),
+        ("gemma4", "<|channel>thought\n", "\n<channel|>"),
+    ],
+)
+def test_a_budget_shuts_reasoning(monkeypatch: pytest.MonkeyPatch, name: str, opens: str, shuts: str) -> None:
+    made = opens + "12345"
+    backend = Backend(made + "678", "so")
+    budget = len("12345") + (1 if opens else 0) + (len(opens) > 0 and opens.endswith("\n"))
+    conversation = Conversation(ASKED, reasoning=Reasoning(True, budget), max_tokens=100)
+    parts, finish = run(monkeypatch, name, backend, conversation)
+    reasoning, content = whole(parts)
+    assert isinstance(reasoning, Text) and isinstance(content, Text)
+    assert (reasoning.kind, reasoning.text, content.text) == ("reasoning", "12345", "so")
+    (prompt, *_), (again, left, _) = backend.asked
+    assert again == prompt + made + shuts and left == 100 - len(made)
+    assert finish.usage.completion == len(made) + 2 and finish.usage.reasoning == budget
+    assert finish.usage.prompt == len(prompt)
+
+
+def test_a_budget_that_is_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend("hm\n</think>\n\nso it is")
+    parts, finish = run(monkeypatch, "qwen35", backend, Conversation(ASKED, reasoning=Reasoning(True, 100)))
+    assert [(p.kind, p.text) for p in whole(parts) if isinstance(p, Text)] == [
+        ("reasoning", "hm"),
+        ("content", "so it is"),
+    ]
+    assert len(backend.asked) == 1 and finish.usage.reasoning == len("hm\n</think>")
+
+
+def test_efforts_are_budgets_where_templates_do_not_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend("x" * 600, "so")
+    _, finish = run(monkeypatch, "qwen35", backend, Conversation(ASKED, reasoning=Reasoning(True, None, "minimal")))
+    assert finish.usage.reasoning == 512 and len(backend.asked) == 2
+
+
+FORMATS = {"qwen35": "xml", "laguna": "laguna", "gemma4": "gemma4", "nano": "hermes"}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_the_daemon_is_asked_to_make(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def asked(*replies: str, **more: Any) -> list[Any]:
+        backend = Backend(*(replies or ("x",)))
+        run(monkeypatch, name, backend, Conversation(ASKED, TOOLS, **more))
+        made = [json.loads(text) if text else None for _, _, text in backend.asked]
+        for text in backend.asked:
+            assert text[2] is None or grammar._parse(text[2])
+        return made
+
+    assert asked() == asked(tool_choice="none") == [None]
+    (made,) = asked(tool_choice="required")
+    assert made["kind"] == "tool_call" and made["format"] == FORMATS[name] and made["parallel"]
+    assert [tool["name"] for tool in made["tools"]] == ["read", "look"] and made["tools"][0]["parameters"] == SCHEMA
+    assert "after" not in made  # reasoning is shut unless it is asked for
+    (made,) = asked(tool_choice=("name", "look"))
+    assert made["name"] == "look" and not made["parallel"]
+    none: Any = {"tool_choice": "none"}
+    assert asked(response_schema={}, **none) == [{"kind": "json_object"}]
+    assert asked(response_schema=SCHEMA, **none) == [{"kind": "json_schema", "schema": SCHEMA}]
+    (made,) = asked(response_schema={}, reasoning=Reasoning(True), **none)
+    shuts = "<channel|>" if name == "gemma4" else "</think>"
+    opens = {"gemma4": "<|channel>thought", "nano": "<think>"}.get(name)
+    assert made == {"kind": "json_object", "after": shuts} | ({"opens": opens} if opens else {})
+    if name == "qwen35":  # after the budget there is no more reasoning to let through
+        first, second = asked("abcd", "{}", response_schema={}, reasoning=Reasoning(True, 2), **none)
+        assert first == {"kind": "json_object", "after": "</think>"} and second == {"kind": "json_object"}
+
+
+CALL = "<tool_call>\n<function=read>\n<parameter=path>\na\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("thought", ["", "hm\n</think>\n\n"])
+def test_a_form_or_a_call(monkeypatch: pytest.MonkeyPatch, thought: str) -> None:
+    """Tools that may be called and a form of the answer go together."""
+    wish = Reasoning(bool(thought))
+    conversation = Conversation(ASKED, TOOLS, response_schema={}, reasoning=wish, max_tokens=200)
+    backend = Backend(f"{thought}Sure: x", '{"a": 1}')
+    parts, finish = run(monkeypatch, "qwen35", backend, conversation)
+    assert [p.text for p in whole(parts) if isinstance(p, Text)] == [*(["hm"] if thought else []), '{"a": 1}']
+    (prompt, _, free), (again, left, constrained) = backend.asked
+    shut = thought.rstrip()  # what came with the answer is taken back
+    assert (free, again, constrained) == (None, prompt + shut, '{"kind": "json_object"}')
+    assert finish.usage.completion == len(shut) + 8 and left == 200 - len(shut) and finish.reason == "stop"
+
+    backend = Backend(thought + CALL)
+    parts, finish = run(monkeypatch, "qwen35", backend, conversation)
+    assert len(backend.asked) == 1 and finish.reason == "tool_calls"
+
+
+def test_prompts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend("<think>a</think><tool_call>STOP")
+    parts, finish = run(monkeypatch, "qwen35", backend, Conversation(raw="once", stops=("STOP",)))
+    assert backend.asked[0][0] == "once" and finish.stop == "STOP" and finish.reason == "stop"
+    assert "".join(p.text for p in parts if isinstance(p, Text)) == "<think>a</think><tool_call>"
+    with pytest.raises(RequestError, match="prompt"):
+        run(monkeypatch, "qwen35", Backend("x"), Conversation(raw=(5, 1 << 30)))
+
+
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PromptTooLongError) as caught:
+        run(monkeypatch, "nano", Backend(), Conversation((Message("user", "x" * 4200),)))
+    assert caught.value.figures.endswith("tokens > 4096 maximum")
+    with pytest.raises(PromptTooLongError, match="characters"):  # which nobody made tokens of
+        run(monkeypatch, "nano", Backend(), Conversation((Message("user", "x" * 200_000),)))
+    backend = Backend("x" * 9000)
+    _, finish = run(monkeypatch, "nano", backend, Conversation(ASKED, max_tokens=1 << 20))
+    assert backend.asked[0][1] + finish.usage.prompt == 4096 and finish.reason == "length"
