@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from collections.abc import Sequence as Many
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import NumericalError
 from engine.forward import Forward
@@ -18,9 +18,9 @@ from engine.kv import Sequence, block_table
 from engine.models import Step
 from engine.ops import I32
 from engine.ops.cuda.device import Array, Graph
-from engine.ops.cuda.sampling import FAILED, Sampler
+from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler
 from engine.residency import Residency
-from engine.sampling import SamplingParams
+from engine.sampling import Drawing, SamplingParams
 
 AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
 _POLL_S = 0.0001
@@ -37,7 +37,12 @@ class Graphs:
         self.forward = forward
         self.residency = residency
         self.device = forward.device
-        self.sampler = Sampler(forward.device, forward.limits)
+        # One for each sequence of a step; the first also feeds the next step when one decodes ahead.
+        self.samplers = [Sampler(forward.device, forward.limits) for _ in range(forward.limits.max_sequences)]
+        self.sampler = self.samplers[0]
+        self._drawn: list[tuple[int, int, int]] = [(-1, 0, 0)] * len(self.samplers)  # request, tokens, draws
+        self._nowhere = forward.device.empty((2 + len(forward.kv.groups), 1), np.int32)
+        self._row = forward.device.empty((1, forward.limits.n_vocab), np.float32)
         self._decode: dict[bool, Graph] = {}  # by whether it is greedy
         self._steps: dict[int, Graph] = {}
 
@@ -75,10 +80,10 @@ class Graphs:
     def decode(
         self, sequence: Sequence, history: list[int], row: int, params: SamplingParams, stop: frozenset[int],
         limit: int,
-    ) -> Generator[list[int], None, str]:  # fmt: skip
+    ) -> Generator[list[int], bool | None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`, whose last token's logits are row `row` of the last step's.
 
-        Lists of tokens as they come; `history` grows by them. Returns "stop" or "length".
+        As `Runner.decode`: sent True, no further step is enqueued, and it ends when those that were are done.
         """
         f, greedy, start = self.forward, params.temperature <= 0, len(history)
         graph = self._decode_step(greedy)
@@ -92,11 +97,12 @@ class Graphs:
                 rows=nothing,
             )
         )  # fmt: skip
+        self._drawn[0] = (-1, 0, 0)
         self.sampler.prepare(params, history, start, stop, limit)
         self._sample(self._inputs(1), self._logits(row), greedy)
-        made, enqueued, heard = 0, 1, time.monotonic()
+        made, enqueued, heard, pausing = 0, 1, time.monotonic(), False
         while True:
-            while enqueued < min(limit, made + 1 + AHEAD_STEPS):
+            while not pausing and enqueued < min(limit, made + 1 + AHEAD_STEPS):
                 self._reserve(sequence, start + enqueued + 1)
                 graph.launch()
                 enqueued += 1
@@ -106,7 +112,7 @@ class Graphs:
                 made += len(news.tokens)
                 history.extend(news.tokens)
                 sequence.length = start + made - 1
-                yield news.tokens
+                pausing = (yield news.tokens) or pausing
             if news.error:
                 raise _not_finite()
             if news.stopped:
@@ -114,28 +120,51 @@ class Graphs:
                 return "stop"
             if made == limit:
                 return "length"
+            if pausing and made == enqueued:
+                return "paused"
             if not news.tokens:
                 if time.monotonic() - heard > _CHECK_S:
                     self.device.synchronize()
                     heard = time.monotonic()
                 time.sleep(_POLL_S)
 
-    def draw(self, history: list[int], row: int, params: SamplingParams, allowed: NDArray[np.uint32]) -> int:
-        """Draw the token after `history` among those allowed, from row `row` of the last step's logits; waits for it.
+    def draw(self, drawings: Many[Drawing], rows: Many[int]) -> list[int | None]:
+        """Draw a token for each sequence, drawings[i] from row rows[i] of the last step's logits; waits for them.
 
-        allowed: as in `engine.sampling.sample`.
+        None where logits are not finite. A sampler goes on by itself with the request it had, without a mask.
         """
-        self.sampler.prepare(params, history, len(history), (), 1, allowed)
-        self._sample(self._inputs(1), self._logits(row), params.temperature <= 0)
+        f, nowhere = self.forward, self._nowhere
+        for d, row in zip(drawings, rows, strict=True):
+            sampler, n = self.samplers[d.number], len(d.history)
+            request, known, draws = self._drawn[d.number]
+            if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
+                sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed)
+                draws = 0
+            self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
+            sampler.step(
+                self._aligned(row), nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0
+            )
         self.device.synchronize()
-        drawn = self.sampler.drawn(1)
-        assert drawn is not None
-        if drawn.status == FAILED:
-            raise _not_finite()
-        return drawn.token
+        tokens: list[int | None] = []
+        for d in drawings:
+            drawn = self.samplers[d.number].drawn(self._drawn[d.number][2])
+            assert drawn is not None
+            failed = drawn.status == FAILED
+            if failed:
+                self._drawn[d.number] = (-1, 0, 0)
+            tokens.append(None if failed else drawn.token)
+        return tokens
+
+    def _aligned(self, row: int) -> Array:
+        """A row of the last step's logits, where vectors of four can be read."""
+        logits = self.forward.buffers.logits[row : row + 1]
+        if row * logits.shape[1] % 4 == 0:
+            return logits
+        self.device.copy(self.device.pointer(self._row), self.device.pointer(logits), logits.nbytes)
+        return self._row
 
     def _logits(self, row: int) -> Array:
-        """Row `row` of the last step's, at the beginning of aligned memory, where the sampler reads it."""
+        """A row of the last step's logits where captured steps leave theirs."""
         logits = self.forward.buffers.logits
         if row:
             self.device.copy(

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from engine import backend, dryrun, models, placement, plan, policy, tokenizer
 from engine.config import EngineConfig
 from engine.dryrun import Decision
-from engine.errors import CapacityError, UsageError
+from engine.errors import CapacityError, NumericalError, UsageError
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
 from engine.grammar import Grammar, Vocabulary
 from engine.kv import KVCache, Sequence, block_table
 from engine.models import KEPT_TOKENS, Buffers, Step
-from engine.ops import F32, I32
+from engine.ops import F32, I32, KV_BLOCK_TOKENS
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.replay import Replay
@@ -37,7 +37,7 @@ from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.protocol import Stage
 from engine.residency import Residency, largest_parts, slot_bytes
-from engine.sampling import SamplingParams, sample
+from engine.sampling import Drawing, SamplingParams, sample
 from engine.slowtier import loaded_bytes
 
 HOST_CHUNK_TOKENS = 512
@@ -64,11 +64,12 @@ class StepResult:
     """What a step computed, read from the device when asked for; the next step overwrites it.
 
     logits float32 [R, V] in order of the spans' wants. experts int32, weights float32 [L, T, A]; hidden
-    float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads.
+    float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads. rows: of the wanted logits in the
+    buffer, where it has others, too; T: tokens of the step, where it has been filled up.
     """
 
-    def __init__(self, device: Any, buffers: Buffers, rows: Many[int] | None = None) -> None:
-        self._device, self._buffers, self.rows = device, buffers, rows
+    def __init__(self, device: Any, buffers: Buffers, rows: Many[int] | None = None, T: int | None = None) -> None:
+        self._device, self._buffers, self.rows, self._T = device, buffers, rows, T
 
     @property
     def logits(self) -> F32:
@@ -84,12 +85,12 @@ class StepResult:
     @property
     def experts(self) -> I32:
         """The chosen experts."""
-        return np.asarray(self._device.read(self._buffers.experts))
+        return np.asarray(self._device.read(self._buffers.experts))[:, : self._T]
 
     @property
     def weights(self) -> F32:
         """Their weights."""
-        return np.asarray(self._device.read(self._buffers.weights))
+        return np.asarray(self._device.read(self._buffers.weights))[:, : self._T]
 
     @property
     def hidden(self) -> F32 | None:
@@ -102,7 +103,7 @@ class StepResult:
     @property
     def residual(self) -> F32:
         """The residual that leaves the last layer."""
-        return np.asarray(self._device.read(self._buffers.x))
+        return np.asarray(self._device.read(self._buffers.x))[: self._T]
 
 
 def physical_cores() -> int:
@@ -324,25 +325,40 @@ class Runner:
         offsets = np.cumsum([0, *(len(s.tokens) for s in spans)])
         rows = [o + w for o, s in zip(offsets, spans, strict=False) for w in s.want]
         positions = [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
-        # A captured step computes the logits of all its rows.
-        captured = self.graphs is not None and T in GRAPH_TOKENS and self.forward.buffers.hidden is None
+        width = self._width(spans, T)
         sequences, groups = [s.sequence for s in spans], range(len(self.kv.groups))
+
+        def padded(values: Many[NDArray[Any]], dtype: type, last: int | None = None) -> NDArray[Any]:
+            row: NDArray[Any] = np.concatenate(values).astype(dtype)
+            return np.concatenate([row, np.full(width - T, row[-1] if last is None else last, dtype)])
+
+        # What fills a captured step up is the last token again, that is stored nowhere and routed where it was.
+        captured = self._captured(width)
         step = self.forward.feed(
             Step(
-                tokens=np.concatenate([s.tokens for s in spans]).astype(np.int32),
-                positions=np.concatenate(positions).astype(np.int32),
-                sequence=np.repeat(np.arange(len(spans), dtype=np.int32), [len(s.tokens) for s in spans]),
-                slots=tuple(np.concatenate([s[g] for s in slots]) for g in groups),
+                tokens=padded([s.tokens for s in spans], np.int32),
+                positions=padded(positions, np.int32),
+                sequence=padded([np.full(len(s.tokens), i) for i, s in enumerate(spans)], np.int32),
+                slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
                 block_table=tuple(block_table(sequences, g, self.forward.table_width) for g in groups),
                 states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
-                counted=np.concatenate([s.counted for s in spans]).astype(np.uint8),
-                rows=np.arange(T, dtype=np.int32) if captured else np.asarray(rows, dtype=np.int32),
+                counted=padded([s.counted for s in spans], np.uint8, 0),
+                rows=np.arange(width, dtype=np.int32) if captured else np.asarray(rows, dtype=np.int32),
             )
         )
         if captured and self.graphs is not None:
-            self.graphs.step(T)
-            return StepResult(self.backend.device, self.forward.buffers.first(T, T), rows)
+            self.graphs.step(width)
+            return StepResult(self.backend.device, self.forward.buffers.first(width, width), rows, T)
         return StepResult(self.backend.device, self.forward.run(step, self.residency))
+
+    def _captured(self, T: int) -> bool:
+        """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""
+        return self.graphs is not None and T in GRAPH_TOKENS and self.forward.buffers.hidden is None
+
+    def _width(self, spans: list[Span], T: int) -> int:
+        """Tokens of the step that T are run in: more where one token each of several sequences make up no graph."""
+        larger = (n for n in GRAPH_TOKENS if T <= n <= self.limits.max_tokens and self._captured(n))
+        return next(larger, T) if 1 < len(spans) == T else T
 
     def take_back(self, spans: list[Span], n_tokens: list[int]) -> None:
         """Drop the last n_tokens[i] tokens of spans[i], those of the last step; 0 of one that was not kept.
@@ -365,41 +381,52 @@ class Runner:
 
     def decode(
         self, sequence: Sequence, history: list[int], result: StepResult, params: SamplingParams,
-        stop: frozenset[int], limit: int, grammar: Grammar | None = None,
-    ) -> Generator[list[int], None, str]:  # fmt: skip
-        """Generate up to `limit` tokens after `history`; lists of them as they come.
+        stop: frozenset[int], limit: int,
+    ) -> Generator[list[int], bool | None, str]:  # fmt: skip
+        """Generate up to `limit` tokens after `history`, ahead of the host where it can; lists of them as they come.
 
         result: of the last step, whose first wanted logits follow `history`, which grows by what is generated. A
-        token of `stop` ends it and is not part of it, and so does the end of the grammar. Returns why it ended:
-        "stop" or "length".
+        token of `stop` ends it and is not part of it. Sent True, it ends as soon as nothing is under way, the last
+        token drawn and not fed. Returns why it ended: "stop", "length" or "paused".
         """
-        if self.graphs is not None and grammar is None:
+        if self.graphs is not None:
             return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit))
         counted = np.ones(1, bool)
         for made in range(limit):
             if made:
                 result = self.run([Span(sequence, np.asarray(history[-1:], np.int32), counted, (0,))])
-            # On a device the mask is made while the step runs.
-            allowed = None if grammar is None else grammar.mask()
-            if grammar is not None and grammar.is_done:
-                return "stop"
-            token = self._draw(result, history, params, allowed)
+            token = sample(result.logits[0], params, len(history), history)
             if token in stop:
                 return "stop"
             history.append(token)
-            if grammar is not None:
-                grammar.accept(token)
-            yield [token]
-            if grammar is not None and grammar.is_done:
-                return "stop"
+            if (yield [token]) and made + 1 < limit:
+                return "paused"
         return "length"
 
-    def _draw(
-        self, result: StepResult, history: list[int], params: SamplingParams, allowed: NDArray[np.uint32] | None
-    ) -> int:
-        if self.graphs is not None and allowed is not None:
-            return self.graphs.draw(history, result.row, params, allowed)
-        return sample(result.logits[0], params, len(history), history, allowed)
+    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[int | None]:
+        """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite."""
+        if self.graphs is not None:
+            rows = [d.row if result.rows is None else result.rows[d.row] for d in drawings]
+            return self.graphs.draw(drawings, rows)
+        drawn: list[int | None] = []
+        logits = result.logits
+        for d in drawings:
+            try:
+                drawn.append(sample(logits[d.row], d.params, len(d.history), d.history, d.allowed))
+            except NumericalError:
+                drawn.append(None)
+        return drawn
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Whether a sequence of n_tokens, and a few more, fits beside those that there are."""
+        blocks = n_tokens // KV_BLOCK_TOKENS + 1
+        pools = [self.kv.pools[g] for g in self.kv.full_groups]
+        if self.kv.states is not None and not self.kv.states.free_blocks:
+            return False
+        if all(pool.free_blocks >= blocks for pool in pools):
+            return True
+        reclaimable = self.prefixes.reclaimable_tokens // KV_BLOCK_TOKENS
+        return all(pool.free_blocks + reclaimable >= blocks for pool in pools)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

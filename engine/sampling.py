@@ -8,6 +8,7 @@ Temperature 0 is greedy. NaN or infinite logits are an error, not a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,22 @@ def random_bits(seed: int, position: int) -> int:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z ^= z >> 31
     return z
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A token to be drawn from a row of a step's logits, the next of a sequence.
+
+    number: which of those that share steps, 0, 1, ...; request: whose; history: all its tokens; row: counted among the
+    wanted ones. allowed: as `sample` takes it.
+    """
+
+    number: int
+    request: int
+    history: Sequence[int]
+    row: int
+    params: SamplingParams
+    allowed: NDArray[np.uint32] | None = None
 
 
 def check_finite(logits: F32) -> None:

@@ -1,7 +1,12 @@
-"""Requests in, steps out: which tokens the next forward pass works on, and what a request gets for it.
+"""Requests in, units of work out: who is served next, and what its clients are told.
 
-Requests run one after the other, in the order they came; each call of `Engine.step` is one unit of
-work between which the daemon answers pings and cancels.
+Up to eight requests run at a time, in the order they came; each call of `Engine.step` is one unit of work between which
+the daemon answers pings and cancels. Prompts are read chunk by chunk in turn, so that a short one waits for one chunk
+of each of the others, not for all of them. Between two chunks those that decode get as much time as the chunk took.
+
+A chunk and the tokens being decoded are not one step: the arithmetic of long steps is not that of short ones
+(docs/arithmetic.md), and what a request says must not depend on who else reads a prompt. Those that decode share steps
+of up to eight tokens, whose rows do not depend on each other; a request that is alone runs ahead of the host instead.
 """
 
 from __future__ import annotations
@@ -9,55 +14,32 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine import profile as profiles
 from engine.config import EngineConfig
-from engine.errors import ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
-from engine.forward import MAX_ROWS
-from engine.kv import Sequence
-from engine.ops import F32
+from engine.errors import CapacityError, ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
 from engine.ops.cuda.failures import translated
 from engine.profile import Profile
-from engine.protocol import (
-    Done,
-    Event,
-    Generate,
-    Progress,
-    Score,
-    Stage,
-    Timing,
-    Tokens,
-    Usage,
-    error_event,
-)
-from engine.runner import Runner, Span
-from engine.sampling import SamplingParams, check_finite
-from engine.trace import TraceWriter
+from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
+from engine.runner import Runner
+from engine.tasks import SLICE_S, GenerateTask, ScoreTask, draw_for
 
 PAST_WEIGHT = 0.5  # what a profile keeps at least when a session is merged in
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
-DECODE_SLICE_S = 0.025  # decoded tokens are sent in groups: at most one event every 25 ms
 
-Work = Generator[list[Event], None, None]  # one list of events a unit of work, a Done at the end
-
-
-@dataclass(slots=True)
-class _Job:
-    request: Generate | Score
-    work: Work
-    started: bool = False
+Task: TypeAlias = GenerateTask | ScoreTask
 
 
 class Engine:
-    """A runner and the requests that wait for it.
+    """A runner, the requests that run and those that wait.
 
     progress: called while the model loads, as `protocol.Loading` is made.
     """
@@ -70,8 +52,13 @@ class Engine:
         self.runner = Runner(config, progress)
         self.load_s = time.perf_counter() - began
         self.base = self.runner.profile
-        self._jobs: deque[_Job] = deque()
+        self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
+        self._running: list[Task] = []  # the oldest first
+        self._reader = 0  # whose turn it is to read its prompt
+        self._owed_s = 0.0  # time that those that decode have to come
+        self._ahead: tuple[GenerateTask, Generator[list[int], bool, None]] | None = None
         self._requests = 0
+        self._tokens = {"read": 0, "reused": 0, "written": 0}
         self._followed = 0  # uses counted when the pinned slots last followed them
 
     def hello(self) -> dict[str, Any]:
@@ -128,48 +115,179 @@ class Engine:
             )
         if isinstance(request, Score) and (request.window + 1) * (limit + 1) > _LAST_POSITION:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
-        if any(job.request.id == request.id for job in self._jobs):
+        if any(job.id == request.id for job in (*self._running, *self._waiting)):
             raise RequestError(f"request {request.id} is still running")
-        self._jobs.append(_Job(request, self._work(request)))
+        self._waiting.append(request)
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._jobs)
+        return bool(self._running or self._waiting)
 
     def step(self) -> list[Event]:
-        """Do one unit of work for the first request; its failure is its own error event.
+        """Do one unit of work; a request's failure is its own error event.
 
         That of the device is everybody's: DeviceLostError.
         """
-        job = self._jobs[0]
-        try:
-            with translated():
-                if not job.started:
-                    job.started = True
-                    self._follow()
-                events = next(job.work)
-            if isinstance(events[-1], Done):
-                self._finish(job)
-            return events
-        except DeviceLostError:
-            raise
-        except SparkError as error:
-            self._finish(job)
-            return [error_event(job.request.id, error)]
+        with translated():
+            events = self._admit()
+            reading = [task for task in self._running if not task.decoding]
+            decoding = [task for task in self._running if isinstance(task, GenerateTask) and task.decoding]
+            if self._ahead is not None:
+                return events + self._run_ahead(pause=bool(reading) or decoding != [self._ahead[0]])
+            if reading and (not decoding or self._owed_s <= 0):
+                task = reading[self._reader % len(reading)]
+                self._reader = (self._reader + 1) % len(reading)
+                began = time.perf_counter()
+                events += self._guarded(task, task.read)
+                self._owed_s = time.perf_counter() - began
+            elif len(decoding) == 1 and not reading and decoding[0].grammar is None:
+                self._ahead = decoding[0], decoding[0].ahead()
+                events += self._run_ahead(pause=False)
+            elif decoding:
+                began = time.perf_counter()
+                events += self._decode(decoding)
+                self._owed_s -= time.perf_counter() - began
+        return events
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request, of which no further event comes; False where there is none."""
-        for job in self._jobs:
-            if job.request.id == request_id:
+        for job in (*self._running, *self._waiting):
+            if job.id == request_id:
                 self._finish(job)
                 return True
         return False
 
-    def _finish(self, job: _Job) -> None:
-        job.work.close()
-        self._jobs.remove(job)
+    def _admit(self) -> list[Event]:
+        """Let those begin that have waited longest, as long as there is room."""
+        events: list[Event] = []
+        while self._waiting and len(self._running) < self.runner.limits.max_sequences:
+            job = self._waiting[0]
+            tokens = job.to_read if isinstance(job, Task) else job.tokens
+            if self._running and not self.runner.has_room(len(tokens)):
+                break
+            if not self._running:
+                self._follow()
+            self._waiting.popleft()
+            try:
+                task = job if isinstance(job, Task) else self._task(job)
+            except SparkError as error:
+                events.append(error_event(job.id, error))
+                self._requests += 1
+                continue
+            taken = {other.number for other in self._running}
+            task.number = next(n for n in range(len(self._running) + 1) if n not in taken)
+            self._running.append(task)
+        return events
+
+    def _task(self, request: Generate | Score) -> Task:
+        kind = ScoreTask if isinstance(request, Score) else GenerateTask
+        return kind(self.runner, request)  # type: ignore[arg-type]
+
+    def _finish(self, job: Generate | Score | Task) -> None:
+        if isinstance(job, Task):
+            if self._ahead is not None and self._ahead[0] is job:
+                self._ahead[1].close()
+                self._ahead = None
+            job.close()
+        (self._running if job in self._running else self._waiting).remove(job)  # type: ignore[arg-type]
         self._requests += 1
+
+    def _failed(self, job: Generate | Score | Task, error: SparkError) -> Event:
+        if job in self._running or job in self._waiting:
+            self._finish(job)
+        return error_event(job.id, error)
+
+    def _ended(self, task: Task, events: list[Event]) -> list[Event]:
+        """Events of a task, which is finished if they say so."""
+        for event in events:
+            if isinstance(event, Tokens):
+                self._tokens["written"] += len(event.tokens)
+            if isinstance(event, Done):
+                self._tokens["read"] += event.usage.prompt_tokens - event.usage.cached_tokens
+                self._tokens["reused"] += event.usage.cached_tokens
+                self._finish(task)
+        return events
+
+    def _guarded(self, task: Task, work: Callable[[], list[Event]]) -> list[Event]:
+        """Do something for one task; where the cache is full, a younger one makes room, or it waits itself."""
+        try:
+            with translated():
+                events = work()
+            return self._ended(task, events)
+        except DeviceLostError:
+            raise
+        except CapacityError as error:
+            youngest = self._running[-1]
+            if len(self._running) == 1 or task not in self._running:
+                return [self._failed(task, error)]
+            self._put_back(youngest)
+            return []
+        except SparkError as error:
+            return [self._failed(task, error)]
+
+    def _put_back(self, task: Task) -> None:
+        """Let a task wait, first in the queue, until there is room to read its tokens again."""
+        task.put_back()
+        self._running.remove(task)
+        self._waiting.appendleft(task)
+
+    def _run_ahead(self, *, pause: bool) -> list[Event]:
+        """Take the tokens of the one that runs ahead, for a while or, to pause it, until none is under way."""
+        assert self._ahead is not None
+        task, steps = self._ahead
+
+        def work() -> list[Event]:
+            until = time.perf_counter() + SLICE_S
+            try:
+                next(steps)
+                while pause or time.perf_counter() < until:
+                    steps.send(pause)
+            except StopIteration:
+                self._ahead = None
+            return task.flush()
+
+        events = self._guarded(task, work)
+        if task not in self._running and self._ahead is not None:  # it failed, or was put back
+            steps.close()
+            self._ahead = None
+        return events
+
+    def _decode(self, tasks: list[GenerateTask]) -> list[Event]:
+        """Steps of a token of each task, for a while."""
+        events: list[Event] = []
+        until = time.perf_counter() + SLICE_S
+        while tasks:
+            for task in tasks:
+                events += self._reserve(task)
+            tasks = [task for task in tasks if task in self._running]
+            if not tasks:
+                break
+            try:
+                with translated():
+                    drawn = draw_for(self.runner, self.runner.run([task.span() for task in tasks]), tasks)
+            except DeviceLostError:
+                raise
+            except SparkError as error:  # of a step that they share, so of all of them
+                return events + [self._failed(task, error) for task in tasks]
+            for task in tasks:
+                events += self._guarded(task, partial(task.go_on, drawn))
+            tasks = [task for task in tasks if task in self._running]
+            if self._waiting or time.perf_counter() >= until:
+                break
+        return events
+
+    def _reserve(self, task: GenerateTask) -> list[Event]:
+        """Room in the cache for one more token of a task; the youngest make room."""
+        while task in self._running and task.sequence is not None:
+            try:
+                task.sequence.reserve(1)
+                break
+            except CapacityError as error:
+                if len(self._running) == 1:
+                    return [self._failed(task, error)]
+                self._put_back(self._running[-1])
+        return []
 
     def _follow(self) -> None:
         """Before a request begins, never inside one: let the pinned slots follow what was counted since."""
@@ -178,139 +296,21 @@ class Engine:
             self._followed = counted
             self.runner.residency.follow(self._learned().counts[list(self.runner.config.moe_layers)])
 
-    # --- the work of a request -------------------------------------------------------------------
-
-    def _work(self, request: Generate | Score) -> Work:
-        sequence = self.runner.new_sequence()
-        try:
-            if isinstance(request, Generate):
-                yield from self._generate(request, sequence)
-            else:
-                yield from self._score(request, sequence)
-        finally:
-            sequence.release()
-
-    def _prefill(
-        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], sequence: Sequence
-    ) -> Generator[slice, None, None]:
-        """Feed tokens chunk by chunk on the grid of absolute positions; the last token's logits are kept."""
-        size = self.runner.chunk_tokens
-        for start in range(0, len(tokens), size):
-            part = slice(start, min(start + size, len(tokens)))
-            want = (part.stop - part.start - 1,) if part.stop == len(tokens) else ()
-            self._result = self.runner.run([Span(sequence, tokens[part], counted[part], want)])
-            yield part
-
-    def _generate(self, request: Generate, sequence: Sequence) -> Work:
-        r, s = self.runner, request.sampling
-        params = SamplingParams(
-            s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed
-        )
-        stop = frozenset(r.stop_tokens if request.stop_tokens is None else request.stop_tokens)
-        grammar = None if request.grammar is None else r.grammar(request.grammar, stop)
-        prompt = np.asarray(request.tokens, np.int32)
-        r.capture_hidden(False)
-        before = r.residency.counters()
-        began = time.perf_counter()
-        for part in self._prefill(prompt, np.zeros(len(prompt), bool), sequence):
-            if part.stop < len(prompt):
-                yield [Progress(request.id, part.stop, len(prompt))]
-        r.synchronize()
-        prefill_s = time.perf_counter() - began
-        history = list(request.tokens)
-        limit = min(request.max_tokens, r.n_ctx - len(prompt))
-        began, sent, pending = time.perf_counter(), -1.0, []
-        decoding = r.decode(sequence, history, self._result, params, stop, limit, grammar)
-        while True:
-            try:
-                pending += next(decoding)
-            except StopIteration as end:
-                reason = end.value
-                break
-            now = time.perf_counter()
-            if now - sent > DECODE_SLICE_S:
-                yield [Tokens(request.id, tuple(pending))]
-                pending, sent = [], now
-        timing = Timing(prefill_s, time.perf_counter() - began)
-        events: list[Event] = [Tokens(request.id, tuple(pending))] if pending else []
-        usage = Usage(len(prompt), len(history) - len(prompt))
-        residency = r.residency.since(before)
-        yield [*events, Done(request.id, usage, timing, residency, "stop" if reason == "stop" else "length")]
-
-    def _score(self, request: Score, sequence: Sequence) -> Work:
-        r = self.runner
-        tokens = np.asarray(request.tokens, np.int32)
-        generated = np.ones(len(tokens), bool) if request.generated is None else np.asarray(request.generated)
-        counted = generated if request.count == "generated" else np.ones(len(tokens), bool)
-        r.capture_hidden(request.hidden)
-        before = r.residency.counters()
-        logprobs = np.zeros(len(tokens))
-        began = time.perf_counter()
-        # A window is one part or more of the trace; one that fails leaves nothing behind it but whole parts.
-        with self._open_trace(request) as trace:
-            for part in self._prefill(tokens, counted, sequence):
-                check_finite(self._result.residual)
-                if request.logprobs:
-                    self._log_probabilities(tokens, part, logprobs)
-                if trace is not None:
-                    self._trace(trace, request, part, generated)
-                if part.stop < len(tokens):
-                    yield [Progress(request.id, part.stop, len(tokens))]
-        done = Done(
-            request.id,
-            Usage(len(tokens), 0),
-            Timing(time.perf_counter() - began, 0.0),
-            r.residency.since(before),
-            nll=float(-logprobs[generated].sum()) if request.logprobs else None,
-            logprobs=tuple(logprobs[1:].tolist()) if request.logprobs else None,
-        )
-        yield [done]
-
-    def _open_trace(self, request: Score) -> AbstractContextManager[TraceWriter | None]:
-        if request.trace_dir is None:
-            return nullcontext()
-        c = self.runner.config
-        return TraceWriter(
-            Path(request.trace_dir), self.runner.file.model_id, c.n_expert_used, c.n_embd, request.hidden,
-            n_layer=c.n_layer, n_expert=c.n_expert,
-        )  # fmt: skip
-
-    def _log_probabilities(self, tokens: NDArray[np.int32], part: slice, out: NDArray[np.float64]) -> None:
-        # Position i - 1 predicts token i; the last position of all predicts a token nobody gave.
-        last = min(part.stop, len(tokens) - 1)
-        for start in range(part.start, last, MAX_ROWS):
-            stop = min(start + MAX_ROWS, last)
-            logits = self.runner.logits(np.arange(start - part.start, stop - part.start, dtype=np.int32))
-            check_finite(logits)
-            out[start + 1 : stop + 1] = log_softmax_at(logits, tokens[start + 1 : stop + 1])
-
-    def _trace(self, trace: TraceWriter, request: Score, part: slice, generated: NDArray[np.bool_]) -> None:
-        result, c = self._result, self.runner.config
-        # Windows of one session share no position, and none looks like the next token of another.
-        positions = request.window * (self.runner.n_ctx + 1) + np.arange(part.start, part.stop)
-        hidden = None if result.hidden is None else result.hidden[list(c.moe_layers)].swapaxes(0, 1)
-        trace.append(
-            request.session_id,
-            positions.astype(np.int32),
-            generated[part],
-            c.moe_layers,
-            result.experts.swapaxes(0, 1),
-            result.weights.swapaxes(0, 1),
-            hidden,
-        )
-
     # --- counters ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: requests, hits and misses by layer, memory."""
+        """Counters since the start: requests, tokens, hits and misses by layer, memory."""
         r = self.runner
         with translated():
             totals = r.residency.totals() | {"map": r.residency.map()}
         return {
             "requests": self._requests,
-            "queued": len(self._jobs),
+            "running": len(self._running),
+            "queued": len(self._waiting),
+            "tokens": dict(self._tokens),
             **totals,
             "kv_blocks": {"total": r.kv.n_blocks, "free": r.kv.free_blocks},
+            "prefixes": r.prefixes.stats(),
             "plan": r.plan(),
         }
 
@@ -343,7 +343,7 @@ class Engine:
             profiles.save(replace(learned, model_id=self.runner.file.model_id, created=now), target)
             return {"path": str(target), "tokens": learned.tokens}
         if action == "reset":
-            if self._jobs:
+            if self.busy:
                 raise RequestError("the counts cannot be reset while requests are counted")
             self.runner.residency.reset()
             return {}
@@ -351,14 +351,6 @@ class Engine:
 
     def close(self) -> None:
         """Cancel everything and release the model."""
-        while self._jobs:
-            self._finish(self._jobs[0])
+        for job in (*self._running, *self._waiting):
+            self._finish(job)
         self.runner.close()
-
-
-def log_softmax_at(logits: F32, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
-    """log p of one token a row: logits float32 [T, V], tokens [T] -> float64 [T]."""
-    wide = logits.astype(np.float64)
-    top = wide.max(axis=1)
-    total = np.log(np.exp(wide - top[:, None]).sum(axis=1))
-    return np.asarray(wide[np.arange(len(tokens)), tokens] - top - total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.ops.cuda import gpu, ops
 from engine.ops.cuda.routing import staging_bytes
 from engine.profile import Profile
 from engine.profile import save as save_profile
-from engine.protocol import Done, Error, Generate, Sampling, Score
+from engine.protocol import Done, Error, Generate, Sampling, Score, Tokens
 from engine.runner import GRAPH_BYTES, Runner, Span
 from engine.scheduler import Engine
 
@@ -113,6 +114,46 @@ def test_tokens_do_not_depend_on_residency(model: Path, profile: Path, sampling:
         assert tokens == found["all"], name
 
 
+def test_requests_that_share_steps_say_what_they_would_alone(model: Path) -> None:
+    """Three at a time, in steps of four: one captured row is nobody's."""
+    samplings = (Sampling(), SAMPLED, Sampling(temperature=0.8, repetition_penalty=1.3, seed=2))
+    requests = [
+        Generate(i, tuple(PROMPT[:n].tolist()), N_TOKENS - i, sampling, ())
+        for i, (n, sampling) in enumerate(zip((36, 9, 21), samplings, strict=True))
+    ]
+    expected = {}
+    for request in requests:
+        engine = Engine(config(model, policy="lru", residency_pct=50))
+        engine.submit(request)
+        expected[request.id] = drained(engine).get(request.id)
+        engine.close()
+    engine = Engine(config(model, policy="lru", residency_pct=50))
+    for request in requests:
+        engine.submit(request)
+    assert drained(engine) == expected
+    # One runs ahead when another comes, and goes on when it has gone.
+    engine.submit(replace(requests[0], max_tokens=30))
+    early = [token for _ in range(2) for e in engine.step() if isinstance(e, Tokens) for token in e.tokens]
+    engine.submit(requests[1])
+    found = drained(engine)
+    found[0] = early + found.get(0, [])
+    assert found[1] == expected[1]
+    assert found[0][: len(expected[0])] == expected[0]
+    assert len(found[0]) == 30
+    engine.close()
+
+
+def drained(engine: Engine) -> dict[int, list[int]]:
+    """The tokens of every request, from its first unsent one on."""
+    found: dict[int, list[int]] = {}
+    while engine.busy:
+        for event in engine.step():
+            assert not isinstance(event, Error), event
+            if isinstance(event, Tokens):
+                found.setdefault(event.id, []).extend(event.tokens)
+    return found
+
+
 def test_tables_after_decoding_are_the_twins(model: Path) -> None:
     runner = Runner(config(model, policy="lru", residency_pct=50))
     twin = policy.SlotState.empty(runner.placement.slots_per_layer, E)
@@ -177,7 +218,6 @@ def test_score_and_a_trace(model: Path, tmp_path: Path) -> None:
             event = engine.step()[-1]
         assert isinstance(event, Done)
         found[device] = event
-        assert engine.runner.forward.buffers.hidden is not None
         assert isinstance(generate(engine, (1, 2, 3), max_tokens=2)[1][-1], Done)
         assert engine.runner.forward.buffers.hidden is None  # no graph is to hold copies of it
         engine.close()
@@ -205,6 +245,7 @@ def test_a_cancelled_request_leaves_no_trace_in_the_next(model: Path, device: An
     engine.step()
     assert engine.cancel(5) or device.name != "emulated"  # a GPU may be done with it
     assert generate(engine, tuple(PROMPT[:12].tolist()))[0] == expected
+    engine.runner.prefixes.clear()
     assert engine.runner.kv.free_blocks == engine.runner.kv.n_blocks
     engine.close()
 

@@ -22,7 +22,7 @@ from engine.errors import RequestError
 from engine.grammar import Grammar, Vocabulary
 from engine.ops.cuda import gpu
 from engine.protocol import Done, Error, Event, Generate, Sampling, Tokens
-from engine.sampling import SamplingParams, sample
+from engine.sampling import Drawing, SamplingParams, sample
 from engine.scheduler import Engine
 from engine.tokenizer import Tokenizer, load
 from spark.conversation import CallArguments, CallEnd, CallStart, Text
@@ -513,12 +513,14 @@ def test_a_device_draws_as_the_host_would(
     drawn = []
     draw = Graphs.draw
 
-    def compared(self: Graphs, history: list[int], row: int, params: SamplingParams, allowed: np.ndarray) -> int:
-        logits = self.device.read(self.forward.buffers.logits)[row].copy()
-        token = draw(self, history, row, params, allowed)
-        assert token == sample(logits, params, len(history), history, allowed)
-        drawn.append(token)
-        return token
+    def compared(self: Graphs, drawings: list[Drawing], rows: list[int]) -> list[int | None]:
+        logits = self.device.read(self.forward.buffers.logits)[rows].copy()
+        tokens = draw(self, drawings, rows)
+        assert tokens == [
+            sample(row, d.params, len(d.history), d.history, d.allowed) for row, d in zip(logits, drawings, strict=True)
+        ]
+        drawn.extend(tokens)
+        return tokens
 
     monkeypatch.setattr(Graphs, "draw", compared)
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
@@ -527,6 +529,7 @@ def test_a_device_draws_as_the_host_would(
     sampling = Sampling(temperature=temperature, top_p=0.95, repetition_penalty=1.2, seed=9)
     free = Generate(1, tuple(range(20, 57)), 5, sampling, ())
     before = run(made, free)[0]
+    drawn.clear()
     wanted = json.dumps({"kind": "json_schema", "schema": {"type": "array", "items": {"enum": [1, 23]}, "maxItems": 2}})
     tokens, done = run(made, Generate(2, tuple(range(20, 57)), 60, sampling, (256,), wanted))
     assert isinstance(done, Done) and done.finish_reason == "stop"

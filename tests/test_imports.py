@@ -15,6 +15,7 @@ LAYERS = [
     ["__main__"],
     ["daemon"],
     ["scheduler"],
+    ["tasks"],
     ["runner"],
     ["dryrun"],
     ["backend"],

@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path):
     made = Engine(EngineConfig(model=model, device="cpu", threads=2, ctx_tokens=200, chunk_tokens=32))
     yield made
+    made.runner.prefixes.clear()
     assert made.runner.kv.free_blocks == made.runner.kv.n_blocks or made.busy
     made.close()
     assert made.runner.kv.free_blocks == made.runner.kv.n_blocks
@@ -102,7 +103,104 @@ def test_a_cancelled_request_gives_its_blocks_back(engine: Engine, steps: int) -
     assert not engine.cancel(1)
     events = drain(engine)
     assert {e.id for e in events} == {2}
+    engine.runner.prefixes.clear()
     assert engine.runner.kv.free_blocks == engine.runner.kv.n_blocks
+
+
+REQUESTS = [
+    Generate(i, tuple(int(t) for t in np.random.default_rng(i).integers(0, 301, n)), made, sampling, ())
+    for i, (n, made, sampling) in enumerate([
+        (3, 9, Sampling()), (40, 5, Sampling(0.8, seed=3)), (33, 1, Sampling()), (7, 12, Sampling(0.7, seed=1)),
+        (70, 4, Sampling()),
+    ], start=1)
+]  # fmt: skip
+
+
+def alone(model: Path, **options) -> dict[int, list[int]]:
+    found = {}
+    for request in REQUESTS:
+        made = Engine(EngineConfig(model=model, device="cpu", threads=2, **options))
+        made.submit(request)
+        found[request.id] = tokens_of(drain(made), request.id)
+        made.close()
+    return found
+
+
+def test_requests_that_share_steps_say_what_they_would_alone(model: Path) -> None:
+    options = {"ctx_tokens": 400, "chunk_tokens": 32}
+    expected = alone(model, **options)
+    engine = Engine(EngineConfig(model=model, device="cpu", threads=2, **options))
+    for request in REQUESTS:
+        engine.submit(request)
+    events = drain(engine)
+    assert {request.id: tokens_of(events, request.id) for request in REQUESTS} == expected
+    assert {len(expected[r.id]) == r.max_tokens for r in REQUESTS} == {True}
+    # They came one by one, too, while others decoded.
+    for request in REQUESTS:
+        engine.submit(replace(request, id=request.id + 10))
+        events += engine.step()
+    events += drain(engine)
+    assert {request.id: tokens_of(events, request.id + 10) for request in REQUESTS} == expected
+    assert engine.stats()["running"] == engine.stats()["queued"] == 0
+    engine.close()
+
+
+def test_a_full_cache_makes_the_youngest_wait_and_loses_nothing(model: Path) -> None:
+    """Two blocks fewer than all of them need; on this backend what is read again has the same bits."""
+    options = {"ctx_tokens": 128, "chunk_tokens": 32}
+    requests = [Generate(i, PROMPT[: 50 + i], 40, Sampling(0.5, seed=i), ()) for i in (1, 2, 3)]
+    expected = {}
+    for request in requests:
+        engine = Engine(EngineConfig(model=model, device="cpu", threads=2, **options))
+        engine.submit(request)
+        expected[request.id] = tokens_of(drain(engine), request.id)
+        engine.close()
+    engine = Engine(EngineConfig(model=model, device="cpu", threads=2, **options))
+    put_back = []
+    original = engine._put_back
+    engine._put_back = lambda task: (put_back.append(task.id), original(task))  # type: ignore[method-assign,assignment]
+    for request in requests:
+        engine.submit(request)
+    events = drain(engine)
+    assert put_back
+    assert {request.id: tokens_of(events, request.id) for request in requests} == expected
+    assert sum(isinstance(e, Done) for e in events) == 3
+    engine.close()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(model: Path) -> None:
+    engine = Engine(EngineConfig(model=model, device="cpu", threads=2, ctx_tokens=600, chunk_tokens=32))
+    rng = np.random.default_rng(0)
+    engine.submit(Generate(1, tuple(rng.integers(0, 301, 400).tolist()), 2, stop_tokens=()))
+    engine.step()
+    engine.submit(Generate(2, tuple(rng.integers(0, 301, 20).tolist()), 3, stop_tokens=()))
+    order = [e.id for e in drain(engine) if isinstance(e, Tokens)]
+    assert order[0] == 2 and order[-1] == 1
+    engine.close()
+
+
+def test_a_prefix_is_reused_and_said_to_be(engine: Engine) -> None:
+    engine.submit(Generate(1, PROMPT, 5, stop_tokens=()))
+    first = drain(engine)
+    engine.submit(Generate(2, (*PROMPT, *tokens_of(first, 1), 7), 5, stop_tokens=()))
+    done = drain(engine)[-1]
+    assert isinstance(done, Done)
+    assert (first[-1].usage.cached_tokens, done.usage.cached_tokens) == (0, 64)
+    assert engine.stats()["tokens"] == {"read": 61 + 67 - 64, "reused": 64, "written": 10}
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_request_cancelled_among_others_leaves_them_alone(engine: Engine, victim: int) -> None:
+    engine.submit(Generate(1, PROMPT[:30], 150, stop_tokens=()))
+    expected = tokens_of(drain(engine), 1)
+    for request_id in (1, 2):
+        engine.submit(Generate(request_id, PROMPT[:30], 150, stop_tokens=()))
+    events = []
+    for _ in range(3):
+        events += engine.step()
+    assert engine.cancel(victim)
+    events += drain(engine)
+    assert tokens_of(events, 3 - victim) == expected
 
 
 def test_scores_are_log_probabilities_of_the_model(engine: Engine, model: Path) -> None:

@@ -1,0 +1,323 @@
+"""What requests are while they run: a generation as a state machine, a score as a list of steps.
+
+A generation is fed its prompt chunk by chunk, then draws tokens one by one. Between two units of work its last token is
+drawn and not fed, whoever fed the ones before: a step of its own, a step shared with other sequences, or steps
+enqueued ahead. So it can go from one to the other after any token, and can be put back and fed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import NumericalError
+from engine.forward import MAX_ROWS
+from engine.grammar import Grammar
+from engine.kv import Sequence
+from engine.ops import F32
+from engine.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
+from engine.runner import Runner, Span, StepResult
+from engine.sampling import Drawing, SamplingParams, check_finite
+from engine.trace import TraceWriter
+
+SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request every 25 ms
+_COUNTED, _NOT = np.ones(1, bool), np.zeros(1, bool)
+
+
+class GenerateTask:
+    """A request to generate.
+
+    history: the prompt and what was drawn. sequence: what is cached of it, None while it waits. decoding: the prompt
+    is read. number: its place among those that run, 0, 1, ... reason: why it ended, None until then.
+    """
+
+    def __init__(self, runner: Runner, request: Generate) -> None:
+        s = request.sampling
+        self.runner = runner
+        self.request = request
+        self.number = 0
+        self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed)
+        self.stop = frozenset(runner.stop_tokens if request.stop_tokens is None else request.stop_tokens)
+        self.grammar: Grammar | None = None
+        if request.grammar is not None:
+            self.grammar = runner.grammar(request.grammar, self.stop)
+        self.history = list(request.tokens)
+        self.limit = min(request.max_tokens, runner.n_ctx - len(request.tokens))
+        self.sequence: Sequence | None = None
+        self.decoding = False
+        self.reason: str | None = None
+        self.cached_tokens: int | None = None
+        self._before = runner.residency.counters()
+        self._began = time.perf_counter()
+        self._read_s = 0.0  # when the prompt was read
+        self._unsent: list[int] = []
+        self._sent = 0.0
+
+    @property
+    def id(self) -> int:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def made(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.history) - len(self.request.tokens)
+
+    @property
+    def to_read(self) -> list[int]:
+        """The tokens to be fed before the next is drawn: the prompt, or all but the last after a new start."""
+        return self.history[:-1] if self.made else self.history
+
+    def read(self) -> list[Event]:
+        """Feed one more chunk on the grid of absolute positions, then draw the first token."""
+        r = self.runner
+        tokens = np.asarray(self.to_read, np.int32)
+        if self.sequence is None:
+            self.sequence, reused = r.resume(tokens)
+            if self.cached_tokens is None:
+                self.cached_tokens = min(reused, len(self.request.tokens))
+        sequence = self.sequence
+        # Behind what was reused the grid goes on; an odd chunk length may have been met in its middle.
+        size = r.chunk_tokens - sequence.length % r.chunk_tokens
+        part = tokens[sequence.length : sequence.length + size]
+        last = sequence.length + len(part) == len(tokens)
+        counted = np.zeros(len(part), bool)
+        result = r.run([Span(sequence, part, counted, (len(part) - 1,) if last and not self.made else ())])
+        r.remember(sequence, tokens)
+        if not last:
+            r.synchronize()  # or the time of a unit would be that of enqueueing it
+            return [Progress(self.id, sequence.length, len(tokens))]
+        self.decoding = True
+        if self.made:
+            return []
+        drawn = draw_for(r, result, [self])
+        self._read_s = time.perf_counter()
+        return self.go_on(drawn)
+
+    def drawing(self, row: int) -> Drawing | None:
+        """How the next token is to be drawn from a row of logits, or None where the grammar allows none: the end.
+
+        On a device the mask is made while the step runs.
+        """
+        allowed = None if self.grammar is None else self.grammar.mask()
+        if self.grammar is not None and self.grammar.is_done:
+            self.reason = "stop"
+            return None
+        return Drawing(self.number, self.id, self.history, row, self.params, allowed)
+
+    def go_on(self, drawn: Mapping[int, int | None]) -> list[Event]:
+        """Take what `draw_for` drew, if anything; the events that are due."""
+        if self.id in drawn:
+            self.take(drawn[self.id])
+        return self.flush()
+
+    def take(self, token: int | None) -> None:
+        """Go on with a drawn token, or end; None: the logits were not finite."""
+        if token is None:
+            raise NumericalError(
+                "the logits of a step are not finite",
+                hint="the model file may be damaged; compare its checksum with the publisher's",
+            )
+        if token in self.stop:
+            self.reason = "stop"
+            return
+        self.history.append(token)
+        self._unsent.append(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
+            if self.grammar.is_done:
+                self.reason = "stop"
+        if self.made == self.limit:
+            self.reason = self.reason or "length"
+
+    def span(self) -> Span:
+        """The last token, which is drawn and not fed."""
+        assert self.sequence is not None
+        return Span(self.sequence, np.asarray(self.history[-1:], np.int32), _COUNTED, (0,))
+
+    def ahead(self) -> Generator[list[int], bool, None]:
+        """Draw tokens with steps enqueued ahead, until the end or until it is sent True; lists of them as they come.
+
+        They are in `history` already.
+        """
+        r, span = self.runner, self.span()
+        left = self.limit - self.made
+        decoding = r.decode(span.sequence, self.history, r.run([span]), self.params, self.stop, left)
+        pause = False
+        while True:
+            try:
+                tokens = decoding.send(pause) if pause else next(decoding)
+            except StopIteration as end:
+                if end.value != "paused":
+                    self.reason = end.value
+                return
+            self._unsent += tokens
+            pause = (yield tokens) or pause
+
+    def flush(self) -> list[Event]:
+        """The tokens not sent yet, if it is time or the end, and Done at the end."""
+        now = time.perf_counter()
+        events: list[Event] = []
+        if self._unsent and (self.reason or now - self._sent >= SLICE_S):
+            events.append(Tokens(self.id, tuple(self._unsent)))
+            self._unsent, self._sent = [], now
+        if self.reason is not None:
+            events.append(self._done(now))
+        return events
+
+    def _done(self, now: float) -> Done:
+        r, read_s = self.runner, self._read_s or now
+        assert self.sequence is not None
+        r.remember(self.sequence, np.asarray(self.history, np.int32))
+        usage = Usage(len(self.request.tokens), self.made, cached_tokens=self.cached_tokens or 0)
+        timing = Timing(read_s - self._began, now - read_s)
+        return Done(
+            self.id, usage, timing, r.residency.since(self._before), "stop" if self.reason == "stop" else "length"
+        )
+
+    def put_back(self) -> None:
+        """Give up what is cached, to be fed again later."""
+        self.close()
+        self.decoding = False
+
+    def close(self) -> None:
+        """Give back what is cached."""
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+
+
+def draw_for(runner: Runner, result: StepResult, tasks: list[GenerateTask]) -> dict[int, int | None]:
+    """Draw the next token of each task, whose logits are the wanted ones in order: token by id, None if not finite.
+
+    Those whose grammar has ended draw none.
+    """
+    made = [(task, task.drawing(row)) for row, task in enumerate(tasks)]
+    drawings = [d for _, d in made if d is not None]
+    tokens = runner.draw(result, drawings)
+    return dict(zip((task.id for task, d in made if d is not None), tokens, strict=True))
+
+
+class ScoreTask:
+    """A request to score: every step is a unit of work."""
+
+    decoding = False
+
+    def __init__(self, runner: Runner, request: Score) -> None:
+        self.runner = runner
+        self.request = request
+        self.number = 0
+        self.reason: str | None = None
+        self.sequence: Sequence | None = None
+        self._work = self._score()
+
+    @property
+    def id(self) -> int:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def to_read(self) -> list[int]:
+        """The tokens to be fed."""
+        return list(self.request.tokens)
+
+    def read(self) -> list[Event]:
+        """Feed one more chunk."""
+        self.runner.capture_hidden(self.request.hidden)
+        try:
+            events = next(self._work)
+        finally:
+            self.runner.capture_hidden(False)
+        if isinstance(events[-1], Done):
+            self.reason = "length"
+        return events
+
+    def put_back(self) -> None:
+        """Begin again later."""
+        self.close()
+        self._work = self._score()
+
+    def close(self) -> None:
+        """Give back what is cached, and leave nothing of a trace but whole parts."""
+        self._work.close()
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+
+    def _score(self) -> Generator[list[Event], None, None]:
+        r, request = self.runner, self.request
+        self.sequence = sequence = r.new_sequence()
+        tokens = np.asarray(request.tokens, np.int32)
+        generated = np.ones(len(tokens), bool) if request.generated is None else np.asarray(request.generated)
+        counted = generated if request.count == "generated" else np.ones(len(tokens), bool)
+        before = r.residency.counters()
+        logprobs = np.zeros(len(tokens))
+        began = time.perf_counter()
+        # A window is one part or more of the trace; one that fails leaves nothing behind it but whole parts.
+        with self._open_trace() as trace:
+            for start in range(0, len(tokens), r.chunk_tokens):
+                part = slice(start, min(start + r.chunk_tokens, len(tokens)))
+                want = (part.stop - part.start - 1,) if part.stop == len(tokens) else ()
+                result = r.run([Span(sequence, tokens[part], counted[part], want)])
+                check_finite(result.residual)
+                if request.logprobs:
+                    self._log_probabilities(tokens, part, logprobs)
+                if trace is not None:
+                    self._trace(trace, result, part, generated)
+                if part.stop < len(tokens):
+                    yield [Progress(request.id, part.stop, len(tokens))]
+        done = Done(
+            request.id,
+            Usage(len(tokens), 0),
+            Timing(time.perf_counter() - began, 0.0),
+            r.residency.since(before),
+            nll=float(-logprobs[generated].sum()) if request.logprobs else None,
+            logprobs=tuple(logprobs[1:].tolist()) if request.logprobs else None,
+        )
+        yield [done]
+
+    def _open_trace(self) -> AbstractContextManager[TraceWriter | None]:
+        request, c = self.request, self.runner.config
+        if request.trace_dir is None:
+            return nullcontext()
+        return TraceWriter(
+            Path(request.trace_dir), self.runner.file.model_id, c.n_expert_used, c.n_embd, request.hidden,
+            n_layer=c.n_layer, n_expert=c.n_expert,
+        )  # fmt: skip
+
+    def _log_probabilities(self, tokens: NDArray[np.int32], part: slice, out: NDArray[np.float64]) -> None:
+        # Position i - 1 predicts token i; the last position of all predicts a token nobody gave.
+        last = min(part.stop, len(tokens) - 1)
+        for start in range(part.start, last, MAX_ROWS):
+            stop = min(start + MAX_ROWS, last)
+            logits = self.runner.logits(np.arange(start - part.start, stop - part.start, dtype=np.int32))
+            check_finite(logits)
+            out[start + 1 : stop + 1] = log_softmax_at(logits, tokens[start + 1 : stop + 1])
+
+    def _trace(self, trace: TraceWriter, result: StepResult, part: slice, generated: NDArray[np.bool_]) -> None:
+        request, c = self.request, self.runner.config
+        # Windows of one session share no position, and none looks like the next token of another.
+        positions = request.window * (self.runner.n_ctx + 1) + np.arange(part.start, part.stop)
+        hidden = None if result.hidden is None else result.hidden[list(c.moe_layers)].swapaxes(0, 1)
+        trace.append(
+            request.session_id,
+            positions.astype(np.int32),
+            generated[part],
+            c.moe_layers,
+            result.experts.swapaxes(0, 1),
+            result.weights.swapaxes(0, 1),
+            hidden,
+        )
+
+
+def log_softmax_at(logits: F32, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
+    """log p of one token a row: logits float32 [T, V], tokens [T] -> float64 [T]."""
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=1)
+    total = np.log(np.exp(wide - top[:, None]).sum(axis=1))
+    return np.asarray(wide[np.arange(len(tokens)), tokens] - top - total)
