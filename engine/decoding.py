@@ -48,7 +48,7 @@ class Graphs:
 
     def _inputs(self, T: int) -> Step:
         f = self.forward
-        return f.inputs_of(T, f.limits.max_sequences, T)
+        return f.inputs_of(T, min(T, f.limits.max_sequences), T)
 
     def step(self, T: int) -> None:
         """Enqueue a step of T tokens, one of GRAPH_TOKENS, on what `Forward.feed` wrote; all rows get logits."""
