@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from engine.errors import ModelFormatError, UnsupportedModelError
 from engine.gguf import GGUFFile
 from engine.ops import F32, I32, U8, Fetches
 from engine.quants import QTensor, dequantize, require_native
+from engine.residency import ExpertTensors
 
 KEPT_TOKENS = 8  # of a step after which some can be taken back
 
@@ -202,6 +203,35 @@ def refuse_unknown(
     for name in file.tensors:
         if name not in shapes and not skipped(name):
             raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
+
+
+LayerT = TypeVar("LayerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[LayerT]):
+    """Everything that is always in fast memory, and where the experts are in the file.
+
+    output: `token_embd` itself where the two are tied.
+    """
+
+    token_embd: QTensor
+    layers: tuple[LayerT, ...]
+    output_norm: F32
+    output: QTensor
+    experts: tuple[ExpertTensors, ...] = ()
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the matrices outside the experts."""
+        return matrix_bytes(self)
+
+
+def load_ends(file: GGUFFile, n_vocab: int, n_embd: int) -> tuple[QTensor, QTensor]:
+    """Embedding and output matrix, [V, D] each, which may be one."""
+    token_embd = matrix(file, "token_embd.weight", (n_vocab, n_embd))
+    tied = "output.weight" not in file.tensors
+    return token_embd, token_embd if tied else matrix(file, "output.weight", (n_vocab, n_embd))
 
 
 def matrix_bytes(record: Any) -> int:

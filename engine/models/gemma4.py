@@ -22,10 +22,11 @@ from engine.kv import DeltaShape, KVCache, KVGroup
 from engine.models import (
     Buffers,
     Step,
+    Weights,
     Widths,
     float_matrix,
+    load_ends,
     matrix,
-    matrix_bytes,
     number,
     per_layer,
     refuse_unknown,
@@ -313,23 +314,7 @@ class Layer:
     out_scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Everything that is always in fast memory, and where the experts are in the file."""
-
-    token_embd: QTensor
-    layers: tuple[Layer, ...]
-    output_norm: F32
-    output: QTensor
-    experts: tuple[ExpertTensors, ...]
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the matrices outside the experts."""
-        return matrix_bytes(self)
-
-
-def load(file: GGUFFile, config: Config) -> Weights:
+def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     shapes = config.tensors() | {"output.weight": (config.n_vocab, config.n_embd)}
     borrowers = range(config.n_layer - config.n_shared, config.n_layer)
@@ -342,9 +327,7 @@ def load(file: GGUFFile, config: Config) -> Weights:
         *first, down = (matrix(file, name, shapes[name]) for name in names)
         gate, up = first[0].halves() if config.fused else first
         experts.append(ExpertTensors(gate, up, down, "gelu"))
-    token_embd = matrix(file, "token_embd.weight", shapes["token_embd.weight"])
-    tied = "output.weight" not in file.tensors
-    output = token_embd if tied else matrix(file, "output.weight", shapes["output.weight"])
+    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
     norm = vector(file, "output_norm.weight", config.n_embd)
     return Weights(token_embd, layers, norm, output, tuple(experts))
 
@@ -397,7 +380,7 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
 
 def forward(
     config: Config,
-    weights: Weights,
+    weights: Weights[Layer],
     ops: ModuleType,
     ws: Any,
     step: Step,
@@ -455,7 +438,7 @@ def add_experts(
     return mixed
 
 
-def head(config: Config, weights: Weights, ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
+def head(config: Config, weights: Weights[Layer], ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
     """Logits [R, V] of the given rows of the residual stream x [T, D]."""
     ops.head(ws, x, rows, weights.output_norm, config.eps, weights.output, logits, softcap=config.softcap)
 

@@ -22,10 +22,11 @@ from engine.kv import DeltaShape, KVCache, KVGroup
 from engine.models import (
     Buffers,
     Step,
+    Weights,
     Widths,
     float_matrix,
+    load_ends,
     matrix,
-    matrix_bytes,
     number,
     per_layer,
     refuse_unknown,
@@ -358,23 +359,7 @@ class Layer:
     moe: MoE | None
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Everything that is always in fast memory, and where the experts are in the file."""
-
-    token_embd: QTensor
-    layers: tuple[Layer, ...]
-    output_norm: F32
-    output: QTensor
-    experts: tuple[ExpertTensors, ...]
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the matrices outside the experts."""
-        return matrix_bytes(self)
-
-
-def load(file: GGUFFile, config: Config) -> Weights:
+def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     shapes = config.tensors()
     refuse_unknown(file, shapes)
@@ -417,8 +402,7 @@ def load(file: GGUFFile, config: Config) -> Weights:
                 moe=moe,
             )
         )
-    token_embd = get("token_embd.weight")
-    output = get("output.weight") if "output.weight" in file.tensors else token_embd
+    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
     return Weights(token_embd, tuple(layers), norm("output_norm.weight"), output, tuple(experts))
 
 
@@ -433,7 +417,7 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
 
 def forward(
     config: Config,
-    weights: Weights,
+    weights: Weights[Layer],
     ops: ModuleType,
     ws: Any,
     step: Step,
@@ -479,7 +463,7 @@ def forward(
         head(config, weights, ops, ws, step.rows, b.x, b.logits)
 
 
-def head(config: Config, weights: Weights, ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
+def head(config: Config, weights: Weights[Layer], ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
     """Logits [R, V] of the given rows of the residual stream x [T, D]."""
     ops.head(ws, x, rows, weights.output_norm, config.eps, weights.output, logits)
 

@@ -19,11 +19,11 @@ import numpy as np
 from engine.errors import ModelFormatError, UnsupportedModelError
 from engine.gguf import GGUFFile
 from engine.kv import DeltaShape, KVCache, KVGroup
-from engine.models import Buffers, Step, Widths, matrix, matrix_bytes, number, refuse_unknown, vector
+from engine.models import Buffers, Step, Weights, Widths, load_ends, matrix, number, refuse_unknown, vector
 from engine.ops import F32, I32
 from engine.ops.arithmetic import rope_table
 from engine.quants import QTensor, dequantize
-from engine.residency import ExpertTensors, Residency
+from engine.residency import Residency
 
 ARCH = "qwen35"
 L2_EPS = 1e-6  # of the norms of q and k in a DeltaNet layer; a constant in every implementation
@@ -310,22 +310,6 @@ class Layer:
     down: QTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Everything, all of it in fast memory."""
-
-    token_embd: QTensor
-    layers: tuple[Layer, ...]
-    output_norm: F32
-    output: QTensor
-    experts: tuple[ExpertTensors, ...] = ()
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the matrices."""
-        return matrix_bytes(self)
-
-
 def skipped(config: Config, name: str) -> bool:
     """A known tensor that text does not need: vision, or a block that predicts further tokens (`blk.N.nextn`)."""
     block = re.match(r"blk\.(\d+)\.", name)
@@ -373,7 +357,7 @@ def split_heads(packed: QTensor, n_head: int) -> tuple[QTensor, QTensor]:
     return first, second
 
 
-def load(file: GGUFFile, config: Config) -> Weights:
+def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     shapes = config.tensors()
     refuse_unknown(file, shapes, lambda name: skipped(config, name))
@@ -391,18 +375,11 @@ def load(file: GGUFFile, config: Config) -> Weights:
                 down,
             )
         )
-    token_embd, output = load_ends(file, config)
+    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
     return Weights(token_embd, tuple(layers), vector(file, "output_norm.weight", config.n_embd), output)
 
 
 PARTS = ("gate", "up", "down")
-
-
-def load_ends(file: GGUFFile, config: Config) -> tuple[QTensor, QTensor]:
-    """Embedding and output matrix, which may be one."""
-    shape = (config.n_vocab, config.n_embd)
-    token_embd = matrix(file, "token_embd.weight", shape)
-    return token_embd, matrix(file, "output.weight", shape) if "output.weight" in file.tensors else token_embd
 
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
@@ -412,7 +389,7 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
 
 def forward(
     config: Config,
-    weights: Weights,
+    weights: Weights[Layer],
     ops: ModuleType,
     ws: Any,
     step: Step,

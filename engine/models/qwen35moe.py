@@ -14,14 +14,13 @@ import numpy as np
 
 from engine.gguf import GGUFFile
 from engine.kv import KVCache
-from engine.models import Buffers, Step, float_matrix, matrix, matrix_bytes, refuse_unknown, vector
+from engine.models import Buffers, Step, Weights, float_matrix, load_ends, matrix, refuse_unknown, vector
 from engine.models.qwen35 import (
     PARTS,
     Attention,
     Config,
     Delta,
     head,
-    load_ends,
     load_mixer,
     mix,
     random_tensors,
@@ -33,7 +32,7 @@ from engine.ops import F32, Gating
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
 
-__all__ = ["ARCH", "Config", "Layer", "Weights", "forward", "head", "load", "replay", "rope_tables", "tiny"]
+__all__ = ["ARCH", "Config", "Layer", "forward", "head", "load", "replay", "rope_tables", "tiny"]
 
 ARCH = "qwen35moe"
 GATING = Gating()
@@ -53,23 +52,7 @@ class Layer:
     down: QTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Everything that is always in fast memory, and where the experts are in the file."""
-
-    token_embd: QTensor
-    layers: tuple[Layer, ...]
-    output_norm: F32
-    output: QTensor
-    experts: tuple[ExpertTensors, ...]
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the matrices outside the experts."""
-        return matrix_bytes(self)
-
-
-def load(file: GGUFFile, config: Config) -> Weights:
+def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     shapes, D = config.tensors(), config.n_embd
     refuse_unknown(file, shapes, lambda name: skipped(config, name))
@@ -98,14 +81,14 @@ def load(file: GGUFFile, config: Config) -> Weights:
         else:
             gates, ups = get(p + "ffn_gate_exps.weight"), get(p + "ffn_up_exps.weight")
         experts.append(ExpertTensors(gates, ups, get(p + "ffn_down_exps.weight")))
-    token_embd, output = load_ends(file, config)
+    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
     norm = vector(file, "output_norm.weight", D)
     return Weights(token_embd, tuple(layers), norm, output, tuple(experts))
 
 
 def forward(
     config: Config,
-    weights: Weights,
+    weights: Weights[Layer],
     ops: ModuleType,
     ws: Any,
     step: Step,

@@ -15,7 +15,7 @@ import numpy as np
 from engine.errors import ModelFormatError, UnsupportedModelError
 from engine.gguf import GGUFFile
 from engine.kv import DeltaShape, KVCache, KVGroup
-from engine.models import Buffers, Step, Widths, matrix, vector
+from engine.models import Buffers, Step, Weights, Widths, load_ends, matrix, vector
 from engine.ops import F32, I32, Gating
 from engine.ops.arithmetic import rope_table
 from engine.quants import QTensor
@@ -174,25 +174,7 @@ class Layer:
     router: QTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Everything that is always in fast memory, and where the experts are in the file."""
-
-    token_embd: QTensor
-    layers: tuple[Layer, ...]
-    output_norm: F32
-    output: QTensor
-    experts: tuple[ExpertTensors, ...]
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the matrices outside the experts."""
-        tied = self.output is self.token_embd
-        heads = self.token_embd.nbytes + (0 if tied else self.output.nbytes)
-        return heads + sum(t.nbytes for y in self.layers for t in (y.wq, y.wk, y.wv, y.wo, y.router))
-
-
-def load(file: GGUFFile, config: Config) -> Weights:
+def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     shapes = config.tensors()
     for name in file.tensors:
@@ -229,8 +211,7 @@ def load(file: GGUFFile, config: Config) -> Weights:
                 get(p + "ffn_gate_exps.weight"), get(p + "ffn_up_exps.weight"), get(p + "ffn_down_exps.weight")
             )
         )
-    token_embd = get("token_embd.weight")
-    output = get("output.weight") if "output.weight" in file.tensors else token_embd
+    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
     return Weights(token_embd, tuple(layers), norm("output_norm.weight"), output, tuple(experts))
 
 
@@ -241,7 +222,7 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
 
 def forward(
     config: Config,
-    weights: Weights,
+    weights: Weights[Layer],
     ops: ModuleType,
     ws: Any,
     step: Step,
@@ -266,9 +247,7 @@ def forward(
             ws, b.x, layer.attn_norm, config.eps, layer.wq, layer.wk, layer.wv, layer.q_norm, layer.k_norm,
             rope, step.positions, kv.layers[i], slots, q,
         )  # fmt: skip
-        ops.attention(
-            ws, q, kv.layers[i], table, step.sequence, step.positions, scale, attended, step.n_positions
-        )
+        ops.attention(ws, q, kv.layers[i], table, step.sequence, step.positions, scale, attended, step.n_positions)
         ops.attention_output(ws, attended, layer.wo, b.x)
         ops.router(ws, b.x, layer.ffn_norm, config.eps, layer.router, b.h, b.router)
         ops.route(
@@ -280,7 +259,7 @@ def forward(
         head(config, weights, ops, ws, step.rows, b.x, b.logits)
 
 
-def head(config: Config, weights: Weights, ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
+def head(config: Config, weights: Weights[Layer], ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
     """Logits [R, V] of the given rows of the residual stream x [T, D]."""
     ops.head(ws, x, rows, weights.output_norm, config.eps, weights.output, logits)
 
