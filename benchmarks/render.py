@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,26 @@ step takes."""
 SOAK = """\
 {minutes:.0f} minutes of {clients} clients at {residency:.0f}% residency: {requests:,} requests ({kinds}), {tokens:,}
 generated tokens, {misses:.1%} of active experts missed. Problems: {problems}."""
+CLIENTS = """\
+{versions}, headless, against `spark serve` with {model}{layers} and a context of {ctx:,} tokens: {requests:,} requests
+of {shapes} shapes (names and types of all fields), at most {at_once} at once, prompts of up to {longest:,} tokens. The
+programs were made to call tools {calls} times; {results} requests brought results of tools. A problem is a status of
+400 or more, a reply that cannot be read, events out of order, an error in a program's output, an exit code that is not
+0; there were {problems}. Two things are none: the refusal of a prompt longer than the context, which each program has
+to understand, and the reply to an agent of Codex's that is still coming when Codex ends."""
+LOAD = """\
+{minutes:.0f} minutes of {clients} clients that stream from all four APIs, on {model} and the {device}; every fifth
+request is left in the middle, and half-way the daemon is killed: {requests:,} requests ({kinds}), {tokens:,} tokens
+generated, {rate:,.0f} a second in all. {running} requests ran at the kill; an error of any other is a problem, as are
+a stream without an end, a leak and a request that is still there in the end. Problems: {problems}."""
+OVERHEAD = """\
+The same {at_once} requests at once to the server and to a daemon without one, in turn, {n} times: {server} tokens/s
+against {daemon}; the median of the ratios is **{share:+.1%}** of the daemon's rate. The server takes {cpu:.3f} ms of a
+core a token."""
+REPLAY = """\
+{sessions} recorded sessions on {model}, {turns} turns through `{path}`, up to {most} tokens a reply: {reused:.0%} of
+{prompt:,} prompt tokens were reused. Times are p50 (p95). *Valid calls*: of those turns that called a tool and were not
+cut off by the bound ({calling} turns; the recorded model called in {recorded}). Left out: {refused}."""
 HEAD = """\
 # Results
 
@@ -295,7 +316,93 @@ def soak(name: str, made: Json) -> list[str]:
     return ["## Soak", "", *origin(name, made), text, "", f"Growth from the second quarter to the last: {grown}.", ""]
 
 
+def seconds_of(values: Json) -> str:
+    return f"{values['p50']:.2f} ({values['p95']:.2f}) s" if values["n"] else ""
+
+
+def load(name: str, made: Json) -> list[str]:
+    lines = ["## The server under load", "", *origin(name, made)]
+    if run := made.get("load"):
+        text = LOAD.format(
+            minutes=run["seconds"] / 60, clients=run["clients"], model=made["model"], device=made["device"].upper(),
+            requests=run["requests"], kinds=", ".join(f"{n:,} {kind}" for kind, n in run["outcomes"].items()),
+            tokens=run["generated_tokens"], rate=run["generated_tokens_per_s"], running=run["running_when_killed"],
+            problems="; ".join(run["problems"]) or "none",
+        )  # fmt: skip
+        lines += [text, ""]
+        rates = run["reply_tokens_per_s"]
+        lines += table(["", "p50", "p95", "replies"], [
+            *([f"first token, {kind} prompts, s", f"{r['p50']:.2f}", f"{r['p95']:.2f}", r["n"]]
+              for kind, r in run["time_to_first_token_s"].items()),
+            ["tokens/s of a reply", f"{rates['p50']:.0f}", f"{rates['p95']:.0f}", rates["n"]],
+        ])  # fmt: skip
+        left, grown, blocks = run["left_over"], run["growth_bytes"], run["left_over"]["kv_blocks"]
+        grown_text = ", ".join(f"{who} {n / 2**20:+.1f} MiB" for who, n in grown.items() if n is not None)
+        lines += [f"Left at the end: {left['connections']} connections, {left['replies']:.0f} replies, "
+                  f"{left['queue']:.0f} requests; of {blocks['total']} KV blocks {blocks['free']} are "
+                  f"free and {left['prefix_blocks']} hold prefixes. Memory from the second quarter to the last: "
+                  f"{grown_text}.", ""]  # fmt: skip
+    if cost := made.get("overhead"):
+        text = OVERHEAD.format(
+            at_once=cost["at_once"], n=cost["overhead"]["n"], server=spread(cost["server_tokens_per_s"]),
+            daemon=spread(cost["daemon_tokens_per_s"]), share=-cost["overhead"]["median"],
+            cpu=cost["server_cpu_ms_per_token"]["median"],
+        )  # fmt: skip
+        lines += [text, ""]
+    return lines
+
+
+def agent_replay(name: str, made: Json) -> list[str]:
+    total = made["total"]
+    judged = total["calls"]
+    text = REPLAY.format(
+        sessions=made["sessions"], model=made["model"], turns=total["turns"], most=made["max_tokens"],
+        path="/v1/messages" if made["api"] == "messages" else "/v1/chat/completions", prompt=total["prompt_tokens"],
+        reused=total["reused_tokens"] / total["prompt_tokens"], recorded=total["recorded_calls"],
+        calling=judged.get("valid", 0) + judged.get("invalid", 0),
+        refused=", ".join(f"{n} turns {why}" for why, n in made["refused"].items()) or "none",
+    )  # fmt: skip
+    lines = ["## Recorded sessions, turn by turn", "", *origin(name, made), text, ""]
+    rows = [
+        [label, r["turns"], seconds_of(r["first_s"]), seconds_of(r["end_s"]),
+         f"{r['computed_a_turn']['p50']:,.0f} ({r['computed_a_turn']['p95']:,.0f})",
+         percent(r["reused_tokens"] / r["prompt_tokens"]),
+         f"{r['tokens_per_s']['p50']:.0f}" if r["tokens_per_s"]["n"] else "",
+         "" if r["valid_calls_share"] is None else percent(r["valid_calls_share"])]
+        for label, r in [*((f"{b['from_tokens']:,} to {b['to_tokens']:,}", b) for b in made["bands"]), ("all", total)]
+    ]  # fmt: skip
+    columns = ["prompt tokens", "turns", "first token", "whole reply", "computed", "reused", "tokens/s", "valid calls"]
+    return lines + table(columns, rows)
+
+
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
+def clients(name: str, made: Json) -> list[str]:
+    text = CLIENTS.format(
+        versions=" and ".join(f"{program} {said.split()[-1] if program == 'codex' else said.split()[0]}"
+                              for program, said in made["programs"].items()),
+        model=made["model"], layers="" if made["layers"] is None else f" (its first {made['layers']} layers)",
+        ctx=made["ctx_tokens"], requests=sum(s["count"] for s in made["shapes"]), shapes=len(made["shapes"]),
+        at_once=made["most_at_once"], longest=max(made["longest_prompt_tokens"].values()),
+        calls=sum(r["calls"] for r in made["rows"]), results=sum(r["results"] for r in made["rows"]),
+        problems=made["problems"] or "none",
+    )  # fmt: skip
+    asked: dict[tuple[str, str], list[Json]] = {}
+    for found in made["shapes"]:
+        asked.setdefault((found["program"], f"{found['method']} {found['path']}"), []).append(found)
+    lines = ["## Claude Code and Codex", "", *origin(name, made), text, ""]
+    lines += table(
+        ["request", "program", "shapes", "requests", "outcomes"],
+        [[f"`{request}`", program, len(found), sum(s["count"] for s in found),
+          ", ".join(f"{n} x {status}" for status, n in sum((Counter(s["outcomes"]) for s in found), Counter()).items())]
+         for (program, request), found in asked.items()],
+    )  # fmt: skip
+    for program in made["programs"]:
+        names = [r["scenario"] for r in made["rows"] if r["program"] == program and "at once" not in r["scenario"]]
+        n = sum(r["program"] == program for r in made["rows"]) - len(names)
+        lines += [f"Runs of {program}: {', '.join(names)}; {n} at once with those of the other.", ""]
+    return lines
+
+
 SECTIONS = {
     "pipeline.json": pipeline,
     "decode.json": decode,
@@ -311,6 +418,11 @@ SECTIONS = {
     "calibrate.json": rows_of("Calibration on the GPU"),
     "compile_kernels.json": rows_of("Compiling the CUDA kernels"),
     "soak.json": soak,
+    "load.json": load,
+    "agent_replay.json": agent_replay,
+    "agent_replay-35k.json": agent_replay,
+    "agent_replay-94k.json": agent_replay,
+    "clients.json": clients,
     "routing_model.json": routing,
     "cpu_kernels.json": kernels,
     "extract_memory.json": rows_of("Extraction of large logs"),

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("commands.md")
-COMMANDS = ("extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "plan", "bench", "demo")
+COMMANDS = (
+    "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "plan", "bench",
+    "demo",
+)  # fmt: skip
 HEAD = """# Commands
 
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.

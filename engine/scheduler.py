@@ -138,9 +138,11 @@ class Engine:
             if reading and (not decoding or self._owed_s <= 0):
                 task = reading[self._reader % len(reading)]
                 self._reader = (self._reader + 1) % len(reading)
-                began = time.perf_counter()
+                began, read, reused = time.perf_counter(), task.read_tokens, task.reused_tokens
                 events += self._guarded(task, task.read)
                 self._owed_s = time.perf_counter() - began
+                self._tokens["read"] += task.read_tokens - read
+                self._tokens["reused"] += task.reused_tokens - reused
             elif len(decoding) == 1 and not reading and decoding[0].grammar is None:
                 self._ahead = decoding[0], decoding[0].ahead()
                 events += self._run_ahead(pause=False)
@@ -204,8 +206,6 @@ class Engine:
             if isinstance(event, Tokens):
                 self._tokens["written"] += len(event.tokens)
             if isinstance(event, Done):
-                self._tokens["read"] += event.usage.prompt_tokens - event.usage.cached_tokens
-                self._tokens["reused"] += event.usage.cached_tokens
                 self._finish(task)
         return events
 

@@ -33,7 +33,8 @@ class GenerateTask:
     """A request to generate.
 
     history: the prompt and what was drawn. sequence: what is cached of it, None while it waits. decoding: the prompt
-    is read. number: its place among those that run, 0, 1, ... reason: why it ended, None until then.
+    is read. number: its place among those that run, 0, 1, ... reason: why it ended, None until then. read_tokens,
+    reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
     """
 
     def __init__(self, runner: Runner, request: Generate) -> None:
@@ -52,6 +53,7 @@ class GenerateTask:
         self.decoding = False
         self.reason: str | None = None
         self.cached_tokens: int | None = None
+        self.read_tokens = self.reused_tokens = 0
         self._before = runner.residency.counters()
         self._began = time.perf_counter()
         self._read_s = 0.0  # when the prompt was read
@@ -79,6 +81,7 @@ class GenerateTask:
         tokens = np.asarray(self.to_read, np.int32)
         if self.sequence is None:
             self.sequence, reused = r.resume(tokens)
+            self.reused_tokens += reused
             if self.cached_tokens is None:
                 self.cached_tokens = min(reused, len(self.request.tokens))
         sequence = self.sequence
@@ -89,6 +92,7 @@ class GenerateTask:
         counted = np.zeros(len(part), bool)
         result = r.run([Span(sequence, part, counted, (len(part) - 1,) if last and not self.made else ())])
         r.remember(sequence, tokens)
+        self.read_tokens += len(part)
         if not last:
             r.synchronize()  # or the time of a unit would be that of enqueueing it
             return [Progress(self.id, sequence.length, len(tokens))]
@@ -213,6 +217,7 @@ class ScoreTask:
         self.request = request
         self.number = 0
         self.reason: str | None = None
+        self.read_tokens = self.reused_tokens = 0
         self.sequence: Sequence | None = None
         self._work = self._score()
 
@@ -264,6 +269,7 @@ class ScoreTask:
                 part = slice(start, min(start + r.chunk_tokens, len(tokens)))
                 want = (part.stop - part.start - 1,) if part.stop == len(tokens) else ()
                 result = r.run([Span(sequence, tokens[part], counted[part], want)])
+                self.read_tokens += part.stop - part.start
                 check_finite(result.residual)
                 if request.logprobs:
                     self._log_probabilities(tokens, part, logprobs)

@@ -41,7 +41,10 @@ def parse_count(body: Mapping[str, Any]) -> Conversation:
 
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     c.refuse(body, _UNSUPPORTED)
-    found = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(c.records(body, "tools", c.MAX_TOOLS, []))]
+    offered = list(enumerate(c.records(body, "tools", c.MAX_TOOLS, [])))
+    # Tools that a search has found come last, so that prompts go on sharing what is before them.
+    offered.sort(key=lambda item: item[1].get("defer_loading") is True)
+    found = [_tool(f"tools[{i}]", tool) for i, tool in offered]
     tools = c.unique_tools([tool for tool in found if tool is not None])
     messages = [Message("system", text)] if (text := _system(body.get("system"))) else []
     given = c.records(body, "messages", c.MAX_MESSAGES)

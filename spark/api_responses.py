@@ -2,7 +2,8 @@
 
 What a request asks for and this server cannot do is refused by name, with these exceptions, which Codex's sessions take
 for granted: pictures become a note; tools other than functions and custom ones, and items that such tools have left in
-the input, are left out; `store` and other fields that do not change what a reply says are ignored.
+the input, are left out; `store` and other fields that do not change what a reply says are ignored. Functions that come
+in a namespace, as those of MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError, SparkError
@@ -38,7 +40,7 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     if body.get("previous_response_id") is not None:
         raise RequestError("previous_response_id: nothing is kept here", hint="send the whole input in each request")
     c.refuse(body, _UNSUPPORTED)
-    tools = c.unique_tools([tool for tool, _ in _tools(body)])
+    tools = c.unique_tools([tool.definition for tool in _tools(body)])
     text = c.get(body, "text", dict, {})
     messages = _input(body.get("input"))
     if instructions := c.get(body, "instructions", str, ""):
@@ -59,23 +61,55 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     )
 
 
-def _tools(body: Mapping[str, Any]) -> list[tuple[dict[str, Any], bool]]:
-    """Definitions, and whether each is of a custom tool: those take bare text, here the argument `input`."""
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A definition for the model, and what the tool is to the client. custom: takes bare text, here one argument."""
+
+    definition: dict[str, Any]
+    name: str
+    namespace: str | None
+    custom: bool
+
+
+def _tools(body: Mapping[str, Any]) -> list[_Tool]:
     made = []
     for i, record in enumerate(c.records(body, "tools", c.MAX_TOOLS, [])):
-        where = f"tools[{i}]"
-        kind = c.get(record, "type", str, where=f"{where}.")
-        if kind not in ("function", "custom"):
+        if record.get("type") != "namespace":
+            made += _tool(f"tools[{i}]", record, None)
             continue
-        name = c.get(record, "name", str, where=f"{where}.")
-        description, parameters = record.get("description"), record.get("parameters")
-        if kind == "custom":
-            form = c.get(record, "format", dict, {}, f"{where}.")
-            definition = c.get(form, "definition", str, "", f"{where}.format.")
-            description = "\n\n".join(filter(None, (c.get(record, "description", str, "", f"{where}."), definition)))
-            parameters = _CUSTOM_SCHEMA
-        made.append((c.tool(where, name, description, parameters), kind == "custom"))
+        namespace = c.get(record, "name", str, "", f"tools[{i}].")
+        for k, inner in enumerate(c.get(record, "tools", list, [], f"tools[{i}].")):
+            where = f"tools[{i}].tools[{k}]"
+            made += _tool(where, c.as_object(where, inner), namespace)
+    if len(made) > c.MAX_TOOLS:
+        raise RequestError(f"tools: {len(made)} of them; the limit is {c.MAX_TOOLS}")
     return made
+
+
+def _tool(where: str, record: dict[str, Any], namespace: str | None) -> list[_Tool]:
+    """One tool; none for those that are not the client's to run."""
+    kind = c.get(record, "type", str, where=f"{where}.")
+    if kind not in ("function", "custom"):
+        return []
+    name = c.get(record, "name", str, where=f"{where}.")
+    description, parameters = record.get("description"), record.get("parameters")
+    if kind == "custom":
+        form = c.get(record, "format", dict, {}, f"{where}.")
+        definition = c.get(form, "definition", str, "", f"{where}.format.")
+        description = "\n\n".join(filter(None, (c.get(record, "description", str, "", f"{where}."), definition)))
+        parameters = _CUSTOM_SCHEMA
+    made = c.tool(where, _full_name(name, namespace), description, parameters)
+    return [_Tool(made, name, namespace, kind == "custom")]
+
+
+def _full_name(name: str, namespace: str | None) -> str:
+    """The name that the model knows a tool by."""
+    return name if not namespace else f"{namespace}__{name}"
+
+
+def _named(where: str, record: dict[str, Any]) -> str:
+    """The full name of the tool that a record names."""
+    return _full_name(c.get(record, "name", str, where=where), c.get(record, "namespace", str, None, where))
 
 
 def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
@@ -86,7 +120,7 @@ def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
             raise RequestError("tool_choice: a call is required, and there are no tools")
         return value
     if type(value) is dict and value.get("type") in ("function", "custom"):
-        return c.chosen(c.get(value, "name", str, where="tool_choice."), tools, "tool_choice.name")
+        return c.chosen(_named("tool_choice.", value), tools, "tool_choice.name")
     raise RequestError("tool_choice: expected 'auto', 'none', 'required', or a function or custom tool")
 
 
@@ -155,11 +189,11 @@ def _item(where: str, item: dict[str, Any], turns: _Turns) -> None:
         else:
             turns.add(Message(role, text))
     elif kind == "function_call":
-        name = c.get(item, "name", str, where=f"{where}.")
+        name = _named(f"{where}.", item)
         arguments = c.get(item, "arguments", str, "{}", f"{where}.")
         turns.call(c.call(c.get(item, "call_id", str, where=f"{where}."), name, arguments))
     elif kind == "custom_tool_call":
-        name = c.get(item, "name", str, where=f"{where}.")
+        name = _named(f"{where}.", item)
         arguments = {"input": c.get(item, "input", str, "", f"{where}.")}
         turns.call(ToolCall(c.get(item, "call_id", str, where=f"{where}."), name, arguments))
     elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -224,7 +258,7 @@ class Writer:
     keep_alive = b": nothing new\n\n"
 
     def __init__(self, model: str, body: Mapping[str, Any], conversation: Conversation) -> None:
-        self._custom = {tool["function"]["name"] for tool, custom in _tools(body) if custom}
+        self._tools = {tool.definition["function"]["name"]: tool for tool in reversed(_tools(body))}
         include = body.get("include")
         self._keep = type(include) is list and "reasoning.encrypted_content" in include
         sampling = conversation.sampling
@@ -282,7 +316,7 @@ class Writer:
             call = self._open
             assert isinstance(call, WholeCall)
             self._open = WholeCall(call.id, call.name, call.arguments + part.text)
-            if call.name in self._custom:
+            if self._is_custom(call):
                 return b""
             return self._inside("response.function_call_arguments.delta", delta=part.text)
         return self._close("completed" if part.complete else "incomplete")
@@ -321,7 +355,7 @@ class Writer:
     def _begin(self, item: Text | WholeCall) -> bytes:
         self._open = item
         prefix = "fc" if isinstance(item, WholeCall) else "rs" if item.kind == "reasoning" else "msg"
-        if isinstance(item, WholeCall) and item.name in self._custom:
+        if isinstance(item, WholeCall) and self._is_custom(item):
             prefix = "ctc"
         self._id = f"{prefix}_{secrets.token_hex(12)}"
         made = self._event("response.output_item.added", output_index=len(self._output), item=self._item("in_progress"))
@@ -340,15 +374,19 @@ class Writer:
             more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": []}
             made = self._inside(f"response.{kind}.done", content_index=0, text=item.text, **more)
             made += self._inside("response.content_part.done", content_index=0, part=_content(item))
-        elif item.name in self._custom:
+        elif self._is_custom(item):
             made = self._inside("response.custom_tool_call_input.delta", delta=done["input"])
             made += self._inside("response.custom_tool_call_input.done", input=done["input"])
         else:
-            made = self._inside("response.function_call_arguments.done", name=item.name, arguments=item.arguments)
+            made = self._inside("response.function_call_arguments.done", name=done["name"], arguments=item.arguments)
         made += self._event("response.output_item.done", output_index=len(self._output), item=done)
         self._output.append(done)
         self._open = None
         return made
+
+    def _is_custom(self, call: WholeCall) -> bool:
+        tool = self._tools.get(call.name)
+        return tool is not None and tool.custom
 
     def _item(self, status: str) -> dict[str, Any]:
         """The item that is being written, as the API has it."""
@@ -356,8 +394,11 @@ class Writer:
         assert item is not None
         made: dict[str, Any] = {"id": self._id, "status": status}
         if isinstance(item, WholeCall):
-            call = {"call_id": item.id, "name": item.name}
-            if item.name in self._custom:
+            tool = self._tools.get(item.name)
+            call = {"call_id": item.id, "name": item.name if tool is None else tool.name}
+            if tool is not None and tool.namespace:
+                call["namespace"] = tool.namespace
+            if self._is_custom(item):
                 return made | {"type": "custom_tool_call", **call, "input": _custom_input(item)}
             return made | {"type": "function_call", **call, "arguments": item.arguments}
         content = [_content(item)] if status == "completed" else []

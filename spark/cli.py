@@ -18,9 +18,33 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.config import EngineConfig, KVType
+from engine.config import EngineConfig
 from engine.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
 from spark.console import note, progress_bars
+from spark.options import (
+    CacheDirGibOption,
+    CacheDirOption,
+    CacheOption,
+    ChunkOption,
+    ContextOption,
+    Data,
+    DeviceOption,
+    GenOption,
+    JsonOption,
+    KVOption,
+    Model,
+    PrefixOption,
+    ProfileOption,
+    ReadyOption,
+    ResidencyOption,
+    ServeResidencyOption,
+    SparkOption,
+    ThreadsOption,
+    VramOption,
+    serving,
+    slots,
+    writable,
+)
 
 app = typer.Typer(
     name="spark",
@@ -30,55 +54,6 @@ app = typer.Typer(
 )
 
 
-def _writable(path: Path | None) -> Path | None:
-    """Refuse a file that could not be written in the end, before there is any work to lose."""
-    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
-        return path  # a device or a pipe is written to as it is
-    target = path.resolve()
-    if target.is_dir():
-        raise UsageError(f"{path} is a folder, expected the name of a file to write")
-    if not target.parent.is_dir():
-        raise SparkError(f"{path} cannot be written: there is no folder {target.parent}", hint="make it first")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise SparkError(f"{path} cannot be written: no permission in {target.parent}", hint="write somewhere else")
-    return path
-
-
-Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
-Data = Annotated[
-    Path,
-    typer.Argument(metavar="TOKENS.parquet|SESSIONS.jsonl", help="From tokenize, or from extract-sessions."),
-]
-DeviceOption = Annotated[
-    Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="CPU threads; default: one a physical core.")
-]
-ReadyOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds until the model must be loaded.")]
-GenOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds until one request must be finished.")]
-ResidencyOption = Annotated[
-    float, typer.Option(min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold.")
-]
-VramOption = Annotated[
-    float | None,
-    typer.Option(min=0.001, metavar="GIB", help="Most that all of it may take on the GPU; default: what is free."),
-]
-SparkOption = Annotated[bool, typer.Option("--spark", help="Place by the profile beside the model, and learn.")]
-ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", metavar="FILE", help="Profile; default: MODEL.gguf.spark.csv.")
-]
-CacheOption = Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of each layer.")]
-ContextOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Context length; default: the model's, bounded.")
-]
-KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
-ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", callback=_writable, help="Also write the figures there.")
-]
-
-
 def save(path: Path | None, report: dict[str, Any]) -> None:
     """Write `--json`, if it was asked for."""
     if path is not None:
@@ -86,12 +61,6 @@ def save(path: Path | None, report: dict[str, Any]) -> None:
 
         write_json(path, report)
         note(f"figures written to {path}")
-
-
-def _cache_slots(given: str) -> int | None:
-    if given != "auto" and not given.isdecimal():
-        raise UsageError(f"--cache-slots is {given!r}: expected auto or a number")
-    return None if given == "auto" else int(given)
 
 
 @contextlib.contextmanager
@@ -174,11 +143,11 @@ def tokenize(
     model: Model,
     sessions: Annotated[Path | None, typer.Argument(metavar="SESSIONS.jsonl", help="From extract-sessions.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=_writable, help="Token file to write (Parquet).")
+        Path | None, typer.Option(metavar="FILE", callback=writable, help="Token file to write (Parquet).")
     ] = None,
     window: Annotated[int, typer.Option(min=16, metavar="N", help="Most tokens in one window.")] = 4096,
     export_tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=_writable, help="Write the tokenizer as tokenizer.json.")
+        Path | None, typer.Option(metavar="FILE", callback=writable, help="Write the tokenizer as tokenizer.json.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -240,7 +209,7 @@ def calibrate(
     from spark.tables import show_calibration
 
     target = out or default_path(model)
-    _writable(target)
+    writable(target)
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy="uniform", vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
@@ -311,7 +280,7 @@ def validate(
 def train_pregate(
     model: Model,
     trace: Annotated[Path, typer.Argument(metavar="TRACE_DIR", help="From calibrate --trace DIR --hidden.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", callback=_writable, help="Predictors to write (safetensors).")],
+    out: Annotated[Path, typer.Option(metavar="FILE", callback=writable, help="Predictors to write (safetensors).")],
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the training tokens.")] = 5,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of initial weights and order.")] = 0,
     threads: ThreadsOption = None,
@@ -339,16 +308,14 @@ def serve(
     spark: SparkOption = False,
     profile: ProfileOption = None,
     vram: VramOption = None,
-    residency: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold; not with --vram."
-        ),
-    ] = None,
+    residency: ServeResidencyOption = None,
     cache_slots: CacheOption = "auto",
     ctx: ContextOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
+    prefix: PrefixOption = 2.0,
+    cache_dir: CacheDirOption = None,
+    cache_dir_gib: CacheDirGibOption = 32.0,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")] = 8080,
     api_key: Annotated[
@@ -359,40 +326,66 @@ def serve(
     ready_timeout: ReadyOption = 600.0,
     gen_timeout: GenOption = 3600.0,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's chat API.
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, and a page at /.
 
     With --spark the experts of the profile are pinned, the other slots follow the traffic, and what was learned is
     merged into the profile. Without it there is no profile and all slots are an LRU cache. SIGTERM lets replies
     finish; Ctrl-C gives them three seconds.
     """
-    from engine.profile import default_path
     from spark.client import Deadlines
     from spark.server import ServeOptions
     from spark.server import serve as run_server
 
-    if vram is not None and residency is not None:
-        raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
-    path = profile or default_path(model)
-    if spark and not path.exists():
-        _writable(path)
-        note(f"no profile at {path} yet: starting uniform, learning, saving there")
-    config = EngineConfig(
-        model=model,
-        device=device,
-        policy="spark" if spark else "lru",
-        profile=path if spark and path.exists() else None,
-        residency_pct=100.0 if residency is None else residency,
-        vram_gib=vram,
-        cache_slots=_cache_slots(cache_slots),
-        ctx_tokens=ctx,
-        kv_type=kv_type,
-        chunk_tokens=chunk,
-        threads=threads,
-    )
+    config, learned = serving(
+        model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
+        kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
+        device=device, threads=threads,
+    )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    options = ServeOptions(config, host, port, api_key, deadlines, learned_profile=path if spark else None)
     with progress_bars() as progress:
-        run_server(options, progress)
+        run_server(ServeOptions(config, host, port, api_key, deadlines, learned), progress)
+
+
+@app.command()
+def launch(
+    client: Annotated[Literal["claude", "codex"], typer.Argument(metavar="claude|codex", help="Claude Code or Codex.")],
+    model: Model,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="The client's own arguments.", show_default=False)
+    ] = None,
+    spark: SparkOption = False,
+    profile: ProfileOption = None,
+    vram: VramOption = None,
+    residency: ServeResidencyOption = None,
+    cache_slots: CacheOption = "auto",
+    ctx: ContextOption = None,
+    kv_type: KVOption = "f16",
+    chunk: ChunkOption = None,
+    prefix: PrefixOption = 2.0,
+    cache_dir: CacheDirOption = None,
+    cache_dir_gib: CacheDirGibOption = 32.0,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    ready_timeout: ReadyOption = 600.0,
+    gen_timeout: GenOption = 3600.0,
+) -> None:
+    """Run Claude Code or Codex on a model.
+
+    The model is served on a free port of this machine, as serve would with these options, for as long as the client
+    runs. Its exit status is the client's. The client's own settings are left as they are.
+    """
+    from spark import launch as launching
+    from spark.client import Deadlines
+    from spark.server import ServeOptions
+
+    config, learned = serving(
+        model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
+        kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
+        device=device, threads=threads,
+    )  # fmt: skip
+    deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
+    options = ServeOptions(config, port=0, deadlines=deadlines, learned_profile=learned)
+    raise typer.Exit(launching.launch(client, options, arguments or ()))
 
 
 @app.command()
@@ -426,7 +419,7 @@ def plan(
         device="cuda",
         policy="spark" if spark else "lru",
         profile=path if spark and path.exists() else None,
-        cache_slots=_cache_slots(cache_slots),
+        cache_slots=slots(cache_slots),
         ctx_tokens=ctx,
         kv_type=kv_type,
         chunk_tokens=chunk,

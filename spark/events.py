@@ -10,18 +10,18 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from engine.errors import SparkError
 from spark.backend import Backend
-from spark.metrics import Metrics
 
 MAX_WATCHERS = 16
 EVERY_S = 1.0
 _SHOWN = ("device", "isa", "threads", "ctx_tokens", "chunk_tokens", "kv_type", "policy", "residency_pct", "reasons",
           "warnings")  # fmt: skip
-_COUNTED = ("queued", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks", "prefix", "plan")
+_COUNTED = ("running", "queued", "tokens", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks",
+            "prefixes", "plan")  # fmt: skip
 
 
 class Counters:
@@ -41,10 +41,10 @@ class Counters:
 
 
 class Feed:
-    """The events. name: what the model is called. Closed, it ends for all who watch."""
+    """The events. replies: how many are being made; name: what the model is called. Closed, it ends for all."""
 
-    def __init__(self, backend: Backend, counters: Counters, metrics: Metrics, name: str) -> None:
-        self._backend, self._counters, self._metrics, self._name = backend, counters, metrics, name
+    def __init__(self, backend: Backend, counters: Counters, replies: Callable[[], int], name: str) -> None:
+        self._backend, self._counters, self._replies, self._name = backend, counters, replies, name
         self._sampling: asyncio.Task[None] | None = None
         self._sample = b""
         self._number = 0
@@ -94,15 +94,11 @@ class Feed:
 
     def _figures(self, stats: Mapping[str, Any] | None) -> dict[str, Any]:
         """One sample; `engine` is left out where the daemon did not answer: what was last known holds."""
-        live = self._metrics.live
         made: dict[str, Any] = {
             "time_s": time.monotonic(),
             "up": self._backend.alive,
             "restarts": self._backend.restarts,
-            "replies": live.replies,
-            "read": live.read,
-            "reused": live.reused,
-            "written": live.written,
+            "replies": self._replies(),
         }
         if stats is not None:
             made["engine"] = {key: stats[key] for key in _COUNTED if key in stats}

@@ -19,7 +19,7 @@ from engine import protocol
 from engine.errors import ContextOverflowError, RequestError, SparkError
 from engine.tokenizer import Tokenizer
 from spark.backend import Backend, Generation
-from spark.conversation import EFFORTS, Conversation, Finish, Part, Text, Usage
+from spark.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage
 from spark.metrics import Metrics
 from spark.render import Opening, Renderer
 from spark.reply import ReplyParser
@@ -66,10 +66,6 @@ class Model:
     def ctx_tokens(self) -> int:
         """The context's length."""
         return int(self._backend.ready.info["ctx_tokens"])
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return int(self._backend.ready.info.get("chunk_tokens") or self.ctx_tokens)
 
     async def count(self, conversation: Conversation) -> int:
         """The tokens of a conversation's prompt."""
@@ -153,7 +149,6 @@ class Model:
         began_s, reason = time.monotonic(), ""
         said_s: float | None = None  # when something was last given out
         self.replies += 1
-        self._metrics.live.replies += 1
         self._metrics.replies.inc()
         generation: Generation | None = None
         try:
@@ -162,11 +157,8 @@ class Model:
                 generation = Generation(
                     self._backend, run.tokens, run.left, prompt.conversation.sampling, run.grammar_text()
                 )
-                count = self._metrics.live.follow(len(run.tokens), self._chunk_tokens)
                 while not (run.reason or run.broken):
                     event = await generation.next(_SOON_S if said_s is None else KEEP_ALIVE_S)
-                    if event is not None:
-                        count(event)
                     parts = [] if event is None else run.take(event)
                     # A call whose arguments cannot be shown yet is no reason to be silent either.
                     if parts or said_s is None or time.monotonic() - said_s >= KEEP_ALIVE_S:
@@ -183,7 +175,6 @@ class Model:
             raise
         finally:
             self.replies -= 1
-            self._metrics.live.replies -= 1
             self._metrics.replies.dec()
             if generation is not None:
                 generation.cancel()
@@ -201,6 +192,20 @@ class Model:
 
 def _may_call(conversation: Conversation) -> bool:
     return bool(conversation.tools) and conversation.tool_choice == "auto"
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """The parts with what belongs together in one: an event of an API each costs more than the text in it."""
+    made: list[Part] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if isinstance(part, Text) and isinstance(last, Text) and part.kind == last.kind:
+            made[-1] = Text(part.kind, last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            made[-1] = CallArguments(last.text + part.text)
+        else:
+            made.append(part)
+    return made
 
 
 class _Run:
@@ -251,7 +256,7 @@ class _Run:
         elif isinstance(event, protocol.Done):
             self.usage = replace(self.usage, cached=min(event.usage.cached_tokens, self.usage.prompt))
             self.reason = event.finish_reason or "stop"
-        return parts
+        return _joined(parts)
 
     def _token(self, token: int, parts: list[Part]) -> None:
         parser, before, n = self._parser, self._parser.reasoning, len(parts)

@@ -6,14 +6,13 @@ at 0, as counters may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from engine import protocol
 from spark.conversation import Usage
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -21,42 +20,10 @@ _TO_FIRST_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _PER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 
 
-class Live:
-    """Tokens as they come, where the counters of `Metrics` know of a reply when it is over. replies: being made."""
-
-    def __init__(self) -> None:
-        self.replies = self.read = self.reused = self.written = 0
-
-    def follow(self, prompt_tokens: int, chunk_tokens: int) -> Callable[[protocol.Event], None]:
-        """Make what is to be called with each event of one generation.
-
-        What did not have to be read ends where a chunk does, so what is left of its first chunk was read.
-        """
-        done = 0
-
-        def reach(tokens: int) -> None:
-            nonlocal done
-            first = done or (tokens - 1) // chunk_tokens * chunk_tokens
-            self.reused += first - done
-            self.read += max(0, tokens - first)
-            done = max(done, tokens)
-
-        def count(event: protocol.Event) -> None:
-            if isinstance(event, protocol.Progress) and event.done_tokens > 0:
-                reach(event.done_tokens)
-            elif isinstance(event, protocol.Tokens):
-                if done < prompt_tokens:
-                    reach(prompt_tokens)
-                self.written += len(event.tokens)
-
-        return count
-
-
 class Metrics:
     """What a server counts; each has a registry of its own."""
 
     def __init__(self) -> None:
-        self.live = Live()
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "spark_requests", "Requests by API and outcome.", ["api", "outcome"], registry=self._registry
@@ -101,8 +68,8 @@ class Metrics:
 
     def text(self, stats: Mapping[str, Any], up: bool, restarts: int) -> bytes:
         """All of it as Prometheus reads it; stats: the engine's counters."""
-        queued = stats.get("queued")
-        self._queued.set(queued if isinstance(queued, int) else 0)
+        unfinished = (stats.get(name, 0) for name in ("running", "queued"))
+        self._queued.set(sum(n for n in unfinished if isinstance(n, int)))
         self._up.set(up)
         self._daemon.restarts = restarts
         self._daemon.stats = stats

@@ -251,7 +251,7 @@ class _Service:
         self._name = name
         self._created = int(time.time())
         self._counters = Counters(backend)
-        self.feed = Feed(backend, self._counters, self._metrics, name)
+        self.feed = Feed(backend, self._counters, lambda: self._model.replies, name)
 
     async def save_now_and_then(self) -> None:
         while True:

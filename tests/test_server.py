@@ -42,8 +42,8 @@ class Running:
     def __init__(self, command: list[str], deadlines: Deadlines, profile: Path | None, api_key: str | None) -> None:
         self.backend = Backend(lambda: command, deadlines, profile)
         self.bound = server._bind("127.0.0.1", 0)
-        app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        self.app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key)
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_config=None, access_log=False))
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.bound]})
         self.thread.start()
         self.port = self.bound.getsockname()[1]

@@ -2,9 +2,10 @@
 // The events are read with fetch, since EventSource cannot send the key, which is kept in this module alone.
 
 const HISTORY_S = 120;
-const RATE_S = 3; // rates are means of that long
+const RATE_S = { written: 3, read: 10 }; // rates are means of that long; what was read is counted more coarsely
 const HITS_S = 10;
 const SILENCE_MS = 15000; // more than that between two events is a dead connection
+const MIB = 2 ** 20;
 const GIB = 2 ** 30;
 const MEMORY = [
   ["slots_bytes", "slots of experts"],
@@ -48,7 +49,7 @@ function make(name, text = "", className = "") {
 // --- what is known ------------------------------------------------------------------------------
 
 let model = null;
-let samples = []; // of the last HISTORY_S
+let samples = []; // the counters of the last HISTORY_S
 let engine = null; // its counters, when it last said them
 let brought = new Set(); // experts that were missed and brought in since its answer before, layer * width + expert
 let missedNow = []; // misses a second of each layer since then
@@ -67,10 +68,12 @@ function onModel(given) {
 }
 
 function onSample(sample) {
-  const { hits, misses } = sample.engine ?? {};
-  samples.push({ ...sample, engine: sample.engine && { hits, misses } }); // not the map
-  while (samples[0].time_s < sample.time_s - HISTORY_S) samples.shift();
-  if (sample.engine) follow(sample.engine, sample.time_s);
+  if (sample.engine) {
+    const { hits, misses, tokens } = sample.engine;
+    samples.push({ time_s: sample.time_s, hits, misses, tokens });
+    while (samples[0].time_s < sample.time_s - HISTORY_S) samples.shift();
+    follow(sample.engine, sample.time_s);
+  }
   showState(sample);
   showFigures(sample);
   if (!engine) return;
@@ -79,31 +82,34 @@ function onSample(sample) {
 }
 
 function follow(now, time) {
-  const before = engine;
+  const last = engine;
   engine = now;
   const map = now.map ?? [];
-  if (before && map.length === (before.map ?? []).length) {
+  if (last && map.length === (last.map ?? []).length) {
     const seconds = Math.max(0.001, time - engineTime);
-    missedNow = now.misses_by_layer.map((misses, layer) => Math.max(0, misses - before.misses_by_layer[layer]) / seconds);
+    missedNow = now.misses_by_layer.map((misses, layer) => Math.max(0, misses - last.misses_by_layer[layer]) / seconds);
     brought.clear();
     map.forEach((row, layer) => {
-      if (row === before.map[layer]) return;
+      if (row === last.map[layer]) return;
       for (let expert = 0; expert < row.length; expert++) {
-        if (row[expert] === "c" && before.map[layer][expert] === ".") brought.add(layer * row.length + expert);
+        if (row[expert] === "c" && last.map[layer][expert] === ".") brought.add(layer * row.length + expert);
       }
     });
   }
   engineTime = time;
 }
 
-// The growth of a counter over the last seconds, in total and a second.
-function growth(read, seconds, end = samples.length - 1) {
-  const last = samples[end];
+// The sample that lies so many seconds before another, or the first.
+function before(end, seconds) {
   let start = end;
-  while (start > 0 && last.time_s - samples[start].time_s < seconds) start--;
-  const passed = last.time_s - samples[start].time_s;
-  const grown = Math.max(0, read(last) - read(samples[start]));
-  return { grown, rate: passed > 0 ? grown / passed : 0 };
+  while (start > 0 && samples[end].time_s - samples[start].time_s < seconds) start--;
+  return samples[start];
+}
+
+// Tokens a second of a kind, at a sample.
+function growth(kind, end) {
+  const last = samples[end], first = before(end, RATE_S[kind]);
+  return last === first ? 0 : (last.tokens[kind] - first.tokens[kind]) / (last.time_s - first.time_s);
 }
 
 // --- figures ------------------------------------------------------------------------------------
@@ -125,45 +131,42 @@ function graph(id, values) {
 }
 
 function showFigures(sample) {
-  for (const kind of ["written", "read"]) {
-    const read = (s) => s[kind];
-    say(kind, rate(growth(read, RATE_S).rate));
-    graph(`${kind}-graph`, samples.map((_, i) => growth(read, RATE_S, i).rate));
-  }
-  say("written-more", `${number(sample.written)} since the start`);
-  say("read-more", `${number(sample.read)} computed, ${number(sample.reused)} reused`);
   say("replies", number(sample.replies));
   if (!engine) return;
-  say("queue", count(engine.queued ?? 0, "request") + " in the engine");
+  if (engine.tokens) {
+    for (const kind of ["written", "read"]) {
+      say(kind, rate(growth(kind, samples.length - 1)));
+      graph(`${kind}-graph`, samples.map((_, i) => growth(kind, i)));
+    }
+    say("written-more", `${number(engine.tokens.written)} since the start`);
+    say("read-more", `${number(engine.tokens.read)} computed, ${number(engine.tokens.reused)} reused`);
+  }
+  say("queue", `${number(engine.running ?? 0)} at work, ${number(engine.queued ?? 0)} waiting`);
   const blocks = engine.kv_blocks;
   if (blocks?.total) {
     const used = blocks.total - blocks.free;
     say("kv", percent(used, blocks.total, 0));
-    say("kv-more", `${number(used)} of ${count(blocks.total, "block")}`);
+    say("kv-more", `${number(used)} of ${count(blocks.total, "block")}, prefixes included`);
     const meter = at("kv-meter");
     meter.setAttribute("aria-valuenow", String(Math.round((100 * used) / blocks.total)));
     meter.firstElementChild.style.width = percent(used, blocks.total, 1);
   }
-  const prefix = engine.prefix;
+  const prefix = engine.prefixes;
   at("prefix-figure").hidden = !prefix;
   if (prefix) {
-    say("prefix", count(prefix.device_chunks + prefix.host_chunks, "chunk"));
-    const parts = [`${number(prefix.host_bytes / GIB, 2)} GiB of host memory`, `${count(prefix.snapshots, "snapshot")}`];
-    if (prefix.file_bytes) parts.push(`${number(prefix.file_bytes / GIB, 2)} GiB of files`);
+    say("prefix", number(prefix.device_chunks + prefix.host_chunks));
+    const parts = [`${number(prefix.host_bytes / MIB)} MiB of host memory`, `${count(prefix.snapshots, "snapshot")}`];
+    if (prefix.file_bytes) parts.push(`${number(prefix.file_bytes / MIB)} MiB of files`);
     say("prefix-more", parts.join(", "));
   }
 }
 
 function showHits() {
-  const answered = samples.filter((s) => s.engine);
-  const rates = [];
-  for (let i = 1; i < answered.length; i++) {
-    let start = i;
-    while (start > 0 && answered[i].time_s - answered[start].time_s < HITS_S) start--;
-    const hits = answered[i].engine.hits - answered[start].engine.hits;
-    const all = hits + answered[i].engine.misses - answered[start].engine.misses;
-    rates.push(all > 0 ? hits / all : null);
-  }
+  const rates = samples.map((last, i) => {
+    const first = before(i, HITS_S);
+    const hits = last.hits - first.hits, all = hits + last.misses - first.misses;
+    return all > 0 ? hits / all : null;
+  });
   const known = rates.filter((value) => value !== null);
   graph("hits-graph", known);
   const now = rates.at(-1) ?? null;
@@ -317,9 +320,12 @@ function showMemory(plan) {
   at("memory-section").hidden = !plan.device_bytes;
   if (!plan.device_bytes || JSON.stringify(plan) === memoryShown) return;
   memoryShown = JSON.stringify(plan);
-  const gib = (bytes) => number(bytes / GIB, bytes < GIB / 10 ? 3 : 2);
-  const where = plan.cap_bytes ? `of the ${gib(plan.cap_bytes)} GiB that it may take` : "of fast memory";
-  say("memory-summary", `${gib(plan.device_bytes)} GiB ${where}; all experts together would be ${gib(plan.experts_bytes)} GiB.`);
+  const [unit, size] = plan.device_bytes < GIB ? ["MiB", MIB] : ["GiB", GIB];
+  const show = (bytes) => number(bytes / size, 2);
+  const where = plan.cap_bytes ? `of the ${show(plan.cap_bytes)} ${unit} that it may take` : "of fast memory";
+  const experts = plan.experts_bytes ? `; all experts together would be ${show(plan.experts_bytes)} ${unit}` : "";
+  say("memory-summary", `${show(plan.device_bytes)} ${unit} ${where}${experts}.`);
+  say("memory-unit", unit);
   const parts = MEMORY.map(([key, name], i) => [name, plan[key] ?? 0, `m${i}`]).filter(([, bytes]) => bytes > 0);
   const free = Math.max(0, (plan.cap_bytes ?? 0) - plan.device_bytes);
   at("memory-bar").replaceChildren(...[...parts, ["", free, ""]].map(([, bytes, className]) => {
@@ -334,7 +340,7 @@ function showMemory(plan) {
     const label = make("td");
     if (className) label.append(make("i", "", className));
     label.append(name);
-    line.append(label, make("td", gib(bytes)));
+    line.append(label, make("td", show(bytes)));
     return line;
   }));
 }

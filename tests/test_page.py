@@ -1,0 +1,342 @@
+"""The page at `/` and its events: over HTTP, and in headless Chromium where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+from test_server import PATIENCE_S, Running, fake, running, wait_until
+
+from engine.placement import Placement
+from engine.policy import SlotState, fill
+from engine.residency import Residency
+from spark import events, page
+from tests.commands import NANO, ROOT, started
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+WAIT_MS = 20_000
+
+
+def read_events(lines: Iterator[str], n: int) -> list[tuple[str, dict]]:
+    """The next events of a stream, which closes when its lines are forgotten."""
+    found: list[tuple[str, dict]] = []
+    name = ""
+    for line in lines:
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        if line.startswith("data: "):
+            found.append((name, json.loads(line.removeprefix("data: "))))
+            if len(found) == n:
+                return found
+    raise AssertionError(f"{len(found)} events and no more")
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[Running]:
+    with running() as made:
+        yield made
+
+
+# --- what is served -------------------------------------------------------------------------------
+
+
+def test_the_files_of_the_page(fast: Running) -> None:
+    kinds = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
+    assert kinds.keys() == page.PATHS
+    for path, kind in kinds.items():
+        response = fast.http.get(path)
+        assert response.status_code == 200 and response.headers["content-type"] == f"{kind}; charset=utf-8"
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert not re.search(r"https?://|//[a-z]|@import|url\(", response.text.replace("// ", ""))
+    assert fast.http.get("/", headers={"host": "evil.example"}).status_code == 403
+    assert fast.http.post("/").status_code == 405
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.named: list[str] = []  # what others refer to
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        made = {key: value or "" for key, value in attrs}
+        self.ids += [made["id"]] if "id" in made else []
+        for key in ("for", "aria-labelledby", "aria-describedby"):
+            self.named += made.get(key, "").split()
+        self.inline += [key for key in made if key == "style" or key.startswith("on")]
+        if tag == "script" and "src" not in made:
+            self.inline.append(tag)
+
+
+def test_ids_and_references_of_the_page() -> None:
+    folder = ROOT / "spark" / "static"
+    parsed = _Page()
+    parsed.feed((folder / "index.html").read_text())
+    assert len(set(parsed.ids)) == len(parsed.ids) and set(parsed.named) <= set(parsed.ids)
+    assert not parsed.inline
+    used = re.findall(r'\b(?:at|say)\("([a-z-]+)"', (folder / "page.js").read_text())
+    assert set(used) <= set(parsed.ids)
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_contrast_in_light_and_dark() -> None:
+    """Text 4.5:1, marks 3:1 (WCAG 1.4.3, 1.4.11)."""
+    style = (ROOT / "spark" / "static" / "page.css").read_text()
+    blocks = re.findall(r":root \{([^}]*)\}", style)
+    assert len(blocks) == 2
+    for block in blocks:
+        colors = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6});", block))
+
+        def contrast(a: str, b: str, colors: dict[str, str] = colors) -> float:
+            high, low = sorted((luminance(colors[a]), luminance(colors[b])), reverse=True)
+            return (high + 0.05) / (low + 0.05)
+
+        for text in ("text", "soft", "accent"):
+            assert contrast(text, "panel") >= 4.5 and contrast(text, "back") >= 4.5, text
+        for mark in ("pinned", "cached", "dot", "missed", *(f"m{i}" for i in range(6))):
+            assert contrast(mark, "panel") >= 3.0, mark
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def test_events(fast: Running) -> None:
+    with fast.http.stream("GET", "/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        (first, model), (second, sample), (_, later) = read_events(response.iter_lines(), 3)
+    assert first == "model" and model["name"] == "fake-model" and model["layers"] == []
+    assert second == "sample" and sample["up"] and sample["engine"]["queued"] == 0
+    assert 0.9 < later["time_s"] - sample["time_s"] < 3.0
+    assert sample["replies"] == 0 and sample["restarts"] == 0
+
+
+def test_one_task_asks_for_all_who_watch(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    stats = fast.backend.stats
+
+    def counted() -> dict[str, Any]:
+        asked.append(time.monotonic())
+        return stats()
+
+    monkeypatch.setattr(fast.backend, "stats", counted)
+    with contextlib.ExitStack() as stack:
+        watched = [stack.enter_context(fast.http.stream("GET", "/events")).iter_lines() for _ in range(4)]
+        for lines in watched:
+            read_events(lines, 4)
+    assert all(b - a > 0.9 for a, b in itertools.pairwise(asked)) and 3 <= len(asked) <= 8
+    feed = fast.app.state.feed
+    wait_until(lambda: feed.watchers == 0)
+    n = len(asked)
+    time.sleep(1.5)
+    assert len(asked) <= n + 1  # nobody watches
+
+
+def test_not_everybody_can_watch(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark.server.MAX_WATCHERS", 1)
+    with fast.http.stream("GET", "/events") as response:
+        lines = response.iter_lines()
+        read_events(lines, 2)
+        assert fast.http.get("/events").status_code == 503
+
+
+def test_the_key_guards_the_events_and_not_the_page() -> None:
+    with running(api_key="k\u00e9y") as made:
+        assert all(made.http.get(path).status_code == 200 for path in page.PATHS)
+        assert made.http.get("/events").status_code == 401
+        with made.http.stream("GET", "/events", headers={"x-api-key": "k\u00e9y".encode()}) as response:
+            read_events(response.iter_lines(), 2)
+
+
+def test_a_long_step_and_a_dead_daemon_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "EVERY_S", 0.1)
+    with running(fake(step_s=1.0)) as made, made.http.stream("GET", "/events") as response:
+        lines = response.iter_lines()
+
+        def until(condition: Any) -> None:
+            samples = (json.loads(line[6:]) for line in lines if line.startswith("data: "))
+            assert any(condition(sample) for sample in samples)
+
+        until(lambda s: "engine" in s)
+        thread = threading.Thread(target=made.ask, args=("crash",))
+        thread.start()
+        until(lambda s: s.get("replies") and "engine" not in s)
+        until(lambda s: s.get("up") is False)
+        thread.join()
+        made.ask("a")  # which starts it again
+        until(lambda s: s.get("name") == "fake-model")
+
+
+def test_the_map_of_residency() -> None:
+    state = SlotState.empty((3, 2), 5)
+    fill(state, Placement((3, 2), pinned=((4, 0), ()), cached=((2,), (1,)), expert_bytes=(1, 1)))
+    residency = object.__new__(Residency)
+    residency.live = state
+    residency.device = type("Host", (), {"read": staticmethod(np.asarray)})
+    assert residency.map() == ["p.c.p", ".c..."]
+    residency.live = SlotState.empty((), 0)
+    assert residency.map() == []
+
+
+def test_who_only_watches_keeps_no_server_running(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, url), httpx.stream("GET", f"{url}/events", timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        read_events(lines, 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5.0) == 0
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[tuple[Any, str]]:
+    """`spark serve` of the bundled model."""
+    arguments = ["serve", NANO, "--port", "0", "--device", "cpu", "--spark", "--profile", "p.csv", "--residency", "60"]
+    with started(*arguments, cwd=folder, tmp=folder) as process:
+        line = next(line for line in process.stderr if "is served at" in line)
+        yield process, line.split()[-1].removesuffix("/v1")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium: the system's, or the one that Playwright brought."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome", driver.chromium.executable_path))
+        path = next(filter(None, found), None)
+        if path is None:
+            pytest.skip("there is no Chromium")
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot have
+        with contextlib.closing(driver.chromium.launch(executable_path=path, args=sandbox)) as made:
+            yield made
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, **settings: Any) -> Iterator[tuple[Page, list[str]]]:
+    """A page, and what it says on the console: errors, what its policy forbids."""
+    with contextlib.closing(browser.new_page(**settings)) as made:
+        said: list[str] = []
+        made.on("console", lambda message: said.append(message.text))
+        made.on("pageerror", lambda error: said.append(str(error)))
+        made.set_default_timeout(WAIT_MS)
+        made.goto(url)
+        yield made, said
+
+
+def wait_for(shown: Page, script: str) -> None:
+    # Not wait_for_function, which the page's policy forbids: it evaluates text.
+    wait_until(lambda: shown.evaluate(script))
+
+
+COLORS = """() => {
+  const map = document.getElementById("map"), canvas = new OffscreenCanvas(map.width, map.height);
+  const pen = canvas.getContext("2d", { willReadFrequently: true });
+  pen.drawImage(map, 0, 0);
+  const data = new Uint32Array(pen.getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+  const style = getComputedStyle(document.documentElement);
+  const seen = new Set(data);
+  return ["pinned", "cached", "dot"].map((name) => {
+    const value = parseInt(style.getPropertyValue("--" + name).trim().slice(1), 16);
+    return seen.has(((0xff << 24) | ((value & 255) << 16) | (value & 0xff00) | (value >> 16)) >>> 0);
+  });
+}"""
+
+
+def test_the_page_shows_a_server_at_work(browser: Browser, tmp_path: Path) -> None:
+    ask = {"messages": [{"role": "user", "content": "def f(x):\n" * 40}], "max_tokens": 300, "temperature": 1}
+    done = threading.Event()
+
+    def work(url: str) -> None:
+        seed = 0
+        with contextlib.suppress(httpx.HTTPError):
+            while not done.is_set():
+                httpx.post(f"{url}/v1/chat/completions", json=ask | {"seed": seed}, timeout=PATIENCE_S)
+                seed += 1
+
+    with serving(tmp_path) as (process, url):
+        thread = threading.Thread(target=work, args=(url,))
+        thread.start()
+        try:
+            with opened(browser, url, reduced_motion="reduce") as (shown, said):
+                text = lambda name: shown.locator(f"#{name}").inner_text()  # noqa: E731
+                wait_for(shown, "Number(document.getElementById('written').textContent) > 0")
+                wait_for(shown, "document.getElementById('hits').textContent.endsWith('%')")
+                assert text("name") == "nano" and "Spark" in shown.title()
+                found = re.fullmatch(
+                    r"6 layers of 32 experts: (\d+) pinned, (\d+) cached, (\d+) not resident.", text("map-summary")
+                )
+                assert found and sum(map(int, found.groups())) == 6 * 32 and all(map(int, found.groups()))
+                assert shown.evaluate(COLORS) == [True, True, True]
+                assert "%" in text("kv") and shown.get_by_role("meter", name="KV cache").is_visible()
+                assert "MiB of fast memory" in text("memory-summary") and "slots of experts" in text("memory-table")
+                shown.emulate_media(color_scheme="dark")
+                wait_for(shown, f"({COLORS})().every(Boolean)")
+
+                canvas = shown.get_by_role("img", name="Where experts are")
+                canvas.focus()
+                shown.keyboard.press("ArrowRight")
+                shown.keyboard.press("ArrowDown")
+                assert re.fullmatch(r"Layer 1, expert 0: [a-z ,]+\.", text("cell"))
+                canvas.hover(position={"x": 31, "y": 20})
+                assert text("cell").startswith("Layer 0, expert 0: ")
+                shown.get_by_text("By layer").click()
+                wait_for(shown, "document.getElementById('layers').rows.length === 6")
+
+                shown.set_viewport_size({"width": 320, "height": 600})
+                wait_for(shown, "document.documentElement.scrollWidth <= 320")
+                assert said == []
+                done.set()
+                thread.join()
+                wait_for(shown, "document.getElementById('state').textContent === 'idle'")
+                process.send_signal(signal.SIGTERM)
+                wait_for(shown, "document.getElementById('state').textContent.startsWith('no connection')")
+        finally:
+            done.set()
+            thread.join()
+
+
+def test_a_model_without_experts(browser: Browser, fast: Running) -> None:
+    with opened(browser, f"http://127.0.0.1:{fast.port}") as (shown, said):
+        wait_for(shown, "document.getElementById('map-summary').textContent !== ''")
+        assert "no experts" in shown.locator("#map-summary").inner_text()
+        assert not shown.locator("#map").is_visible() and not shown.locator("#hits-figure").is_visible()
+        assert said == []
+
+
+def test_the_page_asks_for_the_key(browser: Browser) -> None:
+    with running(api_key="k\u00e9y \u2603") as made, opened(browser, f"http://127.0.0.1:{made.port}") as (shown, _):
+        field = shown.get_by_label("API key")
+        for key, visible in (("wrong", False), ("k\u00e9y \u2603", True)):
+            field.fill(key)
+            shown.get_by_role("button", name="Connect").click()
+            wait_until(lambda visible=visible: shown.locator("#main").is_visible() == visible)
+            if not visible:
+                shown.get_by_text("not the right one").wait_for()
+        assert not field.is_visible()
+        assert shown.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        shown.reload()
+        field.wait_for()
