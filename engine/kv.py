@@ -155,6 +155,11 @@ class Blocks:
         first = max(0, length + 1 - self.window) // KV_BLOCK_TOKENS if self.window else 0
         return self.held[first : -(-length // KV_BLOCK_TOKENS)]
 
+    def cut(self, n_blocks: int) -> None:
+        """Give back those taken after the first n_blocks."""
+        self.pool.give_back(self.held[n_blocks:])
+        del self.held[n_blocks:]
+
     def release(self) -> None:
         """Give every block back."""
         self.pool.give_back(self.held[self.passed :])
@@ -175,9 +180,18 @@ class Sequence:
         self._before: int | None = None  # the slot of the state before the last step, if it was kept
 
     def reserve(self, n_tokens: int) -> None:
-        """Take the blocks that `n_tokens` more positions need; the length stays."""
-        for blocks in self.groups:
-            blocks.reserve(self.length, self.length + n_tokens)
+        """Take the blocks that `n_tokens` more positions need, all or none; the length stays.
+
+        What windows no longer reach is given back, also with n_tokens 0.
+        """
+        before = [len(blocks.held) for blocks in self.groups]
+        try:
+            for blocks in self.groups:
+                blocks.reserve(self.length, self.length + n_tokens)
+        except CapacityError:
+            for blocks, n in zip(self.groups, before, strict=True):
+                blocks.cut(n)
+            raise
 
     @property
     def reserved_tokens(self) -> int:

@@ -124,7 +124,8 @@ class PrefixCache:
         self._n_blocks = self.chunk_tokens // KV_BLOCK_TOKENS
         self._data_bytes = [self._n_blocks * kv.block_bytes(group) for group in self._groups]
         self._root = Node(None, b"", "" if files is None else files.root, 0)
-        self._pinned: dict[Node, None] = {}  # the path that is being attached
+        self._pinned: dict[Node, None] = {}  # the path that is being attached, as far as it is on the device
+        self._wanted: set[Node] = set()  # all of it that is in the tree
         self._clock = 0
         self.host_bytes = 0
         for group in self._groups:
@@ -152,6 +153,7 @@ class PrefixCache:
         Returns its length; with 0 the sequence is still empty.
         """
         self._pinned = {}
+        self._wanted = set(self._path(match.keys))
         try:
             node = self._root
             for i, key in enumerate(match.keys):
@@ -174,8 +176,20 @@ class PrefixCache:
         except CapacityError:  # the pool of a window is short
             pass
         finally:
-            self._pinned = {}
+            self._pinned, self._wanted = {}, set()
         return 0
+
+    def _path(self, keys: Many[bytes]) -> Iterator[Node]:
+        node: Node | None = self._root
+        for key in keys:
+            node = node.children.get(key) if node else None
+            if node is None:
+                return
+            yield node
+
+    def _free(self, node: Node) -> bool:
+        """Whether a node may be given up now."""
+        return node not in self._pinned and node not in self._wanted
 
     def _fetched(self, parent: Node, key: bytes) -> Node | None:
         """The node of a chunk with its blocks on the device, pinned, or None where they cannot be had."""
@@ -233,6 +247,8 @@ class PrefixCache:
         n_windows = len(self._kv.groups) - len(self._groups)
         cut = len(arrays) - n_windows
         snapshot = Snapshot(node.length, arrays[:cut], arrays[cut:])
+        if snapshot.nbytes != self._kv.snapshot_bytes(node.length):
+            return None
         if self._make_room(snapshot.nbytes):
             self._keep(node, snapshot)
         return snapshot
@@ -337,7 +353,7 @@ class PrefixCache:
 
     def reclaim(self) -> bool:
         """Give up the blocks of the least recently used chunk that no sequence uses; False where there is none."""
-        held = [n for n in self._root.subtree() if n.blocks is not None and n not in self._pinned]
+        held = [n for n in self._root.subtree() if n.blocks is not None and self._free(n)]
         node = next((n for n in sorted(held, key=lambda n: (n.used, -n.length)) if self._idle(n)), None)
         if node is None:
             return False
@@ -379,7 +395,7 @@ class PrefixCache:
         if n_bytes > self._host_budget:
             return False
         while self.host_bytes + n_bytes > self._host_budget:
-            nodes = [n for n in self._root.subtree() if n not in self._pinned]
+            nodes = [n for n in self._root.subtree() if self._free(n)]
             snapshots = [(n.snapshot_used, -n.length, 0, n) for n in nodes if n.snapshot is not None]
             data = [(n.used, -n.length, 1, n) for n in nodes if n.data is not None and not n.children]
             _, _, is_data, node = min(snapshots + data, key=lambda entry: entry[:3], default=(0, 0, 0, self._root))
@@ -390,7 +406,7 @@ class PrefixCache:
                 continue
             self._drop_snapshot(node)
             # What can only be reached through that snapshot is worth nothing any more.
-            while node.parent is not None and node.blocks is None and not self._useful(node):
+            while node.parent is not None and node.blocks is None and self._free(node) and not self._useful(node):
                 above = node.parent
                 self._drop(node)
                 node = above
@@ -421,7 +437,11 @@ class PrefixCache:
     @property
     def reclaimable_tokens(self) -> int:
         """Positions that `reclaim` would make room for, one call after the other."""
-        return self.chunk_tokens * sum(n.blocks is not None and self._alone(n) for n in self._root.subtree())
+        can: dict[Node, bool] = {}  # a chunk goes after those that follow it, which come first here
+        for node in self._root.subtree():
+            below = all(child.blocks is None or can[child] for child in node.children.values())
+            can[node] = below and node.blocks is not None and self._alone(node)
+        return self.chunk_tokens * sum(can.values())
 
     def stats(self) -> dict[str, int]:
         """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files."""

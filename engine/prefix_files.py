@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from engine.errors import SparkError, UsageError
 from engine.files import replacing
 
-FORMAT = 1  # to be raised when a kernel or the cache changes the bits that are stored
+FORMAT = 1  # to be raised when what a file holds changes; the code that computed it is part of the key
 WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is not saved this time
 _STALE_S = 3600.0  # a temporary file that nobody has written to for so long was left behind by a crash
 _DIGEST_BYTES = 32

@@ -6,11 +6,12 @@ later a draft to verify. Several sequences can share a step.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from engine.grammar import Grammar, Vocabulary
 from engine.kv import KVCache, Sequence, block_table
 from engine.models import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, KV_BLOCK_TOKENS
+from engine.ops.cpu_library import library_path
+from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.replay import Replay
@@ -101,9 +104,26 @@ class StepResult:
         return self._buffers.hidden
 
     @property
+    def last_residual(self) -> F32:
+        """The last token's, float32 [D]: whatever is not finite in a cache or a state reaches it."""
+        T = len(self._buffers.x) if self._T is None else self._T
+        return np.asarray(self._device.read(self._buffers.x[T - 1 : T])[0])
+
+    @property
     def residual(self) -> F32:
         """The residual that leaves the last layer."""
         return np.asarray(self._device.read(self._buffers.x))[: self._T]
+
+
+@cache
+def _code_digest() -> str:
+    """A hash of the sources and the library that compute what is cached; other code may give other bits."""
+    engine = Path(__file__).parent
+    sources = [*engine.glob("models/*.py"), *engine.glob("ops/**/*.py"), *library.folder().glob("*.cu*")]
+    digest = hashlib.sha256()
+    for path in [*sorted(sources), library_path()]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def physical_cores() -> int:
@@ -196,6 +216,7 @@ class Runner:
             "kv_type": o.kv_type,
             "chunk_tokens": self.chunk_tokens,
             "device": f"{self.device}: {self.backend.device.name}",
+            "code": _code_digest(),
         }
         return PrefixFiles(o.cache_dir, key, int(o.cache_dir_gib * plan.GIB))
 
@@ -348,8 +369,12 @@ class Runner:
         )
         if captured and self.graphs is not None:
             self.graphs.step(width)
-            return StepResult(self.backend.device, self.forward.buffers.first(width, width), rows, T)
-        return StepResult(self.backend.device, self.forward.run(step, self.residency))
+            result = StepResult(self.backend.device, self.forward.buffers.first(width, width), rows, T)
+        else:
+            result = StepResult(self.backend.device, self.forward.run(step, self.residency))
+        for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
+            span.sequence.reserve(0)
+        return result
 
     def _captured(self, T: int) -> bool:
         """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""
@@ -417,11 +442,11 @@ class Runner:
                 drawn.append(None)
         return drawn
 
-    def has_room(self, n_tokens: int) -> bool:
-        """Whether a sequence of n_tokens, and a few more, fits beside those that there are."""
-        blocks = n_tokens // KV_BLOCK_TOKENS + 1
+    def has_room(self, lengths: Many[int]) -> bool:
+        """Whether new sequences of so many tokens, and a few more each, fit beside what is held."""
+        blocks = sum(n // KV_BLOCK_TOKENS + 1 for n in lengths)
         pools = [self.kv.pools[g] for g in self.kv.full_groups]
-        if self.kv.states is not None and not self.kv.states.free_blocks:
+        if self.kv.states is not None and self.kv.states.free_blocks < len(lengths):
             return False
         if all(pool.free_blocks >= blocks for pool in pools):
             return True

@@ -47,8 +47,8 @@ def random_bits(seed: int, position: int) -> int:
 class Drawing:
     """A token to be drawn from a row of a step's logits, the next of a sequence.
 
-    number: which of those that share steps, 0, 1, ...; request: whose; history: all its tokens; row: counted among the
-    wanted ones. allowed: as `sample` takes it.
+    number: which of those that share steps, 0, 1, ...; request: whose, no two alike; history: all its tokens; row:
+    counted among the wanted ones. allowed: as `sample` takes it.
     """
 
     number: int

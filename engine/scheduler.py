@@ -11,6 +11,7 @@ of up to eight tokens, whose rows do not depend on each other; a request that is
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -30,9 +31,11 @@ from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
 from engine.runner import Runner
-from engine.tasks import SLICE_S, GenerateTask, ScoreTask, draw_for
+from engine.sampling import Drawing
+from engine.tasks import SLICE_S, GenerateTask, ScoreTask
 
 PAST_WEIGHT = 0.5  # what a profile keeps at least when a session is merged in
+GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
 
 Task: TypeAlias = GenerateTask | ScoreTask
@@ -54,10 +57,13 @@ class Engine:
         self.base = self.runner.profile
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
-        self._reader = 0  # whose turn it is to read its prompt
+        self._turns = itertools.count()
+        self._turn = -1  # of the one whose prompt was read last
         self._owed_s = 0.0  # time that those that decode have to come
         self._ahead: tuple[GenerateTask, Generator[list[int], bool, None]] | None = None
         self._requests = 0
+        self._releases = 0  # of what requests held
+        self._put_back_at = -1  # how many there were when one was put back last
         self._tokens = {"read": 0, "reused": 0, "written": 0}
         self._followed = 0  # uses counted when the pinned slots last followed them
 
@@ -136,10 +142,12 @@ class Engine:
             if self._ahead is not None:
                 return events + self._run_ahead(pause=bool(reading) or decoding != [self._ahead[0]])
             if reading and (not decoding or self._owed_s <= 0):
-                task = reading[self._reader % len(reading)]
-                self._reader = (self._reader + 1) % len(reading)
+                task = self._next_reader(reading)
                 began, read, reused = time.perf_counter(), task.read_tokens, task.reused_tokens
-                events += self._guarded(task, task.read)
+                failed = self._make_room(task)
+                events += failed
+                if not failed and task in self._running:
+                    events += self._guarded(task, task.read)
                 self._owed_s = time.perf_counter() - began
                 self._tokens["read"] += task.read_tokens - read
                 self._tokens["reused"] += task.reused_tokens - reused
@@ -151,6 +159,12 @@ class Engine:
                 events += self._decode(decoding)
                 self._owed_s -= time.perf_counter() - began
         return events
+
+    def _next_reader(self, reading: list[Task]) -> Task:
+        """The one after the last in the order in which they began."""
+        task = next((task for task in reading if task.turn > self._turn), reading[0])
+        self._turn = task.turn
+        return task
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request, of which no further event comes; False where there is none."""
@@ -165,8 +179,7 @@ class Engine:
         events: list[Event] = []
         while self._waiting and len(self._running) < self.runner.limits.max_sequences:
             job = self._waiting[0]
-            tokens = job.to_read if isinstance(job, Task) else job.tokens
-            if self._running and not self.runner.has_room(len(tokens)):
+            if self._running and not self._fits_beside(job):
                 break
             if not self._running:
                 self._follow()
@@ -178,9 +191,27 @@ class Engine:
                 self._requests += 1
                 continue
             taken = {other.number for other in self._running}
+            task.turn = next(self._turns)
             task.number = next(n for n in range(len(self._running) + 1) if n not in taken)
             self._running.append(task)
         return events
+
+    def _fits_beside(self, job: Generate | Score | Task) -> bool:
+        """Whether there is room beside those that run and what they still have to read; a score runs alone."""
+        if isinstance(job, Score | ScoreTask) or any(isinstance(task, ScoreTask) for task in self._running):
+            return False
+        if self._put_back_at == self._releases:  # somebody is waiting for room that nobody has made yet
+            return False
+        tokens, left = (job.to_read, job.left) if isinstance(job, GenerateTask) else (job.tokens, job.max_tokens)
+        new, begun = [len(tokens) + min(left, GROWTH_TOKENS)], 0
+        for task in self._running:
+            assert isinstance(task, GenerateTask)
+            needed = len(task.to_read) + min(task.left, GROWTH_TOKENS)
+            if task.sequence is None:
+                new.append(needed)
+            else:
+                begun += max(0, needed - task.sequence.length)
+        return self.runner.has_room([new[0] + begun, *new[1:]])
 
     def _task(self, request: Generate | Score) -> Task:
         kind = ScoreTask if isinstance(request, Score) else GenerateTask
@@ -192,6 +223,7 @@ class Engine:
                 self._ahead[1].close()
                 self._ahead = None
             job.close()
+            self._releases += 1
         (self._running if job in self._running else self._waiting).remove(job)  # type: ignore[arg-type]
         self._requests += 1
 
@@ -210,27 +242,46 @@ class Engine:
         return events
 
     def _guarded(self, task: Task, work: Callable[[], list[Event]]) -> list[Event]:
-        """Do something for one task; where the cache is full, a younger one makes room, or it waits itself."""
+        """Do something for one task; its failure is its own."""
         try:
             with translated():
                 events = work()
             return self._ended(task, events)
         except DeviceLostError:
             raise
-        except CapacityError as error:
-            youngest = self._running[-1]
-            if len(self._running) == 1 or task not in self._running:
-                return [self._failed(task, error)]
-            self._put_back(youngest)
-            return []
         except SparkError as error:
             return [self._failed(task, error)]
 
-    def _put_back(self, task: Task) -> None:
-        """Let a task wait, first in the queue, until there is room to read its tokens again."""
+    def _make_room(self, task: Task) -> list[Event]:
+        """Room for what a task does next: the youngest of those that hold any make it, or the task waits itself.
+
+        Events of a failure, where nobody else holds anything.
+        """
+        while True:
+            try:
+                with translated():
+                    task.prepare()
+                return []
+            except DeviceLostError:
+                raise
+            except CapacityError as error:
+                holding = [t for t in self._running if isinstance(t, GenerateTask) and t.sequence and t is not task]
+                if not holding:
+                    return [self._failed(task, error)]
+                younger = self._running.index(holding[-1]) > self._running.index(task)
+                assert isinstance(task, GenerateTask)
+                self._put_back(holding[-1] if younger else task)
+                if not younger:
+                    return []
+            except SparkError as error:
+                return [self._failed(task, error)]
+
+    def _put_back(self, task: GenerateTask) -> None:
+        """Let a task wait, first in the queue, until somebody has ended and there is room to read its tokens again."""
         task.put_back()
         self._running.remove(task)
         self._waiting.appendleft(task)
+        self._put_back_at = self._releases
 
     def _run_ahead(self, *, pause: bool) -> list[Event]:
         """Take the tokens of the one that runs ahead, for a while or, to pause it, until none is under way."""
@@ -257,37 +308,32 @@ class Engine:
         """Steps of a token of each task, for a while."""
         events: list[Event] = []
         until = time.perf_counter() + SLICE_S
-        while tasks:
+        while time.perf_counter() < until:
             for task in tasks:
-                events += self._reserve(task)
+                if task in self._running:
+                    events += self._make_room(task)
             tasks = [task for task in tasks if task in self._running]
             if not tasks:
                 break
+            made: list[tuple[GenerateTask, Drawing | None]] = []
             try:
                 with translated():
-                    drawn = draw_for(self.runner, self.runner.run([task.span() for task in tasks]), tasks)
+                    result = self.runner.run([task.span() for task in tasks])
+                    for row, task in enumerate(tasks):
+                        try:
+                            made.append((task, task.drawing(row)))
+                        except RequestError as error:  # of its grammar
+                            events.append(self._failed(task, error))
+                    drawings = [drawing for _, drawing in made if drawing is not None]
+                    drawn = iter(self.runner.draw(result, drawings) if drawings else [])
             except DeviceLostError:
                 raise
             except SparkError as error:  # of a step that they share, so of all of them
-                return events + [self._failed(task, error) for task in tasks]
-            for task in tasks:
-                events += self._guarded(task, partial(task.go_on, drawn))
+                return events + [self._failed(task, error) for task in tasks if task in self._running]
+            for task, drawing in made:
+                events += self._guarded(task, partial(task.go_on, *([] if drawing is None else [next(drawn)])))
             tasks = [task for task in tasks if task in self._running]
-            if self._waiting or time.perf_counter() >= until:
-                break
         return events
-
-    def _reserve(self, task: GenerateTask) -> list[Event]:
-        """Room in the cache for one more token of a task; the youngest make room."""
-        while task in self._running and task.sequence is not None:
-            try:
-                task.sequence.reserve(1)
-                break
-            except CapacityError as error:
-                if len(self._running) == 1:
-                    return [self._failed(task, error)]
-                self._put_back(self._running[-1])
-        return []
 
     def _follow(self) -> None:
         """Before a request begins, never inside one: let the pinned slots follow what was counted since."""

@@ -7,8 +7,9 @@ enqueued ahead. So it can go from one to the other after any token, and can be p
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -26,22 +27,23 @@ from engine.sampling import Drawing, SamplingParams, check_finite
 from engine.trace import TraceWriter
 
 SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request every 25 ms
-_COUNTED, _NOT = np.ones(1, bool), np.zeros(1, bool)
+_COUNTED = np.ones(1, bool)
+_serials = itertools.count()
 
 
 class GenerateTask:
     """A request to generate.
 
     history: the prompt and what was drawn. sequence: what is cached of it, None while it waits. decoding: the prompt
-    is read. number: its place among those that run, 0, 1, ... reason: why it ended, None until then. read_tokens,
-    reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
+    is read. number: its place among those that run, 0, 1, ... turn: when it began, counted. reason: why it ended, None
+    until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
     """
 
     def __init__(self, runner: Runner, request: Generate) -> None:
         s = request.sampling
         self.runner = runner
         self.request = request
-        self.number = 0
+        self.number = self.turn = 0
         self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed)
         self.stop = frozenset(runner.stop_tokens if request.stop_tokens is None else request.stop_tokens)
         self.grammar: Grammar | None = None
@@ -49,6 +51,7 @@ class GenerateTask:
             self.grammar = runner.grammar(request.grammar, self.stop)
         self.history = list(request.tokens)
         self.limit = min(request.max_tokens, runner.n_ctx - len(request.tokens))
+        self.serial = next(_serials)
         self.sequence: Sequence | None = None
         self.decoding = False
         self.reason: str | None = None
@@ -71,37 +74,51 @@ class GenerateTask:
         return len(self.history) - len(self.request.tokens)
 
     @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.limit - self.made
+
+    @property
     def to_read(self) -> list[int]:
         """The tokens to be fed before the next is drawn: the prompt, or all but the last after a new start."""
         return self.history[:-1] if self.made else self.history
 
-    def read(self) -> list[Event]:
-        """Feed one more chunk on the grid of absolute positions, then draw the first token."""
-        r = self.runner
-        tokens = np.asarray(self.to_read, np.int32)
+    def prepare(self) -> None:
+        """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
         if self.sequence is None:
-            self.sequence, reused = r.resume(tokens)
+            tokens = np.asarray(self.to_read, np.int32)
+            self.sequence, reused = self.runner.resume(tokens)
             self.reused_tokens += reused
             if self.cached_tokens is None:
                 self.cached_tokens = min(reused, len(self.request.tokens))
-        sequence = self.sequence
-        # Behind what was reused the grid goes on; an odd chunk length may have been met in its middle.
-        size = r.chunk_tokens - sequence.length % r.chunk_tokens
-        part = tokens[sequence.length : sequence.length + size]
+        self.sequence.reserve(1 if self.decoding else len(self._next_chunk(self.sequence)))
+
+    def _next_chunk(self, sequence: Sequence) -> list[int]:
+        """On the grid of absolute positions, which goes on behind what was reused."""
+        size = self.runner.chunk_tokens - sequence.length % self.runner.chunk_tokens
+        return self.to_read[sequence.length : sequence.length + size]
+
+    def read(self) -> list[Event]:
+        """Feed one more chunk, for which there is room, then draw the first token."""
+        r, sequence = self.runner, self.sequence
+        assert sequence is not None
+        tokens = np.asarray(self.to_read, np.int32)
+        part = np.asarray(self._next_chunk(sequence), np.int32)
         last = sequence.length + len(part) == len(tokens)
         counted = np.zeros(len(part), bool)
         result = r.run([Span(sequence, part, counted, (len(part) - 1,) if last and not self.made else ())])
+        check_finite(result.last_residual)  # before others are let begin after it; waits for the step
         r.remember(sequence, tokens)
         self.read_tokens += len(part)
         if not last:
-            r.synchronize()  # or the time of a unit would be that of enqueueing it
             return [Progress(self.id, sequence.length, len(tokens))]
         self.decoding = True
         if self.made:
             return []
-        drawn = draw_for(r, result, [self])
+        drawing = self.drawing(0)
+        drawn = [] if drawing is None else r.draw(result, [drawing])
         self._read_s = time.perf_counter()
-        return self.go_on(drawn)
+        return self.go_on(*drawn)
 
     def drawing(self, row: int) -> Drawing | None:
         """How the next token is to be drawn from a row of logits, or None where the grammar allows none: the end.
@@ -112,12 +129,12 @@ class GenerateTask:
         if self.grammar is not None and self.grammar.is_done:
             self.reason = "stop"
             return None
-        return Drawing(self.number, self.id, self.history, row, self.params, allowed)
+        return Drawing(self.number, self.serial, self.history, row, self.params, allowed)
 
-    def go_on(self, drawn: Mapping[int, int | None]) -> list[Event]:
-        """Take what `draw_for` drew, if anything; the events that are due."""
-        if self.id in drawn:
-            self.take(drawn[self.id])
+    def go_on(self, *drawn: int | None) -> list[Event]:
+        """Take a token that was drawn, if one was; the events that are due."""
+        for token in drawn:
+            self.take(token)
         return self.flush()
 
     def take(self, token: int | None) -> None:
@@ -196,26 +213,18 @@ class GenerateTask:
             self.sequence = None
 
 
-def draw_for(runner: Runner, result: StepResult, tasks: list[GenerateTask]) -> dict[int, int | None]:
-    """Draw the next token of each task, whose logits are the wanted ones in order: token by id, None if not finite.
-
-    Those whose grammar has ended draw none.
-    """
-    made = [(task, task.drawing(row)) for row, task in enumerate(tasks)]
-    drawings = [d for _, d in made if d is not None]
-    tokens = runner.draw(result, drawings)
-    return dict(zip((task.id for task, d in made if d is not None), tokens, strict=True))
-
-
 class ScoreTask:
-    """A request to score: every step is a unit of work."""
+    """A request to score: every step is a unit of work.
+
+    It runs alone, so there is room for it, and nothing is read and counted twice.
+    """
 
     decoding = False
 
     def __init__(self, runner: Runner, request: Score) -> None:
         self.runner = runner
         self.request = request
-        self.number = 0
+        self.number = self.turn = 0
         self.reason: str | None = None
         self.read_tokens = self.reused_tokens = 0
         self.sequence: Sequence | None = None
@@ -231,6 +240,9 @@ class ScoreTask:
         """The tokens to be fed."""
         return list(self.request.tokens)
 
+    def prepare(self) -> None:
+        """Nothing: the whole cache is there."""
+
     def read(self) -> list[Event]:
         """Feed one more chunk."""
         self.runner.capture_hidden(self.request.hidden)
@@ -241,11 +253,6 @@ class ScoreTask:
         if isinstance(events[-1], Done):
             self.reason = "length"
         return events
-
-    def put_back(self) -> None:
-        """Begin again later."""
-        self.close()
-        self._work = self._score()
 
     def close(self) -> None:
         """Give back what is cached, and leave nothing of a trace but whole parts."""

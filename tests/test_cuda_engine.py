@@ -154,6 +154,20 @@ def drained(engine: Engine) -> dict[int, list[int]]:
     return found
 
 
+def test_an_id_that_is_used_again_has_its_own_sampling(model: Path) -> None:
+    found = []
+    for before in (True, False):
+        engine = Engine(config(model))
+        if before:
+            penalized = Sampling(1.0, repetition_penalty=1.5, seed=3)
+            engine.submit(Generate(1, tuple(PROMPT[:20].tolist()), 1, penalized, ()))
+            drained(engine)
+        engine.submit(Generate(1, tuple(PROMPT[:21].tolist()), 1, Sampling(5.0, seed=99), ()))
+        found.append(drained(engine))
+        engine.close()
+    assert found[0] == found[1]
+
+
 def test_tables_after_decoding_are_the_twins(model: Path) -> None:
     runner = Runner(config(model, policy="lru", residency_pct=50))
     twin = policy.SlotState.empty(runner.placement.slots_per_layer, E)

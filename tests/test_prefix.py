@@ -477,3 +477,15 @@ def test_steps_of_any_length_end_where_blocks_do(chunk: int, reused: int) -> Non
     compute(kv, sequence, tokens, 230)
     cache.insert(sequence, tokens)
     assert cache.match(tokens).length == reused
+
+
+@pytest.mark.parametrize("kind", ["states", "windows", "everything"])
+@pytest.mark.parametrize("units", [3.0, 3.25, 3.5, 3.75])
+def test_no_block_is_lost_when_host_memory_runs_short_while_a_prefix_is_brought_back(kind: str, units: float) -> None:
+    kv = make_cache(kind, 7 * 64)
+    unit = sum(PrefixCache(kv, CHUNK, 0)._data_bytes)
+    cache = PrefixCache(kv, CHUNK, int(unit * units) + 3 * kv.snapshot_bytes(2 * CHUNK))
+    for name in ("ab", "cd", "ef", "ab"):
+        serve(kv, cache, prompt(name))
+    cache.clear()
+    assert kv.pools[0].free_blocks == kv.pools[0].n_blocks

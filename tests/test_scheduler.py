@@ -10,6 +10,7 @@ import pytest
 from tiny_models import float_logits, k_quant_mix, read_weights, write_tiny
 
 from engine import profile as profiles
+from engine import scheduler
 from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, RequestError
 from engine.protocol import Done, Error, Event, Generate, Sampling, Score, Tokens
@@ -145,8 +146,11 @@ def test_requests_that_share_steps_say_what_they_would_alone(model: Path) -> Non
     engine.close()
 
 
-def test_a_full_cache_makes_the_youngest_wait_and_loses_nothing(model: Path) -> None:
+def test_a_full_cache_makes_the_youngest_wait_and_loses_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two blocks fewer than all of them need; on this backend what is read again has the same bits."""
+    monkeypatch.setattr(scheduler, "GROWTH_TOKENS", 0)
     options = {"ctx_tokens": 128, "chunk_tokens": 32}
     requests = [Generate(i, PROMPT[: 50 + i], 40, Sampling(0.5, seed=i), ()) for i in (1, 2, 3)]
     expected = {}

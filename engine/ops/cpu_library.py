@@ -119,7 +119,8 @@ _SIGNATURES = {
 _CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
 
 
-def _library_path() -> Path:
+def library_path() -> Path:
+    """Where the compiled kernels are; SparkError where they are not."""
     # An installed wheel has the library inside the package; an editable install only beside its metadata.
     places = [Path(str(importlib.resources.files("engine"))) / "lib"]
     try:
@@ -140,7 +141,7 @@ def _library_path() -> Path:
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library with its signatures set; a SparkError when it is missing or of another version."""
-    path = _library_path()
+    path = library_path()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
