@@ -62,13 +62,14 @@ request is left in the middle, and half-way the daemon is killed: {requests:,} r
 generated, {rate:,.0f} a second in all. {running} requests ran at the kill; an error of any other is a problem, as are
 a stream without an end, a leak and a request that is still there in the end. Problems: {problems}."""
 OVERHEAD = """\
-The same {at_once} requests at once to the server and to a daemon without one, in turn, {n} times: {server} tokens/s
-against {daemon}; the median of the ratios is **{share:+.1%}** of the daemon's rate. The server takes {cpu:.3f} ms of a
-core a token."""
+The same {at_once} requests at once to the server and to a daemon without one, in turn, {n} times; *overhead* is the
+median of what each pair lost. Server, clients and the daemon's threads share the cores of this machine: with fewer
+threads the daemon computes no less for a token, and waits for its core while the server has it."""
 REPLAY = """\
 {sessions} recorded sessions on {model}, {turns} turns through `{path}`, up to {most} tokens a reply: {reused:.0%} of
-{prompt:,} prompt tokens were reused. Times are p50 (p95). *Valid calls*: of those turns that called a tool and were not
-cut off by the bound ({calling} turns; the recorded model called in {recorded}). Left out: {refused}."""
+{prompt:,} prompt tokens were reused. Times are p50 (p95). *Calls*: of the turns whose calls were not cut off by the
+bound ({calling}; the recorded model called in {recorded}), those whose calls all name a tool and are JSON objects, and
+those that the tools' schemas allow as well, which is the model's merit. Left out: {refused}."""
 HEAD = """\
 # Results
 
@@ -330,11 +331,11 @@ def load(name: str, made: Json) -> list[str]:
             problems="; ".join(run["problems"]) or "none",
         )  # fmt: skip
         lines += [text, ""]
-        rates = run["reply_tokens_per_s"]
+        rates = run.get("decode_tokens_per_s")
         lines += table(["", "p50", "p95", "replies"], [
             *([f"first token, {kind} prompts, s", f"{r['p50']:.2f}", f"{r['p95']:.2f}", r["n"]]
               for kind, r in run["time_to_first_token_s"].items()),
-            ["tokens/s of a reply", f"{rates['p50']:.0f}", f"{rates['p95']:.0f}", rates["n"]],
+            *([["tokens/s of a reply", f"{rates['p50']:.0f}", f"{rates['p95']:.0f}", rates["n"]]] if rates else []),
         ])  # fmt: skip
         left, grown, blocks = run["left_over"], run["growth_bytes"], run["left_over"]["kv_blocks"]
         grown_text = ", ".join(f"{who} {n / 2**20:+.1f} MiB" for who, n in grown.items() if n is not None)
@@ -342,13 +343,14 @@ def load(name: str, made: Json) -> list[str]:
                   f"{left['queue']:.0f} requests; of {blocks['total']} KV blocks {blocks['free']} are "
                   f"free and {left['prefix_blocks']} hold prefixes. Memory from the second quarter to the last: "
                   f"{grown_text}.", ""]  # fmt: skip
-    if cost := made.get("overhead"):
-        text = OVERHEAD.format(
-            at_once=cost["at_once"], n=cost["overhead"]["n"], server=spread(cost["server_tokens_per_s"]),
-            daemon=spread(cost["daemon_tokens_per_s"]), share=-cost["overhead"]["median"],
-            cpu=cost["server_cpu_ms_per_token"]["median"],
+    if costs := made.get("overhead"):
+        lines += [OVERHEAD.format(at_once=costs[0]["at_once"], n=costs[0]["overhead"]["n"]), ""]
+        lines += table(
+            ["threads of the daemon", "server, tokens/s", "daemon alone", "overhead", "server's CPU a token, ms"],
+            [[f"{r['threads']} of {r['cores']} cores", spread(r["server_tokens_per_s"]),
+              spread(r["daemon_tokens_per_s"]), percent(r["overhead"]["median"]),
+              f"{r['server_cpu_ms_per_token']['median']:.3f}"] for r in costs],
         )  # fmt: skip
-        lines += [text, ""]
     return lines
 
 
@@ -359,7 +361,7 @@ def agent_replay(name: str, made: Json) -> list[str]:
         sessions=made["sessions"], model=made["model"], turns=total["turns"], most=made["max_tokens"],
         path="/v1/messages" if made["api"] == "messages" else "/v1/chat/completions", prompt=total["prompt_tokens"],
         reused=total["reused_tokens"] / total["prompt_tokens"], recorded=total["recorded_calls"],
-        calling=judged.get("valid", 0) + judged.get("invalid", 0),
+        calling=sum(judged.get(word, 0) for word in ("valid", "unfit", "broken")),
         refused=", ".join(f"{n} turns {why}" for why, n in made["refused"].items()) or "none",
     )  # fmt: skip
     lines = ["## Recorded sessions, turn by turn", "", *origin(name, made), text, ""]
@@ -367,12 +369,13 @@ def agent_replay(name: str, made: Json) -> list[str]:
         [label, r["turns"], seconds_of(r["first_s"]), seconds_of(r["end_s"]),
          f"{r['computed_a_turn']['p50']:,.0f} ({r['computed_a_turn']['p95']:,.0f})",
          percent(r["reused_tokens"] / r["prompt_tokens"]),
-         f"{r['tokens_per_s']['p50']:.0f}" if r["tokens_per_s"]["n"] else "",
-         "" if r["valid_calls_share"] is None else percent(r["valid_calls_share"])]
+         f"{r['whole_tokens_per_s']:.0f}",
+         "" if r["valid_share"] is None else f"{percent(r['well_formed_share'])}, {percent(r['valid_share'])}"]
         for label, r in [*((f"{b['from_tokens']:,} to {b['to_tokens']:,}", b) for b in made["bands"]), ("all", total)]
     ]  # fmt: skip
-    columns = ["prompt tokens", "turns", "first token", "whole reply", "computed", "reused", "tokens/s", "valid calls"]
-    return lines + table(columns, rows)
+    columns = ["prompt tokens", "turns", "first token", "whole reply", "computed", "reused"]
+    columns.append("tokens/s, prompt included")
+    return lines + table([*columns, "calls: well-formed, allowed"], rows)
 
 
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
