@@ -74,9 +74,8 @@ def launch(client: str, options: ServeOptions, arguments: Sequence[str]) -> int:
         note(f"{served.name} is served at {served.url}, where a page shows what it does")
         command, environment = make(served, os.environ, Path(folder))
         status = _run([program, *command, *arguments], environment, server)
-        lost = server.lost()
-    if lost:
-        note(f"the server did not live as long as {client}: {lost}")
+    if server.failed:  # one that was killed a moment ago is not dead yet, so it is asked when it should have ended
+        note(f"the server did not live as long as {client}: it {server.failed}")
     return status if status >= 0 else 128 - status
 
 
@@ -182,6 +181,7 @@ class _Server:
         root = Path(spark.__file__).resolve().parents[1]
         self._process = ChildProcess([sys.executable, "-P", "-c", _BOOT, str(root)])
         self._lines = self._process.lines()
+        self.failed = ""  # how it ended, where that was not by itself at the end
 
     def __enter__(self) -> Self:
         return self
@@ -191,7 +191,7 @@ class _Server:
     ) -> None:
         try:
             self._process.close_stdin(_WRITE_S)
-            self._process.status(_SERVER_GRACE_S)
+            self.failed = _ending(self._process.status(_SERVER_GRACE_S) or 0)
         finally:
             self._process.end(_CLIENT_GRACE_S)
 
@@ -219,9 +219,12 @@ class _Server:
     def lost(self, wait_s: float = 0.0) -> str:
         """How it ended, if it did."""
         status = self._process.status(wait_s)
-        if status is None:
-            return ""
-        return f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        return "" if status is None else _ending(status) or "ended"
+
+
+def _ending(status: int) -> str:
+    """What to say of an exit status; nothing of success."""
+    return f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}" if status else ""
 
 
 # --- the child ----------------------------------------------------------------------------------------
