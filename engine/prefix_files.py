@@ -160,7 +160,7 @@ class PrefixFiles:
             written = 0
             try:
                 written = self._write(name, arrays)
-            except Exception as error:  # a cache that cannot be written is no reason to stop serving
+            except (OSError, MemoryError, SparkError) as error:  # no reason to stop serving
                 self._full = True
                 message = error.message if isinstance(error, SparkError) else repr(error)
                 self._tell("write", f"no more prefixes are saved: {message}")

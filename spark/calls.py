@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,7 +63,7 @@ def shape(marks: tuple[str, ...]) -> tuple[frozenset[str], int]:
     return frozenset(mark[0] for mark in marks), max(map(len, marks), default=0)
 
 
-class Reader:
+class Reader(ABC):
     """Reads one call, and passes over what comes between its arguments and its end.
 
     over: it has ended, and `rest` follows it. started: it is a call, otherwise `raw` is its text.
@@ -98,9 +99,9 @@ class Reader:
         self.over = True
         return parts
 
+    @abstractmethod
     def _read(self, parts: list[Part]) -> None:
         """Read what can be read of the held text."""
-        raise NotImplementedError
 
     def _finish(self, parts: list[Part], cut: bool) -> None:
         if self.started:

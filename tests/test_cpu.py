@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
-from test_ops import CASES, LIMITS, empty_cache, floats, gain, product, same_bits, slot_state, twin, weights, workspace
+from op_cases import LIMITS, empty_cache, floats, gain, product, slot_state, weights
+from test_ops import CASES, same_bits, twin, workspace
 
 from engine import policy
 from engine.errors import SparkError

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_ops import DeviceOps
+from op_cases import exact, rms
 from test_delta import (
     AROUND,
     CASES,
@@ -29,7 +30,7 @@ from test_delta import (
     step_of,
     twin,
 )
-from test_ops import exact, rms, same_bits
+from test_ops import same_bits
 
 from engine.ops import DeltaLayer, reference
 from engine.ops.cuda import ops

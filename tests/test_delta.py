@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
-from test_ops import exact, floats, gain, rms, same_bits, weights
+from op_cases import exact, floats, gain, rms, weights
+from test_ops import same_bits
 
 from engine.ops import DeltaLayer, Limits, cpu, reference
 

@@ -1,492 +1,59 @@
 """Every op, every type: kernels against the twin bit for bit, the twin against float64 and `gguf`.
 
 `CASES` is the one table. A case makes its inputs from a seed, runs an op of a backend and returns what the
-op wrote; its oracle computes the same in float64. No two dimensions of a case are equal.
+op wrote; its oracle computes the same in float64 (op_cases.py). No two dimensions of a case are equal.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from device_ops import DeviceOps
 from gguf import GGMLQuantizationType as QType
-from gguf_files import random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_cases import (
+    CUDA_NMSE,
+    FLOATS,
+    K4,
+    K5,
+    K6,
+    LIMITS,
+    Q8,
+    SMALL_BLOCKS,
+    Case,
+    Outputs,
+    attention_case,
+    attention_input_case,
+    attention_output_case,
+    embed_case,
+    exact,
+    expert_case,
+    extreme_product_case,
+    floats,
+    head_case,
+    odd_activations_case,
+    product,
+    product_case,
+    route_case,
+    router_case,
+    weights,
+)
 
 from engine import policy
 from engine.ops import (
-    KV_BLOCK_TOKENS,
-    SMALL_TOKENS,
-    Activation,
-    Experts,
-    Fetches,
-    Gating,
-    KVLayer,
-    Limits,
     arithmetic,
     cpu,
     reference,
 )
 from engine.ops.blocks import integer_blocks
-from engine.quants import NATIVE_TYPES, QTensor
+from engine.quants import NATIVE_TYPES
 
-Outputs = dict[str, np.ndarray]
-LIMITS = Limits(
-    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=1280, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
-    n_head_kv=4, head_dim=512,
-)  # fmt: skip
-FLOATS = (QType.F32, QType.F16, QType.BF16)
-SMALL_BLOCKS = (QType.Q8_0, QType.Q4_0)
-CUDA_NMSE = 1e-5  # of tensor cores with half-precision operands, against float64
-BYTES_OF = {QType.F32: 4, QType.F16: 2, QType.BF16: 2}
-
-
-@dataclass(frozen=True)
-class Case:
-    """run(ops, ws) -> what the op wrote; oracle() -> the same in float64, to within `nmse`."""
-
-    name: str
-    run: Callable[[ModuleType, Any], Outputs]
-    oracle: Callable[[], Outputs] | None = None
-    nmse: float = 0.0
-    experts: tuple[int, int] = (17, 5)  # of the layer, of a token; what CUDA's kernels are compiled for
-
-    @property
-    def refused_on_cuda(self) -> str:
-        """What the CUDA wrappers say of a case that they have no kernel for; empty where they have one."""
-        heads = re.search(r"head_dim=(\d+)", self.name)
-        if heads is not None and int(heads[1]) % 8:
-            return f"for heads of {heads[1]}"
-        return "both types must be alike" if self.name.startswith("expert_ffn Q4_0/F16") else ""
-
-    @property
-    def exact_on_cuda(self) -> bool:
-        """Whether docs/arithmetic.md fixes the bits there too: not in attention, nor in long steps but for routing."""
-        tokens = re.search(r"T=(\d+)", self.name)
-        long = tokens is not None and int(tokens[1]) > SMALL_TOKENS
-        return not self.name.startswith("attention ") and (
-            not long or self.name.startswith(("route ", "add_norm "))
-        )
-
-
-def weights(qtype: QType, rows: int, cols: int, seed: int) -> QTensor:
-    data = random_blocks(qtype, rows, cols, np.random.default_rng(seed))
-    return QTensor(f"random {qtype.name}", qtype, (rows, cols), np.ascontiguousarray(data).reshape(-1))
-
-
-def exact(w: QTensor) -> np.ndarray:
-    """The weights in float64, by the gguf package."""
-    return gguf.dequantize(w.data.reshape(w.shape[0], -1), w.qtype).astype(np.float64)
-
-
-def floats(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
-    # Heavy tails, so that blocks have different scales and most values round.
-    return (scale * np.random.default_rng(seed).standard_t(4, shape)).astype(np.float32)
-
-
-def gain(seed: int, n: int) -> np.ndarray:
-    return 1 + np.float32(0.3) * floats(seed, n)
-
-
-def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    x = x.astype(np.float64)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-
-
-def product(ops: ModuleType, ws: Any, w: QTensor, x: np.ndarray) -> np.ndarray:
-    if ops is reference:
-        return arithmetic.product(w, x)
-    if isinstance(ops, DeviceOps):
-        return ops.product(w, x)
-    y = np.full((len(x), w.shape[0]), np.nan, np.float32)
-    cpu.product(ws, w, x, y)
-    return y
-
-
-def rounding(*types: QType) -> float:
-    """NMSE that 8-bit activations cost, measured on heavy-tailed inputs, with a margin."""
-    return 1e-12 if all(t in FLOATS for t in types) else 2e-3
-
-
-# --- products and the embedding -------------------------------------------------------------------
-
-
-def product_case(qtype: QType, rows: int, cols: int, T: int) -> Case:
-    w, x = weights(qtype, rows, cols, 1), floats(2, T, cols)
-    return Case(
-        f"product {qtype.name} [{rows}, {cols}] T={T}",
-        lambda ops, ws: {"y": product(ops, ws, w, x)},
-        lambda: {"y": x.astype(np.float64) @ exact(w).T},
-        rounding(qtype),
-    )
-
-
-def extreme_product_case(qtype: QType) -> Case:
-    """Largest codes against largest activations: sums that would not fit in 16 bits."""
-    rows, cols, T = 7, 768, 3
-    w = weights(qtype, rows, cols, 3)
-    rng = np.random.default_rng(4)
-    n_elements, n_bytes = gguf.GGML_QUANT_SIZES[qtype]
-    data = w.data.reshape(-1, n_bytes).copy()
-    first, last = {QType.Q6_K: (0, 208), QType.IQ4_XS: (2, n_bytes)}.get(
-        qtype, (4 if n_elements == 256 else 2, n_bytes)
-    )
-    codes = data[:, first:last]
-    codes[:] = rng.choice(np.array([0x00, 0x7F, 0x80, 0x88, 0xFF], np.uint8), (len(data), 1))
-    w = QTensor(w.name, qtype, w.shape, data.reshape(-1))
-    x = rng.choice(np.array([-3, 3], np.float32), (T, cols // 32, 1)).repeat(32, axis=2).reshape(T, cols)
-    return Case(
-        f"product {qtype.name} extremes",
-        lambda ops, ws: {"y": product(ops, ws, w, x)},
-        lambda: {"y": x.astype(np.float64) @ exact(w).T},
-        1e-10,  # these activations are exact in 8 bits
-    )
-
-
-def odd_activations_case(qtype: QType) -> Case:
-    """Blocks of zeros, subnormals, huge values, infinities and NaN."""
-    cols = 1024
-    x = floats(5, 9, cols)
-    x[0] = 0
-    x[1, 32:64] = 1e-40
-    x[2, 64:96] *= 1e-35
-    x[3, 96:128] *= np.float32(1e37)
-    x[4, 5] = np.inf
-    x[5, 700] = -np.inf
-    x[6, 701] = np.nan
-    x[7] *= np.float32(2.0**-101)
-    x[8, ::2] = -0.0
-    w = weights(qtype, 5, cols, 6)
-    return Case(f"product {qtype.name} odd activations", lambda ops, ws: {"y": product(ops, ws, w, x)})
-
-
-def embed_case(qtype: QType) -> Case:
-    V, D = 37, 96 if qtype in SMALL_BLOCKS else 77 if qtype in FLOATS else 512
-    table, tokens = weights(qtype, V, D, 7), np.array([36, 0, 5, 5, 17], np.int32)
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        x = np.full((len(tokens), D), np.nan, np.float32)
-        ops.embed(ws, table, tokens, x)
-        return {"x": x}
-
-    return Case(f"embed {qtype.name}", run, lambda: {"x": exact(table)[tokens]})
-
-
-# --- attention ------------------------------------------------------------------------------------
-
-
-def empty_cache(kv_type: str, blocks: int, K: int, head_dim: int) -> KVLayer:
-    shape = (blocks * KV_BLOCK_TOKENS, K, head_dim)
-    if kv_type == "f16":
-        return KVLayer(np.zeros(shape, np.float16), np.zeros(shape, np.float16))
-    scales = (*shape[:2], head_dim // 32)
-    return KVLayer(
-        np.zeros(shape, np.int8), np.zeros(shape, np.int8), np.zeros(scales, np.float16), np.zeros(scales, np.float16)
-    )
-
-
-def cache_values(cache: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-    values = cache.astype(np.float64)
-    return values if scale is None else values * scale.astype(np.float64).repeat(32, axis=-1)
-
-
-def attention_input_case(
-    types: tuple[QType, ...], kv_type: str, T: int, H: int, K: int, head_dim: int, n_rot: int, norms: bool,
-    gate_type: QType | None = None, v_normed: bool = False,
-) -> Case:  # fmt: skip
-    """types: of Q, K and V; one for a layer that reads another's cache, two for one whose values are its raw keys."""
-    all_types = types if gate_type is None else (*types, gate_type)
-    D, eps = (77 if set(all_types) <= set(FLOATS) else 768), 1e-5
-    rng = np.random.default_rng(8)
-    x, norm = floats(9, T, D), gain(10, D)
-    matrices = [weights(t, n * head_dim, D, 11 + i) for i, (t, n) in enumerate(zip(types, (H, K, K), strict=False))]
-    wq, wk, wv = (*matrices, None, None)[:3]
-    gate = None if gate_type is None else weights(gate_type, H + 3, D, 34)
-    v_norm = gain(35, head_dim) if v_normed else None
-    q_norm, k_norm = (gain(14, head_dim), gain(15, head_dim)) if norms else (None, None)
-    rope = arithmetic.rope_table(300, n_rot, 10000.0)
-    positions = np.sort(rng.choice(300, T, replace=False)).astype(np.int32)
-    slots = rng.choice(3 * KV_BLOCK_TOKENS, T, replace=False).astype(np.int32)
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        kv, q = empty_cache(kv_type, 3, K, head_dim), np.full((T, H, head_dim), np.nan, np.float32)
-        gates = None if gate is None else np.full((T, H + 3), np.nan, np.float32)
-        more = {} if gate is None and v_norm is None else {"v_norm": v_norm, "gate": gate, "gate_out": gates}
-        ops.attention_input(ws, x, norm, eps, wq, wk, wv, q_norm, k_norm, rope, positions, kv, slots, q, **more)
-        arrays = {"q": q, "k": kv.k, "v": kv.v} | ({} if gates is None else {"gate": gates})
-        return arrays if kv.k_scale is None else arrays | {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
-
-    def oracle() -> Outputs:
-        h = rms(x, norm, eps)
-        zeros = np.zeros((T, K, head_dim))
-        q, k, v = (zeros if w is None else (h @ exact(w).T).reshape(T, -1, head_dim) for w in (wq, wk, wv))
-        if len(types) == 2:
-            v = k.copy()
-        if norms:
-            q, k = rms(q, q_norm, eps), rms(k, k_norm, eps)
-        if v_norm is not None:
-            v = rms(v, v_norm, eps)
-        angle = positions[:, None] * 10000.0 ** (-np.arange(n_rot // 2) / (n_rot // 2))
-        c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        for a in (q, k):
-            first, second = a[..., : n_rot // 2].copy(), a[..., n_rot // 2 : n_rot].copy()
-            a[..., : n_rot // 2], a[..., n_rot // 2 : n_rot] = first * c - second * s, first * s + second * c
-        keys, values = (np.zeros((3 * KV_BLOCK_TOKENS, K, head_dim)) for _ in "kv")
-        keys[slots], values[slots] = k, v
-        found = {"q": q} if gate is None else {"q": q, "gate": h @ exact(gate).T}
-        return found if kv_type == "q8_0" else found | {"k": keys, "v": values}
-
-    names = "/".join(t.name for t in types)
-    name = f"attention_input {names} {kv_type} T={T} head_dim={head_dim}"
-    if gate_type is not None or v_normed:
-        name += f" gate={gate_type.name if gate_type is not None else None} v_norm={v_normed}"
-    return Case(name, run, oracle, max(rounding(*all_types), 1e-6))
-
-
-def attention_case(
-    kv_type: str, lengths: tuple[int, ...], new: tuple[int, ...], H: int, K: int, head_dim: int, odd: bool = False,
-    window: int = 0, gate_kind: str = "", by_head: bool = True,
-) -> Case:  # fmt: skip
-    """Sequences of `lengths` positions, the last `new` of which are the step's tokens; blocks shuffled.
-
-    Blocks before all windows of a sequence are none at all, or not its own and poisoned.
-    """
-    rng = np.random.default_rng(16)
-    blocks = [-(-n // KV_BLOCK_TOKENS) for n in lengths]
-    n_blocks = sum(blocks) + 2
-    kv = empty_cache(kv_type, n_blocks, K, head_dim)
-    for i, (cache, scale) in enumerate(((kv.k, kv.k_scale), (kv.v, kv.v_scale))):
-        if scale is None:
-            cache[:] = floats(17 + i, *cache.shape)
-        else:
-            cache[:] = rng.integers(-127, 128, cache.shape)
-            scale[:] = rng.uniform(0.005, 0.02, scale.shape)
-    order = rng.permutation(n_blocks).astype(np.int32)
-    table = np.full((len(lengths), max(blocks)), -1, np.int32)
-    for s, n in enumerate(blocks):
-        table[s, :n] = order[sum(blocks[:s]) : sum(blocks[:s]) + n]
-    sequence = np.repeat(np.arange(len(lengths)), new).astype(np.int32)
-    positions = np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, new, strict=True)]).astype(np.int32)
-    used = {int(b) for row in table for b in row if b >= 0}
-    for block in set(range(n_blocks)) - used:  # what no table names must not matter
-        kv.v[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan if kv_type == "f16" else 77
-        if window and kv.v_scale is not None and kv.k_scale is not None:
-            kv.k_scale[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan
-    if window:
-        for s, (n, m) in enumerate(zip(lengths, new, strict=True)):
-            for gone in range(max(n - m - window + 1, 0) // KV_BLOCK_TOKENS):
-                table[s, gone] = -1 if gone % 2 else min(set(range(n_blocks)) - used)
-    T, scale = len(positions), 1 / np.sqrt(head_dim)
-    q = floats(19, T, H, head_dim, scale=3.0)
-    gate = floats(36, T, H if by_head else H * head_dim, scale=4.0) if gate_kind else None
-    if odd:
-        q[1, 2, 3] = np.nan
-        q[2, 0] = 1e30
-        q[3, 1] = np.inf
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        out = np.full((T, H * head_dim), np.nan, np.float32)
-        if window or gate_kind:
-            ops.attention(ws, q, kv, table, sequence, positions, scale, out, 0, window, gate, gate_kind)
-        else:
-            ops.attention(ws, q, kv, table, sequence, positions, scale, out)
-        return {"out": out}
-
-    def oracle() -> Outputs:
-        out = np.zeros((T, H, head_dim))
-        k, v = cache_values(kv.k, kv.k_scale), cache_values(kv.v, kv.v_scale)
-        for t in range(T):
-            at = np.arange(max(positions[t] + 1 - window, 0) if window else 0, positions[t] + 1)
-            slots = table[sequence[t], at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
-            for h in range(H):
-                s = k[slots, h * K // H] @ q[t, h].astype(np.float64) * scale
-                p = np.exp(s - s.max())
-                out[t, h] = p / p.sum() @ v[slots, h * K // H]
-        if gate is not None:
-            x = gate.astype(np.float64)
-            softplus = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
-            factor = softplus if gate_kind == "softplus" else 1 / (1 + np.exp(-x))
-            out *= factor.reshape(T, H, -1)
-        return {"out": out.reshape(T, -1)}
-
-    name = f"attention {kv_type} lengths={lengths} new={new} H={H} K={K} head_dim={head_dim}{' odd' if odd else ''}"
-    if window or gate_kind:
-        name += f" window={window} gate={gate_kind}{' by head' if by_head and gate_kind else ''}"
-    if sum(new) > SMALL_TOKENS:
-        name += f" T={sum(new)}"
-    return Case(name, run, None if odd else oracle, 1e-10)
-
-
-def attention_output_case(qtype: QType, T: int, add: bool = True) -> Case:
-    D, K = 77, 512
-    wo, attended, residual = weights(qtype, D, K, 20), floats(21, T, K), floats(22, T, D)
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        x = residual.copy()
-        ops.attention_output(ws, attended, wo, x, *(() if add else (False,)))
-        return {"x": x}
-
-    return Case(
-        f"attention_output {qtype.name} T={T}{'' if add else ' add=False'}",
-        run,
-        lambda: {"x": residual * add + attended.astype(np.float64) @ exact(wo).T},
-        max(rounding(qtype), 1e-12),
-    )
-
-
-# --- experts --------------------------------------------------------------------------------------
-
-
-def router_case(qtype: QType, T: int) -> Case:
-    E, D, eps = 17, 131, 1e-6
-    gate, x, norm = weights(qtype, E, D, 23), floats(24, T, D), gain(25, D)
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        h, logits = np.full((T, D), np.nan, np.float32), np.full((T, E), np.nan, np.float32)
-        ops.router(ws, x, norm, eps, gate, h, logits)
-        return {"h": h, "logits": logits}
-
-    def oracle() -> Outputs:
-        h = rms(x, norm, eps)
-        return {"h": h, "logits": h @ exact(gate).T}
-
-    return Case(f"router {qtype.name} T={T}", run, oracle, 1e-11)
-
-
-def slot_state(slots: tuple[int, ...], E: int, seed: int) -> policy.SlotState:
-    """Slots partly full, partly pinned; every address distinct."""
-    rng = np.random.default_rng(seed)
-    state = policy.SlotState.empty(slots, E)
-    state.home_ptr[:] = 1000 + np.arange(state.home_ptr.size).reshape(state.home_ptr.shape)
-    state.slot_ptr[:] = 500000 + np.arange(state.slot_ptr.size).reshape(state.slot_ptr.shape)
-    state.expert_ptr[:] = state.home_ptr
-    for layer, n in enumerate(slots):
-        resident = rng.permutation(E)[: n * 3 // 4]
-        at = np.arange(len(resident)) + state.slot_begin[layer]
-        state.slot_of[layer, resident], state.expert_of[at], state.score[at] = at, resident, 0
-        state.expert_ptr[layer, resident] = state.slot_ptr[at]
-        state.pinned[at[: n // 3]] = 1
-    return state
-
-
-def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: int, odd: bool = False) -> Case:
-    E, A, layer = 17, 5, 1
-
-    def logits(step: int) -> np.ndarray:
-        values = floats(26 + step, T, E)
-        values[::2] = np.round(values[::2])  # ties
-        if odd:
-            values[0, 3], values[1, :], values[2, ::2] = np.nan, np.nan, np.nan
-            values[3, 4], values[4, 5], values[5] = np.inf, -np.inf, -np.inf
-        return values
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        state, outputs = slot_state(slots, E, 27), {}
-        for step in range(4):
-            experts, w = np.full((T, A), -1, np.int32), np.full((T, A), np.nan, np.float32)
-            fetches = Fetches(np.full((E, 3), -7, np.int32), np.zeros(1, np.int32))
-            counted = (np.arange(T) % 3 != step % 3).astype(np.uint8)
-            gating = Gating(renormalize=renormalize)
-            ops.route(ws, logits(step), gating, state, layer, counted, rule, experts, w, fetches)
-            outputs |= {f"experts {step}": experts, f"weights {step}": w}
-            outputs |= {f"fetches {step}": fetches.rows[: fetches.count[0]].copy()}
-        names = ("slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses", "expert_ptr")
-        return outputs | {name: getattr(state, name) for name in names}
-
-    def oracle() -> Outputs:
-        outputs = {}
-        for step in range(4):
-            p = np.exp(logits(step).astype(np.float64))
-            experts = np.argsort(-logits(step), axis=1, kind="stable")[:, :A]
-            chosen = np.take_along_axis(p, experts, 1)
-            total = chosen.sum(1, keepdims=True) if renormalize else p.sum(1, keepdims=True)
-            outputs |= {f"experts {step}": experts, f"weights {step}": chosen / total}
-        return outputs
-
-    name = f"route slots={slots} {rule} renormalize={renormalize} T={T}{' odd' if odd else ''}"
-    return Case(name, run, None if odd else oracle, 1e-12)
-
-
-def activate(x: np.ndarray, gelu: bool) -> np.ndarray:
-    return x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3) if gelu else -x))
-
-
-def expert_case(
-    types: tuple[QType, QType, QType], D: int, F: int, T: int, gelu: bool = False, add: bool = True
-) -> Case:
-    E, A = 7, 3
-    rng = np.random.default_rng(28)
-    parts = [
-        [weights(t, *shape, 100 * p + e) for e in range(E)]
-        for p, (t, shape) in enumerate(zip(types, ((F, D), (F, D), (D, F)), strict=True))
-    ]
-    h, residual = floats(29, T, D), floats(30, T, D)
-    experts = np.stack([rng.permutation(E - 1)[:A] for _ in range(T)]).astype(np.int32)  # the last one has no row
-    if T > 1:
-        experts[1, :] = experts[1, 0]  # the same one thrice
-    w = rng.uniform(0.1, 1.0, (T, A)).astype(np.float32)
-    # Two slots: one empty, one with another expert to leave; both are refilled.
-    fetched = [int(experts[0, 0]), int(experts[0, 1])]
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        sizes = tuple(parts[p][0].nbytes for p in range(3))
-        arena = np.zeros((2, sum(sizes)), np.uint8)
-        offsets = np.concatenate(([0], np.cumsum(sizes)[:2]))
-        home = np.array([[parts[p][e].data.ctypes.data for p in range(3)] for e in range(E)], np.uint64)
-        slots = (arena.ctypes.data + np.arange(2)[:, None] * sum(sizes) + offsets[None]).astype(np.uint64)
-        expert_ptr = home.copy()
-        expert_ptr[fetched] = slots
-        rows = np.full((E, 3), -1, np.int32)
-        rows[:2] = [[fetched[0], 0, -1], [fetched[1], 1, E - 1]]
-        activation: Activation = "gelu" if gelu else "silu"
-        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True, activation=activation)
-        x = residual.copy() if add else np.full_like(residual, np.nan)
-        ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x, add)
-        return {"x": x, "arena": arena}
-
-    def oracle() -> Outputs:
-        gate, up, down = ([exact(m) for m in part] for part in parts)
-        x = residual.astype(np.float64) if add else np.zeros((T, D))
-        for t in range(T):
-            for a in range(A):
-                e = experts[t, a]
-                x[t] += w[t, a] * (down[e] @ (activate(gate[e] @ h[t], gelu) * (up[e] @ h[t])))
-        arena = np.stack([np.concatenate([parts[p][e].data for p in range(3)]) for e in fetched])
-        return {"x": x, "arena": arena}
-
-    name = f"expert_ffn {'/'.join(t.name for t in types)} D={D} F={F} T={T}{' gelu' if gelu else ''}"
-    return Case(f"{name}{'' if add else ' add=False'}", run, oracle, rounding(*types), (E, A))
-
-
-def head_case(qtype: QType, rows: tuple[int, ...]) -> Case:
-    V, D, T, eps = 301, 256, 9, 1e-5
-    output, x, norm = weights(qtype, V, D, 31), floats(32, T, D), gain(33, D)
-    index = np.array(rows, np.int32)
-
-    def run(ops: ModuleType, ws: Any) -> Outputs:
-        logits = np.full((len(rows), V), np.nan, np.float32)
-        ops.head(ws, x, index, norm, eps, output, logits)
-        return {"logits": logits}
-
-    return Case(
-        f"head {qtype.name} rows={rows}",
-        run,
-        lambda: {"logits": rms(x[index], norm, eps) @ exact(output).T},
-        rounding(qtype),
-    )
-
-
-K4, K5, K6, Q8 = QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.Q8_0
 CASES = [
     *(embed_case(t) for t in NATIVE_TYPES),
     *(product_case(t, 13, 512, 1) for t in NATIVE_TYPES),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import test_ops
 from gguf import GGMLQuantizationType as QType
-from test_ops import K4, K5, K6, Q8, Case, Outputs, activate, exact, floats, gain, rms, rounding, weights
+from op_cases import K4, K5, K6, Q8, Case, activate, exact, floats, gain, rms, rounding, slot_state, weights
+from test_ops import Outputs
 
 from engine import policy
 from engine.ops import Activation, Fetches, Gating, arithmetic, cpu
@@ -109,7 +110,7 @@ def gating_case(
         return values
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
-        state, outputs = test_ops.slot_state(slots, E, 27), {}
+        state, outputs = slot_state(slots, E, 27), {}
         for step in range(3):
             experts, w = np.full((T, A), -1, np.int32), np.full((T, A), np.nan, np.float32)
             fetches = Fetches(np.full((E, 3), -7, np.int32), np.zeros(1, np.int32))
