@@ -76,10 +76,24 @@ ATTENTION_GAIN = 0.2
 NORM_STD = 0.1
 ALIGN_BYTES = 32  # GGUF's own
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TEMPLATE = (
-    "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
-)
+# Of the usual shape: definitions of tools in front, calls as JSON between tags.
+TEMPLATE = """\
+{%- if tools -%}<|im_start|>system
+You can call these functions:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}A call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>
+{% endif -%}
+{%- for message in messages -%}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
 TypeOf = Callable[[str], QType]
 Job = tuple[int, memoryview]  # where in the file, what
 
