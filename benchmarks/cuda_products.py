@@ -146,7 +146,7 @@ class Cases:
         weights = self.device.upload(np.full((T, A), 1 / A, np.float32))
         chosen = self.device.upload(np.zeros((T, A), np.int32))
         n_records, op = min(E, T * A), self.experts
-        z = op._z_of(bank, T * A)
+        z = op.z_of(bank, T * A)
         first, second = int(n_experts * sum(bank.part_bytes[:2])), int(n_experts * bank.part_bytes[2])
         if down == QType.Q4_K:
             yield KernelCase(
@@ -161,7 +161,7 @@ class Cases:
         )
         yield KernelCase(
             f"expert FFN {down.name} T={T}",
-            lambda i: op(h, chosen, weights, bank, *tables[i % TABLES][0], x),
+            lambda i: op(self.products, h, chosen, weights, bank, *tables[i % TABLES][0], x),
             first + second,
         )
         if down == QType.Q4_K:
@@ -170,14 +170,14 @@ class Cases:
                 missing = [self.table(T, pointers, rng, host, misses) for _ in range(TABLES)]
                 yield KernelCase(
                     f"expert FFN T={T}, {misses} over PCIe",
-                    lambda i, missing=missing: op(h, chosen, weights, bank, *missing[i % TABLES][0], x),
+                    lambda i, missing=missing: op(self.products, h, chosen, weights, bank, *missing[i % TABLES][0], x),
                     misses * sum(bank.part_bytes),
                 )
                 for copiers in (4, 16) if T == 1 else ():
 
                     def launch(i: int, missing: list[Any] = missing, copiers: int = copiers) -> None:
                         with patch.object(experts_module, "COPIERS", copiers):
-                            op(h, chosen, weights, bank, *missing[i % TABLES][0], x)
+                            op(self.products, h, chosen, weights, bank, *missing[i % TABLES][0], x)
 
                     name = f"expert FFN T={T}, {misses} over PCIe, {copiers} copiers"
                     yield KernelCase(name, launch, misses * sum(bank.part_bytes))

@@ -12,11 +12,12 @@
 // (copiers + F / 32 rounded up, records), block WARPS warps. What enters a slot is copied there first: a block's own rows
 // of gate and up before it reads them there, and the down part by the first `copiers` blocks of a record meanwhile. Shared
 // memory: with TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least ROWS rows and
-// 32 bytes.
+// 32 bytes. With BESIDE = 1 the grid has one record more, of the same F: an expert that every token uses, of matrices
+// beside_gate and beside_up, whose z follow those of the pairs; where it has a gate of its own (SHARED, a float type), the
+// record's copiers make row_scale [T] = sigmoid(shared_gate h), h [T, D] as floats, in 8 * D bytes of shared memory.
 //
-// gate_up_dense (the same macros; SHARED, a float type, where there is a shared gate): z [T, F] of every token and the
-// matrices `gate` and `up`; row_scale [T] = sigmoid(shared_gate h), h [T, D] as floats. Grid F / Z_ROWS rounded up, and
-// with SHARED T blocks more, whose shared memory is 8 * D bytes. Z_ROWS: 32, or with DOWN_FLOAT a smaller multiple of
+// gate_up_dense (the same macros, no BESIDE): z [T, F] of every token and the matrices `gate` and `up`. Grid F / Z_ROWS
+// rounded up, and with SHARED T blocks more, which make row_scale. Z_ROWS: 32, or with DOWN_FLOAT a smaller multiple of
 // ROWS * WARPS, so that few rows spread over many multiprocessors.
 //
 // down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8
@@ -83,6 +84,9 @@ DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes)
 #define DENSE 0
 #endif
 
+#ifndef BESIDE
+#define BESIDE 0
+#endif
 #ifndef Z_ROWS
 #define Z_ROWS 32
 #endif
@@ -91,7 +95,7 @@ static_assert(Z_ROWS == 32 || (DENSE && DOWN_FLOAT), "a block of activations is 
 DEVICE float activate(float x) { return GELU ? gelu(x) : silu(x); }
 
 #ifdef SHARED
-// The block's own row's factor. The loads of the gate do not wait for the kernel ahead.
+// A row's factor, by a block. The loads of the gate do not wait for the kernel ahead.
 DEVICE void shared_scale(float* shared, const u8* shared_gate, const float* h, float* row_scale) {
     constexpr i32 N = WARPS * WARP, EACH = (COLS + N - 1) / N;
     float* const ws = shared;
@@ -133,8 +137,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #else
 KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
-            const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, i32 copiers, i64 down_bytes,
-            i32 stage_bytes) {
+            const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* beside_gate,
+            const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
+            i64 down_bytes, i32 stage_bytes) {
 #endif
     constexpr i32 MAX_COUNT = TOKENS == 1 ? 1 : 32;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
@@ -160,12 +165,20 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
     dependency_wait();
     dependency_release();
-    Record record;
-    if (!load_record(active, n_active, blockIdx.y, record))
+    const bool beside = BESIDE && blockIdx.y + 1 == gridDim.y;
+    Record record = {{beside_gate, beside_up}, {}, 0, n_tokens};
+    if (!beside && !load_record(active, n_active, blockIdx.y, record))
         return;
     if ((i32)blockIdx.x < copiers) {
         if (record.target[2])
             copy_part(record.target[2], record.source[2], down_bytes, blockIdx.x, copiers);
+#ifdef SHARED
+        if (beside)
+            for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
+                __syncthreads(); // of the row before
+                shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
+            }
+#endif
         return;
     }
     const i32 row0 = (blockIdx.x - copiers) * 32, rows = min(32, F - row0);
@@ -210,8 +223,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     auto token_of = [&](i32 i) -> i32 { return i; };
     auto pair_of = [&](i32 i) -> i64 { return i; };
 #else
-    auto token_of = [&](i32 i) -> i32 { return TOKENS == 1 ? 0 : pairs[first + i] / n_used; };
-    auto pair_of = [&](i32 i) -> i64 { return TOKENS == 1 ? blockIdx.y : pairs[first + i]; };
+    auto token_of = [&](i32 i) -> i32 { return TOKENS == 1 ? 0 : beside ? i : pairs[first + i] / n_used; };
+    auto pair_of = [&](i32 i) -> i64 {
+        return TOKENS == 1 ? blockIdx.y : beside ? n_tokens * n_used + i : pairs[first + i];
+    };
 #endif
     auto tokens_of = [&](i32 i0, i32(&token)[TOKENS]) {
 #pragma unroll

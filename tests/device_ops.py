@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine import policy
-from engine.ops import SMALL_TOKENS, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits
+from engine.ops import SMALL_TOKENS, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits, SharedExpert
 from engine.ops.cuda import ops
 from engine.quants import QTensor
 
@@ -60,8 +60,9 @@ class DeviceOps:
         return self.device.read(y)
 
     def expert_ffn(
-        self, _: Any, h: Any, experts: Any, weights: Any, bank: Experts, fetches: Fetches, x: Any, add: bool
-    ) -> None:
+        self, _: Any, h: Any, experts: Any, weights: Any, bank: Experts, fetches: Fetches, x: Any, add: bool,
+        shared: Any,
+    ) -> None:  # fmt: skip
         """As the op, after the tables that `route` would have left behind for these experts and fetches."""
         there, memory = self._bank(bank)
         T, r = len(h), self.ws.routing
@@ -90,8 +91,8 @@ class DeviceOps:
             padded = np.zeros(r.pairs.shape, np.int32)
             padded[: len(pairs)] = pairs
             self.device.write(r.pairs, padded)
-        moved = [self._to(a) for a in (h, experts, weights, fetches, x)]
-        ops.expert_ffn(self.ws, *moved[:3], there, moved[3], moved[4], add)
+        moved = [self._to(a) for a in (h, experts, weights, fetches, x, shared)]
+        ops.expert_ffn(self.ws, *moved[:3], there, *moved[3:5], add, moved[5])
         if T > SMALL_TOKENS:  # no streaming here: the fetches of a long step are copied by hand
             for e, s in entering.items():
                 for part, n_bytes in enumerate(bank.part_bytes):
@@ -126,7 +127,7 @@ class DeviceOps:
             return replace(value, data=self.device.upload(value.data))
         if isinstance(value, np.ndarray):
             return self.device.upload(value)
-        if isinstance(value, KVLayer | DeltaLayer | Fetches | Gating | policy.SlotState):
+        if isinstance(value, KVLayer | DeltaLayer | Fetches | Gating | SharedExpert | policy.SlotState):
             return type(value)(*(self._to(getattr(value, f.name)) for f in fields(value)))
         return value
 

@@ -24,6 +24,7 @@ from engine.ops import (
     Gating,
     KVLayer,
     Limits,
+    SharedExpert,
     arithmetic,
     cpu,
     reference,
@@ -413,8 +414,9 @@ def activate(x: np.ndarray, gelu: bool) -> np.ndarray:
 
 
 def expert_case(
-    types: tuple[QType, QType, QType], D: int, F: int, T: int, gelu: bool = False, add: bool = True
-) -> Case:
+    types: tuple[QType, QType, QType], D: int, F: int, T: int, gelu: bool = False, add: bool = True,
+    shared: tuple[QType, QType, QType] | None = None, shared_F: int = 0, shared_gate: QType | None = None,
+) -> Case:  # fmt: skip
     E, A = 7, 3
     rng = np.random.default_rng(28)
     parts = [
@@ -426,6 +428,12 @@ def expert_case(
     if T > 1:
         experts[1, :] = experts[1, 0]  # the same one thrice
     w = rng.uniform(0.1, 1.0, (T, A)).astype(np.float32)
+    beside = None
+    if shared is not None:
+        gate = None if shared_gate is None else weights(shared_gate, 1, D, 503)
+        shapes = ((shared_F, D), (shared_F, D), (D, shared_F))
+        matrices = (weights(t, *shape, 500 + p) for p, (t, shape) in enumerate(zip(shared, shapes, strict=True)))
+        beside = SharedExpert(*matrices, gate)
     # Two slots: one empty, one with another expert to leave; both are refilled.
     fetched = [int(experts[0, 0]), int(experts[0, 1])]
 
@@ -442,7 +450,7 @@ def expert_case(
         activation: Activation = "gelu" if gelu else "silu"
         bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True, activation=activation)
         x = residual.copy() if add else np.full_like(residual, np.nan)
-        ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x, add)
+        ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x, add, beside)
         return {"x": x, "arena": arena}
 
     def oracle() -> Outputs:
@@ -452,11 +460,19 @@ def expert_case(
             for a in range(A):
                 e = experts[t, a]
                 x[t] += w[t, a] * (down[e] @ (activate(gate[e] @ h[t], gelu) * (up[e] @ h[t])))
+        if beside is not None:
+            wide = h.astype(np.float64)
+            z = activate(wide @ exact(beside.gate).T, gelu) * (wide @ exact(beside.up).T)
+            gates = 1.0 if beside.shared_gate is None else 1 / (1 + np.exp(-(wide @ exact(beside.shared_gate).T)))
+            x += gates * (z @ exact(beside.down).T)
         arena = np.stack([np.concatenate([parts[p][e].data for p in range(3)]) for e in fetched])
         return {"x": x, "arena": arena}
 
     name = f"expert_ffn {'/'.join(t.name for t in types)} D={D} F={F} T={T}{' gelu' if gelu else ''}"
-    return Case(f"{name}{'' if add else ' add=False'}", run, oracle, rounding(*types), (E, A))
+    name += "" if add else " add=False"
+    if shared is not None:
+        name += f" beside {'/'.join(t.name for t in shared)} F={shared_F} gate={shared_gate and shared_gate.name}"
+    return Case(name, run, oracle, rounding(*types, *(shared or ())), (E, A))
 
 
 def head_case(qtype: QType, rows: tuple[int, ...]) -> Case:

@@ -95,9 +95,11 @@ def run(bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], 
     h, x = normal(T, bank.D, seed=seed + 1), normal(T, bank.D, seed=seed + 2)
     on_device = device.upload(x)
     given = device.upload(h)
+    products = Products(device, bank.limits)
     if bank.types[0] not in FLOAT_TYPES:
-        given = Products(device, bank.limits).quantize(given)
+        given = products.quantize(given)
     SmallExperts(device, bank.limits)(
+        products,
         given,
         device.upload(experts),
         device.upload(weights),
@@ -159,6 +161,7 @@ def test_rows_of_the_wrong_kind(device: Any) -> None:
     experts = choices(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="quantized rows"):
         SmallExperts(device, bank.limits)(
+            Products(device, bank.limits),
             device.upload(normal(1, 64)),
             device.upload(experts),
             device.upload(np.ones((1, A), np.float32)),
@@ -181,8 +184,10 @@ def test_an_empty_table_adds_nothing(device: Any) -> None:
     device.write(n_active, np.zeros(1, np.int32))
     x = normal(1, 160)
     on_device = device.upload(x)
+    products = Products(device, bank.limits)
     SmallExperts(device, bank.limits)(
-        Products(device, bank.limits).quantize(on_device),
+        products,
+        products.quantize(on_device),
         device.upload(np.zeros((1, A), np.int32)),
         device.upload(np.ones((1, A), np.float32)),
         bank.experts(device.upload(np.zeros((E, 3), np.uint64))),

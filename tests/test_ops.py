@@ -105,6 +105,18 @@ CASES = [
     expert_case((K4, K4, K6), 256, 512, 1, gelu=True, add=False),
     expert_case((Q8, Q8, QType.F16), 96, 70, 6, gelu=True),
     expert_case((K6, K4, K5), 256, 256, 35, gelu=True, add=False),
+    # A shared expert in the launch of the others: all alike but for the down projection's block type
+    expert_case((K4, K4, K6), 256, 512, 1, shared=(K4, K4, K4), shared_F=512, shared_gate=QType.F32),
+    expert_case((K4, K6, K4), 512, 256, 5, shared=(K4, K6, Q8), shared_F=256),
+    expert_case((Q8, Q8, QType.Q4_0), 96, 160, 31, shared=(Q8, Q8, Q8), shared_F=160, shared_gate=QType.BF16),
+    expert_case((QType.F16, QType.F32, QType.F16), 77, 70, 1, gelu=True, add=False,
+                shared=(QType.F16, QType.F32, QType.F32), shared_F=70, shared_gate=QType.F16),
+    expert_case((Q8, Q8, QType.F16), 96, 70, 6, shared=(Q8, Q8, QType.F16), shared_F=70, shared_gate=QType.F32),
+    # and in launches of its own
+    expert_case((K4, K4, K6), 256, 512, 1, shared=(K4, K4, K6), shared_F=768, shared_gate=QType.F32),
+    expert_case((K4, K4, K4), 256, 512, 3, shared=(K4, Q8, K4), shared_F=512),
+    expert_case((Q8, Q8, Q8), 96, 160, 2, add=False, shared=(Q8, Q8, QType.F16), shared_F=160),
+    expert_case((K4, K4, K6), 512, 256, 41, shared=(K4, K4, K6), shared_F=768, shared_gate=QType.F16),
     *(head_case(t, rows) for t, rows in ((K6, (8,)), (K4, (0, 3, 3, 7)), (QType.F16, (5, 2)), (K6, ()))),
 ]
 

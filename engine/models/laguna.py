@@ -32,7 +32,7 @@ from engine.models import (
     refuse_unknown,
     vector,
 )
-from engine.ops import F32, I32, Gating
+from engine.ops import F32, I32, Gating, SharedExpert
 from engine.ops.arithmetic import rope_table, rotations
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
@@ -333,16 +333,26 @@ def _yarn(file: GGUFFile) -> Yarn | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense FFN."""
+
+    gate: QTensor
+    up: QTensor
+    down: QTensor
+
+
+@dataclass(frozen=True, slots=True)
 class MoE:
     """A router and the shared expert; the experts are apart (see Residency)."""
 
     router: QTensor
     gating: Gating
+    shared: SharedExpert
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; gate, up, down: of the dense FFN, or of the shared expert where `moe` is there."""
+    """Weights of one layer."""
 
     attn_norm: F32
     wq: QTensor
@@ -353,10 +363,7 @@ class Layer:
     q_norm: F32
     k_norm: F32
     ffn_norm: F32
-    gate: QTensor
-    up: QTensor
-    down: QTensor
-    moe: MoE | None
+    ffn: Dense | MoE
 
 
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
@@ -372,19 +379,19 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
 
     layers, experts = [], []
     for i in range(config.n_layer):
-        p, suffix, moe = f"blk.{i}.", "", None
-        if i >= config.n_dense:
+        p = f"blk.{i}."
+        ffn: Dense | MoE
+        if i < config.n_dense:
+            ffn = Dense(*(get(f"{p}ffn_{part}.weight") for part in PARTS))
+        else:
             gating = Gating(
                 "sigmoid" if config.gating == "sigmoid" else "softmax",
                 config.renormalize, config.expert_scale, bias=norm(p + "exp_probs_b.bias"),
             )  # fmt: skip
-            suffix, moe = (
-                "_shexp",
-                MoE(float_matrix(file, p + "ffn_gate_inp.weight", (config.n_expert, config.n_embd)), gating),
-            )
+            router = float_matrix(file, p + "ffn_gate_inp.weight", (config.n_expert, config.n_embd))
+            ffn = MoE(router, gating, SharedExpert(*(get(f"{p}ffn_{part}_shexp.weight") for part in PARTS)))
             gates, ups, downs = (get(f"{p}ffn_{part}_exps.weight") for part in PARTS)
             experts.append(ExpertTensors(gates, ups, downs))
-        gate, up, down = (get(f"{p}ffn_{part}{suffix}.weight") for part in PARTS)
         layers.append(
             Layer(
                 attn_norm=norm(p + "attn_norm.weight"),
@@ -396,10 +403,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
                 q_norm=norm(p + "attn_q_norm.weight"),
                 k_norm=norm(p + "attn_k_norm.weight"),
                 ffn_norm=norm(p + "ffn_norm.weight"),
-                gate=gate,
-                up=up,
-                down=down,
-                moe=moe,
+                ffn=ffn,
             )
         )
     token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
@@ -435,7 +439,7 @@ def forward(
         if b.hidden is not None:
             ops.copy(ws, b.x, b.hidden[i])
         m = i - config.n_dense  # among the MoE layers
-        if layer.moe is not None and m + 1 < len(residency.banks):
+        if 0 <= m < len(residency.banks) - 1:
             ops.fetch_ahead(ws, state, m + 1, residency.banks[m + 1], T)
         n_head, windowed, group = config.n_head[i], config.windowed[i], kv.group_of[i]
         width = n_head * config.head_dim
@@ -449,16 +453,15 @@ def forward(
             step.n_positions, window=config.window if windowed else 0, gate=gate, gate_kind="softplus",
         )  # fmt: skip
         ops.attention_output(ws, attended, layer.wo, b.x)
-        if layer.moe is None:
+        ffn = layer.ffn
+        if isinstance(ffn, Dense):
             ops.norm(ws, b.x, layer.ffn_norm, config.eps, b.h)
-        else:
-            ops.router(ws, b.x, layer.ffn_norm, config.eps, layer.moe.router, b.h, b.router)
-            ops.route(
-                ws, b.router, layer.moe.gating, state, m, step.counted, residency.rule,
-                b.experts[m], b.weights[m], b.fetches,
-            )  # fmt: skip
-            ops.expert_ffn(ws, b.h, b.experts[m], b.weights[m], residency.banks[m], b.fetches, b.x)
-        ops.dense_ffn(ws, b.h, layer.gate, layer.up, layer.down, b.x)
+            ops.dense_ffn(ws, b.h, ffn.gate, ffn.up, ffn.down, b.x)
+            continue
+        experts, chosen = b.experts[m], b.weights[m]
+        ops.router(ws, b.x, layer.ffn_norm, config.eps, ffn.router, b.h, b.router)
+        ops.route(ws, b.router, ffn.gating, state, m, step.counted, residency.rule, experts, chosen, b.fetches)
+        ops.expert_ffn(ws, b.h, experts, chosen, residency.banks[m], b.fetches, b.x, shared=ffn.shared)
     if len(step.rows):
         head(config, weights, ops, ws, step.rows, b.x, b.logits)
 

@@ -28,7 +28,7 @@ from engine.models.qwen35 import (
     rope_tables,
     skipped,
 )
-from engine.ops import F32, Gating
+from engine.ops import F32, Gating, SharedExpert
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
 
@@ -40,16 +40,13 @@ GATING = Gating()
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer, its experts apart (see Residency); shared_gate [1, D]."""
+    """Weights of one layer, its experts apart (see Residency)."""
 
     attn_norm: F32
     mixer: Attention | Delta
     ffn_norm: F32
     router: QTensor
-    shared_gate: QTensor
-    gate: QTensor
-    up: QTensor
-    down: QTensor
+    shared: SharedExpert
 
 
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
@@ -64,16 +61,14 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     for i in range(config.n_layer):
         p = f"blk.{i}."
         gate, up, down = (get(f"{p}ffn_{part}_shexp.weight") for part in PARTS)
+        shared_gate = replace(float_matrix(file, p + "ffn_gate_inp_shexp.weight", (D,)), shape=(1, D))
         layers.append(
             Layer(
                 vector(file, p + "attn_norm.weight", D),
                 load_mixer(file, config, i),
                 vector(file, p + "post_attention_norm.weight", D),
                 float_matrix(file, p + "ffn_gate_inp.weight", (config.n_expert, D)),
-                replace(float_matrix(file, p + "ffn_gate_inp_shexp.weight", (D,)), shape=(1, D)),
-                gate,
-                up,
-                down,
+                SharedExpert(gate, up, down, shared_gate),
             )
         )
         if config.fused:
@@ -109,8 +104,8 @@ def forward(
         mix(config, layer.attn_norm, layer.mixer, i, ops, ws, step, kv, ropes, b)
         ops.router(ws, b.x, layer.ffn_norm, config.eps, layer.router, b.h, b.router)
         ops.route(ws, b.router, GATING, state, i, step.counted, residency.rule, b.experts[i], b.weights[i], b.fetches)
-        ops.expert_ffn(ws, b.h, b.experts[i], b.weights[i], residency.banks[i], b.fetches, b.x)
-        ops.dense_ffn(ws, b.h, layer.gate, layer.up, layer.down, b.x, shared_gate=layer.shared_gate)
+        bank = residency.banks[i]
+        ops.expert_ffn(ws, b.h, b.experts[i], b.weights[i], bank, b.fetches, b.x, shared=layer.shared)
     if len(step.rows):
         head(config, weights, ops, ws, step.rows, b.x, b.logits)
 

@@ -16,6 +16,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.quants import QTensor
+
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
@@ -103,6 +105,19 @@ class Experts:
     slot_ptr: U64
     poison: bool = False
     activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert of a layer that every token uses, beside those it chooses: gate, up [F, D], down [D, F].
+
+    shared_gate [1, D] of a float type: its output is multiplied by sigmoid(shared_gate h); None: by nothing.
+    """
+
+    gate: QTensor
+    up: QTensor
+    down: QTensor
+    shared_gate: QTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import policy
-from engine.ops import F32, I32, U8, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits
+from engine.ops import F32, I32, U8, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits, SharedExpert
 from engine.ops.cpu_library import ISAS
 from engine.ops.cpu_workspace import (
     ACTIVATIONS,
@@ -331,12 +331,20 @@ def dense_ffn(
 
 
 def expert_ffn(
-    ws: Workspace, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32, add: bool = True
+    ws: Workspace,
+    h: F32,
+    experts: I32,
+    weights: F32,
+    bank: Experts,
+    fetches: Fetches,
+    x: F32,
+    add: bool = True,
+    shared: SharedExpert | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it where `add` is false.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A]. Performs `fetches` first, then
-    reads every expert through `bank.expert_ptr`.
+    reads every expert through `bank.expert_ptr`. What a shared expert gives is added last.
     """
     T, A = _rows(ws, h, "h"), experts.shape[1]
     D, E = bank.n_embd, len(bank.expert_ptr)
@@ -358,6 +366,8 @@ def expert_ffn(
         add,
     )
     check(result, "experts or fetches")
+    if shared is not None:
+        dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
 
 
 def head(

@@ -9,7 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import policy, quants
-from engine.ops import F32, I32, KV_BLOCK_TOKENS, U8, Activation, Experts, Fetches, Gating, KVLayer, Limits, arithmetic
+from engine.ops import (
+    F32,
+    I32,
+    KV_BLOCK_TOKENS,
+    U8,
+    Activation,
+    Experts,
+    Fetches,
+    Gating,
+    KVLayer,
+    Limits,
+    SharedExpert,
+    arithmetic,
+)
 from engine.ops.arithmetic import (
     dot32,
     exp,
@@ -322,12 +335,20 @@ def dense_ffn(
 
 
 def expert_ffn(
-    ws: Workspace, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32, add: bool = True
+    ws: Workspace,
+    h: F32,
+    experts: I32,
+    weights: F32,
+    bank: Experts,
+    fetches: Fetches,
+    x: F32,
+    add: bool = True,
+    shared: SharedExpert | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it where `add` is false.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A]. Performs `fetches` first, then
-    reads every expert through `bank.expert_ptr`.
+    reads every expert through `bank.expert_ptr`. What a shared expert gives is added last.
     """
     fetch(bank, fetches)
     T, A = experts.shape
@@ -343,6 +364,8 @@ def expert_ffn(
         r = fma(weights[:, a, None], y[:, a], r)
     with np.errstate(all="ignore"):
         x[:] = x + r if add else r
+    if shared is not None:
+        dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
 
 
 def head(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
-from engine.ops import SMALL_TOKENS, Activation, Experts, Limits
+from engine.ops import SMALL_TOKENS, Activation, Experts, Limits, SharedExpert
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import (
     FLOAT_TYPES,
@@ -29,6 +29,13 @@ DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of an expert at a time, where a step has several
 
 
+def runs_beside(shared: SharedExpert, bank: Experts) -> bool:
+    """Whether the first half of a shared expert can be one more expert of the launch that does the chosen ones'."""
+    types = (shared.gate.qtype, shared.up.qtype) == (bank.gate_type, bank.up_type)
+    shapes = shared.gate.shape == shared.up.shape == (bank.n_ff, bank.n_embd)
+    return types and shapes and (shared.down.qtype in FLOAT_TYPES) == (bank.down_type in FLOAT_TYPES)
+
+
 class SmallExperts:
     """x += the weighted experts of each row. Kernels in experts.cu; scratch for 32 tokens is allocated here."""
 
@@ -36,12 +43,15 @@ class SmallExperts:
         self.device = device
         self.limits = limits
         n_pairs, n_ff = SMALL_TOKENS * limits.n_expert_used, limits.n_ff_exp or limits.n_ff
-        self._z = device.empty((n_pairs * n_ff,), np.float32)
-        self._zq = QuantizedScratch(device, n_pairs, n_ff)
+        n_rows = n_pairs + SMALL_TOKENS  # a shared expert's behind the others'
+        self._z = device.empty((n_rows * n_ff,), np.float32)
+        self._zq = QuantizedScratch(device, n_rows, n_ff)
+        self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
         self._y = device.empty((n_pairs * limits.n_embd,), np.float32)
 
     def __call__(
         self,
+        products: Products,
         h: Quantized | Array,
         experts: Array,
         weights: Array,
@@ -51,11 +61,13 @@ class SmallExperts:
         pairs: Array,
         x: Array,
         add: bool = True,
+        beside: tuple[SharedExpert, Array] | None = None,
     ) -> None:
         """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
 
         h: the normed residual [T, D], `Quantized` where gate and up are of block types, else float32. experts int32
-        [T, A]; active uint64 [n, 8], n_active int32 [1], pairs int32 [T * A] as `Routing` describes them.
+        [T, A]; active uint64 [n, 8], n_active int32 [1], pairs int32 [T * A] as `Routing` describes them. beside: a
+        shared expert that `runs_beside` these, whose output is added last, and h as float32.
         """
         T, D = x.shape
         A = experts.shape[1]
@@ -64,16 +76,19 @@ class SmallExperts:
         _check_types(bank.gate_type, bank.up_type, h)
         active_pairs = [active, n_active, pairs]
         n_records = min(active.shape[0], T * A)
-        z = self._z_of(bank, T * A)
-        self.gate_up(h, bank, A, active_pairs, n_records, z)
+        z = self.z_of(bank, T * A + (T if beside else 0))
+        self.gate_up(h, bank, A, active_pairs, n_records, z, beside)
         self.down(weights, bank, active_pairs, n_records, z, x, add)
+        if beside is not None:
+            scale = None if beside[0].shared_gate is None else self._row_scale[:T]
+            own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
+            products.product(beside[0].down, own, x, True, scale)
 
-    def _z_of(self, bank: Experts, n_pairs: int) -> list[Array | None]:
-        """z, zq, zd, zsums as the kernels take them."""
+    def z_of(self, bank: Experts, n_rows: int) -> Quantized | Array:
+        """Scratch for the results of so many rows' first halves."""
         if bank.down_type in FLOAT_TYPES:
-            return [self._z, None, None, None]
-        z = self._zq.rows(n_pairs, bank.n_ff)
-        return [None, z.q, z.d, z.sums]
+            return self._z[: n_rows * bank.n_ff].reshape(n_rows, bank.n_ff)
+        return self._zq.rows(n_rows, bank.n_ff)
 
     def gate_up(
         self,
@@ -82,15 +97,27 @@ class SmallExperts:
         n_used: int,
         active: list[Array],
         n_records: int,
-        z: list[Array | None],
+        z: Quantized | Array,
+        beside: tuple[SharedExpert, Array] | None = None,
     ) -> None:
-        """The first half: z of each pair; `active` is the table, its length and the pairs."""
+        """The first half: z of each pair, then of each token; `active` is the table, its length and the pairs."""
         down_float = bank.down_type in FLOAT_TYPES
         shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation)
-        args = [*active, n_used, bank.n_ff, *_inputs(h), *z, COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes]
-        grid = (COPIERS + -(-bank.n_ff // Z_ROWS), n_records)
-        kernel = self.device.kernel(Module("experts.cu", shape.defines), "gate_up")
-        kernel(grid, shape.warps * WARP, args, shape.shared_bytes, overlap=True)
+        defines, shared_bytes = shape.defines, shape.shared_bytes
+        more: list[object] = [None, None, 0, None, None, None]
+        if beside is not None:
+            expert, floats = beside
+            defines = (*defines, ("BESIDE", "1"))
+            more = [expert.gate.data, expert.up.data, len(floats), None, None, None]
+            if expert.shared_gate is not None:
+                defines = (*defines, ("SHARED", _gate_type(expert.shared_gate, bank.n_embd)))
+                shared_bytes = max(shared_bytes, 8 * bank.n_embd)
+                more[3:] = [expert.shared_gate.data, floats, self._row_scale]
+        args = [*active, n_used, bank.n_ff, *_rows(h), *_rows(z), *more]
+        args += [COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes]
+        grid = (COPIERS + -(-bank.n_ff // Z_ROWS), n_records + (beside is not None))
+        kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
+        kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
     def down(
         self,
@@ -98,7 +125,7 @@ class SmallExperts:
         bank: Experts,
         active: list[Array],
         n_records: int,
-        z: list[Array | None],
+        z: Quantized | Array,
         x: Array,
         add: bool = True,
     ) -> None:
@@ -111,7 +138,7 @@ class SmallExperts:
         stages = _stages(self.device, A * stage, A * each, DOWN_ROWS // 4)
         if T == 1 and stages:
             module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
-            args = [*active[:2], weights, D, *z, x, int(add), stage]
+            args = [*active[:2], weights, D, *_rows(z), x, int(add), stage]
             shared_bytes = A * (each + stages * stage)
             self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), A * WARP, args, shared_bytes, overlap=True)
             return
@@ -119,7 +146,7 @@ class SmallExperts:
         stages, warps = _stages_and_warps(self.device, stage, 0, DOWN_ROWS // 2)
         module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=TOKENS)
         grid = (-(-D // (DOWN_ROWS * warps)), n_records)
-        args = [*active, D, *z, self._y, stage]
+        args = [*active, D, *_rows(z), self._y, stage]
         self.device.kernel(module, "down")(grid, warps * WARP, args, warps * stages * stage, overlap=True)
         self.device.kernel(module, "combine")(
             (-(-D // 256), T), 256, [self._y, weights, A, D, x, int(add)], overlap=True
@@ -156,26 +183,18 @@ class SmallDense:
         if T > SMALL_TOKENS or shapes != ((F, D), (F, D), (D, F)):
             raise ValueError(f"dense_ffn: x {x.shape}, matrices {shapes}")
         _check_types(gate.qtype, up.qtype, h)
-        z: Quantized | Array
         # One token and few rows: small blocks, and the second half quantizes what it reads.
         n_blocks = -(-F // Z_ROWS)
         rows = SPREAD_ROWS if T == 1 and n_blocks < self.device.n_sm else Z_ROWS
-        if down.qtype in FLOAT_TYPES or rows < Z_ROWS:
-            z = self._z[: T * F].reshape(T, F)
-            outputs = [z, None, None, None]
-        else:
-            z = self._zq.rows(T, F)
-            outputs = [None, z.q, z.d, z.sums]
+        is_float = down.qtype in FLOAT_TYPES or rows < Z_ROWS
+        z: Quantized | Array = self._z[: T * F].reshape(T, F) if is_float else self._zq.rows(T, F)
         more: tuple[tuple[str, str], ...] = (("DENSE", "1"),)
         gating: list[Array | None] = [None, None, None]
         if shared is not None:
-            if shared[0].shape != (1, D) or shared[0].qtype not in FLOAT_TYPES:
-                raise ValueError(f"{shared[0].name}: a shared gate {shared[0].qtype.name} {shared[0].shape}")
-            more = (*more, ("SHARED", shared[0].qtype.name))
+            more = (*more, ("SHARED", _gate_type(shared[0], D)))
             gating = [shared[0].data, shared[1], self._row_scale]
-        is_float = outputs[0] is not None
         shape = _first_half(self.device, h, gate.qtype, up.qtype, is_float, activation, rows)
-        args = [gate.data, up.data, T, F, *_inputs(h), *outputs, *gating, shape.stage_bytes]
+        args = [gate.data, up.data, T, F, *_rows(h), *_rows(z), *gating, shape.stage_bytes]
         grid = -(-F // rows) + (T if shared else 0)
         shared_bytes = max(shape.shared_bytes, 8 * D if shared else 0)
         kernel = self.device.kernel(Module("experts.cu", (*shape.defines, *more)), "gate_up_dense")
@@ -229,8 +248,14 @@ def _check_types(gate: QType, up: QType, h: Quantized | Array) -> None:
         )
 
 
-def _inputs(h: Quantized | Array) -> list[Array | None]:
-    """x, q, d, sums as the kernels take them."""
+def _gate_type(gate: QTensor, D: int) -> str:
+    if gate.shape != (1, D) or gate.qtype not in FLOAT_TYPES:
+        raise ValueError(f"{gate.name}: a shared gate {gate.qtype.name} {gate.shape}")
+    return str(gate.qtype.name)
+
+
+def _rows(h: Quantized | Array) -> list[Array | None]:
+    """Rows as the kernels take them, to read or to write: x, or q, d, sums."""
     return [None, h.q, h.d, h.sums] if isinstance(h, Quantized) else [h, None, None, None]
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from engine import policy
-from engine.ops import SMALL_TOKENS, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits
+from engine.ops import SMALL_TOKENS, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits, SharedExpert
 from engine.ops.cuda import routing
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.delta import Delta
 from engine.ops.cuda.device import Array, Device
-from engine.ops.cuda.experts import SmallDense, SmallExperts
+from engine.ops.cuda.experts import SmallDense, SmallExperts, runs_beside
 from engine.ops.cuda.flash import Flash
 from engine.ops.cuda.gemm import Gemm, Halves
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
@@ -353,17 +353,23 @@ def expert_ffn(
     fetches: Fetches,
     x: Array,
     add: bool = True,
+    shared: SharedExpert | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it; not before `route`.
 
-    h [T, D] the normed residual; experts int32, weights float32 [T, A].
+    h [T, D] the normed residual; experts int32, weights float32 [T, A]. What a shared expert gives is added last.
     """
     r, s = ws.routing, ws.streaming
     if h.shape[0] <= SMALL_TOKENS:
         if bank.poison and s is not None:
             s.staging.poison(fetches, bank)
         values = _small_input(ws, h, bank.gate_type.name)
-        ws.small_experts(values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add)
+        beside = (shared, h) if shared is not None and runs_beside(shared, bank) else None
+        ws.small_experts(
+            ws.products, values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside
+        )  # fmt: skip
+        if shared is not None and beside is None:
+            dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
         return
     source = r.source if s is None else s.staging.source[s.layer % 2]
     ws.gemm.experts(ws.halves(h), experts, weights, bank, source, x, add)
@@ -371,6 +377,8 @@ def expert_ffn(
         if bank.poison:
             s.staging.poison(fetches, bank)
         s.staging.fill(fetches, bank, source)
+    if shared is not None:
+        dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
 
 
 def head(
