@@ -38,7 +38,7 @@ class Cases:
     def __init__(self, device: Any) -> None:
         self.device = device
         self.products = Products(device, LIMITS)
-        self.experts = SmallExperts(device, LIMITS)
+        self.experts = SmallExperts(device, LIMITS, self.products)
         rng = np.random.default_rng(0)
         self.x = {T: device.upload(rng.standard_normal((T, D), np.float32)) for T in (1, 8)}
         self.attended = {T: device.upload(rng.standard_normal((T, ATTENTION), np.float32)) for T in (1, 8)}
@@ -161,7 +161,7 @@ class Cases:
         )
         yield KernelCase(
             f"expert FFN {down.name} T={T}",
-            lambda i: op(self.products, h, chosen, weights, bank, *tables[i % TABLES][0], x),
+            lambda i: op(h, chosen, weights, bank, *tables[i % TABLES][0], x),
             first + second,
         )
         if down == QType.Q4_K:
@@ -170,14 +170,14 @@ class Cases:
                 missing = [self.table(T, pointers, rng, host, misses) for _ in range(TABLES)]
                 yield KernelCase(
                     f"expert FFN T={T}, {misses} over PCIe",
-                    lambda i, missing=missing: op(self.products, h, chosen, weights, bank, *missing[i % TABLES][0], x),
+                    lambda i, missing=missing: op(h, chosen, weights, bank, *missing[i % TABLES][0], x),
                     misses * sum(bank.part_bytes),
                 )
                 for copiers in (4, 16) if T == 1 else ():
 
                     def launch(i: int, missing: list[Any] = missing, copiers: int = copiers) -> None:
                         with patch.object(experts_module, "COPIERS", copiers):
-                            op(self.products, h, chosen, weights, bank, *missing[i % TABLES][0], x)
+                            op(h, chosen, weights, bank, *missing[i % TABLES][0], x)
 
                     name = f"expert FFN T={T}, {misses} over PCIe, {copiers} copiers"
                     yield KernelCase(name, launch, misses * sum(bank.part_bytes))

@@ -50,7 +50,6 @@ from benchmarks.serving import (  # noqa: E402
     sample_sessions,
 )
 from engine.config import Device, EngineConfig  # noqa: E402
-from engine.ops import KV_BLOCK_TOKENS  # noqa: E402
 from engine.protocol import Done  # noqa: E402
 from engine.tokenizer import load as load_tokenizer  # noqa: E402
 from spark.client import DaemonClient, engine_command  # noqa: E402
@@ -265,13 +264,12 @@ def left_over(server: Server, patience_s: float = 20.0) -> tuple[Json, list[str]
         if not (made["replies"] or made["queue"] or made["connections"]) or time.monotonic() > end_s:
             break
         time.sleep(0.2)
-    model, seen = sample(server.url)
+    _, seen = sample(server.url)
     engine = seen["engine"]
-    chunk = int(np.lcm(model["chunk_tokens"], KV_BLOCK_TOKENS)) // KV_BLOCK_TOKENS
-    made |= {"kv_blocks": engine["kv_blocks"], "prefix_blocks": chunk * engine["prefixes"]["device_chunks"]}
+    made |= {"kv_blocks": engine["kv_blocks"], "prefix_blocks": engine["prefixes"]["device_blocks"]}
     problems = [f"{name} at the end: {made[name]:g}" for name in ("replies", "queue", "connections") if made[name]]
     used = made["kv_blocks"]["total"] - made["kv_blocks"]["free"]
-    if used != made["prefix_blocks"]:  # of a model with one group of layers
+    if used != made["prefix_blocks"]:
         problems.append(f"{used} KV blocks are in use, and prefixes hold {made['prefix_blocks']}")
     if made["restarts"] != 1:
         problems.append(f"the daemon was started again {made['restarts']:g} times")

@@ -178,8 +178,10 @@ def main() -> None:
     most = o.tolerance_mib * 2**20
     problems = [t.failure for t in threads if t.failure]
     problems += [f"{name} grew by {n / 2**20:.0f} MiB" for name, n in grown.items() if n is not None and n > most]
-    if stats.get("kv_blocks") and stats["kv_blocks"]["free"] != stats["kv_blocks"]["total"]:
-        problems.append(f"KV blocks are not all free at the end: {stats['kv_blocks']}")
+    if blocks := stats.get("kv_blocks"):
+        held = stats["prefixes"]["device_blocks"]
+        if blocks["free"] + held != blocks["total"]:
+            problems.append(f"KV blocks are not free at the end, nor held by prefixes ({held}): {blocks}")
     if misses == 0:
         problems.append("nothing missed, so misses were not tested")
     report = {

@@ -22,7 +22,8 @@
 //
 // down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8
 // rounded up, block a warp for each rank. Shared memory a warp: its z as in product.cu, COLS / 2 bytes rounded up to
-// 16, then STAGES * stage_bytes, each four rows and 32.
+// 16, then STAGES * stage_bytes, each four rows and 32. With BESIDE_DOWN, a type that is a float one if DOWN is, a warp
+// more for the expert beside the others: then x += row_scale[0], if any, times its matrix `beside` times the last z.
 // down (DOWN, COLS, STAGES, TOKENS): y [T * A, D]. Grid (D / 8 / warps rounded up, records), block at most 8 warps,
 // shared memory STAGES * stage_bytes a warp, each two rows and 32. combine: x [T, D] += the fold of y over ranks.
 // Grid (D / block, T). Where `add` is 0, x becomes the fold.
@@ -306,94 +307,131 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #ifdef DOWN
 
 constexpr i32 ROWS = TOKENS == 1 ? 4 : 2, UNITS = 8 / ROWS; // a warp's rows: units, one after the other
-constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
 
+template <Type type>
 DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
+    constexpr i32 BYTES = row_bytes_of(type, COLS);
     if (row < D)
-        stage_rows<ROWS * ROW_BYTES, ROW_BYTES>(stage, part + (i64)row * ROW_BYTES, min(ROWS, D - row) * ROW_BYTES);
+        stage_rows<ROWS * BYTES, BYTES>(stage, part + (i64)row * BYTES, min(ROWS, D - row) * BYTES);
     copies_commit();
 }
 
 #if TOKENS == 1
 
-KERNEL __launch_bounds__(USED * WARP) down_one(const u8* active, const i32* n_active, const float* weights,
-                                               i32 D, const float* z, const i8* zq, const float* zd, const i32* zsums,
-                                               float* x, i32 add, i32 stage_bytes) {
-    __shared__ float ys[USED][UNITS * ROWS], ws[USED];
-    DYNAMIC_SHARED(u8, shared);
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const i32 row0 = blockIdx.x * UNITS * ROWS;
-    typedef Packed<DOWN, COLS, ROWS> P;
-    const i32 input_bytes = shared_input_bytes<DOWN>(COLS), term_bytes = (ROWS * COLS / 8 + 15) / 16 * 16;
-    u8* const base = shared + warp * (input_bytes + term_bytes + STAGES * stage_bytes);
-    u8* const stages = base + input_bytes + term_bytes;
-    float* const terms = (float*)(base + input_bytes);
-    const i32 row = row0 + threadIdx.x;
-    const bool valid = threadIdx.x < UNITS * ROWS && row < D;
-    dependency_release();
-    Record record;
-    const bool active_rank = load_record(active, n_active, warp, record);
-    const u8* const part = record.target[2] ? record.target[2] : record.source[2];
-    if (!active_rank || record.target[2]) // gate_up writes what enters a slot; the rest is there already
-        dependency_wait();
-    if (active_rank)
+#ifdef BESIDE_DOWN
+constexpr i32 RANKS = USED + 1;
+#else
+constexpr i32 RANKS = USED;
+#define BESIDE_DOWN DOWN
+#endif
+
+// A warp's rows of one down matrix of the type: `begin` loads them, `finish` makes ys, the products with z. base: its
+// shared memory, as said above.
+template <Type type>
+struct Rank {
+    typedef Packed<type, COLS, ROWS> P;
+    static constexpr i32 ROW_BYTES = row_bytes_of(type, COLS), TERM_BYTES = (ROWS * COLS / 8 + 15) / 16 * 16;
+    u8* const base;
+    const u8* const part;
+    i32 row0, D, stage_bytes;
+
+    __device__ u8* stage(i32 i) const {
+        return base + shared_input_bytes<type>(COLS) + TERM_BYTES + i % STAGES * stage_bytes;
+    }
+    __device__ void begin() const {
 #pragma unroll
         for (i32 i = 0; i < STAGES; i++)
-            issue(stages + i * stage_bytes, part, row0 + i * ROWS, D);
-    dependency_wait();
-    const float old = add && valid ? x[row] : 0.0f;
-    if (active_rank) {
+            issue<type>(stage(i), part, row0 + i * ROWS, D);
+    }
+    // z: row `row` of the first halves' results.
+    __device__ void finish(const Input& z, i32 row, float* ys) const {
         // All of a row of activations is in registers, straight from global memory, or else in shared memory.
-        constexpr bool IN_REGISTERS = P::APPLIES || (!is_float(DOWN) && COLS <= 1024 * n_held(DOWN, COLS));
-        Input input = global_input(z, zq + warp * COLS, zd + warp * (COLS / 32), zsums + warp * (COLS / 32));
+        constexpr bool IN_REGISTERS = P::APPLIES || (!is_float(type) && COLS <= 1024 * n_held(type, COLS));
+        const i32 lane = threadIdx.x % WARP;
+        float* const terms = (float*)(base + shared_input_bytes<type>(COLS));
+        Input input = global_input(z.x, z.q + row * COLS, z.d + row * (COLS / 32), z.sums + row * (COLS / 32));
         if constexpr (!IN_REGISTERS) {
-            input = shared_input<DOWN>(base, COLS);
-            copy_input<DOWN>(input, 0, global_input(z, zq, zd, zsums), warp, COLS, lane, WARP);
+            input = shared_input<type>(base, COLS);
+            copy_input<type>(input, 0, z, row, COLS, lane, WARP);
         }
-        if (lane == 0)
-            ws[warp] = weights[warp];
         __syncwarp();
-        typename HeldOf<DOWN>::Block held[P::APPLIES ? P::HELD : n_held(DOWN, COLS)];
+        typename HeldOf<type>::Block held[P::APPLIES ? P::HELD : n_held(type, COLS)];
         float ds[P::STEPS];
         if constexpr (P::APPLIES)
-            hold_packed<DOWN, COLS, ROWS>(input, held, ds);
-        else if constexpr (!is_float(DOWN))
-            hold_activations<DOWN == Q6_K>(input, COLS, held);
+            hold_packed<type, COLS, ROWS>(input, held, ds);
+        else if constexpr (!is_float(type))
+            hold_activations<type == Q6_K>(input, COLS, held);
         const i32 token[1] = {0};
 #pragma unroll
         for (i32 i = 0; i < UNITS; i++) {
-            u8* const stage = stages + i % STAGES * stage_bytes;
             const i32 first = row0 + i * ROWS, offset = skew_of<ROW_BYTES>(part + (i64)first * ROW_BYTES);
             stage_wait<STAGES - 1>();
             float acc[ROWS] = {};
             if constexpr (P::APPLIES)
-                multiply_packed<DOWN, COLS, ROWS>(acc, stage, offset, held, ds, terms);
+                multiply_packed<type, COLS, ROWS>(acc, stage(i), offset, held, ds, terms);
             else
-                multiply<DOWN, ROWS, 1>(acc, stage, offset, COLS, input, held, token, 1);
+                multiply<type, ROWS, 1>(acc, stage(i), offset, COLS, input, held, token, 1);
             const float y = fold_rows(acc);
             if (lane % (WARP / ROWS) == 0)
-                ys[warp][i * ROWS + lane / (WARP / ROWS)] = y;
+                ys[i * ROWS + lane / (WARP / ROWS)] = y;
             __syncwarp(); // the stage and the terms are free
             if (i + STAGES < UNITS)
-                issue(stage, part, first + STAGES * ROWS, D);
+                issue<type>(stage(i), part, first + STAGES * ROWS, D);
             else
                 copies_commit();
         }
-    } else if (lane < UNITS * ROWS) { // a step that does nothing has an empty table
-        ys[warp][lane] = 0.0f;
-        ws[warp] = 0.0f;
     }
+};
+
+KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_active, const float* weights,
+                                                i32 D, const float* z, const i8* zq, const float* zd, const i32* zsums,
+                                                float* x, i32 add, const u8* beside, const float* row_scale,
+                                                i32 stage_bytes) {
+    __shared__ float ys[RANKS][UNITS * ROWS], ws[RANKS];
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const i32 row0 = blockIdx.x * UNITS * ROWS, row = row0 + threadIdx.x;
+    const i32 input_bytes = shared_input_bytes<DOWN>(COLS) + Rank<DOWN>::TERM_BYTES;
+    u8* const base = shared + warp * (input_bytes + STAGES * stage_bytes);
+    const bool valid = threadIdx.x < UNITS * ROWS && row < D, is_beside = RANKS > USED && warp == USED;
+    dependency_release();
+    Record record = {};
+    const bool active_rank = !is_beside && load_record(active, n_active, warp, record);
+    const Rank<DOWN> rank{base, record.target[2] ? record.target[2] : record.source[2], row0, D, stage_bytes};
+    const Rank<BESIDE_DOWN> last{base, beside, row0, D, stage_bytes};
+    if (!is_beside && (!active_rank || record.target[2])) // gate_up writes what enters a slot; the rest is there already
+        dependency_wait();
+    if (active_rank)
+        rank.begin();
+    if (is_beside)
+        last.begin();
+    dependency_wait();
+    const float old = add && valid ? x[row] : 0.0f;
+    if (lane == 0)
+        ws[warp] = active_rank ? weights[warp] : is_beside && row_scale ? *row_scale : 0.0f;
+    const Input input = global_input(z, zq, zd, zsums);
+    if (active_rank)
+        rank.finish(input, warp, ys[warp]);
+    else if (is_beside)
+        last.finish(input, warp, ys[warp]);
+    else if (lane < UNITS * ROWS) // a step that does nothing has an empty table
+        ys[warp][lane] = 0.0f;
     __syncthreads();
     if (valid) {
         float r = 0.0f;
 #pragma unroll
         for (i32 a = 0; a < USED; a++)
             r = __fmaf_rn(ws[a], ys[a][threadIdx.x], r);
-        x[row] = add ? old + r : r;
+        r = add ? old + r : r;
+        if (RANKS > USED)
+            r = r + (row_scale ? ws[RANKS - 1] * ys[RANKS - 1][threadIdx.x] : ys[RANKS - 1][threadIdx.x]);
+        x[row] = r;
     }
 }
 
 #else
+
+constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
 
 KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const i32* pairs, i32 D, const float* z,
                                    const i8* zq, const float* zd, const i32* zsums, float* y, i32 stage_bytes) {
@@ -409,7 +447,7 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     u8* const stages = shared + warp * STAGES * stage_bytes;
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
-        issue(stages + i * stage_bytes, part, row0 + i * ROWS, D);
+        issue<DOWN>(stages + i * stage_bytes, part, row0 + i * ROWS, D);
     const Input input = global_input(z, zq, zd, zsums);
     const Activations held[1] = {};
     const i32 first = record.first, count = record.count;
@@ -437,7 +475,7 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
         }
         __syncwarp(); // the stage is free
         if (i + STAGES < UNITS)
-            issue(stage, part, row + STAGES * ROWS, D);
+            issue<DOWN>(stage, part, row + STAGES * ROWS, D);
         else
             copies_commit();
     }

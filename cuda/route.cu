@@ -90,7 +90,7 @@ struct Queue {
     }
 
   private:
-    static constexpr bool SORTED = PER_LANE <= 4;
+    static constexpr bool SORTED = PER_LANE <= 8;
     u32 largest;
 
     // Neighbors only, and not if they are equal: so equals keep their order.

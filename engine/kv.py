@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -296,8 +296,11 @@ class KVCache:
 
     config: a model's, which says what each layer keeps (`kv_groups`, `kv_layer`, `delta`). n_tokens: positions that the
     cache holds. step_tokens: of the longest step. layers[i] is what layer i reads, its own cache, that of the layer it
-    shares with, or None; group_of[i] its group; delta[i] its recurrent state or None.
+    shares with, or None; group_of[i] its group; delta[i] its recurrent state or None. host_bytes: of copies in host
+    memory that may be there at once, kept for the next ones when they are given up.
     """
+
+    host_bytes = 0
 
     def __init__(
         self, device: Any, config: Any, n_tokens: int, kv_type: KVType, step_tokens: int, n_sequences: int = 8
@@ -349,10 +352,23 @@ class KVCache:
         """Bytes of a block of a group."""
         return group_bytes(self.groups[group], 1, self.kv_type)
 
-    def read_blocks(self, group: int, blocks: Many[int]) -> NDArray[np.uint8]:
-        """A copy in host memory of a group's blocks, uint8 [n_bytes]; waits for the device."""
-        parts = [self.device.read(piece).reshape(-1).view(np.uint8) for piece in self._pieces(group, blocks)]
-        return np.concatenate(parts or [np.empty(0, np.uint8)])
+    def read_blocks(self, group: int, blocks: Many[int], wait: bool = True) -> NDArray[np.uint8]:
+        """A copy in host memory of a group's blocks, uint8 [n_bytes].
+
+        wait: until it is there; else the device alone may read it, behind what is enqueued.
+        """
+        return self._to_host(list(self._pieces(group, blocks)), wait)
+
+    def _to_host(self, arrays: list[Any], wait: bool) -> NDArray[np.uint8]:
+        """Contiguous arrays one behind the other."""
+        data: NDArray[np.uint8] = self.device.host_array(sum(int(a.nbytes) for a in arrays), self.host_bytes)
+        at = self.device.pointer(data)
+        for array in arrays:
+            self.device.copy(at, self.device.pointer(array), int(array.nbytes))
+            at += int(array.nbytes)
+        if wait:
+            self.device.synchronize()
+        return data
 
     def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
         """Copy what `read_blocks` gave into as many blocks of the same group."""
@@ -374,18 +390,23 @@ class KVCache:
                 if array is not None:
                     yield from (array[first : first + n] for first, n in runs)
 
-    def save(self, sequence: Sequence, windows: bool = False) -> Snapshot:
-        """The recurrent state after the sequence's last token, in host memory; waits for the device.
+    def save(self, sequence: Sequence, windows: bool = False, wait: bool = True) -> Snapshot:
+        """The recurrent state after the sequence's last token, in host memory.
 
         windows: and the blocks of groups with a window that the next token sees, so that another sequence can begin.
+        wait: as for `read_blocks`.
         """
-        states = [np.array(self.device.read(a[sequence.state])) for a in self._state_arrays()]
+        arrays = [a[sequence.state] for a in self._state_arrays()]
         seen = [
-            self.read_blocks(i, blocks.seen(sequence.length))
+            list(self._pieces(i, blocks.seen(sequence.length)))
             for i, blocks in enumerate(sequence.groups)
             if windows and blocks.window
         ]
-        return Snapshot(sequence.length, states, seen)
+        data = self._to_host([*arrays, *chain.from_iterable(seen)], wait)
+        sizes = [int(a.nbytes) for a in arrays] + [sum(int(a.nbytes) for a in pieces) for pieces in seen]
+        parts = [data[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
+        states = [part.view(np.float32).reshape(a.shape) for part, a in zip(parts, arrays, strict=False)]
+        return Snapshot(sequence.length, states, parts[len(arrays) :])
 
     def snapshot_bytes(self, length: int) -> int:
         """Bytes of a snapshot with windows at a length of full blocks."""

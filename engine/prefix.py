@@ -1,8 +1,8 @@
 """Reuse of prefixes: what was computed for the first tokens of one request is there for the next.
 
-A sequence goes on only where a prefill step ends, so that what follows is computed in the same steps, and gives the
-same bits, as without reuse. A node of the tree is therefore one step's worth of tokens, a *chunk*: its key is their
-ids, its place all tokens before. Of a chunk there are
+A node of the tree is a *chunk* of tokens: its key is their ids, its place all tokens before. A sequence goes on only
+where a chunk ends, which is where a prefill step could have ended with the same bits (PIECE_TOKENS of engine.ops), and
+where what is left is computed as a prefill: what follows gives the same bits as without reuse. Of a chunk there are
 
     blocks      of the groups without a window, on the device, shared with the sequences that use them
     data        the same bytes in host memory, when the pool needed the blocks
@@ -15,6 +15,7 @@ never a chunk before those that follow it. No tensor is looked at here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from engine.errors import CapacityError
 from engine.kv import BlockPool, KVGroup, Sequence, Snapshot
-from engine.ops import I32, KV_BLOCK_TOKENS
+from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS
 from engine.prefix_files import PrefixFiles
 
 SNAPSHOT_TOKENS = 4096  # between two snapshots in the middle of a long prompt
@@ -49,14 +50,14 @@ class Cache(Protocol):
     def block_bytes(self, group: int) -> int:
         """Bytes of a block."""
 
-    def read_blocks(self, group: int, blocks: Many[int]) -> NDArray[np.uint8]:
-        """Copy blocks to host memory."""
+    def read_blocks(self, group: int, blocks: Many[int], wait: bool = True) -> NDArray[np.uint8]:
+        """Copy blocks to host memory; CapacityError: there is none."""
 
     def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
         """Copy them into others."""
 
-    def save(self, sequence: Sequence, windows: bool = False) -> Snapshot:
-        """Copy what full groups do not hold to host memory."""
+    def save(self, sequence: Sequence, windows: bool = False, wait: bool = True) -> Snapshot:
+        """Copy what full groups do not hold to host memory; CapacityError: there is none."""
 
     def snapshot_bytes(self, length: int) -> int:
         """Bytes of such a snapshot."""
@@ -110,14 +111,23 @@ class Match:
 class PrefixCache:
     """The tree, over the pools of `kv`.
 
-    chunk_tokens: of a prefill step. host_bytes: budget for data and snapshots; with 0 a model that needs snapshots
-    reuses nothing that is not in files. files: None without `--cache-dir`.
+    chunk_tokens: rounded up to whole blocks. step_tokens: of a prefill step at most, whole chunks; None: as many.
+    host_bytes: budget for data and snapshots; with 0 a model that needs snapshots reuses nothing that is not in files.
+    files: None without `--cache-dir`.
     """
 
-    def __init__(self, kv: Cache, chunk_tokens: int, host_bytes: int, files: PrefixFiles | None = None) -> None:
+    def __init__(
+        self,
+        kv: Cache,
+        chunk_tokens: int,
+        host_bytes: int,
+        files: PrefixFiles | None = None,
+        step_tokens: int | None = None,
+    ) -> None:
         self._kv, self._files, self._host_budget = kv, files, host_bytes
         # Steps of an odd length end where a block does now and then.
         self.chunk_tokens = math.lcm(chunk_tokens, KV_BLOCK_TOKENS)
+        self._step_tokens = step_tokens or chunk_tokens
         self._groups = kv.full_groups
         self._needs_snapshot = kv.shape is not None or len(self._groups) < len(kv.groups)
         self._snapshot_tokens = -(-SNAPSHOT_TOKENS // self.chunk_tokens) * self.chunk_tokens
@@ -143,9 +153,42 @@ class PrefixCache:
             if node is None and not self._in_files(name, "blocks"):
                 break
             keys.append(key)
+            end = len(keys) * self.chunk_tokens
+            if not self._may_begin(end, len(tokens)):
+                continue
             if not self._needs_snapshot or (node and node.snapshot) or self._in_files(name, "state"):
-                length = len(keys) * self.chunk_tokens
+                length = end
         return Match(length, tuple(keys[: length // self.chunk_tokens]))
+
+    def _may_begin(self, length: int, n_tokens: int) -> bool:
+        """Whether the rest of a prompt, fed after `length` of its tokens, has the bits of one fed from the first on.
+
+        A rest that is short is computed otherwise, unless it would have been a step of its own anyway.
+        """
+        return n_tokens - length > SMALL_TOKENS or (length < n_tokens and length % self._step_tokens == 0)
+
+    def _last_begin(self, n_tokens: int) -> int:
+        """The last place where a prompt may go on."""
+        length = (n_tokens - 1) // self.chunk_tokens * self.chunk_tokens
+        return length if self._may_begin(length, n_tokens) else max(0, length - self.chunk_tokens)
+
+    def step_tokens(self, sequence: Sequence, tokens: I32) -> int:
+        """How many tokens the next prefill step of a prompt has: less than it could, where a snapshot is wanted."""
+        begin = sequence.length
+        end = min(len(tokens), begin + self._step_tokens - begin % self._step_tokens)
+        if self._needs_snapshot and (self._files or self._kv.snapshot_bytes(end) <= self._host_budget):
+            wanted = (self._parting(tokens), self._last_begin(len(tokens)))
+            end = min((n for n in wanted if begin < n < end and self._may_begin(n, len(tokens))), default=end)
+        return end - begin
+
+    def _parting(self, tokens: I32) -> int:
+        """Where a prompt parts from others that are remembered; 0: nowhere."""
+        node = self._root
+        for key in self._keys(tokens):
+            if key not in node.children:
+                return node.length if node.children else 0
+            node = node.children[key]
+        return 0
 
     def attach(self, sequence: Sequence, match: Match) -> int:
         """Let an empty sequence begin after the matched prefix, or a shorter one where that turns out to be gone.
@@ -292,7 +335,7 @@ class PrefixCache:
         """Where the next prompt is likely to go on: at the end of this one, where two part, and now and then."""
         if not self._needs_snapshot or node.snapshot is not None:
             return False
-        if len(tokens) - node.length <= self.chunk_tokens or node.length % self._snapshot_tokens == 0:
+        if node.length >= self._last_begin(len(tokens)) or node.length % self._snapshot_tokens == 0:
             return True
         return bool(node.children) and next(self._keys(tokens[node.length :])) not in node.children
 
@@ -301,7 +344,10 @@ class PrefixCache:
         name = f"{node.name}.state"
         room = self._make_room(n_bytes)
         if room or (self._files is not None and self._files.wants(name, n_bytes)):
-            snapshot = self._kv.save(sequence, windows=True)
+            try:  # a file's writer reads it, else nobody does before the next step of the device
+                snapshot = self._kv.save(sequence, windows=True, wait=self._files is not None)
+            except CapacityError:
+                return
             if room:
                 self._keep(node, snapshot)
             if self._files is not None:
@@ -315,11 +361,13 @@ class PrefixCache:
             if node.snapshot is not None:
                 self._files.put(f"{node.name}.state", [*node.snapshot.states, *node.snapshot.windows])
             if self._files.wants(f"{node.name}.blocks", sum(self._data_bytes)):
-                self._files.put(f"{node.name}.blocks", self._read(node))
+                with contextlib.suppress(CapacityError):
+                    self._files.put(f"{node.name}.blocks", self._read(node, wait=True))
 
-    def _read(self, node: Node) -> Data:
+    def _read(self, node: Node, wait: bool) -> Data:
         assert node.blocks is not None
-        return tuple(self._kv.read_blocks(g, blocks) for g, blocks in zip(self._groups, node.blocks, strict=True))
+        pairs = zip(self._groups, node.blocks, strict=True)
+        return tuple(self._kv.read_blocks(group, blocks, wait) for group, blocks in pairs)
 
     def _keep(self, node: Node, snapshot: Snapshot) -> None:
         """Keep a snapshot for which there is room."""
@@ -358,11 +406,12 @@ class PrefixCache:
         if node is None:
             return False
         if self._useful(node) and self._make_room(sum(self._data_bytes)) and self._useful(node):
-            node.data = self._read(node)
-            self.host_bytes += node.data_bytes
-            self._give_back(node)
-        else:
-            self._drop(node)
+            with contextlib.suppress(CapacityError):
+                node.data = self._read(node, wait=False)
+                self.host_bytes += node.data_bytes
+                self._give_back(node)
+                return True
+        self._drop(node)
         return True
 
     def clear(self) -> None:
@@ -444,10 +493,15 @@ class PrefixCache:
         return self.chunk_tokens * sum(can.values())
 
     def stats(self) -> dict[str, int]:
-        """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files."""
+        """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files.
+
+        chunk_tokens: of a chunk. device_blocks: KV blocks of those on the device.
+        """
         nodes = list(self._root.subtree())
         return {
+            "chunk_tokens": self.chunk_tokens,
             "device_chunks": sum(n.blocks is not None for n in nodes),
+            "device_blocks": sum(len(blocks) for n in nodes for blocks in n.blocks or ()),
             "host_chunks": sum(n.data is not None for n in nodes),
             "snapshots": sum(n.snapshot is not None for n in nodes),
             "host_bytes": self.host_bytes,

@@ -27,7 +27,7 @@ from engine.gguf import GGUFFile, open_model
 from engine.grammar import Grammar, Vocabulary
 from engine.kv import KVCache, Sequence, block_table
 from engine.models import KEPT_TOKENS, Buffers, Step
-from engine.ops import F32, I32, KV_BLOCK_TOKENS
+from engine.ops import F32, I32, KV_BLOCK_TOKENS, PIECE_TOKENS
 from engine.ops.cpu_library import library_path
 from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
@@ -44,6 +44,7 @@ from engine.sampling import Drawing, SamplingParams, sample
 from engine.slowtier import loaded_bytes
 
 HOST_CHUNK_TOKENS = 512
+HOST_PREFIX_TOKENS = 128  # a chunk of prefixes
 GRAPH_BYTES = 48 << 20  # what captured steps take of the device; see docs/cuda.md
 Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done, of how much
 
@@ -205,16 +206,22 @@ class Runner:
             if self.decision.staging_bytes:
                 self.forward.ws.stream_experts(self.decision.staging_bytes, largest_parts(self.weights.experts))
         self.graphs = b.graphs(self.forward, self.residency)
-        self.prefixes = PrefixCache(self.kv, self.chunk_tokens, int(o.prefix_gib * plan.GIB), self._prefix_files())
+        # On the host a row's bits depend on no other row; steps of an odd length are best left whole.
+        piece = HOST_PREFIX_TOKENS if self.device == "cpu" else PIECE_TOKENS
+        piece = self.chunk_tokens if self.chunk_tokens % piece else piece
+        self.kv.host_bytes = int(o.prefix_gib * plan.GIB)
+        self.prefixes = PrefixCache(
+            self.kv, piece, self.kv.host_bytes, self._prefix_files(piece), self.chunk_tokens
+        )
 
-    def _prefix_files(self) -> PrefixFiles | None:
+    def _prefix_files(self, piece: int) -> PrefixFiles | None:
         o = self.options
         if o.cache_dir is None or o.replay is not None:  # replayed choices leave what no other run would compute
             return None
         key: dict[str, str | int] = {
             "file_id": self.file.file_id,
             "kv_type": o.kv_type,
-            "chunk_tokens": self.chunk_tokens,
+            "chunk_tokens": piece,
             "device": f"{self.device}: {self.backend.device.name}",
             "code": _code_digest(),
         }
@@ -314,8 +321,8 @@ class Runner:
     def resume(self, tokens: I32) -> tuple[Sequence, int]:
         """Begin a sequence after the longest prefix of a prompt that is remembered; the sequence, the prefix's length.
 
-        At least one token is left to be fed, in steps of `chunk_tokens` from there; then all bits are those of a
-        prompt that was fed from its first token on.
+        At least one token is left to be fed, in steps of `next_step`; then all bits are those of a prompt that was fed
+        from its first token on.
         """
         sequence = self.new_sequence()
         try:
@@ -323,6 +330,10 @@ class Runner:
         except BaseException:
             sequence.release()
             raise
+
+    def next_step(self, sequence: Sequence, tokens: I32) -> I32:
+        """The tokens of a prompt's next prefill step."""
+        return tokens[sequence.length :][: self.prefixes.step_tokens(sequence, tokens)]
 
     def remember(self, sequence: Sequence, tokens: I32) -> None:
         """Let later requests begin after what a sequence holds; see `PrefixCache.insert` for when and which tokens."""

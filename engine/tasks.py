@@ -59,6 +59,7 @@ class GenerateTask:
         self.read_tokens = self.reused_tokens = 0
         self._before = runner.residency.counters()
         self._began = time.perf_counter()
+        self._reading = np.zeros(0, np.int32)  # to_read, of the sequence
         self._read_s = 0.0  # when the prompt was read
         self._unsent: list[int] = []
         self._sent = 0.0
@@ -86,24 +87,21 @@ class GenerateTask:
     def prepare(self) -> None:
         """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
         if self.sequence is None:
-            tokens = np.asarray(self.to_read, np.int32)
-            self.sequence, reused = self.runner.resume(tokens)
+            self._reading = np.asarray(self.to_read, np.int32)
+            self.sequence, reused = self.runner.resume(self._reading)
             self.reused_tokens += reused
             if self.cached_tokens is None:
                 self.cached_tokens = min(reused, len(self.request.tokens))
-        self.sequence.reserve(1 if self.decoding else len(self._next_chunk(self.sequence)))
-
-    def _next_chunk(self, sequence: Sequence) -> list[int]:
-        """On the grid of absolute positions, which goes on behind what was reused."""
-        size = self.runner.chunk_tokens - sequence.length % self.runner.chunk_tokens
-        return self.to_read[sequence.length : sequence.length + size]
+        if self.decoding:
+            self.sequence.reserve(1)
+        else:
+            self.sequence.reserve(len(self.runner.next_step(self.sequence, self._reading)))
 
     def read(self) -> list[Event]:
         """Feed one more chunk, for which there is room, then draw the first token."""
-        r, sequence = self.runner, self.sequence
+        r, sequence, tokens = self.runner, self.sequence, self._reading
         assert sequence is not None
-        tokens = np.asarray(self.to_read, np.int32)
-        part = np.asarray(self._next_chunk(sequence), np.int32)
+        part = r.next_step(sequence, tokens)
         last = sequence.length + len(part) == len(tokens)
         counted = np.zeros(len(part), bool)
         result = r.run([Span(sequence, part, counted, (len(part) - 1,) if last and not self.made else ())])

@@ -96,7 +96,7 @@ class Renderer:
         tools: definitions `{"type":"function","function":{...}}`. extra: variables of the template.
         """
         chat, shielded = self._chat(messages), self._shield.data(list(tools))
-        return [int(i) for i in self._prompt_tokens(self._template.render(chat, shielded, **extra))]
+        return _listed(self._prompt_tokens(self._template.render(chat, shielded, **extra)))
 
     @cached_property
     def dialect(self) -> Dialect:
@@ -131,7 +131,7 @@ class Renderer:
             state = "shut"
         if written:
             prompt += self._shield.text(written)
-        return Opening([int(i) for i in self._prompt_tokens(prompt)], "shut" if written else state)
+        return Opening(_listed(self._prompt_tokens(prompt)), "shut" if written else state)
 
     @property
     def shut(self) -> str:
@@ -140,7 +140,7 @@ class Renderer:
 
     def shutting(self) -> list[int]:
         """The tokens of `shut`."""
-        return [int(i) for i in self._tokens(self.shut)]
+        return _listed(self._tokens(self.shut))
 
     def turns(self, session: Session) -> Iterator[Turn | RequestError]:
         """Each turn of the model in a session, or why the template refuses it."""
@@ -243,6 +243,11 @@ class Renderer:
         function = {"name": call.name, "arguments": dict(call.arguments)}
         shielded: dict[str, Any] = self._shield.data({"id": call.id, "type": "function", "function": function})
         return shielded
+
+
+def _listed(tokens: Tokens) -> list[int]:
+    values: list[int] = tokens.tolist()
+    return values
 
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # what templates call it

@@ -338,6 +338,9 @@ class EmulatedDevice:
         self._no_capture("page_locked")
         return self._allocate(n_bytes)[:n_bytes]
 
+    def host_array(self, n_bytes: int, keep_bytes: int) -> np.ndarray:
+        return self.page_locked(n_bytes)
+
     def pointer(self, array: np.ndarray) -> int:
         address: int = array.ctypes.data
         self._check_range(address, array.nbytes, "pointer")

@@ -98,8 +98,7 @@ def run(bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], 
     products = Products(device, bank.limits)
     if bank.types[0] not in FLOAT_TYPES:
         given = products.quantize(given)
-    SmallExperts(device, bank.limits)(
-        products,
+    SmallExperts(device, bank.limits, products)(
         given,
         device.upload(experts),
         device.upload(weights),
@@ -160,8 +159,7 @@ def test_rows_of_the_wrong_kind(device: Any) -> None:
     bank = Bank(device, (QType.Q4_0, QType.Q4_0, QType.Q4_0), D=64, F=32)
     experts = choices(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="quantized rows"):
-        SmallExperts(device, bank.limits)(
-            Products(device, bank.limits),
+        SmallExperts(device, bank.limits, Products(device, bank.limits))(
             device.upload(normal(1, 64)),
             device.upload(experts),
             device.upload(np.ones((1, A), np.float32)),
@@ -185,8 +183,7 @@ def test_an_empty_table_adds_nothing(device: Any) -> None:
     x = normal(1, 160)
     on_device = device.upload(x)
     products = Products(device, bank.limits)
-    SmallExperts(device, bank.limits)(
-        products,
+    SmallExperts(device, bank.limits, products)(
         products.quantize(on_device),
         device.upload(np.zeros((1, A), np.int32)),
         device.upload(np.ones((1, A), np.float32)),

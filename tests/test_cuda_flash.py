@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
 from engine.ops.cuda import flash
@@ -33,6 +36,8 @@ CASES: dict[str, tuple[int, int, int, bool, list[Span]]] = {
     "the largest heads in q8_0": (512, 6, 2, True, [(1, 70, 21), (0, 0, 2)]),
     "heads of 384 in splits": (384, 4, 1, False, [(0, 520, 34)]),
     "groups of eight large heads": (256, 16, 2, False, [(0, 100, 33)]),
+    "pieces": (64, 6, 3, False, [(0, 70, 250)]),
+    "pieces of q8_0": (96, 10, 2, True, [(0, 0, 200)]),
 }
 
 # The windows of cases: of several tiles, of less than one, not full; beginnings on the edges of blocks and off them.
@@ -154,6 +159,48 @@ def test_window(device: Any, case: str) -> None:
     part = slice(len(step.q) // 2, len(step.q))
     rows = (step.table, step.sequence[part], step.positions[part], step.window)
     assert np.array_equal(Step(step.q[part].copy(), step.kv, *rows).run(device), whole[part])
+
+
+@pytest.fixture
+def cached_splits() -> Iterator[None]:
+    """What is remembered of splits is of the device's real numbers before and after."""
+    flash.split.cache_clear()
+    yield
+    flash.split.cache_clear()
+
+
+@pytest.mark.parametrize(("case", "slots"), [("pieces", 24), ("pieces of q8_0", 16)])
+@pytest.mark.usefixtures("cached_splits")
+def test_a_long_step_has_the_bits_of_its_pieces(
+    device: Any, case: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So few blocks at once that steps of different lengths split the same positions differently.
+    for name, value in (("SLOTS", slots), ("MAX_BLOCKS", 3 * slots), ("SPLIT_COST", 0), ("COMBINE_COST", 0)):
+        monkeypatch.setattr(flash, name, value)
+    step = make_step(case)
+    T, first = len(step.q), int(step.positions[0])
+    monkeypatch.setattr(flash, "PIECE_TOKENS", 1 << 20)
+    uncut = step.run(device)
+    monkeypatch.setattr(flash, "PIECE_TOKENS", 128)
+    whole = step.run(device)
+    assert nmse(whole, step.expected()) < 1e-6
+    assert not np.array_equal(whole, uncut)  # or there would be nothing to test
+    for begin in (128, 256):
+        if first < begin < first + T:
+            rows = slice(begin - first, T)
+            part = Step(step.q[rows].copy(), step.kv, step.table, step.sequence[rows], step.positions[rows])
+            assert np.array_equal(part.run(device), whole[rows])
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 700))
+def test_pieces_are_a_steps_rows(T: int, first: int, more: int) -> None:
+    found = flash.pieces(T, first + T, 1, 0)
+    assert [a for a, _, _ in found] == [0, *(b for _, b, _ in found[:-1])] and found[-1][1:] == (T, first + T)
+    assert all(0 < b - a <= 512 and end == first + b for a, b, end in found)
+    assert all((first + b) % 512 == 0 for _, b, _ in found[:-1])
+    # What follows does not matter to a piece that is whole.
+    assert flash.pieces(T + more, first + T + more, 1, 0)[: len(found) - 1] == found[:-1]
+    assert flash.pieces(T, first + T, 2, 0) == flash.pieces(T, first + T, 1, 9) == [(0, T, first + T)]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def prefill(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> tuple[Sequen
         assert reused == sequence.length and reused % CHUNK == 0 and reused < len(tokens)
         check(kv, sequence, tokens)
         while sequence.length < len(tokens):
-            compute(kv, sequence, tokens, min(CHUNK, len(tokens) - sequence.length))
+            compute(kv, sequence, tokens, cache.step_tokens(sequence, tokens))
             cache.insert(sequence, tokens)
     except CapacityError:
         sequence.release()
@@ -131,10 +131,10 @@ class Serving(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(sorted(KINDS)), host=st.sampled_from([0, 60_000, 1 << 20]),
-        disk=st.sampled_from([None, 100_000, 1 << 20]),
+        disk=st.sampled_from([None, 100_000, 1 << 20]), steps=st.integers(1, 3),
     )  # fmt: skip
-    def start(self, kind: str, host: int, disk: int | None) -> None:
-        self.kind, self.host, self.disk = kind, host, disk
+    def start(self, kind: str, host: int, disk: int | None, steps: int) -> None:
+        self.kind, self.host, self.disk, self.steps = kind, host, disk, steps
         self.folder = tempfile.TemporaryDirectory()
         self.open()
 
@@ -142,7 +142,7 @@ class Serving(RuleBasedStateMachine):
         self.alive: list[tuple[Sequence, np.ndarray]] = []
         self.kv = make_cache(self.kind, 12 * 64)
         self.files = None if self.disk is None else PrefixFiles(Path(self.folder.name), KEY, self.disk)
-        self.cache = PrefixCache(self.kv, CHUNK, self.host, self.files)
+        self.cache = PrefixCache(self.kv, CHUNK, self.host, self.files, self.steps * CHUNK)
 
     def flush(self) -> None:
         if self.files is not None:
@@ -160,6 +160,7 @@ class Serving(RuleBasedStateMachine):
             return None
         match = self.cache.match(tokens)
         assert match.length < len(tokens) and match.length % CHUNK == 0
+        assert len(tokens) - match.length > 32 or match.length % (self.steps * CHUNK) == 0
         assert b"".join(match.keys) == tokens[: match.length].tobytes()
         try:
             sequence = self.kv.sequence()
@@ -171,7 +172,7 @@ class Serving(RuleBasedStateMachine):
         self.alive.append((sequence, tokens))
         try:
             while sequence.length < len(tokens):
-                compute(self.kv, sequence, tokens, min(CHUNK, len(tokens) - sequence.length))
+                compute(self.kv, sequence, tokens, self.cache.step_tokens(sequence, tokens))
                 if remember:
                     self.cache.insert(sequence, tokens)
                     self.flush()
@@ -466,6 +467,30 @@ def test_without_host_memory_only_full_attention_is_reused() -> None:
         cache = PrefixCache(kv, CHUNK, 0)
         serve(kv, cache, prompt("a"))
         assert serve(kv, cache, prompt("a")) == reused
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_prompt_goes_on_at_any_chunk_whatever_the_steps(kind: str) -> None:
+    kv = make_cache(kind, 60 * 64)
+    cache = PrefixCache(kv, CHUNK, 1 << 20, step_tokens=4 * CHUNK)
+    assert serve(kv, cache, prompt("abcdef", 40)) == 0
+    assert serve(kv, cache, prompt("abcdef", 33)) == 6 * CHUNK
+    short = serve(kv, cache, prompt("abcdef", 32))  # 32 tokens are computed in another way than 160
+    assert short == (5 * CHUNK if kind == "full" else 0)
+    assert serve(kv, cache, prompt("abcdefg", 0)) == 6 * CHUNK
+    # Where two part a snapshot is wanted as soon as it is known; the next one goes on there.
+    assert serve(kv, cache, prompt("abxyz", 50)) == (2 * CHUNK if kind == "full" else 0)
+    assert serve(kv, cache, prompt("abuvw", 60)) == 2 * CHUNK
+
+
+@pytest.mark.parametrize("tail", [1, 32, 33, 128])
+def test_steps_end_where_they_did_without_snapshots(tail: int) -> None:
+    kv, tokens = make_cache("full", 60 * 64), prompt("abcdef", tail)
+    cache, sequence = PrefixCache(kv, CHUNK, 1 << 20, step_tokens=4 * CHUNK), kv.sequence()
+    assert cache.step_tokens(sequence, tokens) == 4 * CHUNK
+    compute(kv, sequence, tokens, 4 * CHUNK)
+    assert cache.step_tokens(sequence, tokens) == 2 * CHUNK + tail
+    sequence.release()
 
 
 @pytest.mark.parametrize(("chunk", "reused"), [(64, 192), (96, 192), (100, 0)])

@@ -27,6 +27,7 @@ Activation = Literal["silu", "gelu"]  # gelu: the approximation by tanh
 
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
+PIECE_TOKENS = 512  # a longer step has the bits of several that end at multiples of so many positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,10 @@ class HostDevice:
         """Ordinary memory: there is nobody else to read it."""
         return np.zeros(n_bytes, np.uint8)
 
+    def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
+        """Ordinary memory."""
+        return np.empty(n_bytes, np.uint8)
+
     def upload(self, host: NDArray[Any]) -> NDArray[Any]:
         """The array itself, not a copy."""
         return host

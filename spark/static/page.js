@@ -154,7 +154,7 @@ function showFigures(sample) {
   const prefix = engine.prefixes;
   at("prefix-figure").hidden = !prefix;
   if (prefix) {
-    say("prefix", number(prefix.device_chunks + prefix.host_chunks));
+    say("prefix", number((prefix.device_chunks + prefix.host_chunks) * prefix.chunk_tokens));
     const parts = [`${number(prefix.host_bytes / MIB)} MiB of host memory`, `${count(prefix.snapshots, "snapshot")}`];
     if (prefix.file_bytes) parts.push(`${number(prefix.file_bytes / MIB)} MiB of files`);
     say("prefix-more", parts.join(", "));

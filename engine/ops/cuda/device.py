@@ -87,6 +87,9 @@ class Device(Protocol):
     def page_locked(self, n_bytes: int) -> NDArray[np.uint8]:
         """Host memory that kernels can read; `pointer` gives its address on the device."""
 
+    def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
+        """Page-locked memory that is used again when nobody holds it; keep_bytes: so much may wait for that."""
+
     def pointer(self, array: Array | NDArray[Any]) -> int:
         """The address that kernels use, of a device array or of page-locked host memory."""
 

@@ -39,9 +39,10 @@ def runs_beside(shared: SharedExpert, bank: Experts) -> bool:
 class SmallExperts:
     """x += the weighted experts of each row. Kernels in experts.cu; scratch for 32 tokens is allocated here."""
 
-    def __init__(self, device: Device, limits: Limits) -> None:
+    def __init__(self, device: Device, limits: Limits, products: Products) -> None:
         self.device = device
         self.limits = limits
+        self.products = products
         n_pairs, n_ff = SMALL_TOKENS * limits.n_expert_used, limits.n_ff_exp or limits.n_ff
         n_rows = n_pairs + SMALL_TOKENS  # a shared expert's behind the others'
         self._z = device.empty((n_rows * n_ff,), np.float32)
@@ -51,7 +52,6 @@ class SmallExperts:
 
     def __call__(
         self,
-        products: Products,
         h: Quantized | Array,
         experts: Array,
         weights: Array,
@@ -78,11 +78,7 @@ class SmallExperts:
         n_records = min(active.shape[0], T * A)
         z = self.z_of(bank, T * A + (T if beside else 0))
         self.gate_up(h, bank, A, active_pairs, n_records, z, beside)
-        self.down(weights, bank, active_pairs, n_records, z, x, add)
-        if beside is not None:
-            scale = None if beside[0].shared_gate is None else self._row_scale[:T]
-            own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
-            products.product(beside[0].down, own, x, True, scale)
+        self.down(weights, bank, active_pairs, n_records, z, x, add, None if beside is None else beside[0])
 
     def z_of(self, bank: Experts, n_rows: int) -> Quantized | Array:
         """Scratch for the results of so many rows' first halves."""
@@ -128,19 +124,24 @@ class SmallExperts:
         z: Quantized | Array,
         x: Array,
         add: bool = True,
+        beside: SharedExpert | None = None,
     ) -> None:
-        """The second half: x += the fold over ranks of weights times down z; or becomes it."""
+        """The second half: x += the fold over ranks of weights times down z, or becomes it; `beside` is added last."""
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
         qtype = bank.down_type
         row = row_bytes(qtype, F, "down")
-        stage = stage_bytes(4, row)
+        scale = None if beside is None or beside.shared_gate is None else self._row_scale[:T]
+        widest = row if beside is None else max(row, beside.down.row_bytes)
+        stage, n_warps = stage_bytes(4, widest), A + (beside is not None)
         each = shared_input_bytes(F, qtype in FLOAT_TYPES) + -(-F // 2 // 16) * 16
-        stages = _stages(self.device, A * stage, A * each, DOWN_ROWS // 4)
+        stages = _stages(self.device, n_warps * stage, n_warps * each, DOWN_ROWS // 4)
         if T == 1 and stages:
             module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
-            args = [*active[:2], weights, D, *_rows(z), x, int(add), stage]
-            shared_bytes = A * (each + stages * stage)
-            self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), A * WARP, args, shared_bytes, overlap=True)
+            if beside is not None:
+                module = Module(module.file, (*module.defines, ("BESIDE_DOWN", beside.down.qtype.name)))
+            args = [*active[:2], weights, D, *_rows(z), x, int(add), beside and beside.down.data, scale, stage]
+            shared_bytes = n_warps * (each + stages * stage)
+            self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), n_warps * WARP, args, shared_bytes, overlap=True)
             return
         stage = stage_bytes(2, row)
         stages, warps = _stages_and_warps(self.device, stage, 0, DOWN_ROWS // 2)
@@ -151,20 +152,23 @@ class SmallExperts:
         self.device.kernel(module, "combine")(
             (-(-D // 256), T), 256, [self._y, weights, A, D, x, int(add)], overlap=True
         )
+        if beside is not None:
+            own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
+            self.products.product(beside.down, own, x, True, scale)
 
 
 class SmallDense:
     """The dense FFN of a step of at most 32 tokens: gate_up_dense of experts.cu, then a product."""
 
-    def __init__(self, device: Device, limits: Limits) -> None:
+    def __init__(self, device: Device, limits: Limits, products: Products) -> None:
         self.device = device
+        self.products = products
         self._z = device.empty((SMALL_TOKENS * limits.n_ff,), np.float32)
         self._zq = QuantizedScratch(device, SMALL_TOKENS, limits.n_ff)
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
 
     def __call__(
         self,
-        products: Products,
         h: Quantized | Array,
         gate: QTensor,
         up: QTensor,
@@ -199,7 +203,7 @@ class SmallDense:
         shared_bytes = max(shape.shared_bytes, 8 * D if shared else 0)
         kernel = self.device.kernel(Module("experts.cu", (*shape.defines, *more)), "gate_up_dense")
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
-        products.product(down, z, x, add, self._row_scale[:T] if shared else None)
+        self.products.product(down, z, x, add, self._row_scale[:T] if shared else None)
 
 
 @dataclass(frozen=True, slots=True)

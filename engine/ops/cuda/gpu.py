@@ -239,6 +239,7 @@ class GpuDevice:
         self._arena: tuple[int, int] | None = None  # what is left of it: address, end
         self._locked: list[memory.PageLocked] = []
         self._seams: list[int] = []
+        self._recycled = memory.Recycled(ordinal, self.synchronize)
         self._thread = threading.get_ident()
         self._event = self.runtime.eventCreateWithFlags(_NO_TIMING)
         self.launch_overlapping: _OverlappingLaunch | None = None
@@ -364,6 +365,11 @@ class GpuDevice:
         self._seams = sorted(self._seams + self._locked[-1].seams)
         return self._locked[-1].array
 
+    def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
+        """Page-locked memory that is used again when nobody holds it; keep_bytes: so much may wait for that."""
+        self.bind()
+        return self._recycled.take(n_bytes, keep_bytes)
+
     def pointer(self, array: Array | NDArray[Any]) -> int:
         """The address that kernels use, of a device array or of page-locked host memory."""
         address: int = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
@@ -455,6 +461,7 @@ class GpuDevice:
                 self.runtime.free(address)
             for locked in self._locked:
                 locked.close()
+            self._recycled.close()
         for held in (self._graphs, self._streams, self._allocations, self._locked):
             held.clear()
         self._modules.clear()

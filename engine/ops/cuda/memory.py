@@ -10,7 +10,8 @@ import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_uint8
 from pathlib import Path
@@ -70,17 +71,19 @@ class PageLocked:
 
 
 def allocate(
-    n_bytes: int, device: int = 0, *, threads: int = 8, piece_bytes: int = PIECE_BYTES, huge_pages: bool = True
-) -> PageLocked:
+    n_bytes: int, device: int = 0, *, threads: int = 8, piece_bytes: int = PIECE_BYTES, huge_pages: bool = True,
+    by_driver_bytes: int | None = None,
+) -> PageLocked:  # fmt: skip
     """Page-locked memory with contents of zero, mapped for the device.
 
     device: the CUDA device whose context the threads use. threads: how many touch and register pieces of
-    `piece_bytes`. huge_pages: ask for them; registering costs by the page. Where the host has or locks less, everything
-    is released and a CapacityError says how much there was.
+    `piece_bytes`. huge_pages: ask for them; registering costs by the page. Less than by_driver_bytes is the driver's to
+    allocate. Where the host has or locks less, everything is released and a CapacityError says how much there was.
     """
     from cupy.cuda import runtime
 
-    if n_bytes < _SMALL_BYTES or not runtime.deviceGetAttribute(_SAME_POINTERS, device):
+    least = _SMALL_BYTES if by_driver_bytes is None else by_driver_bytes
+    if n_bytes < least or not runtime.deviceGetAttribute(_SAME_POINTERS, device):
         return _allocate_by_driver(n_bytes)
     memory = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A child must not share locked pages: its parent would then write to copies that the device does not see.
@@ -116,6 +119,48 @@ def allocate(
         locked.close()
         raise _too_little(n_bytes, n_locked, errors[0])
     return locked
+
+
+class Recycled:
+    """Page-locked arrays that are used again once nobody holds them or a view of them.
+
+    settle: waits until no copy is under way; called before memory is unlocked.
+    """
+
+    def __init__(self, device: int, settle: Callable[[], None]) -> None:
+        self._device, self._settle = device, settle
+        self._all: list[PageLocked] = []
+        self._free: list[PageLocked] = []  # those given back first in front; any thread may put one at the end
+
+    def take(self, n_bytes: int, keep_bytes: int) -> U8:
+        """Memory for n_bytes, as it was left; what is free goes as far as there is more than keep_bytes in all."""
+        found = next((held for held in self._free if held.array.nbytes == n_bytes), None)
+        if found is not None:
+            self._free.remove(found)
+        else:
+            self._release(max(0, keep_bytes - n_bytes))
+            found = allocate(n_bytes, self._device, threads=1, piece_bytes=n_bytes, by_driver_bytes=HUGE_PAGE_BYTES)
+            self._all.append(found)
+        # Views of the array hold it, since what is behind it is no array of NumPy's.
+        lent: U8 = np.ctypeslib.as_array((c_uint8 * n_bytes).from_address(found.device_pointer))
+        weakref.finalize(lent, self._free.append, found).atexit = False
+        return lent
+
+    def _release(self, keep_bytes: int) -> None:
+        held = sum(each.array.nbytes for each in self._all)
+        if self._free and held > keep_bytes:
+            self._settle()
+        while self._free and held > keep_bytes:
+            old = self._free.pop(0)
+            held -= old.array.nbytes
+            self._all.remove(old)
+            old.close()
+
+    def close(self) -> None:
+        """Unlock everything, whoever holds it."""
+        for each in self._all:
+            each.close()
+        self._all, self._free = [], []
 
 
 def available_bytes() -> int | None:

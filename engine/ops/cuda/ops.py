@@ -49,9 +49,9 @@ class Workspace:
         self.limits = limits
         self.isa = device.arch
         self.products = Products(device, limits)
-        self.small_experts = SmallExperts(device, limits)
+        self.small_experts = SmallExperts(device, limits, self.products)
         self.attention = Attention(device, limits)
-        self.small_dense = SmallDense(device, limits)
+        self.small_dense = SmallDense(device, limits, self.products)
         self._routing = Routing(device, limits) if limits.n_expert else None
         long = limits.max_tokens > SMALL_TOKENS
         self._gemm = Gemm(device, limits) if long else None
@@ -331,7 +331,7 @@ def dense_ffn(
     shared = None if shared_gate is None else (shared_gate, h)
     if h.shape[0] <= SMALL_TOKENS:
         values = _small_input(ws, h, gate.qtype.name)
-        ws.small_dense(ws.products, values, gate, up, down, x, activation, add, shared)
+        ws.small_dense(values, gate, up, down, x, activation, add, shared)
     else:
         ws.gemm.dense(ws.halves(h), gate, up, down, x, activation, add, shared)
 
@@ -366,7 +366,7 @@ def expert_ffn(
         values = _small_input(ws, h, bank.gate_type.name)
         beside = (shared, h) if shared is not None and runs_beside(shared, bank) else None
         ws.small_experts(
-            ws.products, values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside
+            values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside
         )  # fmt: skip
         if shared is not None and beside is None:
             dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)

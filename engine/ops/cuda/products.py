@@ -21,7 +21,7 @@ WARPS = 8  # of a block
 STAGE_SLACK = 32  # bytes that a warp's staged rows take besides their own (rows.cuh)
 STATIC_SHARED = 1024  # bytes: a block's small arrays, or what the device keeps for itself
 BLOCKS_PER_SM = 3  # that share the rows of a product: at most 24 warps to hide each other's latencies
-MAX_STAGES = 4
+MAX_STAGES = 6
 MATRICES = 4  # of a launch, at most
 SHARED_INPUT = 32768  # elements: so many quantized activations a block keeps in shared memory
 
