@@ -2,11 +2,11 @@
 
     python benchmarks/prefill.py model.gguf --json data/results/prefill.json
 
-Prompts are random and none is sent twice; the first of each length warms up. The daemon does not keep a prefix between
-requests yet, so the turns are measured in this process, on the same engine: one sequence is filled with the
-prefix, then new tokens are run on it again and again, other tokens each time, its length set back in between. Beside
-each turn stands the same number of tokens without a prefix: what the prefix costs is attention, and anything beyond
-that is a defect.
+Prompts are random and none is sent twice; the first of each length warms up. The context has room for one, so each
+takes the place of the one before; that is forgotten, unless --prefix-gib is above 0: then the time to keep it is in the
+next one's. Turns are measured in this process, on the engine itself: one sequence is filled with the prefix, then new
+tokens are run on it again and again, other tokens each time, its length set back in between. Beside each turn stands
+the same number of tokens without a prefix: what the prefix costs is attention, and anything beyond that is a defect.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,4096", help="prompt tokens; empty: leave prompts out")
     parser.add_argument("--turns", default="64,512", help="new tokens on the prefix; empty: leave turns out")
     parser.add_argument("--prefix", type=int, default=16384)
+    parser.add_argument("--prefix-gib", type=float, default=0.0, metavar="GIB", help="to keep prompts in")
     parser.add_argument("--runs", type=int, default=5, help="measured repetitions of each kind")
     o = parser.parse_args()
     shape = shape_of(o.model)
@@ -119,7 +120,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "model": shape.name, "model_bytes": shape.file_bytes, "prompts": [], "turns": [], "settings": [],
     }  # fmt: skip
-    base = EngineConfig(model=o.model, device=o.device, kv_type=o.kv_type)
+    base = EngineConfig(model=o.model, device=o.device, kv_type=o.kv_type, prefix_gib=o.prefix_gib)
     if o.chunk is not None:
         base = replace(base, chunk_tokens=o.chunk)
     for percent in parse_list(o.residency):

@@ -72,13 +72,14 @@ class PageLocked:
 
 def allocate(
     n_bytes: int, device: int = 0, *, threads: int = 8, piece_bytes: int = PIECE_BYTES, huge_pages: bool = True,
-    by_driver_bytes: int | None = None,
+    by_driver_bytes: int | None = None, seams: bool = True,
 ) -> PageLocked:  # fmt: skip
     """Page-locked memory with contents of zero, mapped for the device.
 
     device: the CUDA device whose context the threads use. threads: how many touch and register pieces of
     `piece_bytes`. huge_pages: ask for them; registering costs by the page. Less than by_driver_bytes is the driver's to
-    allocate. Where the host has or locks less, everything is released and a CapacityError says how much there was.
+    allocate. seams: without, several threads touch, and one registers everything. Where the host has or locks less,
+    everything is released and a CapacityError says how much there was.
     """
     from cupy.cuda import runtime
 
@@ -97,22 +98,26 @@ def allocate(
     errors: list[Exception] = []
     registered: list[U8] = []
 
-    def register(piece: U8) -> None:
+    def lock(piece: U8, touches: bool, registers: bool) -> None:
         if errors:
             return
         try:
-            runtime.setDevice(device)
-            with claims.claim(piece.nbytes):
-                piece[:: mmap.PAGESIZE] = 0
-            runtime.hostRegister(_address(piece), piece.nbytes, _PORTABLE_MAPPED)
-            registered.append(piece)
+            if touches:
+                with claims.claim(piece.nbytes):
+                    piece[:: mmap.PAGESIZE] = 0
+            if registers:
+                runtime.setDevice(device)
+                runtime.hostRegister(_address(piece), piece.nbytes, _PORTABLE_MAPPED)
+                registered.append(piece)
         except (MemoryError, runtime.CUDARuntimeError) as error:
             errors.append(error)
 
     step = max(HUGE_PAGE_BYTES, min(piece_bytes, -(-n_bytes // threads)))
     step = -(-step // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     with ThreadPoolExecutor(threads, thread_name_prefix="page-lock") as pool:
-        list(pool.map(register, [array[i : i + step] for i in range(0, n_bytes, step)]))
+        list(pool.map(lambda i: lock(array[i : i + step], True, seams), range(0, n_bytes, step)))
+    if not seams:
+        lock(array, False, True)
     locked = PageLocked(array, [_address(piece) for piece in registered], memory)
     if errors:
         n_locked = sum(piece.nbytes for piece in registered)
@@ -139,7 +144,7 @@ class Recycled:
             self._free.remove(found)
         else:
             self._release(max(0, keep_bytes - n_bytes))
-            found = allocate(n_bytes, self._device, threads=1, piece_bytes=n_bytes, by_driver_bytes=HUGE_PAGE_BYTES)
+            found = allocate(n_bytes, self._device, by_driver_bytes=HUGE_PAGE_BYTES, seams=False)
             self._all.append(found)
         # Views of the array hold it, since what is behind it is no array of NumPy's.
         lent: U8 = np.ctypeslib.as_array((c_uint8 * n_bytes).from_address(found.device_pointer))
