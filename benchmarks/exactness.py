@@ -94,21 +94,19 @@ def against_the_cpu(prompt: Prompt, folder: Path, device: str) -> dict[str, Any]
     """NMSE of logits with the CPU's choices imposed, and how often the GPU's own choices agree."""
     tokens = np.array(prompt, np.int32)
 
-    def run(runner: Runner, imposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    def run(runner: Runner) -> tuple[np.ndarray, np.ndarray]:
         sequence, logits, experts = runner.new_sequence(), [], []
         for token in tokens:
-            if imposed:
-                runner.forward.ws.replay.next(None)
             result = runner.run([Span(sequence, np.array([token], np.int32), np.ones(1, bool), (0,))])
             logits.append(result.logits[0].copy())
             experts.append(result.experts[:, 0].copy())
         runner.close()
         return np.stack(logits), np.stack(experts)
 
-    expected, choices = run(Runner(EngineConfig(NANO, device="cpu")), False)
-    _, own = run(Runner(EngineConfig(NANO, device=device)), False)
+    expected, choices = run(Runner(EngineConfig(NANO, device="cpu")))
+    _, own = run(Runner(EngineConfig(NANO, device=device)))
     np.save(folder / "choices.npy", choices)
-    found, _ = run(Runner(EngineConfig(NANO, device=device, replay=folder / "choices.npy")), True)
+    found, _ = run(Runner(EngineConfig(NANO, device=device, replay=folder / "choices.npy")))
     row = {
         "tokens": len(tokens),
         "logits_nmse": float(((found - expected) ** 2).sum() / (expected**2).sum()),

@@ -96,7 +96,7 @@ static_assert(Z_ROWS == 32 || (DENSE && DOWN_FLOAT), "a block of activations is 
 DEVICE float activate(float x) { return GELU ? gelu(x) : silu(x); }
 
 #ifdef SHARED
-// A row's factor, by a block. The loads of the gate do not wait for the kernel ahead.
+// A row's factor, by a block. The gate is loaded before the kernel ahead has ended, unless the caller waited for that.
 DEVICE void shared_scale(float* shared, const u8* shared_gate, const float* h, float* row_scale) {
     constexpr i32 N = WARPS * WARP, EACH = (COLS + N - 1) / N;
     float* const ws = shared;

@@ -33,7 +33,7 @@ class EngineConfig:
     kv_type, chunk_tokens: type of the KV cache, tokens a prefill step; None: as many as the backend likes.
     threads: CPU threads; None takes the physical cores.
     poison: fill evicted slots with NaN (tests of the exactness invariant).
-    replay: expert choices (.npy, integers [n_tokens, L, A]) that decoded tokens take in place of the router's, one
+    replay: expert choices (.npy, integers [n_tokens, L, A]) that steps of one token take in place of the router's, one
         after the other and then from the first again: benchmarks at a chosen miss rate.
     prefix_gib: GiB of host memory for prefixes that may come again; 0: what the KV cache itself keeps of them, no more.
     cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.

@@ -62,8 +62,6 @@ class Graphs:
             step, ws = self._inputs(1), self.forward.ws
 
             def work() -> None:
-                if ws.replay is not None:
-                    ws.replay.next(ws.active_step)
                 self._sample(step, self.forward.run(step, self.residency).logits, greedy)
 
             ws.active_step = self.sampler.active

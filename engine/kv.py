@@ -359,6 +359,18 @@ class KVCache:
         """
         return self._to_host(list(self._pieces(group, blocks)), wait)
 
+    def hosted(self, arrays: Many[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Copies of arrays in memory that the device reads by itself, as `write_blocks` and `restore` take them."""
+        data = self.device.host_array(sum(a.nbytes for a in arrays), self.host_bytes)
+        self.device.synchronize()  # it may still read what was here before
+        copies, at = [], 0
+        for array in arrays:
+            copy = data[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+            copy[...] = array
+            copies.append(copy)
+            at += array.nbytes
+        return copies
+
     def _to_host(self, arrays: list[Any], wait: bool) -> NDArray[np.uint8]:
         """Contiguous arrays one behind the other."""
         data: NDArray[np.uint8] = self.device.host_array(sum(int(a.nbytes) for a in arrays), self.host_bytes)
@@ -371,13 +383,16 @@ class KVCache:
         return data
 
     def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
-        """Copy what `read_blocks` gave into as many blocks of the same group."""
-        at = 0
+        """Copy what `read_blocks` gave, or of the same size `hosted`, into as many blocks of the same group.
+
+        In order with the device's other work: nobody waits, and the data need not have arrived.
+        """
+        at = self.device.pointer(data)
+        end = at + data.nbytes
         for piece in self._pieces(group, blocks):
-            part = data[at : at + int(piece.nbytes)]
-            self.device.write(piece, part.view(piece.dtype).reshape(piece.shape))
+            self.device.copy(self.device.pointer(piece), at, int(piece.nbytes))
             at += int(piece.nbytes)
-        assert at == len(data)
+        assert at == end
 
     def _pieces(self, group: int, blocks: Many[int]) -> Iterator[Any]:
         """Contiguous views of the blocks in every array of a group, neighbors in one."""
@@ -447,7 +462,9 @@ class KVCache:
                 "window covers were given back"
             )
         for array, values in zip(self._state_arrays(), snapshot.states, strict=True):
-            self.device.write(array[sequence.state], values)
+            state = array[sequence.state]
+            assert values.shape == state.shape and values.dtype == state.dtype
+            self.device.copy(self.device.pointer(state), self.device.pointer(values), values.nbytes)
         sequence.length = snapshot.length
 
     def _state_arrays(self) -> list[Any]:

@@ -15,8 +15,8 @@ never a chunk before those that follow it. No tensor is looked at here.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -32,6 +32,7 @@ from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS
 from engine.prefix_files import PrefixFiles
 
 SNAPSHOT_TOKENS = 4096  # between two snapshots in the middle of a long prompt
+_log = logging.getLogger(__name__)
 
 Data = tuple[NDArray[np.uint8], ...]  # the bytes of a chunk, an array a group without a window
 
@@ -55,6 +56,9 @@ class Cache(Protocol):
 
     def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
         """Copy them into others."""
+
+    def hosted(self, arrays: Many[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Copy arrays to memory from which they can be copied back; CapacityError: there is none."""
 
     def save(self, sequence: Sequence, windows: bool = False, wait: bool = True) -> Snapshot:
         """Copy what full groups do not hold to host memory; CapacityError: there is none."""
@@ -111,9 +115,10 @@ class Match:
 class PrefixCache:
     """The tree, over the pools of `kv`.
 
-    chunk_tokens: rounded up to whole blocks. step_tokens: of a prefill step at most, whole chunks; None: as many.
-    host_bytes: budget for data and snapshots; with 0 a model that needs snapshots reuses nothing that is not in files.
-    files: None without `--cache-dir`.
+    chunk_tokens: the least multiple of it that is whole blocks is a chunk. host_bytes: budget for data and snapshots;
+    with 0 a model that needs snapshots reuses nothing that is not in files. files: None without `--cache-dir`.
+    step_tokens: where prefill steps end by themselves, multiples of it; None: of chunk_tokens. cuts: whether one may
+    end earlier for a snapshot, which costs a step more; not worth it where every step brings in experts.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class PrefixCache:
         host_bytes: int,
         files: PrefixFiles | None = None,
         step_tokens: int | None = None,
+        cuts: bool = True,
     ) -> None:
         self._kv, self._files, self._host_budget = kv, files, host_bytes
         # Steps of an odd length end where a block does now and then.
@@ -130,7 +136,9 @@ class PrefixCache:
         self._step_tokens = step_tokens or chunk_tokens
         self._groups = kv.full_groups
         self._needs_snapshot = kv.shape is not None or len(self._groups) < len(kv.groups)
-        self._snapshot_tokens = -(-SNAPSHOT_TOKENS // self.chunk_tokens) * self.chunk_tokens
+        self._cuts = cuts and self._needs_snapshot
+        grid = math.lcm(self.chunk_tokens, self._step_tokens)  # where steps end and chunks do
+        self._snapshot_tokens = -(-SNAPSHOT_TOKENS // grid) * grid
         self._n_blocks = self.chunk_tokens // KV_BLOCK_TOKENS
         self._data_bytes = [self._n_blocks * kv.block_bytes(group) for group in self._groups]
         self._root = Node(None, b"", "" if files is None else files.root, 0)
@@ -176,7 +184,7 @@ class PrefixCache:
         """How many tokens the next prefill step of a prompt has: less than it could, where a snapshot is wanted."""
         begin = sequence.length
         end = min(len(tokens), begin + self._step_tokens - begin % self._step_tokens)
-        if self._needs_snapshot and (self._files or self._kv.snapshot_bytes(end) <= self._host_budget):
+        if self._cuts and (self._files or self._kv.snapshot_bytes(end) <= self._host_budget):
             wanted = (self._parting(tokens), self._last_begin(len(tokens)))
             end = min((n for n in wanted if begin < n < end and self._may_begin(n, len(tokens))), default=end)
         return end - begin
@@ -246,9 +254,7 @@ class PrefixCache:
             self._pinned[node] = None
             data = node.data
         elif self._files is not None:
-            data = self._files.get(f"{name}.blocks")
-            if data is not None and [a.nbytes for a in data] != self._data_bytes:
-                data = None
+            data = self._hosted(f"{name}.blocks", self._data_bytes)
         blocks = None if data is None else self._on_device(data)
         if blocks is None:
             if node is not None:
@@ -284,17 +290,27 @@ class PrefixCache:
     def _snapshot(self, node: Node) -> Snapshot | None:
         if node.snapshot is not None or self._files is None:
             return node.snapshot
-        arrays = self._files.get(f"{node.name}.state")
+        arrays = self._hosted(f"{node.name}.state", [self._kv.snapshot_bytes(node.length)])
         if arrays is None:
             return None
         n_windows = len(self._kv.groups) - len(self._groups)
         cut = len(arrays) - n_windows
         snapshot = Snapshot(node.length, arrays[:cut], arrays[cut:])
-        if snapshot.nbytes != self._kv.snapshot_bytes(node.length):
-            return None
         if self._make_room(snapshot.nbytes):
             self._keep(node, snapshot)
         return snapshot
+
+    def _hosted(self, name: str, n_bytes: list[int]) -> list[NDArray[Any]] | None:
+        """The arrays of a file, where they have these sizes, or all together the only one of these."""
+        assert self._files is not None
+        arrays = self._files.get(name)
+        if arrays is None or n_bytes not in ([a.nbytes for a in arrays], [sum(a.nbytes for a in arrays)]):
+            return None
+        try:
+            return self._kv.hosted(arrays)
+        except CapacityError:
+            self._too_little()
+            return None
 
     # --- remembering ------------------------------------------------------------------------------
 
@@ -344,9 +360,10 @@ class PrefixCache:
         name = f"{node.name}.state"
         room = self._make_room(n_bytes)
         if room or (self._files is not None and self._files.wants(name, n_bytes)):
-            try:  # a file's writer reads it, else nobody does before the next step of the device
+            try:  # a file's writer reads it; else nobody does but the device
                 snapshot = self._kv.save(sequence, windows=True, wait=self._files is not None)
             except CapacityError:
+                self._too_little()
                 return
             if room:
                 self._keep(node, snapshot)
@@ -361,8 +378,10 @@ class PrefixCache:
             if node.snapshot is not None:
                 self._files.put(f"{node.name}.state", [*node.snapshot.states, *node.snapshot.windows])
             if self._files.wants(f"{node.name}.blocks", sum(self._data_bytes)):
-                with contextlib.suppress(CapacityError):
+                try:
                     self._files.put(f"{node.name}.blocks", self._read(node, wait=True))
+                except CapacityError:
+                    return
 
     def _read(self, node: Node, wait: bool) -> Data:
         assert node.blocks is not None
@@ -406,13 +425,24 @@ class PrefixCache:
         if node is None:
             return False
         if self._useful(node) and self._make_room(sum(self._data_bytes)) and self._useful(node):
-            with contextlib.suppress(CapacityError):
+            try:
                 node.data = self._read(node, wait=False)
                 self.host_bytes += node.data_bytes
                 self._give_back(node)
                 return True
+            except CapacityError:
+                self._too_little()
         self._drop(node)
         return True
+
+    def _too_little(self) -> None:
+        """The machine has less host memory than the budget: what is kept now is all that there will be."""
+        if self._host_budget > self.host_bytes:
+            _log.warning(
+                "host memory is short: prefixes keep %.2f GiB of the %.2f that they may",
+                self.host_bytes / 2**30, self._host_budget / 2**30,
+            )  # fmt: skip
+            self._host_budget = self.host_bytes
 
     def clear(self) -> None:
         """Give up everything but files; sequences keep what they use."""

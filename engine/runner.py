@@ -206,13 +206,16 @@ class Runner:
             if self.decision.staging_bytes:
                 self.forward.ws.stream_experts(self.decision.staging_bytes, largest_parts(self.weights.experts))
         self.graphs = b.graphs(self.forward, self.residency)
-        # On the host a row's bits depend on no other row; steps of an odd length are best left whole.
+        # On the host a row's bits depend on no other row. Several steps of an odd length are left whole.
         piece = HOST_PREFIX_TOKENS if self.device == "cpu" else PIECE_TOKENS
-        piece = self.chunk_tokens if self.chunk_tokens % piece else piece
+        if self.chunk_tokens < self.n_ctx and self.chunk_tokens % piece:
+            piece = self.chunk_tokens
+        streams = self.decision is not None and self.decision.staging_bytes > 0
         self.kv.host_bytes = int(o.prefix_gib * plan.GIB)
         self.prefixes = PrefixCache(
-            self.kv, piece, self.kv.host_bytes, self._prefix_files(piece), self.chunk_tokens
-        )
+            self.kv, piece, self.kv.host_bytes, self._prefix_files(piece), self.chunk_tokens,
+            cuts=not streams,
+        )  # fmt: skip
 
     def _prefix_files(self, piece: int) -> PrefixFiles | None:
         o = self.options

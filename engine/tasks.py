@@ -59,7 +59,7 @@ class GenerateTask:
         self.read_tokens = self.reused_tokens = 0
         self._before = runner.residency.counters()
         self._began = time.perf_counter()
-        self._reading = np.zeros(0, np.int32)  # to_read, of the sequence
+        self._reading = self._part = np.zeros(0, np.int32)  # to_read, of the sequence; its next step
         self._read_s = 0.0  # when the prompt was read
         self._unsent: list[int] = []
         self._sent = 0.0
@@ -92,16 +92,15 @@ class GenerateTask:
             self.reused_tokens += reused
             if self.cached_tokens is None:
                 self.cached_tokens = min(reused, len(self.request.tokens))
-        if self.decoding:
-            self.sequence.reserve(1)
-        else:
-            self.sequence.reserve(len(self.runner.next_step(self.sequence, self._reading)))
+        if not self.decoding:
+            self._part = self.runner.next_step(self.sequence, self._reading)
+        self.sequence.reserve(1 if self.decoding else len(self._part))
 
     def read(self) -> list[Event]:
         """Feed one more chunk, for which there is room, then draw the first token."""
         r, sequence, tokens = self.runner, self.sequence, self._reading
         assert sequence is not None
-        part = r.next_step(sequence, tokens)
+        part = self._part  # as it was when there was room: to make room, prefixes may have been given up
         last = sequence.length + len(part) == len(tokens)
         counted = np.zeros(len(part), bool)
         result = r.run([Span(sequence, part, counted, (len(part) - 1,) if last and not self.made else ())])

@@ -62,13 +62,30 @@ def test_logits_with_the_same_routing_are_near_the_cpu_backends(model: Path, tmp
     cuda = Runner(config(model, replay=tmp_path / "choices.npy"))
     sequence, found = cuda.new_sequence(), []
     for token in PROMPT[:45]:
-        cuda.forward.ws.replay.next(None)
         result = cuda.run([Span(sequence, np.array([token], np.int32), np.ones(1, bool), (0,))])
         found.append(result.logits[0].copy())
     # Attention's sums differ in their last bits, which moves an activation to the next of 255 steps now and then.
     assert nmse(np.stack(found), expected) < 1e-3
     cpu.close()
     cuda.close()
+
+
+def test_imposed_choices_are_taken_one_by_one_from_request_to_request(model: Path, tmp_path: Path) -> None:
+    choices = np.stack([np.stack([np.arange(t + layer, t + layer + A) % E for layer in range(L)]) for t in range(17)])
+    np.save(tmp_path / "choices.npy", choices)
+    engine = Engine(config(model, policy="uniform", residency_pct=40, replay=tmp_path / "choices.npy"))
+    residency = engine.runner.residency
+    resident = residency.device.read(residency.live.slot_of).copy() >= 0  # uniform's never change
+    missing = np.stack([(~resident[np.arange(L)[:, None], step]).sum(axis=1) for step in choices])
+    at = 0
+    for n in (5, 1, 7, 4, 6):  # a request draws its first token from the prompt
+        _, events = generate(engine, tuple(PROMPT[:36].tolist()), max_tokens=n, sampling=SAMPLED)
+        done = events[-1]
+        assert isinstance(done, Done)
+        expected = missing[np.arange(at, at + n - 1) % len(choices)].sum(axis=0)
+        assert done.residency["misses_by_layer"] == expected.tolist()
+        at += n - 1
+    engine.close()
 
 
 def test_prefill_is_near_float64(model: Path) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from engine.ops import Experts, Fetches, Limits, reference
-from engine.ops.cuda.experts import SmallExperts
+from engine.ops import Experts, Fetches, Limits, SharedExpert, reference
+from engine.ops.cuda.experts import SmallExperts, runs_beside
 from engine.ops.cuda.products import FLOAT_TYPES, Products
 from tests.test_cuda_products import check, matrix, normal
 
 E, A = 7, 3
+K4, K6 = QType.Q4_K, QType.Q6_K
 Types = tuple[QType, QType, QType]
 
 
@@ -51,12 +53,14 @@ class Bank:
     def experts(self, pointers: np.ndarray) -> Experts:
         return Experts(*self.types, self.D, self.F, self.part_bytes, pointers, pointers, pointers)
 
-    def expected(self, h: np.ndarray, experts: np.ndarray, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+    def expected(
+        self, h: np.ndarray, experts: np.ndarray, weights: np.ndarray, x: np.ndarray, shared: SharedExpert | None = None
+    ) -> np.ndarray:
         pointers = np.array([[p.ctypes.data for p in parts] for parts in self.parts], np.uint64)
         fetches = Fetches(np.zeros((E, 3), np.int32), np.zeros(1, np.int32))
         out = x.copy()
         reference.expert_ffn(
-            reference.workspace(self.limits, 1), h, experts, weights, self.experts(pointers), fetches, out
+            reference.workspace(self.limits, 1), h, experts, weights, self.experts(pointers), fetches, out, shared=shared
         )
         return out
 
@@ -80,11 +84,25 @@ class Bank:
         return upload(active), upload(np.array([len(chosen)], np.int32)), upload(np.array(pairs, np.int32))
 
 
+def shared_expert(types: Types, D: int, F: int, gate: QType | None = None) -> SharedExpert:
+    shapes = ((F, D), (F, D), (D, F))
+    parts = [matrix(t, *shape, seed=90 + part) for part, (t, shape) in enumerate(zip(types, shapes, strict=True))]
+    return SharedExpert(*parts, None if gate is None else matrix(gate, 1, D, seed=93))
+
+
+def uploaded(device: Any, shared: SharedExpert) -> SharedExpert:
+    parts = (getattr(shared, f.name) for f in fields(shared))
+    return SharedExpert(*(None if p is None else replace(p, data=device.upload(p.data)) for p in parts))
+
+
 def choices(T: int, rng: np.random.Generator) -> np.ndarray:
     return np.stack([rng.permutation(E - 1)[:A] for _ in range(T)]).astype(np.int32)
 
 
-def run(bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], seed: int = 0) -> None:
+def run(
+    bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], seed: int = 0,
+    shared: SharedExpert | None = None,
+) -> None:  # fmt: skip
     device = bank.device
     rng = np.random.default_rng(seed)
     for e, slot in resident.items():
@@ -94,7 +112,8 @@ def run(bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], 
     weights = rng.uniform(0.1, 1, (T, A)).astype(np.float32)
     h, x = normal(T, bank.D, seed=seed + 1), normal(T, bank.D, seed=seed + 2)
     on_device = device.upload(x)
-    given = device.upload(h)
+    given = floats = device.upload(h)
+    beside = None if shared is None else uploaded(device, shared)
     products = Products(device, bank.limits)
     if bank.types[0] not in FLOAT_TYPES:
         given = products.quantize(given)
@@ -105,8 +124,9 @@ def run(bank: Bank, T: int, resident: dict[int, int], entering: dict[int, int], 
         bank.experts(device.upload(np.zeros((E, 3), np.uint64))),
         *bank.table(experts, resident, entering),
         on_device,
+        beside=None if beside is None else (beside, floats),
     )
-    check(device.read(on_device), bank.expected(h, experts, weights, x))
+    check(device.read(on_device), bank.expected(h, experts, weights, x, shared))
     for e, slot in entering.items():
         for part in range(3):
             used = np.isin(e, experts)
@@ -151,8 +171,10 @@ def test_ragged_floats(device: Any, T: int) -> None:
 def test_rows_too_large_for_a_whole_block(device: Any, T: int) -> None:
     bank = Bank(device, (QType.F32, QType.F32, QType.F32), D=5000, F=36)
     run(bank, T, resident={}, entering={})
-    bank = Bank(device, (QType.F32, QType.F32, QType.F32), D=36, F=6000)
+    types = (QType.F32, QType.F32, QType.F32)
+    bank = Bank(device, types, D=36, F=6000)
     run(bank, T, resident={}, entering={})
+    run(bank, T, resident={}, entering={}, shared=shared_expert(types, 36, 6000, QType.F16))
 
 
 def test_rows_of_the_wrong_kind(device: Any) -> None:
@@ -174,6 +196,33 @@ def test_columns_that_leave_lanes_without_work(device: Any, down: QType) -> None
     for F in (768, 1536) if down == QType.Q6_K else (768,):
         bank = Bank(device, (QType.Q8_0, QType.Q8_0, down), D=96, F=F)
         run(bank, 1, resident={}, entering={0: 0})
+
+
+@pytest.mark.parametrize(
+    ("types", "F", "together"),
+    [((K4, K6, QType.Q8_0), 512, True), ((K4, K6, QType.F16), 512, False), ((K4, K6, K4), 256, False),
+     ((K6, K4, K4), 512, False), ((K4, K6, K4), 512, True)],
+)  # fmt: skip
+def test_a_shared_expert_is_run_with_the_others_where_it_is_like_them(
+    device: Any, types: Types, F: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    D, seen = 256, []
+    shared = shared_expert(types, D, F)
+    bank = Bank(device, (K4, K6, K6), D, 512)
+    experts = bank.experts(device.upload(np.zeros((E, 3), np.uint64)))
+    assert runs_beside(shared, experts) == together
+    if not together:
+        return
+    kernel = device.kernel
+
+    def noted(module: Any, name: str) -> Any:
+        seen.append((name, dict(module.defines)))
+        return kernel(module, name)
+
+    monkeypatch.setattr(device, "kernel", noted)
+    run(bank, 1, resident={0: 1}, entering={1: 2}, shared=shared)
+    assert [name for name, _ in seen] == ["quantize", "gate_up", "down_one"]
+    assert seen[1][1]["BESIDE"] == "1" and seen[2][1]["BESIDE_DOWN"] == types[2].name
 
 
 def test_an_empty_table_adds_nothing(device: Any) -> None:

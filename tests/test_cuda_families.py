@@ -61,8 +61,6 @@ def test_decoding_with_the_same_routing_is_near_the_cpu_backends(model: Path, tm
     cuda = Runner(config(model, replay=replay, **OPTIONS))
     sequence, found = cuda.new_sequence(), []
     for token in tokens:
-        if replay is not None:
-            cuda.forward.ws.replay.next(None)
         found.append(cuda.run([Span(sequence, token[None], np.ones(1, bool), (0,))]).logits[0].copy())
     assert nmse(np.stack(found), expected) < 1e-3
     cpu.close()

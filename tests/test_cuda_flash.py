@@ -193,14 +193,20 @@ def test_a_long_step_has_the_bits_of_its_pieces(
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 700))
-def test_pieces_are_a_steps_rows(T: int, first: int, more: int) -> None:
-    found = flash.pieces(T, first + T, 1, 0)
-    assert [a for a, _, _ in found] == [0, *(b for _, b, _ in found[:-1])] and found[-1][1:] == (T, first + T)
-    assert all(0 < b - a <= 512 and end == first + b for a, b, end in found)
-    assert all((first + b) % 512 == 0 for _, b, _ in found[:-1])
-    # What follows does not matter to a piece that is whole.
-    assert flash.pieces(T + more, first + T + more, 1, 0)[: len(found) - 1] == found[:-1]
-    assert flash.pieces(T, first + T, 2, 0) == flash.pieces(T, first + T, 1, 9) == [(0, T, first + T)]
+def test_whole_pieces_are_not_split_whatever_is_around_them(T: int, first: int, more: int) -> None:
+    def found(T: int) -> dict[int, tuple[int, int] | None]:
+        """By position: the launch that a row is in, or None in one that is not split."""
+        made = flash.launches(T, first + T, 1)
+        assert [a for a, _, _ in made] == [0, *(b for _, b, _ in made[:-1])] and made[-1][1] == T
+        return {first + t: (first + a, first + b) if splits else None for a, b, splits in made for t in range(a, b)}
+
+    rows = found(T)
+    for position, launch in rows.items():
+        piece = position // 512 * 512
+        assert (launch is None) == (piece >= first and piece + 512 <= first + T)
+    longer = found(T + more)
+    assert all(longer[p] is None for p, launch in rows.items() if launch is None)
+    assert flash.launches(T, first + T, 2) == [(0, T, True)]
 
 
 @pytest.mark.parametrize(

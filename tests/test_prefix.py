@@ -6,10 +6,12 @@ values and state would lie, so a wrong block, a stale one or a wrong state is se
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,11 +40,37 @@ KINDS = {
 KEY = {"file_id": "f", "kv_type": "f16", "chunk_tokens": CHUNK}
 
 
-def make_cache(kind: str, n_tokens: int, kv_type: str = "f16") -> KVCache:
+class LateDevice(HostDevice):
+    """Copies happen when work behind them needs them; host arrays come back as they were left."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[int, int, int]] = []
+        self.free: dict[int, list[np.ndarray]] = {}
+        self.full = False
+
+    def host_array(self, n_bytes: int, keep_bytes: int) -> np.ndarray:
+        if self.full:
+            raise CapacityError("no more host memory")
+        free = self.free.setdefault(n_bytes, [])
+        held = free.pop() if free else np.full(n_bytes, 0xFF, np.uint8)
+        lent = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(self.pointer(held)))
+        weakref.finalize(lent, free.append, held)
+        return lent
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        self.queue.append((to, source, n_bytes))
+
+    def synchronize(self) -> None:
+        for entry in self.queue:
+            ctypes.memmove(*entry)
+        self.queue.clear()
+
+
+def make_cache(kind: str, n_tokens: int, kv_type: str = "f16", device: HostDevice | None = None) -> KVCache:
     groups, delta = KINDS[kind]
     own = {layer for g in groups for layer in g.layers}
     config = SimpleNamespace(n_layer=4, kv_groups=groups, kv_layer=lambda i: i if i in own else None, delta=delta)
-    return KVCache(HostDevice(), config, n_tokens, kv_type, CHUNK, 4)
+    return KVCache(device or LateDevice(), config, n_tokens, kv_type, CHUNK, 4)
 
 
 def hashes(tokens: np.ndarray) -> np.ndarray:
@@ -67,7 +95,9 @@ def compute(kv: KVCache, sequence: Sequence, tokens: np.ndarray, n: int) -> None
     """Feed the next n of `tokens`."""
     start = sequence.length
     values = hashes(tokens)[start : start + n]
-    for group, slots in zip(kv.groups, sequence.extend(n), strict=True):
+    slots_of = sequence.extend(n)
+    kv.device.synchronize()  # what the device computes, it computes behind all copies so far
+    for group, slots in zip(kv.groups, slots_of, strict=True):
         for layer in group.layers:
             for array in arrays_of(kv, layer):
                 array[slots] = coded(values, array)
@@ -78,6 +108,7 @@ def compute(kv: KVCache, sequence: Sequence, tokens: np.ndarray, n: int) -> None
 
 def check(kv: KVCache, sequence: Sequence, tokens: np.ndarray) -> None:
     """Everything that the next token of a sequence sees is what was computed for exactly these tokens."""
+    kv.device.synchronize()
     n, values = sequence.length, hashes(tokens)
     for group, blocks in zip(kv.groups, sequence.groups, strict=True):
         seen = np.arange(max(0, n + 1 - group.window) if group.window else 0, n)
@@ -481,6 +512,35 @@ def test_a_prompt_goes_on_at_any_chunk_whatever_the_steps(kind: str) -> None:
     # Where two part a snapshot is wanted as soon as it is known; the next one goes on there.
     assert serve(kv, cache, prompt("abxyz", 50)) == (2 * CHUNK if kind == "full" else 0)
     assert serve(kv, cache, prompt("abuvw", 60)) == 2 * CHUNK
+
+
+@pytest.mark.parametrize("kind", ["states", "windows"])
+def test_steps_are_left_whole_where_one_more_costs_too_much(kind: str) -> None:
+    kv, tokens = make_cache(kind, 60 * 64), prompt("abcdef", 50)
+    for cuts, expected in ((True, [4, 2]), (False, [4, 3])):
+        cache, sequence, found = PrefixCache(kv, CHUNK, 1 << 20, step_tokens=4 * CHUNK, cuts=cuts), kv.sequence(), []
+        for _ in expected:
+            found.append(-(-cache.step_tokens(sequence, tokens) // CHUNK))
+            compute(kv, sequence, tokens, cache.step_tokens(sequence, tokens))
+        assert found == expected
+        sequence.release()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_without_host_memory_chunks_are_given_up_and_no_more_is_asked_for(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = make_cache(kind, 12 * 64)
+    cache = PrefixCache(kv, CHUNK, 1 << 20)
+    serve(kv, cache, prompt("ab"))
+    kv.device.full = True
+    serve(kv, cache, prompt("cdef"))
+    assert cache.host_bytes == sum(n.data_bytes + n.snapshot_bytes for n in nodes(cache))
+    assert len(caplog.records) == 1 and "host memory is short" in caplog.text
+    kv.device.full = False
+    serve(kv, cache, prompt("ghij"))
+    assert cache.host_bytes <= kv.snapshot_bytes(2 * CHUNK) or kind == "full"
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("tail", [1, 32, 33, 128])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import lru_cache
 
@@ -45,17 +44,19 @@ def split(n_blocks: int, n_positions: int) -> tuple[int, int]:
     return best[1], best[2]
 
 
-def pieces(T: int, n_positions: int, n_sequences: int, window: int) -> list[tuple[int, int, int]]:
-    """The rows of each launch, and its n_positions.
+def launches(T: int, n_positions: int, n_sequences: int) -> list[tuple[int, int, bool]]:
+    """The rows of each launch for a step, and whether its positions may be split.
 
     How positions are split depends on the rows and positions of a launch, and bits on how positions are split. So a
-    long step of one sequence is cut where steps may begin (PIECE_TOKENS): it has the bits that shorter ones would.
+    step of one sequence is cut at multiples of PIECE_TOKENS, and what lies between two of them is not split: it has the
+    same bits in any step. There is plenty of it where it is worth anything.
     """
     first = n_positions - T
-    if n_sequences > 1 or window:
-        return [(0, T, n_positions)]
-    cuts = [0, *range(PIECE_TOKENS - first % PIECE_TOKENS, T, PIECE_TOKENS), T]
-    return [(a, b, first + b) for a, b in itertools.pairwise(cuts)]
+    begin, end = -first % PIECE_TOKENS, n_positions // PIECE_TOKENS * PIECE_TOKENS - first
+    if n_sequences > 1 or begin >= end:
+        return [(0, T, True)]
+    made = [(0, begin, True), (begin, end, False), (end, T, True)]
+    return [rows for rows in made if rows[0] < rows[1]]
 
 
 class Flash:
@@ -63,7 +64,8 @@ class Flash:
 
     Takes head_dim up to 256 in multiples of 8 (of 32 with a q8_0 cache), 384 and 512, and any number of query heads
     per kv head up to 64 (32 for those two). Results are within an NMSE bound of the reference, and the same bits
-    whenever the same rows at the same positions are computed in the same `pieces`, wherever the blocks lie.
+    for a row of a whole piece of PIECE_TOKENS, or of a step that ends at the same position and has as many rows behind
+    its last whole piece, wherever the blocks lie.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -98,7 +100,8 @@ class Flash:
         multiplied by gate_kind ("softplus", "sigmoid") of it. n_positions: the largest position of the step, plus one.
         ValueError: shapes that the kernels do not take.
         """
-        H, head_dim, K = q.shape[1], q.shape[2], kv.k.shape[1]
+        T, H, head_dim = q.shape
+        K = kv.k.shape[1]
         group = H // K
         q8 = kv.k_scale is not None
         multiple = 128 if head_dim > 256 else 32 if q8 else 8
@@ -106,22 +109,23 @@ class Flash:
             raise ValueError(f"attention of {H} heads of {head_dim} over {K} kv heads, cache {kv.k.dtype}")
         if not 0 < n_positions <= block_table.shape[1] * KV_BLOCK_TOKENS:
             raise ValueError(f"{n_positions} positions in a table of {block_table.shape[1]} blocks")
-        for a, b, end in pieces(len(q), n_positions, block_table.shape[0], window):
-            self._piece(
-                q[a:b], kv, block_table, sequence[a:b], positions[a:b], scale, out[a:b], end, window,
-                None if gate is None else gate[a:b], gate_kind,
+        # A window is short, so its rows need no splits.
+        made = [(0, T, False)] if window else launches(T, n_positions, block_table.shape[0])
+        for a, b, splits in made:
+            self._launch(
+                q[a:b], kv, block_table, sequence[a:b], positions[a:b], scale, out[a:b], n_positions - T + b,
+                splits, window, None if gate is None else gate[a:b], gate_kind,
             )  # fmt: skip
 
-    def _piece(
+    def _launch(
         self, q: Array, kv: KVLayer, block_table: Array, sequence: Array, positions: Array, scale: float, out: Array,
-        n_positions: int, window: int, gate: Array | None, gate_kind: str,
+        n_positions: int, splits: bool, window: int, gate: Array | None, gate_kind: str,
     ) -> None:  # fmt: skip
         T, H, head_dim = q.shape
         K = kv.k.shape[1]
         group, q8 = H // K, kv.k_scale is not None
         tiles = -(-T // (_block_rows(head_dim) // group))
-        # A window is short, so its rows need no splits.
-        n_split, split_blocks = (1, -(-n_positions // KV_BLOCK_TOKENS)) if window else split(tiles * K, n_positions)
+        n_split, split_blocks = split(tiles * K, n_positions) if splits else (1, -(-n_positions // KV_BLOCK_TOKENS))
         flags = (("HEAD_DIM", str(head_dim)), ("GROUP", str(group)), ("KV_Q8", str(int(q8))))
         gating = gate_macros(gate, gate_kind, (T, H, head_dim))
         module = Module("flash.cu", (*flags, *((("WINDOW", str(window)),) if window else ()), *gating))

@@ -72,21 +72,24 @@ class PageLocked:
 
 def allocate(
     n_bytes: int, device: int = 0, *, threads: int = 8, piece_bytes: int = PIECE_BYTES, huge_pages: bool = True,
-    by_driver_bytes: int | None = None, seams: bool = True,
+    by_driver_bytes: int | None = None, seams: bool = True, growth_s: float | None = None,
 ) -> PageLocked:  # fmt: skip
     """Page-locked memory with contents of zero, mapped for the device.
 
     device: the CUDA device whose context the threads use. threads: how many touch and register pieces of
     `piece_bytes`. huge_pages: ask for them; registering costs by the page. Less than by_driver_bytes is the driver's to
     allocate. seams: without, several threads touch, and one registers everything. Where the host has or locks less,
-    everything is released and a CapacityError says how much there was.
+    everything is released and a CapacityError says how much there was. growth_s: how long is waited for more.
     """
     from cupy.cuda import runtime
 
     least = _SMALL_BYTES if by_driver_bytes is None else by_driver_bytes
     if n_bytes < least or not runtime.deviceGetAttribute(_SAME_POINTERS, device):
         return _allocate_by_driver(n_bytes)
-    memory = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # a machine that promises no more than it has
+        raise _too_little(n_bytes, 0, error) from None
     # A child must not share locked pages: its parent would then write to copies that the device does not see.
     for advice in (mmap.MADV_HUGEPAGE,) * huge_pages + (mmap.MADV_DONTFORK,):
         with contextlib.suppress(OSError):  # a kernel built without
@@ -94,7 +97,7 @@ def allocate(
     whole = np.frombuffer(memory, np.uint8)
     start = -_address(whole) % HUGE_PAGE_BYTES
     array = whole[start : start + n_bytes]
-    claims = _Claims()
+    claims = _Claims(_GROWTH_S if growth_s is None else growth_s)
     errors: list[Exception] = []
     registered: list[U8] = []
 
@@ -144,12 +147,20 @@ class Recycled:
             self._free.remove(found)
         else:
             self._release(max(0, keep_bytes - n_bytes))
-            found = allocate(n_bytes, self._device, by_driver_bytes=HUGE_PAGE_BYTES, seams=False)
+            try:
+                found = self._allocate(n_bytes)
+            except CapacityError:
+                self._release(0)
+                found = self._allocate(n_bytes)
             self._all.append(found)
         # Views of the array hold it, since what is behind it is no array of NumPy's.
         lent: U8 = np.ctypeslib.as_array((c_uint8 * n_bytes).from_address(found.device_pointer))
         weakref.finalize(lent, self._free.append, found).atexit = False
         return lent
+
+    def _allocate(self, n_bytes: int) -> PageLocked:
+        # Nobody waits for memory that only saves time.
+        return allocate(n_bytes, self._device, by_driver_bytes=HUGE_PAGE_BYTES, seams=False, growth_s=0.0)
 
     def _release(self, keep_bytes: int) -> None:
         held = sum(each.array.nbytes for each in self._all)
@@ -190,17 +201,19 @@ def _fields(path: str) -> dict[str, int]:
 class _Claims:
     """Hands out memory that the machine has: one that runs out of it kills a process, and likely this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, growth_s: float) -> None:
         self._lock = threading.Lock()
+        self._growth_s = growth_s
         self._claimed_bytes = 0  # promised and not yet touched
 
     @contextlib.contextmanager
     def claim(self, n_bytes: int) -> Iterator[None]:
         """Within the block `n_bytes` may be touched; MemoryError where they are not there and do not come."""
         with self._lock:
-            end_s = time.monotonic() + _GROWTH_S
+            end_s = time.monotonic() + self._growth_s
             while (free := available_bytes()) is not None and free < self._claimed_bytes + n_bytes + SPARE_BYTES:
-                if time.monotonic() > end_s:
+                if time.monotonic() >= end_s:
+                    self._growth_s = 0.0  # for those that wait behind
                     raise MemoryError(f"{free / GIB:.1f} GiB of host memory are free")
                 time.sleep(0.05)
             self._claimed_bytes += n_bytes
@@ -224,7 +237,7 @@ def _allocate_by_driver(n_bytes: int) -> PageLocked:
 
 def _too_little(n_bytes: int, n_locked: int, error: Exception) -> CapacityError:
     return CapacityError(
-        f"the slow tier needs {n_bytes / GIB:.2f} GiB of page-locked host memory, and this machine gave "
+        f"{n_bytes / GIB:.2f} GiB of page-locked host memory are needed, and this machine gave "
         f"{n_locked / GIB:.2f} GiB ({error})",
         hint="pin more experts on the device (a larger --vram or --residency, fewer --cache-slots), free host memory, "
         "or raise the limits of the container or of WSL, and ulimit -l",

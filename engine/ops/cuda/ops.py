@@ -147,7 +147,12 @@ def workspace(limits: Limits, device: Device) -> Workspace:
 
 
 def embed(ws: Workspace, table: QTensor, tokens: Array, x: Array, scale: float = 1.0) -> None:
-    """Rows of the embedding table: x [T, D] = scale * table[tokens]; table [V, D] of any native type."""
+    """Rows of the embedding table: x [T, D] = scale * table[tokens]; table [V, D] of any native type.
+
+    The first op of a step: if that has one token, the next recorded choices become those that `route` imposes.
+    """
+    if ws.replay is not None and len(tokens) == 1:
+        ws.replay.next(ws.active_step)
     routing.embed(ws.device, table, tokens, x, scale)
 
 

@@ -9,7 +9,7 @@ from engine.ops.cuda.device import Array, Device, Module
 
 
 class Replay:
-    """Choices of decoded tokens, one after the other and then from the first again.
+    """Choices of steps of one token, one after the other and then from the first again.
 
     choices: integers [n_tokens, L, A]. imposed: int32 [L, 1, A] on the device, those of the step at hand.
     """
