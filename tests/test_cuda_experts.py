@@ -59,9 +59,8 @@ class Bank:
         pointers = np.array([[p.ctypes.data for p in parts] for parts in self.parts], np.uint64)
         fetches = Fetches(np.zeros((E, 3), np.int32), np.zeros(1, np.int32))
         out = x.copy()
-        reference.expert_ffn(
-            reference.workspace(self.limits, 1), h, experts, weights, self.experts(pointers), fetches, out, shared=shared
-        )
+        ws, bank = reference.workspace(self.limits, 1), self.experts(pointers)
+        reference.expert_ffn(ws, h, experts, weights, bank, fetches, out, shared=shared)
         return out
 
     def table(self, experts: np.ndarray, resident: dict[int, int], entering: dict[int, int]) -> tuple[Any, Any, Any]:
