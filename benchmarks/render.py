@@ -66,7 +66,7 @@ The same {at_once} requests at once to the server and to a daemon without one, i
 median of what each pair lost. Server, clients and the daemon's threads share the cores of this machine: with fewer
 threads the daemon computes no less for a token, and waits for its core while the server has it."""
 REPLAY = """\
-{sessions} recorded sessions on {model}, {turns} turns through `{path}`, up to {most} tokens a reply: {reused:.0%} of
+{sessions} on {model}, {turns} turns through `{path}`, up to {most} tokens a reply: {reused:.0%} of
 {prompt:,} prompt tokens were reused. Times are p50 (p95). *Calls*: of the turns whose calls were not cut off by the
 bound ({calling}; the recorded model called in {recorded}), those whose calls all name a tool and are JSON objects, and
 those that the tools' schemas allow as well, which is the model's merit. Left out: {refused}."""
@@ -355,16 +355,18 @@ def load(name: str, made: Json) -> list[str]:
 
 
 def agent_replay(name: str, made: Json) -> list[str]:
-    total = made["total"]
+    total, grown = made["total"], made["synthetic_tokens"]
     judged = total["calls"]
+    title = f"A session of {grown:,} tokens, turn by turn" if grown else "Recorded sessions, turn by turn"
+    sessions = "A session grown from the samples" if grown else f"{made['sessions']} recorded sessions"
     text = REPLAY.format(
-        sessions=made["sessions"], model=made["model"], turns=total["turns"], most=made["max_tokens"],
+        sessions=sessions, model=made["model"], turns=total["turns"], most=made["max_tokens"],
         path="/v1/messages" if made["api"] == "messages" else "/v1/chat/completions", prompt=total["prompt_tokens"],
         reused=total["reused_tokens"] / total["prompt_tokens"], recorded=total["recorded_calls"],
         calling=sum(judged.get(word, 0) for word in ("valid", "unfit", "broken")),
         refused=", ".join(f"{n} turns {why}" for why, n in made["refused"].items()) or "none",
     )  # fmt: skip
-    lines = ["## Recorded sessions, turn by turn", "", *origin(name, made), text, ""]
+    lines = [f"## {title}", "", *origin(name, made), text, ""]
     rows = [
         [label, r["turns"], seconds_of(r["first_s"]), seconds_of(r["end_s"]),
          f"{r['computed_a_turn']['p50']:,.0f} ({r['computed_a_turn']['p95']:,.0f})",

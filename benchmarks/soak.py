@@ -39,6 +39,7 @@ from spark.client import DaemonClient
 from spark.results import write_json
 
 EVERY_S = 10.0
+PREFIX_GIB = 1 / 16  # host memory for prefixes, so little that it is used up at once and used again and again
 KINDS = {"greedy": 35, "sampled": 25, "cancelled": 15, "scored": 10, "asked again": 10, "refused": 5}
 QUESTIONS = 4  # that are asked again and again
 QUESTION_TOKENS, ANSWER_TOKENS = 96, 48
@@ -147,8 +148,9 @@ def main() -> None:
         parser.error("--longest must leave room in --ctx")
     shape = shape_of(o.model)
     config = EngineConfig(
-        model=o.model, device=o.device, policy=o.policy, residency_pct=o.residency, ctx_tokens=o.ctx
-    )
+        model=o.model, device=o.device, policy=o.policy, residency_pct=o.residency, ctx_tokens=o.ctx,
+        prefix_gib=PREFIX_GIB,
+    )  # fmt: skip
     samples: list[dict[str, Any]] = []
     with open_checked(config) as daemon:
         began = time.monotonic()
