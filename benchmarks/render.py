@@ -355,7 +355,7 @@ def load(name: str, made: Json) -> list[str]:
 
 
 def agent_replay(name: str, made: Json) -> list[str]:
-    total, grown = made["total"], made["synthetic_tokens"]
+    total, grown = made["total"], made.get("synthetic_tokens")
     judged = total["calls"]
     title = f"A session of {grown:,} tokens, turn by turn" if grown else "Recorded sessions, turn by turn"
     sessions = "A session grown from the samples" if grown else f"{made['sessions']} recorded sessions"
