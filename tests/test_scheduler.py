@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, RequestError
 from engine.protocol import Done, Error, Event, Generate, Sampling, Score, Tokens
 from engine.scheduler import Engine
+from engine.tasks import GenerateTask
 from engine.trace import read_routing
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(5).integers(0, 301, 61))
@@ -44,6 +45,21 @@ def drain(engine: Engine) -> list[Event]:
 
 def tokens_of(events: list[Event], request_id: int) -> list[int]:
     return [t for e in events if isinstance(e, Tokens) and e.id == request_id for t in e.tokens]
+
+
+def test_a_step_is_fed_as_there_was_room_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is made by giving up prefixes, and where the next step ends depends on those that are there."""
+    task = GenerateTask(engine.runner, Generate(1, PROMPT, max_tokens=2, stop_tokens=()))
+    monkeypatch.setattr(engine.runner.prefixes, "step_tokens", lambda *_: 20)
+    task.prepare()
+    monkeypatch.setattr(engine.runner.prefixes, "step_tokens", lambda *_: 31)
+    task.read()
+    assert task.sequence is not None and task.sequence.length == task.read_tokens == 20
+    while not task.decoding:
+        task.prepare()
+        task.read()
+    assert task.sequence.length == len(PROMPT)
+    task.close()
 
 
 def test_generate_counts_decoded_tokens_only(engine: Engine) -> None:
