@@ -135,32 +135,37 @@ DEVICE float sum_of_all(const float* logits, float top, int lane) {
     return fold(total);
 }
 
-// One row by one warp: lane a < USED gets the expert of rank a and its weight. x, bias: load_row's. picked [USED]:
-// shared memory of the warp.
-DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE],
-                       const Weighing& rule, const i32* imposed, int lane, i32* picked, i32& expert, float& weight) {
+// What a lane knows of a choice: lane a < USED of the expert of rank a.
+struct Pick {
+    i32 expert;
+    float logit, top, of_all; // of the expert; largest of the row, and sum over it, where the weights take them
+};
+
+// One row by one warp. x, bias: load_row's. picked [USED]: shared memory, gets the experts.
+DEVICE Pick pick_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE], const i32* imposed,
+                     int lane, i32* picked) {
     u32 order[PER_LANE], mine = 0; // of what this lane's experts are chosen by; of the one of rank `lane`
-    float top = 0.0f, of_all = 0.0f;
+    Pick pick = {0, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
         order[j] = lane * PER_LANE + j < EXPERTS ? order_of(x[j]) : 0;
     if constexpr (BIAS && !SIGMOID) {
-        top = largest_of(order);
-        of_all = sum_of_all(logits, top, lane);
+        pick.top = largest_of(order);
+        pick.of_all = sum_of_all(logits, pick.top, lane);
     }
     if constexpr (BIAS || SIGMOID)
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++) {
-            const float score = SIGMOID ? sigmoid(x[j]) : exponential(x[j] - top) / of_all;
+            const float score = SIGMOID ? sigmoid(x[j]) : exponential(x[j] - pick.top) / pick.of_all;
             order[j] = lane * PER_LANE + j < EXPERTS ? order_of(BIAS ? score + bias[j] : score) : 0;
         }
     if (imposed) {
         if constexpr (!BIAS && !SIGMOID)
-            top = largest_of(order);
-        expert = imposed[lane < USED ? lane : 0];
-        mine = order_of(logits[expert]);
+            pick.top = largest_of(order);
+        pick.expert = imposed[lane < USED ? lane : 0];
+        mine = order_of(logits[pick.expert]);
         if (lane < USED)
-            picked[lane] = expert;
+            picked[lane] = pick.expert;
     } else {
         Queue queue(order);
 #pragma unroll 1
@@ -175,15 +180,20 @@ DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], const fl
             }
         }
         __syncwarp();
-        expert = picked[lane < USED ? lane : 0];
+        pick.expert = picked[lane < USED ? lane : 0];
         if constexpr (!BIAS && !SIGMOID) {
             const u32 best = __shfl_sync(FULL_WARP, mine, 0);
-            top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
+            pick.top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
         }
     }
-    const float logit = BIAS || SIGMOID ? logits[expert] : value_of(mine);
-    const float p = SIGMOID ? sigmoid(logit) : exponential(logit - top);
-    weight = p;
+    pick.logit = BIAS || SIGMOID ? logits[pick.expert] : value_of(mine);
+    return pick;
+}
+
+// The weight of a lane's expert.
+DEVICE float weigh_row(const float* logits, const Pick& pick, const Weighing& rule, int lane) {
+    const float p = SIGMOID ? sigmoid(pick.logit) : exponential(pick.logit - pick.top);
+    float weight = p;
     if (rule.renormalize) {
         float total = __shfl_sync(FULL_WARP, p, 0);
 #pragma unroll
@@ -191,13 +201,14 @@ DEVICE void choose_row(const float* logits, const float (&x)[PER_LANE], const fl
             total = total + __shfl_sync(FULL_WARP, p, a);
         weight = __fdiv_rn(p, SIGMOID && total < LEAST_SUM ? LEAST_SUM : total);
     } else if constexpr (!SIGMOID) {
-        weight = __fdiv_rn(p, BIAS ? of_all : sum_of_all(logits, top, lane));
+        weight = __fdiv_rn(p, BIAS ? pick.of_all : sum_of_all(logits, pick.top, lane));
     }
     if constexpr (SCALED) {
         weight = weight * rule.scale;
         if (rule.expert_scale)
-            weight = weight * rule.expert_scale[expert];
+            weight = weight * rule.expert_scale[pick.expert];
     }
+    return weight;
 }
 
 KERNEL choose(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
@@ -206,15 +217,15 @@ KERNEL choose(const float* logits, int T, int renormalize, const float* bias, fl
     const int lane = threadIdx.x % WARP, t = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
     if (t >= T)
         return;
-    float x[PER_LANE], biases[PER_LANE], weight;
-    i32 expert;
+    float x[PER_LANE], biases[PER_LANE];
     load_row(logits + t * EXPERTS, lane, x);
     if (BIAS)
         load_row(bias, lane, biases);
-    choose_row(logits + t * EXPERTS, x, biases, {renormalize, scale, expert_scale},
-               imposed ? imposed + t * USED : nullptr, lane, picked[threadIdx.x / WARP], expert, weight);
+    const Pick pick = pick_row(logits + t * EXPERTS, x, biases, imposed ? imposed + t * USED : nullptr, lane,
+                               picked[threadIdx.x / WARP]);
+    const float weight = weigh_row(logits + t * EXPERTS, pick, {renormalize, scale, expert_scale}, lane);
     if (lane < USED) {
-        experts[t * USED + lane] = expert;
+        experts[t * USED + lane] = pick.expert;
         weights[t * USED + lane] = weight;
     }
 }
@@ -241,6 +252,7 @@ struct Step {
     u32 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
     u32 pair[MAX_PAIRS];       // expert, whether it is the first pair of it, uses
     i64 victim[EXPERTS];       // sort keys of the candidates, by slot of the layer
+    u64 source[EXPERTS * 3];   // expert_ptr of the layer before the step; only with an active table
     i32 entering[MAX_PAIRS + 1]; // by rank: experts
     i32 leaving[MAX_PAIRS + 1];  // by rank: slots, -1 beyond the last
     u64 leaving_ptr[MAX_PAIRS][3];
@@ -336,7 +348,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         step.pair[i] = (u32)expert | (u32)first << 15 | uses << 16;
         if (with_table && first)
             for (int part = 0; part < 3; part++)
-                source[part] = s.expert_ptr[expert * 3 + part];
+                source[part] = step.source[expert * 3 + part];
     }
     const bool any_missing = __syncthreads_or(missing != NOT_MISSING);
 
@@ -424,46 +436,57 @@ KERNEL route(const float* logits, int T, int renormalize, const float* bias, flo
              float* weights, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, u64 bypass,
              i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places) {
     __shared__ Step step;
-    const int i = threadIdx.x, lane = i % WARP, warp = i / WARP, n_warps = blockDim.x / WARP;
+    const int i = threadIdx.x, lane = i % WARP, n_warps = blockDim.x / WARP;
+    const Weighing rule = {renormalize, scale, expert_scale};
     const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
                      clock + layer,              counts + layer * EXPERTS, hits + layer, misses + layer,
                      expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
+    // The first rows are the last warps', which weigh them while the first ones write the active table.
+    const int first = n_warps - 1 - i / WARP;
     // The tables of this layer were last written a token ago: they are loaded while the router still computes.
     dependency_release();
     const int begin = slot_begin[layer], end = slot_begin[layer + 1];
     const bool is_active = !active_step || *active_step;
     const i64 now = *s.clock + 1;
     const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
-    const u8 counts_row = warp < T ? counted[warp] : 0;
+    const u8 counts_row = first < T ? counted[first] : 0;
     const OwnSlot own = load_slot(s, begin, end);
     float x[PER_LANE], biases[PER_LANE];
     if (BIAS)
         load_row(bias, lane, biases);
+    for (int j = i; j < EXPERTS * 3; j += (int)blockDim.x)
+        step.source[j] = s.expert_ptr[j];
     clear(step);
     __syncthreads();
     dependency_wait();
-    if (warp < T)
-        load_row(logits + warp * EXPERTS, lane, x);
+    if (first < T)
+        load_row(logits + first * EXPERTS, lane, x);
     if (!is_active) { // nothing moves, and neither the expert FFN nor a copy finds work of the step before
         if (i == 0)
             *n_active = *fetch_count = 0;
         return;
     }
-    for (int t = warp; t < T; t += n_warps) {
-        float weight;
-        i32 expert;
-        if (t != warp)
+    Pick pick;
+    auto weigh = [&](int t) {
+        const float weight = weigh_row(logits + t * EXPERTS, pick, rule, lane);
+        if (lane < USED)
+            weights[t * USED + lane] = weight;
+    };
+    int last = -1;
+    for (int t = first; t < T; last = t, t += n_warps) {
+        if (last >= 0) {
+            weigh(last);
             load_row(logits + t * EXPERTS, lane, x);
-        choose_row(logits + t * EXPERTS, x, biases, {renormalize, scale, expert_scale},
-                   imposed ? imposed + t * USED : nullptr, lane, step.chosen + t * USED, expert, weight);
-        const u32 counts_here = (t == warp ? counts_row : counted[t]) != 0;
+        }
+        pick = pick_row(logits + t * EXPERTS, x, biases, imposed ? imposed + t * USED : nullptr, lane,
+                        step.chosen + t * USED);
+        const u32 counts_here = (t == first ? counts_row : counted[t]) != 0;
         if (lane < USED) {
             const int pair = t * USED + lane;
-            experts[pair] = expert;
-            weights[pair] = weight;
-            atomicAdd(&step.uses[expert], 1u);
-            atomicAdd(&step.counted[expert], counts_here);
-            atomicMin(&step.first_pair[expert], pair);
+            experts[pair] = pick.expert;
+            atomicAdd(&step.uses[pick.expert], 1u);
+            atomicAdd(&step.counted[pick.expert], counts_here);
+            atomicMin(&step.first_pair[pick.expert], pair);
         }
     }
     if (i < EXPERTS)
@@ -471,6 +494,8 @@ KERNEL route(const float* logits, int T, int renormalize, const float* bias, flo
     __syncthreads();
     settle<true>(step, s, own, end - begin, T * USED, now, gain, cap, fetch_rows, fetch_count, active, n_active, pairs,
                  {bypass, expert_bytes, up_at, down_at, n_places});
+    if (last >= 0)
+        weigh(last);
 }
 
 // `source` [E, 3], if given, gets where every expert was before the step.

@@ -26,6 +26,9 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
     auto norms = [&](i32 i) { return norm[i]; };
     auto ws = [&](i32 i) { return weight_of<TYPE>(weights, i); };
     dependency_release();
+    const i32 mine = 128 * (warp - E) + 4 * lane; // the first of the four elements that a lane quantizes
+    const bool quantizes = q && warp >= E;
+    const float4 four_norm = four_of(quantizes ? norm : nullptr, D, mine);
     float held_x[HELD], held_norm[HELD], held_w[HELD];
 #pragma unroll
     for (i32 i = 0; i < HELD; i++) {
@@ -33,6 +36,7 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
         held_w[i] = element(ws, i);
     }
     dependency_wait();
+    const float4 four = four_of(quantizes ? x : nullptr, D, mine);
 #pragma unroll
     for (i32 i = 0; i < HELD; i++)
         held_x[i] = element(xs, i);
@@ -58,9 +62,9 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
         const float logit = fold(acc);
         if (lane == 0)
             logits[t * E + warp] = logit;
-    } else if (q) {
+    } else if (quantizes) {
         const Input to = global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32));
-        quantize_row(to, x, norm, scale, h + t * D, D, warp - E, D);
+        quantize_four(to, four, true, four_norm, scale, h + t * D, D, mine);
     } else {
         const i32 first = 128 * (warp - E);
         for (i32 i = first + lane; i < min(first + 128, D); i += WARP)
