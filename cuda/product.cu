@@ -9,8 +9,8 @@
 // Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4,
 // 8) activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: WARPS
 // warps. Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row,
-// float types COLS * 4); then STAGES * stage_bytes a warp, each at
-// least ROWS rows of the widest type and 32. Rows of floats are 16-byte aligned where they are normed or quantized.
+// float types COLS * 4); then STAGES * stage_bytes a warp, each at least ROWS rows of the widest type, 32 and
+// TARGET_BYTES. Rows of floats are 16-byte aligned where they are normed or quantized.
 #include "rows.cuh"
 
 #ifndef SCALED
@@ -38,18 +38,20 @@ constexpr i32 MOST = ROWS * larger(larger(BYTES0, BYTES1), larger(BYTES2, BYTES3
 
 constexpr i32 SKEWED = BYTES0 % 16 || BYTES1 % 16 || BYTES2 % 16 || BYTES3 % 16; // 0: all rows are 16-byte aligned
 
-// Rows row0 .. row0 + rows (at most 0: none) of a matrix of n.
+// Rows row0 .. row0 + rows of a matrix of n.
 struct Unit {
     const u8* w;
     float* y;
-    i32 matrix, row0, rows, n, row_bytes;
+    i32 matrix, row0, n, row_bytes;
 };
 
-DEVICE void issue(u8* stage, const Unit& unit) {
-    if (unit.rows > 0)
-        stage_rows<MOST, SKEWED>(stage, unit.w + (i64)unit.row0 * unit.row_bytes, unit.rows * unit.row_bytes);
-    copies_commit();
-}
+// At the head of a stage, what its rows' results need, since working that out again takes longer than multiplying a row.
+struct Target {
+    float* y[ROWS]; // of token 0; null beyond the last row
+    i32 n;
+    i16 matrix, skew;
+};
+constexpr i32 TARGET_BYTES = (i32)(sizeof(Target) + 15) / 16 * 16;
 
 KERNEL __launch_bounds__(WARPS * WARP)
     product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
@@ -66,18 +68,30 @@ KERNEL __launch_bounds__(WARPS * WARP)
     const i32 n_units = units0 + units1 + units2 + units3, step = gridDim.x * WARPS;
     auto unit_of = [&](i32 u) -> Unit {
         if (u < units0)
-            return {w0, y0, 0, u * ROWS, min(ROWS, n0 - u * ROWS), n0, BYTES0};
+            return {w0, y0, 0, u * ROWS, n0, BYTES0};
         u -= units0;
         if (u < units1)
-            return {w1, y1, 1, u * ROWS, min(ROWS, n1 - u * ROWS), n1, BYTES1};
+            return {w1, y1, 1, u * ROWS, n1, BYTES1};
         u -= units1;
 #ifdef FOUR
-        if (u >= units2) {
-            u -= units2;
-            return {w3, y3, 3, u * ROWS, u < units3 ? min(ROWS, n3 - u * ROWS) : 0, n3, BYTES3};
-        }
+        if (u >= units2)
+            return {w3, y3, 3, (u - units2) * ROWS, n3, BYTES3};
 #endif
-        return {w2, y2, 2, u * ROWS, u < units2 ? min(ROWS, n2 - u * ROWS) : 0, n2, BYTES2};
+        return {w2, y2, 2, u * ROWS, n2, BYTES2};
+    };
+    auto issue = [&](u8* stage, i32 u) {
+        if (u < n_units) {
+            const Unit unit = unit_of(u);
+            const i32 rows = ROWS == 1 ? 1 : min(ROWS, unit.n - unit.row0);
+            const u8* const from = unit.w + (i64)unit.row0 * unit.row_bytes;
+            Target& target = *(Target*)stage;
+            if (lane < ROWS)
+                target.y[lane] = lane < rows ? unit.y + unit.row0 + lane : nullptr;
+            if (lane == 0)
+                target.n = unit.n, target.matrix = (i16)unit.matrix, target.skew = (i16)skew_of<SKEWED>(from);
+            stage_rows<MOST, SKEWED>(stage + TARGET_BYTES, from, rows * unit.row_bytes);
+        }
+        copies_commit();
     };
 
     u8* stages = shared;
@@ -89,7 +103,7 @@ KERNEL __launch_bounds__(WARPS * WARP)
     dependency_release();
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
-        issue(stages + i * stage_bytes, unit_of(u + i * step));
+        issue(stages + i * stage_bytes, u + i * step);
     constexpr i32 SHARES = (COLS + 128 * WARPS - 1) / (128 * WARPS); // of the row that a warp quantizes
     constexpr bool AHEAD = TOKENS == 1 && !FLOATS && SHARES <= 2;    // they fit in registers
     float4 xs[AHEAD ? SHARES : 1], norms[AHEAD ? SHARES : 1];
@@ -102,7 +116,12 @@ KERNEL __launch_bounds__(WARPS * WARP)
 
     Input input = global_input(x, q, d, sums);
     typename HeldOf<TYPE0>::Block held[n_held(TYPE0, COLS)];
-    if constexpr (TOKENS == 1) {
+    // All of a quantized row is in registers, straight from global memory.
+    constexpr bool IN_REGISTERS = !FLOATS && COLS <= 1024 * n_held(TYPE0, COLS);
+    if (TOKENS == 1 && IN_REGISTERS && q) {
+        if constexpr (TOKENS == 1 && IN_REGISTERS)
+            hold_activations<FIRST>(input, COLS, held);
+    } else if constexpr (TOKENS == 1) {
         const Input local = shared_input<TYPE0>(shared, COLS);
         if (FLOATS || q) {
             copy_input<TYPE0>(local, 0, input, 0, COLS, threadIdx.x, blockDim.x);
@@ -152,16 +171,18 @@ KERNEL __launch_bounds__(WARPS * WARP)
     }
 
     constexpr i32 N = ROWS * TOKENS, EACH = WARP / N; // lanes that hold the same sum
-    const i32 begin = blockIdx.y * WARP, end = min(n_tokens, begin + WARP);
+    const i32 begin = TOKENS == 1 ? 0 : blockIdx.y * WARP, end = TOKENS == 1 ? 1 : min(n_tokens, begin + WARP);
     for (i32 i = 0; u < n_units; u += step, i = i + 1 < STAGES ? i + 1 : 0) {
-        const Unit unit = unit_of(u);
         u8* const stage = stages + i * stage_bytes;
-        const i32 offset = skew_of<SKEWED>(unit.w + (i64)unit.row0 * unit.row_bytes);
-        const i32 row = lane / EACH / TOKENS;
+        __syncwarp(); // the target is written
+        const Target& target = *(const Target*)stage;
+        const u8* const rows = stage + TARGET_BYTES;
+        const i32 offset = SKEWED ? target.skew : 0, matrix = target.matrix;
+        float* const row = target.y[lane / EACH / TOKENS];
         for (i32 first = begin; first < end; first += TOKENS) {
-            const i32 t = first + lane / EACH % TOKENS;
-            const bool valid = lane % EACH == 0 && row < unit.rows && t < end;
-            float* const y = unit.y + (i64)t * unit.n + unit.row0 + row;
+            const i32 t = TOKENS == 1 ? 0 : first + lane / EACH % TOKENS;
+            const bool valid = lane % EACH == 0 && row && t < end;
+            float* const y = valid ? row + (i64)t * target.n : nullptr;
             const float old = add && valid ? *y : 0.0f;
             const float of_row = SCALED && valid ? row_scale[t] : 1.0f;
             if (first == begin)
@@ -172,16 +193,16 @@ KERNEL __launch_bounds__(WARPS * WARP)
             for (i32 j = 0; j < TOKENS; j++)
                 token[j] = first + j;
             if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
-                multiply<TYPE0, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+                multiply<TYPE0, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
             } else {
-                if (unit.matrix == 0)
-                    multiply<TYPE0, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
-                else if (unit.matrix == 1)
-                    multiply<TYPE1, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
-                else if (TYPE2 == TYPE3 || unit.matrix == 2)
-                    multiply<TYPE2, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+                if (matrix == 0)
+                    multiply<TYPE0, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
+                else if (matrix == 1)
+                    multiply<TYPE1, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
+                else if (TYPE2 == TYPE3 || matrix == 2)
+                    multiply<TYPE2, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
                 else
-                    multiply<TYPE3, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, token, end - first);
+                    multiply<TYPE3, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
             }
             float sum = fold_rows(acc);
             if (SCALED)
@@ -192,6 +213,6 @@ KERNEL __launch_bounds__(WARPS * WARP)
                 *y = add ? old + sum : sum;
         }
         __syncwarp(); // the stage is free
-        issue(stage, unit_of(u + STAGES * step));
+        issue(stage, u + STAGES * step);
     }
 }

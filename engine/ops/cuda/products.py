@@ -73,6 +73,16 @@ def stage_bytes(rows: int, row_bytes: int) -> int:
     return -(-rows * row_bytes // 16) * 16 + STAGE_SLACK
 
 
+def held_columns(qtype: QType) -> int:
+    """Columns of a row of activations that a warp can hold in registers for matrices of a type (n_held of rows.cuh)."""
+    return 4096 if qtype == QType.Q4_K else 2048
+
+
+def _target_bytes(rows: int) -> int:
+    """What a stage of a product takes besides its rows (TARGET_BYTES of product.cu)."""
+    return -(-(8 * rows + 8) // 16) * 16
+
+
 def shared_input_bytes(width: int, is_float: bool, tokens: int = 1) -> int:
     """Shared memory for rows of activations (shared_input_bytes of rows.cuh)."""
     return -(-tokens * (4 * width if is_float else width + width // 4) // 16) * 16
@@ -280,7 +290,7 @@ class Products:
         else:
             rows = 1 if tokens == 1 else 2
         units = sum(-(-n // rows) for n in matrices)
-        stage = stage_bytes(rows, row_bytes)
+        stage = _target_bytes(rows) + stage_bytes(rows, row_bytes)
         if repeated:
             per_sm, warps = 1, 2 * WARPS
         else:
