@@ -9,12 +9,13 @@
 // gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; ROWS, 1, 2 or 4, of each matrix at a
 // time a warp, STAGES of those in flight; TOKENS, 1 or 4, at a time; ROWS is 1 with 4; WARPS, at most 8): z [T * A, F]
 // = act(gate h) * (up h), act silu or with GELU = 1 gelu, in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1, as z. Grid
-// (copiers + F / 32 rounded up, records), block WARPS warps. What enters a slot is copied there first: a block's own rows
+// (records, copiers + F / 32 rounded up), block WARPS warps. What enters a slot is copied there first: a block's own rows
 // of gate and up before it reads them there, and the down part by the first `copiers` blocks of a record meanwhile. Shared
-// memory: with TOKENS = 1 the input as in product.cu; then 2 * STAGES * stage_bytes a warp, each at least ROWS rows and
-// 32 bytes. With BESIDE = 1 the grid has one record more, of the same F: an expert that every token uses, of matrices
-// beside_gate and beside_up, whose z follow those of the pairs; where it has a gate of its own (SHARED, a float type), the
-// record's copiers make row_scale [T] = sigmoid(shared_gate h), h [T, D] as floats, in 8 * D bytes of shared memory.
+// memory: with TOKENS = 1, unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes a warp,
+// each at least ROWS rows and 32 bytes. With BESIDE = 1 the grid has one record more, of the same F: an expert that every
+// token uses, of matrices beside_gate and beside_up, whose z follow those of the pairs; where it has a gate of its own
+// (SHARED, a float type), the record's copiers make row_scale [T] = sigmoid(shared_gate h), h [T, D] as floats, in 8 * D
+// bytes of shared memory.
 //
 // gate_up_dense (the same macros, no BESIDE): z [T, F] of every token and the matrices `gate` and `up`. Grid F / Z_ROWS
 // rounded up, and with SHARED T blocks more, which make row_scale. Z_ROWS: 32, or with DOWN_FLOAT a smaller multiple of
@@ -35,18 +36,26 @@ struct Record {
     i32 first, count;
 };
 
-// All fields, and whether the table has the record: read at once, since everything in the kernel waits for it.
-DEVICE bool load_record(const u8* active, const i32* n_active, i32 i, Record& record) {
-    const volatile u64* field = (const volatile u64*)(active + (i64)i * 64);
-    const i32 n = load_fresh(n_active);
+// Words of a record and a word that says whether the table has it, for threads that read them together and then meet:
+// a thousand warps that each read every field would queue for a few lines of the L2 cache, for microseconds.
+constexpr i32 RECORD_WORDS = 9;
+
+DEVICE void fetch_record(u64* words, const u8* active, const i32* n_active, i32 i, i32 thread) {
+    if (thread < RECORD_WORDS - 1)
+        words[thread] = load_fresh((const u64*)(active + (i64)i * 64) + thread);
+    else if (thread == RECORD_WORDS - 1)
+        words[thread] = i < load_fresh(n_active);
+}
+
+DEVICE bool read_record(const u64* words, Record& record) {
 #pragma unroll
     for (i32 part = 0; part < 3; part++) {
-        record.source[part] = (const u8*)field[part];
-        record.target[part] = (u8*)field[3 + part];
+        record.source[part] = (const u8*)words[part];
+        record.target[part] = (u8*)words[3 + part];
     }
-    record.first = (i32)(field[6] >> 32);
-    record.count = (i32)field[7];
-    return i < n;
+    record.first = (i32)(words[6] >> 32);
+    record.count = (i32)words[7];
+    return words[RECORD_WORDS - 1] != 0;
 }
 
 #ifdef GATE
@@ -166,30 +175,37 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
     dependency_wait();
     dependency_release();
-    const bool beside = BESIDE && blockIdx.y + 1 == gridDim.y;
+    const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
     Record record = {{beside_gate, beside_up}, {}, 0, n_tokens};
-    if (!beside && !load_record(active, n_active, blockIdx.y, record))
-        return;
-    if ((i32)blockIdx.x < copiers) {
+    if (!beside) {
+        __shared__ u64 words[RECORD_WORDS];
+        fetch_record(words, active, n_active, blockIdx.x, threadIdx.x);
+        __syncthreads();
+        if (!read_record(words, record))
+            return;
+    }
+    if ((i32)blockIdx.y < copiers) {
         if (record.target[2])
-            copy_part(record.target[2], record.source[2], down_bytes, blockIdx.x, copiers);
+            copy_part(record.target[2], record.source[2], down_bytes, blockIdx.y, copiers);
 #ifdef SHARED
         if (beside)
-            for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
+            for (i32 t = blockIdx.y; t < n_tokens; t += copiers) {
                 __syncthreads(); // of the row before
                 shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
             }
 #endif
         return;
     }
-    const i32 row0 = (blockIdx.x - copiers) * 32, rows = min(32, F - row0);
+    const i32 row0 = (blockIdx.y - copiers) * 32, rows = min(32, F - row0);
     const u8* const gate = own_rows(record.source[0], record.target[0], (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
     if (record.target[0] || record.target[1])
         __syncthreads();
     const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
 #endif
-    u8* const stages = shared + (TOKENS == 1 ? shared_input_bytes<GATE>(COLS) : 0) + 2 * warp * STAGES * stage_bytes;
+    u8* stages = shared + 2 * warp * STAGES * stage_bytes;
+    if (TOKENS == 1 && !IN_REGISTERS)
+        stages += shared_input_bytes<GATE>(COLS);
     auto issue = [&](i32 r, u8* stage) {
         if (r < rows)
             stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stage, gate + r * GATE_BYTES, min(ROWS, rows - r) * GATE_BYTES);
@@ -226,7 +242,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #else
     auto token_of = [&](i32 i) -> i32 { return TOKENS == 1 ? 0 : beside ? i : pairs[first + i] / n_used; };
     auto pair_of = [&](i32 i) -> i64 {
-        return TOKENS == 1 ? blockIdx.y : beside ? n_tokens * n_used + i : pairs[first + i];
+        return TOKENS == 1 ? blockIdx.x : beside ? n_tokens * n_used + i : pairs[first + i];
     };
 #endif
     auto tokens_of = [&](i32 i0, i32(&token)[TOKENS]) {
@@ -395,11 +411,18 @@ KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_a
     u8* const base = shared + warp * (input_bytes + STAGES * stage_bytes);
     const bool valid = threadIdx.x < UNITS * ROWS && row < D, is_beside = RANKS > USED && warp == USED;
     dependency_release();
-    Record record = {};
-    const bool active_rank = !is_beside && load_record(active, n_active, warp, record);
-    const Rank<DOWN> rank{base, record.target[2] ? record.target[2] : record.source[2], row0, D, stage_bytes};
+    // The source of the down part, its target, and whether there is such a record: as fetch_record, no more than needed.
+    __shared__ u64 words[RANKS][3];
+    if (!is_beside && lane < 2)
+        words[warp][lane] = load_fresh((const u64*)(active + (i64)warp * 64) + (lane ? 5 : 2));
+    else if (lane == 2)
+        words[warp][2] = !is_beside && warp < load_fresh(n_active);
+    __syncwarp();
+    const bool active_rank = words[warp][2] != 0;
+    const u8* const target = active_rank ? (const u8*)words[warp][1] : nullptr;
+    const Rank<DOWN> rank{base, target ? target : (const u8*)words[warp][0], row0, D, stage_bytes};
     const Rank<BESIDE_DOWN> last{base, beside, row0, D, stage_bytes};
-    if (!is_beside && (!active_rank || record.target[2])) // gate_up writes what enters a slot; the rest is there already
+    if (!is_beside && (!active_rank || target)) // gate_up writes what enters a slot; the rest is there already
         dependency_wait();
     if (active_rank)
         rank.begin();
@@ -440,8 +463,11 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     const i32 row0 = (blockIdx.x * n_warps + warp) * UNITS * ROWS;
     dependency_release();
     dependency_wait();
+    __shared__ u64 words[RECORD_WORDS];
+    fetch_record(words, active, n_active, blockIdx.y, threadIdx.x);
+    __syncthreads();
     Record record;
-    if (!load_record(active, n_active, blockIdx.y, record) || row0 >= D)
+    if (!read_record(words, record) || row0 >= D)
         return;
     const u8* const part = record.target[2] ? record.target[2] : record.source[2];
     u8* const stages = shared + warp * STAGES * stage_bytes;

@@ -17,6 +17,7 @@ from engine.ops.cuda.products import (
     Products,
     Quantized,
     QuantizedScratch,
+    held_columns,
     shared_input_bytes,
     stage_bytes,
 )
@@ -111,7 +112,7 @@ class SmallExperts:
                 more[3:] = [expert.shared_gate.data, floats, self._row_scale]
         args = [*active, n_used, bank.n_ff, *_rows(h), *_rows(z), *more]
         args += [COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes]
-        grid = (COPIERS + -(-bank.n_ff // Z_ROWS), n_records + (beside is not None))
+        grid = (n_records + (beside is not None), COPIERS + -(-bank.n_ff // Z_ROWS))
         kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
@@ -140,8 +141,9 @@ class SmallExperts:
             if beside is not None:
                 module = Module(module.file, (*module.defines, ("BESIDE_DOWN", beside.down.qtype.name)))
             args = [*active[:2], weights, D, *_rows(z), x, int(add), beside and beside.down.data, scale, stage]
-            shared_bytes = n_warps * (each + stages * stage)
-            self.device.kernel(module, "down_one")(-(-D // DOWN_ROWS), n_warps * WARP, args, shared_bytes, overlap=True)
+            blocks = -(-D // DOWN_ROWS)
+            shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks))
+            self.device.kernel(module, "down_one")(blocks, n_warps * WARP, args, shared_bytes, overlap=True)
             return
         stage = stage_bytes(2, row)
         stages, warps = _stages_and_warps(self.device, stage, 0, DOWN_ROWS // 2)
@@ -228,7 +230,8 @@ def _first_half(
     T, D = (h.q if isinstance(h, Quantized) else h).shape
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
     tokens = 1 if T == 1 else TOKENS
-    fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if tokens == 1 else 0
+    held = gate not in FLOAT_TYPES and (gate == QType.Q4_K) == (up == QType.Q4_K) and held_columns(gate) >= D
+    fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if tokens == 1 and not held else 0
     results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
     # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
     half = device.max_shared_bytes // 2 - 2 * STATIC_SHARED
@@ -276,6 +279,15 @@ def _stages(device: Device, n_bytes: int, fixed: int, most: int) -> int:
     memory = device.max_shared_bytes - STATIC_SHARED
     half = (memory // 2 - STATIC_SHARED - fixed) // n_bytes
     return min(most, half) if half > 0 else int(fixed + n_bytes <= memory)
+
+
+def _crowding(device: Device, n_blocks: int) -> int:
+    """Bytes of shared memory with which no multiprocessor takes more blocks than if all take as many.
+
+    Blocks that start while another kernel occupies the device go where there is room first, and would meet there.
+    """
+    fair = -(-n_blocks // device.n_sm)
+    return (device.max_shared_bytes + STATIC_SHARED) // (fair + 1) - STATIC_SHARED
 
 
 def _module(*types: tuple[str, str], **numbers: int) -> Module:
