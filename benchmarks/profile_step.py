@@ -3,9 +3,12 @@
     python benchmarks/profile_step.py model.gguf --depth 512 --json data/results/profile_step.json
 
 Decoding runs for real, and what the engine captures into its graph is noted: the kernels, in order, with the weights
-that they are given. The times are CUPTI's, of every kernel inside the graph launches, read through torch's profiler
+that they are given. Their times are CUPTI's, of every kernel inside the graph launches, read through torch's profiler
 where torch can use the GPU. Elsewhere each kind of kernel is replayed by itself; then the experts' weights come from
 the L2 cache, since all launches read the last layer's table, so their rates are too good.
+
+Kernels overlap, so what one adds to a step is not how long it takes. *On the path* is the time from when its first
+block has what it waits for until the next kernel's has; the kernels stamp it themselves (`stamp` of cuda/ptx.cuh).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from benchmarks.cuda_kernels import time_launches
 from benchmarks.driving import Prompts
 from benchmarks.prefill import feed
 from engine.config import EngineConfig
+from engine.decoding import AHEAD_STEPS
 from engine.ops.cuda.device import Module
 from engine.runner import Span
 from engine.sampling import SamplingParams
@@ -163,6 +167,74 @@ def by_kind(step: list[Launch], times: list[tuple[str, float, float]]) -> tuple[
     return found, "CUPTI, by name"
 
 
+STAMP_TICKS, TICK_NS = 1 << 19, 32  # of the ring of stamps: 17 ms
+
+
+def forget(runner: Any) -> None:
+    """What is launched next is captured again."""
+    runner.graphs._decode.clear()
+    runner.graphs._steps.clear()
+
+
+def path_times(runner: Any, step: list[Launch], decode: Callable[[int], float]) -> dict[str, list[float]]:
+    """Microseconds on the path of each kind of kernel, of one that does not wait in those of the one ahead of it.
+
+    decode(n): n tokens, well within the ring, from graphs that are captured again.
+    """
+    device = runner.backend.device
+    log = device.cupy.zeros((STAMP_TICKS, 2), np.uint64)
+    numbers: dict[Module, int] = {}
+
+    def stamped(module: Module) -> Module:
+        number = numbers.setdefault(module, len(numbers) + 1)
+        macros = {"STAMPS": f"{log.data.ptr}ull", "STAMP_TICKS": STAMP_TICKS, "STAMP_ID": number}
+        return Module(module.file, (*module.defines, *((name, str(value)) for name, value in macros.items())))
+
+    kernel, samples = device.kernel, []
+    for launch in step:
+        kernel(stamped(launch.module), launch.name)  # nothing is loaded within a capture
+    device.kernel = lambda module, name: kernel(stamped(module), name)
+    forget(runner)
+    try:
+        decode(2)
+        for _ in range(12):
+            device.runtime.deviceSynchronize()
+            log.fill(0)
+            device.runtime.deviceSynchronize()
+            decode(6)
+            device.runtime.deviceSynchronize()
+            stamps = log.get()
+            samples.append(stamps[stamps[:, 1] > 0])
+    finally:
+        del device.kernel  # the class's own is back
+        forget(runner)
+    return on_path(step, numbers, samples)
+
+
+def on_path(step: list[Launch], numbers: dict[Module, int], samples: list[Any]) -> dict[str, list[float]]:
+    """`path_times` of stamps: uint64 [n, 2] of ns and number, in any order, for each sample; whole steps count."""
+    found: dict[str, list[float]] = {}
+    seen = {int(number) for stamps in samples for number in stamps[:, 1]}
+    waiting = [launch for launch in step if numbers[launch.module] in seen]
+    expected = [numbers[launch.module] for launch in waiting]
+    for stamps in samples:
+        stamps = stamps[np.argsort(stamps[:, 0])]
+        times, numbered = stamps[:, 0].astype(np.int64), stamps[:, 1].astype(np.int64)
+        first = np.ones(len(times), bool)  # some kernels wait twice
+        first[1:] = (np.diff(numbered) != 0) | (np.diff(times) > 8 * TICK_NS)
+        times, order = times[first], numbered[first].tolist()
+        at, end = 0, len(order) - AHEAD_STEPS * len(expected)  # the steps after the last token do nothing
+        while at < end:
+            if order[at : at + len(expected)] != expected:
+                at += 1
+                continue
+            us = np.diff(times[at : at + len(expected) + 1]) / 1e3
+            for launch, value in zip(waiting, us.tolist(), strict=True):
+                found.setdefault(launch.kind, []).append(value)
+            at += len(expected)
+    return found
+
+
 def alone(device: Any, step: list[Launch]) -> dict[str, list[float]]:
     """Microseconds a launch of each kind replayed by itself, the launches of all layers in turn."""
     kinds: dict[str, list[Launch]] = {}
@@ -175,8 +247,10 @@ def alone(device: Any, step: list[Launch]) -> dict[str, list[float]]:
     return {kind: [1e6 * t for t in time_launches(device, turns(group))] for kind, group in kinds.items()}
 
 
-def table(step: list[Launch], times: dict[str, list[float]], named: bool) -> list[dict[str, Any]]:
-    """Rows, the largest share first. named: `times` are keyed by kernel names alone."""
+def table(
+    step: list[Launch], times: dict[str, list[float]], path: dict[str, list[float]], named: bool
+) -> list[dict[str, Any]]:
+    """Rows, the largest share first. path: of `path_times`; named: `times` are keyed by kernel names alone."""
     rows = []
     for kind, values in times.items():
         group = [launch for launch in step if (launch.name if named else launch.kind) == kind]
@@ -186,6 +260,7 @@ def table(step: list[Launch], times: dict[str, list[float]], named: bool) -> lis
         rows.append({
             "kernel": kind, "count": len(group), "us": us, "us_min": min(values), "us_max": max(values),
             "total_us": total, "n_bytes": n_bytes, "gb_per_s": n_bytes / 1e3 / total if n_bytes else None,
+            "path_us": statistics.fmean(path[kind]) * len(group) if kind in path else None,
             "grids": sorted({str(launch.grid) for launch in group}),
         })  # fmt: skip
     every = sum(row["total_us"] for row in rows)
@@ -227,26 +302,29 @@ def main() -> None:
 
     decode(16)
     step_us = 1e6 * statistics.median(decode(64) for _ in range(5))
-    # The time of a kernel that begins early contains its waiting: kernels are timed one after the other.
-    device.launch_overlapping = None
-    runner.graphs._decode.clear()
-    runner.graphs._steps.clear()
+    forget(runner)
     recorder = Recorder(device, [[A * n for n in e.part_bytes] for e in runner.weights.experts])
     with recorder.recording():
         decode(2)
     step = recorder.steps[-1]
+    path = path_times(runner, step, decode)
+    # CUPTI's time of a kernel that begins early contains its waiting: kernels are timed one after the other.
+    device.launch_overlapping = None
+    forget(runner)
     decode(16)
     apart_us = 1e6 * statistics.median(decode(64) for _ in range(5))
     events = [] if o.alone else kernel_times(lambda: (decode(o.steps + 1), device.synchronize())[1])
     times, how = by_kind(step, events)
     if not times:
         times, how = alone(device, step), "each kind replayed by itself"
-    rows = table(step, times, named=how == "CUPTI, by name")
+    rows = table(step, times, path, named=how == "CUPTI, by name")
     every = sum(row["total_us"] for row in rows)
-    print(f"{'count':>6}{'us':>8}{'total us':>10}{'share':>7}{'GB/s':>7}  kernel ({how})")
+    print(f"{'count':>6}{'us':>8}{'total us':>10}{'share':>7}{'path us':>9}{'GB/s':>7}  kernel ({how})")
     for row in rows:
         rate = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.0f}"
-        print(f"{row['count']:6}{row['us']:8.2f}{row['total_us']:10.1f}{row['share']:7.1%}{rate:>7}  {row['kernel']}")
+        on_path = "" if row["path_us"] is None else f"{row['path_us']:.1f}"
+        columns = f"{row['count']:6}{row['us']:8.2f}{row['total_us']:10.1f}{row['share']:7.1%}{on_path:>9}{rate:>7}"
+        print(f"{columns}  {row['kernel']}")
     print(f"{len(step):6}{'':8}{every:10.1f}{'':16}all kernels")
     print(f"{'':14}{apart_us:10.1f}{'':16}a step of kernels one after the other\n{'':14}{step_us:10.1f}{'':16}a step")
     if o.json:

@@ -44,8 +44,11 @@ Each kernel in a graph of its own launches, rotating through more data than the 
 that a launch must move. A plain copy within the device moves {copy:,.0f} GB/s (read and written), one from page-locked
 memory {host:.1f} GB/s."""
 PROFILE = """\
-All {launches} kernels of one token at depth {depth:,}, {how}; together {kernels:,.0f} us of the {step:,.0f} us that a
-step takes."""
+All {launches} kernels of one token at depth {depth:,}, {how}; together {kernels:,.0f} us one after the other, of which
+overlapping leaves a step of {step:,.0f} us."""
+ON_THE_PATH = """\
+*On the path*: from when a kernel's first block has what it waits for until the next kernel's has, summed over the
+launches (the stamps themselves make a step some 3% longer)."""
 SOAK = """\
 {minutes:.0f} minutes of {clients} clients at {residency:.0f}% residency: {requests:,} requests ({kinds}), {tokens:,}
 generated tokens, {misses:.1%} of active experts missed. Problems: {problems}."""
@@ -286,10 +289,13 @@ def cuda_kernels(name: str, made: Json) -> list[str]:
 def profile_step(name: str, made: Json) -> list[str]:
     lines = [f"## One decoded token{family(name)}", "", *origin(name, made)]
     lines += [PROFILE.format(launches=made["launches"], depth=made["depth_tokens"], how=made["measured_by"],
-                             kernels=made["kernels_us"], step=made["step_us"]), ""]  # fmt: skip
+                             kernels=made["kernels_us"], step=made["step_us"])]  # fmt: skip
+    stamped = any(row.get("path_us") for row in made["rows"])
+    lines += [*([ON_THE_PATH] if stamped else []), ""]
     return lines + table(
-        ["kernel", "launches", "us each", "us", "share", "GB/s"],
+        ["kernel", "launches", "us each", "us", "share", *(["us on the path"] if stamped else []), "GB/s"],
         [[f"`{r['kernel']}`", r["count"], f"{r['us']:.2f}", f"{r['total_us']:,.1f}", percent(r["share"]),
+          *([f"{r['path_us']:,.1f}" if r["path_us"] else ""] if stamped else []),
           "" if r["gb_per_s"] is None else f"{r['gb_per_s']:,.0f}"] for r in made["rows"]],
     )  # fmt: skip
 

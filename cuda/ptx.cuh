@@ -137,12 +137,29 @@ DEVICE void settle(float& v) { asm volatile("" : "+f"(v)); }
 
 // --- the kernel before ------------------------------------------------------------------------------
 
+#ifdef STAMPS
+// For benchmarks/profile_step.py alone: when the first block of kernel STAMP_ID had what it waited for. STAMPS is the
+// address of STAMP_TICKS pairs of that time in ns and the number, by 32 ns, which is how the timer counts.
+DEVICE void stamp() {
+    if (threadIdx.x || blockIdx.x || blockIdx.y)
+        return;
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    u64* const entry = (u64*)STAMPS + 2 * (now / 32 % STAMP_TICKS);
+    entry[0] = now;
+    entry[1] = STAMP_ID;
+}
+#endif
+
 // A kernel that is launched with `overlap` may begin before the one ahead of it has ended. It must call
 // dependency_wait before it reads what that one writes, and before it writes anything; until then it may load what
 // nobody changes. dependency_release lets the kernel behind begin: call it early, it promises nothing about data.
 DEVICE void dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#ifdef STAMPS
+    stamp();
 #endif
 }
 

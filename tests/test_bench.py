@@ -14,6 +14,7 @@ from tiny_models import write_tiny
 
 from benchmarks import cuda_kernels, decode, driving, prefill, profile_step, soak
 from engine.config import EngineConfig
+from engine.decoding import AHEAD_STEPS
 from engine.errors import CapacityError, SparkError, UsageError
 from engine.ops.cuda.device import Module
 from spark import replay
@@ -186,12 +187,27 @@ def test_the_recorded_step_is_matched_with_the_trace() -> None:
     names = ["product", "other", *(launch.name for launch in step), "down_one", *(launch.name for launch in step)]
     times, how = profile_step.by_kind(step, [(name, float(i), 2.0) for i, name in enumerate(names)])
     assert how == "CUPTI, in order"
-    rows = profile_step.table(step, times, named=False)
+    rows = profile_step.table(step, times, {}, named=False)
     product = next(row for row in rows if row["kernel"] == "product/product(TYPE=Q4_K)")
     assert (product["count"], product["us"], product["total_us"]) == (2, 2.0, 4.0)
     assert product["gb_per_s"] == 200_000 / 1e3 / 4.0
     assert abs(sum(row["share"] for row in rows) - 1) < 1e-9
     assert profile_step.alone(device, step).keys() == times.keys()
+
+    # A step of 13 us: product 1 and 3 us on the path, gate_up 2 and 2, down_one 4 and 1; the fourth wait twice.
+    numbers = {launch.module: 5 + i for i, launch in enumerate((step[0], step[1]))}
+    stamps = [(0, 6)]  # of a step that began before the ring did
+    for begin in range(5_000, 13_000 * 8, 13_000):
+        for at, launch in zip((0, 1_000, 3_000, 7_000, 10_000, 12_000), step, strict=True):
+            stamps += [(begin + at, numbers[launch.module])] * (1 + (at == 7_000))
+    shuffled = np.random.default_rng(0).permutation(np.array(stamps, np.uint64))
+    path = profile_step.on_path(step, numbers, [shuffled, shuffled[:0]])
+    steps = 8 - AHEAD_STEPS
+    assert path["product/product(TYPE=Q4_K)"] == [1.0, 3.0] * steps
+    assert path["experts/gate_up"] == [2.0, 2.0] * steps
+    assert path["experts/down_one"] == [4.0, 1.0] * steps
+    rows = profile_step.table(step, times, path, named=False)
+    assert sum(row["path_us"] for row in rows) == pytest.approx(13.0)
 
 
 def test_growth_is_of_the_last_quarter() -> None:
