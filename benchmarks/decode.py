@@ -10,7 +10,8 @@ and the misses that the daemon reports for each layer must be those of that stre
 measured time stands the line t0 + missed bytes / PCIe rate: what a system would take that overlaps nothing.
 
 The last part replays sessions of the model of routing, one a request, under real policies: plain LRU, and a profile of
-other sessions without and with cache slots. Their misses are those that the policy made, not ones that were asked for.
+other sessions without and with cache slots, whose share of the slots is measured on those sessions as `spark calibrate`
+does. The misses are those that the policy made, not ones that were asked for.
 """
 
 from __future__ import annotations
@@ -177,8 +178,12 @@ def policies(
     test = routing.trace(1 + runs, n_tokens - 1, first=CALIBRATION_SESSIONS)
     counts = np.zeros((shape.n_layer, shape.n_expert), np.int64)
     counts[list(shape.moe_layers)] = train.counts()
+    budget = placement.residency_budget(shape.n_expert, shape.expert_bytes, config.residency_pct)
+    split = simulate.best_split(train, shape.expert_bytes, budget, rule=policy.AGED)
+    note(f"profile: {split.reason}")
+    measured = ((config.residency_pct, split.cache_fraction),)
     with open_model(config.model) as file:
-        profile = Profile(counts, shape.n_expert_used, file.model_id, count="generated")
+        profile = Profile(counts, shape.n_expert_used, file.model_id, count="generated", split=measured)
     rows = []
     with tempfile.TemporaryDirectory(prefix="spark-decode-") as folder:
         paths = Path(folder) / "replay.npy", Path(folder) / "profile.csv"
