@@ -19,6 +19,7 @@ from typing import Any
 
 from engine import driver
 from engine.errors import DeadlineError, MissingExtraError, SparkError
+from engine.install import requirement
 
 DEADLINE_S = 20.0  # the first call after a boot can take seconds on a machine with many GPUs
 OLDEST = (8, 0)  # compute capability that the kernels need
@@ -105,7 +106,7 @@ def probe(deadline_s: float = DEADLINE_S, command: Sequence[str] | None = None) 
 
 def pip_line(cuda: tuple[int, int]) -> str:
     """What to install for the newest CUDA version that the driver runs."""
-    return f"pip install 'spark-moe[cuda{13 if cuda >= (13, 0) else 12}]'"
+    return f"pip install {requirement('cuda13' if cuda >= (13, 0) else 'cuda12')}"
 
 
 def _ask(command: Sequence[str], deadline_s: float) -> dict[str, Any] | Missing:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from engine.errors import FileFormatError, MissingExtraError, UnsupportedModelError, UsageError
 from engine.files import replacing
 from engine.gguf import GGUFFile, open_model
+from engine.install import requirement
 from engine.quants import dequantize
 from engine.trace import RoutingTrace, iter_parts, read_routing
 from spark import predictors
@@ -133,7 +134,7 @@ def require_torch() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             f"train-pregate needs PyTorch ({error}); its CPU build is enough",
-            hint=f"{shlex.quote(sys.executable)} -m pip install 'spark-moe[train]' {TORCH}",
+            hint=f"{shlex.quote(sys.executable)} -m pip install {requirement('train')} {TORCH}",
         ) from error
     return torch
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine.errors import CapacityError, MissingExtraError, SparkError
+from engine.install import requirement
 from engine.ops.cuda import gpu, library
 from engine.ops.cuda.device import Module
 
@@ -151,7 +152,7 @@ def test_an_architecture_of_the_future_gets_ptx(sources: Path, nvrtc: library.Nv
 def test_without_nvrtc() -> None:
     with pytest.raises(MissingExtraError, match="NVRTC") as caught:
         library.find_nvrtc(max_major=1)
-    assert "pip install 'spark-moe[cuda" in caught.value.hint
+    assert f"pip install {requirement('cuda13')} (driver" in caught.value.hint
 
 
 # --- a GPU that is not there ----------------------------------------------------------------------
@@ -292,7 +293,7 @@ def test_opening_fails_with_an_explanation(fake: Any, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingExtraError, match="CuPy") as caught:
         gpu.open_device()
-    assert "pip install 'spark-moe[cuda" in caught.value.hint
+    assert f"pip install {requirement('cuda13')} (driver" in caught.value.hint
 
 
 def test_launches_pack_their_arguments(fake: Any) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from engine.install import requirement
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "data" / "nano" / "nano.gguf"
@@ -71,6 +76,32 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site / "dependencies.pth").write_text("\n".join(sorted(places)))
     return home / "bin"
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        (None, "'spark-moe[train]'"),
+        ({"url": "file:///a%20b/c", "dir_info": {}}, "'/a b/c[train]'"),
+        ({"url": "file:///c", "dir_info": {"editable": True}}, "-e '/c[train]'"),
+        ({"url": "https://h/s.git", "vcs_info": {"vcs": "git", "commit_id": "0a"}},
+         "'spark-moe[train] @ git+https://h/s.git@0a'"),
+        ({"url": "file:///c/s.whl", "archive_info": {}}, "'spark-moe[train] @ file:///c/s.whl'"),
+    ],
+)  # fmt: skip
+def test_an_extra_comes_from_where_the_program_did(
+    monkeypatch: pytest.MonkeyPatch, origin: dict | None, words: str
+) -> None:
+    record = None if origin is None else json.dumps(origin)
+    found = SimpleNamespace(read_text=lambda name: record if name == "direct_url.json" else None)
+    monkeypatch.setattr(metadata, "distribution", lambda name: found)
+    assert requirement("train") == words
+
+
+def test_the_extra_of_this_installation_can_be_asked_for(installed: Path, wheel: Path, tmp_path: Path) -> None:
+    code = "from engine.install import requirement; print(requirement('cuda13'))"
+    said = run([installed / "python", "-c", code], tmp_path).stdout
+    assert said == f"'spark-moe[cuda13] @ {wheel.as_uri()}'\n"
 
 
 def run(command: list, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:

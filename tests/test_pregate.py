@@ -27,6 +27,7 @@ from engine.errors import (
     WrongModelError,
 )
 from engine.gguf import open_model
+from engine.install import requirement
 from engine.trace import TraceWriter, part_paths
 from spark import predictors, pregate
 from spark.pregate import PregateOptions
@@ -399,7 +400,7 @@ def test_an_unknown_router_is_refused(tmp_path, data):
 def test_without_torch_the_line_that_installs_it(tmp_path, monkeypatch, model, good_trace):
     monkeypatch.setitem(sys.modules, "torch", None)
     error = refused(MissingExtraError, "needs PyTorch", model, good_trace, tmp_path)
-    assert error.hint == f"{sys.executable} -m pip install 'spark-moe[train]' {pregate.TORCH}"
+    assert error.hint == f"{sys.executable} -m pip install {requirement('train')} {pregate.TORCH}"
 
 
 def test_importing_loads_no_torch():

@@ -14,6 +14,7 @@ import pytest
 
 from engine import driver, probe
 from engine.errors import CapacityError, DeadlineError, MissingExtraError, SparkError
+from engine.install import requirement
 from engine.ops.cuda import failures
 from engine.probe import Found, Missing
 
@@ -87,7 +88,7 @@ def test_without_cupy_the_pip_line_fits_the_driver(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = probe.probe(command=saying({"driver": version, "devices": [AMPERE]}))
     assert isinstance(found, Missing) and isinstance(found.error(), MissingExtraError)
-    assert found.hint == f"pip install 'spark-moe[{extra}]'"
+    assert found.hint == f"pip install {requirement(extra)}" and f"[{extra}]" in found.hint
 
 
 def test_the_child_process_answers_with_one_object() -> None:

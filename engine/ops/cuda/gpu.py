@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from engine.errors import CapacityError, DeviceLostError, MissingExtraError, SparkError
+from engine.install import requirement
 from engine.ops.cuda import library, memory
 from engine.ops.cuda.device import Array, Dim, Module
 from engine.ops.cuda.failures import explained
@@ -48,7 +49,7 @@ def open_device(ordinal: int = 0) -> GpuDevice:
     except ImportError as error:
         raise MissingExtraError(
             f"the CUDA backend needs CuPy ({error})",
-            hint="pip install 'spark-moe[cuda13]' (driver 580 or newer) or 'spark-moe[cuda12]'",
+            hint=f"pip install {requirement('cuda13')} (driver 580 or newer) or {requirement('cuda12')}",
         ) from error
     if runtime.is_hip:
         raise SparkError("this CuPy is built for ROCm", hint="the CUDA backend needs cupy-cuda12x or cupy-cuda13x")

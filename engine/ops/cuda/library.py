@@ -22,6 +22,7 @@ from typing import Any
 import engine
 from engine.errors import MissingExtraError, SparkError
 from engine.files import replacing
+from engine.install import requirement
 from engine.ops.cuda.device import Module
 
 # No contraction of a * b + c: the kernels say where an fma is meant, as docs/arithmetic.md does.
@@ -157,7 +158,7 @@ def find_nvrtc(max_major: int = sys.maxsize) -> Nvrtc:
             unusable.append(f"{path}: {error}")
     raise MissingExtraError(
         "NVRTC, which compiles the CUDA kernels, is not installed" + "".join(f"\n{u}" for u in unusable[:3]),
-        hint="pip install 'spark-moe[cuda13]' (driver 580 or newer) or 'spark-moe[cuda12]'",
+        hint=f"pip install {requirement('cuda13')} (driver 580 or newer) or {requirement('cuda12')}",
     )
 
 
