@@ -15,8 +15,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,9 +22,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
+from engine.learning import Learning
 from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
@@ -34,7 +32,6 @@ from engine.runner import Runner
 from engine.sampling import Drawing
 from engine.tasks import SLICE_S, GenerateTask, ScoreTask
 
-PAST_WEIGHT = 0.5  # what a profile keeps at least when a session is merged in
 GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
 
@@ -54,7 +51,7 @@ class Engine:
         began = time.perf_counter()
         self.runner = Runner(config, progress)
         self.load_s = time.perf_counter() - began
-        self.base = self.runner.profile
+        self._learning = self._new_learning()
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
         self._turns = itertools.count()
@@ -340,7 +337,8 @@ class Engine:
         counted = int(self.runner.residency.counts.sum())
         if self.config.policy == "spark" and counted != self._followed:
             self._followed = counted
-            self.runner.residency.follow(self._learned().counts[list(self.runner.config.moe_layers)])
+            learned = self._learning.learned(self._counts())
+            self.runner.residency.follow(learned.counts[list(self.runner.config.moe_layers)])
 
     # --- counters ---------------------------------------------------------------------------------
 
@@ -367,16 +365,12 @@ class Engine:
             counts[list(c.moe_layers)] = self.runner.residency.counts
         return counts
 
-    def _learned(self) -> Profile:
-        """The loaded profile with what was counted since merged in; without one, the counts alone."""
+    def _new_learning(self) -> Learning:
         c = self.runner.config
-        base = self.base or Profile(
-            counts=np.zeros((c.n_layer, c.n_expert), np.int64),
-            n_expert_used=c.n_expert_used,
-            model_id=self.runner.file.model_id,
-            count="generated",
-        )
-        return profiles.merge(base, self._counts(), PAST_WEIGHT)
+        if self.runner.profile is not None:
+            return Learning(self.runner.profile, self.config.profile)
+        none = np.zeros((c.n_layer, c.n_expert), np.int64)
+        return Learning(Profile(none, c.n_expert_used, self.runner.file.model_id, count="generated"), None)
 
     def profile(self, action: str, path: Path | None = None) -> dict[str, Any]:
         """Write what was learned to a profile file, read the raw counts, or reset them."""
@@ -384,14 +378,13 @@ class Engine:
             target = path or self.config.profile
             if target is None:
                 raise UsageError("no path to write the profile to")
-            learned = self._learned()
-            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            profiles.save(replace(learned, model_id=self.runner.file.model_id, created=now), target)
-            return {"path": str(target), "tokens": learned.tokens}
+            written, warnings = self._learning.write(self._counts(), target, self.runner.file.model_id)
+            return {"path": str(target), "tokens": written.tokens, "warnings": list(warnings)}
         if action == "reset":
             if self.busy:
                 raise RequestError("the counts cannot be reset while requests are counted")
             self.runner.residency.reset()
+            self._learning.reset()
             return {}
         return {"counts": self._counts().tolist(), **self.runner.residency.totals()}
 

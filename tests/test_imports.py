@@ -28,18 +28,18 @@ LAYERS = [
     ["plan", "grammar"],
     ["grammar_rules"],
     ["policy", "trace", "protocol", "tokenizer"],
-    ["placement", "template", "pretokenizers", "checks"],
+    ["placement", "template", "pretokenizers", "checks", "learning"],
     ["profile"],
     ["gguf"],
     ["gguf_header"],
     ["quants"],
     ["files", "probe"],
-    ["config", "errors", "driver"],
+    ["config", "errors", "driver", "install"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 PUBLIC_TO_SPARK = {
     "protocol", "placement", "policy", "simulate", "profile", "trace", "tokenizer", "template", "gguf", "quants",
-    "errors", "config", "files",
+    "errors", "config", "files", "install",
 }  # fmt: skip
 
 

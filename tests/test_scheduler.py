@@ -308,6 +308,36 @@ def test_pinned_slots_change_between_requests_only(model: Path) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("begins_with_one", [False, True])
+def test_two_engines_learn_into_one_profile(model: Path, tmp_path: Path, begins_with_one: bool) -> None:
+    path = tmp_path / "p.csv"
+    config = EngineConfig(
+        model=model, device="cpu", threads=2, ctx_tokens=200, chunk_tokens=32, policy="spark", residency_pct=50
+    )
+    counted = []
+    if begins_with_one:
+        first = Engine(config)
+        first.submit(Generate(1, PROMPT, 9, stop_tokens=()))
+        drain(first)
+        first.profile("write", path)
+        counted.append(np.array(first.profile("read")["counts"]))
+        first.close()
+        config = replace(config, profile=path)
+    engines = [Engine(config), Engine(config)]
+    for number, engine in enumerate(engines):
+        engine.submit(Generate(1, PROMPT[number:], 40 - 30 * number, stop_tokens=()))
+        drain(engine)
+    for engine in engines:
+        assert engine.profile("write", path)["warnings"] == []
+        counted.append(np.array(engine.profile("read")["counts"]))
+    assert np.array_equal(profiles.load(path)[0].counts, sum(counted))
+    path.write_text("not a profile")
+    (warning,) = engines[0].profile("write", path)["warnings"]
+    assert "is replaced" in warning
+    for engine in engines:
+        engine.close()
+
+
 def test_profile_is_written_merged_and_reset(engine: Engine, tmp_path: Path) -> None:
     engine.submit(Generate(1, PROMPT, 20, stop_tokens=()))
     drain(engine)
