@@ -30,6 +30,7 @@ from engine.errors import SparkError, from_code
 from engine.protocol import read_lines
 from spark.client import OnLoading
 from spark.console import note, progress_bars
+from spark.descendants import Descendants
 from spark.models import listing
 from spark.process import ChildProcess
 from spark.server import ServeOptions, serve
@@ -38,6 +39,7 @@ _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('
 _CLIENT_GRACE_S = 5.0  # for a client that was asked to end
 _SERVER_GRACE_S = 30.0  # for a server that was: the profile is saved, a large model is given back
 _WRITE_S = 10.0
+_LOOK_S = 0.05
 # What would send Claude Code elsewhere, or have it ask about a key that is not needed.
 _NOT_CLAUDE = ("ANTHROPIC_API_KEY", "ANTHROPIC_MODEL", "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CODE_USE_BEDROCK",
                "CLAUDE_CODE_USE_FOUNDRY", "CLAUDE_CODE_USE_VERTEX")  # fmt: skip
@@ -130,7 +132,11 @@ def _without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], server: _Server) -> int:
-    """Run the client to its end; its status as `subprocess` has it. A signal that ends this process ends it first."""
+    """Run the client to its end; its status as `subprocess` has it.
+
+    A signal that ends this process ends it first, and then what it had started. It is in this process's group, so that
+    it has the terminal: there is no group of its own to be signaled.
+    """
     client: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -154,18 +160,29 @@ def _run(command: Sequence[str], environment: Mapping[str, str], server: _Server
             for number in before:
                 signal.signal(number, _leave_it)
             if client is not None and client.poll() is None:
-                client.terminate()
-                try:
-                    client.wait(_CLIENT_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    client.kill()
-                    client.wait()
+                _end(client.pid, lambda: client.poll() is not None)
+                client.wait()
             server.tell(0)
     except OSError as error:
         raise SparkError(f"{command[0]} cannot be run: {error.strerror or error}") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end(pid: int, ended: Callable[[], bool]) -> None:
+    """End a process, which may end its own children, then those that it has left; `ended` may know that it has."""
+    family, end_s = Descendants(pid), time.monotonic() + _CLIENT_GRACE_S
+    family.look()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < end_s and not ended():
+            family.look()
+            time.sleep(_LOOK_S)
+            os.kill(pid, 0)
+        if not ended():
+            os.kill(pid, signal.SIGKILL)
+    family.end(_CLIENT_GRACE_S)
 
 
 def _leave_it(number: int, frame: FrameType | None) -> None:
@@ -277,18 +294,7 @@ def _follow(lines: Iterator[bytes | None], gone: threading.Event) -> None:
     gone.set()
     os.kill(os.getpid(), signal.SIGINT)  # replies get little time: nobody waits for them
     if client:
-        _end(client)
-
-
-def _end(pid: int) -> None:
-    """End a process that is not a child of this one."""
-    end_s = time.monotonic() + _CLIENT_GRACE_S
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGTERM)
-        while time.monotonic() < end_s:
-            time.sleep(0.05)
-            os.kill(pid, 0)
-        os.kill(pid, signal.SIGKILL)
+        _end(client, lambda: False)
 
 
 if __name__ == "__main__":

@@ -178,6 +178,34 @@ def test_a_signal_ends_the_client_first(folder: Path, number: signal.Signals, en
         assert none_left(processes)
 
 
+# A client that has started one process beside it, one below that, and one that is to live on by itself.
+PARENT = """#!/bin/sh
+sleep 100 &
+sh -c 'sleep 100; true' &
+setsid sleep 100 &
+until [ "$(pgrep -c -P $$ sleep)" -ge 2 ]; do sleep 0.05; done
+echo $! > started
+wait
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nor_do_the_clients_own_children(folder: Path, number: signal.Signals) -> None:
+    (folder / "bin" / "codex").write_text(PARENT)
+    with started("launch", "codex", NANO, "--device", "cpu", cwd=folder, tmp=folder / "tmp") as command:
+        until((folder / "started").exists, command)
+        until(lambda: len(children(command)) == 7, command)  # and the server, its daemon, the client
+        processes = children(command)
+        (alone,) = [p for p in processes if os.getsid(p.pid) == p.pid and p.name() == "sleep"]
+        try:
+            command.send_signal(number)
+            assert command.wait(30) == (128 + number if number == signal.SIGTERM else -number)
+            assert none_left([p for p in processes if p != alone])
+            assert alone.is_running()
+        finally:
+            alone.kill()
+
+
 @pytest.mark.parametrize("end", ["wait", "stubborn"])
 def test_nothing_outlives_a_killed_command(folder: Path, end: str) -> None:
     with launched(folder, end) as (command, processes, _):
