@@ -35,6 +35,7 @@ _LIMITS = LLParserLimits(verbose_errors=False)  # the library's own; a message d
 class _JsonObject:
     after: str | None = None
     opens: str | None = None
+    binds: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class _JsonSchema:
     schema: Schema
     after: str | None = None
     opens: str | None = None
+    binds: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class _ToolCall:
     parallel: bool = True
     after: str | None = None
     opens: str | None = None
+    binds: bool = True
 
 
 _Wanted: TypeAlias = _JsonObject | _JsonSchema | _ToolCall
@@ -69,11 +72,11 @@ def _words(name: str, value: Any) -> str:
     return value
 
 
-_REASONING = {"after": checks.optional(_words), "opens": checks.optional(_words)}
+_COMMON = {"after": checks.optional(_words), "opens": checks.optional(_words), "binds": checks.boolean}
 _TOOL = checks.record(Tool, {"name": _words, "parameters": checks.optional(_schema)})
 _KINDS = {
-    "json_object": checks.record(_JsonObject, _REASONING),
-    "json_schema": checks.record(_JsonSchema, {"schema": _schema, **_REASONING}),
+    "json_object": checks.record(_JsonObject, _COMMON),
+    "json_schema": checks.record(_JsonSchema, {"schema": _schema, **_COMMON}),
     "tool_call": checks.record(
         _ToolCall,
         {
@@ -81,7 +84,7 @@ _KINDS = {
             "tools": checks.items(_TOOL, MAX_TOOLS, shortest=1),
             "name": checks.optional(_words),
             "parallel": checks.boolean,
-            **_REASONING,
+            **_COMMON,
         },
     ),
 }
@@ -171,14 +174,15 @@ class Grammar:
         self.is_done = matcher.is_stopped()
 
     @classmethod
-    def from_request(cls, text: str, vocabulary: Vocabulary, stop: Collection[int]) -> Grammar:
-        """The grammar that JSON text describes, for a reply that the tokens of `stop` end.
+    def from_request(cls, text: str, vocabulary: Vocabulary, stop: Collection[int]) -> Grammar | None:
+        """The grammar that JSON text describes, for a reply that the tokens of `stop` end; None: it does not bind.
 
         Raises RequestError, which names what it is, for a grammar that is malformed and for a schema that cannot be
         enforced.
         """
         try:
-            rules = _rules(_parse(text), vocabulary.tokenizer)
+            wanted = _parse(text)
+            rules = _rules(wanted, vocabulary.tokenizer)
             str(rules).encode()
         except UnicodeEncodeError:
             raise RequestError("field 'grammar': half of a surrogate pair is no character") from None
@@ -192,7 +196,7 @@ class Grammar:
                 rules.tool = rules.owner(int(found[1]))
                 reason = reason[found.end() :]
             raise rules.refusal(_one_line(reason))
-        return cls(matcher, vocabulary.n_vocab, stop)
+        return cls(matcher, vocabulary.n_vocab, stop) if wanted.binds else None
 
     def mask(self) -> NDArray[np.uint32]:
         """The tokens that may come next: a bit for each, uint32 [ceil(V / 32)], as `engine.sampling.sample` takes them.

@@ -471,8 +471,8 @@ class Runner:
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(tokenizer.load(self.file), self.config.n_vocab)
 
-    def grammar(self, text: str, stop: frozenset[int]) -> Grammar:
-        """The grammar that a request describes, of a reply that the tokens of `stop` end; the first takes a while."""
+    def grammar(self, text: str, stop: frozenset[int]) -> Grammar | None:
+        """The grammar that binds a reply that the tokens of `stop` end, if one does; the first takes a while."""
         return Grammar.from_request(text, self._vocabulary, stop)
 
     def logits(self, rows: I32) -> F32:

@@ -66,7 +66,8 @@ def shape(marks: tuple[str, ...]) -> tuple[frozenset[str], int]:
 class Reader(ABC):
     """Reads one call, and passes over what comes between its arguments and its end.
 
-    over: it has ended, and `rest` follows it. started: it is a call, otherwise `raw` is its text.
+    over: it has ended, and `rest` follows it. started: it is a call, otherwise `raw` is its text. may_start: as far as
+    it goes, it is how a call begins.
     """
 
     end = "</tool_call>"
@@ -98,6 +99,11 @@ class Reader(ABC):
             self._finish(parts, cut)
         self.over = True
         return parts
+
+    @property
+    @abstractmethod
+    def may_start(self) -> bool:
+        """As the class says."""
 
     @abstractmethod
     def _read(self, parts: list[Part]) -> None:
@@ -243,6 +249,11 @@ class _Hermes(Reader):
         super().__init__(opening)
         self._json = JSONObject()
 
+    @property
+    def may_start(self) -> bool:
+        """As the class says."""
+        return self._held.lstrip()[:1] in ("", "{")
+
     def _read(self, parts: list[Part]) -> None:
         if not self.started:
             head = self._head.match(self._held)
@@ -289,11 +300,13 @@ class _Hermes(Reader):
 class _Tags:
     """A format with bare values.
 
-    head: up to the first field. field, key: how a field begins, and all that comes before its value. shuts: what ends
-    a value, where one of `follow` comes next. close: what ends the fields. trim: values stand between line breaks.
+    head: up to the first field; begun: of it, what there may be so far. field, key: how a field begins, and all that
+    comes before its value. shuts: what ends a value, where one of `follow` comes next. close: what ends the fields.
+    trim: values stand between line breaks.
     """
 
     head: re.Pattern[str]
+    begun: re.Pattern[str]
     field: str
     key: re.Pattern[str]
     shuts: str
@@ -304,6 +317,7 @@ class _Tags:
 
 _XML = _Tags(
     re.compile(r"\s*<function=([^<>\s]+)>"),
+    re.compile(r"\s*(?:<function=[^<>\s]*|<(?:f(?:u(?:n(?:c(?:t(?:i(?:on?)?)?)?)?)?)?)?)?"),
     "<parameter=",
     re.compile(r"<parameter=([^<>]*)>"),
     "</parameter>",
@@ -313,6 +327,7 @@ _XML = _Tags(
 )
 _LAGUNA = _Tags(
     re.compile(r"\s*([^<>\s]+)\s*(?=<)"),
+    re.compile(r"\s*[^<>\s]*\s*"),
     "<arg_key>",
     re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>"),
     "</arg_value>",
@@ -337,6 +352,14 @@ class _Tagged(Reader):
         self._fresh = False  # nothing of the value was read yet
         if opening != self.end.replace("/", ""):
             self._held = opening  # which names the tool
+
+    @property
+    def may_start(self) -> bool:
+        """As the class says."""
+        if self._state == "head":
+            return self._tags.begun.fullmatch(self._held) is not None
+        marks = (self._tags.field, *self._tags.close)
+        return self._held.startswith(self._tags.field) or any(mark.startswith(self._held) for mark in marks)
 
     def _read(self, parts: list[Part]) -> None:
         steps = {
@@ -488,6 +511,7 @@ class _Gemma(Reader):
 
     end = _GEMMA_END
     _opening = re.compile(r"\s*call:\s*([^\s{}<>]+)\s*(?=\{)")
+    _begun = re.compile(r"\s*(?:call:\s*[^\s{}<>]*\s*|c(?:a(?:ll?)?)?)?")
     _bare = re.compile(r"[^<,:\[\]{}]+")
 
     def __init__(self, opening: str) -> None:
@@ -496,6 +520,11 @@ class _Gemma(Reader):
         self._in_string = False
         self._stack = ""
         self._key = False  # a key is next
+
+    @property
+    def may_start(self) -> bool:
+        """As the class says."""
+        return self._begun.fullmatch(self._held) is not None
 
     def _read(self, parts: list[Part]) -> None:
         if not self.started:

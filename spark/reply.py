@@ -20,9 +20,9 @@ class ReplyParser:
 
     stops: strings that end it and are left out. tools: definitions of those that may be called. thinking: the prompt
     has opened reasoning, "open", or shut it, "shut"; "": neither. single_call: the reply ends with its first call.
-    plain: nothing but stop strings is looked for.
+    calls_only: there is to be a call, and no text. plain: nothing but stop strings is looked for.
     `stop`: the stop string that came. `ended`: nothing more is given out. `called`: there was a whole tool call.
-    `cut`: the last call is not whole.
+    `cut`: the last call is not whole; of one that was cut before its name was known nothing is given out.
     """
 
     def __init__(
@@ -33,11 +33,12 @@ class ReplyParser:
         tools: Sequence[Mapping[str, Any]] = (),
         thinking: Literal["open", "shut", ""] = "",
         single_call: bool = False,
+        calls_only: bool = False,
         plain: bool = False,
     ) -> None:
         self.stop: str | None = None
         self.ended = self.called = self.cut = False
-        self._dialect, self._single = dialect, single_call
+        self._dialect, self._single, self._calls_only = dialect, single_call, calls_only
         self._schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
         self._stops = tuple(stops)
         self._openings = calls.openings(dialect.calls, self._schemas) if tools else ()
@@ -68,10 +69,14 @@ class ReplyParser:
             if self._reader is not None:
                 found = self._reader.flush(cut)
                 self._keep(found, parts)
-                if not self._reader.started:
+                if not self._reader.started and cut and self._reader.may_start:
+                    self.cut = True
+                elif not self._reader.started:
                     parts.append(Text("content", self._blanks + self._reader.raw))
                 self._blanks = ""
             else:
+                if cut and self._calls_only and self._state == "content":  # the beginning of the mark of a call
+                    self._held = self._held[: len(self._held) - calls.beginning(self._held, self._openings)]
                 self._text(self._held, parts)
             self._end(parts)
         return parts

@@ -472,6 +472,17 @@ def test_a_bad_grammar_fails_its_request_alone(engine: Engine) -> None:
     assert isinstance(events[-1], Done) and events[-1].id == 2
 
 
+def test_a_grammar_that_does_not_bind_is_only_checked(engine: Engine) -> None:
+    tokens, _ = run(engine, Generate(1, (5, 6), 9, stop_tokens=()))
+    good = json.dumps(schema({"type": "string"}) | {"binds": False})
+    free, _ = run(engine, Generate(2, (5, 6), 9, stop_tokens=(), grammar=good))
+    assert free == tokens
+    bad = json.dumps(schema({"type": "array", "uniqueItems": True}) | {"binds": False})
+    engine.submit(Generate(3, (5, 6), 5, grammar=bad))
+    (failed,) = engine.step()
+    assert isinstance(failed, Error) and failed.code == "bad_request" and "uniqueItems" in failed.message
+
+
 def test_a_constrained_request_is_cancelled_within_a_step(engine: Engine) -> None:
     wanted = {"kind": "json_schema", "schema": {"type": "string", "minLength": 300}}
     engine.submit(Generate(1, (5, 6), 400, grammar=json.dumps(wanted)))

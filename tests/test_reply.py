@@ -56,7 +56,7 @@ def take(
         else:
             calls.append((part.name, part.arguments))
     ends = [part.complete for part in parts if isinstance(part, CallEnd)]
-    assert parser.called == any(ends) and parser.cut == (bool(ends) and not ends[-1])
+    assert parser.called == any(ends) and (parser.cut == (bool(ends) and not ends[-1]) or cut)
     return texts["reasoning"], texts["content"], calls, parser.stop
 
 
@@ -219,6 +219,45 @@ def test_other_formats(form: CallFormat, text: str, expected: tuple) -> None:
 def test_a_call_that_was_cut_is_not_whole() -> None:
     text = "<tool_call>\n<function=read>\n<parameter=n>\n1\n</parameter>"
     assert take([text], "xml", cut=True)[2] == [("read", '{"n": 1')]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "re'),
+        ("hermes", '<tool_call>{"arguments": {"path": "a'),
+        ("xml", "<tool_call>\n<func"),
+        ("xml", "<tool_call>\n<function=re"),
+        ("xml", "<tool_call>\n<function=read>\n<parameter=pa"),
+        ("xml", "<function=read>\n<para"),
+        ("laguna", "<tool_call>re"),
+        ("laguna", "<tool_call>read\n<arg_key>pa"),
+        ("gemma4", "<|tool_call>ca"),
+        ("gemma4", "<|tool_call>call:re"),
+    ],
+)
+def test_a_call_that_was_cut_before_it_has_a_name_is_no_text(form: CallFormat, text: str) -> None:
+    """In pieces or not, at any place; what only looks like a call is text there too."""
+    opening = text[: text.index(">") + 1]
+    for size in range(len("<tool_call>" if form != "gemma4" else "<|tool_call>"), len(text) + 1):
+        cut = text[:size] if text.startswith(("<tool_call>", "<|tool_call>")) else text
+        for pieces in ([f"Well. {cut}"], list(f"Well. {cut}")):
+            assert take(pieces, form, cut=True) == ("", "Well.", [], None)
+    for looks in (f"{opening} is how calls begin", f"{opening}</b> and"):
+        if opening.endswith("tool_call>"):
+            assert take([looks], form, cut=True) == ("", looks, [], None)
+    parser = ReplyParser(DIALECTS[form], tools=TOOLS)
+    parser.push(text)
+    parser.flush(cut=True)
+    assert parser.cut and not parser.called
+
+
+@pytest.mark.parametrize("form", sorted(DIALECTS))
+def test_where_there_is_to_be_a_call_the_beginning_of_its_mark_is_no_text(form: CallFormat) -> None:
+    mark = "<|tool_call>" if form == "gemma4" else "<tool_call>"
+    for size in range(1, len(mark)):
+        assert take([mark[:size]], form, cut=True, calls_only=True) == ("", "", [], None)
+        assert take([mark[:size]], form, cut=True)[1] == mark[:size]
 
 
 def test_arguments_are_streamed() -> None:
