@@ -30,6 +30,7 @@ from engine.errors import (
     CancelledError,
     CapacityError,
     DeviceLostError,
+    OverloadedError,
     RequestError,
     SparkError,
 )
@@ -279,7 +280,7 @@ def _handle(request: protocol.Request, engine: Engine, running: set[int]) -> Ite
             if request.id in running:
                 raise RequestError(f"field 'id': request {request.id} is still running")
             if len(running) >= MAX_WAITING:
-                raise RequestError(f"{MAX_WAITING} requests are waiting already", hint="send it again later")
+                raise OverloadedError(f"{MAX_WAITING} requests are waiting already", hint="send it again later")
             engine.submit(request)
             running.add(request.id)
         case protocol.Cancel():

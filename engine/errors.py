@@ -77,6 +77,12 @@ class ContextOverflowError(RequestError):
     code = "context_overflow"
 
 
+class OverloadedError(SparkError):
+    """A request that came while as many as may wait were waiting; it may be sent again later."""
+
+    code = "overloaded"
+
+
 class CapacityError(SparkError):
     """Memory or slots that do not suffice; names the smallest budget that would."""
 

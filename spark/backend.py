@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import protocol
-from engine.errors import DeadlineError, SparkError
+from engine.errors import DaemonError, DeadlineError, SparkError
 from spark.client import DaemonClient, Deadlines, OnLoading, RequestStream
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,13 @@ class Backend:
             if not self._client.alive:
                 self._client.close()
                 _log.warning("the daemon is gone; starting it again")
-                self._client = self._start()
+                try:
+                    self._client = self._start()
+                except DeadlineError:
+                    raise
+                except SparkError as error:  # whatever it is, no request is to blame for it
+                    message = f"the daemon cannot be started again: {error.message}"
+                    raise DaemonError(message, hint=error.hint) from error
                 self.restarts += 1
                 for reason in self._client.ready.info.get("reasons", ())[:1]:  # the device may be another
                     _log.warning("%s", reason)
@@ -79,8 +85,10 @@ class Backend:
         """Write what the daemon has learned, if there is anything new."""
         with self._lock:
             if self._learned_profile is not None and self._served and self._client.alive:
-                self._client.profile("write", self._learned_profile)
+                report = self._client.profile("write", self._learned_profile)
                 self._served = 0
+                for warning in report.get("warnings", ()):
+                    _log.warning("%s", warning)
 
     def close(self) -> None:
         """Save, and end the daemon."""

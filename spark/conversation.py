@@ -16,6 +16,7 @@ from engine import protocol
 from engine.errors import RequestError
 from spark.sessions import Message, ToolCall
 
+MAX_DEPTH = 64  # of JSON
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 1024
 MAX_STOPS = 16
@@ -172,6 +173,17 @@ _KINDS = {
 _REQUIRED: Any = object()
 
 
+def too_deep(made: dict[str, Any]) -> bool:
+    """Whether lists and objects are nested more than MAX_DEPTH levels deep: what walks them calls itself for each."""
+    level: list[Any] = [made]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner for value in level for inner in (value.values() if type(value) is dict else value)
+            if type(inner) is dict or type(inner) is list
+        ]  # fmt: skip
+    return bool(level)
+
+
 def get(record: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRED, where: str = "") -> Any:
     """A field of a JSON object, null standing for an absent one."""
     value = record.get(name)
@@ -243,7 +255,7 @@ def call(call_id: str, name: str, arguments: str) -> ToolCall:
         made = json.loads(arguments or "{}", strict=False)
     except (ValueError, RecursionError):
         made = None
-    if type(made) is not dict:  # what a model wrote wrongly must not make its whole session unusable
+    if type(made) is not dict or too_deep(made):  # what a model wrote wrongly must not make its whole session unusable
         made = {"input": arguments}
     return ToolCall(call_id, name, made)
 
@@ -268,10 +280,10 @@ def sampling(body: Mapping[str, Any]) -> protocol.Sampling:
 
 
 def stops(value: Any, name: str = "stop") -> tuple[str, ...]:
-    """Stop strings: one, or a list."""
-    made = [value] if type(value) is str else value or []
+    """Stop strings: one, or a list; null is none."""
+    made = [value] if type(value) is str else [] if value is None else value
     if type(made) is not list or len(made) > MAX_STOPS:
-        raise RequestError(f"{name}: expected a string or a list of at most {MAX_STOPS}")
+        raise RequestError(f"{name}: expected a string or a list of at most {MAX_STOPS}, found {shown(value)}")
     if not all(type(stop) is str and 0 < len(stop) <= MAX_STOP_CHARS for stop in made):
         raise RequestError(f"{name}: expected strings of 1 to {MAX_STOP_CHARS} characters")
     return tuple(made)

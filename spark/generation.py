@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -60,7 +60,6 @@ class Model:
         self._metrics = metrics
         self._renderer = Renderer(tokenizer)
         self._rendering = asyncio.Lock()
-        self.replies = 0  # that are being made
 
     @property
     def ctx_tokens(self) -> int:
@@ -91,7 +90,8 @@ class Model:
                 raise RequestError(f"prompt: tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
             return Opening(list(raw), ""), None
         most = _CHARS_A_TOKEN * self.ctx_tokens
-        n = sum(len(m.content) + len(m.reasoning) for m in conversation.messages) + len(raw or "")
+        tools = conversation.tools if conversation.tool_choice != "none" else ()
+        n = len(raw or "") + _rendered_chars(conversation, tools)
         if n > most:
             raise PromptTooLongError(n, most, "characters")
         if raw is not None:
@@ -108,7 +108,7 @@ class Model:
             enabled = False
         opening = self._renderer.opening(
             conversation.messages,
-            conversation.tools if conversation.tool_choice != "none" else (),
+            tools,
             thinking=enabled,
             effort=wish.effort,
             written=conversation.written,
@@ -148,8 +148,6 @@ class Model:
         run = _Run(self._renderer, self._tokenizer, prompt, self.ctx_tokens)
         began_s, reason = time.monotonic(), ""
         said_s: float | None = None  # when something was last given out
-        self.replies += 1
-        self._metrics.replies.inc()
         generation: Generation | None = None
         try:
             while run.left > 0 and not run.reason:
@@ -158,7 +156,10 @@ class Model:
                     self._backend, run.tokens, run.left, prompt.conversation.sampling, run.grammar_text()
                 )
                 while not (run.reason or run.broken):
-                    event = await generation.next(_SOON_S if said_s is None else KEEP_ALIVE_S)
+                    # Once something was said a bad form cannot be refused by a status any more, and the first form of
+                    # a daemon takes it a second or two to look at.
+                    soon = said_s is None and prompt.grammar is None
+                    event = await generation.next(_SOON_S if soon else KEEP_ALIVE_S)
                     parts = [] if event is None else run.take(event)
                     # A call whose arguments cannot be shown yet is no reason to be silent either.
                     if parts or said_s is None or time.monotonic() - said_s >= KEEP_ALIVE_S:
@@ -174,8 +175,6 @@ class Model:
             reason = error.code
             raise
         finally:
-            self.replies -= 1
-            self._metrics.replies.dec()
             if generation is not None:
                 generation.cancel()
             ended_s = time.monotonic()
@@ -188,6 +187,15 @@ class Model:
                 run.usage.prompt - run.usage.cached, run.usage.cached, run.usage.completion, ended_s - began_s,
                 reason or "left",
             )  # fmt: skip
+
+
+def _rendered_chars(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> int:
+    """How much text a template is given; objects are measured as the JSON that templates mostly write."""
+    data: list[Any] = [tools, *(call.arguments for m in conversation.messages for call in m.tool_calls)]
+    texts = [text for m in conversation.messages for text in (m.content, m.reasoning, m.tool_call_id)]
+    texts += [text for m in conversation.messages for call in m.tool_calls for text in (call.id, call.name)]
+    written = (len(json.dumps(item, ensure_ascii=False)) for item in data)
+    return sum(map(len, texts)) + sum(written) + len(conversation.written)
 
 
 def _may_call(conversation: Conversation) -> bool:
@@ -228,6 +236,7 @@ class _Run:
             tools=conversation.tools if conversation.tool_choice != "none" else (),
             thinking=prompt.opening.thinking,
             single_call=not conversation.parallel_calls,
+            calls_only=conversation.tool_choice not in ("auto", "none"),
         )
         self._budget, self._grammar = prompt.budget, prompt.grammar
         self._free = prompt.grammar is not None and conversation.raw is None and _may_call(conversation)
@@ -239,8 +248,10 @@ class _Run:
         self.broken = self.begun = False
 
     def grammar_text(self) -> str | None:
-        """The grammar of the next generation."""
-        return None if self._grammar is None or self._free else json.dumps(self._grammar)
+        """The grammar of the next generation; where it may still be a call, one that is only checked."""
+        if self._grammar is None:
+            return None
+        return json.dumps(self._grammar | {"binds": False} if self._free else self._grammar)
 
     def take(self, event: protocol.Event) -> list[Part]:
         """Take an event of the generation; the parts that it brings."""

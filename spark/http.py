@@ -7,18 +7,19 @@ surrogates, which UTF-8 does not have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import (
@@ -27,24 +28,33 @@ from engine.errors import (
     ContextOverflowError,
     DaemonError,
     DeadlineError,
+    OverloadedError,
     RequestError,
     SparkError,
 )
 from spark import page
+from spark.conversation import MAX_DEPTH, too_deep
 
 MAX_BODY_BYTES = 32 << 20
-MAX_DEPTH = 64  # of a body's JSON
 
 OVERLOADED = 529  # Anthropic's word for 429
 _CLIENT_GONE = 499  # a status that nobody will see
 _KEYLESS = page.PATHS | {"/health"}
 _STATUS: Mapping[type[SparkError], int] = {
     RequestError: 400,
-    CancelledError: 503,  # not by its client: the daemon was stopping
+    OverloadedError: OVERLOADED,
+    CancelledError: 503,  # not by its client: the daemon, or the server, was stopping
     DaemonError: 503,
     CapacityError: 503,
     DeadlineError: 504,
 }
+
+_CODES: Mapping[type[SparkError], str] = {  # where OpenAI has a word of its own
+    ContextOverflowError: "context_length_exceeded",
+    OverloadedError: "rate_limit_exceeded",
+}
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -111,15 +121,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
     if type(made) is not dict:
         raise RequestError("the body is not a JSON object")
-    level: list[Any] = [made]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner for value in level for inner in (value.values() if type(value) is dict else value)
-            if type(inner) is dict or type(inner) is list
-        ]  # fmt: skip
-        if not level:
-            return made
-    raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
+    if too_deep(made):
+        raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
+    return made
 
 
 def _without_text(error: Exception) -> str:
@@ -153,6 +157,50 @@ async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str,
     finally:
         gone.cancel()
         task.cancel()
+        await asyncio.wait({task, gone})
+
+
+class Closing:
+    """Cuts work off when the server ends and has waited for long enough."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._limits: set[asyncio.Timeout] = set()
+
+    async def run(self, work: Awaitable[_Result]) -> _Result:
+        """Do some work; raises CancelledError, of the errors that are explained, where it is cut off."""
+        limit = asyncio.timeout(0 if self._over else None)
+        self._limits.add(limit)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise CancelledError("the server is stopping") from None
+        finally:
+            self._limits.discard(limit)
+
+    def cut_off(self) -> None:
+        """Cut off what runs, and what comes from now on."""
+        if not self._over:
+            self._over = True
+            for limit in self._limits:
+                limit.reschedule(0)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; however they end, and also where none was ever sent, `held` is let go."""
+
+    def __init__(self, events: AsyncGenerator[bytes], held: contextlib.AsyncExitStack | None = None) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._held = held or contextlib.AsyncExitStack()
+        self._held.push_async_callback(events.aclose)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        async with self._held:
+            await super().__call__(scope, receive, send)
 
 
 def json_response(made: dict[str, Any], status: int = 200) -> Response:
@@ -201,8 +249,8 @@ def anthropic_error(status: int, message: str, code: str | None = None) -> dict[
 def explain(error: SparkError) -> tuple[int, str, str]:
     """Status, text and code for a failure; what the daemon said last is for the log alone."""
     status = next((status for cls, status in _STATUS.items() if isinstance(error, cls)), 500)
-    code = "context_length_exceeded" if isinstance(error, ContextOverflowError) else error.code
-    if status >= 500:
+    code = next((code for cls, code in _CODES.items() if isinstance(error, cls)), error.code)
+    if status >= 500 and status != OVERLOADED:
         _log.error("%s: %s\n%s", error.code, error.message, error.hint)
         return status, error.message, code
     return status, "; ".join(filter(None, (error.message, error.hint))), code

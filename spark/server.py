@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
 import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -25,12 +27,11 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from engine.config import EngineConfig
-from engine.errors import ContextOverflowError, SparkError, UsageError
+from engine.errors import ContextOverflowError, OverloadedError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
@@ -40,7 +41,8 @@ from spark.events import MAX_WATCHERS, Counters, Feed
 from spark.generation import Model, Prompt
 from spark.http import (
     EXCEPTION_HANDLERS,
-    OVERLOADED,
+    Closing,
+    EventStream,
     Guard,
     error_response,
     is_loopback,
@@ -54,8 +56,10 @@ from spark.models import listing
 MAX_REPLIES = 64  # being made or waited for
 _SAVE_EVERY_S = 300.0
 _STATS_S = 2.0  # how long /metrics waits for the daemon, which may be in a long step
-_DRAIN_S = 30  # how long replies may go on after SIGTERM
-_HURRY_S = 3  # and after Ctrl-C
+_DRAIN_S = 30.0  # how long replies may go on after SIGTERM
+_HURRY_S = 3.0  # and after Ctrl-C
+_LAST_WORDS_S = 1.0  # how long a client may take to read that its reply was cut off
+_MAX_KEY_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +68,9 @@ _log = logging.getLogger(__name__)
 class ServeOptions:
     """What to serve, and where.
 
-    host: one that is not of this machine alone needs an api_key, which clients then have to send. port: 0
-    takes a free one. learned_profile: where the routing counts go, every few minutes and at the end.
+    host: one that is not of this machine alone needs a key, which clients then have to send: api_key, or the first
+    line of api_key_file. port: 0 takes a free one. learned_profile: where the routing counts go, every few minutes and
+    at the end.
     """
 
     config: EngineConfig
@@ -74,6 +79,7 @@ class ServeOptions:
     api_key: str | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     learned_profile: Path | None = None
+    api_key_file: Path | None = None
 
 
 OnServing = Callable[[str, str, int], None]  # where it is served, the model's name, its context
@@ -84,13 +90,15 @@ def serve(
     on_loading: OnLoading = lambda stage, done, total: None,
     on_serving: OnServing = lambda url, name, ctx_tokens: None,
 ) -> None:
-    """Load the model and serve it until SIGTERM, which lets replies finish, or Ctrl-C.
+    """Load the model and serve it until SIGTERM or SIGHUP, which let replies finish, or Ctrl-C.
 
     on_loading: as DaemonClient calls it. on_serving: called when connections are taken. Raises UsageError for an
-    address that must not or cannot be bound, and whatever keeps the model from loading.
+    address that must not or cannot be bound and for a key that is none, and whatever keeps the model from loading.
     """
-    if options.api_key is None and not is_loopback(options.host):
-        raise UsageError(f"--host {options.host} lets other machines in", hint="set --api-key, or serve on 127.0.0.1")
+    api_key = _api_key(options)
+    if api_key is None and not is_loopback(options.host):
+        hint = "set --api-key-file or --api-key, or serve on 127.0.0.1"
+        raise UsageError(f"--host {options.host} lets other machines in", hint=hint)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
     with _bind(options.host, options.port) as bound:
         tokenizer = load(options.config.model)
@@ -100,22 +108,50 @@ def serve(
                 for line in backend.ready.info.get(key, ()):
                     _log.info("%s", line)
             name = re.sub(r"-\d{5}-of-\d{5}$", "", options.config.model.stem)
-            app = create_app(backend, tokenizer, name, options.api_key)
+            app = create_app(backend, tokenizer, name, api_key)
             _listen(bound)
             host, port = bound.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            _log.info("%s is served at %s/v1", name, url)
-            on_serving(url, name, int(backend.ready.info["ctx_tokens"]))
-            _run(app, bound)
+
+            def announce() -> None:
+                _log.info("%s is served at %s/v1", name, url)
+                on_serving(url, name, int(backend.ready.info["ctx_tokens"]))
+
+            _run(app, bound, announce)
         finally:
             backend.close()
 
 
+def _api_key(options: ServeOptions) -> str | None:
+    """The key that clients have to send; None where they need none. One that is empty would let everybody in."""
+    name, given = "--api-key", options.api_key
+    if options.api_key_file is not None:
+        if given is not None:
+            raise UsageError("--api-key and --api-key-file both say what the key is", hint="give one of them")
+        name = f"--api-key-file {options.api_key_file}"
+        try:
+            with options.api_key_file.open("rb") as file:
+                given = file.readline(_MAX_KEY_BYTES + 1).decode()
+        except OSError as error:
+            raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{name}: expected the key as UTF-8 text in the first line, found other bytes") from error
+        if len(given) > _MAX_KEY_BYTES:
+            raise UsageError(f"{name}: expected a key of at most {_MAX_KEY_BYTES} bytes in the first line, found more")
+    if given is None:
+        return None
+    if not given.strip():
+        hint = "is the variable set that it comes from? `openssl rand -hex 32` makes a key"
+        raise UsageError(f"{name}: expected a key, found nothing", hint=hint)
+    return given.strip()  # as a header's value is
+
+
 def _daemon_command(options: ServeOptions) -> list[str]:
-    # A daemon that starts again goes on from what the one before it learned.
+    # A daemon that starts again goes on from what the one before it learned; without it, as the first one would.
     learned = options.learned_profile
-    known = learned is not None and learned.exists()
-    return engine_command(replace(options.config, profile=learned) if known else options.config)
+    if learned is None:
+        return engine_command(options.config)
+    return engine_command(replace(options.config, profile=learned if learned.exists() else None))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -131,7 +167,7 @@ def _bind(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise UsageError(f"{host} port {port} cannot be served on: {error}") from error
+        raise _not_bound(f"{host} port {port} cannot be served on: {error}", error) from error
     return bound
 
 
@@ -139,38 +175,76 @@ def _listen(bound: socket.socket) -> None:
     try:
         bound.listen()
     except OSError as error:  # another server that had bound it too was faster
-        raise UsageError(f"the address was taken while the model was loaded: {error}") from error
+        raise _not_bound(f"the address was taken while the model was loaded: {error}", error) from error
+
+
+def _not_bound(message: str, error: OSError) -> UsageError:
+    another_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    return UsageError(message, hint="give another --port; 0 takes a free one" if another_port else "")
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
-        super().__init__(config)
-        self._feed = feed
+    """Takes requests until a signal comes; replies then have a while to end, and what is left is cut off.
+
+    interrupted: Ctrl-C was among the signals.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        super().__init__(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False))
+        self.interrupted = False
+        self._feed: Feed = app.state.feed
+        self._closing: Closing = app.state.closing
+        self._cut_off_s = math.inf
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Take no signals: `_run` does. The base class knows too few, and would raise them again in the end."""
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Remember the signal; after Ctrl-C replies get less time than after SIGTERM, and the page gets none."""
-        self._feed.close()
+        """Begin to end: Ctrl-C leaves replies less time than SIGTERM, a second one none; the page gets none."""
+        left_s = _DRAIN_S
         if sig == signal.SIGINT:
-            self.config.timeout_graceful_shutdown = _HURRY_S
-        super().handle_exit(sig, frame)
+            left_s = 0.0 if self.interrupted else _HURRY_S
+            self.interrupted = True
+        self._cut_off_s = min(self._cut_off_s, time.monotonic() + left_s)
+        self._feed.close()
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections and wait for those that there are."""
+        cutting_off = asyncio.create_task(self._cut_off())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting_off.cancel()
+
+    async def _cut_off(self) -> None:
+        while time.monotonic() < self._cut_off_s:  # a signal may bring it nearer
+            await asyncio.sleep(0.05)
+        self._closing.cut_off()
+        await asyncio.sleep(_LAST_WORDS_S)
+        for connection in list(self.server_state.connections):  # of clients that do not read
+            connection.transport.abort()
 
 
-def _run(app: Starlette, bound: socket.socket) -> None:
-    async def until_cancelled(scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(asyncio.CancelledError):  # a reply that went on for too long after the signal
-            await app(scope, receive, send)
-
-    config = uvicorn.Config(
-        until_cancelled, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_S
-    )
-    # After its own shutdown uvicorn raises the signals again that it caught; SIGTERM has been obeyed then.
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None) if main else None
+def _run(app: Starlette, bound: socket.socket, announce: Callable[[], None]) -> None:
+    """Serve until a signal comes; whoever was told by `announce` may send it at once."""
+    server = _Server(app)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks for that
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, server.handle_exit) for number in numbers}
     try:
-        _Server(config, app.state.feed).run(sockets=[bound])
+        announce()
+        server.run(sockets=[bound])
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if server.interrupted:
+        raise KeyboardInterrupt
 
 
 # --- the application --------------------------------------------------------------------------
@@ -201,7 +275,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
         lifespan=lifespan,
     )
     app.add_middleware(Guard, api_key=api_key)
-    app.state.feed = service.feed
+    app.state.feed, app.state.closing = service.feed, service.closing
     return app
 
 
@@ -237,7 +311,6 @@ _APIS = (
     _Api("responses", "/v1/responses", api_responses.parse, api_responses.Writer, overflow_in_stream=True),
     _Api("messages", "/v1/messages", api_messages.parse, api_messages.Writer),
 )
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _Reply = AsyncGenerator[list[Part] | Finish]
 
 
@@ -251,7 +324,9 @@ class _Service:
         self._name = name
         self._created = int(time.time())
         self._counters = Counters(backend)
-        self.feed = Feed(backend, self._counters, lambda: self._model.replies, name)
+        self._replies = 0  # being made or waited for
+        self.feed = Feed(backend, self._counters, lambda: self._replies, name)
+        self.closing = Closing()
 
     async def save_now_and_then(self) -> None:
         while True:
@@ -282,19 +357,22 @@ class _Service:
     async def events(self, request: Request) -> Response:
         if self.feed.watchers >= MAX_WATCHERS:
             return error_response(request.scope, 503, f"{MAX_WATCHERS} pages are shown already", "too_many_watchers")
-        return _event_stream(self.feed.watch())
+        return EventStream(self.feed.watch())
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await read_body(request)
-        conversation = await asyncio.to_thread(lambda: api_messages.parse_count(parse_object(body)))
-        return json_response({"input_tokens": await self._model.count(conversation)})
+        async def count() -> int:
+            body = await read_body(request)
+            conversation = await asyncio.to_thread(lambda: api_messages.parse_count(parse_object(body)))
+            return await self._model.count(conversation)
+
+        return json_response({"input_tokens": await self.closing.run(count())})
 
     def endpoint(self, api: _Api) -> Callable[[Request], Any]:
         """Make the endpoint of an API."""
 
         async def answer(request: Request) -> Response:
             try:
-                return await self._answer(api, request)
+                return await self.closing.run(self._answer(api, request))
             except SparkError as error:
                 self._metrics.request(api.name, error.code)
                 raise
@@ -310,26 +388,34 @@ class _Service:
             return conversation, api.writer(self._name, body, conversation)
 
         conversation, writer = await asyncio.to_thread(parse)
-        if self._model.replies >= MAX_REPLIES:
-            self._metrics.request(api.name, "overloaded")
-            message = f"{MAX_REPLIES} requests are waiting already: try again in 2 s"
-            return error_response(request.scope, OVERLOADED, message, "rate_limit_exceeded")
+        async with contextlib.AsyncExitStack() as held:
+            held.enter_context(self._place())
+            try:
+                prompt = await self._model.prompt(conversation)
+            except ContextOverflowError as error:
+                if not (conversation.stream and api.overflow_in_stream):
+                    raise
+                self._metrics.request(api.name, error.code)
+                return EventStream(_once(writer.start(0) + writer.failed(error)))
+            reply = self._model.reply(prompt)
+            if not conversation.stream:
+                return await json_unless_left(request, self._whole(api, writer, reply))
+            held.push_async_callback(reply.aclose)
+            first = await anext(reply)  # what is refused at once gets a status
+            return EventStream(self._stream(api, writer, prompt, first, reply), held.pop_all())
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the replies, from before anything is done for one until nothing more is."""
+        if self._replies >= MAX_REPLIES:
+            raise OverloadedError(f"{MAX_REPLIES} requests are waiting already", hint="try again in 2 s")
+        self._replies += 1
+        self._metrics.replies.inc()
         try:
-            prompt = await self._model.prompt(conversation)
-        except ContextOverflowError as error:
-            if not (conversation.stream and api.overflow_in_stream):
-                raise
-            self._metrics.request(api.name, error.code)
-            return _event_stream(_once(writer.start(0) + writer.failed(error)))
-        reply = self._model.reply(prompt)
-        if not conversation.stream:
-            return await json_unless_left(request, self._whole(api, writer, reply))
-        try:  # what is refused at once gets a status
-            first = await anext(reply)
-        except BaseException:
-            await reply.aclose()
-            raise
-        return _event_stream(self._stream(api, writer, prompt, first, reply))
+            yield
+        finally:
+            self._replies -= 1
+            self._metrics.replies.dec()
 
     async def _whole(self, api: _Api, writer: _Writer, reply: _Reply) -> dict[str, Any]:
         parts: list[Part] = []
@@ -351,26 +437,18 @@ class _Service:
 
     async def _stream(
         self, api: _Api, writer: _Writer, prompt: Prompt, first: list[Part] | Finish, reply: _Reply
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         """The reply as server-sent events; an error that comes too late for a status is one of them."""
-        outcome = "left"
+        outcome, item = "left", first
         try:
-            async with contextlib.aclosing(reply):
-                yield writer.start(len(prompt.opening.tokens))
-                if not isinstance(first, Finish):
-                    for part in first:
-                        if made := writer.part(part):
-                            yield made
-                    async for item in reply:
-                        if isinstance(item, Finish):
-                            first = item
-                            break
-                        made = b"".join(map(writer.part, item))
-                        if made or not item:
-                            yield made or writer.keep_alive
-                assert isinstance(first, Finish)
-                outcome = "ok"
-                yield writer.end(first)
+            yield writer.start(len(prompt.opening.tokens))
+            while not isinstance(item, Finish):
+                made = b"".join(map(writer.part, item))
+                if made or not item:
+                    yield made or writer.keep_alive
+                item = await self.closing.run(anext(reply))
+            outcome = "ok"
+            yield writer.end(item)
         except SparkError as error:
             outcome = error.code
             yield writer.failed(error)
@@ -378,9 +456,5 @@ class _Service:
             self._metrics.request(api.name, outcome)
 
 
-def _event_stream(events: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
-
-
-async def _once(event: bytes) -> AsyncIterator[bytes]:
+async def _once(event: bytes) -> AsyncGenerator[bytes]:
     yield event

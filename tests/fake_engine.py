@@ -65,6 +65,8 @@ class FakeEngine:
     def submit(self, request: Generate | Score) -> None:
         if REFUSED in request.tokens:
             raise RequestError("field 'tokens': a token that is always refused")
+        if isinstance(request, Generate) and "uniqueItems" in (request.grammar or ""):
+            raise RequestError("field 'grammar': uniqueItems is not supported")
         if len(request.tokens) >= self.ctx_tokens:
             raise ContextOverflowError(f"{len(request.tokens)} tokens in a context of {self.ctx_tokens}")
         work = self.generate(request) if isinstance(request, Generate) else self.score(request)

@@ -143,6 +143,12 @@ def test_sigterm(data: Path, tmp_path: Path, name: str) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == CASES[name].left and not hidden_files(tmp_path)
 
 
+def test_a_server_ends_by_sighup_as_by_sigterm(data: Path, tmp_path: Path) -> None:
+    status, stderr, daemons = cut_short("serve", data, tmp_path, signal.SIGHUP)
+    assert status == 0 and "Traceback" not in stderr
+    assert none_left(daemons)
+
+
 @pytest.mark.parametrize("name", ["calibrate", "serve"])
 def test_no_daemon_outlives_a_killed_command(data: Path, tmp_path: Path, name: str) -> None:
     status, _, daemons = cut_short(name, data, tmp_path, signal.SIGKILL)
@@ -150,7 +156,8 @@ def test_no_daemon_outlives_a_killed_command(data: Path, tmp_path: Path, name: s
     assert none_left(daemons)
 
 
-def test_ctrl_c_does_not_wait_for_a_long_reply(tmp_path: Path) -> None:
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_does_not_wait_for_a_long_reply(tmp_path: Path, twice: bool) -> None:
     arguments = ["serve", NANO, "--port", "0"]
     with started(*arguments, cwd=tmp_path, tmp=tmp_path) as process:
         line = next(line for line in process.stderr if "is served at" in line)
@@ -164,11 +171,14 @@ def test_ctrl_c_does_not_wait_for_a_long_reply(tmp_path: Path) -> None:
         daemons = children(process)
         os.killpg(process.pid, signal.SIGINT)
         began_s = time.monotonic()
+        if twice:
+            time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-        assert time.monotonic() - began_s < END_S
+        assert time.monotonic() - began_s < (3.0 if twice else END_S)
         for connection in connections:
             connection.close()
-    assert process.returncode == 130 and "Traceback" not in stderr
+    assert process.returncode == 130 and "Traceback" not in stderr and stderr.splitlines()[-1] == "interrupted"
     assert none_left(daemons)
 
 

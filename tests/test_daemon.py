@@ -17,6 +17,8 @@ import pytest
 from fake_engine import END, SAID, SAY
 
 from engine import protocol
+from engine.daemon import MAX_WAITING
+from engine.errors import OverloadedError, from_code
 
 FAKE = Path(__file__).with_name("fake_daemon.py")
 PATIENCE_S = 30.0
@@ -189,6 +191,17 @@ def test_errors_keep_their_code(shared_daemon: RawDaemon) -> None:
     events = shared_daemon.until(protocol.Done)
     codes = {event.id: event.code for event in events if isinstance(event, protocol.Error)}
     assert codes == {1: "numerical", 2: "context_overflow"} and said(events, 3) == [5]
+
+
+def test_more_requests_than_may_wait() -> None:
+    with running(step_s=0.02) as daemon:
+        daemon.until(protocol.Ready)
+        daemon.write(*(generate(number, range(200), 200) for number in range(1, MAX_WAITING + 3)))
+        events = [*daemon.until(protocol.Error), *daemon.until(protocol.Error)]
+        refused = [event for event in events if isinstance(event, protocol.Error)]
+        assert [event.id for event in refused] == [MAX_WAITING + 1, MAX_WAITING + 2]
+        assert {(event.code, event.hint) for event in refused} == {("overloaded", "send it again later")}
+        assert isinstance(from_code("overloaded", ""), OverloadedError)
 
 
 def test_a_lost_device_ends_every_request_and_the_daemon() -> None:

@@ -18,7 +18,7 @@ from spark import generation
 from spark.conversation import Conversation, Finish, Part, Reasoning, Text, whole
 from spark.generation import Model, PromptTooLongError
 from spark.metrics import Metrics
-from spark.sessions import Message
+from spark.sessions import Message, ToolCall
 
 TESTS = Path(__file__).parent
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -204,7 +204,8 @@ def test_a_form_or_a_call(monkeypatch: pytest.MonkeyPatch, thought: str) -> None
     assert [p.text for p in whole(parts) if isinstance(p, Text)] == [*(["hm"] if thought else []), '{"a": 1}']
     (prompt, _, free), (again, left, constrained) = backend.asked
     shut = thought.rstrip()  # what came with the answer is taken back
-    assert (free, again, constrained) == (None, prompt + shut, '{"kind": "json_object"}')
+    assert free is not None and json.loads(free)["binds"] is False  # it is only checked
+    assert (again, constrained) == (prompt + shut, '{"kind": "json_object"}')
     assert finish.usage.completion == len(shut) + 8 and left == 200 - len(shut) and finish.reason == "stop"
 
     backend = Backend(thought + CALL)
@@ -227,6 +228,19 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.figures.endswith("tokens > 4096 maximum")
     with pytest.raises(PromptTooLongError, match="characters"):  # which nobody made tokens of
         run(monkeypatch, "nano", Backend(), Conversation((Message("user", "x" * 200_000),)))
+    long = "x" * 200_000
+    tool: Any = {"type": "function", "function": {"name": "read", "description": long}}
+    call = Message("assistant", tool_calls=(ToolCall("c", "read", {"path": [long]}),))
+    for refused in (
+        Conversation(ASKED, (tool,)),
+        Conversation((*ASKED, call)),
+        Conversation((*ASKED, Message("assistant", tool_calls=(ToolCall(long, "read", {}),)))),
+        Conversation((*ASKED, Message("tool", tool_call_id=long))),
+        Conversation(ASKED, written=long),
+    ):
+        with pytest.raises(PromptTooLongError, match="characters"):
+            run(monkeypatch, "nano", Backend(), refused)
+    run(monkeypatch, "nano", Backend("x"), Conversation(ASKED, (tool,), "none"))  # which is not rendered
     backend = Backend("x" * 9000)
     _, finish = run(monkeypatch, "nano", backend, Conversation(ASKED, max_tokens=1 << 20))
     assert backend.asked[0][1] + finish.usage.prompt == 4096 and finish.reason == "length"

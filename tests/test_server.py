@@ -1,15 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
-import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ import pytest
 import uvicorn
 from fake_tokenizer import FakeTokenizer
 
-from engine.config import EngineConfig
-from engine.errors import DaemonError, UsageError
+from engine.daemon import MAX_WAITING
 from spark import http, server
 from spark.backend import Backend
 from spark.client import Deadlines
-from spark.server import ServeOptions, create_app, serve
+from spark.server import create_app
 
 HERE = Path(__file__).parent
 PATIENCE_S = 30.0
@@ -201,6 +199,22 @@ def test_tool_calls(fast: Running) -> None:
     assert choice["message"]["content"] == WITH_CALL and choice["finish_reason"] == "stop"
 
 
+def test_a_call_that_max_tokens_cuts_is_no_text(fast: Running) -> None:
+    wish = WITH_CALL.partition("\n")[2]
+    for n in (len("<tool_ca"), len("<tool_call>"), len('<tool_call>\n{"name": "re')):
+        more: dict = {"tools": TOOLS, "tool_choice": "required", "max_tokens": n}
+        (choice,) = fast.ask(wish, **more).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": ""} and choice["finish_reason"] == "length"
+        chunks = events(fast.ask(wish, **more, stream=True))
+        assert deltas(chunks, "content") == "" and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert not any("tool_calls" in chunk["choices"][0]["delta"] for chunk in chunks)
+        tools = [{"name": "read", "input_schema": {}}]
+        made = fast.http.post(
+            "/v1/messages", json=body(wish, max_tokens=n, tools=tools, tool_choice={"type": "any"})
+        ).json()
+        assert made["content"] == [] and made["stop_reason"] == "max_tokens"
+
+
 def test_the_conversation_reaches_the_template(fast: Running) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": '{"p": 1}'}}
     messages = [
@@ -290,6 +304,15 @@ def test_other_paths_and_methods(fast: Running) -> None:
         assert response.status_code == status and response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("depth", [60, 900, 100_000])
+def test_arguments_that_are_nested_deeply_hurt_nobody(fast: Running, depth: int) -> None:
+    function = {"name": "read", "arguments": '{"a":' * depth + "1" + "}" * depth}
+    message = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    messages = [*body("hi")["messages"], message, *body("hi")["messages"]]
+    response = fast.http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == (200 if depth < 100 else 400)  # of text, in the end, and too long a one here
+
+
 def test_a_body_too_large(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
     assert fast.ask("x" * 1000).status_code == 413
@@ -300,6 +323,72 @@ def test_too_many_requests(fast: Running, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(server, "MAX_REPLIES", 0)
     response = fast.ask("x")
     assert response.status_code == 429 and response.json()["error"]["type"] == "rate_limit_error"
+
+
+def at_once(port: int, path: str, bodies: list[dict]) -> list[httpx.Response]:
+    async def ask() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=len(bodies))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=PATIENCE_S) as client:
+            return await asyncio.gather(*(client.post(path, json=made) for made in bodies))
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_requests_at_once_than_there_are_places(stream: bool) -> None:
+    with running(fake(step_s=0.005)) as made:
+        responses = at_once(made.port, "/v1/chat/completions", [body("x" * 9, stream=stream)] * 100)
+        assert Counter(response.status_code for response in responses) == {200: 64, 429: 36}
+        refused = next(response for response in responses if response.status_code == 429)
+        assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert replies(made) == 0
+        assert made.ask("again").status_code == 200
+
+
+def replies(made: Running) -> float:
+    lines = made.http.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("spark_replies ")]
+    return float(line.split()[1])
+
+
+def test_the_limit_of_the_daemon_is_no_fault_of_the_request() -> None:
+    with running(fake(step_s=0.02)) as made:
+        client = made.backend.client()
+        waiting = [client.generate(range(200), max_tokens=200) for _ in range(MAX_WAITING)]
+        for path, status, kind in (
+            ("/v1/chat/completions", 429, "rate_limit_error"), ("/v1/messages", 529, "overloaded_error"),
+        ):  # fmt: skip
+            for stream in (False, True):
+                response = made.http.post(path, json=body("x", max_tokens=9, stream=stream))
+                assert response.status_code == status and response.json()["error"]["type"] == kind
+                assert response.headers["retry-after"] and "waiting already" in response.json()["error"]["message"]
+        for stream in waiting:
+            stream.close()
+        assert made.ask("x").status_code == 200
+
+
+def test_places_are_given_back_however_a_reply_ends(slow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_REPLIES", 1)
+    for stream in (False, True):
+        for wish in ("nan", "refused", "refuse", "x", "x" * 5000):
+            assert slow.ask(wish, stream=stream).status_code in (200, 400, 500), wish
+        content = json.dumps(body("y" * 1500, stream=stream)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+        for when in (lambda: True, lambda: replies(slow) == 1, lambda: slow.stats()["queued"] == 1):
+            with socket.create_connection(("127.0.0.1", slow.port), timeout=PATIENCE_S) as connection:
+                connection.sendall(head.encode() + content)
+                wait_until(when)
+            wait_until(lambda: replies(slow) == 0)
+            wait_until(lambda: slow.stats()["queued"] == 0)
+    assert slow.ask("x").status_code == 200
+
+
+def test_a_bad_form_is_refused_before_a_stream_begins(fast: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array", "uniqueItems": True}}}
+    for more in ({"tools": TOOLS}, {}):
+        for stream in (True, False):
+            response = fast.ask("x", response_format=form, stream=stream, **more)
+            assert response.status_code == 400 and "uniqueItems" in response.json()["error"]["message"]
 
 
 def test_names_of_other_machines_are_not_answered(fast: Running) -> None:
@@ -390,6 +479,11 @@ def test_a_daemon_that_cannot_be_started_again() -> None:
         assert made.ask("crash").status_code == 503
         response = made.ask("again")
         assert response.status_code == 503 and "exit status 2" in response.json()["error"]["message"]
+        command[2:] = [*fake()[2:-1], "broken.gguf"]  # a model that it does not load any more
+        for _ in range(2):
+            response = made.ask("again")
+            assert response.status_code == 503 and response.json()["error"]["code"] == "daemon"
+            assert "cannot be started again: key 'general.architecture'" in response.json()["error"]["message"]
 
 
 def test_logs_say_how_much_but_never_what(fast: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -414,81 +508,3 @@ def test_what_was_learned_is_saved_now_and_then(tmp_path: Path, monkeypatch: pyt
         assert path.read_text() == "served=1\n"
         made.ask("two")
     assert path.read_text() == "served=2\n"  # at the end
-
-
-# --- the whole of it ----------------------------------------------------------------------------------
-
-
-def test_other_hosts_need_a_key() -> None:
-    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
-        with pytest.raises(UsageError, match="other machines"):
-            serve(ServeOptions(EngineConfig(Path("none.gguf")), host=host))
-
-
-def test_an_address_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=str(port)):
-            serve(ServeOptions(EngineConfig(Path("none.gguf")), port=port))
-
-
-def test_a_daemon_goes_on_from_what_was_learned(tmp_path: Path) -> None:
-    learned = tmp_path / "learned.csv"
-    options = ServeOptions(EngineConfig(Path("m.gguf")), learned_profile=learned)
-    assert not any("--profile" in argument for argument in server._daemon_command(options))
-    learned.write_text("")
-    assert f"--profile={learned}" in server._daemon_command(options)
-
-
-SERVER = """
-import sys
-from pathlib import Path
-from engine.config import EngineConfig
-from spark import server
-from fake_tokenizer import FakeTokenizer
-server.load = lambda model: FakeTokenizer()
-server.engine_command = lambda config: sys.argv[2:]
-config = EngineConfig(Path("fake-00001-of-00002.gguf"))
-server.serve(server.ServeOptions(config, port=0, learned_profile=Path(sys.argv[1])))
-print("served")
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_replies_finish(tmp_path: Path, number: signal.Signals) -> None:
-    profile = tmp_path / "profile"
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(profile), *fake(step_s=0.02)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"},
-    ) as process:
-        try:
-            line = next(line for line in process.stderr if "is served at" in line)
-            assert " fake is served at" in line
-            url = line.split()[-1]
-            with httpx.stream(
-                "POST", f"{url}/chat/completions", json=body("a" * 50, stream=True), timeout=PATIENCE_S
-            ) as response:
-                lines = response.iter_lines()
-                next(line for line in lines if '"content": "a"' in line)
-                daemon = psutil.Process(process.pid).children()
-                process.send_signal(number)
-                rest = list(lines)
-            assert rest[-2:] == ["data: [DONE]", ""] and sum('"content": "a"' in line for line in rest) == 49
-            process.wait(PATIENCE_S)
-            stdout, stderr = process.stdout.read(), process.stderr.read()
-        finally:
-            process.kill()
-    if number == signal.SIGTERM:
-        assert process.returncode == 0 and stdout == "served\n", stderr
-    else:
-        assert "KeyboardInterrupt" in stderr  # which the command line turns into status 130
-    assert profile.read_text() == "served=1\n"
-    assert len(daemon) == 1 and not any(child.is_running() for child in daemon)
-
-
-def test_a_daemon_that_cannot_be_started() -> None:
-    with pytest.raises(DaemonError):
-        Backend(lambda: [str(HERE / "no such program")], Deadlines(), None)
