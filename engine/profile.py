@@ -30,6 +30,7 @@ _HEADER = re.compile(r"#\s*hotness table:(.*)")
 _SPARK = re.compile(r"#\s*spark:(.*)")
 _FORMAT = "# format: one row per layer, columns are expert activation counts (expert 0..N-1)"
 _COUNTED: dict[str, Counted] = {"generated": "generated", "all": "all"}
+_OTHER = "run `spark calibrate` on this model, or name another profile"
 _INT64_MAX = int(np.iinfo(np.int64).max)
 
 
@@ -170,15 +171,20 @@ def load(
     except UnicodeDecodeError as error:
         found = f"byte {data[error.start]:#04x} at offset {error.start}"
         raise FileFormatError(f"{path}: expected UTF-8 text, found {found}") from error
-    hint = "run `spark calibrate` on this model, or name another profile"
-    if shape is not None and profile.counts.shape != shape:
-        theirs, ours = (f"{a} layers of {b} experts" for a, b in (profile.counts.shape, shape))
-        raise WrongModelError(f"{path} counts {theirs}, the model has {ours}", hint=hint)
+    if shape is not None:
+        require_shape(profile, path, shape)
     if model_id is None or profile.model_id == model_id:
         return profile, ()
     if profile.model_id is None:
         return profile, (f"{path} does not name its model; assuming that it is this one",)
-    raise WrongModelError(f"{path} is of model {profile.model_id}, this is model {model_id}", hint=hint)
+    raise WrongModelError(f"{path} is of model {profile.model_id}, this is model {model_id}", hint=_OTHER)
+
+
+def require_shape(profile: Profile, path: Path, shape: tuple[int, int]) -> None:
+    """Raise WrongModelError unless a profile, read from `path`, counts (n_layer, n_expert) as the model has them."""
+    if profile.counts.shape != shape:
+        theirs, ours = (f"{a} layers of {b} experts" for a, b in (profile.counts.shape, shape))
+        raise WrongModelError(f"{path} counts {theirs}, the model has {ours}", hint=_OTHER)
 
 
 def save(profile: Profile, path: Path) -> None:

@@ -103,7 +103,7 @@ def bench(config: EngineConfig, options: BenchOptions, deadlines: Deadlines, pro
     UsageError for options that cannot be measured, SparkError where the daemon runs with other settings than asked
     for, and whatever the model or the daemon is refused for.
     """
-    _check(options)
+    _check(config, options)
     prompts, source = _prompts(config.model, options)
     rows: list[Row] = []
     settings: list[dict[str, Any]] = []
@@ -157,14 +157,23 @@ def check_settings(asked: EngineConfig, info: Mapping[str, Any]) -> None:
         raise SparkError(f"the daemon holds {info['residency_pct']:.2f}% of the experts, asked for {percent:g}%")
 
 
-def _check(options: BenchOptions) -> None:
+def _check(config: EngineConfig, options: BenchOptions) -> None:
     if not options.residencies:
         raise UsageError("--residency names no percentage")
     for percent in options.residencies:
-        if not 0.0 < percent <= 100.0:
-            raise UsageError(f"--residency {percent:g}: expected more than 0 and at most 100 percent")
+        if not 0.0 <= percent <= 100.0:
+            raise UsageError(f"--residency {percent:g}: expected 0 to 100 percent")
     if options.prompts < 1 or options.prompt_tokens < 1 or options.generate_tokens < 2:
         raise UsageError("a bench needs a prompt, a token in it, and two tokens to generate")
+    with gguf.open_model(config.model) as file:
+        trained = file.value(f"{file.architecture}.context_length", int, 0)
+    room = min(filter(None, (config.ctx_tokens, trained)), default=None)
+    if room is not None and room < options.prompt_tokens + options.generate_tokens:
+        raise UsageError(
+            f"--prompt-tokens {options.prompt_tokens} and --generate {options.generate_tokens} do not fit in a context "
+            f"of {room} tokens",
+            hint="ask for fewer" if room == trained else f"ask for fewer, or a larger --ctx: the model has {trained}",
+        )
 
 
 def _policy(config: EngineConfig, percent: float) -> CachePolicy:
@@ -219,19 +228,22 @@ def _prompts(model: Path, options: BenchOptions) -> tuple[list[list[int]], str]:
     with gguf.open_model(model) as file:
         n_vocab = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 1
         try:
-            return _library(tokenizer.load(file), n, length), "the Python standard library"
-        except SparkError as error:
-            why = f"random tokens: {error.message}"
-    rng = np.random.default_rng(_SEED)
-    return [rng.integers(0, n_vocab, length).tolist() for _ in range(n)], why
+            encoder = tokenizer.load(file)
+        except SparkError as error:  # of the model; there may be no other prompts for it
+            rng = np.random.default_rng(_SEED)
+            return [rng.integers(0, n_vocab, length).tolist() for _ in range(n)], f"random tokens: {error.message}"
+    return _library(encoder, n, length), "the Python standard library"
 
 
 def _library(encoder: tokenizer.Tokenizer, n: int, length: int) -> list[list[int]]:
-    """Prompts from the sources of n modules spread over the standard library."""
+    """Prompts from the sources of n modules spread over the standard library; UsageError where none is that long."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     long = [path for path in paths if path.stat().st_size > 2 * _CHARS_PER_TOKEN * length]
     if not long:
-        raise UsageError(f"no module of the standard library has {length} tokens", hint="give a token file")
+        raise UsageError(
+            f"--prompt-tokens {length}: no module of Python's library is that long",
+            hint="give a token file with windows that are: --tokens TOKENS.parquet",
+        )
     prompts = []
     for i in range(n):
         lap, at = divmod(i * max(1, len(long) // n), len(long))

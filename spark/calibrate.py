@@ -30,8 +30,9 @@ from engine.protocol import Sampling
 from engine.trace import estimate_bytes, part_paths, read_routing
 from spark import replay
 from spark.client import DaemonClient, Deadlines
+from spark.console import note
 from spark.replay import Progress
-from spark.tokens import TokensFile, Window, read_tokens
+from spark.tokens import TokensFile, Window, opened
 
 CHECKPOINT_EVERY_S = 5.0
 SPLIT_TOKENS = 4096  # generated tokens on which splits of the slots are compared
@@ -44,6 +45,7 @@ _CHECKPOINT = "# spark-checkpoint: "
 class CalibrateOptions:
     """What to calibrate on and what to count.
 
+    tokens: a token file, or sessions (JSONL) that are tokenized first.
     count: whose routing counts, of the tokens the model itself would have decoded or of all.
     generate_tokens: also count this many tokens of the model's own continuation of each window.
     trace_dir, hidden: write the routing of every token there, with hidden states.
@@ -109,15 +111,6 @@ def partial_path(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def trace_bytes(model: Path, options: CalibrateOptions) -> int:
-    """About what the trace of a calibration takes on disk, at most."""
-    with open_model(model) as file:
-        keys = ("block_count", "expert_used_count", "embedding_length")
-        n_layer, n_used, n_embd = (file.value(f"{file.architecture}.{key}", int) for key in keys)
-    n_tokens = read_tokens(options.tokens).n_tokens
-    return estimate_bytes(min(n_tokens, options.max_tokens or n_tokens), n_layer, n_used, n_embd, options.hidden)
-
-
 def calibrate(
     config: EngineConfig, options: CalibrateOptions, deadlines: Deadlines, progress: Progress
 ) -> CalibrateReport:
@@ -126,36 +119,58 @@ def calibrate(
     Raises what the token file, the model or the daemon are refused for; whatever ends the run early,
     Ctrl-C included, what was counted is in the checkpoint.
     """
+    _refuse(options)
+    with opened(config.model, options.tokens, progress) as file:
+        if options.trace_dir is not None:
+            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB")
+        return _calibrate(config, options, file, deadlines, progress)
+
+
+def _refuse(options: CalibrateOptions) -> None:
+    """Refuse what needs no model to be refused, before there is any work."""
     if options.hidden and options.trace_dir is None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
-    file = read_tokens(options.tokens)
+    partial = partial_path(options.out)
+    if partial.exists():
+        if not options.resume:
+            raise UsageError(
+                f"{partial} holds what an earlier run counted", hint="go on from it with --resume, or remove it"
+            )
+    elif options.trace_dir is not None and part_paths(options.trace_dir):
+        raise UsageError(
+            f"{options.trace_dir} has a trace already, and there is no checkpoint to go on from",
+            hint="name another folder for --trace",
+        )
+
+
+def _trace_bytes(model: Path, file: TokensFile, options: CalibrateOptions) -> int:
+    """About what the trace of a calibration takes on disk, at most."""
+    with open_model(model) as header:
+        keys = ("block_count", "expert_used_count", "embedding_length")
+        n_layer, n_used, n_embd = (header.value(f"{header.architecture}.{key}", int) for key in keys)
+    n_tokens = min(file.n_tokens, options.max_tokens or file.n_tokens)
+    return estimate_bytes(n_tokens, n_layer, n_used, n_embd, options.hidden)
+
+
+def _calibrate(
+    config: EngineConfig, options: CalibrateOptions, file: TokensFile, deadlines: Deadlines, progress: Progress
+) -> CalibrateReport:
     if config.ctx_tokens is None:  # a longer context would take memory that experts could have
         config = replace(config, ctx_tokens=_context_tokens(config.model, file.window + options.generate_tokens))
     with replay.open_daemon(config, deadlines, progress) as client:
         model = client.ready.info["model"]
         replay.require_experts(client)
-        replay.require_model(file, client)
         if file.window > client.ready.info["ctx_tokens"]:
             raise UsageError(
                 f"windows of {file.window} tokens do not fit in the context of "
                 f"{client.ready.info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
-        fingerprint = _fingerprint(options, client.ready.info)
-        if partial_path(options.out).exists() and not options.resume:
-            raise UsageError(
-                f"{partial_path(options.out)} holds what an earlier run counted",
-                hint="go on from it with --resume, or remove it",
-            )
+        fingerprint = _fingerprint(options, file, client.ready.info)
         checkpoint = _load_checkpoint(options.out, fingerprint)
         tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
         if options.trace_dir is not None and options.trace_dir.exists():
             parts = part_paths(options.trace_dir)
-            if parts and checkpoint is None:
-                raise UsageError(
-                    f"{options.trace_dir} has a trace already, and there is no checkpoint to go on from",
-                    hint="name another folder for --trace",
-                )
             if len(parts) < tally.trace_parts:
                 raise UsageError(
                     f"{options.trace_dir} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
@@ -175,7 +190,7 @@ def calibrate(
         if not counted:
             partial_path(options.out).unlink(missing_ok=True)
             raise FileFormatError(
-                f"{options.tokens}: none of its {tally.tokens} tokens counts, so there is no profile to write",
+                f"{file.name}: none of its {tally.tokens} tokens counts, so there is no profile to write",
                 hint="it needs sessions with at least one assistant turn",
             )
         profile = Profile(
@@ -261,9 +276,9 @@ def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
 # --- checkpoint ---------------------------------------------------------------------------------------
 
 
-def _fingerprint(options: CalibrateOptions, ready: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint(options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any]) -> dict[str, Any]:
     """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
-    with options.tokens.open("rb") as f:
+    with file.path.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
     return {
         "model_file": ready["model"]["file_id"],

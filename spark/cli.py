@@ -1,26 +1,20 @@
 """The command line: options in, one library call, a table and JSON out.
 
-Data goes to stdout; progress, notes and errors to stderr. `main` is the one place that turns an exception into
-`error: ...`, `hint: ...` and an exit status.
+Data goes to stdout; progress, notes and errors to stderr. What an exception becomes is in ending.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from engine.config import EngineConfig
-from engine.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
-from spark.console import note, progress_bars
+from engine.errors import EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
+from spark.console import is_stdout, note, progress_bars
+from spark.ending import end
 from spark.options import (
     CacheDirGibOption,
     CacheDirOption,
@@ -41,10 +35,12 @@ from spark.options import (
     SparkOption,
     ThreadsOption,
     VramOption,
+    VramsOption,
+    placed_by,
     serving,
     slots,
-    writable,
 )
+from spark.outputs import Reads, Writes, checked
 
 app = typer.Typer(
     name="spark",
@@ -54,29 +50,24 @@ app = typer.Typer(
 )
 
 
+def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command, whose outputs are checked before it runs."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        app.command(name)(checked(function))
+        return function
+
+    return register
+
+
 def save(path: Path | None, report: dict[str, Any]) -> None:
     """Write `--json`, if it was asked for."""
     if path is not None:
         from spark.results import write_json
 
         write_json(path, report)
-        note(f"figures written to {path}")
-
-
-@contextlib.contextmanager
-def token_file(model: Path, given: Path, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
-    """A token file: `given` itself, or what its sessions (JSONL) are tokenized to for this run."""
-    import tempfile
-
-    from spark.tokens import tokenize
-
-    if given.suffix != ".jsonl":
-        yield given
-        return
-    with tempfile.TemporaryDirectory(prefix="spark-tokens-") as folder:
-        path = Path(folder) / "tokens.parquet"
-        tokenize(model, given, path, progress=lambda done, total: progress("tokenizing", done, total))
-        yield path
+        if not is_stdout(path):
+            note(f"figures written to {path}")
 
 
 # --- commands -----------------------------------------------------------------------------------------
@@ -105,14 +96,20 @@ def spark(
         raise typer.Exit(EXIT_USAGE)
 
 
-@app.command("extract-sessions")
+@command("extract-sessions")
 def extract_sessions(
-    out_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder for train.jsonl and test.jsonl.")],
+    out_dir: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder for train.jsonl and test.jsonl."),
+        Writes(("train.jsonl", "test.jsonl")),
+    ],
     source: Annotated[Literal["claude", "codex", "both"], typer.Option(help="Whose logs to read.")] = "both",
     claude_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Claude Code's folder; default: its own.")
+        Path | None, typer.Option(metavar="DIR", help="Claude Code's folder; default: its own."), Reads(("*.jsonl",))
     ] = None,
-    codex_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own.")] = None,
+    codex_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own."), Reads(("*.jsonl",))
+    ] = None,
     test_frac: Annotated[
         float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of whole sessions to hold out.")
     ] = 0.2,
@@ -138,16 +135,14 @@ def extract_sessions(
     show_extraction(report)
 
 
-@app.command()
+@command()
 def tokenize(
     model: Model,
     sessions: Annotated[Path | None, typer.Argument(metavar="SESSIONS.jsonl", help="From extract-sessions.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=writable, help="Token file to write (Parquet).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Token file to write (Parquet)."), Writes()] = None,
     window: Annotated[int, typer.Option(min=16, metavar="N", help="Most tokens in one window.")] = 4096,
     export_tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=writable, help="Write the tokenizer as tokenizer.json.")
+        Path | None, typer.Option(metavar="FILE", help="Write the tokenizer as tokenizer.json."), Writes()
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -173,12 +168,14 @@ def tokenize(
     show_tokens(summary)
 
 
-@app.command()
+@command()
 def calibrate(
     model: Model,
     data: Data,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Profile to write; default: MODEL.gguf.spark.csv.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Profile to write; default: MODEL.gguf.spark.csv."),
+        Writes(beside_model=True),
     ] = None,
     count: Annotated[
         Literal["generated", "all"], typer.Option(help="Tokens whose routing counts: the model's own, or all.")
@@ -186,7 +183,11 @@ def calibrate(
     generate: Annotated[
         int, typer.Option(min=0, metavar="N", help="Also count N tokens that the model adds to each window.")
     ] = 0,
-    trace: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the routing of every token.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the routing of every token."),
+        Writes(("part-*.parquet",)),
+    ] = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,
@@ -209,15 +210,12 @@ def calibrate(
     from spark.tables import show_calibration
 
     target = out or default_path(model)
-    writable(target)
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy="uniform", vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     try:
-        with progress_bars() as progress, token_file(model, data, progress) as tokens:
-            options = calibration.CalibrateOptions(tokens, target, count, generate, trace, hidden, max_tokens, resume)
-            if trace is not None:
-                note(f"the trace takes up to {calibration.trace_bytes(model, options) / 2**20:,.0f} MiB")
+        with progress_bars() as progress:
+            options = calibration.CalibrateOptions(data, target, count, generate, trace, hidden, max_tokens, resume)
             report = calibration.calibrate(config, options, deadlines, progress)
     except (KeyboardInterrupt, SystemExit, DaemonError, DeadlineError):
         if calibration.partial_path(target).exists():
@@ -228,12 +226,14 @@ def calibrate(
     show_calibration(report)
 
 
-@app.command()
+@command()
 def validate(
     model: Model,
     data: Data,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Profile to validate; default: MODEL.gguf.spark.csv.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Profile to validate; default: MODEL.gguf.spark.csv."),
+        Reads(beside_model=True),
     ] = None,
     cross: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Profile of other traffic to compare; repeatable.")
@@ -263,10 +263,10 @@ def validate(
 
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    with progress_bars() as progress, token_file(model, data, progress) as tokens:
-        options = validation.ValidateOptions(
-            tokens, profile or default_path(model), tuple(cross or ()), residency, max_tokens, prompts, generate
-        )
+    options = validation.ValidateOptions(
+        data, profile or default_path(model), tuple(cross or ()), residency, max_tokens, prompts, generate
+    )
+    with progress_bars() as progress:
         report = validation.validate(config, options, deadlines, progress)
     for warning in report.warnings:
         note(f"warning: {warning}")
@@ -276,11 +276,15 @@ def validate(
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
 
 
-@app.command("train-pregate")
+@command("train-pregate")
 def train_pregate(
     model: Model,
-    trace: Annotated[Path, typer.Argument(metavar="TRACE_DIR", help="From calibrate --trace DIR --hidden.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", callback=writable, help="Predictors to write (safetensors).")],
+    trace: Annotated[
+        Path,
+        typer.Argument(metavar="TRACE_DIR", help="From calibrate --trace DIR --hidden."),
+        Reads(("part-*.parquet",)),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Predictors to write (safetensors)."), Writes()],
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the training tokens.")] = 5,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of initial weights and order.")] = 0,
     threads: ThreadsOption = None,
@@ -302,7 +306,7 @@ def train_pregate(
     show_pregate(report)
 
 
-@app.command()
+@command()
 def serve(
     model: Model,
     spark: SparkOption = False,
@@ -321,6 +325,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Required of clients; needed for any other host.")
     ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The key is its first line, which `ps` does not show.")
+    ] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -329,8 +336,8 @@ def serve(
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, and a page at /.
 
     With --spark the experts of the profile are pinned, the other slots follow the traffic, and what was learned is
-    merged into the profile. Without it there is no profile and all slots are an LRU cache. SIGTERM lets replies
-    finish; Ctrl-C gives them three seconds.
+    merged into the profile. Without it there is no profile and all slots are an LRU cache. SIGTERM gives
+    replies half a minute to end, Ctrl-C three seconds.
     """
     from spark.client import Deadlines
     from spark.server import ServeOptions
@@ -343,10 +350,10 @@ def serve(
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress:
-        run_server(ServeOptions(config, host, port, api_key, deadlines, learned), progress)
+        run_server(ServeOptions(config, host, port, api_key, deadlines, learned, api_key_file), progress)
 
 
-@app.command()
+@command()
 def launch(
     client: Annotated[Literal["claude", "codex"], typer.Argument(metavar="claude|codex", help="Claude Code or Codex.")],
     model: Model,
@@ -388,13 +395,10 @@ def launch(
     raise typer.Exit(launching.launch(client, options, arguments or ()))
 
 
-@app.command()
+@command()
 def plan(
     model: Model,
-    vram: Annotated[
-        list[float] | None,
-        typer.Option(min=0.001, metavar="GIB", help="Cap to plan for; repeatable. Default: the GPU, or 12 and 24 GiB."),
-    ] = None,
+    vram: VramsOption = None,
     spark: SparkOption = False,
     profile: ProfileOption = None,
     cache_slots: CacheOption = "auto",
@@ -409,16 +413,18 @@ def plan(
     No weights are read. A cap that is too small is refused with the smallest that would do. Without a GPU the size of
     its context is an estimate.
     """
-    from engine.profile import default_path
     from spark import plan as planning
     from spark.tables import show_plan
 
-    path = profile or default_path(model)
+    path = placed_by(model, spark, profile)
+    known = path is not None and path.exists()
+    if path is not None and not known:
+        note(f"no profile at {path} yet: planned as serving would start, uniform")
     config = EngineConfig(
         model=model,
         device="cuda",
         policy="spark" if spark else "lru",
-        profile=path if spark and path.exists() else None,
+        profile=path if known else None,
         cache_slots=slots(cache_slots),
         ctx_tokens=ctx,
         kv_type=kv_type,
@@ -429,7 +435,7 @@ def plan(
     show_plan(report)
 
 
-@app.command()
+@command()
 def bench(
     model: Model,
     residency: Annotated[
@@ -442,7 +448,9 @@ def bench(
         Path | None,
         typer.Option(metavar="TOKENS.parquet", help="Prompts to serve; default: pieces of Python's library."),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts to measure, after one that warms up.")] = 6,
+    prompts: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="Prompts to measure, after one that warms up.")
+    ] = 6,
     prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each prompt.")] = 512,
     generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 128,
     vram: VramOption = None,
@@ -484,9 +492,13 @@ def _percentages(given: str) -> tuple[float, ...]:
         raise UsageError(f"--residency is {given!r}: expected percentages like 100,80,60,40") from None
 
 
-@app.command()
+@command()
 def demo(
-    out_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what the demo makes there.")] = None,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep what the demo makes there."),
+        Writes(("*.jsonl", "*.parquet", "*.csv", "*.safetensors")),
+    ] = None,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
@@ -500,53 +512,9 @@ def demo(
     save(json_file, demonstration.run(out_dir, threads, device))
 
 
-# --- the end of every command -------------------------------------------------------------------------
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def _fail(message: str, hint: str, status: int) -> int:
-    note(f"error: {message}")
-    if hint:
-        note(f"hint: {hint}")
-    return status
-
-
-def run() -> int:
-    """Run the command that `sys.argv` asks for; its exit status."""
-    try:
-        status: int | None = app(standalone_mode=False)
-        sys.stdout.flush()
-    except SparkError as error:
-        return _fail(error.message, error.hint, error.exit_code)
-    except typer.TyperException as error:  # of the options themselves
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context else "spark"
-        return _fail(" ".join(error.format_message().split()), f"{path} --help", EXIT_USAGE)
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return EXIT_FAILURE
-    except OSError as error:  # a disk that is full, a folder that is gone: where no code below had more to say
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}", "", EXIT_FAILURE)
-    except KeyboardInterrupt:
-        status = EXIT_INTERRUPTED
-    if status == EXIT_INTERRUPTED:
-        note("interrupted")
-    return status or 0
-
-
 def main() -> None:
-    """Run the command line; the only place that prints errors and chooses exit statuses."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
-            signal.signal(number, _terminate)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # paths may hold what their encoding does not have
-            stream.reconfigure(errors="backslashreplace")
-    sys.exit(run())
+    """Run the command line."""
+    end(app)
 
 
 if __name__ == "__main__":

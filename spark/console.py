@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -38,6 +39,11 @@ def write(text: str) -> None:
     """Print a text to stdout at once, with no line end of its own."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def is_stdout(path: Path | None) -> bool:
+    """Whether a path stands for stdout: then nothing else may be written there."""
+    return path is not None and str(path) in ("-", "/dev/stdout")
 
 
 def note(text: str) -> None:

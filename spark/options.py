@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from engine.config import EngineConfig, KVType
-from engine.errors import SparkError, UsageError
+from engine.errors import UsageError
 from spark.console import note
+from spark.outputs import Reads, Writes, writable
 
-
-def writable(path: Path | None) -> Path | None:
-    """Refuse a file that could not be written in the end, before there is any work to lose."""
-    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
-        return path  # a device or a pipe is written to as it is
-    target = path.resolve()
-    if target.is_dir():
-        raise UsageError(f"{path} is a folder, expected the name of a file to write")
-    if not target.parent.is_dir():
-        raise SparkError(f"{path} cannot be written: there is no folder {target.parent}", hint="make it first")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise SparkError(f"{path} cannot be written: no permission in {target.parent}", hint="write somewhere else")
-    return path
-
+_GIB = 100_000  # more than any machine has: a slip of the hand, or infinity
+_SECONDS = 1_000_000
+_THREADS = 1024
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
 Data = Annotated[
@@ -36,20 +25,35 @@ DeviceOption = Annotated[
     Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="CPU threads; default: one a physical core.")
+    int | None, typer.Option(min=1, max=_THREADS, metavar="N", help="CPU threads; default: one a physical core.")
 ]
-ReadyOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds until the model must be loaded.")]
-GenOption = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds until one request must be finished.")]
+ReadyOption = Annotated[
+    float, typer.Option(min=0.001, max=_SECONDS, metavar="S", help="Seconds until the model must be loaded.")
+]
+GenOption = Annotated[
+    float, typer.Option(min=0.001, max=_SECONDS, metavar="S", help="Seconds until one request must be finished.")
+]
 ResidencyOption = Annotated[
     float, typer.Option(min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold.")
 ]
 VramOption = Annotated[
     float | None,
-    typer.Option(min=0.001, metavar="GIB", help="Most that all of it may take on the GPU; default: what is free."),
+    typer.Option(
+        min=0.001, max=_GIB, metavar="GIB", help="Most that all of it may take on the GPU; default: what is free."
+    ),
 ]
+VramsOption = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--vram", min=0.001, max=_GIB, metavar="GIB",
+        help="Cap to plan for; repeatable. Default: the GPU, or 12 and 24 GiB.",
+    ),
+]  # fmt: skip
 SparkOption = Annotated[bool, typer.Option("--spark", help="Place by the profile beside the model, and learn.")]
 ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", metavar="FILE", help="Profile; default: MODEL.gguf.spark.csv.")
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Profile, with --spark; default: MODEL.gguf.spark.csv."),
+    Reads(beside_model=True),
 ]
 CacheOption = Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of each layer.")]
 ContextOption = Annotated[
@@ -58,7 +62,9 @@ ContextOption = Annotated[
 KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
 ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", callback=writable, help="Also write the figures there.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the figures there; -: to stdout, and all else to stderr."),
+    Writes(),
 ]
 # Of a server alone.
 ServeResidencyOption = Annotated[
@@ -70,14 +76,14 @@ ServeResidencyOption = Annotated[
 ]
 PrefixOption = Annotated[
     float,
-    typer.Option("--prefix-gib", min=0, metavar="GIB", help="Host memory for prompts' shared beginnings."),
+    typer.Option("--prefix-gib", min=0, max=_GIB, metavar="GIB", help="Host memory for prompts' shared beginnings."),
 ]
 CacheDirOption = Annotated[
     Path | None, typer.Option("--cache-dir", metavar="DIR", help="Keep those beginnings there, for later starts.")
 ]
 CacheDirGibOption = Annotated[
     float,
-    typer.Option("--cache-dir-gib", min=0.001, metavar="GIB", help="Most that its files may take."),
+    typer.Option("--cache-dir-gib", min=0.001, max=_GIB, metavar="GIB", help="Most that its files may take."),
 ]
 
 
@@ -88,24 +94,31 @@ def slots(given: str) -> int | None:
     return None if given == "auto" else int(given)
 
 
+def placed_by(model: Path, spark: bool, profile: Path | None) -> Path | None:
+    """The profile that `--spark` places by, which need not be there yet; None without it."""
+    from engine.profile import default_path
+
+    if profile is not None and not spark:
+        raise UsageError(f"--profile {profile} goes with --spark, and --spark is missing")
+    return (profile or default_path(model)) if spark else None
+
+
 def serving(
     model: Path, spark: bool, profile: Path | None, *, residency: float | None, vram_gib: float | None, **settings: Any
 ) -> tuple[EngineConfig, Path | None]:
     """Make the configuration of a server, and say where it writes what it learns; settings: fields as they are."""
-    from engine.profile import default_path
-
     if vram_gib is not None and residency is not None:
         raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
-    path = profile or default_path(model)
-    if spark and not path.exists():
+    path = placed_by(model, spark, profile)
+    if path is not None and not path.exists():
         writable(path)
         note(f"no profile at {path} yet: starting uniform, learning, saving there")
     config = EngineConfig(
         model=model,
         policy="spark" if spark else "lru",
-        profile=path if spark and path.exists() else None,
+        profile=path if path is not None and path.exists() else None,
         residency_pct=100.0 if residency is None else residency,
         vram_gib=vram_gib,
         **settings,
     )
-    return config, path if spark else None
+    return config, path

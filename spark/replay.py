@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from engine.config import EngineConfig
-from engine.errors import UsageError, WrongModelError
+from engine.errors import UsageError
 from engine.protocol import Done, Event, Tokens
 from spark.client import DaemonClient, Deadlines, engine_command
 from spark.console import note
-from spark.tokens import TokensFile, Window
+from spark.tokens import Window
 
 Progress = Callable[[str, int, int], None]  # what is being done, done so far, in total
 
@@ -42,16 +42,6 @@ def require_experts(client: DaemonClient) -> None:
         raise UsageError(
             f"a {model['architecture']} model has no experts, so there is nothing to count or to place",
             hint="spark serve runs it as it is",
-        )
-
-
-def require_model(file: TokensFile, client: DaemonClient) -> None:
-    """Raise WrongModelError, showing both ids, unless the token file was made for the daemon's model."""
-    found, expected = file.origin.model_id, client.ready.info["model"]["model_id"]
-    if found != expected:
-        raise WrongModelError(
-            f"{file.path} was made for model {found}, this is model {expected}",
-            hint="tokenize the sessions again with this model",
         )
 
 

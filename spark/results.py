@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.files import replacing
 from spark import __version__
+from spark.console import is_stdout
 
 
 def _output(*command: str) -> str | None:
@@ -68,6 +69,15 @@ def _versions(*names: str) -> dict[str, str]:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report with its provenance, whole or not at all; raises SparkError where it cannot be written."""
+    """Write a report with its provenance, whole or not at all; raises SparkError where it cannot be written.
+
+    A path that stands for stdout gets it even where `sys.stdout` is redirected, which keeps all else out.
+    """
+    text = json.dumps({**report, **provenance()}, indent=1) + "\n"
+    if is_stdout(path):
+        assert sys.__stdout__ is not None, "it was looked at before"
+        sys.__stdout__.write(text)
+        sys.__stdout__.flush()
+        return
     with replacing(path, "the figures") as file:
-        file.write((json.dumps({**report, **provenance()}, indent=1) + "\n").encode())
+        file.write(text.encode())

@@ -32,6 +32,8 @@ from typing import IO, Any, Literal, cast
 
 from engine.errors import FileFormatError, SparkError
 
+EXTRACT_HINT = "make session files with `spark extract-sessions`"
+
 Role = Literal["system", "user", "assistant", "tool"]
 Source = Literal["claude", "codex"]
 
@@ -219,21 +221,23 @@ def _encode(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-_HINT = "make session files with `spark extract-sessions`"
-
-
 def _parse_line(line: bytes, where: str) -> Session:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{where}: not JSON ({error})", hint=_HINT) from error
+        raise FileFormatError(f"{where}: not JSON ({error})", hint=EXTRACT_HINT) from error
     record = _expect(record, dict, where, "the line")
     tools = _field(record, "tools", list, where, [])
     for tool in tools:
         _expect(tool, dict, where, "an item of tools")
     messages = _field(record, "messages", list, where)
+    session_id = _field(record, "session_id", str, where)
+    if any("\ud800" <= character <= "\udfff" for character in session_id):  # token files are UTF-8
+        raise FileFormatError(
+            f"{where}: session_id is {session_id!r}, and half of a surrogate pair is no character", hint=EXTRACT_HINT
+        )
     return Session(
-        session_id=_field(record, "session_id", str, where),
+        session_id=session_id,
         source=_field(record, "source", str, where, ""),
         started_at=_field(record, "started_at", str, where, ""),
         tools=tuple(tools),
@@ -245,7 +249,7 @@ def _parse_message(value: object, where: str) -> Message:
     record = _expect(value, dict, where, "the message")
     role = _field(record, "role", str, where)
     if role not in ROLES:
-        raise FileFormatError(f"{where}: role is {role!r}, expected one of {', '.join(ROLES)}", hint=_HINT)
+        raise FileFormatError(f"{where}: role is {role!r}, expected one of {', '.join(ROLES)}", hint=EXTRACT_HINT)
     calls: Sequence[object] = _field(record, "tool_calls", list, where, [])
     return Message(
         role=cast(Role, role),
@@ -273,7 +277,7 @@ def _field(record: dict[str, Any], key: str, kind: type, where: str, default: ob
     value = record.get(key)
     if value is None:
         if default is None:
-            raise FileFormatError(f"{where}: no {key!r}, expected {_JSON_NAMES[kind]}", hint=_HINT)
+            raise FileFormatError(f"{where}: no {key!r}, expected {_JSON_NAMES[kind]}", hint=EXTRACT_HINT)
         return default
     return _expect(value, kind, where, key)
 
@@ -281,5 +285,5 @@ def _field(record: dict[str, Any], key: str, kind: type, where: str, default: ob
 def _expect(value: object, kind: type, where: str, name: str) -> Any:
     if not isinstance(value, kind):
         found = _JSON_NAMES.get(type(value), json.dumps(value))
-        raise FileFormatError(f"{where}: {name} is {found}, expected {_JSON_NAMES[kind]}", hint=_HINT)
+        raise FileFormatError(f"{where}: {name} is {found}, expected {_JSON_NAMES[kind]}", hint=EXTRACT_HINT)
     return value

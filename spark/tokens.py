@@ -29,6 +29,7 @@ or template is refused. A file appears when it is whole, readable by its owner a
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -45,7 +46,7 @@ from engine.files import replacing
 from engine.gguf import open_model
 from engine.tokenizer import Tokenizer, load
 from spark.render import Renderer, Tokens, Turn
-from spark.sessions import read_sessions
+from spark.sessions import EXTRACT_HINT, read_sessions
 
 MIN_WINDOW = 16
 _VERSION = "1"
@@ -112,7 +113,8 @@ def tokenize(
 
     window: most tokens a row. progress: called with the sessions done and their number. The file appears whole or
     not at all. Raises ModelFormatError or UnsupportedModelError for the model, FileFormatError for the sessions,
-    UsageError for a window below MIN_WINDOW, SparkError if the template refuses every turn or the disk the file.
+    also where they have no turn of the model, UsageError for a window below MIN_WINDOW, SparkError if the template
+    refuses every turn or the disk the file.
     """
     _check_window(window)
     sessions = Path(sessions)
@@ -120,6 +122,8 @@ def tokenize(
         renderer = Renderer(load(file))
         origin = Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
     total = _count_sessions(sessions)
+    if not total:
+        raise FileFormatError(f"{sessions} holds no sessions", hint=EXTRACT_HINT)
     totals: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
 
@@ -138,6 +142,11 @@ def tokenize(
             raise SparkError(
                 f"{sessions}: the model's chat template refuses all {skipped.total()} turns of the model, "
                 f"most often: {skipped.most_common(1)[0][0]}"
+            )
+        if not totals["tokens"]:
+            raise FileFormatError(
+                f"{sessions}: none of its {total} sessions has an assistant turn, so there is nothing to tokenize",
+                hint=EXTRACT_HINT,
             )
     return Summary(totals["tokens"], totals["generated"], totals["windows"], total, dict(skipped))
 
@@ -179,14 +188,16 @@ class TokensFile:
     """A token file: iterate it for its windows, any number of times, in bounded memory.
 
     origin: what it was made with. window: most tokens a row. n_windows, n_tokens: rows, and tokens in all of them.
+    name: what messages call it, the sessions that it was made of for a moment, or its path.
     """
 
     def __init__(self, path: Path, origin: Origin, window: int, n_windows: int, n_tokens: int) -> None:
         self.path, self.origin, self.window = path, origin, window
         self.n_windows, self.n_tokens = n_windows, n_tokens
+        self.name = path
 
     def __iter__(self) -> Iterator[Window]:
-        with _reading(self.path), pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+        with _reading(self.name), pq.ParquetFile(self.path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(_BATCH_ROWS):
                 for row in batch.to_pylist():
                     yield self._window(row)
@@ -196,7 +207,7 @@ class TokensFile:
         complete = None not in row.values() and None not in tokens and None not in generated
         if not complete or not 0 < len(tokens) == len(generated) <= self.window or min(tokens) < 0:
             raise FileFormatError(
-                f"{self.path}: window {row['window']} of session {row['session_id']!r} is not 1 to {self.window} "
+                f"{self.name}: window {row['window']} of session {row['session_id']!r} is not 1 to {self.window} "
                 "tokens with as many marks",
                 hint=_HINT,
             )
@@ -235,6 +246,32 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
                 )
     n_tokens = sum(group.column(_COLUMNS.get_field_index("tokens")).num_values for group in groups)
     return TokensFile(path, origin, window, rows.num_rows, n_tokens)
+
+
+@contextlib.contextmanager
+def opened(model: Path, given: Path, progress: Callable[[str, int, int], None]) -> Iterator[TokensFile]:
+    """Open a token file, or what sessions (JSONL) are tokenized to for as long as the context lasts.
+
+    progress: of tokenizing. Raises what `tokenize` and `read_tokens` do, WrongModelError for a token file of another
+    model, FileFormatError for one without tokens.
+    """
+    with contextlib.ExitStack() as stack:
+        path = given
+        if given.suffix == ".jsonl":
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
+            tokenize(model, given, path, progress=lambda done, total: progress("tokenizing", done, total))
+        file = read_tokens(path)
+        file.name = given
+        with open_model(model) as opened_model:
+            found, expected = file.origin.model_id, opened_model.model_id
+        if found != expected:
+            raise WrongModelError(
+                f"{given} was made for model {found}, this is model {expected}",
+                hint="tokenize the sessions again with this model",
+            )
+        if not file.n_tokens:
+            raise FileFormatError(f"{given} holds no tokens", hint=_HINT)
+        yield file
 
 
 def export_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:

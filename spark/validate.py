@@ -21,13 +21,14 @@ from engine import placement, policy, simulate
 from engine import profile as profiles
 from engine.config import CachePolicy, EngineConfig
 from engine.errors import CapacityError, UsageError
+from engine.gguf import open_model
 from engine.placement import Placement
 from engine.profile import Profile
 from engine.trace import RoutingTrace, read_routing
 from spark import replay
 from spark.client import DaemonClient, Deadlines
 from spark.replay import Progress
-from spark.tokens import TokensFile, read_tokens
+from spark.tokens import TokensFile, opened
 
 LADDER: tuple[CachePolicy, ...] = ("all", "uniform", "static", "lru", "spark")
 PROMPT_TOKENS = 512
@@ -37,8 +38,9 @@ PROMPT_TOKENS = 512
 class ValidateOptions:
     """What to validate on.
 
-    tokens: held-out token file. profile: counts to place by. cross: profiles of other traffic, reported
-    apart. residency_pct: share of expert bytes in slots. max_tokens: of the held-out file, for the replay.
+    tokens: held-out token file, or sessions (JSONL) that are tokenized first. profile: counts to place by. cross:
+    profiles of other traffic, reported apart. residency_pct: share of expert bytes in slots. max_tokens: of the
+    held-out file, for the replay.
     prompts, generate_tokens: prompts served for real under each policy, and tokens generated for each.
     """
 
@@ -115,20 +117,29 @@ def validate(
     config: EngineConfig, options: ValidateOptions, deadlines: Deadlines, progress: Progress
 ) -> ValidateReport:
     """Replay and serve the ladder; raises what the files, the model or the daemon are refused for."""
-    if not 0 < options.residency_pct <= 100:
-        raise UsageError(f"--residency {options.residency_pct:g}: expected more than 0 and at most 100 percent")
-    file = read_tokens(options.tokens)
+    if not 0 <= options.residency_pct <= 100:
+        raise UsageError(f"--residency {options.residency_pct:g}: expected 0 to 100 percent")
+    with open_model(config.model) as header:
+        model_id = header.model_id
+    found = [(path, *profiles.load(path, model_id=model_id)) for path in (options.profile, *options.cross)]
+    with opened(config.model, options.tokens, progress) as file:
+        return _validate(config, options, file, found, deadlines, progress)
+
+
+_Loaded = list[tuple[Path, Profile, tuple[str, ...]]]  # the profile, those to compare; each with warnings
+
+
+def _validate(
+    config: EngineConfig, options: ValidateOptions, file: TokensFile, found: _Loaded, deadlines: Deadlines,
+    progress: Progress,
+) -> ValidateReport:  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
         with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
             replay.require_experts(client)
-            replay.require_model(file, client)
             _require_room(client, options.residency_pct)
-            shape = (model["n_layer"], model["n_expert"])
-            found = [
-                profiles.load(path, model_id=model["model_id"], shape=shape)
-                for path in (options.profile, *options.cross)
-            ]
+            for path, profile, _ in found:
+                profiles.require_shape(profile, path, (model["n_layer"], model["n_expert"]))
             n_read = _record(client, file, options, Path(folder), progress)
             trace = read_routing(Path(folder), model["model_id"])
             if client.ready.info["ctx_tokens"] <= options.generate_tokens:
@@ -149,7 +160,7 @@ def validate(
                 served[name] = _serve(client, prompts, options.generate_tokens, name, progress)
 
     sizes, layers = model["expert_bytes"], model["moe_layers"]
-    loaded = [profile for profile, _ in found]
+    loaded = [profile for _, profile, _ in found]
     own, *others = (p.counts[layers] for p in loaded)
     rows = []
     for step, name in enumerate(LADDER):
@@ -168,7 +179,7 @@ def validate(
     progress("replaying policies", len(LADDER) + 1, len(LADDER) + 1)
     return ValidateReport(
         str(config.model), options.profile, options.residency_pct, n_read, int(trace.generated.sum()),
-        len(prompts), tuple(rows), tuple(cross), tuple(line for _, lines in found for line in lines),
+        len(prompts), tuple(rows), tuple(cross), tuple(line for _, _, lines in found for line in lines),
     )  # fmt: skip
 
 

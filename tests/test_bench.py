@@ -59,7 +59,7 @@ def test_a_model_without_a_tokenizer_gets_random_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [BenchOptions(()), BenchOptions((0.0,)), BenchOptions((101.0,)), BenchOptions(generate_tokens=1)]
+    "options", [BenchOptions(()), BenchOptions((-1.0,)), BenchOptions((101.0,)), BenchOptions(generate_tokens=1)]
 )
 def test_options_are_refused(options: BenchOptions) -> None:
     with pytest.raises(UsageError):

@@ -120,7 +120,7 @@ def test_a_profile_without_a_model_id_is_used_with_a_warning(made: Path, tmp_pat
     profiles.save(nameless, tmp_path / "nameless.csv")
     done = spark(
         "validate", NANO, made / "test.parquet", "--profile", "nameless.csv", "--cross", made / "nano.csv",
-        "--residency", "0.1", "--max-tokens", "1000", "--prompts", "1", "--generate", "3", cwd=tmp_path,
+        "--residency", "0", "--max-tokens", "1000", "--prompts", "1", "--generate", "3", cwd=tmp_path,
     )  # fmt: skip
     assert "warning: nameless.csv does not name its model" in done.stderr
     assert re.search(r"static +nameless\.csv", done.stdout) and re.search(r"spark +nano\.csv", done.stdout)
@@ -138,7 +138,7 @@ def test_tokenizer_is_exported(tmp_path: Path) -> None:
 
 def test_figures_may_go_to_a_pipe(tmp_path: Path) -> None:
     done = spark("extract-sessions", "--out-dir", ".", *LOGS, "--json", "/dev/stdout", cwd=tmp_path)
-    assert json.JSONDecoder().raw_decode(done.stdout, done.stdout.index("{"))[0]["files"] > 0
+    assert json.loads(done.stdout)["files"] > 0
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", "pipe"], cwd=tmp_path, stdout=subprocess.PIPE) as reader:
         spark("extract-sessions", "--out-dir", ".", *LOGS, "--json", "pipe", cwd=tmp_path)
@@ -281,7 +281,8 @@ def test_a_bad_model_is_named_by_what_runs_it(
     models: Path, made: Path, tmp_path: Path, command: str, name: str
 ) -> None:
     model = models / f"{name}.gguf"
-    rest = [made / "test.parquet", "--out", "p.csv"] if command == "calibrate" else ["--port", "0"]
+    tokens = made / ("test.jsonl" if name == "unknown" else "test.parquet")  # the latter are of the bundled model
+    rest = [tokens, "--out", "p.csv"] if command == "calibrate" else ["--port", "0"]
     found = refused(command, model, *rest, cwd=tmp_path)
     assert "architecture is 'quant3mo'; this engine implements" in found if name == "unknown" else str(model) in found
     assert list(tmp_path.iterdir()) == []
@@ -343,14 +344,14 @@ def test_a_bad_profile_is_named(made: Path, bad: Path, tmp_path: Path, name: str
         ("missing.parquet", "No such file"),
         ("broken.jsonl", "line 3: not JSON"),
         ("bytes.jsonl", "line 1: not JSON"),
-        ("empty.jsonl", "no profile to write"),
+        ("empty.jsonl", "holds no sessions"),
         ("folder.jsonl", "Is a directory"),
         ("missing.jsonl", "No such file"),
     ],
 )
 def test_bad_tokens_and_sessions_are_named(made: Path, bad: Path, tmp_path: Path, name: str, words: str) -> None:
     found = refused("calibrate", NANO, bad / name, "--out", "p.csv", cwd=tmp_path)
-    assert words in found and (str(bad / name) in found or name == "empty.jsonl")
+    assert words in found and str(bad / name) in found
     assert list(tmp_path.iterdir()) == []
     if name == "broken.jsonl":
         assert words in refused("tokenize", NANO, bad / name, "--out", "t.parquet", cwd=tmp_path)
@@ -405,7 +406,6 @@ def test_a_trace_is_not_added_to_another(made: Path) -> None:
         (["token"], "No such command 'token'"),
         (["calibrate", NANO, "test.parquet", "--count", "some"], "'some' is not one of"),
         (["calibrate", NANO, "test.parquet", "--hidden"], "--trace is missing"),
-        (["validate", NANO, "test.parquet", "--profile", "nano.csv", "--residency", "0"], "--residency 0"),
         (["validate", NANO, "test.parquet", "--residency", "101"], "--residency"),
         (["validate", NANO, "test.parquet", "--residency", "nan"], "--residency"),
         (["extract-sessions", "--out-dir", ".", "--test-frac", "2"], "--test-frac"),
@@ -416,7 +416,7 @@ def test_a_trace_is_not_added_to_another(made: Path) -> None:
         (["plan", NANO, "--vram", "0"], "--vram"),
         (["plan", NANO, "--vram", "4", "--ctx", "100000000"], "100000000"),
         (["bench", NANO, "--residency", "half"], "--residency is 'half'"),
-        (["bench", NANO, "--residency", "0"], "--residency 0"),
+        (["bench", NANO, "--residency", "-1"], "--residency -1"),
         (["serve", NANO, "--port", "0", "--ctx", "100000000"], "100000000"),
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(NANO), "NANO") if isinstance(value, list) else "",
@@ -449,7 +449,7 @@ def test_a_cap_that_is_too_small_names_one_that_does(tmp_path: Path) -> None:
     least = re.search(r"hint: --vram ([\d.]+) is the least", found)
     assert least
     done = spark("plan", NANO, "--vram", "0.2", "--vram", least[1], "--ctx", "512", "--spark", cwd=tmp_path)
-    assert done.stderr.startswith("0.2 GiB: ") and "experts resident" in done.stdout
+    assert "\n0.2 GiB: " in done.stderr and "experts resident" in done.stdout
 
 
 def test_bench_measures_each_residency(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_without_torch_the_pip_line_is_named(made: Path) -> None:
     done = subprocess.run(command, cwd=made, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     explained(done.stderr)
-    assert re.search(r"hint: \S+ -m pip install 'spark-moe\[train\]' torch==[\d.]+$", done.stderr)
+    assert re.search(r"hint: \S+ -m pip install .*\[train\]\S* torch==[\d.]+$", done.stderr)
     version = re.search(r"torch==\S+", done.stderr)[0]
     assert version in (ROOT / "constraints.txt").read_text().split()
 

@@ -68,7 +68,7 @@ def test_the_pipeline(model: Path, sessions: Path, capsys: pytest.CaptureFixture
     config = EngineConfig(model, "auto", "uniform", threads=1)
     calibrated = calibrate.calibrate(config, options, DEADLINES, quiet)
     assert (calibrated.tokens, calibrated.counted_tokens) == (97, N_GENERATED)
-    assert capsys.readouterr().err.startswith("device cuda: there is a GPU: ")
+    assert "\ndevice cuda: there is a GPU: " in capsys.readouterr().err
     counts = profiles.load(profile)[0].counts
     with open_model(model) as file:
         assert np.array_equal(read_routing(trace, file.model_id).counts(), counts)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import FileFormatError
 from spark.extract import ExtractOptions, Report, extract
 from spark.sessions import Message, Session, read_sessions
 
@@ -442,9 +443,8 @@ def test_one_message_id_for_everything_does_not_melt_the_session(tmp_path: Path)
 
 def test_a_session_without_a_response_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, f"{SESSION}.jsonl", [user("u1", None, "hello?")])
-    sessions, report = run(tmp_path)
-    assert sessions == {}
-    assert report.skipped_lines == {"no_response": 1}
+    with pytest.raises(FileFormatError, match=r"no session \(skipped: no_response 1\)"):
+        run(tmp_path)
 
 
 def test_rings_of_links_do_not_hang(tmp_path: Path) -> None:

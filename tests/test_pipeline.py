@@ -263,9 +263,9 @@ def test_wrong_files_are_explained(files: Path, profile: Path, tmp_path: Path) -
     options = validate.ValidateOptions(files / "test.parquet", tmp_path / "foreign.csv")
     with pytest.raises(WrongModelError, match="ffffffff"):
         validate.validate(CONFIG, options, DEADLINES, quiet)
-    with pytest.raises(FileFormatError, match=r"train\.jsonl"):
+    with pytest.raises(FileFormatError, match=r"foreign\.csv"):
         calibrate.calibrate(
-            CONFIG, calibrate.CalibrateOptions(files / "train.jsonl", tmp_path / "p.csv"), DEADLINES, quiet
+            CONFIG, calibrate.CalibrateOptions(tmp_path / "foreign.csv", tmp_path / "p.csv"), DEADLINES, quiet
         )
     with pytest.raises(UsageError, match="window"):
         run(files, tmp_path / "p.csv", replace(CONFIG, ctx_tokens=512))

@@ -54,8 +54,9 @@ def extract(
 
     progress: called with bytes read and bytes in all. count_tokens: counts for the report; without it
     tokens are estimated. A fraction between 0 and 1 leaves a root session on each side if there are two.
-    Raises UsageError for a fraction out of range, FileFormatError where there are no logs, SparkError
-    when the output cannot be written.
+    Raises UsageError for a fraction out of range and for an output that is one of the logs, FileFormatError where
+    there are no logs or no sessions in them, SparkError when the output cannot be written; files that were there
+    are left as they were.
     """
     if not 0 <= options.test_frac <= 1:
         raise UsageError(f"the test fraction is {options.test_frac}, expected 0 to 1")
@@ -68,12 +69,14 @@ def extract(
 
     intake = Intake(redact=options.redact, advance=advance, spool_dir=options.out_dir)
     tally = Tally(count_tokens or estimate_tokens)
-    logs = {family: list_logs(homes, _FOLDERS[family], intake) for family, homes in _homes(options).items()}
+    homes = _homes(options)
+    logs = {family: list_logs(folders, _FOLDERS[family], intake) for family, folders in homes.items()}
+    _check_logs(options, homes, [path for files in logs.values() for path, _ in files])
     total = sum(size for files in logs.values() for _, size in files)
     progress(0, total)
     try:
         options.out_dir.mkdir(parents=True, exist_ok=True)
-        sessions = _write(options, _conversations(logs, intake), tally)
+        sessions = _write(options, _conversations(logs, intake), tally, intake)
     except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
         message = f"{options.out_dir} cannot be written: {error.strerror}"
         raise SparkError(message, hint="choose another --out-dir") from error
@@ -91,6 +94,8 @@ def extract(
     )
 
 
+_FILES = ("train.jsonl", "test.jsonl")
+_NAME_FOLDERS = "name the folders with --claude-dir and --codex-dir"
 _FOLDERS = {"claude": ("projects",), "codex": ("sessions", "archived_sessions")}
 
 
@@ -112,9 +117,21 @@ def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
     if not any(homes.values()):
         raise FileFormatError(
             f"no session logs: looked for {', '.join(map(str, tried))}",
-            hint="name the folders with --claude-dir and --codex-dir",
+            hint=_NAME_FOLDERS,
         )
     return homes
+
+
+def _check_logs(options: ExtractOptions, homes: dict[str, list[Path]], logs: list[Path]) -> None:
+    """Refuse to write nothing over an earlier extraction, and to write over a log."""
+    if not logs:
+        looked_in = ", ".join(str(path) for folders in homes.values() for path in folders)
+        raise FileFormatError(f"no session logs (*.jsonl) in {looked_in}", hint=_NAME_FOLDERS)
+    for path in (options.out_dir / name for name in _FILES):
+        if path.exists() and any(path.samefile(log) for log in logs):
+            raise UsageError(
+                f"--out-dir {options.out_dir}: {path} is one of the logs to read", hint="choose another --out-dir"
+            )
 
 
 def _default_claude_dirs() -> list[Path]:
@@ -140,14 +157,16 @@ def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> I
         yield from read_group(group, intake)
 
 
-def _write(options: ExtractOptions, conversations: Iterator[Conversation], tally: Tally) -> dict[str, int]:
+def _write(
+    options: ExtractOptions, conversations: Iterator[Conversation], tally: Tally, intake: Intake
+) -> dict[str, int]:
     """Write the conversations to the two files, split by root session; returns how many went to each."""
     with ExitStack() as stack:
 
         def writer(name: str) -> SessionWriter:
             return stack.enter_context(SessionWriter(options.out_dir / name))
 
-        train, test = writer("train.jsonl"), writer("test.jsonl")
+        train, test = map(writer, _FILES)
         used: set[str] = set()
         for conversation in conversations:
             head = replace(conversation.head, session_id=_unused(conversation.head.session_id, used))
@@ -157,11 +176,14 @@ def _write(options: ExtractOptions, conversations: Iterator[Conversation], tally
         train.seal()
         test.seal()
 
+        if not used:
+            why = ", ".join(f"{name} {count}" for name, count in sorted(intake.skipped.items()))
+            raise FileFormatError(f"the session logs hold no session{why and f' (skipped: {why})'}", hint=_NAME_FOLDERS)
         roots = sorted({root_of(session_id) for session_id in used}, key=split_rank)
         if 0 < options.test_frac < 1 and len(roots) > 1 and not (train.session_ids and test.session_ids):
             # So few sessions that one side got none: the root nearest to the limit changes sides.
             full, test_roots = (test, roots[:-1]) if test.session_ids else (train, roots[:1])
-            train, test = writer("train.jsonl"), writer("test.jsonl")
+            train, test = map(writer, _FILES)
             for session_id, line in full.lines():
                 (test if root_of(session_id) in test_roots else train).write_line(session_id, line)
             train.seal()
