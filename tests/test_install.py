@@ -156,3 +156,9 @@ def test_the_demo_says_what_the_wheel_does_not_have(installed: Path, tmp_path: P
     (error, hint) = done.stderr.splitlines()
     assert error.startswith("error: ") and "nano.gguf is not there" in error and done.stdout == ""
     assert hint == "hint: clone the repository and run `make demo` there"
+
+
+def test_nothing_beside_a_clone_can_be_imported() -> None:
+    shown = [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"]
+    done = subprocess.run(shown, capture_output=True, text=True, check=True, cwd=ROOT / "tests", env={})
+    assert str(ROOT.parent) not in done.stdout.splitlines()
