@@ -401,5 +401,6 @@ def test_the_emulator_has_the_functions_of_ptx() -> None:
         return set(re.findall(r"^DEVICE [\w ]+?[ *](\w+)\(", path.read_text(), re.MULTILINE))
 
     mine = {f for f in functions(EMULATOR / "ptx.cuh") if not f.startswith("emulator_")}
-    assert mine == functions(library.folder() / "ptx.cuh") - {"shared_address"}
+    # shared_address is for the others alone, stamp is the GPU's timer, for a measurement.
+    assert mine == functions(library.folder() / "ptx.cuh") - {"shared_address", "stamp"}
     assert len(mine) > 20

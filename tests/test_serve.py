@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -172,6 +173,7 @@ def test_a_signal_as_soon_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> No
     late: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: late.append(number))
     try:
+        monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # that would outlive the test
         monkeypatch.setattr(server, "load", lambda model: FakeTokenizer())
         monkeypatch.setattr(server, "engine_command", lambda config: fake())
         options = ServeOptions(EngineConfig(Path("model.gguf")), port=0)
