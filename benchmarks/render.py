@@ -48,7 +48,7 @@ All {launches} kernels of one token at depth {depth:,}, {how}; together {kernels
 overlapping leaves a step of {step:,.0f} us."""
 ON_THE_PATH = """\
 *On the path*: from when a kernel's first block has what it waits for until the next kernel's has, summed over the
-launches (the stamps themselves make a step some 3% longer)."""
+launches (the stamps make a step a few percent longer)."""
 SOAK = """\
 {minutes:.0f} minutes of {clients} clients at {residency:.0f}% residency: {requests:,} requests ({kinds}), {tokens:,}
 generated tokens, {misses:.1%} of active experts missed. Problems: {problems}."""

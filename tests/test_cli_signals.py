@@ -175,7 +175,7 @@ def test_ctrl_c_does_not_wait_for_a_long_reply(tmp_path: Path, twice: bool) -> N
             time.sleep(0.2)
             os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-        assert time.monotonic() - began_s < (3.0 if twice else END_S)
+        assert time.monotonic() - began_s < END_S
         for connection in connections:
             connection.close()
     assert process.returncode == 130 and "Traceback" not in stderr and stderr.splitlines()[-1] == "interrupted"
