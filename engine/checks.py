@@ -103,6 +103,17 @@ def items(item: Check, longest: int, *, shortest: int = 0) -> Check:
     return check
 
 
+def pair(first: Check, second: Check) -> Check:
+    """Check for a list of two items, one for each check; gives a tuple."""
+
+    def check(name: str, value: Any) -> tuple[Any, Any]:
+        if type(value) is not list or len(value) != 2:
+            raise refusal(name, "a list of two items", value)
+        return first(name, value[0]), second(name, value[1])
+
+    return check
+
+
 def optional(check: Check) -> Check:
     """Check that lets null through as None."""
     return lambda name, value: None if value is None else check(name, value)

@@ -26,6 +26,8 @@ PROTOCOL = 1
 MAX_LINE_BYTES = 1 << 25
 MAX_TOKENS = 1 << 20  # tokens of one request
 MAX_STOP_TOKENS = 1024
+MAX_TOP_LOGPROBS = 20  # what OpenAI's API allows
+PENALTY_RANGE = 2.0  # of frequency and presence penalties, either way
 MAX_TEXT_CHARS = 4096  # a session id, a path
 MAX_GRAMMAR_CHARS = 1 << 20  # schemas of a hundred tools are a tenth of it
 MAX_ID = (1 << 53) - 1  # the largest integer that every JSON reader keeps exact
@@ -39,7 +41,11 @@ TOKEN_END = 1 << 31  # token ids lie in [0, TOKEN_END); the engine knows the voc
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn: temperature 0 is greedy, `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """How a token is drawn: temperature 0 is greedy, `top_k` 0, `top_p` 1, `min_p` 0 and penalties of 0 are off.
+
+    frequency_penalty, presence_penalty: -2 to 2, taken off a token's logit for each time, and once where, the reply
+    has it; the prompt's tokens do not count.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -47,6 +53,8 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,11 @@ class Generate:
     grammar: what the text must be, JSON text of at most MAX_GRAMMAR_CHARS that docs/protocol.md ("Grammars")
         describes; None: anything. A stop token can come only where the text is complete, and where nothing can
         follow any more the generation ends without one, `finish_reason` "stop" in both cases.
+    reply_from: where in `tokens` the reply so far begins, for penalties that count the reply alone; None: behind them.
+    logprobs: how many likeliest tokens, 0 to MAX_TOP_LOGPROBS, are sent with each token beside its own
+        log-probability; None: neither. They are the model's: before penalties, temperature and grammar.
+    same_prompt_as: id of a running request with the same `tokens`, which is read once for both; where there is none
+        (any more), it changes nothing.
     """
 
     id: int
@@ -66,6 +79,9 @@ class Generate:
     sampling: Sampling = Sampling()
     stop_tokens: tuple[int, ...] | None = None
     grammar: str | None = None
+    reply_from: int | None = None
+    logprobs: int | None = None
+    same_prompt_as: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,19 +180,26 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens that a Generate request produced, in order, without the stop token."""
+    """Tokens that a Generate request produced, in order, without the stop token.
+
+    logprobs, top: where asked for, of each token its log-probability, and the likeliest as (token, log-probability),
+    likeliest first.
+    """
 
     id: int
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    top: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of a request's input has been read."""
+    """How much of a request's input has been read; `cached_tokens` of it were not computed."""
 
     id: int
     done_tokens: int
     total_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +310,7 @@ _INPUT = checks.items(_TOKEN, MAX_TOKENS, shortest=1)
 _FLOAT = checks.number(-sys.float_info.max, sys.float_info.max)
 _ANY_TEXT = checks.text(MAX_LINE_BYTES)
 _PATH = checks.path(MAX_TEXT_CHARS)
+_TOP = checks.items(checks.items(checks.pair(_TOKEN, _FLOAT), MAX_TOP_LOGPROBS), MAX_TOKENS)
 
 _SAMPLING = checks.record(
     Sampling,
@@ -297,6 +321,8 @@ _SAMPLING = checks.record(
         "min_p": checks.number(0.0, 1.0),
         "repetition_penalty": checks.number(0.0, 100.0, above=True),
         "seed": checks.integer(0, (1 << 64) - 1),
+        "frequency_penalty": checks.number(-PENALTY_RANGE, PENALTY_RANGE),
+        "presence_penalty": checks.number(-PENALTY_RANGE, PENALTY_RANGE),
     },
 )
 
@@ -311,6 +337,9 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "sampling": _SAMPLING,
                 "stop_tokens": checks.optional(checks.items(_TOKEN, MAX_STOP_TOKENS)),
                 "grammar": checks.optional(checks.text(MAX_GRAMMAR_CHARS)),
+                "reply_from": checks.optional(checks.integer(0, MAX_TOKENS)),
+                "logprobs": checks.optional(checks.integer(0, MAX_TOP_LOGPROBS)),
+                "same_prompt_as": checks.optional(_ID),
             },
         ),
         "score": (
@@ -341,8 +370,19 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
         "loading": (Loading, {"stage": checks.choice(*STAGES), "done": _COUNT, "total": _COUNT}),
         "ready": (Ready, {"info": checks.mapping}),
         "plan": (Plan, {"info": checks.mapping}),
-        "tokens": (Tokens, {"id": _ID, "tokens": checks.items(_TOKEN, MAX_TOKENS)}),
-        "progress": (Progress, {"id": _ID, "done_tokens": _COUNT, "total_tokens": _COUNT}),
+        "tokens": (
+            Tokens,
+            {
+                "id": _ID,
+                "tokens": checks.items(_TOKEN, MAX_TOKENS),
+                "logprobs": checks.optional(checks.items(_FLOAT, MAX_TOKENS)),
+                "top": checks.optional(_TOP),
+            },
+        ),
+        "progress": (
+            Progress,
+            {"id": _ID, "done_tokens": _COUNT, "total_tokens": _COUNT, "cached_tokens": _COUNT},
+        ),
         "working": (Working, {"requests": _COUNT}),
         "done": (
             Done,
@@ -419,6 +459,8 @@ def _build(key: str, given: Mapping[str, Any]) -> Any:
 def request_from(given: Mapping[str, Any]) -> Request:
     """Make the request that a decoded line describes; raises RequestError naming the field."""
     request: Request = _build("op", given)
+    if isinstance(request, Generate) and request.reply_from is not None and request.reply_from > len(request.tokens):
+        raise RequestError(f"field 'reply_from': {request.reply_from} lies behind the {len(request.tokens)} tokens")
     if isinstance(request, Score):
         if request.generated is not None and len(request.generated) != len(request.tokens):
             raise RequestError(

@@ -35,7 +35,10 @@ SAMPLING = st.builds(
     min_p=st.floats(0, 1),
     repetition_penalty=st.floats(0, 100, exclude_min=True),
     seed=st.integers(0, (1 << 64) - 1),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
 )
+TOP = st.lists(st.tuples(st.integers(0, protocol.TOKEN_END - 1), FLOATS), max_size=3).map(tuple)
 
 
 @st.composite
@@ -65,6 +68,9 @@ REQUESTS = st.one_of(
         SAMPLING,
         st.none() | st.lists(st.integers(0, protocol.TOKEN_END - 1), max_size=4).map(tuple),
         st.none() | TEXT,
+        st.sampled_from([None, 0, 1]),
+        st.none() | st.integers(0, protocol.MAX_TOP_LOGPROBS),
+        st.none() | IDS,
     ),
     scores(),
     st.builds(protocol.Stats, IDS),
@@ -79,8 +85,11 @@ EVENTS = st.one_of(
     st.builds(protocol.Loading, st.sampled_from(protocol.STAGES), IDS, IDS),
     st.builds(protocol.Ready, INFO),
     st.builds(protocol.Plan, INFO),
-    st.builds(protocol.Tokens, IDS, TOKENS),
-    st.builds(protocol.Progress, IDS, IDS, IDS),
+    st.builds(
+        protocol.Tokens, IDS, TOKENS, st.none() | st.lists(FLOATS, max_size=4).map(tuple),
+        st.none() | st.lists(TOP, max_size=4).map(tuple),
+    ),
+    st.builds(protocol.Progress, IDS, IDS, IDS, IDS),
     st.builds(protocol.Working, IDS),
     st.builds(
         protocol.Done,
@@ -137,6 +146,12 @@ def test_defaults() -> None:
         ({"id": 1 << 53}, "'id'"),
         ({"id": None}, "'id'"),
         ({"id": 7.0}, "'id'"),
+        ({"reply_from": 3}, "'reply_from'"),
+        ({"reply_from": -1}, "'reply_from'"),
+        ({"logprobs": 21}, "'logprobs'"),
+        ({"logprobs": True}, "'logprobs'"),
+        ({"sampling": {"frequency_penalty": 2.1}}, "'sampling.frequency_penalty'"),
+        ({"sampling": {"presence_penalty": -2.1}}, "'sampling.presence_penalty'"),
         ({"tokens": []}, "'tokens'"),
         ({"tokens": "12"}, "'tokens'"),
         ({"tokens": [1, 2.0]}, "'tokens'"),
