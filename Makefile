@@ -35,8 +35,8 @@ $(VENV)/.demo: $(BUILD_INPUTS) | $(VENV)/bin/python
 demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU only, < 2 minutes
 	@$(VENV)/bin/spark demo
 
-test: setup ## the test suite, < 10 minutes on two cores
-	$(PY) -m pytest -n 2 --dist loadfile
+test: setup ## the test suite, < 12 minutes on two cores
+	$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 lint: setup ## ruff: style, imports, docstrings
 	$(VENV)/bin/ruff check .

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.serving import Json, RefusedError, Reply, Server, ask, function_tools, quantiles, sample_sessions  # noqa: E402
 from spark.results import write_json  # noqa: E402
 from spark.sessions import Message, Session, ToolCall, read_sessions  # noqa: E402
@@ -222,7 +223,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL.gguf", help="served for the time of the replay")
     parser.add_argument("--url", help="of a server that runs, instead of a model")
     parser.add_argument("--key", help="its API key")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ctx", type=int, help="context of the served model")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of `spark serve`")

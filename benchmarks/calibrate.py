@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note, shape_of  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.gguf import open_model  # noqa: E402
 from spark.calibrate import CalibrateOptions, calibrate  # noqa: E402
@@ -41,7 +42,7 @@ def windows(n: int, n_vocab: int, seed: int) -> Iterator[Window]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--residency", default="100,60", help="percentages of the expert bytes")
     parser.add_argument("--windows", type=int, default=24, help="of 4,096 tokens, for each residency")

@@ -44,6 +44,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.client_proxy import ANSWER, PATIENCE_S, Json, Proxy, Session, proxied  # noqa: E402
 from benchmarks.driving import note  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 PROGRAMS = ("claude", "codex")
@@ -376,7 +377,7 @@ def version_of(program: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--bin", type=Path, metavar="DIR", help="where claude and codex are; else on PATH")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--only", metavar="TEXT", help="scenarios whose name has this")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.full_shape import SHAPES, first_layers, mix_of, write_model  # noqa: E402
 from engine import dryrun, models  # noqa: E402
 from engine.gguf import open_model  # noqa: E402
@@ -31,7 +32,7 @@ N_LAYERS = {"laguna-xs2": 3, "qwen3.6-35b-a3b": 4, "qwen3.6-27b": 4, "gemma-4-26
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--arch", default="sm_80,sm_86,sm_89,sm_90,sm_120")
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     o = parser.parse_args()

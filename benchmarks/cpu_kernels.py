@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from gguf_files import random_blocks  # noqa: E402
 
+from benchmarks.figures import json_option  # noqa: E402
 from engine.ops import Limits, cpu  # noqa: E402
 from engine.quants import NATIVE_TYPES, QTensor, row_bytes  # noqa: E402
 from engine.runner import physical_cores  # noqa: E402
@@ -97,7 +98,7 @@ def batch(qtype: QType, rows: int, cols: int, T: int, threads: int, isa: str | N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--isa", choices=cpu.ISAS, default=cpu.supported_isas()[-1])
     parser.add_argument("--types", default=",".join(t.name for t in NATIVE_TYPES))

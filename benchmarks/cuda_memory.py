@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.figures import json_option
 from engine import slowtier
 from engine.ops.cuda import gpu, memory
 from spark.results import write_json
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=8.0, help="how much to lock")
     parser.add_argument("--file-gib", type=float, default=4.0, help="size of the file to copy from")
     parser.add_argument("--threads", default="1,4,8,16")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     o = parser.parse_args()
     threads = [int(n) for n in o.threads.split(",")]
     rows: list[dict[str, Any]] = []

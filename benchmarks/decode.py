@@ -40,6 +40,7 @@ from benchmarks.driving import (
     shape_of,
     spread,
 )
+from benchmarks.figures import json_option
 from benchmarks.routing import Routing, imposed, missed
 from engine import placement, policy, simulate
 from engine import profile as profiles
@@ -210,7 +211,7 @@ def policies(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
     parser.add_argument("--runs", type=int, default=5, help="measured requests of each kind")

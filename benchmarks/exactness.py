@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.profile import Profile  # noqa: E402
 from engine.profile import save as save_profile  # noqa: E402
@@ -119,7 +120,7 @@ def against_the_cpu(prompt: Prompt, folder: Path, device: str) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("full_shape", type=Path, nargs="?", metavar="FULL_SHAPE.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=48, help="generated for each prompt")

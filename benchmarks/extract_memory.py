@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import json_option  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 LARGEST_MB = 200
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-mb", type=int, default=300, help="size of the tree")
     parser.add_argument("--no-redact", action="store_true", help="leave secrets in")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="spark-extract-") as folder:
         size, largest = make_tree(Path(folder), options.size_mb)

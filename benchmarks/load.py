@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note, rss_bytes, spread  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.serving import (  # noqa: E402
     BrokenError,
     Json,
@@ -354,7 +355,7 @@ def figures(outcomes: Sequence[Outcome], seconds: float) -> Json:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=300.0, help="of the load; 0: leave it out")
     parser.add_argument("--clients", type=int, default=16)

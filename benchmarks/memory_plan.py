@@ -28,6 +28,7 @@ from benchmarks.driving import (
     settings,
     shape_of,
 )
+from benchmarks.figures import json_option
 from engine.config import EngineConfig
 from engine.protocol import Sampling
 from spark.client import DaemonClient
@@ -77,7 +78,7 @@ def measure(config: EngineConfig, prompts: Prompts, vram_gib: float, longest: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--vram", default="8,12,16,24", help="caps in GiB")
     parser.add_argument("--ctx", type=int, default=16384)
     parser.add_argument("--policy", default="spark", choices=("spark", "lru", "uniform"))

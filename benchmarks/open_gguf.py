@@ -20,6 +20,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from benchmarks.figures import json_option
 from engine.quants import row_bytes
 from spark.results import write_json
 
@@ -128,7 +129,7 @@ def measure(path: Path, what: str, cold: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    json_option(parser)
     parser.add_argument("--oracle", action="store_true", help="measure the gguf package's reader too (10 s a run)")
     options = parser.parse_args()
     rows = []

@@ -26,6 +26,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import json_option  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 NANO = ROOT / "data" / "nano" / "nano.gguf"
@@ -115,7 +116,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    json_option(parser, required=True)
     parser.add_argument("--runs", type=int, default=3, help="calibrations timed")
     args = parser.parse_args()
     rows, results = [], {}

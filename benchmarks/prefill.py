@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cuda_kernels import in_child
 from benchmarks.driving import Prompts, generate, note, open_checked, parse_list, settings, shape_of, spread
+from benchmarks.figures import json_option
 from engine.config import EngineConfig
 from engine.kv import Sequence
 from engine.ops import KV_BLOCK_TOKENS
@@ -102,7 +103,7 @@ def turns(config: EngineConfig, prompts: Prompts, prefix: int, lengths: list[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
     parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill step (default: the engine's)")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cuda_kernels import time_launches
 from benchmarks.driving import Prompts
+from benchmarks.figures import json_option
 from benchmarks.prefill import feed
 from engine.config import EngineConfig
 from engine.decoding import AHEAD_STEPS
@@ -272,7 +273,7 @@ def table(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--depth", type=int, default=512, help="tokens in the cache")
     parser.add_argument("--residency", type=float, default=100.0)
     parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from benchmarks.figures import json_option
 from engine.quants import QTensor, dequantize, quantize
 from spark.results import write_json
 
@@ -29,7 +29,7 @@ def relative_rmse(values: np.ndarray, qtype: QType, packed: np.ndarray) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    json_option(parser)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     normal = (rng.standard_normal((ROWS, COLS)) * 0.02).astype(np.float32)

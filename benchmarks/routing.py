@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import json_option  # noqa: E402
 from engine import placement, policy, simulate  # noqa: E402
 from engine.trace import RoutingTrace  # noqa: E402
 
@@ -184,7 +185,7 @@ def main() -> None:
     from spark.results import write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--residency", default="20,40,60,80", help="percentages")
     options = parser.parse_args()
     rows = [rates(Routing(), float(percent)) for percent in options.residency.split(",")]

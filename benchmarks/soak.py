@@ -32,6 +32,7 @@ from benchmarks.driving import (
     settings,
     shape_of,
 )
+from benchmarks.figures import json_option
 from engine.config import EngineConfig
 from engine.errors import CancelledError, ContextOverflowError
 from engine.protocol import Done, Sampling, Tokens
@@ -134,7 +135,7 @@ def growth(samples: list[dict[str, Any]], name: str) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--residency", type=float, default=60.0)
     parser.add_argument("--policy", default="spark", choices=("spark", "lru", "uniform"))

@@ -1,4 +1,8 @@
-"""The JSON that commands write: what ran, where, and what it found."""
+"""The JSON that commands write: what ran, where, and what it found.
+
+What lies under `data/results` of a source tree is published, so it must say which code it was measured with: it is
+refused where that code is not a commit's.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from engine.errors import UsageError
 from engine.files import replacing
 from spark import __version__
 from spark.console import is_stdout
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PUBLISHED = _ROOT / "data" / "results"
+_NOT_MEASURED = ("data/results", "RESULTS.md", "README.md", "docs", "CHANGELOG.md")  # figures and prose
 
 
 def _output(*command: str) -> str | None:
@@ -42,12 +51,30 @@ def _cpu() -> str:
 
 def _commit() -> str | None:
     """The commit of the source tree that this package runs from; None for an installed wheel."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
+    if not (_ROOT / ".git").exists():
         return None
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    dirty = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if commit and dirty else commit
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    return f"{commit}+changes" if commit and changes() else commit
+
+
+def changes() -> list[str]:
+    """Files of the source tree that differ from its commit and could change a figure; new ones count."""
+    left_out = [f":(exclude,top){path}" for path in _NOT_MEASURED]
+    found = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--", ":(top)", *left_out) or ""
+    return [line.split(maxsplit=1)[1] for line in found.splitlines()]
+
+
+def require_clean(path: Path) -> None:
+    """Refuse, with UsageError, to write published figures that were measured with code of no commit."""
+    if not path.resolve().is_relative_to(_PUBLISHED):
+        return
+    if found := changes():
+        raise UsageError(
+            f"{path}: figures are of a commit, and {len(found)} files differ from it ({', '.join(found[:3])})",
+            hint="commit or stash the changes, or write the figures elsewhere",
+        )
+    if _commit() is None:
+        raise UsageError(f"{path}: figures are of a commit, and git names none", hint="measure in a clone, with git")
 
 
 def provenance() -> dict[str, Any]:
@@ -69,7 +96,7 @@ def _versions(*names: str) -> dict[str, str]:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report with its provenance, whole or not at all; raises SparkError where it cannot be written.
+    """Write a report with its provenance, whole or not at all; raises SparkError where it cannot or must not be.
 
     A path that stands for stdout gets it even where `sys.stdout` is redirected, which keeps all else out.
     """
@@ -79,5 +106,6 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
         sys.__stdout__.write(text)
         sys.__stdout__.flush()
         return
+    require_clean(path)
     with replacing(path, "the figures") as file:
         file.write(text.encode())

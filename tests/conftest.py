@@ -17,6 +17,7 @@ settings.load_profile("shared machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the CUDA tests on the GPU instead of the emulator")
+    parser.addoption("--need-chromium", action="store_true", help="fail the page's tests, not skip, without Chromium")
 
 
 @pytest.fixture

@@ -222,14 +222,18 @@ def serving(folder: Path) -> Iterator[tuple[Any, str]]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium: the system's, or the one that Playwright brought."""
-    playwright = pytest.importorskip("playwright.sync_api")
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    """Chromium: the system's, or the one that Playwright brought. Under --need-chromium none is a failure."""
+    missing = pytest.fail if request.config.getoption("--need-chromium") else pytest.skip
+    try:
+        from playwright import sync_api as playwright
+    except ImportError:
+        missing("there is no Playwright")
     with playwright.sync_playwright() as driver:
         found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome", driver.chromium.executable_path))
         path = next(filter(None, found), None)
         if path is None:
-            pytest.skip("there is no Chromium")
+            missing("there is no Chromium")
         sandbox = [] if os.geteuid() else ["--no-sandbox"]  # which root cannot have
         with contextlib.closing(driver.chromium.launch(executable_path=path, args=sandbox)) as made:
             yield made
