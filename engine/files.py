@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import os
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from engine.errors import SparkError
+
+_STALE_S = 60.0  # a temporary file that is older, and that nobody holds, is of a process that was killed
 
 
 @contextlib.contextmanager
@@ -18,6 +24,7 @@ def replacing(path: Path, what: str, *, mode: int = 0o644, hint: str = "") -> It
 
     It is written under a temporary name in the same folder, synced and renamed, so a reader, a crash or a
     full disk never meets half a file; what was there before stays until then. A symbolic link stays one.
+    What a process that was killed left of the same file is removed.
     A device or a pipe, which nothing can take the place of, is written to as it is. An OSError becomes a
     SparkError that names `what` and the path.
     """
@@ -27,10 +34,12 @@ def replacing(path: Path, what: str, *, mode: int = 0o644, hint: str = "") -> It
             with path.open("wb") as file:
                 yield file
             return
+        _remove_stale(target)
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
+                _try_lock(descriptor)
                 yield file
                 file.flush()
                 os.fchmod(file.fileno(), mode)
@@ -44,3 +53,29 @@ def replacing(path: Path, what: str, *, mode: int = 0o644, hint: str = "") -> It
             f"cannot write {what} {path}: {error.strerror or error}",
             hint=hint or "is there such a folder, may you write there, and is there room?",
         ) from error
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to be read; OSError for a pipe or a device, which may never begin, never end or not come twice."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(None, "expected a regular file, found a pipe, a device or a folder")
+    return file
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Hold a file for as long as it is open; whether it is held, or cannot be where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove the temporary files of `target` that no process writes any more."""
+    for found in target.parent.glob(f".{glob.escape(target.name)}.????????.tmp"):
+        with contextlib.suppress(OSError), found.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_S and _try_lock(file.fileno()):
+                found.unlink()

@@ -7,6 +7,7 @@ don't know are kept.
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -17,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import FileFormatError, SparkError, WrongModelError
-from engine.files import replacing
+from engine.files import open_regular, replacing
 
 VERSION = 1
 DEFAULT_CACHE_FRACTION = 0.25  # of the slots, where no split has been measured
 WINDOW_TOKENS = 65_536  # until a profile has counted so many, it grows and forgets nothing
-MAX_FILE_BYTES = 64 << 20  # 512 layers of 512 experts, 20 digits each, are 5 MiB
+MAX_FILE_BYTES = 16 << 20  # 512 layers of 512 experts, 20 digits each, are 5 MiB
+MAX_LINES = 4096  # layers and comments
+MAX_COMMENT_CHARS = 1 << 16
 
 Counted = Literal["generated", "all"]
 
@@ -113,10 +116,14 @@ def parse(text: str, name: str = "profile") -> Profile:
     spark: tuple[str, dict[str, str]] | None = None
     extra: list[str] = []
     rows: list[tuple[str, str]] = []
-    for number, raw in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+    for number, raw in enumerate(io.StringIO(text.removeprefix("\ufeff"), newline="\n"), start=1):
         line, where = raw.strip(), f"{name}, line {number}"
         if not line or line == _FORMAT:
             continue
+        if len(rows) + len(extra) == MAX_LINES:
+            raise FileFormatError(f"{where}: expected at most {MAX_LINES} layers and comments, found more")
+        if line.startswith("#") and len(line) > MAX_COMMENT_CHARS:
+            raise FileFormatError(f"{where}: expected a comment of at most {MAX_COMMENT_CHARS} characters, found more")
         if not line.startswith("#"):
             rows.append((where, line))
         elif match := _HEADER.fullmatch(line):
@@ -143,7 +150,7 @@ def parse(text: str, name: str = "profile") -> Profile:
     if len(rows) != n_layer:
         at = rows[-1][0] if rows else name
         raise FileFormatError(f"{at}: expected {n_layer} rows of counts (n_layer), found {len(rows)}")
-    counts = np.array([_row(line, n_expert, where) for where, line in rows], np.int64)
+    counts = np.stack([_row(line, n_expert, where) for where, line in rows])
     profile = Profile(counts, n_expert_used, extra_lines=tuple(extra))
     return profile if spark is None else _described(profile, *spark)
 
@@ -158,7 +165,7 @@ def load(
     malformed file raises FileFormatError, an unreadable one SparkError.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise SparkError(
@@ -254,13 +261,12 @@ def _count(digits: str) -> int | None:
     return value if value <= _INT64_MAX else None
 
 
-def _row(line: str, n_expert: int, where: str) -> list[int]:
+def _row(line: str, n_expert: int, where: str) -> npt.NDArray[np.int64]:
     """The counts of a row of the table."""
+    line = line.removesuffix(",").rstrip()
+    if (n := line.count(",") + 1) != n_expert:
+        raise FileFormatError(f"{where}: expected {n_expert} counts (n_expert), found {n}")
     cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) == n_expert + 1 and not cells[-1]:
-        cells.pop()
-    if len(cells) != n_expert:
-        raise FileFormatError(f"{where}: expected {n_expert} counts (n_expert), found {len(cells)}")
     row = []
     for column, cell in enumerate(cells, start=1):
         count = _count(cell)
@@ -268,7 +274,7 @@ def _row(line: str, n_expert: int, where: str) -> list[int]:
             found = f"{cell[:40]!r} in column {column}"
             raise FileFormatError(f"{where}: expected integers of 0 to 2**63 - 1, found {found}")
         row.append(count)
-    return row
+    return np.array(row, np.int64)
 
 
 def _described(profile: Profile, where: str, pairs: dict[str, str]) -> Profile:

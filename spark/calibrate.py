@@ -23,7 +23,7 @@ import numpy as np
 from engine import placement, policy, simulate
 from engine import profile as profiles
 from engine.config import EngineConfig
-from engine.errors import FileFormatError, UsageError
+from engine.errors import FileFormatError, SparkError, UsageError
 from engine.gguf import open_model
 from engine.profile import Profile
 from engine.protocol import Sampling
@@ -132,7 +132,7 @@ def _refuse(options: CalibrateOptions) -> None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
     partial = partial_path(options.out)
     if partial.exists():
-        if not options.resume:
+        if not options.resume and _windows_in(partial) != 0:
             raise UsageError(
                 f"{partial} holds what an earlier run counted", hint="go on from it with --resume, or remove it"
             )
@@ -236,6 +236,10 @@ def _count(
     total = min(file.n_tokens, options.max_tokens or file.n_tokens)
     start = tally.counts
     client.profile("reset")
+    if options.trace_dir is not None and not tally.windows:
+        # A trace belongs to a checkpoint from its first part on: a run that is killed before the first window ends
+        # leaves a folder that the next one can go on in.
+        _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
     progress("calibrating", min(tally.tokens, total), total)
     saved = time.monotonic()
     try:
@@ -305,6 +309,15 @@ def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any], read
         extra_lines=(_CHECKPOINT + json.dumps(state),),
     )
     profiles.save(profile, partial_path(out))
+
+
+def _windows_in(partial: Path) -> int | None:
+    """How many windows a checkpoint counted; None where it is none."""
+    try:
+        (line,) = (x for x in profiles.load(partial)[0].extra_lines if x.startswith(_CHECKPOINT))
+        return int(json.loads(line.removeprefix(_CHECKPOINT))["windows"])
+    except (SparkError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import resource
 import signal
 import sys
 import tempfile
@@ -21,6 +22,16 @@ from spark.console import note
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C; or OpenBLAS, which sends its own process SIGINT where it cannot start its threads as numpy loads it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    while limit != resource.RLIM_INFINITY and frame is not None:
+        if frame.f_globals.get("__name__") == "numpy":
+            raise MemoryError(f"numpy does not load in {limit >> 20} MiB of address space, raise `ulimit -v`")
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _fail(message: str, hint: str, status: int) -> int:
@@ -103,6 +114,8 @@ def end(app: typer.Typer) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
             signal.signal(number, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths may hold what their encoding does not have

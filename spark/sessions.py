@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from engine.errors import FileFormatError, SparkError
+from engine.files import open_regular
 
 EXTRACT_HINT = "make session files with `spark extract-sessions`"
 
@@ -108,7 +109,7 @@ def read_sessions(path: Path) -> Iterator[Session]:
     Raises FileFormatError, which names the file, the line and the field, at the first line that is not a session.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _parse_line(line, f"{path}, line {number}")

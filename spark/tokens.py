@@ -39,16 +39,17 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engine.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
-from engine.files import replacing
+from engine.files import open_regular, replacing
 from engine.gguf import open_model
 from engine.tokenizer import Tokenizer, load
 from spark.render import Renderer, Tokens, Turn
 from spark.sessions import EXTRACT_HINT, read_sessions
 
-MIN_WINDOW = 16
+MIN_WINDOW, MAX_WINDOW = 16, 1 << 20  # what the daemon takes in one request
 _VERSION = "1"
 _BATCH_TOKENS = 1 << 20  # of a row group: what is held in memory
 _BATCH_ROWS = 64
@@ -198,20 +199,22 @@ class TokensFile:
 
     def __iter__(self) -> Iterator[Window]:
         with _reading(self.name), pq.ParquetFile(self.path, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(_BATCH_ROWS):
-                for row in batch.to_pylist():
-                    yield self._window(row)
+            for batch in file.iter_batches(max(1, min(_BATCH_ROWS, _BATCH_TOKENS // self.window))):
+                for row in range(len(batch)):
+                    yield self._window(*(column[row] for column in batch.columns))
 
-    def _window(self, row: dict[str, Any]) -> Window:
-        tokens, generated = row["tokens"], row["generated"]
-        complete = None not in row.values() and None not in tokens and None not in generated
-        if not complete or not 0 < len(tokens) == len(generated) <= self.window or min(tokens) < 0:
+    def _window(self, session: pa.Scalar, number: pa.Scalar, tokens: pa.Scalar, generated: pa.Scalar) -> Window:
+        # Arrow's own arrays until it is known how long they are: a window in Python objects takes ten times as much.
+        found = tokens.values, generated.values
+        whole = session.is_valid and number.is_valid and not any(a is None or a.null_count for a in found)
+        if not whole or not 0 < len(found[0]) == len(found[1]) <= self.window or pc.min(found[0]).as_py() < 0:
             raise FileFormatError(
-                f"{self.name}: window {row['window']} of session {row['session_id']!r} is not 1 to {self.window} "
+                f"{self.name}: window {number.as_py()} of session {session.as_py()!r} is not 1 to {self.window} "
                 "tokens with as many marks",
                 hint=_HINT,
             )
-        return Window(row["session_id"], row["window"], np.array(tokens, np.int32), np.array(generated, np.bool_))
+        ids, marks = (a.to_numpy(zero_copy_only=False) for a in found)
+        return Window(session.as_py(), number.as_py(), ids.astype(np.int32), marks.astype(np.bool_))
 
 
 def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
@@ -221,7 +224,7 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
     FileFormatError for a file that is not a token file of this version; damage inside it shows when it is iterated.
     """
     path = Path(path)
-    with _reading(path), pq.ParquetFile(path) as file:
+    with _reading(path), open_regular(path) as opened_file, pq.ParquetFile(opened_file) as file:
         schema, rows = file.schema_arrow, file.metadata
         groups = [rows.row_group(i) for i in range(rows.num_row_groups)]
         found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
@@ -234,6 +237,8 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
     try:
         origin = Origin(found["spark.model_id"], found["spark.tokenizer"], found["spark.template"])
         window = int(found["spark.window"])
+        if not 0 < window <= MAX_WINDOW:
+            raise ValueError(f"windows of {window} tokens")
     except (KeyError, ValueError) as error:
         raise FileFormatError(f"{path}: metadata are missing or malformed: {error}", hint=_HINT) from error
     if expected is not None:
@@ -244,8 +249,14 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
                     f"{path} was made for another model: its {name} is {theirs}, this model's is {ours}",
                     hint="tokenize the sessions again with this model",
                 )
-    n_tokens = sum(group.column(_COLUMNS.get_field_index("tokens")).num_values for group in groups)
-    return TokensFile(path, origin, window, rows.num_rows, n_tokens)
+    in_groups = [group.column(_COLUMNS.get_field_index("tokens")).num_values for group in groups]
+    for group, n_tokens in zip(groups, in_groups, strict=True):  # before any of it is in memory
+        if n_tokens > group.num_rows * window:
+            raise FileFormatError(
+                f"{path}: expected windows of at most {window} tokens, found {n_tokens} tokens in {group.num_rows}",
+                hint=_HINT,
+            )
+    return TokensFile(path, origin, window, rows.num_rows, sum(in_groups))
 
 
 @contextlib.contextmanager
@@ -329,8 +340,8 @@ def _accepted(turns: Iterable[Turn | RequestError], skipped: Counter[str], total
 
 
 def _check_window(window: int) -> None:
-    if window < MIN_WINDOW:
-        raise UsageError(f"a window of {window} tokens is too small, expected at least {MIN_WINDOW}")
+    if not MIN_WINDOW <= window <= MAX_WINDOW:
+        raise UsageError(f"a window of {window} tokens, expected {MIN_WINDOW} to {MAX_WINDOW}")
 
 
 def _common_prefix(a: Tokens, b: Tokens) -> int:
@@ -341,7 +352,7 @@ def _common_prefix(a: Tokens, b: Tokens) -> int:
 
 def _count_sessions(path: Path) -> int:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return sum(1 for line in file if line.strip())
     except OSError as error:
         raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error

@@ -552,7 +552,9 @@ def write_table(path: Path, change: dict[str, Any], metadata: dict[str, str | No
         ({"generated": [[True, None]]}, {}, "window 0"),
         ({"session_id": [None]}, {}, "window 0"),
         ({"tokens": [[]], "generated": [[]]}, {}, "window 0"),
-        ({}, {"window": "1"}, "window 0"),
+        ({}, {"window": "1"}, "windows of at most 1 tokens, found 2 tokens in 1"),
+        ({}, {"window": "0"}, "windows of 0 tokens"),
+        ({}, {"window": "1048577"}, "windows of 1048577 tokens"),
     ],
 )
 def test_files_that_are_not_tokens_are_refused(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from engine.errors import CapacityError
 from engine.ops.cuda.device import Array, Device, Dim, Module
 
 ALIGN_BYTES = 256  # of every array on a device
@@ -146,5 +147,10 @@ def _unbacked(shape: Dim, dtype: DTypeLike, access: int = mmap.PROT_READ) -> NDA
     count = prod(shape)
     size = max(count * kind.itemsize, 1)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    memory = mmap.mmap(-1, size, flags=flags, prot=access)
+    try:
+        memory = mmap.mmap(-1, size, flags=flags, prot=access)
+    except OSError as error:  # a limit: what is only counted takes addresses, too
+        raise CapacityError(
+            f"{size} bytes of address space are not to be had: {error.strerror}", hint="raise `ulimit -v`"
+        ) from error
     return np.frombuffer(memory, kind, count).reshape(shape)
