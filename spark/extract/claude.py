@@ -24,7 +24,7 @@ from spark.extract.intake import Intake, Part, Spool, as_object, as_text, finger
 from spark.extract.roots import Group, LogFile, plain_id
 from spark.extract.subagents import TaskReport, TaskReports, read_task_report
 from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
-from spark.extract.typed_ahead import Prompt, TypedAhead
+from spark.extract.typed_ahead import SENT, Prompt, TypedAhead
 from spark.sessions import Session
 
 # Records that hold nothing the model saw, or only copies of it.
@@ -133,7 +133,7 @@ class _Log:
         content: object = attachment.get("prompt")
         queued = attachment.get("type") == "queued_command" and isinstance(content, str | list)
         if queued:
-            self._ahead.attach(_prompt_key(content))
+            self._ahead.attach(_prompt_key(content), self._responded)
         else:
             content = [{"type": "text", "text": text} for text in sent_texts(record)]
         if self._has_own_log(record):
@@ -155,6 +155,10 @@ class _Log:
         """A prompt that waits for the model, or that one stopped waiting."""
         operation = record.get("operation")
         prompt = self._read_prompt(record.get("content"))
+        if operation == "remove" and as_text(record.get("reason")) not in SENT:
+            self._ahead.leave(prompt)
+            self._intake.pass_over("bookkeeping", "queue-operation/remove", record.get("content"))
+            return
         if operation == "remove":
             self._removals += 1
             if (prompt := self._ahead.leave(prompt)) is not None:
@@ -182,7 +186,7 @@ class _Log:
         """A waiting prompt went into the turn that was running."""
         identity = fingerprint(f"queue {record.get('timestamp')} {prompt.words}")
         note = Note(self._line, "", None, identity, prompt.at, prompt.words)
-        known = self._ahead.send(prompt, note, as_text(record.get("reason")))
+        known = self._ahead.send(prompt, note)
         # A notification of the program may have gone to a subagent, whose log then has it.
         note.dropped = not known or (not prompt.typed and self._version >= _ATTACHED)
         self._events.append(note)

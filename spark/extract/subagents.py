@@ -100,17 +100,16 @@ class TaskReports:
         """The nodes with the reports that they lacked, without threads that a log of their own has."""
         mirrored: set[str] = set()
         for report in reports:
-            thread = self._thread(report)
             if has_own_log(report.agent):
-                mirrored.add(thread)
-            elif thread in self._threads:
+                mirrored.update(node.thread for node in self._runs.get(report.call_id, [])[:1])
+            elif (thread := self._thread(report)) in self._threads:
                 self._add(report, thread)
-        mirrored &= self._threads.keys()
         self._intake.skip("mirror", sum(n.lines for thread in mirrored for n in self._threads[thread]))
         closed: list[Node] = []
-        for node in self._nodes:
-            if node.thread not in mirrored:
-                closed += [node, *self._added.get(id(node), [])]
+        rest = [node for node in reversed(self._nodes) if node.thread not in mirrored]
+        while rest:
+            closed.append(rest.pop())
+            rest += reversed(self._added.get(id(closed[-1]), []))
         return closed
 
     def _thread(self, report: TaskReport) -> str:
@@ -123,7 +122,8 @@ class TaskReports:
     def _add(self, report: TaskReport, thread: str) -> None:
         members = self._threads[thread]
         run = self._runs.get(report.call_id)
-        unseen = run is None and members[0].run in self._runs  # the run has left nothing but its report
+        # Of a run whose call no record names, where records name calls, the report is all that there is.
+        unseen = run is None and bool(report.call_id) and members[0].run in self._runs
         if run is None:
             run = [members[-1]] if unseen else self._run_before(report, members)
         parts = self._spool.get(report.at)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark.extract.tree import Note
 
-_SENT = ("", "absorbed_mid_turn", "consumed")  # reasons of a removal; versions before 2.1.246 give none
+SENT = ("", "absorbed_mid_turn", "consumed")  # reasons of such a removal; versions before 2.1.246 give none
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +74,23 @@ class TypedAhead:
                 del self._places[prompt.key]
         return prompt
 
-    def send(self, prompt: Prompt, note: Note, reason: str) -> bool:
+    def send(self, prompt: Prompt, note: Note) -> bool:
         """Note that a prompt went into the turn; whether the note has to say so, as far as is known."""
-        if reason not in _SENT:
-            return False
         if self._attached[prompt.key]:
             self._attached[prompt.key] -= 1
             return False
         self._sent.setdefault(prompt.key, []).append(_Sent(note, prompt))
         return True
 
-    def attach(self, key: int) -> None:
-        """An attachment has the prompt, too: it is the record of a removal before it or after it."""
+    def attach(self, key: int, since: int) -> None:
+        """An attachment has the prompt, too: it is the record of a removal before it or after it.
+
+        since: line of the last response. A removal after it is meant first; then one to come, if the prompt waits.
+        """
         sent = self._sent.get(key)
-        if sent and key not in self._places:
+        if sent and (sent[-1].note.order > since or key not in self._places):
             sent.pop().note.dropped = True
-        else:
+        elif key in self._places:
             self._attached[key] += 1
 
     def repeat(self, key: int, since: int) -> None:
