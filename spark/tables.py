@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spark.validate import Row, ValidateReport
 
 _GIB = 1 << 30
+_KINDS_SHOWN = 8  # of records that gave nothing to a session; --json has more
 _RECALLS = ("recall_1x", "recall_2x", "recall_3x")
 
 
@@ -32,6 +33,11 @@ def show_extraction(report: ExtractReport) -> None:
         *((f"{what} tokens, {name}", n) for what, found in percentiles for name, n in found.items()),
         *((f"skipped lines: {reason}", n) for reason, n in report.skipped_lines.items()),
         *((f"dropped blocks: {reason}", n) for reason, n in report.dropped_blocks.items()),
+        *(
+            (f"dropped text, characters: {kind} ({row['records']:,} records)", row["characters"])
+            for kind, row in list(report.dropped_content.items())[:_KINDS_SHOWN]
+            if row["characters"]
+        ),
         *((f"redacted: {kind}", n) for kind, n in report.redacted.items()),
     ]
     _counts(f"Sessions (token counts by {report.token_counter})", rows)

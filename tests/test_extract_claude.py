@@ -13,68 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import FileFormatError
-from spark.extract import ExtractOptions, Report, extract
-from spark.sessions import Message, Session, read_sessions
-
-Record = dict[str, Any]
-SESSION = "11111111-1111-4111-8111-111111111111"
-OTHER = "22222222-2222-4222-8222-222222222222"
-
-
-def full(name: str | None) -> str | None:
-    """A record id as long as real ones are."""
-    return name and f"{name}-0000-4000-8000"
-
-
-def record(kind: str, uuid: str, parent: str | None, message: Any = None, **fields: Any) -> Record:
-    base = {"type": kind, "uuid": full(uuid), "parentUuid": full(parent), "sessionId": SESSION, "isSidechain": False}
-    base |= {"timestamp": "2026-01-01T00:00:00Z", **({} if message is None else {"message": message})}
-    return {**base, **fields}
-
-
-def user(uuid: str, parent: str | None, content: Any, **fields: Any) -> Record:
-    return record("user", uuid, parent, {"role": "user", "content": content}, **fields)
-
-
-def text(words: str) -> Record:
-    return {"type": "text", "text": words}
-
-
-def call(call_id: str, name: str = "Bash", **arguments: Any) -> Record:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-
-
-def answer(uuid: str, parent: str | None, message_id: str, *blocks: Record, **fields: Any) -> Record:
-    message = {"id": message_id, "role": "assistant", "model": "m", "content": list(blocks), "usage": {"output": 3}}
-    return record("assistant", uuid, parent, message, **fields)
-
-
-def result(uuid: str, parent: str | None, call_id: str, content: Any, **fields: Any) -> Record:
-    block = {"type": "tool_result", "tool_use_id": call_id, "content": content, "is_error": False}
-    return user(uuid, parent, [block], **fields)
-
-
-def write(home: Path, name: str, records: list[Record | str]) -> None:
-    path = home / "projects" / "-p" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
-
-
-def run(home: Path) -> tuple[dict[str, Session], Report]:
-    options = ExtractOptions(home / "out", "claude", claude_dir=home, test_frac=0, redact=False)
-    report = extract(options, lambda done, total: None)
-    return {s.session_id: s for s in read_sessions(home / "out" / "train.jsonl")}, report
-
-
-def words(session: Session) -> list[str]:
-    """The session in short: role and content, calls as name(arguments)."""
-    out = []
-    for m in session.messages:
-        calls = [f"{c.name}({json.dumps(dict(c.arguments))})" for c in m.tool_calls]
-        pieces = [m.role[0] + ":", m.reasoning and f"<{m.reasoning}>", m.content, *calls]
-        out.append(" ".join(piece for piece in pieces if piece))
-    return out
-
+from spark.sessions import Message
+from tests.claude_logs import (
+    OTHER,
+    SESSION,
+    Record,
+    answer,
+    attachment,
+    call,
+    full,
+    progress,
+    record,
+    result,
+    run,
+    text,
+    user,
+    words,
+    write,
+)
 
 PLAIN = [
     user("u1", None, "list the files"),
@@ -206,13 +162,9 @@ def test_inline_sidechains_become_sessions_of_the_same_root(tmp_path: Path) -> N
     assert [t["function"]["name"] for t in sessions[SESSION].tools] == ["Task"]
 
 
-def progress(uuid: str, inner: Record) -> Record:
-    return record("progress", uuid, "a1", data={"agentId": "ab12", "message": inner})
-
-
 def test_subagents_inside_progress_lines(tmp_path: Path) -> None:
     inner = [user("v1", None, "count"), answer("b1", "v1", "msg_X", text("2"))]
-    lines = [progress(f"p{i}", {k: r[k] for k in ("type", "message", "uuid")}) for i, r in enumerate(inner)]
+    lines = [progress(f"p{i}", r) for i, r in enumerate(inner)]
     main = [user("u1", None, "go"), answer("a1", "u1", "msg_A", text("wait")), *lines]
     write(tmp_path, f"{SESSION}.jsonl", main)
     sessions, report = run(tmp_path)
@@ -328,14 +280,106 @@ def test_turns_that_were_taken_back_become_a_branch(tmp_path: Path) -> None:
 
 
 def test_a_queued_command_is_a_message_of_the_user(tmp_path: Path) -> None:
-    queued = record("attachment", "q1", "a5", attachment={"type": "queued_command", "prompt": "wait"})
-    listed = record("attachment", "q2", "q1", attachment={"type": "queued_command", "prompt": [text("stop")]})
-    other = record("attachment", "q3", "q2", attachment={"type": "todo_reminder", "content": []})
+    queued = attachment("q1", "a5", "queued_command", prompt="wait")
+    listed = attachment("q2", "q1", "queued_command", prompt=[text("stop")])
+    other = attachment("q3", "q2", "plan_mode", reminderType="full")
     end = answer("a6", "q3", "msg_C", text("Waiting."))
     write(tmp_path, f"{SESSION}.jsonl", [*PLAIN[:8], queued, listed, other, end])
     sessions, report = run(tmp_path)
     assert words(sessions[SESSION])[5:] == ["u: wait", "u: stop", "a: Waiting."]
     assert report.skipped_lines == {"bookkeeping": 1}
+    assert report.dropped_content == {"attachment/plan_mode": {"records": 1, "characters": 0}}
+
+
+def test_white_space_before_reasoning_does_not_break_a_response(tmp_path: Path) -> None:
+    thought = {"type": "thinking", "thinking": "use ls", "signature": "x"}
+    records = [
+        user("u1", None, "list"),
+        answer("a1", "u1", "msg_A", text("\n\n")),
+        answer("a2", "a1", "msg_A", thought),
+        answer("a3", "a2", "msg_A", text("I look.")),
+        answer("a4", "a3", "msg_A", call("t1", cmd="ls")),
+        answer("a5", "a4", "msg_A", text(" \n")),  # and after a call
+        answer("a6", "a5", "msg_A", call("t2", cmd="pwd")),
+        result("r1", "a4", "t1", "a.py"),
+        result("r2", "a6", "t2", "/home"),
+        answer("a7", "r2", "msg_B", text("\n")),  # said nothing else: the turn stays
+        user("u2", "a7", "go on"),
+        answer("a8", "u2", "msg_C", text("One."), thought, text("Two.")),  # words before reasoning have a turn
+    ]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    assert words(run(tmp_path)[0][SESSION]) == [
+        "u: list",
+        'a: <use ls> I look. Bash({"cmd": "ls"}) Bash({"cmd": "pwd"})',
+        "t: a.py",
+        "t: /home",
+        "a: \n",
+        "u: go on",
+        "a: One.",
+        "a: <use ls> Two.",
+    ]
+
+
+# The context was cleared when a plan was accepted: the result of the call that proposed it comes after that.
+PLAN = [
+    result("r9", None, "t9", "User has approved your plan."),
+    user("u9", "r9", "Implement the following plan: delete it."),
+    answer("a9", "u9", "msg_P", text("Deleted.")),
+]
+
+
+@pytest.mark.parametrize("proposed", [True, False])
+def test_a_restart_drops_the_result_that_the_model_never_saw(tmp_path: Path, proposed: bool) -> None:
+    """In the log where the plan was proposed, and in one of its own, whose first message is the result."""
+    ask = [answer("a8", "a6", "msg_D", call("t9", "ExitPlanMode", plan="delete it"))] if proposed else []
+    write(tmp_path, f"{SESSION}.jsonl", [*(PLAIN if proposed else []), *ask, *PLAN])
+    sessions, report = run(tmp_path)
+    assert words(sessions[SESSION]) == ["u: Implement the following plan: delete it.", "a: Deleted."]
+    assert report.dropped_blocks == {"orphan_result": 1}
+    if proposed:
+        assert words(sessions[f"{SESSION}~1"]) == [*PLAIN_WORDS, 'a: ExitPlanMode({"plan": "delete it"})']
+
+
+def test_a_restart_keeps_the_words_beside_its_orphan(tmp_path: Path) -> None:
+    first = user("r9", None, [*PLAN[0]["message"]["content"], text("Implement it.")])
+    write(tmp_path, f"{SESSION}.jsonl", [*PLAIN, first, answer("a9", "r9", "msg_P", text("Deleted."))])
+    sessions, report = run(tmp_path)
+    assert words(sessions[SESSION]) == ["u: Implement it.", "a: Deleted."]
+    assert report.dropped_blocks == {"orphan_result": 1}
+
+
+def test_a_result_whose_call_was_damaged_is_no_orphan(tmp_path: Path) -> None:
+    write(tmp_path, f"{SESSION}.jsonl", [PLAIN[0], *PLAIN[1:3], "{", PLAIN[5], *PLAIN[7:]])
+    sessions, report = run(tmp_path)
+    assert "t: a.py" in words(sessions[SESSION])
+    assert report.dropped_blocks == {}
+
+
+def test_without_any_links_null_parents_begin_nothing(tmp_path: Path) -> None:
+    write(tmp_path, f"{SESSION}.jsonl", [{**r, "parentUuid": None} for r in PLAIN])
+    sessions, report = run(tmp_path)
+    assert words(sessions[SESSION]) == PLAIN_WORDS
+    assert report.dropped_blocks == {}
+
+
+def test_what_is_dropped_is_counted_by_the_text_in_it(tmp_path: Path) -> None:
+    """A kind of record that nobody knows yet stands out by what it held; names are bounded in number and length."""
+    novel = {"type": "mind meld", "uuid": "n1", "parentUuid": None, "cwd": "/a b", "body": {"deep": ["two words", "x"]}}
+    notes = [record("system", f"s{i}", "a6", subtype="turn_duration", content="1 s") for i in range(3)]
+    many = [{"type": f"{'kind' * 50}{i}" if i % 2 else f"{i}", "text": "a b"} for i in range(600)]
+    end = answer("a7", "a6", "msg_D", text("end"), {"type": "novelty", "text": "new words"})
+    write(tmp_path, f"{SESSION}.jsonl", [*PLAIN, novel, novel, *notes, *many, end])
+    found = run(tmp_path)[1].dropped_content
+    assert len(found) == 25
+    assert max(map(len, found)) == 64
+    assert list(found.items())[:3] == [
+        ("kind" * 16, {"records": 300, "characters": 900}),
+        ("mind_meld", {"records": 2, "characters": 18}),
+        ("system/turn_duration", {"records": 3, "characters": 9}),
+    ]
+    assert list(found)[-1] == "other kinds"
+    assert sum(row["records"] for row in found.values()) == 2 + 3 + 600 + 1
+    assert sum(row["characters"] for row in found.values()) == 18 + 9 + 1800 + 9
 
 
 def test_blocks_of_every_kind(tmp_path: Path) -> None:

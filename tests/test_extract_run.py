@@ -59,7 +59,7 @@ def test_the_samples_give_what_they_were_made_to_show(tmp_path: Path) -> None:
     assert sum(mark.startswith("/") for mark in marks) == 9  # with a fork and Codex's children
     assert marks.count("#2") == 3
     assert marks.count("~1") == 2
-    assert report.to_json() | {"tokens": {}, "prompt_tokens": {}, "context_tokens": {}} == {
+    assert report.to_json() | {"tokens": {}, "prompt_tokens": {}, "context_tokens": {}, "dropped_content": {}} == {
         "files": 41,
         "sessions": {"train": len(sides["train"]), "test": len(sides["test"])},
         "messages": sum(len(s.messages) for s in sessions),
@@ -79,8 +79,12 @@ def test_the_samples_give_what_they_were_made_to_show(tmp_path: Path) -> None:
             "unknown_type": 3,
         },
         "dropped_blocks": {"encrypted": 2},
+        "dropped_content": {},
         "redacted": {"url-password": 1},
     }
+    text = [row["characters"] for row in report.dropped_content.values()]
+    assert text == sorted(text, reverse=True)
+    assert {"turn_context", "constellation"} < set(report.dropped_content)  # known, and made up
 
 
 def test_the_samples_are_conversations(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def extract(
         token_counter=ESTIMATE if count_tokens is None else "tokenizer",
         skipped_lines=dict(sorted(intake.skipped.items())),
         dropped_blocks=dict(sorted(intake.dropped.items())),
+        dropped_content=intake.kinds.largest(),
         redacted=dict(sorted(intake.redacted.items())),
     )
 

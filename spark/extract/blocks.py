@@ -33,7 +33,7 @@ def response_parts(message: dict[str, Any], intake: Intake) -> list[Part]:
         elif kind.endswith("_tool_result"):  # of a tool that the provider ran
             parts.append(_result(block, intake))
         else:
-            intake.drop("unknown")
+            intake.drop("unknown", f"block/{kind}", block)
     return parts
 
 
@@ -52,7 +52,7 @@ def user_parts(message: dict[str, Any], intake: Intake, *, inserted: bool) -> tu
             part = _result(block, intake)
             results.setdefault(part.call_id, part)
         else:
-            intake.drop("unknown")
+            intake.drop("unknown", f"block/{kind}", block)
     text = "\n".join(text for text in texts if text)
     typed = not inserted and not is_inserted(text)
     return [Part("text", text, "user", typed)] if text else [], results

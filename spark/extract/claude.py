@@ -5,28 +5,37 @@ calls may come before them, between them or after them) and one for each user me
 thread (the main one, or a subagent whose records are inline) form trees; the path that ends in the last
 node is the conversation, what hangs off it was taken back by the user. A compaction cuts the thread.
 Nodes that an earlier file of the same root holds too are replays and are left out.
+
+What the program put in beside the messages (files named with @, lists of skills and tools, reminders) and
+prompts typed while the model worked are notes: they follow the node that they hang off.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark.extract.attachments import sent_texts, version_of
 from spark.extract.blocks import response_parts, user_parts
 from spark.extract.conversation import Conversation, ToolTable
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, read_records
 from spark.extract.roots import Group, LogFile, plain_id
-from spark.extract.tree import Boundary, Node, settle_segment, split_paths
+from spark.extract.subagents import TaskReport, TaskReports, read_task_report
+from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
+from spark.extract.typed_ahead import SENT, Prompt, TypedAhead
 from spark.sessions import Session
 
 # Records that hold nothing the model saw, or only copies of it.
 _BOOKKEEPING = frozenset(
-    "summary file-history-snapshot queue-operation custom-title ai-title last-prompt mode progress tag agent-name "  # noqa: SIM905
+    "summary file-history-snapshot custom-title ai-title last-prompt mode progress tag agent-name "  # noqa: SIM905
     "agent-color agent-setting permission-mode worktree-state pr-link attribution-snapshot speculation-accept "
     "content-replacement".split()
 )
+_ENVELOPE = ("type", "cwd", "gitBranch", "uuid", "parentUuid", "sessionId", "timestamp")
+_SUBAGENTS = ("Task", "Agent")  # the tools that start them
+_ATTACHED = (2, 1, 43)  # since then what was sent into a turn is an attachment, in the log of whom it was sent to
 _ID_LENGTH = 16  # of message ids that are taken to be unique: some servers give every response the same short one
 
 
@@ -62,7 +71,7 @@ class _Log:
         self._intake = intake
         self._spool = spool
         self._line = 0
-        self._events: list[Node | Boundary] = []
+        self._events: list[Node | Boundary | Note] = []
         self._node_of: dict[int, Node | Boundary] = {}  # by record id
         self._links: dict[int, int | None] = {}  # parents of records that are no nodes
         self._responses: dict[tuple[str, str], Node] = {}  # by thread and message id
@@ -72,6 +81,13 @@ class _Log:
         self._tools: dict[str, ToolTable] = {}
         self._segments: dict[str, int] = {}  # compactions so far, by thread
         self._linked = False
+        self._attachments: set[int] = set()  # ids of those that became notes
+        self._ahead = TypedAhead()
+        self._removals = 0  # from the queue of prompts
+        self._responded = 0  # line of the last response in the file's own conversation
+        self._version: tuple[int, ...] = ()  # of the program, by the last record that said so
+        self._reports: list[TaskReport] = []
+        self._asked: dict[str, int] = {}  # by id of a call that starts a subagent: fingerprint of its prompt
 
     # --- Reading ---
 
@@ -80,9 +96,11 @@ class _Log:
         self._line += 1
         kind = as_text(record.get("type"))
         uuid, parent = _record_id(record.get("uuid")), _record_id(record.get("parentUuid"))
-        if uuid is not None and uuid in self._node_of:
+        if uuid is not None and (uuid in self._node_of or uuid in self._attachments):
             self._intake.skip("replay")
             return
+        if version := as_text(record.get("version")):
+            self._version = version_of(version)
         self._linked |= parent is not None and (parent in self._node_of or parent in self._links)
         if kind == "progress" and (inner := _subagent_record(record)) is not None:
             self._add_message(inner)
@@ -96,20 +114,82 @@ class _Log:
             self._add_message(inner)
         elif kind == "attachment":
             self._add_attachment(record)
-        elif kind == "system" or kind in _BOOKKEEPING:
-            self._intake.skip("bookkeeping")
+        elif kind == "queue-operation":
+            self._add_queue_operation(record)
         else:
-            self._intake.skip("unknown_type")
+            reason = "bookkeeping" if kind == "system" or kind in _BOOKKEEPING else "unknown_type"
+            self._pass_over(reason, record)
         if uuid is not None and uuid not in self._node_of:
             self._links[uuid] = parent
 
+    def _pass_over(self, reason: str, record: dict[str, Any]) -> None:
+        inner = record.get("subtype") or as_object(record.get("attachment") or record.get("data")).get("type")
+        kind = "/".join(filter(None, map(as_text, (record.get("type"), inner)))) or "no type"
+        self._intake.pass_over(reason, kind, [value for key, value in record.items() if key not in _ENVELOPE])
+
     def _add_attachment(self, record: dict[str, Any]) -> None:
+        """What the program put before the model, or a prompt that the user typed while the model worked."""
         attachment = as_object(record.get("attachment"))
-        prompt = attachment.get("prompt")
-        if attachment.get("type") != "queued_command" or not isinstance(prompt, str | list):
-            self._intake.skip("bookkeeping")
+        content: object = attachment.get("prompt")
+        queued = attachment.get("type") == "queued_command" and isinstance(content, str | list)
+        if queued:
+            self._ahead.attach(_prompt_key(content), self._responded)
+        else:
+            content = [{"type": "text", "text": text} for text in sent_texts(record)]
+        if self._has_own_log(record):
+            self._intake.skip("mirror")
             return
-        self._add_message({**record, "message": {"role": "user", "content": prompt}})
+        parts, _ = user_parts({"content": content}, self._intake, inserted=not queued or record.get("isMeta") is True)
+        if not parts:
+            self._pass_over("bookkeeping", record)
+            return
+        at, words = self._spool.put(parts)
+        uuid = _record_id(record.get("uuid"))
+        parent = _record_id(record.get("parentUuid"))
+        identity = fingerprint(f"record {record['uuid']}") if uuid is not None else 0
+        self._events.append(Note(self._line, self._thread_of(record), parent, identity, at, words))
+        if uuid is not None:
+            self._attachments.add(uuid)
+
+    def _add_queue_operation(self, record: dict[str, Any]) -> None:
+        """A prompt that waits for the model, or that one stopped waiting."""
+        operation = record.get("operation")
+        prompt = self._read_prompt(record.get("content"))
+        if operation == "remove" and as_text(record.get("reason")) not in SENT:
+            self._ahead.leave(prompt)
+            self._intake.pass_over("bookkeeping", "queue-operation/remove", record.get("content"))
+            return
+        if operation == "remove":
+            self._removals += 1
+            if (prompt := self._ahead.leave(prompt)) is not None:
+                self._send(prompt, record)
+            return
+        self._intake.skip("bookkeeping")
+        if operation == "enqueue":
+            self._ahead.enqueue(prompt)
+        elif operation == "dequeue":
+            self._ahead.leave(prompt)
+        elif operation == "popAll":
+            self._ahead.take_back(prompt)
+        else:
+            self._intake.kinds.add(f"queue-operation/{as_text(operation)}", record.get("content"))
+
+    def _read_prompt(self, content: object) -> Prompt | None:
+        quiet = self._intake.quiet()  # the message or attachment that follows may have the prompt, too
+        parts, _ = user_parts({"content": content}, quiet, inserted=False)
+        if not parts:
+            return None
+        at, words = self._spool.put(parts)
+        return Prompt(_prompt_key(content), at, words, parts[0].typed, quiet.redacted)
+
+    def _send(self, prompt: Prompt, record: dict[str, Any]) -> None:
+        """A waiting prompt went into the turn that was running."""
+        identity = fingerprint(f"queue {record.get('timestamp')} {prompt.words}")
+        note = Note(self._line, "", None, identity, prompt.at, prompt.words)
+        known = self._ahead.send(prompt, note)
+        # A notification of the program may have gone to a subagent, whose log then has it.
+        note.dropped = not known or (not prompt.typed and self._version >= _ATTACHED)
+        self._events.append(note)
 
     def _add_boundary(self, record: dict[str, Any]) -> None:
         """A compaction, announced by its own record."""
@@ -139,14 +219,18 @@ class _Log:
             return parent.thread
         return f"side-{plain_id(as_text(record.get('uuid')))[:8]}"
 
+    def _has_own_log(self, record: dict[str, Any]) -> bool:
+        """Whether a record is a copy of what is in the log of a subagent."""
+        agent = as_text(record.get("agentId"))
+        return record.get("isSidechain") is True and agent != self._file.agent and agent in self._own_logs
+
     def _add_message(self, record: dict[str, Any]) -> None:
         message = record.get("message")
         if not isinstance(message, dict):
             self._intake.skip("null_message" if message is None else "malformed")
             return
-        agent = as_text(record.get("agentId"))
-        if record.get("isSidechain") is True and agent != self._file.agent and agent in self._own_logs:
-            self._intake.skip("mirror")  # the subagent's own log has it
+        if self._has_own_log(record):
+            self._intake.skip("mirror")
             return
         if _record_id(record.get("uuid")) in self._node_of:
             self._intake.skip("replay")
@@ -159,7 +243,7 @@ class _Log:
 
     def _add_response(self, record: dict[str, Any], message: dict[str, Any], thread: str) -> None:
         if message.get("model") == "<synthetic>" or record.get("isApiErrorMessage") is True:
-            self._intake.skip("synthetic")
+            self._intake.pass_over("synthetic", "assistant/synthetic", message.get("content"))
             return
         parts = response_parts(message, self._intake)
         if not parts:
@@ -184,11 +268,15 @@ class _Log:
         self._said.add((node.identity, words))
         node.parts.append(at)
         self._note_id(record, node)
+        if not thread:
+            self._responded = self._line
         tools = self._tools.setdefault(thread, ToolTable())
         for part in parts:
             if part.kind == "call":
                 node.calls.append(part.call_id)
                 self._callers[part.call_id] = node
+                if part.name in _SUBAGENTS and (prompt := as_text(part.arguments.get("prompt"))):
+                    self._asked[part.call_id] = fingerprint(prompt)
                 tools.observe(part.name, part.arguments)
 
     def _continues(self, node: Node, parent: int | None) -> bool:
@@ -214,12 +302,27 @@ class _Log:
             at, _ = self._spool.put(texts)
             node.words = words
             (node.after if results else node.parts).append(at)
+            if texts[0].typed and not thread:
+                self._ahead.repeat(_prompt_key(message.get("content")), self._responded)
         for call_id, part in results.items():
             node.results[call_id] = self._spool.put([part])[0]
         self._note_id(record, node)
+        if "toolUseResult" in record and (report := self._read_report(record, message, results)) is not None:
+            self._reports.append(report)
         caller = self._callers.get(first_result)
-        if caller is not None and caller.thread == thread:
+        if caller is not None and caller.thread == thread and not node.starts:
             self._settle(node, caller)
+
+    def _read_report(
+        self, record: dict[str, Any], message: dict[str, Any], results: Iterable[str]
+    ) -> TaskReport | None:
+        """The report of a subagent, if a result is one."""
+        blocks = message.get("content")
+        if isinstance(blocks, list) and any(as_object(block).get("is_error") is True for block in blocks):
+            return None
+        ids = list(results)
+        call_id = ids[0] if len(ids) == 1 else ""
+        return read_task_report(record, call_id, self._asked.get(call_id, 0), self._line, self._intake, self._spool)
 
     def _new_node(self, record: dict[str, Any], thread: str, response: bool, identity: int) -> Node:
         parent = record.get("parentUuid")
@@ -231,6 +334,7 @@ class _Log:
             parent=_record_id(parent),
             starts="parentUuid" in record and parent is None,
             started_at=as_text(record.get("timestamp")),
+            run=as_text(record.get("parentToolUseID")),
         )
         self._events.append(node)
         return node
@@ -271,19 +375,27 @@ class _Log:
                         yield self._conversation(session_id + suffix, thread, kept)
         seen.nodes.update(node.identity for node in nodes)
         seen.words.update(node.words for node in nodes if node.words)
+        for event in self._events:
+            if isinstance(event, Note):
+                seen.nodes.add(event.identity)
+                seen.words.add(event.words)
 
     def _linked_nodes(self) -> list[Node]:
-        """The nodes in file order, each with the node above it and its segment."""
-        for event in self._events:
-            if isinstance(event, Node) and event.results and not event.response and event.home is None:
-                callers = (self._callers.get(call_id) for call_id in event.results)
-                caller = next((c for c in callers if c is not None and c.thread == event.thread), None)
-                if caller is not None:
-                    self._settle(event, caller)
+        """The nodes in file order, each with the node above it, its segment and its notes."""
+        self._join_results()
+        self._count_prompts()
         nodes: list[Node] = []
         last: dict[str, Node | Boundary] = {}  # by thread
+        waiting: dict[str, tuple[Note, ...]] = {}  # notes for the next node, by thread
         for event in self._events:
-            if isinstance(event, Boundary):
+            if isinstance(event, Note):
+                owner = None if event.dropped else self._resolve(event.parent)
+                if isinstance(owner, Node):
+                    owner.notes += (event,)
+                elif not event.dropped:
+                    waiting[event.thread] = (*waiting.get(event.thread, ()), event)
+            elif isinstance(event, Boundary):
+                _put_after(last.get(event.thread), waiting.pop(event.thread, ()))
                 last[event.thread] = event
             elif event.home is None:
                 above = self._above(event, last.get(event.thread))
@@ -291,11 +403,43 @@ class _Log:
                     event.above = above
                 else:
                     event.segment = above.segment if above is not None else 0
+                event.before = waiting.pop(event.thread, ())
                 last[event.thread] = event
                 nodes.append(event)
+        for thread, notes in waiting.items():
+            _put_after(last.get(thread), notes)
         for node in nodes:
             settle_segment(node)
+        if self._reports:
+            reports = TaskReports(nodes, self._callers, self._spool, self._intake)
+            nodes = reports.close(self._reports, self._own_logs.__contains__)
         return nodes
+
+    def _join_results(self) -> None:
+        """Join the results that are left to their calls.
+
+        A result that begins a conversation (of a plan that was accepted, the context cleared) is in no call's
+        context, and the model does not get to see it.
+        """
+        for event in self._events:
+            if not isinstance(event, Node) or not event.results or event.response or event.home is not None:
+                continue
+            if event.starts and self._linked:
+                for _ in event.results:
+                    self._intake.drop("orphan_result")
+                event.results.clear()
+                continue
+            callers = (self._callers.get(call_id) for call_id in event.results)
+            caller = next((c for c in callers if c is not None and c.thread == event.thread), None)
+            if caller is not None:
+                self._settle(event, caller)
+
+    def _count_prompts(self) -> None:
+        """Count what the queue of prompts gave."""
+        found = [prompt for note, prompt in self._ahead.read() if not note.dropped]
+        self._intake.skip("bookkeeping", self._removals - len(found))
+        for prompt in found:
+            self._intake.redacted.update(prompt.redacted)
 
     def _above(self, node: Node, last: Node | Boundary | None) -> Node | Boundary | None:
         """What a node answers: by its link, or else the last thing in its thread."""
@@ -321,13 +465,24 @@ class _Log:
     # --- Writing ---
 
     def _without_replays(self, path: list[Node], seen: _Seen) -> list[Node]:
-        """The nodes of a path that no earlier file has; up to the last copy, user messages go by their words."""
+        """The nodes of a path that no earlier file has; up to the last copy, user messages go by their words.
+
+        New notes on a copy come before what follows it.
+        """
         last_copy = max((i for i, node in enumerate(path) if node.identity in seen.nodes), default=-1)
-        kept = []
+        kept: list[Node] = []
+        carried: list[Note] = []
         for i, node in enumerate(path):
             if node.identity in seen.nodes or (i < last_copy and node.words in seen.words):
                 self._intake.skip("replay", node.lines)
+                for note in (*node.before, *node.notes):
+                    if note.identity in seen.nodes or note.words in seen.words:
+                        self._intake.skip("replay")
+                    else:
+                        carried.append(note)
             else:
+                node.before = (*carried, *node.before)
+                carried.clear()
                 kept.append(node)
         return kept
 
@@ -345,10 +500,14 @@ class _Log:
     def _parts(self, nodes: list[Node]) -> Iterator[Part | None]:
         for node in nodes:
             yield None
+            for note in node.before:
+                yield from self._spool.get(note.at)
             answered = [call_id for call_id in node.calls if call_id in node.results]
             stray = [call_id for call_id in node.results if call_id not in node.calls]
             for at in (*node.parts, *(node.results[call_id] for call_id in answered + stray), *node.after):
                 yield from self._spool.get(at)
+            for note in node.notes:
+                yield from self._spool.get(note.at)
 
 
 def _subagent_record(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -360,8 +519,22 @@ def _subagent_record(record: dict[str, Any]) -> dict[str, Any] | None:
     agent = as_text(data.get("agentId")) or as_text(record.get("parentToolUseID")) or "unnamed"
     known: dict[str, Any] = {key: inner[key] for key in ("type", "uuid", "message", "requestId") if key in inner}
     timestamp = inner.get("timestamp") or record.get("timestamp")
-    return {**known, "timestamp": timestamp, "isSidechain": True, "agentId": agent}
+    named = {"isSidechain": True, "agentId": agent, "parentToolUseID": record.get("parentToolUseID")}
+    return {**known, **named, "timestamp": timestamp}
 
 
 def _record_id(uuid: object) -> int | None:
     return fingerprint(uuid) if isinstance(uuid, str) and uuid else None
+
+
+def _prompt_key(content: object) -> int:
+    """Stands for a prompt by its words, without pictures, which its records name in different ways."""
+    blocks = content if isinstance(content, list) else [content]
+    texts = (block if isinstance(block, str) else as_text(as_object(block).get("text")) for block in blocks)
+    return fingerprint("".join("\n".join(texts).split()))
+
+
+def _put_after(last: Node | Boundary | None, notes: tuple[Note, ...]) -> None:
+    """Put notes after what came last in their thread, if that is a node."""
+    if isinstance(last, Node):
+        last.notes += notes

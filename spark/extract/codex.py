@@ -20,7 +20,7 @@ from spark.extract.items import item_parts, text_parts
 from spark.extract.roots import Group, LogFile, codex_meta
 from spark.sessions import Session
 
-_BOOKKEEPING = frozenset(("turn_context", "world_state", "inter_agent_communication_metadata"))
+_BOOKKEEPING = frozenset(("turn_context", "world_state", "inter_agent_communication_metadata", "token_usage_record"))
 _MIRRORS = ("user_message", "agent_message", "agent_reasoning")
 
 
@@ -113,7 +113,7 @@ class _Log:
         if not isinstance(payload, dict):
             self._intake.skip("malformed")
         elif "record_type" in record or kind in _BOOKKEEPING:
-            self._intake.skip("bookkeeping")
+            self._intake.pass_over("bookkeeping", kind or "state", payload)
         elif kind == "response_item" or (payload is record and kind not in ("event_msg", "compacted")):
             self._add_item(payload)
         elif kind == "event_msg":
@@ -121,9 +121,9 @@ class _Log:
         elif kind == "compacted":
             self._compact(payload)
         elif kind == "inter_agent_communication":
-            self._add_parts(text_parts(payload, "user", self._intake))
+            self._add_parts(text_parts(payload, "user", self._intake), kind, payload)
         else:
-            self._intake.skip("unknown_type")
+            self._intake.pass_over("unknown_type", kind or "no type", payload)
 
     def _add_meta(self, meta: dict[str, Any]) -> None:
         if self._known:
@@ -138,16 +138,17 @@ class _Log:
             self._tools.define(self._intake.value(definition))
 
     def _add_item(self, payload: dict[str, Any]) -> None:
-        if not self._add_parts(item_parts(payload, self._intake, self._tools)):
+        kind = f"response_item/{as_text(payload.get('type')) or 'no type'}"
+        if not self._add_parts(item_parts(payload, self._intake, self._tools), kind, payload):
             return
         self._mirrors = None
         self._intake.skip("mirror", self._mirror_lines)
         self._mirror_lines = 0
 
-    def _add_parts(self, parts: list[Part] | None) -> bool:
+    def _add_parts(self, parts: list[Part] | None, kind: str, payload: dict[str, Any]) -> bool:
         """Append an item that consists of these parts; None or nothing is counted as skipped."""
         if not parts:
-            self._intake.skip("unknown_type" if parts is None else "no_text")
+            self._intake.pass_over("unknown_type" if parts is None else "no_text", kind, payload)
             return False
         item = self._new_item(parts)
         items = self._segments[-1].items
@@ -177,7 +178,7 @@ class _Log:
         if kind == "thread_rolled_back" and isinstance(turns, int) and turns > 0:
             self._roll_back(turns)
         if kind not in _MIRRORS:
-            self._intake.skip("bookkeeping")
+            self._intake.pass_over("bookkeeping", f"event_msg/{kind or 'no type'}", payload)
             return
         text = self._intake.text(payload.get("message") or payload.get("text"))
         if self._mirrors is None or not text:

@@ -25,7 +25,8 @@ def messages(parts: Iterable[Part | None]) -> Iterator[tuple[Message, bool]]:
     """Join parts into messages, and say of each whether the user typed it.
 
     A response is reasoning, text and calls, in this order; what comes in another order (text after a
-    search that the provider ran itself) begins a new message, so that the order stays as it was.
+    search that the provider ran itself) begins a new message, so that the order stays as it was. White
+    space alone begins none: models write some before they think, and it has no place before reasoning.
     """
     reasoning: list[str] = []
     content: list[str] = []
@@ -53,6 +54,10 @@ def messages(parts: Iterable[Part | None]) -> Iterator[tuple[Message, bool]]:
             yield from response()
             yield Message(part.role, part.text), part.typed
         else:
+            if part.kind == "reasoning" and not any(map(str.strip, content)):
+                content.clear()
+            if part.kind == "text" and calls and not part.text.strip():
+                continue
             if calls or (part.kind == "reasoning" and content):
                 yield from response()
             (reasoning if part.kind == "reasoning" else content).append(part.text)

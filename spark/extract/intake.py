@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from spark.extract.dropped import Dropped
 from spark.extract.redact import redact, redact_value
 from spark.sessions import Role
 
@@ -40,15 +41,27 @@ class Intake:
     skipped: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     redacted: Counter[str] = field(default_factory=Counter)
+    kinds: Dropped = field(default_factory=Dropped)
+
+    def quiet(self) -> Intake:
+        """An intake of the same settings whose counts are its own."""
+        return Intake(self.redact, lambda _: None, self.spool_dir)
 
     def skip(self, reason: str, lines: int = 1) -> None:
         """Count lines that gave nothing to a session."""
         if lines:
             self.skipped[reason] += lines
 
-    def drop(self, reason: str) -> None:
-        """Count a block, inside a line, that gave nothing to a session."""
+    def pass_over(self, reason: str, kind: str, value: object) -> None:
+        """Count a line of which nothing is in a session, under a reason and by kind with the text in it."""
+        self.skip(reason)
+        self.kinds.add(kind, value)
+
+    def drop(self, reason: str, kind: str = "", value: object = None) -> None:
+        """Count a block, inside a line, that gave nothing to a session; with a kind also the text in it."""
         self.dropped[reason] += 1
+        if kind:
+            self.kinds.add(kind, value)
 
     def text(self, value: object) -> str:
         """A string from a log without its secrets; anything else gives the empty string."""

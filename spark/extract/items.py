@@ -76,7 +76,7 @@ def _joined(content: object, intake: Intake) -> str:
         elif isinstance(text, str):
             texts.append(intake.text(text))
         else:
-            intake.drop("encrypted" if "encrypted" in kind else "unknown")
+            intake.drop(*(("encrypted",) if "encrypted" in kind else ("unknown", f"content/{kind}", item)))
     return "\n".join(text for text in texts if text)
 
 

@@ -31,7 +31,8 @@ class Report:
     counted. prompt_tokens: of messages that the user typed. context_tokens: of all that precedes a
     response in its session. Both as percentiles p50, p90, p99.
     skipped_lines: lines that gave nothing, by reason; a reason that ends in `_file` counts files.
-    dropped_blocks: blocks inside other lines that gave nothing. redacted: secrets replaced, by kind.
+    dropped_blocks: blocks inside other lines that gave nothing. dropped_content: records and characters of
+    text of what is in no session, copies aside, by kind, most text first. redacted: secrets replaced, by kind.
     """
 
     files: int
@@ -43,6 +44,7 @@ class Report:
     token_counter: str
     skipped_lines: dict[str, int]
     dropped_blocks: dict[str, int]
+    dropped_content: dict[str, dict[str, int]]
     redacted: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import hashlib
 import os
 import re
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group
     resumed copy is recognized because records in it, or their parents, are in another log too.
     The root is the oldest session; of a session and its resumed copy the copy, which holds both.
     """
-    quiet = _quiet(intake)
+    quiet = intake.quiet()  # heads are read again
     heads = [_claude_head(path, size, quiet) for path, size in logs]
     agents = sorted((head for head in heads if head.owner), key=lambda h: (h.started_at, h.path))
     sessions = sorted(
@@ -166,11 +165,6 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
     )
 
 
-def _quiet(intake: Intake) -> Intake:
-    """An intake for heads, which are read again: what it counts is not reported."""
-    return replace(intake, advance=lambda _: None, skipped=Counter(), dropped=Counter(), redacted=Counter())
-
-
 _RECORD_ID = re.compile(rb'uid" ?: ?"([0-9A-Za-z-]{8,64})"')  # uuid, parentUuid, logicalParentUuid
 _MESSAGE_ID = re.compile(rb'"id" ?: ?"(msg_[0-9A-Za-z_-]{16,})"')
 
@@ -215,7 +209,7 @@ def group_codex(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]
     A log's first lines name the thread, and the thread it was forked from or spawned by. The same
     thread may have several logs (one archived, one that continues another); a parent may be missing.
     """
-    quiet = _quiet(intake)
+    quiet = intake.quiet()  # heads are read again
     threads: list[tuple[str, str, Path, int]] = []  # thread, started at, path, size
     parents: dict[str, str] = {}
     for path, size in logs:

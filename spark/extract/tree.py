@@ -13,6 +13,8 @@ class Node:
     copy of the node. parts, after: places in the spool of the node's parts and of user text that came
     with the results. results: places of results by call id. calls: call ids in order.
     above: the node that this one answers, once links are resolved; segment: compactions before it.
+    run: id of the call that started a subagent, where its records say so. before, notes: what stands
+    before the node and after it.
     """
 
     order: int
@@ -31,6 +33,27 @@ class Node:
     home: Node | None = None
     above: Node | None = None
     segment: int = -1
+    run: str = ""
+    before: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Note:
+    """Text that was put in beside the messages: a file, a reminder, a prompt typed while the model worked.
+
+    It belongs to what it follows and is no node: where it hangs in the log, beside results or after them,
+    says nothing about what the model answered. identity: the same in every copy, 0 if there is none.
+    at, words: place in the spool and fingerprint of its text.
+    """
+
+    order: int
+    thread: str
+    parent: int | None
+    identity: int
+    at: int
+    words: int
+    dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
