@@ -1,6 +1,6 @@
 """Make the sample sessions: the home folders of two coding agents, with logs of every kind that has been seen.
 
-    python data/sessions/make_samples.py [--out DIR]
+    python data/sessions/make_samples.py [--set main|other] [--out DIR]
 
 Nobody held these conversations. The words come from templates, the tools' results from the sources of the standard
 library of the Python that runs this (3.11.7 made the committed files); everything is seeded, so the same Python makes
@@ -13,7 +13,6 @@ import argparse
 import copy
 import json
 import shutil
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,13 @@ from typing import Any
 import scenes
 from claude_log import PROJECT, ClaudeLog
 from codex_log import CodexLog
+from homes import write
+from other_set import make_other
 from scenes import Scene, write_script
 from script import Script, Turn
 
 Record = dict[str, Any]
 HERE = Path(__file__).resolve().parent
-
-
-def write(path: Path, records: Sequence[Record | str]) -> None:
-    """Write a log; a string is a line as it stands."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False, separators=(",", ":")) for r in records)
-    path.write_text("".join(line + "\n" for line in lines), "utf-8")
 
 
 def split(turns: list[Turn], share: float) -> tuple[list[Turn], list[Turn]]:
@@ -405,14 +399,21 @@ DYNAMIC_TOOL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="a folder without claude/ and codex/ to make them in")
-    out = parser.parse_args().out
-    for name, make in (("claude", make_claude), ("codex", make_codex)):
-        if out == HERE:
+    parser.add_argument("--set", choices=("main", "other"), default="main", help="the samples, or the other subjects")
+    parser.add_argument("--out", type=Path, help="a folder without claude/ and codex/ to make them in")
+    options = parser.parse_args()
+    home = HERE if options.set == "main" else HERE.parent / "sessions_other"
+    out = options.out or home
+    for name in ("claude", "codex"):
+        if out == home:
             shutil.rmtree(out / name, ignore_errors=True)
         elif (out / name).exists():
             parser.error(f"{out / name} exists")
-        make(out / name)
+    if options.set == "main":
+        make_claude(out / "claude")
+        make_codex(out / "codex")
+    else:
+        make_other(out)
     files = [path for name in ("claude", "codex") for path in (out / name).rglob("*.jsonl")]
     print(f"{len(files)} logs, {sum(path.stat().st_size for path in files):,} bytes, under {out}")
 
