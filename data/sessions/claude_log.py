@@ -117,29 +117,38 @@ class ClaudeLog:
                 blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": arguments})
             self.assistant(blocks)
             for call_id, action in calls:
-                if action.script is not None:
-                    self._subagent(action, inline_agents)
-                self.result(call_id, action)
+                agent = self._subagent(action, inline_agents) if action.script is not None else ""
+                self.result(call_id, action, agent)
 
-    def result(self, call_id: str, action: Action) -> Record:
-        """What a tool returned, with the program's own copy of it."""
+    def result(self, call_id: str, action: Action, agent: str = "") -> Record:
+        """What a tool returned, with the program's own copy of it; `agent` names the subagent that reported."""
         text, extra = tool_output(action, self.cwd)
+        if agent:
+            extra |= {"agentId": agent, "content": [{"type": "text", "text": text}]}
         content: Any = [{"type": "text", "text": text}] if action.kind == "task" else text
         block = {"tool_use_id": call_id, "type": "tool_result", "content": content}
         return self.user([block], toolUseResult=extra)
 
-    def _subagent(self, action: Action, inline: bool) -> None:
+    def attach(self, path: str, lines: list[str]) -> None:
+        """A file that the user named with `@`: the program puts it into the conversation."""
+        file = {"filePath": f"{self.cwd}/{path}", "content": "\n".join(lines), "numLines": len(lines), "startLine": 1}
+        content = {"type": "text", "file": {**file, "totalLines": len(lines)}}
+        self.add("attachment", attachment={"type": "file", "filename": f"{self.cwd}/{path}", "content": content})
+
+    def _subagent(self, action: Action, inline: bool) -> str:
+        """Log what a subagent did; returns its id, nothing for one between the lines."""
         assert action.script is not None
         if inline:
             parent, self.parent, self.sidechain = self.parent, None, True
             self.play(action.script.turns)
             self.parent, self.sidechain = parent, False
-        else:
-            agent = f"{self.rng.getrandbits(32):08x}"
-            log = ClaudeLog(f"{self.session}-{agent}", self._clock, self._version, agent=agent, cwd=self.cwd)
-            log.session = self.session
-            log.play(action.script.turns)
-            self.agent_logs.append(log)
+            return ""
+        agent = f"{self.rng.getrandbits(32):08x}"
+        log = ClaudeLog(f"{self.session}-{agent}", self._clock, self._version, agent=agent, cwd=self.cwd)
+        log.session = self.session
+        log.play(action.script.turns)
+        self.agent_logs.append(log)
+        return agent
 
 
 def tool_input(action: Action, cwd: str) -> tuple[str, Record]:
