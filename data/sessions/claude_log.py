@@ -24,7 +24,14 @@ class ClaudeLog:
     """
 
     def __init__(
-        self, seed: str, started: datetime, version: str, *, blocks_apart: bool = True, agent: str = ""
+        self,
+        seed: str,
+        started: datetime,
+        version: str,
+        *,
+        blocks_apart: bool = True,
+        agent: str = "",
+        cwd: str = CWD,
     ) -> None:
         self.rng = random.Random(seed)
         self.session = str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
@@ -34,6 +41,7 @@ class ClaudeLog:
         self.agent = agent
         self.agent_logs: list[ClaudeLog] = []
         self.blocks_apart = blocks_apart
+        self.cwd = cwd
         self._clock = started
         self._version = version
 
@@ -49,7 +57,7 @@ class ClaudeLog:
             "parentUuid": self.parent,
             "isSidechain": self.sidechain,
             "userType": "external",
-            "cwd": CWD,
+            "cwd": self.cwd,
             "sessionId": self.session,
             "version": self._version,
             "gitBranch": "main",
@@ -105,38 +113,47 @@ class ClaudeLog:
                 blocks.append({"type": "text", "text": turn.words})
             calls = [(self.id("toolu_"), action) for action in turn.actions]
             for call_id, action in calls:
-                name, arguments = tool_input(action)
+                name, arguments = tool_input(action, self.cwd)
                 blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": arguments})
             self.assistant(blocks)
             for call_id, action in calls:
-                if action.script is not None:
-                    self._subagent(action, inline_agents)
-                self.result(call_id, action)
+                agent = self._subagent(action, inline_agents) if action.script is not None else ""
+                self.result(call_id, action, agent)
 
-    def result(self, call_id: str, action: Action) -> Record:
-        """What a tool returned, with the program's own copy of it."""
-        text, extra = tool_output(action)
+    def result(self, call_id: str, action: Action, agent: str = "") -> Record:
+        """What a tool returned, with the program's own copy of it; `agent` names the subagent that reported."""
+        text, extra = tool_output(action, self.cwd)
+        if agent:
+            extra |= {"agentId": agent, "content": [{"type": "text", "text": text}]}
         content: Any = [{"type": "text", "text": text}] if action.kind == "task" else text
         block = {"tool_use_id": call_id, "type": "tool_result", "content": content}
         return self.user([block], toolUseResult=extra)
 
-    def _subagent(self, action: Action, inline: bool) -> None:
+    def attach(self, path: str, lines: list[str]) -> None:
+        """A file that the user named with `@`: the program puts it into the conversation."""
+        file = {"filePath": f"{self.cwd}/{path}", "content": "\n".join(lines), "numLines": len(lines), "startLine": 1}
+        content = {"type": "text", "file": {**file, "totalLines": len(lines)}}
+        self.add("attachment", attachment={"type": "file", "filename": f"{self.cwd}/{path}", "content": content})
+
+    def _subagent(self, action: Action, inline: bool) -> str:
+        """Log what a subagent did; returns its id, nothing for one between the lines."""
         assert action.script is not None
         if inline:
             parent, self.parent, self.sidechain = self.parent, None, True
             self.play(action.script.turns)
             self.parent, self.sidechain = parent, False
-        else:
-            agent = f"{self.rng.getrandbits(32):08x}"
-            log = ClaudeLog(f"{self.session}-{agent}", self._clock, self._version, agent=agent)
-            log.session = self.session
-            log.play(action.script.turns)
-            self.agent_logs.append(log)
+            return ""
+        agent = f"{self.rng.getrandbits(32):08x}"
+        log = ClaudeLog(f"{self.session}-{agent}", self._clock, self._version, agent=agent, cwd=self.cwd)
+        log.session = self.session
+        log.play(action.script.turns)
+        self.agent_logs.append(log)
+        return agent
 
 
-def tool_input(action: Action) -> tuple[str, Record]:
+def tool_input(action: Action, cwd: str) -> tuple[str, Record]:
     """Name and input of the tool for an action."""
-    path = f"{CWD}/Lib/{action.path}"
+    path = f"{cwd}/{action.folder}{action.path}"
     if action.kind == "read":
         limit = action.last - action.first + 1
         return "Read", {"file_path": path, "offset": action.first, "limit": limit}
@@ -145,31 +162,34 @@ def tool_input(action: Action) -> tuple[str, Record]:
     if action.kind == "edit":
         return "Edit", {"file_path": path, "old_string": action.old, "new_string": action.new}
     if action.kind == "write":
-        return "Write", {"file_path": f"{CWD}/{action.path}", "content": action.new}
+        return "Write", {"file_path": f"{cwd}/{action.path}", "content": action.new}
     if action.kind == "task":
         return "Task", {"description": action.pattern, "prompt": action.command, "subagent_type": "general-purpose"}
+    if action.kind == "tool":
+        return action.pattern, action.arguments
     return "Bash", {"command": action.command, "description": f"Run {action.command.split()[0]}"}
 
 
-def tool_output(action: Action) -> tuple[str, Any]:
+def tool_output(action: Action, cwd: str) -> tuple[str, Any]:
     """What the model gets back, and what the program notes beside it."""
     numbered = "\n".join(f"{n:6}→{line}" for n, line in action.rows)
     if action.kind == "read":
-        extra = {"filePath": f"{CWD}/Lib/{action.path}", "numLines": len(action.rows), "startLine": action.first}
-        return numbered, {"type": "text", "file": extra}
+        path = f"{cwd}/{action.folder}{action.path}"
+        return numbered, {
+            "type": "text",
+            "file": {"filePath": path, "numLines": len(action.rows), "startLine": action.first},
+        }
     if action.kind == "grep":
         found = "\n".join(f"{n}:{line}" for n, line in action.rows) or "No matches found"
         return found, {"mode": "content", "numLines": len(action.rows)}
     if action.kind == "edit":
-        head = (
-            f"The file {CWD}/Lib/{action.path} has been updated. Here's the result of running `cat -n` on a snippet"
-        )
-        return f"{head} of the edited file:\n{numbered}", {
-            "filePath": f"{CWD}/Lib/{action.path}",
-            "userModified": False,
-        }
+        path = f"{cwd}/{action.folder}{action.path}"
+        head = f"The file {path} has been updated. Here's the result of running `cat -n` on a snippet"
+        return f"{head} of the edited file:\n{numbered}", {"filePath": path, "userModified": False}
     if action.kind == "write":
-        return f"File created successfully at: {CWD}/{action.path}", {"type": "create"}
+        return f"File created successfully at: {cwd}/{action.path}", {"type": "create"}
     if action.kind == "task":
         return action.output, {"status": "completed", "totalToolUseCount": 2}
+    if action.kind == "tool":
+        return action.output, {"type": "text", "text": action.output[:80]}
     return action.output, {"stdout": action.output, "stderr": "", "interrupted": False}

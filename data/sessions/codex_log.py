@@ -30,10 +30,11 @@ class CodexLog:
     freeform `apply_patch`, ordinals, encrypted reasoning beside the summary).
     """
 
-    def __init__(self, seed: str, started: datetime, era: str) -> None:
+    def __init__(self, seed: str, started: datetime, era: str, cwd: str = CWD) -> None:
         self.rng = random.Random(seed)
         self.thread = str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
         self.era = era
+        self.cwd = cwd
         self.started = self._clock = started
         self.lines: list[Record] = []
         self.threads: list[tuple[CodexLog, Action]] = []
@@ -73,7 +74,7 @@ class CodexLog:
             self.lines += [{"id": self.thread, "timestamp": stamp, "instructions": None, "git": git}]
             self.lines += [{"record_type": "state"}]
         else:
-            meta: Record = {"id": self.thread, "timestamp": stamp, "cwd": CWD, "originator": "codex_cli_rs"}
+            meta: Record = {"id": self.thread, "timestamp": stamp, "cwd": self.cwd, "originator": "codex_cli_rs"}
             if self.era == "wrapped":
                 meta |= {"cli_version": "0.42.0", "instructions": None, "git": git}
             else:
@@ -82,7 +83,7 @@ class CodexLog:
             self.line("session_meta", {**meta, **fields})
         if self.era == "current":
             self.message("developer", PERMISSIONS)
-        self.message("user", ENVIRONMENT)
+        self.message("user", ENVIRONMENT.replace(CWD, self.cwd))
 
     def message(self, role: str, text: str, **fields: Any) -> None:
         """A message of the conversation."""
@@ -111,7 +112,7 @@ class CodexLog:
     def user(self, text: str) -> None:
         """What the user typed, with the lines that surround it."""
         if self.era != "legacy":
-            self.line("turn_context", {"cwd": CWD, "approval_policy": "on-request", "model": "gpt-5-codex"})
+            self.line("turn_context", {"cwd": self.cwd, "approval_policy": "on-request", "model": "gpt-5-codex"})
         self.message("user", text)
         self.event(type="user_message", message=text)
 
@@ -127,28 +128,43 @@ class CodexLog:
         call = "call_" + "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123456789", k=24))
         if action.kind == "task":
             self._spawn(call, action)
+        elif action.kind == "tool":
+            self._other_tool(call, action)
         elif action.kind in ("edit", "write") and self.era == "current":
             self.item(
                 type="custom_tool_call", status="completed", call_id=call, name="apply_patch", input=patch(action)
             )
             self.item(type="custom_tool_call_output", call_id=call, output=_output(action))
         elif self.era == "current":
-            arguments = json.dumps({"cmd": command(action)[-1], "workdir": CWD, "yield_time_ms": 10000})
+            arguments = json.dumps({"cmd": command(action)[-1], "workdir": self.cwd, "yield_time_ms": 10000})
             self.item(type="function_call", name="exec_command", arguments=arguments, call_id=call)
             chunk, seconds = f"{self.rng.getrandbits(24):06x}", self.rng.randrange(10, 900) / 1000
             head = f"Chunk ID: {chunk}\nWall time: {seconds:.4f} seconds\nProcess exited with code 0\nOutput:\n"
             output = head + _output(action)
             self.item(type="function_call_output", call_id=call, output=output)
         else:
-            arguments = json.dumps({"command": command(action), "workdir": CWD})
+            arguments = json.dumps({"command": command(action), "workdir": self.cwd})
             self.item(type="function_call", name="shell", arguments=arguments, call_id=call)
             metadata = {"exit_code": 0, "duration_seconds": self.rng.randrange(1, 30) / 10}
             output = json.dumps({"output": _output(action), "metadata": metadata})
             self.item(type="function_call_output", call_id=call, output=output)
 
+    def _other_tool(self, call: str, action: Action) -> None:
+        """A call of a tool that is not the shell: a search that the provider runs, a plan, a server's tool."""
+        if action.pattern == "WebSearch":
+            search = {"type": "search", "query": action.arguments["query"]}
+            self.item(type="web_search_call", id=f"ws_{call[5:]}", status="completed", action=search)
+            return
+        server, _, name = action.pattern.rpartition("__")
+        space = {"namespace": f"{server}__"} if server and self.era == "current" else {}
+        name = {"TodoWrite": "update_plan"}.get(name, name) if space or not server else action.pattern
+        arguments = json.dumps(action.arguments, ensure_ascii=False)
+        self.item(type="function_call", **space, name=name, arguments=arguments, call_id=call)
+        self.item(type="function_call_output", call_id=call, output=action.output)
+
     def _spawn(self, call: str, action: Action) -> None:
         """A subagent: its thread is written by the caller."""
-        child = CodexLog(f"{self.thread}-{call}", self._clock, self.era)
+        child = CodexLog(f"{self.thread}-{call}", self._clock, self.era, self.cwd)
         self.threads.append((child, action))
         self.item(
             type="function_call", name="spawn_agent", arguments=json.dumps({"message": action.command}), call_id=call
@@ -163,10 +179,10 @@ class CodexLog:
 def command(action: Action) -> list[str]:
     """The shell command of an action."""
     if action.kind == "read":
-        return ["bash", "-lc", f"sed -n '{action.first},{action.last}p' Lib/{action.path}"]
+        return ["bash", "-lc", f"sed -n '{action.first},{action.last}p' {action.folder}{action.path}"]
     if action.kind == "grep":
         pattern = action.pattern.replace("'", "'\\''")
-        return ["bash", "-lc", f"rg -n '{pattern}' Lib/{action.path}"]
+        return ["bash", "-lc", f"rg -n '{pattern}' {action.folder}{action.path}"]
     if action.kind in ("edit", "write"):
         return ["apply_patch", patch(action)]
     return ["bash", "-lc", action.command]
@@ -180,7 +196,8 @@ def patch(action: Action) -> str:
     lines = [" " + line for _, line in action.around]
     lines += ["-" + line for line in action.old.split("\n")]
     lines += ["+" + line for line in action.new.split("\n")]
-    return "\n".join(["*** Begin Patch", f"*** Update File: Lib/{action.path}", "@@", *lines, "*** End Patch"])
+    head = ["*** Begin Patch", f"*** Update File: {action.folder}{action.path}", "@@"]
+    return "\n".join([*head, *lines, "*** End Patch"])
 
 
 def _output(action: Action) -> str:
@@ -189,6 +206,6 @@ def _output(action: Action) -> str:
     if action.kind == "grep":
         return "\n".join(f"{n}:{line}" for n, line in action.rows)
     if action.kind in ("edit", "write"):
-        mark, path = ("M", f"Lib/{action.path}") if action.kind == "edit" else ("A", action.path)
+        mark, path = ("M", f"{action.folder}{action.path}") if action.kind == "edit" else ("A", action.path)
         return f"Success. Updated the following files:\n{mark} {path}\n"
     return action.output

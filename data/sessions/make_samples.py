@@ -1,6 +1,6 @@
 """Make the sample sessions: the home folders of two coding agents, with logs of every kind that has been seen.
 
-    python data/sessions/make_samples.py [--out DIR]
+    python data/sessions/make_samples.py [--set main|other] [--out DIR]
 
 Nobody held these conversations. The words come from templates, the tools' results from the sources of the standard
 library of the Python that runs this (3.11.7 made the committed files); everything is seeded, so the same Python makes
@@ -13,26 +13,22 @@ import argparse
 import copy
 import json
 import shutil
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import scenes
+from casts import cast_script
 from claude_log import PROJECT, ClaudeLog
 from codex_log import CodexLog
+from homes import write
+from other_set import make_other
+from plays import EXCERPTS
 from scenes import Scene, write_script
 from script import Script, Turn
 
 Record = dict[str, Any]
 HERE = Path(__file__).resolve().parent
-
-
-def write(path: Path, records: Sequence[Record | str]) -> None:
-    """Write a log; a string is a line as it stands."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False, separators=(",", ":")) for r in records)
-    path.write_text("".join(line + "\n" for line in lines), "utf-8")
 
 
 def split(turns: list[Turn], share: float) -> tuple[list[Turn], list[Turn]]:
@@ -62,7 +58,7 @@ def claude(number: int, paths: str, length: int, *required: Scene, old: bool = F
     else:
         snapshot = {"messageId": log.session, "trackedFileBackups": {}}
         log.note("file-history-snapshot", messageId=log.session, snapshot=snapshot, isSnapshotUpdate=False)
-    return log, write_script(seed, tuple(paths.split()), length, *required)
+    return log, cast_script(seed, tuple(paths.split()), length, *required)
 
 
 def make_claude(home: Path) -> None:
@@ -160,9 +156,13 @@ def make_claude(home: Path) -> None:
     log.play(write_script("claude-12-again", ("numbers.py",), 2).turns)
     save(log)
 
-    log, script = claude(13, "getopt.py", 5)  # a prompt typed while the model was working
+    log, script = claude(13, "getopt.py", 5)  # a prompt typed while the model was working, a file named with @
     before, after = split(script.turns, 0.4)
     log.play(before)
+    log.user("How many lines has @theme.css, and where are its colors?")
+    colors = (EXCERPTS / "theme.css").read_text("utf-8").splitlines()
+    log.attach("theme.css", colors)
+    log.play([Turn(words=f"{len(colors)} lines; the colors are variables of `:root`, in the first ten.")])
     prompt = f"also check that {script.modules[0].name} still imports on its own"
     log.note("queue-operation", operation="enqueue", sessionId=log.session, content=prompt)
     log.add("attachment", attachment={"type": "queued_command", "prompt": prompt, "commandMode": "prompt"})
@@ -192,9 +192,7 @@ def make_claude(home: Path) -> None:
             log.records[i : i + 2] = [result, call]
     save(log)
 
-    log, script = claude(
-        16, "rlcompleter.py", 3, scenes.search_task
-    )  # progress lines, an image, a search, a password
+    log, script = claude(16, "rlcompleter.py", 3, scenes.search_task)  # progress lines, an image, a search, a password
     name = script.modules[0].name
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
     log.user([{"type": "text", "text": f"This is what {name} shows on my screen. Is it documented?"}, picture])
@@ -208,18 +206,14 @@ def make_claude(home: Path) -> None:
     found = {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_01a", "content": [page]}
     words = {"type": "text", "text": f"Yes: the documentation has a page on `{name}`."}
     log.assistant([{"type": "redacted_thinking", "data": "RGF0YQ=="}, search, found, words])
-    log.user(
-        "The package index of the build machine is http://builder:tr0ub4dor@10.0.0.7/simple, in case you need it."
-    )
+    log.user("The package index of the build machine is http://builder:tr0ub4dor@10.0.0.7/simple, in case you need it.")
     log.assistant([{"type": "text", "text": "Thanks, the standard library is enough for this."}])
     log.play(script.turns)
     for agent in log.agent_logs:
         for record in agent.records:
             inner = {key: record[key] for key in ("type", "message", "uuid", "timestamp")}
             data = {"type": "agent_progress", "agentId": agent.agent, "prompt": "", "message": inner}
-            log.records.insert(
-                -4, {"type": "progress", "parentUuid": None, "uuid": record["uuid"][::-1], "data": data}
-            )
+            log.records.insert(-4, {"type": "progress", "parentUuid": None, "uuid": record["uuid"][::-1], "data": data})
     save(log)
 
 
@@ -231,7 +225,7 @@ def codex(number: int, paths: str, length: int, era: str, *required: Scene) -> t
     starts = {"legacy": datetime(2025, 7, 1, 11, 0), "wrapped": datetime(2025, 10, 1, 16, 30)}
     when = starts.get(era, datetime(2026, 3, 1, 9, 45))
     seed = f"codex-{number}"
-    return CodexLog(seed, when.replace(day=number), era), write_script(seed, tuple(paths.split()), length, *required)
+    return CodexLog(seed, when.replace(day=number), era), cast_script(seed, tuple(paths.split()), length, *required)
 
 
 def make_codex(home: Path) -> None:
@@ -405,14 +399,21 @@ DYNAMIC_TOOL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="a folder without claude/ and codex/ to make them in")
-    out = parser.parse_args().out
-    for name, make in (("claude", make_claude), ("codex", make_codex)):
-        if out == HERE:
+    parser.add_argument("--set", choices=("main", "other"), default="main", help="the samples, or the other subjects")
+    parser.add_argument("--out", type=Path, help="a folder without claude/ and codex/ to make them in")
+    options = parser.parse_args()
+    home = HERE if options.set == "main" else HERE.parent / "sessions_other"
+    out = options.out or home
+    for name in ("claude", "codex"):
+        if out == home:
             shutil.rmtree(out / name, ignore_errors=True)
         elif (out / name).exists():
             parser.error(f"{out / name} exists")
-        make(out / name)
+    if options.set == "main":
+        make_claude(out / "claude")
+        make_codex(out / "codex")
+    else:
+        make_other(out)
     files = [path for name in ("claude", "codex") for path in (out / name).rglob("*.jsonl")]
     print(f"{len(files)} logs, {sum(path.stat().st_size for path in files):,} bytes, under {out}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import random
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from library import Module
 
@@ -16,11 +16,12 @@ class Action:
 
     read: `path`, lines `first` to `last`. grep: `pattern` in `path`. edit: `old` to `new` in `path`, from line
     `first`. write: `new` to `path`. run: `command`. task: `pattern` is the title, `command` the prompt, `script` what
-    the subagent did.
+    the subagent did. tool: any other, `pattern` is its name. Paths of read, grep and edit are under `folder`.
     """
 
-    kind: Literal["read", "grep", "edit", "write", "run", "task"]
+    kind: Literal["read", "grep", "edit", "write", "run", "task", "tool"]
     path: str = ""
+    folder: str = "Lib/"
     pattern: str = ""
     command: str = ""
     first: int = 0
@@ -31,6 +32,7 @@ class Action:
     rows: tuple[tuple[int, str], ...] = ()
     around: tuple[tuple[int, str], ...] = ()
     script: Script | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,0 +1,65 @@
+// RMS norm and quantization of activations. Twins: rms_norm, quantize_activations, add_norm, softcap.
+//
+// rms_norm: row t of h [T, n], and where q is given q [T, n], d and sums [T, n / 32], from row rows[t] (or t, where
+// rows is null) of x. Grid T, block a multiple of 32, shared memory twice n floats, n rounded up to 4. n is a
+// multiple of 32 where q is given.
+// quantize: q, d, sums of x [T, n] taken as one row of n_elements (a multiple of 32); 128 elements a warp. Rows of
+// floats are 16-byte aligned.
+// add_norm: x [T, n] = (x + the RMS norm of y [T, n]) * scale. Grid T, any block, shared memory twice n floats, n
+// rounded up to 4.
+// softcap_all: x [n] = cap * tanh(x / cap). An element a thread.
+#include "rows.cuh"
+
+KERNEL rms_norm(const float* x, const i32* rows, const float* weight, float eps, i32 n, float* h, i8* q, float* d,
+            i32* sums) {
+    DYNAMIC_SHARED(float, xs);
+    float* const weights = xs + (n + 3) / 4 * 4;
+    const i64 t = blockIdx.x;
+    dependency_release();
+    copy_floats(weights, weight, n);
+    dependency_wait();
+    copy_floats(xs, x + (rows ? rows[t] : t) * (i64)n, n);
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+    const float scale = norm_scale(square_sum(xs, n), n, eps);
+    if (q) {
+        const Input to = global_input(nullptr, q + t * n, d + t * (n / 32), sums + t * (n / 32));
+        quantize_row(to, xs, weights, scale, h ? h + t * n : nullptr, n, threadIdx.x / WARP, blockDim.x / WARP);
+    } else {
+        for (i32 i = threadIdx.x; i < n; i += blockDim.x)
+            h[t * n + i] = (xs[i] * scale) * weights[i];
+    }
+}
+
+KERNEL quantize(const float* x, i32 n_elements, i8* q, float* d, i32* sums) {
+    const i32 n_warps = blockDim.x / WARP;
+    dependency_release();
+    dependency_wait();
+    quantize_row(global_input(nullptr, q, d, sums), x, nullptr, 1.0f, nullptr, n_elements,
+                 blockIdx.x * n_warps + threadIdx.x / WARP, gridDim.x * n_warps);
+}
+
+KERNEL add_norm(const float* y, const float* weight, float eps, i32 n, float* x, float scale) {
+    DYNAMIC_SHARED(float, ys);
+    float* const weights = ys + (n + 3) / 4 * 4;
+    const i64 t = blockIdx.x;
+    dependency_release();
+    copy_floats(weights, weight, n);
+    dependency_wait();
+    copy_floats(ys, y + t * n, n);
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+    const float of_norm = norm_scale(square_sum(ys, n), n, eps);
+    for (i32 i = threadIdx.x; i < n; i += blockDim.x)
+        x[t * n + i] = (x[t * n + i] + (ys[i] * of_norm) * weights[i]) * scale;
+}
+
+KERNEL softcap_all(float* x, i64 n, float cap) {
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    dependency_release();
+    dependency_wait();
+    if (i < n)
+        x[i] = softcap(x[i], cap);
+}
