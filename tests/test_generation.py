@@ -34,12 +34,14 @@ class Backend:
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
         self.asked: list[tuple[str, int, str | None]] = []
+        self.more: list[dict[str, Any]] = []
 
 
 class Generation:
     def __init__(
-        self, backend: Backend, tokens: list[int], max_tokens: int, sampling: Any, grammar: str | None
+        self, backend: Backend, tokens: list[int], max_tokens: int, sampling: Any, *, grammar: str | None, **more: Any
     ) -> None:
+        backend.more.append({"seed": sampling.seed, **more})
         backend.asked.append((bytes(t for t in tokens if t < 256).decode(), max_tokens, grammar))
         reply = backend.replies.pop(0).encode()
         kept = reply[:max_tokens]
