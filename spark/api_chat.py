@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine.errors import SparkError
 from engine.protocol import MAX_TOP_LOGPROBS
@@ -39,6 +39,7 @@ _NOTES = {
     "audio_url": c.AUDIO_NOTE,
     "video_url": c.VIDEO_NOTE,
 }
+_Tools: TypeAlias = tuple[dict[str, Any], ...]
 _VARIABLES = ("enable_thinking", "preserve_thinking", "reasoning_effort")  # of templates, that may be given
 # What cannot be done, and the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -60,10 +61,11 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         raise c.refusal("messages", "expected at least one")
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     stream_options(body)
+    choice, tools = _choice(body.get("tool_choice"), tools)
     return Conversation(
         messages=tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages)),
         tools=tools,
-        tool_choice=_choice(body.get("tool_choice"), tools),
+        tool_choice=choice,
         parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
         max_tokens=c.limit(body, name),
         sampling=c.sampling(body),
@@ -100,18 +102,26 @@ def _tool(where: str, record: dict[str, Any]) -> dict[str, Any]:
     return c.tool(where, name, function.get("description"), function.get("parameters"))
 
 
-def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+def _choice(value: Any, tools: _Tools) -> tuple[Any, _Tools]:
+    """The choice, and the tools that it leaves."""
     if value is None or value in ("auto", "none"):
-        return value or "auto"
+        return value or "auto", tools
     if value == "required":
         if not tools:
             raise c.refusal("tool_choice", "a call is required, and there are no tools")
-        return value
+        return value, tools
     if type(value) is dict and value.get("type") == "function":
-        function = c.get(value, "function", dict, where="tool_choice.")
-        name = c.get(function, "name", str, where="tool_choice.function.")
-        return c.chosen(name, tools, "tool_choice.function.name")
-    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required' or a function")
+        return c.chosen(_function_name("tool_choice.", value), tools, "tool_choice.function.name"), tools
+    if type(value) is dict and value.get("type") == "allowed_tools":
+        some = c.get(value, "allowed_tools", dict, where="tool_choice.")
+        return c.allowed(some, tools, "tool_choice.allowed_tools.", _function_name)
+    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', a function or allowed_tools")
+
+
+def _function_name(where: str, record: dict[str, Any]) -> str:
+    function = c.get(record, "function", dict, where=where)
+    name: str = c.get(function, "name", str, where=f"{where}function.")
+    return name
 
 
 def _reasoning(body: Mapping[str, Any]) -> c.Reasoning:

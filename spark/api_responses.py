@@ -55,10 +55,11 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         messages.insert(0, Message("system", instructions))
     if not messages:
         raise c.refusal("input", "expected at least one message")
+    choice, tools = _choice(body.get("tool_choice"), tools)
     return Conversation(
         messages=tuple(messages),
         tools=tools,
-        tool_choice=_choice(body.get("tool_choice"), tools),
+        tool_choice=choice,
         parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
         max_tokens=c.limit(body, "max_output_tokens"),
         sampling=c.sampling(body),
@@ -128,16 +129,20 @@ def _named(where: str, record: dict[str, Any]) -> str:
     return _full_name(c.get(record, "name", str, where=where), c.get(record, "namespace", str, None, where))
 
 
-def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+    """The choice, and the tools that it leaves."""
     if value is None or value in ("auto", "none"):
-        return value or "auto"
+        return value or "auto", tools
     if value == "required":
         if not tools:
             raise c.refusal("tool_choice", "a call is required, and there are no tools")
-        return value
+        return value, tools
     if type(value) is dict and value.get("type") in ("function", "custom"):
-        return c.chosen(_named("tool_choice.", value), tools, "tool_choice.name")
-    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', or a function or custom tool")
+        return c.chosen(_named("tool_choice.", value), tools, "tool_choice.name"), tools
+    if type(value) is dict and value.get("type") == "allowed_tools":
+        own = [item for item in c.records(value, "tools", c.MAX_TOOLS) if item.get("type") in ("function", "custom")]
+        return c.allowed({**value, "tools": own}, tools, "tool_choice.", _named)
+    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', a function or custom tool, or allowed_tools")
 
 
 # --- input ------------------------------------------------------------------------------------

@@ -316,6 +316,22 @@ def chosen(name: str, tools: Sequence[Mapping[str, Any]], where: str) -> tuple[L
     return ("name", name)
 
 
+def allowed(
+    record: Mapping[str, Any], tools: Sequence[dict[str, Any]], where: str, named: Callable[[str, dict[str, Any]], str]
+) -> tuple[Literal["auto", "required"], tuple[dict[str, Any], ...]]:
+    """A choice among some of the tools: the mode, and those tools; `named` tells the name in a record of the list."""
+    mode: Any = get(record, "mode", str, where=where)
+    if mode not in ("auto", "required"):
+        raise refusal(f"{where}mode", "expected auto or required")
+    names = set()
+    for i, item in enumerate(get(record, "tools", list, where=where)):
+        here = f"{where}tools[{i}]"
+        names.add(chosen(named(f"{here}.", as_object(here, item)), tools, here)[1])
+    if not names:
+        raise refusal(f"{where}tools", "expected at least one")
+    return mode, tuple(made for made in tools if made["function"]["name"] in names)
+
+
 def call(call_id: str, name: str, arguments: str) -> ToolCall:
     """A call of an earlier turn, with the arguments as text."""
     try:

@@ -116,9 +116,9 @@ class Renderer:
         """The prompt of a reply; RequestError where the template refuses the messages.
 
         thinking: None leaves it to the template; one that does not know `enable_thinking` is helped: reasoning is
-        opened and shut again, so that the model takes it for done. effort: for templates that know it. preserve: that the
-        reasoning of earlier turns is shown, for templates that know `preserve_thinking`. written: how the reply begins,
-        after reasoning that is shut.
+        opened and shut again, so that the model takes it for done. effort: for templates that know it. preserve:
+        whether the reasoning of earlier turns is shown, for templates that know `preserve_thinking`. written: how the
+        reply begins, after reasoning that is shut.
         """
         dialect = self.dialect
         variables: dict[str, Any] = {}

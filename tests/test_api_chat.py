@@ -27,6 +27,7 @@ from spark.conversation import (
 from spark.sessions import Message, ToolCall
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+ANY = {"mode": "auto", "tools": []}
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
 
 
@@ -95,6 +96,10 @@ def test_choices_and_forms() -> None:
     assert parse(HELLO | {"tools": [TOOL, TOOL], "tool_choice": named}).tool_choice == ("name", "read")
     assert parse(HELLO | {"tools": [TOOL, TOOL]}).tools == (TOOL,)
     assert parse(HELLO | {"tools": [TOOL], "tool_choice": "required"}).tool_choice == "required"
+    other = {"type": "function", "function": {"name": "look"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    asked = parse(HELLO | {"tools": [other, TOOL], "tool_choice": some})
+    assert asked.tool_choice == "required" and asked.tools == (TOOL,)
     assert parse(HELLO | {"response_format": {"type": "json_object"}}).response_schema == {}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
     assert parse(HELLO | {"response_format": form}).response_schema == {"type": "integer"}
@@ -164,6 +169,8 @@ def test_what_cannot_be_read_becomes_a_note() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ANY}}, "tool_choice.allowed_tools.tools"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),

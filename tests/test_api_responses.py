@@ -114,6 +114,14 @@ PARTS: list[Part] = [
 FINISH = Finish("tool_calls", Usage(11, 7, cached=8, reasoning=2))
 
 
+def test_some_of_the_tools() -> None:
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
+    asked = parse(BODY | {"tool_choice": some})
+    assert asked.tool_choice == "auto" and [tool["function"]["name"] for tool in asked.tools] == ["apply_patch"]
+    with pytest.raises(RequestError, match=r"tool_choice\.tools\[0\]: is none of the tools"):
+        parse(BODY | {"tool_choice": some | {"tools": [{"type": "function", "name": "x"}]}})
+
+
 def writer() -> Writer:
     return Writer("m", BODY, parse(BODY))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from typing import Any
 
 import fake_engine
 import pytest
-from fake_tokenizer import FakeTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
@@ -15,7 +15,6 @@ from test_generation import SCHEMA, TOOLS
 from test_server import PATIENCE_S, Running, events, running
 from test_server import TOOLS as READ
 
-from engine.tokenizer import Tokenizer
 from spark.conversation import Text, TokenLogprob
 from spark.dialect import Dialect
 from spark.logprobs import Aligner
@@ -34,8 +33,6 @@ class Pieces:
 
 def aligned(pieces: list[bytes], stops: tuple[str, ...] = (), *, plain: bool = False) -> tuple[str, list[TokenLogprob]]:
     """The visible text of a reply that is written in these pieces, and its tokens."""
-    import codecs
-
     tokenizer: Any = Pieces(pieces)
     aligner, chars = Aligner(tokenizer), 0
     parser = ReplyParser(Dialect(), stops=stops, tools=TOOLS, plain=plain)
@@ -59,18 +56,8 @@ def aligned(pieces: list[bytes], stops: tuple[str, ...] = (), *, plain: bool = F
 
 
 def test_tokens_of_visible_text_alone() -> None:
-    pieces = [
-        b"<think>",
-        b"hm",
-        b"</think>",
-        b"\n\n",
-        b"so",
-        b" it",
-        b" <tool_call>",
-        b'{"name": "read"}',
-        b"</tool_call>",
-    ]
-    shown, found = aligned(pieces)
+    call = [b" <tool_call>", b'{"name": "read"}', b"</tool_call>"]
+    shown, found = aligned([b"<think>", b"hm", b"</think>", b"\n\n", b"so", b" it", *call])
     assert shown == "so it" and [made.token for made in found] == [b"so", b" it"] and found[0].logprob == -4.0
 
 
@@ -205,13 +192,7 @@ def test_responses(client: OpenAI) -> None:
     assert len(kinds["response.output_text.done"].logprobs) == 5  # type: ignore[union-attr]
 
 
-def test_that_all_of_it_is_asked_of_the_engine(served: Running) -> None:
-    """Only where it is wanted."""
+def test_as_many_as_there_may_be(served: Running) -> None:
     chunks = events(served.ask("ab", stream=True, logprobs=True, top_logprobs=20))
     entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert [len(entry["top_logprobs"]) for entry in entries] == [20, 20]
-
-
-def test_a_fake_tokenizer_is_one() -> None:
-    assert {name for name in ("decode_bytes", "stream") if not hasattr(FakeTokenizer, name)} == set()
-    assert hasattr(Tokenizer, "decode_bytes")
