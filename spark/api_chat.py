@@ -40,6 +40,7 @@ _NOTES = {
     "video_url": c.VIDEO_NOTE,
 }
 _Tools: TypeAlias = tuple[dict[str, Any], ...]
+_REASONING = ("reasoning_content", "reasoning", "reasoning_text")  # what clients call it that send it back
 _VARIABLES = ("enable_thinking", "preserve_thinking", "reasoning_effort")  # of templates, that may be given
 # What cannot be done, and the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -146,6 +147,8 @@ def _reasoning(body: Mapping[str, Any]) -> c.Reasoning:
     if enabled is None:
         enabled = made.enabled
     preserve = c.get(variables, "preserve_thinking", bool, None, where)
+    if preserve is None:
+        preserve = c.get(body, "preserve_thinking", bool, None)
     return replace(c.made_reasoning(enabled, budget, effort, named), preserve=preserve)
 
 
@@ -156,7 +159,7 @@ def _message(where: str, record: dict[str, Any]) -> Message:
     reasoning = ""
     calls: tuple[ToolCall, ...] = ()
     if role == "assistant":
-        name = "reasoning_content" if record.get("reasoning_content") is not None else "reasoning"
+        name = next((name for name in _REASONING if record.get(name) is not None), "reasoning")
         reasoning = c.get(record, name, str, "", f"{where}.")
         made = c.get(record, "tool_calls", list, [], f"{where}.")
         calls = tuple(_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(made))

@@ -125,6 +125,7 @@ def test_choices_and_forms() -> None:
             Reasoning(True, preserve=True),
         ),
         ({"chat_template_kwargs": {"preserve_thinking": False}}, Reasoning(preserve=False)),
+        ({"preserve_thinking": True}, Reasoning(preserve=True)),
         ({"chat_template_kwargs": {"reasoning_effort": "low"}}, Reasoning(True, None, "low")),
     ],
 )
