@@ -19,7 +19,7 @@ Check: TypeAlias = Callable[[str, Any], Any]
 
 def refusal(name: str, expected: str, value: object) -> RequestError:
     """Make the error that names a field, what it should have been and what it was."""
-    return RequestError(f"field {name!r}: expected {expected}, found {reprlib.repr(value)}")
+    return RequestError(f"field {name!r}: expected {expected}, found {reprlib.repr(value)}", field=name)
 
 
 def integer(low: int, high: int) -> Check:

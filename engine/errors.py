@@ -16,11 +16,13 @@ class SparkError(Exception):
     """A failure with an explanation: what was expected, what was found, what to do.
 
     `code` names the failure in the line protocol, `exit_code` is the command's exit status and
-    `hint` (may be empty) says what the user can do about it.
+    `hint` (may be empty) says what the user can do about it. `field` is the one of a request that it is about, where
+    there is one, such as `messages[0].content`; it does not go through the line protocol.
     """
 
     code = "failed"
     exit_code = EXIT_FAILURE
+    field: str | None = None
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -66,9 +68,13 @@ class MissingExtraError(SparkError):
 
 
 class RequestError(SparkError):
-    """A request the daemon refuses: malformed, unknown operation, token out of range."""
+    """A request that is refused: malformed, unknown operation, token out of range."""
 
     code = "bad_request"
+
+    def __init__(self, message: str, *, hint: str = "", field: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.field = field
 
 
 class ContextOverflowError(RequestError):

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import ContextOverflowError, RequestError, SparkError
+from engine.errors import ContextOverflowError, SparkError
 from spark import conversation as c
 from spark.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage
 from spark.http import anthropic_error, explain, prompt_too_long
@@ -30,7 +30,7 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request; raises RequestError that names the field."""
     max_tokens = c.limit(body, "max_tokens")
     if max_tokens is None:
-        raise RequestError("max_tokens: missing")
+        raise c.refusal("max_tokens", "missing")
     return _parse(body, max_tokens)
 
 
@@ -49,14 +49,14 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     messages = [Message("system", text)] if (text := _system(body.get("system"))) else []
     given = c.records(body, "messages", c.MAX_MESSAGES)
     if not given:
-        raise RequestError("messages: expected at least one")
+        raise c.refusal("messages", "expected at least one")
     for i, record in enumerate(given):
         messages += _messages(f"messages[{i}]", record)
     written = ""
     if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
         written = messages.pop().content.rstrip()  # clients begin a reply this way
     if not messages:
-        raise RequestError("messages: expected one that is not the assistant's")
+        raise c.refusal("messages", "expected one that is not the assistant's")
     choice, parallel = _choice(body, tools)
     output = c.get(body, "output_config", dict, {})
     form = body.get("output_format") if output.get("format") is None else output["format"]
@@ -81,9 +81,10 @@ def _reasoning(body: Mapping[str, Any], effort: str | None) -> c.Reasoning:
         return c.made_reasoning(False, None, None)
     kind = c.get(c.as_object("thinking", thinking), "type", str, where="thinking.")
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise RequestError("thinking.type: expected enabled, disabled or adaptive")
+        raise c.refusal("thinking.type", "expected enabled, disabled or adaptive")
     budget = c.tokens(thinking, "budget_tokens", "thinking.")
-    return c.made_reasoning(kind != "disabled", budget, effort if kind == "adaptive" else None)
+    effort = effort if kind == "adaptive" else None
+    return c.made_reasoning(kind != "disabled", budget, effort, "output_config.effort")
 
 
 def _tool(where: str, record: dict[str, Any]) -> dict[str, Any] | None:
@@ -104,9 +105,9 @@ def _choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> tupl
     if kind == "tool":
         return c.chosen(c.get(given, "name", str, where="tool_choice."), tools, "tool_choice.name"), parallel
     if kind not in ("auto", "none", "any"):
-        raise RequestError("tool_choice.type: expected auto, any, tool or none")
+        raise c.refusal("tool_choice.type", "expected auto, any, tool or none")
     if kind == "any" and not tools:
-        raise RequestError("tool_choice: a call is required, and there are no tools")
+        raise c.refusal("tool_choice", "a call is required, and there are no tools")
     return ("required" if kind == "any" else kind), parallel
 
 
@@ -128,7 +129,7 @@ def _texts(where: str, value: Any) -> list[str]:
     if value is None or type(value) is str:
         return [value] if value else []
     if type(value) is not list:
-        raise RequestError(f"{where}: expected a string or a list of blocks, found {c.shown(value)}")
+        raise c.refusal(where, f"expected a string or a list of blocks, found {c.shown(value)}")
     return [_text(f"{where}[{i}]", c.as_object(f"{where}[{i}]", block)) for i, block in enumerate(value)]
 
 
@@ -151,7 +152,7 @@ def _text(where: str, block: dict[str, Any]) -> str:
         return "\n".join([title, *_texts(f"{where}.content", block.get("content"))])
     if kind == "tool_reference":
         return str(c.get(block, "tool_name", str, "", f"{where}."))
-    raise RequestError(f"{where}.type: {kind[:40]!r} cannot be read")
+    raise c.refusal(f"{where}.type", f"{kind[:40]!r} cannot be read")
 
 
 def _messages(where: str, record: dict[str, Any]) -> list[Message]:
@@ -162,7 +163,7 @@ def _messages(where: str, record: dict[str, Any]) -> list[Message]:
     if role == "assistant":
         return [_assistant(where, content)]
     if role not in ("user", "system"):
-        raise RequestError(f"{where.removesuffix('.content')}.role: expected user, assistant or system")
+        raise c.refusal(f"{where.removesuffix('.content')}.role", "expected user, assistant or system")
     if type(content) is not list:
         return [Message(role, "\n\n".join(_texts(where, content)))]
     made: list[Message] = []

@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import RequestError, SparkError
+from engine.errors import SparkError
+from engine.protocol import MAX_TOP_LOGPROBS
 from spark import conversation as c
 from spark.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage, WholeCall
 from spark.http import explain
+from spark.logprobs import entry
 from spark.sessions import Message, Role, ToolCall
 
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -28,9 +30,15 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "conversation": [],
     "background": [False],
     "prompt": [],
-    "top_logprobs": [0],
 }
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_NOTES = {
+    "input_image": c.IMAGE_NOTE,
+    "computer_screenshot": c.IMAGE_NOTE,
+    "input_file": c.FILE_NOTE,
+    "input_audio": c.AUDIO_NOTE,
+    "input_video": c.VIDEO_NOTE,
+}
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _KEPT = "spark1."  # begins reasoning that was given out to come back
 
@@ -38,7 +46,7 @@ _KEPT = "spark1."  # begins reasoning that was given out to come back
 def parse(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request; raises RequestError that names the field."""
     if body.get("previous_response_id") is not None:
-        raise RequestError("previous_response_id: nothing is kept here", hint="send the whole input in each request")
+        raise c.refusal("previous_response_id", "nothing is kept here", hint="send the whole input in each request")
     c.refuse(body, _UNSUPPORTED)
     tools = c.unique_tools([tool.definition for tool in _tools(body)])
     text = c.get(body, "text", dict, {})
@@ -46,19 +54,28 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     if instructions := c.get(body, "instructions", str, ""):
         messages.insert(0, Message("system", instructions))
     if not messages:
-        raise RequestError("input: expected at least one message")
+        raise c.refusal("input", "expected at least one message")
+    choice, tools = _choice(body.get("tool_choice"), tools)
     return Conversation(
         messages=tuple(messages),
         tools=tools,
-        tool_choice=_choice(body.get("tool_choice"), tools),
+        tool_choice=choice,
         parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
         max_tokens=c.limit(body, "max_output_tokens"),
         sampling=c.sampling(body),
         stops=c.stops(body.get("stop")),
         reasoning=c.reasoning(body),
         response_schema=c.response_schema("text.format", text.get("format"), None),
+        form_field="text.format",
+        logprobs=_logprobs(body),
         stream=c.get(body, "stream", bool, False),
     )
+
+
+def _logprobs(body: Mapping[str, Any]) -> int | None:
+    top = c.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    include = c.get(body, "include", list, [])
+    return top or 0 if top or "message.output_text.logprobs" in include else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,7 @@ def _tools(body: Mapping[str, Any]) -> list[_Tool]:
             where = f"tools[{i}].tools[{k}]"
             made += _tool(where, c.as_object(where, inner), namespace)
     if len(made) > c.MAX_TOOLS:
-        raise RequestError(f"tools: {len(made)} of them; the limit is {c.MAX_TOOLS}")
+        raise c.refusal("tools", f"{len(made)} of them; the limit is {c.MAX_TOOLS}")
     return made
 
 
@@ -112,16 +129,20 @@ def _named(where: str, record: dict[str, Any]) -> str:
     return _full_name(c.get(record, "name", str, where=where), c.get(record, "namespace", str, None, where))
 
 
-def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+    """The choice, and the tools that it leaves."""
     if value is None or value in ("auto", "none"):
-        return value or "auto"
+        return value or "auto", tools
     if value == "required":
         if not tools:
-            raise RequestError("tool_choice: a call is required, and there are no tools")
-        return value
+            raise c.refusal("tool_choice", "a call is required, and there are no tools")
+        return value, tools
     if type(value) is dict and value.get("type") in ("function", "custom"):
-        return c.chosen(_named("tool_choice.", value), tools, "tool_choice.name")
-    raise RequestError("tool_choice: expected 'auto', 'none', 'required', or a function or custom tool")
+        return c.chosen(_named("tool_choice.", value), tools, "tool_choice.name"), tools
+    if type(value) is dict and value.get("type") == "allowed_tools":
+        own = [item for item in c.records(value, "tools", c.MAX_TOOLS) if item.get("type") in ("function", "custom")]
+        return c.allowed({**value, "tools": own}, tools, "tool_choice.", _named)
+    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', a function or custom tool, or allowed_tools")
 
 
 # --- input ------------------------------------------------------------------------------------
@@ -169,7 +190,7 @@ def _input(value: Any) -> list[Message]:
     if type(value) is str:
         return [Message("user", value)] if value else []
     if type(value) is not list or len(value) > c.MAX_MESSAGES:
-        raise RequestError(f"input: expected a string or a list of at most {c.MAX_MESSAGES} items")
+        raise c.refusal("input", f"expected a string or a list of at most {c.MAX_MESSAGES} items")
     turns = _Turns()
     for i, item in enumerate(value):
         _item(f"input[{i}]", c.as_object(f"input[{i}]", item), turns)
@@ -182,7 +203,7 @@ def _item(where: str, item: dict[str, Any], turns: _Turns) -> None:
     if kind == "message":
         role = _ROLES.get(c.get(item, "role", str, where=f"{where}."))
         if role is None:
-            raise RequestError(f"{where}.role: expected one of {', '.join(_ROLES)}")
+            raise c.refusal(f"{where}.role", f"expected one of {', '.join(_ROLES)}")
         text = c.joined(f"{where}.content", item.get("content"), _part)
         if role == "assistant":
             turns.say(text)
@@ -202,7 +223,7 @@ def _item(where: str, item: dict[str, Any], turns: _Turns) -> None:
     elif kind == "reasoning":
         turns.think(_reasoning(where, item))
     elif kind == "item_reference":
-        raise RequestError(f"{where}: nothing is kept here", hint="send the item itself")
+        raise c.refusal(where, "nothing is kept here", hint="send the item itself")
 
 
 def _part(where: str, record: dict[str, Any]) -> str:
@@ -210,9 +231,9 @@ def _part(where: str, record: dict[str, Any]) -> str:
     if kind in ("input_text", "output_text", "text", "refusal"):
         text: str = c.get(record, "refusal" if kind == "refusal" else "text", str, where=f"{where}.")
         return text
-    if kind in ("input_image", "computer_screenshot"):
-        return c.IMAGE_NOTE
-    raise RequestError(f"{where}.type: {kind[:40]!r} cannot be read")
+    if kind in _NOTES:
+        return _NOTES[kind]
+    raise c.refusal(f"{where}.type", f"{kind[:40]!r} cannot be read")
 
 
 def _output(where: str, value: Any) -> str:
@@ -259,8 +280,7 @@ class Writer:
 
     def __init__(self, model: str, body: Mapping[str, Any], conversation: Conversation) -> None:
         self._tools = {tool.definition["function"]["name"]: tool for tool in reversed(_tools(body))}
-        include = body.get("include")
-        self._keep = type(include) is list and "reasoning.encrypted_content" in include
+        self._keep = "reasoning.encrypted_content" in c.get(body, "include", list, [])
         sampling = conversation.sampling
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -279,12 +299,14 @@ class Writer:
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
+            "top_logprobs": conversation.logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
         }
         self._number = 0  # of events
         self._output: list[dict[str, Any]] = []
         self._open: Text | WholeCall | None = None  # the item that is being written
+        self._logprobs: list[dict[str, Any]] = []  # of its tokens
         self._id = ""
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
@@ -308,7 +330,9 @@ class Writer:
             assert isinstance(self._open, Text)
             self._open = Text(part.kind, self._open.text + part.text)
             kind = "reasoning_text" if part.kind == "reasoning" else "output_text"
-            more: dict[str, Any] = {} if part.kind == "reasoning" else {"logprobs": []}
+            logprobs = [*map(entry, part.logprobs)]
+            self._logprobs += logprobs
+            more: dict[str, Any] = {} if part.kind == "reasoning" else {"logprobs": logprobs}
             return made + self._inside(f"response.{kind}.delta", content_index=0, delta=part.text, **more)
         if isinstance(part, CallStart):
             return self._close() + self._begin(WholeCall(part.id, part.name, ""))
@@ -323,8 +347,8 @@ class Writer:
 
     def end(self, finish: Finish) -> bytes:
         """Write the end."""
-        made = self._close()
         status = _status(finish)
+        made = self._close(status)  # an item that is open now is one that was cut
         return made + self._event(f"response.{status}", response=self._response(status, finish))
 
     def failed(self, error: SparkError) -> bytes:
@@ -353,14 +377,14 @@ class Writer:
         return self._event(kind, item_id=self._id, output_index=len(self._output), **fields)
 
     def _begin(self, item: Text | WholeCall) -> bytes:
-        self._open = item
+        self._open, self._logprobs = item, []
         prefix = "fc" if isinstance(item, WholeCall) else "rs" if item.kind == "reasoning" else "msg"
         if isinstance(item, WholeCall) and self._is_custom(item):
             prefix = "ctc"
         self._id = f"{prefix}_{secrets.token_hex(12)}"
         made = self._event("response.output_item.added", output_index=len(self._output), item=self._item("in_progress"))
         if isinstance(item, Text):
-            made += self._inside("response.content_part.added", content_index=0, part=_content(item))
+            made += self._inside("response.content_part.added", content_index=0, part=self._content(item))
         return made
 
     def _close(self, status: str = "completed") -> bytes:
@@ -371,9 +395,9 @@ class Writer:
         done = self._item(status)
         if isinstance(item, Text):
             kind = "reasoning_text" if item.kind == "reasoning" else "output_text"
-            more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": []}
+            more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": self._logprobs}
             made = self._inside(f"response.{kind}.done", content_index=0, text=item.text, **more)
-            made += self._inside("response.content_part.done", content_index=0, part=_content(item))
+            made += self._inside("response.content_part.done", content_index=0, part=self._content(item))
         elif self._is_custom(item):
             made = self._inside("response.custom_tool_call_input.delta", delta=done["input"])
             made += self._inside("response.custom_tool_call_input.done", input=done["input"])
@@ -401,24 +425,23 @@ class Writer:
             if self._is_custom(item):
                 return made | {"type": "custom_tool_call", **call, "input": _custom_input(item)}
             return made | {"type": "function_call", **call, "arguments": item.arguments}
-        content = [_content(item)] if status == "completed" else []
+        content = [self._content(item)] if status != "in_progress" else []
         if item.kind == "content":
             return made | {"type": "message", "role": "assistant", "content": content}
         made |= {"type": "reasoning", "summary": [], "content": content}
         if self._keep:
             kept = base64.b64encode(item.text.encode(errors="replace")).decode()
-            made["encrypted_content"] = _KEPT + kept if status == "completed" else None
+            made["encrypted_content"] = _KEPT + kept if status != "in_progress" else None
         return made
+
+    def _content(self, item: Text) -> dict[str, Any]:
+        if item.kind == "reasoning":
+            return {"type": "reasoning_text", "text": item.text}
+        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": self._logprobs}
 
 
 def _status(finish: Finish) -> str:
     return "incomplete" if finish.reason == "length" else "completed"
-
-
-def _content(item: Text) -> dict[str, Any]:
-    if item.kind == "reasoning":
-        return {"type": "reasoning_text", "text": item.text}
-    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": []}
 
 
 def _custom_input(call: WholeCall) -> str:

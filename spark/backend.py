@@ -105,7 +105,11 @@ class Backend:
 
 
 class Generation:
-    """A Generate request, followed by a thread of its own, whose events are awaited in the event loop."""
+    """A Generate request, followed by a thread of its own, whose events are awaited in the event loop.
+
+    grammar and the fields after it: as `protocol.Generate` has them. sent: its id, once it is sent; None where it
+    cannot be.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,11 @@ class Generation:
         tokens: Sequence[int],
         max_tokens: int,
         sampling: protocol.Sampling,
+        *,
         grammar: str | None = None,
+        reply_from: int | None = None,
+        logprobs: int | None = None,
+        same_prompt_as: int | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[protocol.Event | BaseException] = asyncio.Queue()
@@ -121,8 +129,10 @@ class Generation:
         self._end_s = None if self._total_s is None else time.monotonic() + self._total_s
         self._stream: RequestStream | None = None
         self._cancelled = self._over = False
-        arguments = (backend, tokens, max_tokens, sampling, grammar)
-        threading.Thread(target=self._follow, args=arguments, name="generation", daemon=True).start()
+        self.sent: asyncio.Future[int | None] = self._loop.create_future()
+        wanted: dict[str, Any] = {"grammar": grammar, "reply_from": reply_from, "logprobs": logprobs}
+        wanted |= {"tokens": tokens, "max_tokens": max_tokens, "sampling": sampling, "same_prompt_as": same_prompt_as}
+        threading.Thread(target=self._follow, args=(backend, wanted), name="generation", daemon=True).start()
 
     async def next(self, patience_s: float) -> protocol.Event | None:
         """Wait for the next event, `patience_s` at most (then None); raises what the request failed with."""
@@ -138,6 +148,15 @@ class Generation:
             raise event
         return event
 
+    def undelivered(self) -> list[protocol.Event]:
+        """What has come and was not awaited any more."""
+        found = []
+        while not self._events.empty():
+            event = self._events.get_nowait()
+            if not isinstance(event, BaseException):
+                found.append(event)
+        return found
+
     def cancel(self) -> None:
         """Have the daemon end it, unless it is over."""
         self._cancelled = True
@@ -149,25 +168,23 @@ class Generation:
         with contextlib.suppress(SparkError):
             stream.cancel()
 
-    def _follow(
-        self,
-        backend: Backend,
-        tokens: Sequence[int],
-        max_tokens: int,
-        sampling: protocol.Sampling,
-        grammar: str | None,
-    ) -> None:
+    def _follow(self, backend: Backend, wanted: dict[str, Any]) -> None:
         try:
-            client = backend.client()
-            stream = client.generate(tokens, max_tokens=max_tokens, sampling=sampling, grammar=grammar)
+            stream = backend.client().generate(**wanted)
             self._stream = stream
+            self._call(self._set_sent, stream.id)
             if self._cancelled:
                 self._end(stream)
             for event in stream:
-                self._post(event)
+                self._call(self._events.put_nowait, event)
         except Exception as error:  # raised again by `next`, in the event loop
-            self._post(error)
+            self._call(self._set_sent, None)
+            self._call(self._events.put_nowait, error)
 
-    def _post(self, event: protocol.Event | BaseException) -> None:
+    def _set_sent(self, request_id: int | None) -> None:
+        if not self.sent.done():
+            self.sent.set_result(request_id)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(function, *arguments)

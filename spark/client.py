@@ -130,6 +130,9 @@ class DaemonClient:
         sampling: protocol.Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         grammar: str | None = None,
+        reply_from: int | None = None,
+        logprobs: int | None = None,
+        same_prompt_as: int | None = None,
     ) -> RequestStream:
         """Continue `tokens`: Progress and Tokens events, then one Done (see `protocol.Generate`)."""
         request = protocol.Generate(
@@ -139,6 +142,9 @@ class DaemonClient:
             sampling or protocol.Sampling(),
             None if stop_tokens is None else tuple(stop_tokens),
             grammar,
+            reply_from,
+            logprobs,
+            same_prompt_as,
         )
         return RequestStream(self, request)
 

@@ -1,16 +1,19 @@
-"""Runs conversations on the backend: prompts, budgets of reasoning, stop strings, and the end of it all.
+"""Runs conversations on the backend: prompts, choices, budgets of reasoning, stop strings, and the end of it all.
 
 A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
 reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, it is
-begun again, constrained.
+begun again, constrained. Of several choices the first is sent first, and the others say that they share its prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,12 +22,14 @@ from engine import protocol
 from engine.errors import ContextOverflowError, RequestError, SparkError
 from engine.tokenizer import Tokenizer
 from spark.backend import Backend, Generation
-from spark.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage
+from spark.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage, refusal
+from spark.logprobs import Aligner
 from spark.metrics import Metrics
 from spark.render import Opening, Renderer
 from spark.reply import ReplyParser
 
 KEEP_ALIVE_S = 10.0
+AT_ONCE = 8  # replies of one request that the engine has at a time, so that those of others come between
 _SOON_S = 1.0  # how long to wait for a first sign before there is a keep-alive
 _CHARS_A_TOKEN = 32  # more than any text has on average
 
@@ -77,6 +82,7 @@ class Model:
         arrived_s = time.monotonic()
         async with self._rendering:  # one after the other: requests must not take all cores
             opening, budget = await asyncio.to_thread(self._open, conversation)
+        assert not conversation.more_raw
         room = self.ctx_tokens - len(opening.tokens)
         if room < 1:
             raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
@@ -87,7 +93,7 @@ class Model:
         raw = conversation.raw
         if isinstance(raw, tuple):
             if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
-                raise RequestError(f"prompt: tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
+                raise refusal("prompt", f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
             return Opening(list(raw), ""), None
         most = _CHARS_A_TOKEN * self.ctx_tokens
         tools = conversation.tools if conversation.tool_choice != "none" else ()
@@ -111,6 +117,7 @@ class Model:
             tools,
             thinking=enabled,
             effort=wish.effort,
+            preserve=wish.preserve,
             written=conversation.written,
         )
         return opening, budget
@@ -140,10 +147,29 @@ class Model:
             made |= {"after": dialect.shuts, "opens": dialect.opens}
         return made
 
-    async def reply(self, prompt: Prompt) -> AsyncGenerator[list[Part] | Finish]:
+    async def replies(self, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
+        """The choices of a request as they come, each by its number: those of the first prompt, of the second, ...
+
+        What a prompt took to read is said at the end of its first choice alone. However this generator is left, the
+        daemon does not go on with any of them.
+        """
+        replies: list[_Reply] = []
+        for prompt in prompts:
+            leader = asyncio.get_running_loop().create_future() if prompt.conversation.choices > 1 else None
+            for k in range(prompt.conversation.choices):
+                chosen = replace(prompt, conversation=prompt.conversation.choice(k))
+                replies.append(self.reply(chosen, leader, first=k == 0))
+        async with contextlib.aclosing(_interleaved(replies)) as items:
+            async for item in items:
+                yield item
+
+    async def reply(
+        self, prompt: Prompt, leader: asyncio.Future[int | None] | None = None, *, first: bool = True
+    ) -> AsyncGenerator[list[Part] | Finish]:
         """The parts of a reply as they come, none where nothing came for a while, and its end.
 
-        However this generator is left, the daemon does not go on with the request.
+        leader: what the first of several choices is sent as, which it says and the others wait for. However this
+        generator is left, the daemon does not go on with the request.
         """
         run = _Run(self._renderer, self._tokenizer, prompt, self.ctx_tokens)
         began_s, reason = time.monotonic(), ""
@@ -152,9 +178,21 @@ class Model:
         try:
             while run.left > 0 and not run.reason:
                 run.broken = False
+                same = None
+                if generation is None and leader is not None and not first:
+                    same = await asyncio.shield(leader)
                 generation = Generation(
-                    self._backend, run.tokens, run.left, prompt.conversation.sampling, run.grammar_text()
+                    self._backend,
+                    run.tokens,
+                    run.left,
+                    prompt.conversation.sampling,
+                    grammar=run.grammar_text(),
+                    reply_from=run.reply_from,
+                    logprobs=prompt.conversation.logprobs,
+                    same_prompt_as=same,
                 )
+                if leader is not None and first:
+                    generation.sent.add_done_callback(functools.partial(_pass_on, leader))
                 while not (run.reason or run.broken):
                     # Once something was said a bad form cannot be refused by a status any more, and the first form of
                     # a daemon takes it a second or two to look at.
@@ -170,23 +208,70 @@ class Model:
                 yield parts
             finish = run.finish()
             reason = finish.reason
+            if not first:
+                finish = replace(finish, usage=replace(finish.usage, prompt=0, cached=0))
             yield finish
         except SparkError as error:
             reason = error.code
+            if isinstance(error, RequestError) and prompt.grammar is not None and "grammar" in error.message:
+                error.field = "tools" if prompt.grammar["kind"] == "tool_call" else prompt.conversation.form_field
             raise
         finally:
             if generation is not None:
                 generation.cancel()
+                if not run.reason:
+                    for event in generation.undelivered():
+                        run.count(event)
+            if leader is not None and first and not leader.done() and generation is None:
+                leader.set_result(None)
             ended_s = time.monotonic()
+            used = run.used
             if run.begun:
                 first_s = run.first_s
                 to_first_s = None if first_s is None else first_s - prompt.arrived_s
-                self._metrics.reply(run.usage, to_first_s, 0.0 if first_s is None else ended_s - first_s)
+                self._metrics.reply(used, to_first_s, 0.0 if first_s is None else ended_s - first_s)
             _log.info(
                 "%d tokens read, %d reused, %d written, %.2f s: %s",
-                run.usage.prompt - run.usage.cached, run.usage.cached, run.usage.completion, ended_s - began_s,
-                reason or "left",
+                used.prompt - used.cached, used.cached, used.completion, ended_s - began_s, reason or "left",
             )  # fmt: skip
+
+
+_Reply = AsyncGenerator[list[Part] | Finish]
+
+
+def _pass_on(leader: asyncio.Future[int | None], sent: asyncio.Future[int | None]) -> None:
+    if not leader.done():
+        leader.set_result(sent.result())
+
+
+async def _interleaved(replies: Sequence[_Reply]) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
+    """What several replies bring, each by its number, in the order in which it comes; AT_ONCE run at a time."""
+    waiting = deque(range(len(replies)))
+    running: dict[asyncio.Task[list[Part] | Finish], int] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                i = waiting.popleft()
+                running[asyncio.create_task(_next(replies[i]))] = i
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=running.__getitem__):
+                i = running.pop(task)
+                item = task.result()
+                if isinstance(item, Finish):
+                    await replies[i].aclose()
+                else:
+                    running[asyncio.create_task(_next(replies[i]))] = i
+                yield i, item
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for reply in replies:
+            await reply.aclose()
+
+
+async def _next(reply: _Reply) -> list[Part] | Finish:
+    return await anext(reply)
 
 
 def _rendered_chars(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> int:
@@ -208,7 +293,7 @@ def _joined(parts: list[Part]) -> list[Part]:
     for part in parts:
         last = made[-1] if made else None
         if isinstance(part, Text) and isinstance(last, Text) and part.kind == last.kind:
-            made[-1] = Text(part.kind, last.text + part.text)
+            made[-1] = Text(part.kind, last.text + part.text, last.logprobs + part.logprobs, last.at)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
             made[-1] = CallArguments(last.text + part.text)
         else:
@@ -228,6 +313,7 @@ class _Run:
         self._renderer, self._ctx_tokens = renderer, ctx_tokens
         self._stop_ids = tokenizer.stop_ids
         self._text = tokenizer.stream()
+        self._aligner = None if conversation.logprobs is None else Aligner(tokenizer)
         self._conversation = conversation
         self._parser = ReplyParser(
             renderer.dialect,
@@ -242,10 +328,30 @@ class _Run:
         self._free = prompt.grammar is not None and conversation.raw is None and _may_call(conversation)
         self.tokens, self.left = list(prompt.opening.tokens), prompt.max_tokens
         self._answer_at = len(self.tokens)  # where what is not reasoning begins
-        self.usage = Usage(len(self.tokens), 0)
+        self._prompt_tokens = len(self.tokens)
+        self._reused = 0  # of the tokens of the prompt
+        self._read = 0  # those, and those that were computed
+        self._completion = self._reasoning = 0
+        self._generation = 0  # how many there were before
+        self._chars = 0  # that the parser was given
         self.first_s: float | None = None
         self.reason: Literal["", "stop", "length", "tool_calls"] = ""
         self.broken = self.begun = False
+
+    @property
+    def usage(self) -> Usage:
+        """What a reply that ends now has taken."""
+        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning)
+
+    @property
+    def used(self) -> Usage:
+        """The same, of the prompt no more than what was read."""
+        return replace(self.usage, prompt=self._read)
+
+    @property
+    def reply_from(self) -> int | None:
+        """Where in `tokens` the reply begins, if it has begun."""
+        return self._prompt_tokens if len(self.tokens) > self._prompt_tokens else None
 
     def grammar_text(self) -> str | None:
         """The grammar of the next generation; where it may still be a call, one that is only checked."""
@@ -257,27 +363,68 @@ class _Run:
         """Take an event of the generation; the parts that it brings."""
         parts: list[Part] = []
         self.begun = True
+        self._count_prompt(event)
         if isinstance(event, protocol.Tokens):
             if self.first_s is None and event.tokens:
                 self.first_s = time.monotonic()
-            for token in event.tokens:
-                self._token(token, parts)
+            for i, token in enumerate(event.tokens):
+                text = self._text.push([token]) if token not in self._stop_ids else ""
+                if self._aligner is not None and event.logprobs is not None and token not in self._stop_ids:
+                    top = event.top[i] if event.top is not None else ()
+                    self._aligner.token(self._chars, len(text), token, event.logprobs[i], top)
+                self._token(token, text, parts)
                 if self.reason or self.broken:
                     break
         elif isinstance(event, protocol.Done):
-            self.usage = replace(self.usage, cached=min(event.usage.cached_tokens, self.usage.prompt))
             self.reason = event.finish_reason or "stop"
-        return _joined(parts)
+        return _joined(self._aligned(parts))
 
-    def _token(self, token: int, parts: list[Part]) -> None:
+    def count(self, event: protocol.Event) -> None:
+        """Count what an event brings that comes too late for the reply."""
+        self.begun = True
+        self._count_prompt(event)
+        if isinstance(event, protocol.Tokens):
+            self._completion += len(event.tokens)
+
+    def _count_prompt(self, event: protocol.Event) -> None:
+        """Count what was read; later generations read what earlier ones have made."""
+        if self._generation:
+            return
+        match event:
+            case protocol.Progress():
+                self._read = max(self._read, min(event.done_tokens, self._prompt_tokens))
+                self._reused = min(event.cached_tokens, self._read)
+            case protocol.Tokens():
+                self._read = self._prompt_tokens
+            case protocol.Done():
+                self._read = self._prompt_tokens
+                self._reused = min(event.usage.cached_tokens, self._read)
+
+    def _aligned(self, parts: list[Part]) -> list[Part]:
+        """The parts with the tokens of visible text, where they are asked for."""
+        aligner = self._aligner
+        if aligner is None:
+            return parts
+        return [
+            replace(part, logprobs=aligner.of(part.at, len(part.text)))
+            if isinstance(part, Text) and part.kind == "content"
+            else part
+            for part in parts
+        ]
+
+    def _push(self, text: str) -> list[Part]:
+        self._chars += len(text)
+        return self._parser.push(text)
+
+    def _token(self, token: int, text: str, parts: list[Part]) -> None:
         parser, before, n = self._parser, self._parser.reasoning, len(parts)
-        self.usage = replace(self.usage, completion=self.usage.completion + 1)
+        self._completion += 1
         self.tokens.append(token)
         self.left -= 1
-        if token not in self._stop_ids:
-            parts += parser.push(self._text.push([token]))
+        if text:
+            parts += self._push(text)
         if before or parser.reasoning:
-            self.usage = replace(self.usage, reasoning=self.usage.reasoning + 1)
+            self._reasoning += 1
         if parser.reasoning or before:
             self._answer_at = len(self.tokens)
         elif self._free and parts[n:]:
@@ -288,12 +435,12 @@ class _Run:
                 return
         if parser.ended:
             self.reason = "stop"
-        elif parser.reasoning and self._budget is not None and self.usage.reasoning >= self._budget:
+        elif parser.reasoning and self._budget is not None and self._reasoning >= self._budget:
             self._shut(parts)
 
     def _shut(self, parts: list[Part]) -> None:
         """Shut reasoning, from where another generation goes on."""
-        parts += self._parser.push(self._text.flush() + self._renderer.shut)
+        parts += self._push(self._text.flush() + self._renderer.shut)
         closing = self._renderer.shutting()
         self.tokens += closing
         self.left = min(self.left, self._ctx_tokens - len(self.tokens))
@@ -307,20 +454,24 @@ class _Run:
         n = len(self.tokens) - self._answer_at
         del self.tokens[self._answer_at :]
         self.left += n
-        self.usage = replace(self.usage, completion=self.usage.completion - n)
+        self._completion -= n
         self._text.flush()
+        self._chars = 0
+        if self._aligner is not None:
+            self._aligner.clear()
         self._parser = ReplyParser(self._renderer.dialect, stops=self._conversation.stops, thinking="shut")
         self._go_on()
 
     def _go_on(self) -> None:
         """Have another generation go on, with reasoning behind it."""
         self.broken = True
+        self._generation += 1
         if self._grammar is not None:
             self._grammar = {key: value for key, value in self._grammar.items() if key not in ("after", "opens")}
 
     def flush(self) -> list[Part]:
         """The parts that were held back."""
-        return self._parser.push(self._text.flush()) + self._parser.flush(self.reason == "length")
+        return self._aligned(self._push(self._text.flush()) + self._parser.flush(self.reason == "length"))
 
     def finish(self) -> Finish:
         """The end."""

@@ -208,9 +208,14 @@ def json_response(made: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(made), status, media_type="application/json")
 
 
-def error_response(scope: Scope, status: int, message: str, code: str | None = None) -> Response:
+def error_response(
+    scope: Scope, status: int, message: str, code: str | None = None, param: str | None = None
+) -> Response:
     """Make the response of a failure, in the shape of the API that the request's path belongs to."""
-    made = (anthropic_error if is_anthropic(scope) else openai_error)(status, message, code)
+    if is_anthropic(scope):
+        made = anthropic_error(status, message, code)
+    else:
+        made = openai_error(status, message, code, param)
     if status == OVERLOADED and not is_anthropic(scope):
         status = 429
     response = json_response(made, status)
@@ -224,11 +229,11 @@ def is_anthropic(scope: Scope) -> bool:
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
-def openai_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """Make the object that OpenAI's APIs have for a failure."""
+def openai_error(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Make the object that OpenAI's APIs have for a failure; param: the field of the request that it is about."""
     kinds = {401: "authentication_error", 429: "rate_limit_error", OVERLOADED: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def anthropic_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -261,7 +266,7 @@ async def _on_spark_error(request: Request, error: Exception) -> Response:
     status, message, code = explain(error)
     if isinstance(error, ContextOverflowError) and is_anthropic(request.scope):
         message = prompt_too_long(error)
-    return error_response(request.scope, status, message, code)
+    return error_response(request.scope, status, message, code, error.field)
 
 
 def prompt_too_long(error: ContextOverflowError) -> str:

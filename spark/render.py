@@ -110,13 +110,15 @@ class Renderer:
         *,
         thinking: bool | None = None,
         effort: str | None = None,
+        preserve: bool | None = None,
         written: str = "",
     ) -> Opening:
         """The prompt of a reply; RequestError where the template refuses the messages.
 
         thinking: None leaves it to the template; one that does not know `enable_thinking` is helped: reasoning is
-        opened and shut again, so that the model takes it for done. effort: for templates that know it. written: how
-        the reply begins, after reasoning that is shut.
+        opened and shut again, so that the model takes it for done. effort: for templates that know it. preserve:
+        whether the reasoning of earlier turns is shown, for templates that know `preserve_thinking`. written: how the
+        reply begins, after reasoning that is shut.
         """
         dialect = self.dialect
         variables: dict[str, Any] = {}
@@ -124,6 +126,8 @@ class Renderer:
             variables["enable_thinking"] = thinking
         if effort is not None and dialect.knows_effort:
             variables["reasoning_effort"] = effort
+        if preserve is not None:
+            variables["preserve_thinking"] = preserve
         prompt = self._template.render(self._chat(messages), self._shield.data(list(tools)), **variables)
         state = _thinking_of(prompt)
         if (state == "open" or (not state and dialect.thinks)) and (thinking is False or written):

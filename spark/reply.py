@@ -2,7 +2,8 @@
 
 Reasoning stands between the marks of the model's dialect at the beginning, calls are as calls.py has them. Blanks
 beside these marks belong to nobody and are dropped; all other text is given out as it is, also what only looks like a
-call. Stop strings are looked for in visible text alone. However a reply is cut, the outcome is the same.
+call. Stop strings are looked for in visible text alone. However a reply is cut, the outcome is the same. Text is given
+out with its place in the reply (`Text.at`), by which `spark/logprobs.py` finds its tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class ReplyParser:
         self._fresh = thinking != "open" and not plain  # there were only blanks so far, and reasoning may begin
         self._beside_mark = thinking != ""  # there were only blanks since a mark
         self._held = ""  # may contain a mark, or the beginning of one
+        self._pushed = 0  # characters
         self._blanks = ""  # text if more text follows, nothing if a mark does
+        self._blanks_end = 0  # where they end, in characters of the reply
 
     @property
     def reasoning(self) -> bool:
@@ -57,6 +60,7 @@ class ReplyParser:
     def push(self, text: str) -> list[Part]:
         """Take a piece of the reply; the parts that are certain now."""
         self._held += text
+        self._pushed += len(text)
         parts: list[Part] = []
         while not self.ended and (self._read_call(parts) if self._reader else self._pass_mark(parts)):
             pass
@@ -72,12 +76,15 @@ class ReplyParser:
                 if not self._reader.started and cut and self._reader.may_start:
                     self.cut = True
                 elif not self._reader.started:
-                    parts.append(Text("content", self._blanks + self._reader.raw))
+                    parts.append(_ending(self._blanks + self._reader.raw, self._pushed))
                 self._blanks = ""
             else:
+                end = self._pushed
                 if cut and self._calls_only and self._state == "content":  # the beginning of the mark of a call
-                    self._held = self._held[: len(self._held) - calls.beginning(self._held, self._openings)]
-                self._text(self._held, parts)
+                    n = calls.beginning(self._held, self._openings)
+                    self._held = self._held[: len(self._held) - n]
+                    end -= n
+                self._text(self._held, end, parts)
             self._end(parts)
         return parts
 
@@ -94,7 +101,7 @@ class ReplyParser:
             if self._single:
                 self._end(parts)
         else:
-            parts.append(Text("content", self._blanks + self._reader.raw))
+            parts.append(_ending(self._blanks + self._reader.raw, self._pushed - len(self._held)))
             self._blanks, self._beside_mark = "", False
         self._reader = None
         return True
@@ -119,11 +126,11 @@ class ReplyParser:
         if not found:
             sure = len(self._held) - calls.beginning(self._held, marks)
             text, self._held = self._held[:sure], self._held[sure:]
-            self._text(text, parts)
+            self._text(text, self._pushed - len(self._held), parts)
             return False
         end, start, mark = min(found)
         before, self._held = self._held[:start], self._held[end:]
-        self._text(before, parts)
+        self._text(before, self._pushed - len(self._held) - len(mark), parts)
         if self._state == "reasoning" or (self._fresh and mark == opens):
             self._state = "content" if self._state == "reasoning" else "reasoning"
             self._blanks = ""
@@ -140,21 +147,27 @@ class ReplyParser:
         opening = self._state == "content" and mark == self._dialect.opens
         return -1 if opening and self._held[: max(at, 0)].strip() else at
 
-    def _text(self, text: str, parts: list[Part]) -> None:
+    def _text(self, text: str, end: int, parts: list[Part]) -> None:
+        """Give out text that ends at `end`, in characters of the reply, but for the blanks at its end."""
         text = self._blanks + text
         if self._beside_mark:
             text = text.lstrip()
         solid = text.rstrip()
-        self._blanks = text[len(solid) :]
+        self._blanks, self._blanks_end = text[len(solid) :], end
         if solid:
             self._beside_mark = self._fresh = False
-            parts.append(Text(self._state, solid))
+            parts.append(Text(self._state, solid, at=end - len(text)))
 
     def _end(self, parts: list[Part]) -> None:
         if self._blanks and self._state == "content":
-            parts.append(Text("content", self._blanks))
+            parts.append(_ending(self._blanks, self._blanks_end))
         self._held = self._blanks = ""
         self.ended = True
+
+
+def _ending(text: str, end: int) -> Text:
+    """Visible text that ends at `end`."""
+    return Text("content", text, at=end - len(text))
 
 
 def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.config import EngineConfig
-from engine.errors import ContextOverflowError, OverloadedError, SparkError, UsageError
+from engine.errors import ContextOverflowError, OverloadedError, RequestError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
@@ -300,18 +300,24 @@ class _Writer(Protocol):
 class _Api:
     name: str
     path: str
+    prompt: str  # the field that becomes the prompt
     parse: Callable[[Mapping[str, Any]], Conversation]
-    writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]
+    writers: Callable[[str, Mapping[str, Any], Conversation], Sequence[_Writer]]  # one for each choice
     overflow_in_stream: bool = False  # Codex looks for a context that overflows in the stream alone
 
 
+def _only(writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]) -> Callable[..., Sequence[_Writer]]:
+    """The writers of an API whose replies have no choices."""
+    return lambda model, body, conversation: [writer(model, body, conversation)]
+
+
 _APIS = (
-    _Api("chat", "/v1/chat/completions", api_chat.parse, api_chat.Writer),
-    _Api("completions", "/v1/completions", api_completions.parse, api_completions.Writer),
-    _Api("responses", "/v1/responses", api_responses.parse, api_responses.Writer, overflow_in_stream=True),
-    _Api("messages", "/v1/messages", api_messages.parse, api_messages.Writer),
+    _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.writers),
+    _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_completions.writers),
+    _Api("responses", "/v1/responses", "input", api_responses.parse, _only(api_responses.Writer), True),
+    _Api("messages", "/v1/messages", "messages", api_messages.parse, _only(api_messages.Writer)),
 )
-_Reply = AsyncGenerator[list[Part] | Finish]
+_Replies = AsyncGenerator[tuple[int, list[Part] | Finish]]
 
 
 class _Service:
@@ -382,76 +388,91 @@ class _Service:
     async def _answer(self, api: _Api, request: Request) -> Response:
         content = await read_body(request)
 
-        def parse() -> tuple[Conversation, _Writer]:
+        def parse() -> tuple[Conversation, Sequence[_Writer]]:
             body = parse_object(content)
             conversation = api.parse(body)
-            return conversation, api.writer(self._name, body, conversation)
+            return conversation, api.writers(self._name, body, conversation)
 
-        conversation, writer = await asyncio.to_thread(parse)
+        conversation, writers = await asyncio.to_thread(parse)
         async with contextlib.AsyncExitStack() as held:
-            held.enter_context(self._place())
+            held.enter_context(self._places(len(writers)))
             try:
-                prompt = await self._model.prompt(conversation)
-            except ContextOverflowError as error:
-                if not (conversation.stream and api.overflow_in_stream):
+                prompts = [await self._model.prompt(one) for one in conversation.apart()]
+            except RequestError as error:
+                error.field = error.field or api.prompt
+                if not (isinstance(error, ContextOverflowError) and conversation.stream and api.overflow_in_stream):
                     raise
                 self._metrics.request(api.name, error.code)
-                return EventStream(_once(writer.start(0) + writer.failed(error)))
-            reply = self._model.reply(prompt)
+                return EventStream(_once(writers[0].start(0) + writers[0].failed(error)))
+            replies = self._model.replies(prompts)
             if not conversation.stream:
-                return await json_unless_left(request, self._whole(api, writer, reply))
-            held.push_async_callback(reply.aclose)
-            first = await anext(reply)  # what is refused at once gets a status
-            return EventStream(self._stream(api, writer, prompt, first, reply), held.pop_all())
+                return await json_unless_left(request, self._whole(api, writers, replies))
+            held.push_async_callback(replies.aclose)
+            first = await anext(replies)  # what is refused at once gets a status
+            return EventStream(self._stream(api, writers, prompts[0], first, replies), held.pop_all())
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """A place among the replies, from before anything is done for one until nothing more is."""
-        if self._replies >= MAX_REPLIES:
-            raise OverloadedError(f"{MAX_REPLIES} requests are waiting already", hint="try again in 2 s")
-        self._replies += 1
-        self._metrics.replies.inc()
+    def _places(self, n: int) -> Iterator[None]:
+        """Places among the replies, one for each choice, from before anything is done until nothing more is."""
+        if self._replies + n > MAX_REPLIES:
+            message = f"{self._replies} of {MAX_REPLIES} replies are made or waited for already"
+            more = f", and {n} more are asked for" if n > 1 else ""
+            raise OverloadedError(message + more, hint="try again in 2 s")
+        self._replies += n
+        self._metrics.replies.inc(n)
         try:
             yield
         finally:
-            self._replies -= 1
-            self._metrics.replies.dec()
+            self._replies -= n
+            self._metrics.replies.dec(n)
 
-    async def _whole(self, api: _Api, writer: _Writer, reply: _Reply) -> dict[str, Any]:
-        parts: list[Part] = []
+    async def _whole(self, api: _Api, writers: Sequence[_Writer], replies: _Replies) -> dict[str, Any]:
+        parts: list[list[Part]] = [[] for _ in writers]
+        ends: dict[int, Finish] = {}
         outcome = "left"
         try:
-            async with contextlib.aclosing(reply):
-                async for item in reply:
+            async with contextlib.aclosing(replies):
+                async for i, item in replies:
                     if isinstance(item, Finish):
-                        outcome = "ok"
-                        return writer.whole(parts, item)
-                    parts += item
+                        ends[i] = item
+                    else:
+                        parts[i] += item
+            outcome = "ok"
+            return [writer.whole(parts[i], ends[i]) for i, writer in enumerate(writers)][-1]  # which has all
         except SparkError:
             outcome = ""  # counted where it is answered
             raise
         finally:
             if outcome:
                 self._metrics.request(api.name, outcome)
-        raise AssertionError("a reply ends with Finish")
 
     async def _stream(
-        self, api: _Api, writer: _Writer, prompt: Prompt, first: list[Part] | Finish, reply: _Reply
+        self,
+        api: _Api,
+        writers: Sequence[_Writer],
+        prompt: Prompt,
+        first: tuple[int, list[Part] | Finish],
+        replies: _Replies,
     ) -> AsyncGenerator[bytes]:
         """The reply as server-sent events; an error that comes too late for a status is one of them."""
-        outcome, item = "left", first
+        outcome, left, (i, item) = "left", len(writers), first
         try:
-            yield writer.start(len(prompt.opening.tokens))
-            while not isinstance(item, Finish):
-                made = b"".join(map(writer.part, item))
-                if made or not item:
-                    yield made or writer.keep_alive
-                item = await self.closing.run(anext(reply))
-            outcome = "ok"
-            yield writer.end(item)
+            yield b"".join(writer.start(len(prompt.opening.tokens)) for writer in writers)
+            while True:
+                if isinstance(item, Finish):
+                    left -= 1
+                    outcome = "left" if left else "ok"
+                    yield writers[i].end(item)
+                    if not left:
+                        break
+                else:
+                    made = b"".join(map(writers[i].part, item))
+                    if made or not item:
+                        yield made or writers[i].keep_alive
+                i, item = await self.closing.run(anext(replies))
         except SparkError as error:
             outcome = error.code
-            yield writer.failed(error)
+            yield writers[0].failed(error)
         finally:
             self._metrics.request(api.name, outcome)
 

@@ -2,7 +2,8 @@
 
 It repeats what it is told: a Generate request is answered with the tokens between the last `SAY` and the
 `SAID` after it, or with the prompt reversed, one token a step, then with the end of text. Special tokens in
-a prompt make it misbehave.
+a prompt make it misbehave, or answer with its seed. A token that the reply has is passed over where penalties take
+more than 1 off it. Log-probabilities are made from the token's number.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import itertools
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -21,7 +22,7 @@ from engine.errors import ContextOverflowError, DeviceLostError, ModelFormatErro
 from engine.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
 
 END, SAY, SAID = 256, 257, 258
-CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST = 300, 301, 302, 303, 304, 305, 306, 307
+CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW = 300, 301, 302, 303, 304, 305, 306, 307, 308
 VOCAB = 320
 
 
@@ -50,6 +51,8 @@ class FakeEngine:
         self.step_s = step_s
         self.served = 0
         self.steps = 0
+        self.prompts: dict[int, tuple[int, ...]] = {}  # of the requests that have not ended
+        self.shared = 0  # requests whose prompt another one had
         self.jobs: deque[tuple[int, Iterator[list[Event]]]] = deque()
 
     @property
@@ -69,7 +72,13 @@ class FakeEngine:
             raise RequestError("field 'grammar': uniqueItems is not supported")
         if len(request.tokens) >= self.ctx_tokens:
             raise ContextOverflowError(f"{len(request.tokens)} tokens in a context of {self.ctx_tokens}")
-        work = self.generate(request) if isinstance(request, Generate) else self.score(request)
+        if isinstance(request, Generate):
+            same = self.prompts.get(request.same_prompt_as or -1) == request.tokens
+            self.shared += same
+            self.prompts[request.id] = request.tokens
+            work = self.generate(request, len(request.tokens) if same else 0)
+        else:
+            work = self.score(request)
         self.jobs.append((request.id, work))
 
     def step(self) -> list[Event]:
@@ -82,23 +91,29 @@ class FakeEngine:
             events = [error_event(request_id, error)]
         if any(isinstance(event, Done | Error) for event in events):
             self.jobs.popleft()
+            self.prompts.pop(request_id, None)
             self.served += 1
         return events
 
-    def generate(self, request: Generate) -> Iterator[list[Event]]:
-        yield [Progress(request.id, len(request.tokens), len(request.tokens))]
+    def generate(self, request: Generate, cached: int) -> Iterator[list[Event]]:
+        yield [Progress(request.id, len(request.tokens), len(request.tokens), cached)]
         for _ in range(8 if QUIET in request.tokens else 0):
             yield []
         misbehave(request.tokens)
         stop = (END,) if request.stop_tokens is None else request.stop_tokens
         sent, reason = 0, "length"
-        for token in itertools.islice(reply(request.tokens), request.max_tokens):
+        written = reply(request.tokens) if DRAW not in request.tokens else (*b"%x" % request.sampling.seed, END)
+        for token in itertools.islice(penalized(request, written), request.max_tokens):
             if token in stop:
                 reason = "stop"
                 break
             sent += 1
-            yield [Tokens(request.id, (token,))]
-        usage = Usage(len(request.tokens), sent)
+            if request.logprobs is None:
+                yield [Tokens(request.id, (token,))]
+                continue
+            top = tuple((other % 256, logprob(other)) for other in range(token, token + request.logprobs))
+            yield [Tokens(request.id, (token,), (logprob(token),), (top,))]
+        usage = Usage(len(request.tokens), sent, cached)
         yield [Done(request.id, usage, Timing(0.25, 0.5), {"hits": sent, "misses": 1}, reason)]
 
     def score(self, request: Score) -> Iterator[list[Event]]:
@@ -123,10 +138,11 @@ class FakeEngine:
         found = [job for job in self.jobs if job[0] == request_id]
         for job in found:
             self.jobs.remove(job)
+            self.prompts.pop(request_id, None)
         return bool(found)
 
     def stats(self) -> dict:
-        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps}
+        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps, "shared": self.shared}
 
     def profile(self, action: str, path: Path | None) -> dict:
         if action == "write":
@@ -153,6 +169,21 @@ def reply(tokens: tuple[int, ...]) -> Iterator[int]:
         yield from reversed(tokens)
     while True:
         yield END
+
+
+def penalized(request: Generate, written: Iterable[int]) -> Iterator[int]:
+    """What is written, without what the penalties keep away."""
+    start = len(request.tokens) if request.reply_from is None else request.reply_from
+    said = Counter(request.tokens[start:])
+    for token in written:
+        n = said[token]
+        if token == END or request.sampling.frequency_penalty * n + request.sampling.presence_penalty * (n > 0) <= 1:
+            said[token] += 1
+            yield token
+
+
+def logprob(token: int) -> float:
+    return -token / 256
 
 
 def misbehave(tokens: tuple[int, ...]) -> None:

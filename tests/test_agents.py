@@ -348,3 +348,66 @@ def test_everything_that_was_seen_is_tested() -> None:
             ours = [one for one in seen if (one["program"], one["path"]) == (program, path)]
             names = {name for one in ours for name in one.get(kind, [])}
             assert names and names <= {name for one in tested for name in one.get(kind, [])}, kind
+
+
+# --- others -----------------------------------------------------------------------------------------
+
+FUNCTION = {"type": "function", "function": {"name": "read", "description": "d", "parameters": SCHEMA, "strict": False}}
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", "detail": "auto"}}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "object"}}}
+ASKED = [{"role": "system", "content": "be"}, {"role": "user", "content": "do it"}]
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def called(result: Any, *more: Json, **said: Any) -> list[Json]:
+    """A conversation in which a tool was called."""
+    assistant = {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL], **said}
+    return [*ASKED, assistant, {"role": "tool", "tool_call_id": "call_1", "content": result}, *more]
+
+
+# What their sources have them send, where nothing is set otherwise.
+OTHERS: dict[str, Json] = {
+    "opencode": {
+        "messages": called("a", {"role": "user", "content": [text("see"), CHAT_IMAGE]}, reasoning_content="hm"),
+        "model": "m", "max_tokens": 32000, "temperature": 0.55, "top_p": 1, "tools": [FUNCTION], "tool_choice": "auto",
+        "reasoning_effort": "medium", "verbosity": "low", "promptCacheKey": "k", "prompt_cache_key": "k", **USAGE,
+    },
+    "pi": {
+        "messages": [
+            {"role": "developer", "content": "be"},
+            *called("(see attached image)", reasoning_text="hm", content="")[1:],
+            {"role": "user", "content": [text("Attached image(s) from tool result:"), CHAT_IMAGE]},
+        ],
+        "model": "m", "store": False, "max_completion_tokens": 32000, "tools": [FUNCTION], "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h", "reasoning_effort": "high", **USAGE,
+    },
+    "pi with Qwen": {
+        "messages": called("a"), "chat_template_kwargs": {"enable_thinking": True, "preserve_thinking": True}, **USAGE,
+    },
+    "qwen-code": {
+        "messages": called([text("a", **EPHEMERAL), CHAT_IMAGE]), "model": "m", "tools": [{**FUNCTION, **EPHEMERAL}],
+        "metadata": {"sessionId": "x", "promptId": "x"}, "vl_high_resolution_images": True, "preserve_thinking": True,
+        "temperature": 0.3, "top_p": 0.95, "presence_penalty": 0.5, "repetition_penalty": 1.05, **USAGE,
+    },
+    "LangChain": {
+        "messages": called("a", name="agent"), "model": "m", "n": 1, "stream": False, "temperature": 0.0, "seed": 1,
+        "parallel_tool_calls": False, "response_format": FORM, "logprobs": False, "stop": None, "logit_bias": None,
+        "tools": [FUNCTION], "tool_choice": "auto", "frequency_penalty": 0.1, "service_tier": "auto", "user": "u",
+    },
+    "litellm": {
+        "messages": ASKED, "model": "m", "n": 2, "top_logprobs": 3, "logprobs": True, "max_completion_tokens": 9,
+        "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "read"}}, "max_retries": 2,
+        "modalities": ["text"], "prediction": None, "audio": None, "thinking": {"type": "enabled", "budget_tokens": 9},
+        "web_search_options": None, "safety_identifier": "x", "extra_headers": {},
+    },
+    "llm": {"messages": ASKED, "model": "m", "stream": True, "stream_options": {"include_usage": True}},
+    "aider": {"messages": ASKED, "model": "m", "temperature": 0, "stream": True, "cache_control": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_other_clients_send(served: Running, name: str) -> None:
+    response = served.http.post("/v1/chat/completions", json={**OTHERS[name], "max_tokens": 50})
+    assert response.status_code == 200, response.text
+    assert '"error"' not in response.text

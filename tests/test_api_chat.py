@@ -10,10 +10,24 @@ from engine.errors import RequestError
 from engine.protocol import Sampling
 from spark import api_completions
 from spark.api_chat import Writer, parse
-from spark.conversation import CallArguments, CallEnd, CallStart, Conversation, Finish, Part, Reasoning, Text, Usage
+from spark.conversation import (
+    AUDIO_NOTE,
+    FILE_NOTE,
+    IMAGE_NOTE,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Conversation,
+    Finish,
+    Part,
+    Reasoning,
+    Text,
+    Usage,
+)
 from spark.sessions import Message, ToolCall
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+ANY = {"mode": "auto", "tools": []}
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
 
 
@@ -82,6 +96,10 @@ def test_choices_and_forms() -> None:
     assert parse(HELLO | {"tools": [TOOL, TOOL], "tool_choice": named}).tool_choice == ("name", "read")
     assert parse(HELLO | {"tools": [TOOL, TOOL]}).tools == (TOOL,)
     assert parse(HELLO | {"tools": [TOOL], "tool_choice": "required"}).tool_choice == "required"
+    other = {"type": "function", "function": {"name": "look"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    asked = parse(HELLO | {"tools": [other, TOOL], "tool_choice": some})
+    assert asked.tool_choice == "required" and asked.tools == (TOOL,)
     assert parse(HELLO | {"response_format": {"type": "json_object"}}).response_schema == {}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
     assert parse(HELLO | {"response_format": form}).response_schema == {"type": "integer"}
@@ -97,10 +115,35 @@ def test_choices_and_forms() -> None:
         ({"reasoning": {"enabled": True}}, Reasoning(True)),
         ({"chat_template_kwargs": {"enable_thinking": False}}, Reasoning(False, 0)),
         ({"chat_template_kwargs": {"enable_thinking": True}}, Reasoning(True)),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, Reasoning(False, 0)),
+        ({"enable_thinking": True, "reasoning_effort": "high"}, Reasoning(True, None, "high")),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, Reasoning(True)),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, Reasoning(True, 9)),
+        ({"thinking": {"type": "disabled"}}, Reasoning(False, 0)),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True, "preserve_thinking": True}},
+            Reasoning(True, preserve=True),
+        ),
+        ({"chat_template_kwargs": {"preserve_thinking": False}}, Reasoning(preserve=False)),
+        ({"preserve_thinking": True}, Reasoning(preserve=True)),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, Reasoning(True, None, "low")),
     ],
 )
 def test_reasoning(change: dict, expected: Reasoning) -> None:
     assert parse(HELLO | change).reasoning == expected
+
+
+def test_what_cannot_be_read_becomes_a_note() -> None:
+    """A session that holds a picture goes on, as it does in the other APIs."""
+    parts = [
+        {"type": "text", "text": "see: "},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,aGk="}},
+        {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}},
+    ]
+    expected = f"see: {IMAGE_NOTE}{FILE_NOTE}{AUDIO_NOTE}"
+    for role in ("user", "tool", "system", "assistant"):
+        assert parse({"messages": [{"role": role, "content": parts}]}).messages[0].content == expected
 
 
 @pytest.mark.parametrize(
@@ -113,7 +156,8 @@ def test_reasoning(change: dict, expected: Reasoning) -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
@@ -126,6 +170,8 @@ def test_reasoning(change: dict, expected: Reasoning) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ANY}}, "tool_choice.allowed_tools.tools"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
@@ -142,15 +188,29 @@ def test_reasoning(change: dict, expected: Reasoning) -> None:
         ({"stop": ["x"] * 17}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": []}, "stream_options"),
-        ({"n": 2}, "n:"),
-        ({"logprobs": True}, "logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": 1.0}, "n"),
+        ({"n": 10**400}, "n"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"presence_penalty": -(10**400)}, "presence_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"reasoning_effort": "great"}, "effort"),
-        ({"reasoning": {"max_tokens": -1}}, "max_tokens"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "great"}, "reasoning_effort"),
+        ({"reasoning": {"effort": "great"}}, "reasoning.effort"),
+        ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type"),
+        ({"enable_thinking": 1}, "enable_thinking"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"reasoning_effort": "great"}}, "chat_template_kwargs.reasoning_effort"),
         ({"functions": [{}]}, "functions"),
     ],
 )
@@ -158,6 +218,7 @@ def test_a_bad_field_is_named(change: dict, named: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(HELLO | change)
     assert named in caught.value.message
+    assert caught.value.field is not None and caught.value.field.startswith(named.removesuffix(": missing"))
 
 
 JSON = st.recursive(
@@ -263,12 +324,20 @@ def test_completions() -> None:
     )
     assert api_completions.parse({"prompt": [1, 2]}).max_tokens == 16
     bad: list[dict] = [
-        {}, {"prompt": ""}, {"prompt": []}, {"prompt": ["a", "b"]}, {"prompt": [1, True]}, {"prompt": {}},
-        {"prompt": "a", "echo": True}, {"prompt": "a", "n": 2}, {"prompt": "a", "suffix": "b"},
+        {}, {"prompt": ""}, {"prompt": []}, {"prompt": [1, True]}, {"prompt": {}},
+        {"prompt": "a", "echo": True}, {"prompt": "a", "n": 9}, {"prompt": "a", "suffix": "b"},
+        {"prompt": ["a", ""]}, {"prompt": ["a", 1]}, {"prompt": [[1], []]}, {"prompt": ["a"] * 33},
+        {"prompt": ["a"] * 5, "n": 8}, {"prompt": "a", "logprobs": True}, {"prompt": "a", "logprobs": 21},
+        {"prompt": "a", "best_of": 2}, {"prompt": "a", "best_of": True}, {"prompt": "a", "logit_bias": {"1": 1}},
     ]  # fmt: skip
     for body in bad:
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestError) as caught:
             api_completions.parse(body)
+        assert caught.value.field is not None and caught.value.field.split("[")[0] in (*body, "prompt")
+    several = api_completions.parse({"prompt": ["a", [1, 2]], "n": 2, "best_of": 2, "logprobs": 0, "seed": 1})
+    assert [one.raw for one in several.apart()] == ["a", (1, 2)] and several.replies == 4 and several.logprobs == 0
+    assert several.choice(0) is several and several.choice(1).sampling.seed == 0xD6B5915C46057BCB
+    assert api_completions.parse({"prompt": "a", "logprobs": False}).logprobs is None
 
 
 def test_a_streamed_completion() -> None:

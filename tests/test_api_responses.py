@@ -16,6 +16,7 @@ from spark.conversation import (
     Part,
     Reasoning,
     Text,
+    TokenLogprob,
     Usage,
 )
 from spark.generation import PromptTooLongError
@@ -90,7 +91,7 @@ def test_a_request_of_codex() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "hologram"}]}]}, "input[0].content[0].type"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -102,7 +103,7 @@ def test_a_request_of_codex() -> None:
 def test_a_bad_field_is_named(change: dict, named: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(BODY | change)
-    assert named in caught.value.message
+    assert named in caught.value.message and caught.value.field == named
 
 
 PARTS: list[Part] = [
@@ -111,6 +112,14 @@ PARTS: list[Part] = [
     CallStart("call_2", "apply_patch"), CallArguments('{"input": "***\\n"}'), CallEnd(),
 ]  # fmt: skip
 FINISH = Finish("tool_calls", Usage(11, 7, cached=8, reasoning=2))
+
+
+def test_some_of_the_tools() -> None:
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
+    asked = parse(BODY | {"tool_choice": some})
+    assert asked.tool_choice == "auto" and [tool["function"]["name"] for tool in asked.tools] == ["apply_patch"]
+    with pytest.raises(RequestError, match=r"tool_choice\.tools\[0\]: is none of the tools"):
+        parse(BODY | {"tool_choice": some | {"tools": [{"type": "function", "name": "x"}]}})
 
 
 def writer() -> Writer:
@@ -180,8 +189,44 @@ def test_a_whole_response() -> None:
     made = writer().whole(PARTS, FINISH)
     assert [item["type"] for item in made["output"]] == ["reasoning", "message", "function_call", "custom_tool_call"]
     assert made["status"] == "completed" and made["usage"]["total_tokens"] == 18
-    cut = writer().whole([Text("content", "a")], Finish("length", Usage(1, 1)))
-    assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_a_response_that_was_cut() -> None:
+    """What was being written is incomplete, and there; what was written before is completed."""
+    end = Finish("length", Usage(1, 1))
+    for parts, statuses in (
+        (PARTS[:3], ["completed", "incomplete"]),
+        (PARTS[:1], ["incomplete"]),
+        ([*PARTS[:5], CallEnd(False)], ["completed", "completed", "incomplete"]),
+        (PARTS[:7], ["completed"] * 3),
+    ):
+        cut = writer().whole(parts, end)
+        assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert [item["status"] for item in cut["output"]] == statuses
+    made = writer()
+    *_, done, last = read(made.start(1) + b"".join(map(made.part, PARTS[:3])) + made.end(end))
+    assert last["type"] == "response.incomplete" and last["response"]["output"][1] == done["item"]
+    assert done["item"]["status"] == "incomplete" and done["item"]["content"][0]["text"] == "so"
+    # It comes back as any other does.
+    assert parse({"input": [{"role": "user", "content": "x"}, *last["response"]["output"]]}).messages[1].content == "so"
+
+
+def test_log_probabilities() -> None:
+    """Asked for by `include`, or by how many; they go with the pieces, and with the whole."""
+    tokens = tuple(TokenLogprob(bytes([c]), -0.5, ((b"s", -0.5), (b"\xc3", -2.0))) for c in b"so")
+    shown = {"token": "s", "logprob": -0.5, "bytes": [115]}
+    shown = {**shown, "top_logprobs": [shown, {"token": "\ufffd", "logprob": -2.0, "bytes": [195]}]}
+    body = BODY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    asked = parse(body)
+    assert asked.logprobs == 2 and parse(BODY).logprobs is None and parse(BODY | {"top_logprobs": 0}).logprobs is None
+    made = Writer("m", body, asked)
+    parts: list[Part] = [Text("reasoning", "hm"), Text("content", "s", tokens[:1]), Text("content", "o", tokens[1:])]
+    events = read(made.start(1) + b"".join(map(made.part, parts)) + made.end(FINISH))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [len(event["logprobs"]) for event in deltas] == [1, 1] and deltas[0]["logprobs"][0] == shown
+    (content,) = events[-1]["response"]["output"][1]["content"]
+    assert content["logprobs"] == deltas[0]["logprobs"] + deltas[1]["logprobs"]
+    assert events[-1]["response"]["top_logprobs"] == 2
 
 
 def test_failures() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from fake_tokenizer import FakeTokenizer
 
 from engine import grammar, protocol
-from engine.errors import RequestError
+from engine.errors import CancelledError, DaemonError, DeadlineError, RequestError, SparkError
 from engine.template import PLAIN, ChatTemplate
 from spark import generation
 from spark.conversation import Conversation, Finish, Part, Reasoning, Text, whole
@@ -34,16 +35,18 @@ class Backend:
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
         self.asked: list[tuple[str, int, str | None]] = []
+        self.more: list[dict[str, Any]] = []
 
 
 class Generation:
     def __init__(
-        self, backend: Backend, tokens: list[int], max_tokens: int, sampling: Any, grammar: str | None
+        self, backend: Backend, tokens: list[int], max_tokens: int, sampling: Any, *, grammar: str | None, **more: Any
     ) -> None:
+        backend.more.append({"seed": sampling.seed, **more})
         backend.asked.append((bytes(t for t in tokens if t < 256).decode(), max_tokens, grammar))
         reply = backend.replies.pop(0).encode()
         kept = reply[:max_tokens]
-        self.events: list[Any] = [protocol.Progress(1, len(tokens), len(tokens))]
+        self.events: list[Any] = [protocol.Progress(1, len(tokens), len(tokens), 2)]
         self.events += [protocol.Tokens(1, (token,)) for token in kept]
         usage = protocol.Usage(len(tokens), len(kept), min(len(tokens), 5))
         reason = "length" if len(reply) > max_tokens else "stop"
@@ -151,6 +154,93 @@ def test_a_budget_that_is_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("content", "so it is"),
     ]
     assert len(backend.asked) == 1 and finish.usage.reasoning == len("hm\n</think>")
+
+
+def test_what_later_generations_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the reply began, that penalties go on; they are no news of how much of the prompt was read."""
+    backend = Backend("12345678", "so")
+    sampling = protocol.Sampling(presence_penalty=1.0, seed=3)
+    conversation = Conversation(ASKED, reasoning=Reasoning(True, 5), sampling=sampling, logprobs=4)
+    _, finish = run(monkeypatch, "qwen35", backend, conversation)
+    prompt = backend.asked[0][0]
+    first, second = backend.more
+    same = {"seed": 3, "logprobs": 4, "same_prompt_as": None}
+    assert first == {**same, "reply_from": None} and second == {**same, "reply_from": len(prompt)}
+    assert finish.usage.cached == 2 and finish.usage.prompt == len(prompt)  # as the first one said on the way
+
+
+def test_reasoning_of_earlier_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    render = ChatTemplate.render
+
+    def spy(self: ChatTemplate, messages: Any, tools: Any = (), **variables: Any) -> str:
+        given.append(variables)
+        return render(self, messages, tools, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", spy)
+    for wish, expected in ((Reasoning(preserve=True), {"preserve_thinking": True}), (Reasoning(), {})):
+        run(monkeypatch, "nano", Backend("x"), Conversation(ASKED, reasoning=wish))
+        assert given[-1] == expected
+
+
+@pytest.mark.parametrize("way", ["left", "died", "deadline", "stopped"])
+def test_what_a_reply_took_that_did_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """Of the prompt what was read, and all that was written, also what nobody awaited any more."""
+    caplog.set_level(logging.INFO, "spark.generation")
+
+    def counted(events: list[Any], error: SparkError | None, taken: int) -> tuple[str, dict[str, float]]:
+        monkeypatch.setattr(generation, "Generation", lambda *args, **more: Broken(events, error))
+        metrics = Metrics()
+
+        async def leave() -> None:
+            model = Model(Backend(), FakeTokenizer(), metrics)  # type: ignore[arg-type]
+            prompt = await model.prompt(Conversation((Message("user", "x" * 34),)))
+            assert len(prompt.opening.tokens) == 76
+            async with contextlib.aclosing(model.replies([prompt])) as replies:
+                with contextlib.suppress(SparkError):
+                    for _ in range(taken if error is None else 9):
+                        await anext(replies)
+
+        caplog.clear()
+        asyncio.run(leave())
+        (record,) = caplog.records
+        lines = metrics.text({}, True, 0).decode().splitlines()
+        found = {line.split('"')[1]: float(line.split()[-1]) for line in lines if "tokens_total{" in line}
+        return record.getMessage(), found
+
+    errors = {"died": DaemonError("x"), "deadline": DeadlineError("x"), "stopped": CancelledError("x")}
+    error = errors.get(way)
+    reading = [protocol.Progress(1, 40, 76, 10)]
+    said, found = counted(reading, error, 1)
+    assert said.startswith("30 tokens read, 10 reused, 0 written") and found["read"] == 30 and found["reused"] == 10
+    writing = [*reading, protocol.Progress(1, 76, 76, 10), protocol.Tokens(1, (97, 98)), protocol.Tokens(1, (99,))]
+    said, found = counted(writing, error, 2)  # of which the last was not awaited by who left
+    assert said.startswith("66 tokens read, 10 reused, 3 written") and found == {"read": 66, "reused": 10, "written": 3}
+    said, found = counted([], error, 1)
+    assert said.startswith("0 tokens read, 0 reused, 0 written")
+
+
+class Broken:
+    """A generation that brings some events, and then fails, or nothing more."""
+
+    def __init__(self, events: list[Any], error: SparkError | None) -> None:
+        self.events, self.error = list(events), error
+
+    async def next(self, patience_s: float) -> Any:
+        await asyncio.sleep(0)
+        if self.events:
+            return self.events.pop(0)
+        if self.error is not None:
+            raise self.error
+        return None
+
+    def undelivered(self) -> list[Any]:
+        return self.events
+
+    def cancel(self) -> None:
+        pass
 
 
 def test_efforts_are_budgets_where_templates_do_not_know_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,9 @@ def take(
     parser = ReplyParser(DIALECTS[form], tools=TOOLS if tools else (), **more)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush(cut)
     check(parts)
+    written = "".join(pieces)
+    for part in parts:
+        assert not isinstance(part, Text) or written[part.at : part.at + len(part.text)] == part.text
     texts = {"reasoning": "", "content": ""}
     calls = []
     for part in whole(parts):

@@ -103,14 +103,14 @@ def test_reasoning_in_responses(openai_client: OpenAI) -> None:
 
 def test_openai_s_errors(openai_client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        openai_client.chat.completions.create(model="any", messages=said("x"), n=2)
-    assert "n: not supported" in str(refused.value)
+        openai_client.chat.completions.create(model="any", messages=said("x"), logit_bias={"5": 1})
+    assert "logit_bias: not supported" in str(refused.value) and refused.value.param == "logit_bias"
     with pytest.raises(openai.BadRequestError, match="nothing is kept here"):
         openai_client.responses.create(model="any", input="x", previous_response_id="resp_1")
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
             openai_client.chat.completions.create(model="any", messages=said("x" * 9000), stream=stream)
-        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.code == "context_length_exceeded" and refused.value.param == "messages"
     events = list(openai_client.responses.create(model="any", input="x" * 9000, stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error and str(events[-1].response.error.code) == "context_length_exceeded"

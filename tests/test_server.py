@@ -268,30 +268,40 @@ def test_models_and_health(fast: Running) -> None:
     assert fast.http.get("/health").json() == {"status": "ok", "daemon": "ready"}
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+UNIQUE = [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "named"),
+    ("content", "status", "named", "param"),
     [
-        (b"{", 400, "JSON"),
-        (b"[]", 400, "object"),
-        (b"\xff", 400, "JSON"),
-        (b"[" * 100_000, 400, "JSON"),
-        (b"{}", 400, "messages"),
-        (json.dumps(body("x", n=3)).encode(), 400, "n:"),
-        (json.dumps(body("x", temperature=-3)).encode(), 400, "temperature"),
-        (json.dumps(body("refused")).encode(), 400, "refused"),
-        (json.dumps(body("refuse")).encode(), 400, "not with me"),
-        (json.dumps(body("nan")).encode(), 500, "logits"),
+        (b"{", 400, "JSON", None),
+        (b"[]", 400, "object", None),
+        (b"\xff", 400, "JSON", None),
+        (b"[" * 100_000, 400, "JSON", None),
+        (b"{}", 400, "messages", "messages"),
+        (json.dumps(body("x", n=9)).encode(), 400, "n:", "n"),
+        (json.dumps(body("x", temperature=-3)).encode(), 400, "temperature", "temperature"),
+        (json.dumps({"messages": [{"role": "user", "content": 5}]}).encode(), 400, "content", "messages[0].content"),
+        (json.dumps(body("refused")).encode(), 400, "refused", None),
+        (json.dumps(body("refuse")).encode(), 400, "not with me", "messages"),
+        (json.dumps(body("x" * 5000)).encode(), 400, "leaves no room", "messages"),
+        (json.dumps(body("x", response_format=FORM)).encode(), 400, "uniqueItems", "response_format"),
+        (json.dumps(body("x", tools=UNIQUE, tool_choice="required")).encode(), 400, "uniqueItems", "tools"),
+        (json.dumps(body("nan")).encode(), 500, "logits", None),
     ],
 )
-def test_errors_have_openai_s_shape(fast: Running, content: bytes, status: int, named: str) -> None:
+def test_errors_have_openai_s_shape(fast: Running, content: bytes, status: int, named: str, param: str | None) -> None:
     response = fast.http.post("/v1/chat/completions", content=content)
     assert response.status_code == status
     error = response.json()["error"]
     assert named in error["message"] and error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error["param"] == param
 
 
 def test_an_error_in_a_stream_is_an_event(fast: Running) -> None:

@@ -7,10 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_server import Running, running
+
+from engine import protocol, sampling
+from engine.errors import RequestError
+from spark import conversation
 
 TEXT = st.text(max_size=6) | st.sampled_from(
     ["<think>", "<tool_call>{", "</think>", "\ud800", "<|end|>", "\0", "think"]
@@ -43,10 +48,16 @@ SCHEMA = st.sampled_from(
 )
 EFFORT = st.sampled_from(["none", "low", "high"])
 SAMPLING = {"model": TEXT, "stream": BOOL, "temperature": SHARE, "top_p": SHARE, "top_k": TOKENS, "metadata": OBJECT}
+MORE = {"presence_penalty": SHARE, "frequency_penalty": SHARE, "seed": TOKENS}
+CHOICES = st.integers(1, 3)
 
 FUNCTION = record({"name": NAME}, description=TEXT, parameters=SCHEMA, strict=BOOL)
 CALL = record({"function": record({"name": NAME}, arguments=TEXT)}, id=TEXT, type="function")
-PARTS = TEXT | some(record({"type": "text", "text": TEXT}))
+PARTS = TEXT | some(
+    record({"type": "text", "text": TEXT})
+    | record({"type": "image_url", "image_url": OBJECT})
+    | record({"type": st.sampled_from(["file", "input_audio"])})
+)
 FORM = record({"type": st.sampled_from(["text", "json_object"])}) | record(
     {"type": "json_schema", "json_schema": record({"schema": SCHEMA}, name=NAME)}
 )
@@ -93,17 +104,21 @@ RESPONSES_FORM = record({"type": "text"}) | record({"type": "json_schema", "sche
 BODIES: dict[str, st.SearchStrategy] = {
     "/v1/chat/completions": record(
         {"messages": some(CHAT_MESSAGE, 1)},
-        **SAMPLING, max_tokens=TOKENS, stop=some(NAME), response_format=FORM, parallel_tool_calls=BOOL, seed=TOKENS,
+        **SAMPLING, **MORE, max_tokens=TOKENS, stop=some(NAME), response_format=FORM, parallel_tool_calls=BOOL,
+        n=CHOICES, logprobs=st.just(True), top_logprobs=st.just(0),
         stream_options=record(include_usage=BOOL), tool_choice=st.sampled_from(["auto", "none"]),
         reasoning_effort=EFFORT, tools=some(record({"type": "function", "function": FUNCTION})),
     ),
     "/v1/completions": record(
-        {"prompt": st.sampled_from(["x", "a b"]) | st.lists(st.integers(0, 255), min_size=1, max_size=3)},
-        **SAMPLING, max_tokens=TOKENS, stop=NAME, stream_options=record(include_usage=BOOL),
+        {"prompt": st.sampled_from(["x", "a b", ["x", "y"], [[1, 2], [3]]])
+         | st.lists(st.integers(0, 255), min_size=1, max_size=3)},
+        **SAMPLING, **MORE, max_tokens=TOKENS, stop=NAME, stream_options=record(include_usage=BOOL), n=CHOICES,
+        logprobs=CHOICES,
     ),
     "/v1/responses": record(
         {"input": st.just("x") | some(ITEM).map(lambda items: [{"role": "user", "content": "x"}, *items])},
-        **SAMPLING, instructions=TEXT, max_output_tokens=TOKENS, tools=some(RESPONSES_TOOL), store=BOOL,
+        **SAMPLING, **MORE, top_logprobs=CHOICES, instructions=TEXT, max_output_tokens=TOKENS, store=BOOL,
+        tools=some(RESPONSES_TOOL),
         reasoning=record(effort=EFFORT, summary="auto"), text=record(format=RESPONSES_FORM, verbosity="low"),
         include=st.just(["reasoning.encrypted_content"]),
     ),
@@ -171,6 +186,72 @@ def test_bodies(served: Running, path: str) -> None:
 
     ask()
     assert answers[200] > 20 and answers[400] > 20, answers  # or it tests nothing
+
+
+NUMBER = st.sampled_from(
+    [
+        0, -0.0, 1, -1, 1.5, 5e-324, -5e-324, 1e-310, 1.2e-38, 1e-45, 1e-7, 1 - 2**-53, 1 + 2**-52, 1e308, -1e308, True,
+        2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, 10**400, -(10**400), "1", None, [], {},
+    ]
+) | st.floats(allow_nan=False, allow_infinity=False) | st.integers()  # fmt: skip
+COMMON = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
+          "presence_penalty")  # fmt: skip
+NUMBERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": "draw"}], "max_tokens": 5},
+        (*COMMON, "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "reasoning.max_tokens",
+         "thinking.budget_tokens", "logit_bias", "stop"),
+    ),
+    "/v1/completions": (
+        {"prompt": "x", "max_tokens": 5},
+        (*COMMON, "max_tokens", "n", "best_of", "logprobs", "prompt", "logit_bias", "stop"),
+    ),
+    "/v1/responses": (
+        {"input": "draw", "max_output_tokens": 5},
+        (*COMMON, "max_output_tokens", "top_logprobs", "reasoning.max_tokens", "max_tool_calls"),
+    ),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "draw"}], "max_tokens": 5},
+        (*COMMON[:5], "max_tokens", "thinking.budget_tokens", "output_config.task_budget"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(NUMBERS))
+def test_numbers(served: Running, path: str) -> None:
+    """Whatever a number is, the request is answered, or refused by the field's name."""
+    body, names = NUMBERS[path]
+    answers: Counter[int] = Counter()
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.dictionaries(st.sampled_from(names), NUMBER, min_size=1, max_size=2))
+    def ask(changes: dict[str, Any]) -> None:
+        made: dict[str, Any] = {**body, "stream": len(changes) == 2}
+        for name, value in changes.items():
+            outer, _, inner = name.partition(".")
+            made[outer] = {"type": "enabled", inner: value} if inner else value
+        response = served.http.post(path, content=json.dumps(made).encode())
+        answers[response.status_code] += 1
+        assert response.status_code in (200, 400), (response.status_code, response.text, made)
+        if response.status_code == 400 and path != "/v1/messages":
+            param = response.json()["error"]["param"]
+            assert param is not None and any(param.startswith(name.split(".")[0]) for name in changes), (param, made)
+
+    ask()
+    assert answers[200] > 10 and answers[400] > 10, answers
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(COMMON), NUMBER, max_size=4), st.randoms(use_true_random=False))
+def test_numbers_that_are_accepted_can_be_computed_with(given_: dict[str, Any], random: Any) -> None:
+    try:
+        params = conversation.sampling(given_)
+    except RequestError:
+        return
+    logits = np.array([random.uniform(-60, 60) for _ in range(40)], dtype=np.float32)
+    assert 0 <= sampling.sample(logits, params, 5, recent=[1, 2, 2, 39]) < 40
+    line = protocol.format_line(protocol.Generate(1, (1,), 1, params))
+    assert protocol.parse_request(line) == protocol.Generate(1, (1,), 1, params)
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
