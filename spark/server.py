@@ -36,6 +36,7 @@ from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
 from spark.client import Deadlines, OnLoading, engine_command
+from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
 from spark.events import MAX_WATCHERS, Counters, Feed
 from spark.generation import Model, Prompt
@@ -60,6 +61,8 @@ _DRAIN_S = 30.0  # how long replies may go on after SIGTERM
 _HURRY_S = 3.0  # and after Ctrl-C
 _LAST_WORDS_S = 1.0  # how long a client may take to read that its reply was cut off
 _MAX_KEY_BYTES = 4096
+_BACKLOG = 1024  # connections that wait to be taken
+_TICKS = 10  # of uvicorn, a second
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +193,12 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False))
+        self.connections = Connections(room_for())
+        http: Any = self.connections.protocol  # what uvicorn wants is called, whatever it is
+        config = uvicorn.Config(
+            app, http=http, ws="none", backlog=ACCEPTED_AT_ONCE, log_config=None, log_level="error", access_log=False
+        )
+        super().__init__(config)
         self.interrupted = False
         self._feed: Feed = app.state.feed
         self._closing: Closing = app.state.closing
@@ -211,6 +219,19 @@ class _Server(uvicorn.Server):
         self._feed.close()
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections."""
+        asyncio.get_running_loop().set_exception_handler(self.connections.on_loop_error)
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)  # uvicorn's number says how many are taken in a row, too
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after the connections."""
+        if counter % _TICKS == 0:
+            self.connections.look()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections and wait for those that there are."""
         cutting_off = asyncio.create_task(self._cut_off())
@@ -220,7 +241,11 @@ class _Server(uvicorn.Server):
             cutting_off.cancel()
 
     async def _cut_off(self) -> None:
+        ticks = 0
         while time.monotonic() < self._cut_off_s:  # a signal may bring it nearer
+            ticks += 1
+            if ticks % 20 == 0:
+                self.connections.look()
             await asyncio.sleep(0.05)
         self._closing.cut_off()
         await asyncio.sleep(_LAST_WORDS_S)

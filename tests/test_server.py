@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import uvicorn
 from fake_tokenizer import FakeTokenizer
 
 from engine.daemon import MAX_WAITING
@@ -41,7 +40,7 @@ class Running:
         self.backend = Backend(lambda: command, deadlines, profile)
         self.bound = server._bind("127.0.0.1", 0)
         self.app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_config=None, access_log=False))
+        self.uvicorn = server._Server(self.app)
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.bound]})
         self.thread.start()
         self.port = self.bound.getsockname()[1]
