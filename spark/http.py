@@ -1,4 +1,4 @@
-"""What the server's endpoints share with each other: who is let in, bodies, responses, errors.
+"""What the server's endpoints share with each other: who is let in, responses, errors.
 
 Errors have the shape of the API that was asked. JSON is written in ASCII: text from models and users may hold lone
 surrogates, which UTF-8 does not have.
@@ -33,9 +33,6 @@ from engine.errors import (
     SparkError,
 )
 from spark import page
-from spark.conversation import MAX_DEPTH, too_deep
-
-MAX_BODY_BYTES = 32 << 20
 
 OVERLOADED = 529  # Anthropic's word for 429
 _CLIENT_GONE = 499  # a status that nobody will see
@@ -101,46 +98,6 @@ def _hostname(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-async def read_body(request: Request) -> bytes:
-    """Read a body of bounded size."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Read a body as a JSON object of bounded depth; raises RequestError."""
-    try:
-        made = json.loads(body, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
-    if type(made) is not dict:
-        raise RequestError("the body is not a JSON object")
-    if too_deep(made):
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
-    return made
-
-
-def _without_text(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"{error}"
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
-    return value
 
 
 async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

@@ -35,6 +35,7 @@ from engine.errors import ContextOverflowError, OverloadedError, SparkError, Usa
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
+from spark.bodies import Bodies
 from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
@@ -49,8 +50,6 @@ from spark.http import (
     is_loopback,
     json_response,
     json_unless_left,
-    parse_object,
-    read_body,
 )
 from spark.models import listing
 
@@ -284,6 +283,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
         saving = asyncio.create_task(service.save_now_and_then())
         yield
         saving.cancel()
+        service.bodies.close()
 
     app = Starlette(
         routes=[
@@ -352,6 +352,7 @@ class _Service:
         self._replies = 0  # being made or waited for
         self.feed = Feed(backend, self._counters, lambda: self._replies, name)
         self.closing = Closing()
+        self.bodies = Bodies()
 
     async def save_now_and_then(self) -> None:
         while True:
@@ -386,8 +387,7 @@ class _Service:
 
     async def count_tokens(self, request: Request) -> Response:
         async def count() -> int:
-            body = await read_body(request)
-            conversation = await asyncio.to_thread(lambda: api_messages.parse_count(parse_object(body)))
+            _, conversation = await self.bodies.parsed(request, api_messages.parse_count)
             return await self._model.count(conversation)
 
         return json_response({"input_tokens": await self.closing.run(count())})
@@ -405,14 +405,8 @@ class _Service:
         return answer
 
     async def _answer(self, api: _Api, request: Request) -> Response:
-        content = await read_body(request)
-
-        def parse() -> tuple[Conversation, _Writer]:
-            body = parse_object(content)
-            conversation = api.parse(body)
-            return conversation, api.writer(self._name, body, conversation)
-
-        conversation, writer = await asyncio.to_thread(parse)
+        body, conversation = await self.bodies.parsed(request, api.parse)
+        writer = api.writer(self._name, body, conversation)
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._place())
             try:

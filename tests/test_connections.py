@@ -62,7 +62,7 @@ def chat(wish: str, **more: object) -> bytes:
 # --- time ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTT", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx"])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/compl", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx"])
 def test_a_head_that_does_not_come(hasty: None, sent: bytes) -> None:
     with running() as made, connected(made.port, sent) as connection:
         said = rest(connection)

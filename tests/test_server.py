@@ -19,7 +19,7 @@ import pytest
 from fake_tokenizer import FakeTokenizer
 
 from engine.daemon import MAX_WAITING
-from spark import http, server
+from spark import bodies, server
 from spark.backend import Backend
 from spark.client import Deadlines
 from spark.server import create_app
@@ -313,7 +313,7 @@ def test_arguments_that_are_nested_deeply_hurt_nobody(fast: Running, depth: int)
 
 
 def test_a_body_too_large(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
     assert fast.ask("x" * 1000).status_code == 413
     assert fast.ask("x" * 100).status_code == 200
 
