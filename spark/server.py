@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ from spark.http import (
     Closing,
     EventStream,
     Guard,
+    allowed_origin,
     error_response,
     is_loopback,
     json_response,
@@ -72,7 +73,7 @@ class ServeOptions:
 
     host: one that is not of this machine alone needs a key, which clients then have to send: api_key, or the first
     line of api_key_file. port: 0 takes a free one. learned_profile: where the routing counts go, every few minutes and
-    at the end.
+    at the end. allow_origins: whose web pages may use it.
     """
 
     config: EngineConfig
@@ -82,6 +83,7 @@ class ServeOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     learned_profile: Path | None = None
     api_key_file: Path | None = None
+    allow_origins: tuple[str, ...] = ()
 
 
 OnServing = Callable[[str, str, int], None]  # where it is served, the model's name, its context
@@ -98,6 +100,7 @@ def serve(
     address that must not or cannot be bound and for a key that is none, and whatever keeps the model from loading.
     """
     api_key = _api_key(options)
+    origins = [allowed_origin(given) for given in options.allow_origins]
     if api_key is None and not is_loopback(options.host):
         hint = "set --api-key-file or --api-key, or serve on 127.0.0.1"
         raise UsageError(f"--host {options.host} lets other machines in", hint=hint)
@@ -110,7 +113,7 @@ def serve(
                 for line in backend.ready.info.get(key, ()):
                     _log.info("%s", line)
             name = re.sub(r"-\d{5}-of-\d{5}$", "", options.config.model.stem)
-            app = create_app(backend, tokenizer, name, api_key)
+            app = create_app(backend, tokenizer, name, api_key, origins)
             _listen(bound)
             host, port = bound.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -274,8 +277,10 @@ def _run(app: Starlette, bound: socket.socket, announce: Callable[[], None]) -> 
 # --- the application --------------------------------------------------------------------------
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str | None = None) -> Starlette:
-    """Make the application; `name` is what the model is called."""
+def create_app(
+    backend: Backend, tokenizer: Tokenizer, name: str, api_key: str | None = None, allow_origins: Sequence[str] = ()
+) -> Starlette:
+    """Make the application; `name` is what the model is called. allow_origins: as `allowed_origin` gives them."""
     service = _Service(backend, tokenizer, name)
 
     @contextlib.asynccontextmanager
@@ -299,7 +304,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, api_key=api_key)
+    app.add_middleware(Guard, api_key=api_key, allow_origins=allow_origins)
     app.state.feed, app.state.closing = service.feed, service.closing
     return app
 

@@ -36,10 +36,17 @@ def fake(*, step_s: float = 0.0, ctx: int = 4096) -> list[str]:
 class Running:
     """A server on a free port, with its daemon."""
 
-    def __init__(self, command: list[str], deadlines: Deadlines, profile: Path | None, api_key: str | None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        deadlines: Deadlines,
+        profile: Path | None,
+        api_key: str | None,
+        allow_origins: tuple[str, ...] = (),
+    ) -> None:
         self.backend = Backend(lambda: command, deadlines, profile)
         self.bound = server._bind("127.0.0.1", 0)
-        self.app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key)
+        self.app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key, allow_origins)
         self.uvicorn = server._Server(self.app)
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.bound]})
         self.thread.start()
@@ -74,9 +81,10 @@ def running(
     total_s: float = PATIENCE_S,
     profile: Path | None = None,
     api_key: str | None = None,
+    allow_origins: tuple[str, ...] = (),
 ) -> Iterator[Running]:
     deadlines = Deadlines(ready_s=PATIENCE_S, silence_s=silence_s, total_s=total_s, grace_s=0.5)
-    made = Running(command or fake(), deadlines, profile, api_key)
+    made = Running(command or fake(), deadlines, profile, api_key, allow_origins)
     try:
         yield made
     finally:
