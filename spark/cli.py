@@ -16,6 +16,7 @@ from engine.errors import EXIT_USAGE, DaemonError, DeadlineError, SparkError, Us
 from spark.console import is_stdout, note, progress_bars
 from spark.ending import end
 from spark.options import (
+    AllowOriginOption,
     CacheDirGibOption,
     CacheDirOption,
     CacheOption,
@@ -328,6 +329,7 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The key is its first line, which `ps` does not show.")
     ] = None,
+    allow_origin: AllowOriginOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -350,7 +352,10 @@ def serve(
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress:
-        run_server(ServeOptions(config, host, port, api_key, deadlines, learned, api_key_file), progress)
+        options = ServeOptions(
+            config, host, port, api_key, deadlines, learned, api_key_file, tuple(allow_origin or ())
+        )
+        run_server(options, progress)
 
 
 @command()

@@ -1,4 +1,4 @@
-"""What the server's endpoints share with each other: who is let in, bodies, responses, errors.
+"""What the server's endpoints share with each other: who is let in, responses, errors.
 
 Errors have the shape of the API that was asked. JSON is written in ASCII: text from models and users may hold lone
 surrogates, which UTF-8 does not have.
@@ -12,15 +12,16 @@ import hmac
 import ipaddress
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import (
     CancelledError,
@@ -31,11 +32,9 @@ from engine.errors import (
     OverloadedError,
     RequestError,
     SparkError,
+    UsageError,
 )
 from spark import page
-from spark.conversation import MAX_DEPTH, too_deep
-
-MAX_BODY_BYTES = 32 << 20
 
 OVERLOADED = 529  # Anthropic's word for 429
 _CLIENT_GONE = 499  # a status that nobody will see
@@ -54,6 +53,10 @@ _CODES: Mapping[type[SparkError], str] = {  # where OpenAI has a word of its own
     OverloadedError: "rate_limit_exceeded",
 }
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+# Headers that the clients of these APIs send beside those that browsers always allow.
+_CLIENT_HEADER = re.compile(r"authorization|x-api-key|content-type|accept|(anthropic|openai|x-stainless)-[a-z0-9-]+")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_PORTS = {"http": "80", "https": "443"}
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -70,30 +73,100 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """Lets in who knows the key or, where there is none, who speaks to this machine by its local name.
 
-    The second keeps a web page that has its own name resolve to 127.0.0.1 away from the server.
+    The second keeps a web page that has its own name resolve to 127.0.0.1 away from the server. Web pages of other
+    origins are refused whatever they send, unless `allow_origins` has theirs: then they may read the answers, too.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, allow_origins: Collection[str] = ()) -> None:
         self._app = app
         self._api_key = None if api_key is None else api_key.encode()
+        self._origins = frozenset(allow_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request, or have the application do it."""
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         headers = Headers(scope=scope)
-        if self._api_key is None:
-            host = headers.get("host", "localhost")
-            if not is_loopback(_hostname(host)):
-                return error_response(scope, 403, "only requests to localhost are answered; other names need --api-key")
-        elif scope["path"] not in _KEYLESS:
+        answer = self._refusal(scope, headers)
+        await (answer or self._app)(scope, receive, self._shared(headers, send) if self._origins else send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if self._api_key is None and not is_loopback(_hostname(headers.get("host", "localhost"))):
+            return error_response(scope, 403, "only requests to localhost are answered; other names need --api-key")
+        if self._is_foreign(scope, headers):
+            return error_response(scope, 403, "web pages of other origins are not answered; see --allow-origin")
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            return _preflight(headers)
+        if self._api_key is not None and scope["path"] not in _KEYLESS:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
             if not hmac.compare_digest(given.encode("latin-1"), self._api_key):
                 return error_response(scope, 401, "the API key is missing or wrong", "invalid_api_key")
         return None
+
+    def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a web page that is not ours had the browser send this; what is no browser says nothing of that."""
+        if origins := headers.getlist("origin"):
+            own = _origin(f"http://{headers.get('host', '')}")
+            return any(not self._allows(origin) and (not own or _origin(origin) != own) for origin in origins)
+        if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+            return False
+        followed = scope["method"] in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
+        return not (followed and scope["path"] in page.PATHS)  # a link to the page is no request of another page's
+
+    def _allows(self, origin: str) -> bool:
+        return (_origin(origin) or origin) in self._origins
+
+    def _shared(self, headers: Headers, send: Send) -> Send:
+        """Send with what lets an allowed origin read the answer."""
+        allowed = [origin for origin in headers.getlist("origin") if self._allows(origin)]
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                made = MutableHeaders(scope=message)
+                made.add_vary_header("Origin")
+                if allowed:
+                    made["access-control-allow-origin"] = allowed[0]
+                    made["access-control-expose-headers"] = "retry-after"
+            await send(message)
+
+        return sending
+
+
+def _preflight(headers: Headers) -> Response:
+    """Say what an allowed origin may send: what the clients of these APIs do."""
+    asked = headers.get("access-control-request-headers", "").lower().split(",")
+    known = [name for name in map(str.strip, asked) if _CLIENT_HEADER.fullmatch(name)]
+    made = {
+        "access-control-allow-methods": "GET, POST, OPTIONS",
+        "access-control-allow-headers": ", ".join(known) or "authorization, content-type, x-api-key",
+        "access-control-max-age": "600",
+        "vary": "Access-Control-Request-Headers",
+    }
+    if headers.get("access-control-request-private-network") == "true":
+        made["access-control-allow-private-network"] = "true"
+    return Response(status_code=204, headers=made)
+
+
+def allowed_origin(given: str) -> str:
+    """Check an origin, and write it as browsers do; raises UsageError. `null` is that of files and sandboxes."""
+    made = "null" if given == "null" else _origin(given.removesuffix("/"))
+    if not made:
+        raise UsageError(
+            f"--allow-origin {given}: expected an origin, SCHEME://HOST[:PORT] without a path, or null",
+            hint="a browser's console names it, as in http://localhost:3000",
+        )
+    return made
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers write it; empty for what is none."""
+    match = _ORIGIN.fullmatch(text.lower())
+    if match is None:
+        return ""
+    scheme, host, port = match.groups()
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _PORTS.get(scheme) else "")
 
 
 def _hostname(host: str) -> str:
@@ -101,46 +174,6 @@ def _hostname(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-async def read_body(request: Request) -> bytes:
-    """Read a body of bounded size."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Read a body as a JSON object of bounded depth; raises RequestError."""
-    try:
-        made = json.loads(body, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
-    if type(made) is not dict:
-        raise RequestError("the body is not a JSON object")
-    if too_deep(made):
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
-    return made
-
-
-def _without_text(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"{error}"
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
-    return value
 
 
 async def json_unless_left(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

@@ -81,6 +81,10 @@ PrefixOption = Annotated[
 CacheDirOption = Annotated[
     Path | None, typer.Option("--cache-dir", metavar="DIR", help="Keep those beginnings there, for later starts.")
 ]
+AllowOriginOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="URL", help="Origin of web pages that may use it, as http://localhost:3000; repeatable."),
+]
 CacheDirGibOption = Annotated[
     float,
     typer.Option("--cache-dir-gib", min=0.001, max=_GIB, metavar="GIB", help="Most that its files may take."),

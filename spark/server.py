@@ -35,7 +35,9 @@ from engine.errors import ContextOverflowError, OverloadedError, RequestError, S
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
+from spark.bodies import Bodies
 from spark.client import Deadlines, OnLoading, engine_command
+from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
 from spark.events import MAX_WATCHERS, Counters, Feed
 from spark.generation import Model, Prompt
@@ -44,12 +46,11 @@ from spark.http import (
     Closing,
     EventStream,
     Guard,
+    allowed_origin,
     error_response,
     is_loopback,
     json_response,
     json_unless_left,
-    parse_object,
-    read_body,
 )
 from spark.models import listing
 
@@ -60,6 +61,8 @@ _DRAIN_S = 30.0  # how long replies may go on after SIGTERM
 _HURRY_S = 3.0  # and after Ctrl-C
 _LAST_WORDS_S = 1.0  # how long a client may take to read that its reply was cut off
 _MAX_KEY_BYTES = 4096
+_BACKLOG = 1024  # connections that wait to be taken
+_TICKS = 10  # of uvicorn, a second
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class ServeOptions:
 
     host: one that is not of this machine alone needs a key, which clients then have to send: api_key, or the first
     line of api_key_file. port: 0 takes a free one. learned_profile: where the routing counts go, every few minutes and
-    at the end.
+    at the end. allow_origins: whose web pages may use it.
     """
 
     config: EngineConfig
@@ -80,6 +83,7 @@ class ServeOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     learned_profile: Path | None = None
     api_key_file: Path | None = None
+    allow_origins: tuple[str, ...] = ()
 
 
 OnServing = Callable[[str, str, int], None]  # where it is served, the model's name, its context
@@ -96,6 +100,7 @@ def serve(
     address that must not or cannot be bound and for a key that is none, and whatever keeps the model from loading.
     """
     api_key = _api_key(options)
+    origins = [allowed_origin(given) for given in options.allow_origins]
     if api_key is None and not is_loopback(options.host):
         hint = "set --api-key-file or --api-key, or serve on 127.0.0.1"
         raise UsageError(f"--host {options.host} lets other machines in", hint=hint)
@@ -108,7 +113,7 @@ def serve(
                 for line in backend.ready.info.get(key, ()):
                     _log.info("%s", line)
             name = re.sub(r"-\d{5}-of-\d{5}$", "", options.config.model.stem)
-            app = create_app(backend, tokenizer, name, api_key)
+            app = create_app(backend, tokenizer, name, api_key, origins)
             _listen(bound)
             host, port = bound.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -190,7 +195,12 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False))
+        self.connections = Connections(room_for())
+        http: Any = self.connections.protocol  # what uvicorn wants is called, whatever it is
+        config = uvicorn.Config(
+            app, http=http, ws="none", backlog=ACCEPTED_AT_ONCE, log_config=None, log_level="error", access_log=False
+        )
+        super().__init__(config)
         self.interrupted = False
         self._feed: Feed = app.state.feed
         self._closing: Closing = app.state.closing
@@ -211,6 +221,19 @@ class _Server(uvicorn.Server):
         self._feed.close()
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections."""
+        asyncio.get_running_loop().set_exception_handler(self.connections.on_loop_error)
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)  # uvicorn's number says how many are taken in a row, too
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after the connections."""
+        if counter % _TICKS == 0:
+            self.connections.look()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections and wait for those that there are."""
         cutting_off = asyncio.create_task(self._cut_off())
@@ -220,7 +243,11 @@ class _Server(uvicorn.Server):
             cutting_off.cancel()
 
     async def _cut_off(self) -> None:
+        ticks = 0
         while time.monotonic() < self._cut_off_s:  # a signal may bring it nearer
+            ticks += 1
+            if ticks % 20 == 0:
+                self.connections.look()
             await asyncio.sleep(0.05)
         self._closing.cut_off()
         await asyncio.sleep(_LAST_WORDS_S)
@@ -250,8 +277,10 @@ def _run(app: Starlette, bound: socket.socket, announce: Callable[[], None]) -> 
 # --- the application --------------------------------------------------------------------------
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str | None = None) -> Starlette:
-    """Make the application; `name` is what the model is called."""
+def create_app(
+    backend: Backend, tokenizer: Tokenizer, name: str, api_key: str | None = None, allow_origins: Sequence[str] = ()
+) -> Starlette:
+    """Make the application; `name` is what the model is called. allow_origins: as `allowed_origin` gives them."""
     service = _Service(backend, tokenizer, name)
 
     @contextlib.asynccontextmanager
@@ -259,6 +288,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
         saving = asyncio.create_task(service.save_now_and_then())
         yield
         saving.cancel()
+        service.bodies.close()
 
     app = Starlette(
         routes=[
@@ -274,7 +304,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, name: str, api_key: str |
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, api_key=api_key)
+    app.add_middleware(Guard, api_key=api_key, allow_origins=allow_origins)
     app.state.feed, app.state.closing = service.feed, service.closing
     return app
 
@@ -333,6 +363,7 @@ class _Service:
         self._replies = 0  # being made or waited for
         self.feed = Feed(backend, self._counters, lambda: self._replies, name)
         self.closing = Closing()
+        self.bodies = Bodies()
 
     async def save_now_and_then(self) -> None:
         while True:
@@ -367,8 +398,7 @@ class _Service:
 
     async def count_tokens(self, request: Request) -> Response:
         async def count() -> int:
-            body = await read_body(request)
-            conversation = await asyncio.to_thread(lambda: api_messages.parse_count(parse_object(body)))
+            _, conversation = await self.bodies.parsed(request, api_messages.parse_count)
             return await self._model.count(conversation)
 
         return json_response({"input_tokens": await self.closing.run(count())})
@@ -386,14 +416,8 @@ class _Service:
         return answer
 
     async def _answer(self, api: _Api, request: Request) -> Response:
-        content = await read_body(request)
-
-        def parse() -> tuple[Conversation, Sequence[_Writer]]:
-            body = parse_object(content)
-            conversation = api.parse(body)
-            return conversation, api.writers(self._name, body, conversation)
-
-        conversation, writers = await asyncio.to_thread(parse)
+        body, conversation = await self.bodies.parsed(request, api.parse)
+        writers = api.writers(self._name, body, conversation)
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._places(len(writers)))
             try:

@@ -16,11 +16,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import uvicorn
 from fake_tokenizer import FakeTokenizer
 
 from engine.daemon import MAX_WAITING
-from spark import http, server
+from spark import bodies, server
 from spark.backend import Backend
 from spark.client import Deadlines
 from spark.server import create_app
@@ -37,11 +36,18 @@ def fake(*, step_s: float = 0.0, ctx: int = 4096) -> list[str]:
 class Running:
     """A server on a free port, with its daemon."""
 
-    def __init__(self, command: list[str], deadlines: Deadlines, profile: Path | None, api_key: str | None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        deadlines: Deadlines,
+        profile: Path | None,
+        api_key: str | None,
+        allow_origins: tuple[str, ...] = (),
+    ) -> None:
         self.backend = Backend(lambda: command, deadlines, profile)
         self.bound = server._bind("127.0.0.1", 0)
-        self.app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_config=None, access_log=False))
+        self.app = create_app(self.backend, FakeTokenizer(), "fake-model", api_key, allow_origins)
+        self.uvicorn = server._Server(self.app)
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.bound]})
         self.thread.start()
         self.port = self.bound.getsockname()[1]
@@ -75,9 +81,10 @@ def running(
     total_s: float = PATIENCE_S,
     profile: Path | None = None,
     api_key: str | None = None,
+    allow_origins: tuple[str, ...] = (),
 ) -> Iterator[Running]:
     deadlines = Deadlines(ready_s=PATIENCE_S, silence_s=silence_s, total_s=total_s, grace_s=0.5)
-    made = Running(command or fake(), deadlines, profile, api_key)
+    made = Running(command or fake(), deadlines, profile, api_key, allow_origins)
     try:
         yield made
     finally:
@@ -324,7 +331,7 @@ def test_arguments_that_are_nested_deeply_hurt_nobody(fast: Running, depth: int)
 
 
 def test_a_body_too_large(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
     assert fast.ask("x" * 1000).status_code == 413
     assert fast.ask("x" * 100).status_code == 200
 
