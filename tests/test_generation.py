@@ -169,7 +169,7 @@ def test_what_the_daemon_is_asked_to_make(monkeypatch: pytest.MonkeyPatch, name:
         run(monkeypatch, name, backend, Conversation(ASKED, TOOLS, **more))
         made = [json.loads(text) if text else None for _, _, text in backend.asked]
         for text in backend.asked:
-            assert text[2] is None or grammar._parse(text[2])
+            assert text[2] is None or grammar.check(text[2])
         return made
 
     assert asked() == asked(tool_choice="none") == [None]
