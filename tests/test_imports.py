@@ -29,6 +29,7 @@ LAYERS = [
     ["forms_host"],
     ["grammar"],
     ["grammar_rules"],
+    ["schemas"],
     ["policy", "trace", "protocol", "tokenizer"],
     ["placement", "template", "pretokenizers", "checks", "learning"],
     ["profile"],
