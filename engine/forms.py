@@ -1,10 +1,10 @@
 """Forms of replies: grammars that other processes compile, and masks that they make, so that none can stop the daemon.
 
-What a schema costs nobody can tell by looking at it: the library takes minutes and gigabytes for some that fit in a line.
-So what is too large is refused by its size (`engine.grammar.check`), and the rest is compiled, and asked for masks, in
-processes that may be killed (engine/forms_host.py), each with a limit of processor time and of memory. A form is compiled
-once for all requests that have it, and kept for a while after the last. A process that ends for a reason of its own is
-replaced: the new one is given the tokens that each reply has, and goes on with the same masks.
+What a schema costs nobody can tell by looking at it: the library takes minutes and gigabytes for some that fit in a
+line. So what is too large is refused by its size (`engine.grammar.check`), and the rest is compiled, and asked for
+masks, in processes that may be killed (engine/forms_host.py), each with a limit of processor time and of memory. A form
+is compiled once for all requests that have it, and kept for a while after the last. A process that ends for a reason of
+its own is replaced: the new one is given the tokens that each reply has, and goes on with the same masks.
 
 Everything here happens in the caller's thread, and nothing waits but `wait`, until a time that is given.
 """
@@ -48,6 +48,7 @@ from engine.forms_host import (
     READY,
     REFUSED,
     STATE,
+    frame,
     receive,
     send,
 )
@@ -62,7 +63,7 @@ WALL = 4  # seconds on the clock for each that a form may compute: the machine d
 _MEMORY = f"{FORM_BYTES >> 20} MiB"
 _START_S = 120.0  # until the vocabulary is laid out
 _PATIENCE_S = 5.0  # for a process that has to read or write a frame
-_STRIKES = 3  # how often a form's process may end, for no reason known, without an answer in between
+_STRIKES = 3  # how often a process may end, for no reason known, without an answer in between
 _BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from engine.forms_host import main; main()"
 
 
@@ -163,6 +164,7 @@ class _Process:
         self.began_s = time.monotonic()
         self.compiled = self.slow = False
         self.due: deque[Form] = deque()
+        self.unsent = bytearray()
         self.kib = 0
         self.silent_s: float | None = None  # since when its socket is at its end
 
@@ -189,6 +191,7 @@ class Forms:
         self._control: socket.socket | None = None
         self._is_up = self._is_closed = False
         self._started_s = 0.0
+        self._lost_starts = 0
         self._numbers = 0
 
     # --- what replies ask for ---------------------------------------------------------------------
@@ -261,10 +264,13 @@ class Forms:
         dues += [p.began_s + SLOW_S for p in self._processes.values() if not p.compiled and not p.slow]
         dues += [p.silent_s + 1 for p in self._processes.values() if p.silent_s is not None]
         wait_s = max(0.0, min([wait_s, *(due - now for due in dues if due > now)]))
-        for key, _ in self._selector.select(wait_s):
+        for key, events in self._selector.select(wait_s):
             if key.fileobj is self._control:
                 self._hear_host()
-            elif key.data.number in self._processes:
+                continue
+            if events & selectors.EVENT_WRITE and key.data.silent_s is None:
+                self._flush(key.data)
+            if events & selectors.EVENT_READ and key.data.silent_s is None:
                 self._hear(key.data)
         self._look()
         self._start()
@@ -327,10 +333,21 @@ class Forms:
             if not process.due:
                 process.began_s = time.monotonic()
             process.due.append(due)
+        process.unsent += frame(*parts)
+        self._flush(process)
+
+    def _flush(self, process: _Process) -> None:
+        """Send what there is room for: tokens of a long reply may be more, and the process may be computing."""
         try:
-            send(process.sock, *parts)
+            while process.unsent:
+                del process.unsent[: process.sock.send(process.unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
         except OSError:
             self._silent(process)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.unsent else 0)
+        self._selector.modify(process.sock, events, process)
 
     def _hear(self, process: _Process) -> None:
         """Take one message of a form's process."""
@@ -452,12 +469,15 @@ class Forms:
             message = receive(self._control)
         except (EOFError, OSError):
             if not self._is_up:
-                self._fail_all(SparkError("the process that holds grammars ended while it started"))
+                self._lost_starts += 1
+                if self._lost_starts == _STRIKES:
+                    self._lost_starts = 0
+                    self._fail_all(SparkError("the process that compiles grammars ended while it started"))
             self._down()
             return
         kind = message[:1]
         if kind == READY:
-            self._is_up = True
+            self._is_up, self._lost_starts = True, 0
         elif kind == FAILED:
             self._fail_all(from_code(*json.loads(message[1:])))
             self._down()

@@ -1,10 +1,10 @@
 """The processes in which grammars are compiled and masks are made: one that knows the vocabulary, and one a form.
 
-`engine/forms.py` starts the host, a process of its own without threads of ours and without a GPU. It lays out the model's
-vocabulary once and forks for each form, which costs milliseconds and shares that memory; so a form that takes too much work
-or memory is killed, and nobody else's is lost. The host itself never computes: it forks, kills and reaps, and tells
-how each child ended. All of them end when the daemon does, however it does: the host at the end of its socket, its children
-with the host (on Linux) or at the end of theirs.
+`engine/forms.py` starts the host, a process of its own without a GPU. It lays out the model's vocabulary once and forks
+for each form, which costs milliseconds and shares that memory; so a form that takes too much work or memory is killed,
+and nobody else's is lost. The host itself never computes: it forks, kills and reaps, and tells how each child ended.
+All of them end when the daemon does, however it does: the host at the end of its socket, its children with the host
+(on Linux) or at the end of theirs.
 
 Messages are frames: their length, uint32, then bytes. Numbers are little-endian.
 """
@@ -47,9 +47,14 @@ _LINUX = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG = 1
 
 
+def frame(*parts: bytes) -> bytes:
+    """One message."""
+    return b"".join((NUMBER.pack(sum(map(len, parts))), *parts))
+
+
 def send(sock: socket.socket, *parts: bytes) -> None:
     """Send a frame; raises OSError where that is not possible within the socket's deadline."""
-    sock.sendall(b"".join((NUMBER.pack(sum(map(len, parts))), *parts)))
+    sock.sendall(frame(*parts))
 
 
 def receive(sock: socket.socket) -> bytes:

@@ -211,7 +211,7 @@ class Vocabulary:
 
 
 class Compiled:
-    """A form that replies can have; made by `from_text`, which may take any time and memory (engine/forms.py bounds it)."""
+    """A form that replies can have; made by `from_text`, which may take any time and memory: engine/forms.py."""
 
     def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab

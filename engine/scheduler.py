@@ -357,7 +357,9 @@ class Engine:
                     for row, task in enumerate(tasks):
                         try:
                             made.append((task, task.drawing(result, row, masks_s)))
-                        except RequestError as error:  # of its grammar
+                        except DeviceLostError:
+                            raise
+                        except SparkError as error:  # of its grammar
                             events.append(self._failed(task, error))
                     drawings = [drawing for _, drawing in made if drawing is not None]
                     drawn = iter(self.runner.draw(result, drawings) if drawings else [])
@@ -384,7 +386,7 @@ class Engine:
                     going.append(task)
                 elif task.reason is not None:
                     events += self._guarded(task, task.flush)
-            except RequestError as error:
+            except SparkError as error:
                 events.append(self._failed(task, error))
         return going, events
 

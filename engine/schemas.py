@@ -1,10 +1,10 @@
 """Closing JSON schemas: an object that has its properties and no others, unless its schema says otherwise.
 
-JSON schema lets an object have whatever `properties` does not name. Models are asked for what is named, and what else they
-wrote nobody would read. So where `additionalProperties` says nothing, an object has the properties that its schema names
-anywhere for it: in `properties` or `required` beside each other, in the members of `allOf`, behind `$ref`, and in that option of
-`anyOf` or `oneOf` which it takes. This is what `"unevaluatedProperties": false` says, written in words that
-llguidance knows: what is closed is the merged object, never a member by itself. `{"type": "object"}`, which names none, stays open.
+JSON schema lets an object have whatever `properties` does not name. Models are asked for what is named, and what else
+they wrote nobody would read. So where `additionalProperties` says nothing, an object has the properties that its schema
+names anywhere for it: in `properties` or `required`, in the members of `allOf`, behind `$ref`, and in that option of
+`anyOf` or `oneOf` which it takes. This is what `"unevaluatedProperties": false` says, in words that llguidance knows:
+what is closed is the merged object, never a member by itself. `{"type": "object"}`, which names none, stays open.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DEFINITIONS = ("$defs", "definitions")
 class _Known:
     """What is known of one object. names, patterns: of its properties, in order (the values say nothing).
 
-    named: there is a `properties`. opens: it says that there may be others. shut: it says that there may not. options: in
-    one of its options it opens. Of an object with several conditions, `named`, `opens` and `shut` are of those that hold
-    in any case.
+    named: there is a `properties`. opens: it says that there may be others. shut: it says that there may not. options:
+    in one of its options it opens. Of an object with several conditions, `named`, `opens` and `shut` are of those that
+    hold in any case.
     """
 
     names: Mapping[str, None] = field(default_factory=dict)
@@ -57,8 +57,8 @@ _NOTHING = _Known()
 def closed(schema: Any, root: Any) -> Any:
     """A schema that allows what `schema` does, without properties that it does not name.
 
-    root: the schema that it is a part of, for what it refers to. References that lead nowhere, or to other documents, are left
-    as they are. Raises RecursionError for what is nested too deeply.
+    root: the schema that it is a part of, for what it refers to. References that lead nowhere, or to other documents,
+    are left as they are. Raises RecursionError for what is nested too deeply.
     """
     if not isinstance(schema, dict):
         return schema

@@ -38,7 +38,7 @@ class GenerateTask:
     history: the prompt and what was drawn. sequence: what is cached of it, None while it waits. decoding: the prompt
     is read. number: its place among those that run, 0, 1, ... turn: when it began, counted. reason: why it ended, None
     until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
-    grammar: the form that binds it, if one does. held: logits float32 [V] of the next token, whose mask is late, or None.
+    grammar: the form that binds it, if one does. held: logits float32 [V] of the next token, if its mask is late.
     """
 
     def __init__(self, runner: Runner, request: Generate, grammar: Form | None = None) -> None:
