@@ -24,6 +24,10 @@ from engine.protocol import MAX_TEXT_CHARS
 from engine.tokenizer import Tokenizer
 
 MAX_TOOLS = 1024
+MAX_PROPERTIES = 2048  # of one object: the library's work grows with their square
+MAX_PATTERNS_OF_ONE = 8  # that one string has to match, all of them
+MAX_PATTERNS = 1024  # of a schema
+MAX_NODES = 65536  # objects, lists and values of a schema
 _AFTER_REASONING = "/[ \\n]{1,4}/?"
 _LIMITS = LLParserLimits(verbose_errors=False)  # the library's own; a message does not quote a reply
 
@@ -90,15 +94,59 @@ _KINDS = {
 }
 
 
-def _parse(text: str) -> _Wanted:
+def check(text: str) -> tuple[str, bool]:
+    """What a request wants, in JSON text that is the same for the same form, and whether it binds the reply.
+
+    Raises RequestError, which names what it is, for what is malformed or too large to be compiled.
+    """
+    wanted, given = _parse(text)
+    for tool in wanted.tools if isinstance(wanted, _ToolCall) else ():
+        _bound(tool.parameters, f" of tool {tool.name!r}")
+    if isinstance(wanted, _JsonSchema):
+        _bound(wanted.schema, "")
+    return json.dumps({name: value for name, value in given.items() if name != "binds"}), wanted.binds
+
+
+def _bound(schema: Any, whose: str) -> None:
+    """Refuse what nobody needs and the library takes minutes for."""
+    left, nodes, patterns = [schema], 0, 0
+    while left:
+        node = left.pop()
+        nodes += 1
+        if isinstance(node, dict):
+            left += node.values()
+            patterns += isinstance(node.get("pattern"), str)
+            named, members = node.get("properties"), node.get("allOf")
+            n = len(named) if isinstance(named, dict) else 0
+            _most(n, MAX_PROPERTIES, "properties in one object", whose)
+            _most(_patterns(members), MAX_PATTERNS_OF_ONE, "patterns in one 'allOf'", whose)
+        elif isinstance(node, list):
+            left += node
+        _most(nodes + len(left), MAX_NODES, "values", whose)
+        _most(patterns, MAX_PATTERNS, "patterns", whose)
+
+
+def _patterns(members: Any) -> int:
+    found = members if isinstance(members, list) else []
+    return sum(isinstance(member, dict) and "pattern" in member for member in found)
+
+
+def _most(found: int, limit: int, what: str, whose: str) -> None:
+    if found > limit:
+        raise RequestError(f"field 'grammar': the schema{whose} has more than {limit} {what} ({found} found)")
+
+
+def _parse(text: str) -> tuple[_Wanted, dict[str, Any]]:
     try:
         given = checks.mapping("grammar", json.loads(text))
+        json.dumps(given)  # as deep as it may be written again
     except RecursionError:
         raise RequestError("field 'grammar': JSON nested too deeply") from None
     except ValueError as error:
         raise RequestError(f"field 'grammar': not JSON: {error}") from None
-    kind = checks.choice(*_KINDS)("grammar.kind", given.pop("kind", None))
-    wanted: _Wanted = _KINDS[kind]("grammar", given)
+    fields = {name: value for name, value in given.items() if name != "kind"}
+    kind = checks.choice(*_KINDS)("grammar.kind", given.get("kind"))
+    wanted: _Wanted = _KINDS[kind]("grammar", fields)
     if wanted.opens is not None and wanted.after is None:
         raise RequestError("field 'grammar.opens': what opens must be shut, and 'grammar.after' is missing")
     if isinstance(wanted, _ToolCall):
@@ -107,7 +155,7 @@ def _parse(text: str) -> _Wanted:
             raise RequestError("field 'grammar.tools': two tools have the same name")
         if wanted.name is not None and wanted.name not in names:
             raise RequestError(f"field 'grammar.name': {wanted.name!r} is none of the tools")
-    return wanted
+    return wanted, given
 
 
 def _rules(wanted: _Wanted, tokenizer: Tokenizer) -> Rules:
@@ -162,26 +210,21 @@ class Vocabulary:
         wrapper.tokens = wrapper._gtokenizer.tokens = ()  # the trie has copies
 
 
-class Grammar:
-    """What one reply may still be; made by `from_request`.
+class Compiled:
+    """A form that replies can have; made by `from_text`, which may take any time and memory: engine/forms.py."""
 
-    is_done: nothing can follow any more.
-    """
-
-    def __init__(self, matcher: LLMatcher, n_vocab: int, stop: Collection[int]) -> None:
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
-        self._stop = np.array(sorted(token for token in stop if token < n_vocab), np.int64)
-        self.is_done = matcher.is_stopped()
 
     @classmethod
-    def from_request(cls, text: str, vocabulary: Vocabulary, stop: Collection[int]) -> Grammar | None:
-        """The grammar that JSON text describes, for a reply that the tokens of `stop` end; None: it does not bind.
+    def from_text(cls, text: str, vocabulary: Vocabulary) -> Compiled:
+        """The form that JSON text describes.
 
         Raises RequestError, which names what it is, for a grammar that is malformed and for a schema that cannot be
         enforced.
         """
         try:
-            wanted = _parse(text)
+            wanted, _ = _parse(text)
             rules = _rules(wanted, vocabulary.tokenizer)
             str(rules).encode()
         except UnicodeEncodeError:
@@ -196,7 +239,23 @@ class Grammar:
                 rules.tool = rules.owner(int(found[1]))
                 reason = reason[found.end() :]
             raise rules.refusal(_one_line(reason))
-        return cls(matcher, vocabulary.n_vocab, stop) if wanted.binds else None
+        return cls(matcher, vocabulary.n_vocab)
+
+    def begin(self, stop: Collection[int]) -> Grammar:
+        """The state of a reply that has the form, before its first token; the tokens of `stop` end it."""
+        return Grammar(self._matcher.deep_copy(), self._n_vocab, stop)
+
+
+class Grammar:
+    """What one reply may still be; made by `Compiled.begin`.
+
+    is_done: nothing can follow any more.
+    """
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int, stop: Collection[int]) -> None:
+        self._matcher, self._n_vocab = matcher, n_vocab
+        self._stop = np.array(sorted(token for token in stop if token < n_vocab), np.int64)
+        self.is_done = matcher.is_stopped()
 
     def mask(self) -> NDArray[np.uint32]:
         """The tokens that may come next: a bit for each, uint32 [ceil(V / 32)], as `engine.sampling.sample` takes them.

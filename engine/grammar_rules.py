@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 from llguidance import regex_to_lark
 
 from engine.errors import RequestError
+from engine.schemas import closed
 from engine.tokenizer import Tokenizer
 
 Format: TypeAlias = Literal["hermes", "xml", "laguna", "gemma4"]
@@ -105,12 +106,8 @@ class Rules:
     def json(self, schema: Schema, root: Schema | None = None) -> str:
         """JSON text of a schema; root: the schema that it is a part of, for what it refers to."""
         if schema is not False:
-            definitions = {k: root[k] for k in ("$defs", "definitions") if k in root} if isinstance(root, dict) else {}
-            schema = {
-                **definitions,
-                **({} if schema is True else schema),
-                "x-guidance": {"whitespace_pattern": _BLANKS},
-            }
+            made = closed({} if schema is True else schema, schema if root is None else root)
+            schema = {**made, "x-guidance": {"whitespace_pattern": _BLANKS}}
         return self.add(f"%json {json.dumps(schema)}")
 
     # --- schemas where no JSON stands ---------------------------------------------------------------
@@ -342,20 +339,8 @@ _XML_END = f"</function>\n{_SHUTS}"
 
 def _hermes(rules: Rules, tool: Tool) -> str:
     head = '\n{"name": ' + quoted(tool.name) + ', "arguments": '
-    arguments = rules.json({"type": "object"} if tool.parameters is None else _closed(tool.parameters))
+    arguments = rules.json({"type": "object"} if tool.parameters is None else tool.parameters)
     return f"{rules.marks(_OPENS)} {quoted(head)} {arguments} {rules.marks(_HERMES_END)}"
-
-
-def _closed(schema: Schema) -> Schema:
-    """The schema of an object that has its properties and no other, as in the other formats, if it does not say."""
-    if isinstance(schema, bool) or schema.keys() & _NOT_IN_OBJECTS or "$ref" in schema:
-        return schema
-    named, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(named, dict) or not isinstance(required, list):
-        return schema
-    if not all(isinstance(name, str) and name in named for name in required):  # then any value will do for it
-        return schema
-    return {"additionalProperties": False, **schema}
 
 
 def _xml(rules: Rules, tool: Tool) -> str:

@@ -11,20 +11,20 @@ import os
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import backend, dryrun, models, placement, plan, policy, tokenizer
+from engine import backend, dryrun, models, placement, plan, policy
 from engine.config import EngineConfig
 from engine.dryrun import Decision
 from engine.errors import CapacityError, NumericalError, UsageError
+from engine.forms import Form, Forms
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
-from engine.grammar import Grammar, Vocabulary
 from engine.kv import KVCache, Sequence, block_table
 from engine.models import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, PIECE_TOKENS
@@ -161,6 +161,7 @@ class Runner:
             + ("asked for" if config.ctx_tokens else f"the model was trained on {self.config.n_ctx_train}"),
         ]
         self.warnings: list[str] = []
+        self.forms = Forms(config.model, lambda: self.file.file_id, self.config.n_vocab)
         self.profile = self._profile()
         odd = [g.head_dim for g in self.config.kv_groups if g.head_dim % 32]
         if config.kv_type == "q8_0" and odd:
@@ -450,11 +451,15 @@ class Runner:
         drawn: list[int | None] = []
         logits = result.logits
         for d in drawings:
-            try:
-                drawn.append(sample(logits[d.row], d.params, len(d.history), d.history, d.allowed))
-            except NumericalError:
-                drawn.append(None)
+            drawn.append(self.draw_from(logits[d.row], d))
         return drawn
+
+    def draw_from(self, logits: F32, d: Drawing) -> int | None:
+        """Draw a token from logits [V] that the host has, the same token on every device; None: not finite."""
+        try:
+            return sample(logits, d.params, len(d.history), d.history, d.allowed)
+        except NumericalError:
+            return None
 
     def has_room(self, lengths: Many[int]) -> bool:
         """Whether new sequences of so many tokens, and a few more each, fit beside what is held."""
@@ -467,13 +472,9 @@ class Runner:
         reclaimable = self.prefixes.reclaimable_tokens // KV_BLOCK_TOKENS
         return all(pool.free_blocks + reclaimable >= blocks for pool in pools)
 
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(tokenizer.load(self.file), self.config.n_vocab)
-
-    def grammar(self, text: str, stop: frozenset[int]) -> Grammar | None:
-        """The grammar that binds a reply that the tokens of `stop` end, if one does; the first takes a while."""
-        return Grammar.from_request(text, self._vocabulary, stop)
+    def grammar(self, text: str, stop: frozenset[int]) -> Form:
+        """The form that a request asks for, of a reply that the tokens of `stop` end; it takes a while to be ready."""
+        return self.forms.open(text, stop)
 
     def logits(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step (at most MAX_ROWS at a time)."""
@@ -497,6 +498,7 @@ class Runner:
 
     def close(self) -> None:
         """Write out what is to be kept, stop the backend's threads and unmap the file."""
+        self.forms.close()
         self.prefixes.close()
         self.forward.ws.close()
         self.residency.tier.close()

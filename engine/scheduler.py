@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
+from engine.forms import Form
 from engine.learning import Learning
 from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
 from engine.runner import Runner
 from engine.sampling import Drawing
-from engine.tasks import SLICE_S, GenerateTask, ScoreTask
+from engine.tasks import MASK_WAIT_S, SLICE_S, GenerateTask, ScoreTask
 
 GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
@@ -54,6 +55,7 @@ class Engine:
         self._learning = self._new_learning()
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
+        self._forms: dict[int, Form] = {}  # of requests that have not begun
         self._turns = itertools.count()
         self._turn = -1  # of the one whose prompt was read last
         self._owed_s = 0.0  # time that those that decode have to come
@@ -120,6 +122,9 @@ class Engine:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.id == request.id for job in (*self._running, *self._waiting)):
             raise RequestError(f"request {request.id} is still running")
+        if isinstance(request, Generate) and request.grammar is not None:
+            stop = r.stop_tokens if request.stop_tokens is None else request.stop_tokens
+            self._forms[request.id] = r.grammar(request.grammar, frozenset(stop))
         self._waiting.append(request)
 
     @property
@@ -133,9 +138,11 @@ class Engine:
         That of the device is everybody's: DeviceLostError.
         """
         with translated():
-            events = self._admit()
+            self.runner.forms.poll()
+            events = self._admit() + self._draw_held()
             reading = [task for task in self._running if not task.decoding]
-            decoding = [task for task in self._running if isinstance(task, GenerateTask) and task.decoding]
+            generating = [task for task in self._running if isinstance(task, GenerateTask)]
+            decoding = [task for task in generating if task.decoding and task.held is None]
             if self._ahead is not None:
                 return events + self._run_ahead(pause=bool(reading) or decoding != [self._ahead[0]])
             if reading and (not decoding or self._owed_s <= 0):
@@ -155,6 +162,8 @@ class Engine:
                 began = time.perf_counter()
                 events += self._decode(decoding)
                 self._owed_s -= time.perf_counter() - began
+            elif self.busy and not events:  # all wait for their forms
+                self.runner.forms.poll(SLICE_S)
         return events
 
     def _next_reader(self, reading: list[Task]) -> Task:
@@ -174,13 +183,13 @@ class Engine:
     def _admit(self) -> list[Event]:
         """Let those begin that have waited longest, as long as there is room."""
         events: list[Event] = []
-        while self._waiting and len(self._running) < self.runner.limits.max_sequences:
-            job = self._waiting[0]
-            if self._running and not self._fits_beside(job):
+        while len(self._running) < self.runner.limits.max_sequences:
+            job = next(filter(self._is_ready, self._waiting), None)
+            if job is None or (self._running and not self._fits_beside(job)):
                 break
             if not self._running:
                 self._follow()
-            self._waiting.popleft()
+            self._waiting.remove(job)
             try:
                 task = job if isinstance(job, Task) else self._task(job)
             except SparkError as error:
@@ -191,6 +200,18 @@ class Engine:
             task.turn = next(self._turns)
             task.number = next(n for n in range(len(self._running) + 1) if n not in taken)
             self._running.append(task)
+        return events
+
+    def _is_ready(self, job: Generate | Score | Task) -> bool:
+        """Whether it waits for nothing but its turn: a form that is being compiled delays its own request alone."""
+        return job.id not in self._forms or self._forms[job.id].is_ready
+
+    def _draw_held(self) -> list[Event]:
+        """Draw for those whose masks were late and have come."""
+        events: list[Event] = []
+        for task in [*self._running]:
+            if isinstance(task, GenerateTask) and task.held is not None and task.grammar and not task.grammar.is_late:
+                events += self._guarded(task, task.draw_held)
         return events
 
     def _fits_beside(self, job: Generate | Score | Task) -> bool:
@@ -211,10 +232,24 @@ class Engine:
         return self.runner.has_room([new[0] + begun, *new[1:]])
 
     def _task(self, request: Generate | Score) -> Task:
-        kind = ScoreTask if isinstance(request, Score) else GenerateTask
-        return kind(self.runner, request)  # type: ignore[arg-type]
+        if isinstance(request, Score):
+            return ScoreTask(self.runner, request)
+        form = self._forms.pop(request.id, None)
+        if form is not None:
+            try:
+                form.begin()
+            except SparkError:
+                form.close()
+                raise
+            if not form.binds:
+                form.close()
+                form = None
+        return GenerateTask(self.runner, request, form)
 
     def _finish(self, job: Generate | Score | Task) -> None:
+        form = self._forms.pop(job.id, None)
+        if form is not None:
+            form.close()
         if isinstance(job, Task):
             if self._ahead is not None and self._ahead[0] is job:
                 self._ahead[1].close()
@@ -306,6 +341,8 @@ class Engine:
         events: list[Event] = []
         until = time.perf_counter() + SLICE_S
         while time.perf_counter() < until:
+            tasks, ended = self._settled(tasks)
+            events += ended
             for task in tasks:
                 if task in self._running:
                     events += self._make_room(task)
@@ -316,10 +353,13 @@ class Engine:
             try:
                 with translated():
                     result = self.runner.run([task.span() for task in tasks])
+                    masks_s = time.monotonic() + MASK_WAIT_S
                     for row, task in enumerate(tasks):
                         try:
-                            made.append((task, task.drawing(row)))
-                        except RequestError as error:  # of its grammar
+                            made.append((task, task.drawing(result, row, masks_s)))
+                        except DeviceLostError:
+                            raise
+                        except SparkError as error:  # of its grammar
                             events.append(self._failed(task, error))
                     drawings = [drawing for _, drawing in made if drawing is not None]
                     drawn = iter(self.runner.draw(result, drawings) if drawings else [])
@@ -329,8 +369,26 @@ class Engine:
                 return events + [self._failed(task, error) for task in tasks if task in self._running]
             for task, drawing in made:
                 events += self._guarded(task, partial(task.go_on, *([] if drawing is None else [next(drawn)])))
-            tasks = [task for task in tasks if task in self._running]
+            tasks = [task for task in tasks if task in self._running and task.held is None]
         return events
+
+    def _settled(self, tasks: list[GenerateTask]) -> tuple[list[GenerateTask], list[Event]]:
+        """Those that go on, as far as that is known of their forms in time, and the events of those that ended."""
+        events: list[Event] = []
+        going: list[GenerateTask] = []
+        until_s = time.monotonic() + MASK_WAIT_S
+        for task in tasks:
+            if task.grammar is None:
+                going.append(task)
+                continue
+            try:
+                if task.settled(until_s):
+                    going.append(task)
+                elif task.reason is not None:
+                    events += self._guarded(task, task.flush)
+            except SparkError as error:
+                events.append(self._failed(task, error))
+        return going, events
 
     def _follow(self) -> None:
         """Before a request begins, never inside one: let the pinned slots follow what was counted since."""

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
+from engine.forms import Form
 from engine.forward import MAX_ROWS
-from engine.grammar import Grammar
 from engine.kv import Sequence
 from engine.ops import F32
 from engine.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
@@ -26,6 +26,7 @@ from engine.runner import Runner, Span, StepResult
 from engine.sampling import Drawing, SamplingParams, check_finite
 from engine.trace import TraceWriter
 
+MASK_WAIT_S = 0.01  # a step waits so long for a mask; whoever has none then draws when it comes, without the others
 SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request every 25 ms
 _COUNTED = np.ones(1, bool)
 _serials = itertools.count()
@@ -37,18 +38,18 @@ class GenerateTask:
     history: the prompt and what was drawn. sequence: what is cached of it, None while it waits. decoding: the prompt
     is read. number: its place among those that run, 0, 1, ... turn: when it began, counted. reason: why it ended, None
     until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
+    grammar: the form that binds it, if one does. held: logits float32 [V] of the next token, if its mask is late.
     """
 
-    def __init__(self, runner: Runner, request: Generate) -> None:
+    def __init__(self, runner: Runner, request: Generate, grammar: Form | None = None) -> None:
         s = request.sampling
         self.runner = runner
         self.request = request
         self.number = self.turn = 0
         self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed)
         self.stop = frozenset(runner.stop_tokens if request.stop_tokens is None else request.stop_tokens)
-        self.grammar: Grammar | None = None
-        if request.grammar is not None:
-            self.grammar = runner.grammar(request.grammar, self.stop)
+        self.grammar = grammar
+        self.held: F32 | None = None
         self.history = list(request.tokens)
         self.limit = min(request.max_tokens, runner.n_ctx - len(request.tokens))
         self.serial = next(_serials)
@@ -112,21 +113,49 @@ class GenerateTask:
         self.decoding = True
         if self.made:
             return []
-        drawing = self.drawing(0)
+        drawing = self.drawing(result, 0, time.monotonic() + MASK_WAIT_S)
         drawn = [] if drawing is None else r.draw(result, [drawing])
         self._read_s = time.perf_counter()
         return self.go_on(*drawn)
 
-    def drawing(self, row: int) -> Drawing | None:
-        """How the next token is to be drawn from a row of logits, or None where the grammar allows none: the end.
+    def drawing(self, result: StepResult, row: int, until_s: float) -> Drawing | None:
+        """How the next token is to be drawn from a row of logits.
 
-        On a device the mask is made while the step runs.
+        None where the grammar allows none, the end, or where its mask has not come in time: then `held`. The mask was
+        asked for when the token before was drawn, and has been made since.
         """
-        allowed = None if self.grammar is None else self.grammar.mask()
-        if self.grammar is not None and self.grammar.is_done:
-            self.reason = "stop"
-            return None
+        allowed = None
+        if self.grammar is not None:
+            allowed = self.grammar.mask(until_s)
+            if self.grammar.is_done:
+                self.reason = "stop"
+                return None
+            if allowed is None:
+                self.held = result.logits[row].copy()
+                return None
         return Drawing(self.number, self.serial, self.history, row, self.params, allowed)
+
+    def draw_held(self) -> list[Event]:
+        """Draw the token whose mask was late, now that it is there."""
+        assert self.grammar is not None and self.held is not None
+        allowed = self.grammar.mask(time.monotonic())
+        if self.grammar.is_done:
+            self.reason = "stop"
+            return self.flush()
+        drawing = Drawing(self.number, self.serial, self.history, 0, self.params, allowed)
+        token, self.held = self.runner.draw_from(self.held, drawing), None
+        return self.go_on(token)
+
+    def settled(self, until_s: float) -> bool:
+        """Whether it is known that the last token is not the end; False, too, where that takes beyond a time."""
+        if self.grammar is not None and self.reason is None:
+            if not self.grammar.settle(until_s):
+                return False
+            if self.grammar.is_done:
+                self.reason = "stop"
+            elif self.made == self.limit:
+                self.reason = "length"
+        return self.reason is None
 
     def go_on(self, *drawn: int | None) -> list[Event]:
         """Take a token that was drawn, if one was; the events that are due."""
@@ -147,11 +176,9 @@ class GenerateTask:
         self.history.append(token)
         self._unsent.append(token)
         if self.grammar is not None:
-            self.grammar.accept(token)
-            if self.grammar.is_done:
-                self.reason = "stop"
-        if self.made == self.limit:
-            self.reason = self.reason or "length"
+            self.grammar.accept(token)  # and what follows from that, `settled` says
+        elif self.made == self.limit:
+            self.reason = "length"
 
     def span(self) -> Span:
         """The last token, which is drawn and not fed."""
@@ -200,11 +227,16 @@ class GenerateTask:
 
     def put_back(self) -> None:
         """Give up what is cached, to be fed again later."""
-        self.close()
-        self.decoding = False
+        self._release()
+        self.decoding, self.held = False, None
 
     def close(self) -> None:
-        """Give back what is cached."""
+        """Give back what is cached, and the form."""
+        self._release()
+        if self.grammar is not None:
+            self.grammar.close()
+
+    def _release(self) -> None:
         if self.sequence is not None:
             self.sequence.release()
             self.sequence = None

@@ -37,6 +37,12 @@ _FORMATS: tuple[tuple[str, CallFormat], ...] = (
     ("<function=look>", "xml"),
     ("<arg_key>at</arg_key>", "laguna"),
 )
+# What calls are made of, in any of the formats: no name may hold it, or a call of it could not be read back.
+_TAGS = (
+    "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
+)  # fmt: skip
+_AFTER_NAME: dict[CallFormat, tuple[str, ...]] = {"hermes": (), "xml": (">",), "laguna": ("\n",), "gemma4": ("{",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,11 @@ class Dialect:
     thinks: bool = True
     knows_thinking: bool = False
     knows_effort: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Text that no tool's name may hold."""
+        return (*_TAGS, self.opens, self.shuts, *_AFTER_NAME[self.calls])
 
 
 def learn(template: ChatTemplate) -> Dialect:

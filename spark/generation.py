@@ -100,6 +100,7 @@ class Model:
         n = len(raw or "") + _rendered_chars(conversation, tools)
         if n > most:
             raise PromptTooLongError(n, most, "characters")
+        self._refuse_marks(tools)
         if raw is not None:
             tokens = self._tokenizer.encode(raw)
             start = [self._tokenizer.bos_id] if self._tokenizer.add_bos and self._tokenizer.bos_id is not None else []
@@ -121,6 +122,17 @@ class Model:
             written=conversation.written,
         )
         return opening, budget
+
+    def _refuse_marks(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools whose names hold what the model marks calls and turns with: nobody could tell them apart."""
+        special = [name for name in self._tokenizer.special_ids if self._tokenizer.is_control(name)]
+        for name in (tool["function"]["name"] for tool in tools):
+            found = next((mark for mark in (*self._renderer.dialect.marks, *special) if mark in name), None)
+            if found is not None:
+                raise RequestError(
+                    f"tools: the name {name[:100]!r} holds {found!r}, which is a mark of the model's format",
+                    hint="give the tool another name",
+                )
 
     def _grammar(self, conversation: Conversation, opening: Opening) -> dict[str, Any] | None:
         """What docs/protocol.md ("Grammars") has for a conversation that asks for a form."""

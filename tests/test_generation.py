@@ -259,7 +259,7 @@ def test_what_the_daemon_is_asked_to_make(monkeypatch: pytest.MonkeyPatch, name:
         run(monkeypatch, name, backend, Conversation(ASKED, TOOLS, **more))
         made = [json.loads(text) if text else None for _, _, text in backend.asked]
         for text in backend.asked:
-            assert text[2] is None or grammar._parse(text[2])
+            assert text[2] is None or grammar.check(text[2])
         return made
 
     assert asked() == asked(tool_choice="none") == [None]
@@ -334,3 +334,23 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend("x" * 9000)
     _, finish = run(monkeypatch, "nano", backend, Conversation(ASKED, max_tokens=1 << 20))
     assert backend.asked[0][1] + finish.usage.prompt == 4096 and finish.reason == "length"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "name"])
+@pytest.mark.parametrize("format_of", ["nano", "qwen35", "laguna", "gemma4"])
+@pytest.mark.parametrize("name", ["<tool_call>", "</tool_call>", "<|im_end|>", "<function=", "a<|im_start|>b", "</think>"])
+def test_a_tool_named_like_a_mark_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, choice: str, format_of: str, name: str
+) -> None:
+    tools = (*TOOLS, {"type": "function", "function": {"name": name}})
+    if name == "</think>" and format_of == "gemma4":
+        name, tools = "<channel|>", (*TOOLS, {"type": "function", "function": {"name": "<channel|>"}})
+    monkeypatch.setattr(
+        FakeTokenizer, "special_ids", {**FakeTokenizer.special_ids, "<|im_end|>": 0, "<|im_start|>": 0}
+    )
+    monkeypatch.setattr(FakeTokenizer, "is_control", lambda self, name: True)
+    wanted: Any = ("name", name) if choice == "name" else choice
+    backend = Backend()
+    with pytest.raises(RequestError) as caught:
+        run(monkeypatch, format_of, backend, Conversation(ASKED, tools=tools, tool_choice=wanted))
+    assert repr(name) in caught.value.message and not backend.asked

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forms_here import FormHere
 from tiny_models import k_quant_mix, write_tiny
 
 from engine import models
@@ -148,7 +149,7 @@ class Exhausted:
 
 def test_a_grammar_that_fails_fails_its_request_alone(opened: Any) -> None:
     engine = opened(ctx_tokens=400, chunk_tokens=32)
-    engine.runner.grammar = lambda text, stop: Exhausted()
+    engine.runner.grammar = lambda text, stop: FormHere(Exhausted())
     engine.submit(Generate(1, tokens(1, 20), 20, stop_tokens=()))
     engine.submit(Generate(2, tokens(2, 20), 20, stop_tokens=(), grammar="{}"))
     events = engine.drain()
