@@ -1,7 +1,7 @@
 // From logits [V] to a token, and to the inputs of the next step. Twin: `sample` of engine/sampling.py, the same token
 // (docs/arithmetic.md, "Sampling"); weights are integers, so sums may be taken in any order, by atomics too.
 //
-//   largest   penalty, mask, finite check and the maximum; greedy decoding ends here
+//   largest   penalties, mask, finite check and the maximum; greedy decoding ends here
 //   weigh     weights; without top-k and top-p the draw ends here, else a histogram bounds what can be kept
 //   collect   what can be kept, in a list; the exact choice in it, and the draw
 //
@@ -130,7 +130,7 @@ DEVICE u64 random_bits(u64 seed, u64 position) {
 
 // --- the largest logit ------------------------------------------------------------------------------
 
-// values: null where the request is greedy; else gets the logits after penalty and mask (-infinity: not allowed).
+// values: null where the request is greedy; else gets the logits after penalties and mask (-infinity: not allowed).
 KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u64* scratch, STEP_PARAMETERS) {
     __shared__ u32 repeated[BLOCK_TOKENS / 32];
     __shared__ u64 best_of_warp[THREADS / WARP];
@@ -163,6 +163,15 @@ KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u6
         for (int j = 0; j < PER_THREAD; j++)
             if (bits >> j & 1)
                 x[j] = x[j] > 0.0f ? __fdiv_rn(x[j], penalty) : x[j] * penalty;
+    }
+    if (counts_reply(control) && id < V) { // the arrays of counts end with whole vectors
+        const float frequency = read_float(control, FREQUENCY), presence = read_float(control, PRESENCE);
+        const int4 n = *(const int4*)(counts + id);
+        const i32 seen[PER_THREAD] = {n.x, n.y, n.z, n.w};
+#pragma unroll
+        for (int j = 0; j < PER_THREAD; j++)
+            if (seen[j])
+                x[j] = x[j] - (frequency * (float)seen[j] + presence);
     }
     const u32 open = !masked || id >= V ? 15u : allowed[id / 32] >> id % 32;
     u32 order = 0, place = 0xffffffffu;

@@ -20,7 +20,7 @@ from engine.ops import I32
 from engine.ops.cuda.device import Array, Graph
 from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler
 from engine.residency import Residency
-from engine.sampling import Drawing, SamplingParams
+from engine.sampling import Drawing, SamplingParams, counts_reply
 
 AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
 _POLL_S = 0.0001
@@ -41,6 +41,7 @@ class Graphs:
         self.samplers = [Sampler(forward.device, forward.limits) for _ in range(forward.limits.max_sequences)]
         self.sampler = self.samplers[0]
         self._drawn: list[tuple[int, int, int]] = [(-1, 0, 0)] * len(self.samplers)  # request, tokens, draws
+        self._counted: list[tuple[int, int]] = [(-1, 0)] * len(self.samplers)  # whose reply, up to which token
         self._nowhere = forward.device.empty((2 + len(forward.kv.groups), 1), np.int32)
         self._row = forward.device.empty((1, forward.limits.n_vocab), np.float32)
         self._decode: dict[bool, Graph] = {}  # by whether it is greedy
@@ -77,7 +78,7 @@ class Graphs:
 
     def decode(
         self, sequence: Sequence, history: list[int], row: int, params: SamplingParams, stop: frozenset[int],
-        limit: int,
+        limit: int, reply_from: int,
     ) -> Generator[list[int], bool | None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`, whose last token's logits are row `row` of the last step's.
 
@@ -95,8 +96,10 @@ class Graphs:
                 rows=nothing,
             )
         )  # fmt: skip
-        self._drawn[0] = (-1, 0, 0)
+        self._drawn[0], self._counted[0] = (-1, 0, 0), (-1, 0)
         self.sampler.prepare(params, history, start, stop, limit)
+        if counts_reply(params):
+            self.sampler.count(history[reply_from:])
         self._sample(self._inputs(1), self._logits(row), greedy)
         made, enqueued, heard, pausing = 0, 1, time.monotonic(), False
         while True:
@@ -138,6 +141,10 @@ class Graphs:
             if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
                 sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed)
                 draws = 0
+            if counts_reply(d.params):  # also of one with a grammar, which is prepared for each token
+                if self._counted[d.number] != (d.request, n):
+                    sampler.count(d.history[d.reply_from :])
+                self._counted[d.number] = d.request, n + 1
             self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
             sampler.step(
                 self._aligned(row), nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0
@@ -149,7 +156,7 @@ class Graphs:
             assert drawn is not None
             failed = drawn.status == FAILED
             if failed:
-                self._drawn[d.number] = (-1, 0, 0)
+                self._drawn[d.number], self._counted[d.number] = (-1, 0, 0), (-1, 0)
             tokens.append(None if failed else drawn.token)
         return tokens
 

@@ -40,7 +40,7 @@ from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.protocol import Stage
 from engine.residency import Residency, largest_parts, slot_bytes
-from engine.sampling import Drawing, SamplingParams, sample
+from engine.sampling import Drawing, SamplingParams, counts_reply, sample
 from engine.slowtier import loaded_bytes
 
 HOST_CHUNK_TOKENS = 512
@@ -139,6 +139,11 @@ def physical_cores() -> int:
         except OSError:
             return len(allowed)
     return max(1, len(cores))
+
+
+def _reply(params: SamplingParams, history: Many[int], begin: int) -> Many[int]:
+    """What penalties count of a history."""
+    return history[begin:] if counts_reply(params) else ()
 
 
 class Runner:
@@ -420,21 +425,23 @@ class Runner:
 
     def decode(
         self, sequence: Sequence, history: list[int], result: StepResult, params: SamplingParams,
-        stop: frozenset[int], limit: int,
+        stop: frozenset[int], limit: int, reply_from: int | None = None,
     ) -> Generator[list[int], bool | None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`, ahead of the host where it can; lists of them as they come.
 
         result: of the last step, whose first wanted logits follow `history`, which grows by what is generated. A
-        token of `stop` ends it and is not part of it. Sent True, it ends as soon as nothing is under way, the last
-        token drawn and not fed. Returns why it ended: "stop", "length" or "paused".
+        token of `stop` ends it and is not part of it. reply_from: where in `history` the reply begins that penalties
+        count, by default behind it. Sent True, it ends as soon as nothing is under way, the last token drawn and not
+        fed. Returns why it ended: "stop", "length" or "paused".
         """
+        begin = len(history) if reply_from is None else reply_from
         if self.graphs is not None:
-            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit))
+            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit, begin))
         counted = np.ones(1, bool)
         for made in range(limit):
             if made:
                 result = self.run([Span(sequence, np.asarray(history[-1:], np.int32), counted, (0,))])
-            token = sample(result.logits[0], params, len(history), history)
+            token = sample(result.logits[0], params, len(history), history, reply=_reply(params, history, begin))
             if token in stop:
                 return "stop"
             history.append(token)
@@ -451,7 +458,8 @@ class Runner:
         logits = result.logits
         for d in drawings:
             try:
-                drawn.append(sample(logits[d.row], d.params, len(d.history), d.history, d.allowed))
+                reply = _reply(d.params, d.history, d.reply_from)
+                drawn.append(sample(logits[d.row], d.params, len(d.history), d.history, d.allowed, reply))
             except NumericalError:
                 drawn.append(None)
         return drawn

@@ -1,8 +1,8 @@
 """From logits to a token, reproducibly: docs/arithmetic.md, "Sampling".
 
 Weights are integers, so that every backend draws the same token from the same logits; random numbers are keyed
-by (seed, position). The order is that of most engines: repetition penalty, temperature, top-k, top-p, min-p.
-Temperature 0 is greedy. NaN or infinite logits are an error, not a token.
+by (seed, position). The order is that of most engines: penalties, temperature, top-k, top-p, min-p. Temperature 0 is
+greedy. NaN or infinite logits are an error, not a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.errors import NumericalError
 from engine.ops import F32, arithmetic
 from engine.protocol import Sampling as SamplingParams
 
-__all__ = ["PENALTY_TOKENS", "SamplingParams", "check_finite", "fixed_point", "random_bits", "sample"]
+__all__ = ["PENALTY_TOKENS", "SamplingParams", "check_finite", "counts_reply", "fixed_point", "random_bits", "sample"]
 
 PENALTY_TOKENS = 256  # the last ones, that a repetition penalty makes less likely
 UNIT_BITS = 32  # the likeliest token weighs 2^32; so probabilities are fixed-point numbers of 32 bits
@@ -47,8 +47,8 @@ def random_bits(seed: int, position: int) -> int:
 class Drawing:
     """A token to be drawn from a row of a step's logits, the next of a sequence.
 
-    number: which of those that share steps, 0, 1, ...; request: whose, no two alike; history: all its tokens; row:
-    counted among the wanted ones. allowed: as `sample` takes it.
+    number: which of those that share steps, 0, 1, ...; request: whose, no two alike; history: all its tokens, of which
+    the reply are those from reply_from on; row: counted among the wanted ones. allowed: as `sample` takes it.
     """
 
     number: int
@@ -56,6 +56,7 @@ class Drawing:
     history: Sequence[int]
     row: int
     params: SamplingParams
+    reply_from: int
     allowed: NDArray[np.uint32] | None = None
 
 
@@ -75,14 +76,17 @@ def sample(
     position: int,
     recent: Sequence[int] = (),
     allowed: NDArray[np.uint32] | None = None,
+    reply: Sequence[int] = (),
 ) -> int:
     """Draw the token for `position` from logits float32 [V].
 
     recent: tokens so far, oldest first. allowed: a bit for each token, uint32 [ceil(V / 32)], at least one set; None
-    allows all.
+    allows all. reply: those of them that frequency and presence penalties count.
     """
     if params.repetition_penalty != 1.0 and recent:
         logits = _penalized(logits, np.float32(params.repetition_penalty), recent)
+    if counts_reply(params) and reply:
+        logits = _less_of_the_same(logits, params, reply)
     check_finite(logits)
     ids = None
     if allowed is not None:
@@ -107,6 +111,20 @@ def sample(
     drawn = random_bits(params.seed, position) * int(edges[-1]) >> 64
     token = likely[np.searchsorted(edges, np.uint64(drawn), side="right")]
     return int(token if ids is None else ids[token])
+
+
+def counts_reply(params: SamplingParams) -> bool:
+    """Whether it matters how often each token is in the reply so far."""
+    return params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _less_of_the_same(logits: F32, params: SamplingParams, reply: Sequence[int]) -> F32:
+    frequency, presence = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
+    seen, counts = np.unique(np.asarray(reply, dtype=np.int64), return_counts=True)
+    logits = logits.copy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits[seen] = logits[seen] - (frequency * counts.astype(np.float32) + presence)
+    return logits
 
 
 def _penalized(logits: F32, penalty: np.float32, recent: Sequence[int]) -> F32:

@@ -23,7 +23,7 @@ from engine.kv import Sequence
 from engine.ops import F32
 from engine.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
 from engine.runner import Runner, Span, StepResult
-from engine.sampling import Drawing, SamplingParams, check_finite
+from engine.sampling import Drawing, check_finite
 from engine.trace import TraceWriter
 
 SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request every 25 ms
@@ -40,11 +40,11 @@ class GenerateTask:
     """
 
     def __init__(self, runner: Runner, request: Generate) -> None:
-        s = request.sampling
         self.runner = runner
         self.request = request
         self.number = self.turn = 0
-        self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed)
+        self.params = request.sampling
+        self.reply_from = len(request.tokens) if request.reply_from is None else request.reply_from
         self.stop = frozenset(runner.stop_tokens if request.stop_tokens is None else request.stop_tokens)
         self.grammar: Grammar | None = None
         if request.grammar is not None:
@@ -126,7 +126,7 @@ class GenerateTask:
         if self.grammar is not None and self.grammar.is_done:
             self.reason = "stop"
             return None
-        return Drawing(self.number, self.serial, self.history, row, self.params, allowed)
+        return Drawing(self.number, self.serial, self.history, row, self.params, self.reply_from, allowed)
 
     def go_on(self, *drawn: int | None) -> list[Event]:
         """Take a token that was drawn, if one was; the events that are due."""
@@ -165,7 +165,8 @@ class GenerateTask:
         """
         r, span = self.runner, self.span()
         left = self.limit - self.made
-        decoding = r.decode(span.sequence, self.history, r.run([span]), self.params, self.stop, left)
+        result = r.run([span])
+        decoding = r.decode(span.sequence, self.history, result, self.params, self.stop, left, self.reply_from)
         pause = False
         while True:
             try:

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import NumericalError
 from engine.ops import KV_BLOCK_TOKENS, Limits
 from engine.ops.cuda.sampling import FAILED, HISTORY_TOKENS, LENGTH, RING_ENTRIES, RUNNING, STOPPED, Draw, News, Sampler
-from engine.sampling import PENALTY_TOKENS, SamplingParams, sample
+from engine.sampling import PENALTY_TOKENS, SamplingParams, counts_reply, sample
 
 P = SamplingParams
 
@@ -57,8 +57,10 @@ def assert_draws(device: Any, V: int, params: SamplingParams, cases: list[tuple[
     decoder = Decoder(device, V)
     for logits, history in cases:
         decoder.sampler.prepare(params, history, len(history), [], 5)
+        if counts_reply(params):
+            decoder.sampler.count(history)
         decoder.step(logits)
-        expected = sample(logits, params, len(history), history)
+        expected = sample(logits, params, len(history), history, None, history)
         assert decoder.sampler.drawn(1) == Draw(expected, RUNNING)
 
 
@@ -75,6 +77,9 @@ PARAMS = [
     P(temperature=0.7, top_k=100000, top_p=1e-12),
     P(temperature=1e-40),
     P(temperature=30.0, top_p=0.97),
+    P(presence_penalty=1.3),
+    P(temperature=1.0, frequency_penalty=0.07, presence_penalty=-0.4),
+    P(temperature=0.9, top_k=40, repetition_penalty=1.1, frequency_penalty=-1.9, presence_penalty=2.0),
 ]
 
 
@@ -102,6 +107,42 @@ def test_a_flat_distribution_is_one_long_list(device: Any) -> None:
 def test_any_size_of_vocabulary(device: Any, V: int) -> None:
     for params in (P(), P(temperature=1.0, seed=5), P(temperature=1.0, top_p=0.9, top_k=50, seed=5)):
         assert_draws(device, V, params, [(logits_of(1, V), [0])])
+
+
+@pytest.mark.parametrize("V", [1023, 1026])
+def test_counts_follow_the_draws(device: Any, V: int) -> None:
+    """From a reply that is given on, beyond the window of the repetition penalty, with and without masks."""
+    rng = np.random.default_rng(V)
+    words = rng.integers(0, 2**32, -(-V // 32), np.uint64).astype(np.uint32)
+    words[0] |= 1
+    for params in (P(frequency_penalty=0.3), P(1.0, frequency_penalty=0.05, presence_penalty=0.2, seed=3)):
+        decoder, reply = Decoder(device, V), [3] * 300
+        prompt = [7, 7, 9]
+        decoder.sampler.prepare(params, [*prompt, *reply], len(prompt + reply), [], 500)
+        decoder.sampler.count(reply)
+        for n in range(1, 40):
+            logits = logits_of(5, V)  # the same ones: nothing but the counts changes what is drawn
+            logits[3] = 20.0
+            if n == 20:  # a request with a grammar is prepared for each token, and its counts go on
+                decoder.sampler.prepare(params, [*prompt, *reply], len(prompt + reply), [], 500, words)
+            decoder.step(logits, greedy=params.temperature == 0)
+            expected = sample(logits, params, 3 + len(reply), prompt + reply, words if n >= 20 else None, reply)
+            assert decoder.sampler.drawn(n if n < 20 else n - 19) == Draw(expected, RUNNING)
+            reply.append(expected)
+        assert len(set(reply)) > 5
+        assert np.array_equal(device.read(decoder.sampler.counts)[:V], np.bincount(reply, minlength=V))
+        decoder.sampler.count([])
+        assert not device.read(decoder.sampler.counts).any()
+
+
+def test_without_penalties_counts_are_not_looked_at(device: Any) -> None:
+    """Nor written: fresh memory is full of huge numbers."""
+    decoder, logits = Decoder(device, 2000), logits_of(2, 2000)
+    before = device.read(decoder.sampler.counts)
+    decoder.sampler.prepare(P(frequency_penalty=-0.0), [1], 1, [], 5)
+    decoder.step(logits)
+    assert decoder.sampler.drawn(1) == Draw(int(logits.argmax()), RUNNING)
+    assert np.array_equal(device.read(decoder.sampler.counts), before)
 
 
 def test_the_mask_is_obeyed(device: Any) -> None:

@@ -21,7 +21,7 @@ HISTORY_TOKENS = 256  # PENALTY_TOKENS of engine/sampling.py
 MAX_VOCAB = 1 << 20
 RING_ENTRIES = 4096
 RUNNING, STOPPED, LENGTH, FAILED = range(4)  # Status of cuda/step.cuh
-_N_CONTROL, _N_SCRATCH, _N_BINS = 16, 8, 2048
+_N_CONTROL, _N_SCRATCH, _N_BINS = 18, 8, 2048
 _BLOCK_TOKENS, _COLLECT_THREADS = 1024, 512
 _EPOCHS = 512
 
@@ -46,7 +46,8 @@ class Sampler:
 
     active: int32 [1], a view of the control block: 1 while the request runs. ring: page-locked uint64 [RING_ENTRIES],
     which `poll` reads; entry (n - 1) % RING_ENTRIES holds draw n = 1, 2, ... of the request as
-    token | status << 32 | epoch << 34 | n << 43, the epoch being the request's number modulo 512.
+    token | status << 32 | epoch << 34 | n << 43, the epoch being the request's number modulo 512. counts: int32 [V and
+    a rest to a multiple of 4], how often each token is in the reply, where a penalty depends on it.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -62,6 +63,7 @@ class Sampler:
         self.history = device.empty(HISTORY_TOKENS, np.int32)
         self.stop = device.empty(MAX_STOP_TOKENS, np.int32)
         self.allowed = device.empty(-(-V // 32), np.uint32)
+        self.counts = device.empty(-(-V // 4) * 4, np.int32)
         self.values = device.empty(V, np.float32)
         self.list = device.empty((3, V), np.uint32)
         self.masses = device.empty(self.blocks, np.uint64)
@@ -88,7 +90,8 @@ class Sampler:
         """Begin a request, in stream order: the next draw is for `position`, the number of tokens so far.
 
         history: those tokens, oldest first, or the last HISTORY_TOKENS of them. stop: at most MAX_STOP_TOKENS ids.
-        limit: tokens that may be emitted, at least 1. allowed: as in `engine.sampling.sample`.
+        limit: tokens that may be emitted, at least 1. allowed: as in `engine.sampling.sample`. With a frequency or
+        presence penalty, `count` says what is in the reply so far.
         """
         stop_tokens = np.asarray(sorted(stop), np.int32)
         if len(stop_tokens) > MAX_STOP_TOKENS or limit < 1:
@@ -105,13 +108,22 @@ class Sampler:
         floats = np.array([params.repetition_penalty, params.temperature], np.float32)
         top_p, min_p = (round(p * 2.0**32) for p in (params.top_p, params.min_p))
         wide = np.array([max(top_p, 1), min_p, params.seed], np.uint64)
+        penalties = np.array([params.frequency_penalty, params.presence_penalty], np.float32)
         if allowed is not None:
             self.device.write(self.allowed, allowed)
         if len(stop_tokens):
             self.device.write(self.stop[: len(stop_tokens)], stop_tokens)
         self.device.write(self.history, recent)
-        control = np.concatenate((np.array(words, np.int32), floats.view(np.int32), wide.view(np.int32)))
-        self.device.write(self.control, control)
+        fields = (np.array(words, np.int32), *(a.view(np.int32) for a in (floats, wide, penalties)))
+        self.device.write(self.control, np.concatenate(fields))
+
+    def count(self, reply: Sequence[int]) -> None:
+        """Set the counts to those of a reply so far, in stream order; draws then go on from there."""
+        if len(reply):
+            counted = np.bincount(np.asarray(reply, np.int64), minlength=len(self.counts))
+            self.device.write(self.counts, counted.astype(np.int32))
+        else:
+            self.device.set_bytes(self.device.pointer(self.counts), 0, self.counts.nbytes)
 
     def step(
         self, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array, greedy: bool = False
@@ -126,8 +138,8 @@ class Sampler:
         if logits.shape != (1, self.n_vocab):
             raise ValueError(f"sampling: logits {logits.shape}, expected {(1, self.n_vocab)}")
         next_step = (
-            self.control, self.history, self.stop, block_tables, int(np.prod(block_tables.shape[1:])), len(slots),
-            tokens, positions, slots, slots.shape[1], self.ring_pointer, RING_ENTRIES,
+            self.control, self.history, self.counts, self.stop, block_tables, int(np.prod(block_tables.shape[1:])),
+            len(slots), tokens, positions, slots, slots.shape[1], self.ring_pointer, RING_ENTRIES,
         )  # fmt: skip
         V, values = self.n_vocab, None if greedy else self.values
         kernel = self.device.kernel(self.module, "largest")
