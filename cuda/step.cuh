@@ -8,6 +8,7 @@
 //   STEP       draws since `prepare`, EPOCH which request it is (both go to the ring)
 //   N_STOP     stop tokens in `stop`
 //   FREQUENCY, PRESENCE   penalties; unless both are 0, `counts` has how often each token is in the reply so far
+//   N_TOP, DESCRIBED   of logprobs.cu: how many likeliest tokens are asked for; the draw that was described last
 //   the rest   parameters of sampling, see sample.cu
 //
 // The ring is page-locked host memory, a u64 an entry; draw n = 1, 2, ... of a request is entry (n - 1) % size:
@@ -18,7 +19,7 @@
 
 enum Control {
     ACTIVE, POSITION, N_LEFT, STEP, EPOCH, N_STOP, TOP_K, MASKED, PENALTY, TEMPERATURE, TOP_P, MIN_P = 12, SEED = 14,
-    FREQUENCY = 16, PRESENCE
+    FREQUENCY = 16, PRESENCE, N_TOP, DESCRIBED
 };
 enum Status { RUNNING, STOPPED, LENGTH, FAILED };
 

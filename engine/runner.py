@@ -33,6 +33,7 @@ from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.replay import Replay
+from engine.ops.likelihood import likelihood
 from engine.placement import Placement
 from engine.prefix import PrefixCache
 from engine.prefix_files import PrefixFiles
@@ -40,7 +41,7 @@ from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.protocol import Stage
 from engine.residency import Residency, largest_parts, slot_bytes
-from engine.sampling import Drawing, SamplingParams, counts_reply, sample
+from engine.sampling import Drawing, Drawn, SamplingParams, counts_reply, sample
 from engine.slowtier import loaded_bytes
 
 HOST_CHUNK_TOKENS = 512
@@ -141,9 +142,11 @@ def physical_cores() -> int:
     return max(1, len(cores))
 
 
-def _reply(params: SamplingParams, history: Many[int], begin: int) -> Many[int]:
-    """What penalties count of a history."""
-    return history[begin:] if counts_reply(params) else ()
+def _draw(logits: F32, d: Drawing) -> Drawn:
+    """Draw from logits float32 [V] on the host."""
+    reply = d.history[d.reply_from :] if counts_reply(d.params) else ()
+    token = sample(logits, d.params, len(d.history), d.history, d.allowed, reply)
+    return Drawn(token, None if d.logprobs is None else likelihood(logits, token, d.logprobs))
 
 
 class Runner:
@@ -425,41 +428,41 @@ class Runner:
 
     def decode(
         self, sequence: Sequence, history: list[int], result: StepResult, params: SamplingParams,
-        stop: frozenset[int], limit: int, reply_from: int | None = None,
-    ) -> Generator[list[int], bool | None, str]:  # fmt: skip
+        stop: frozenset[int], limit: int, reply_from: int | None = None, logprobs: int | None = None,
+    ) -> Generator[list[Drawn], bool | None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`, ahead of the host where it can; lists of them as they come.
 
         result: of the last step, whose first wanted logits follow `history`, which grows by what is generated. A
         token of `stop` ends it and is not part of it. reply_from: where in `history` the reply begins that penalties
-        count, by default behind it. Sent True, it ends as soon as nothing is under way, the last token drawn and not
-        fed. Returns why it ended: "stop", "length" or "paused".
+        count, by default behind it. logprobs: as in `Drawing`. Sent True, it ends as soon as nothing is under way, the
+        last token drawn and not fed. Returns why it ended: "stop", "length" or "paused".
         """
         begin = len(history) if reply_from is None else reply_from
         if self.graphs is not None:
-            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit, begin))
+            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit, begin, logprobs))
         counted = np.ones(1, bool)
         for made in range(limit):
             if made:
                 result = self.run([Span(sequence, np.asarray(history[-1:], np.int32), counted, (0,))])
-            token = sample(result.logits[0], params, len(history), history, reply=_reply(params, history, begin))
-            if token in stop:
+            logits = result.logits[0]
+            drawn = _draw(logits, Drawing(0, 0, history, 0, params, begin, logprobs=logprobs))
+            if drawn.token in stop:
                 return "stop"
-            history.append(token)
-            if (yield [token]) and made + 1 < limit:
+            history.append(drawn.token)
+            if (yield [drawn]) and made + 1 < limit:
                 return "paused"
         return "length"
 
-    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[int | None]:
+    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
         """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite."""
         if self.graphs is not None:
             rows = [d.row if result.rows is None else result.rows[d.row] for d in drawings]
             return self.graphs.draw(drawings, rows)
-        drawn: list[int | None] = []
+        drawn: list[Drawn | None] = []
         logits = result.logits
         for d in drawings:
             try:
-                reply = _reply(d.params, d.history, d.reply_from)
-                drawn.append(sample(logits[d.row], d.params, len(d.history), d.history, d.allowed, reply))
+                drawn.append(_draw(logits[d.row], d))
             except NumericalError:
                 drawn.append(None)
         return drawn

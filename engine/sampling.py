@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
 from engine.ops import F32, arithmetic
+from engine.ops.likelihood import EXP_CHUNK, Likelihood, largest
 from engine.protocol import Sampling as SamplingParams
 
-__all__ = ["PENALTY_TOKENS", "SamplingParams", "check_finite", "counts_reply", "fixed_point", "random_bits", "sample"]
+__all__ = [
+    "PENALTY_TOKENS", "Drawing", "Drawn", "SamplingParams", "check_finite", "counts_reply", "fixed_point",
+    "random_bits", "sample",
+]  # fmt: skip
 
 PENALTY_TOKENS = 256  # the last ones, that a repetition penalty makes less likely
 UNIT_BITS = 32  # the likeliest token weighs 2^32; so probabilities are fixed-point numbers of 32 bits
 LOWEST = np.float32(-23)  # exp(-23) * 2^32 rounds to 0
 _MASK = (1 << 64) - 1
 _SORTED = 1024  # of the likeliest tokens, before all are sorted
-_EXP_CHUNK = 8192  # the temporary arrays of `exp` stay in the cache
 
 
 def fixed_point(probability: float) -> int:
@@ -43,12 +47,20 @@ def random_bits(seed: int, position: int) -> int:
     return z
 
 
+class Drawn(NamedTuple):
+    """A token that was drawn, and how likely it was, where that was asked for."""
+
+    token: int
+    likelihood: Likelihood | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """A token to be drawn from a row of a step's logits, the next of a sequence.
 
     number: which of those that share steps, 0, 1, ...; request: whose, no two alike; history: all its tokens, of which
-    the reply are those from reply_from on; row: counted among the wanted ones. allowed: as `sample` takes it.
+    the reply are those from reply_from on; row: counted among the wanted ones. allowed: as `sample` takes it. logprobs:
+    how many likeliest tokens are wanted beside the likelihood of the drawn one; None: neither.
     """
 
     number: int
@@ -58,6 +70,7 @@ class Drawing:
     params: SamplingParams
     reply_from: int
     allowed: NDArray[np.uint32] | None = None
+    logprobs: int | None = None
 
 
 def check_finite(logits: F32) -> None:
@@ -100,8 +113,8 @@ def sample(
         scaled = (logits - logits[top]) / temperature
     likely = np.flatnonzero(scaled >= LOWEST)  # the others weigh nothing
     if 0 < params.top_k < len(likely):
-        likely = likely[np.sort(_largest(logits[likely], params.top_k))]
-    parts = (arithmetic.exp(scaled[likely[i : i + _EXP_CHUNK]]) for i in range(0, len(likely), _EXP_CHUNK))
+        likely = likely[np.sort(largest(logits[likely], params.top_k))]
+    parts = (arithmetic.exp(scaled[likely[i : i + EXP_CHUNK]]) for i in range(0, len(likely), EXP_CHUNK))
     weights = np.rint(np.concatenate([*parts]) * np.float32(2.0**UNIT_BITS)).astype(np.uint64)
     if fixed_point(params.top_p) < 1 << UNIT_BITS:
         kept = _nucleus(logits[likely], weights, fixed_point(params.top_p))
@@ -135,20 +148,11 @@ def _penalized(logits: F32, penalty: np.float32, recent: Sequence[int]) -> F32:
     return logits
 
 
-def _largest(logits: F32, n: int) -> NDArray[np.intp]:
-    """Indices of the n largest, largest first, ties to the smaller index."""
-    # Only what can be kept is sorted: sorting a vocabulary of 152K takes longer than a layer.
-    found = np.arange(len(logits))
-    if n < len(logits):
-        found = np.flatnonzero(logits >= np.partition(logits, -n)[-n])
-    return found[np.argsort(-logits[found], kind="stable")][:n]
-
-
 def _nucleus(logits: F32, weights: NDArray[np.uint64], top_p: int) -> NDArray[np.intp]:
     """Indices, ascending, of the shortest prefix, largest first, with a share `top_p` of all weights."""
     target = -(-max(top_p, 1) * int(weights.sum()) >> UNIT_BITS)  # rounded up, so never nothing
     for n in (min(_SORTED, len(logits)), len(logits)):
-        order = _largest(logits, n)
+        order = largest(logits, n)
         mass = np.cumsum(weights[order])
         if int(mass[-1]) >= target:
             break

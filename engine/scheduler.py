@@ -29,7 +29,7 @@ from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
 from engine.runner import Runner
-from engine.sampling import Drawing
+from engine.sampling import Drawing, Drawn
 from engine.tasks import SLICE_S, GenerateTask, ScoreTask
 
 GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
@@ -57,7 +57,7 @@ class Engine:
         self._turns = itertools.count()
         self._turn = -1  # of the one whose prompt was read last
         self._owed_s = 0.0  # time that those that decode have to come
-        self._ahead: tuple[GenerateTask, Generator[list[int], bool, None]] | None = None
+        self._ahead: tuple[GenerateTask, Generator[list[Drawn], bool, None]] | None = None
         self._requests = 0
         self._releases = 0  # of what requests held
         self._put_back_at = -1  # how many there were when one was put back last

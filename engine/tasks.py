@@ -23,7 +23,7 @@ from engine.kv import Sequence
 from engine.ops import F32
 from engine.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
 from engine.runner import Runner, Span, StepResult
-from engine.sampling import Drawing, check_finite
+from engine.sampling import Drawing, Drawn, check_finite
 from engine.trace import TraceWriter
 
 SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request every 25 ms
@@ -61,7 +61,7 @@ class GenerateTask:
         self._began = time.perf_counter()
         self._reading = self._part = np.zeros(0, np.int32)  # to_read, of the sequence; its next step
         self._read_s = 0.0  # when the prompt was read
-        self._unsent: list[int] = []
+        self._unsent: list[Drawn] = []
         self._sent = 0.0
 
     @property
@@ -126,26 +126,29 @@ class GenerateTask:
         if self.grammar is not None and self.grammar.is_done:
             self.reason = "stop"
             return None
-        return Drawing(self.number, self.serial, self.history, row, self.params, self.reply_from, allowed)
+        return Drawing(
+            self.number, self.serial, self.history, row, self.params, self.reply_from, allowed, self.request.logprobs
+        )  # fmt: skip
 
-    def go_on(self, *drawn: int | None) -> list[Event]:
+    def go_on(self, *drawn: Drawn | None) -> list[Event]:
         """Take a token that was drawn, if one was; the events that are due."""
-        for token in drawn:
-            self.take(token)
+        for one in drawn:
+            self.take(one)
         return self.flush()
 
-    def take(self, token: int | None) -> None:
+    def take(self, drawn: Drawn | None) -> None:
         """Go on with a drawn token, or end; None: the logits were not finite."""
-        if token is None:
+        if drawn is None:
             raise NumericalError(
                 "the logits of a step are not finite",
                 hint="the model file may be damaged; compare its checksum with the publisher's",
             )
+        token = drawn.token
         if token in self.stop:
             self.reason = "stop"
             return
         self.history.append(token)
-        self._unsent.append(token)
+        self._unsent.append(drawn)
         if self.grammar is not None:
             self.grammar.accept(token)
             if self.grammar.is_done:
@@ -158,7 +161,7 @@ class GenerateTask:
         assert self.sequence is not None
         return Span(self.sequence, np.asarray(self.history[-1:], np.int32), _COUNTED, (0,))
 
-    def ahead(self) -> Generator[list[int], bool, None]:
+    def ahead(self) -> Generator[list[Drawn], bool, None]:
         """Draw tokens with steps enqueued ahead, until the end or until it is sent True; lists of them as they come.
 
         They are in `history` already.
@@ -166,7 +169,9 @@ class GenerateTask:
         r, span = self.runner, self.span()
         left = self.limit - self.made
         result = r.run([span])
-        decoding = r.decode(span.sequence, self.history, result, self.params, self.stop, left, self.reply_from)
+        decoding = r.decode(
+            span.sequence, self.history, result, self.params, self.stop, left, self.reply_from, self.request.logprobs
+        )  # fmt: skip
         pause = False
         while True:
             try:
@@ -183,11 +188,18 @@ class GenerateTask:
         now = time.perf_counter()
         events: list[Event] = []
         if self._unsent and (self.reason or now - self._sent >= SLICE_S):
-            events.append(Tokens(self.id, tuple(self._unsent)))
+            events.append(self._tokens())
             self._unsent, self._sent = [], now
         if self.reason is not None:
             events.append(self._done(now))
         return events
+
+    def _tokens(self) -> Tokens:
+        tokens = tuple(drawn.token for drawn in self._unsent)
+        if self.request.logprobs is None:
+            return Tokens(self.id, tokens)
+        found = [drawn.likelihood for drawn in self._unsent if drawn.likelihood is not None]
+        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found))
 
     def _done(self, now: float) -> Done:
         r, read_s = self.runner, self._read_s or now

@@ -8,9 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.decoding import AHEAD_STEPS
 from engine.errors import NumericalError
 from engine.ops import KV_BLOCK_TOKENS, Limits
-from engine.ops.cuda.sampling import FAILED, HISTORY_TOKENS, LENGTH, RING_ENTRIES, RUNNING, STOPPED, Draw, News, Sampler
+from engine.ops.cuda.sampling import (
+    DESCRIBED_ENTRIES,
+    FAILED,
+    HISTORY_TOKENS,
+    LENGTH,
+    RING_ENTRIES,
+    RUNNING,
+    STOPPED,
+    Draw,
+    News,
+    Sampler,
+)
+from engine.ops.likelihood import likelihood
 from engine.sampling import PENALTY_TOKENS, SamplingParams, counts_reply, sample
 
 P = SamplingParams
@@ -143,6 +156,68 @@ def test_without_penalties_counts_are_not_looked_at(device: Any) -> None:
     decoder.step(logits)
     assert decoder.sampler.drawn(1) == Draw(int(logits.argmax()), RUNNING)
     assert np.array_equal(device.read(decoder.sampler.counts), before)
+
+
+@pytest.mark.parametrize("V", [1, 5, 1023, 1026, 5003, 300001])
+def test_likelihoods_are_the_twins_bit_for_bit(device: Any, V: int) -> None:
+    """Of the logits as they are: penalties and masks change what is drawn alone."""
+    decoder = Decoder(device, V)
+    words = np.full(-(-V // 32), 0x55555555, np.uint32)
+    params = P(1.0, top_k=50, repetition_penalty=1.3, frequency_penalty=1.0, seed=V)
+    flat, rounded = np.zeros(V, np.float32), np.round(logits_of(3, V))  # ties, and both zeros
+    many = [flat, rounded, logits_of(4, V), logits_of(5, V, 30.0)] if V < 10000 else [rounded]
+    for n, logits in zip((0, 1, 20, 3), many, strict=False):
+        decoder.sampler.prepare(params, [0] * 4, 4, [], 50, words, n)
+        decoder.sampler.count([0] * 3)
+        given = device.upload(logits[None])
+        for draw in (1, 2, 3):
+            decoder.step(logits)
+            assert decoder.sampler.likelihood(draw) is None
+            decoder.sampler.describe(given)
+            device.synchronize()
+            drawn = decoder.sampler.drawn(draw)
+            assert drawn is not None and drawn.token % 2 == 0
+            assert decoder.sampler.likelihood(draw) == likelihood(logits, drawn.token, n)
+        news = decoder.sampler.poll(1)
+        assert len(news.tokens) == 2 and news.likelihoods[1] == decoder.sampler.likelihood(3)
+
+
+def test_likelihoods_past_the_end_change_nothing(device: Any) -> None:
+    """Steps are enqueued beyond the end, each with other logits; what was not drawn is not described."""
+    V = 1500
+    decoder, steps = Decoder(device, V), [logits_of(40 + i, V) for i in range(14)]
+    stop = int(steps[3].argmax())
+    for stops, limit, n_drawn in ([], 12, 12), ([stop], 12, 3), ([], 1, 1):
+        decoder.sampler.prepare(P(), [5], 1, stops, limit, logprobs=2)
+        made, found = [], []
+        for i, logits in enumerate(steps):
+            decoder.step(logits, greedy=True)
+            decoder.sampler.describe(device.upload(logits[None]))
+            device.synchronize()
+            if i % 4 == 3:  # as seldom as the host may look
+                news = decoder.sampler.poll(len(made))
+                made, found = made + news.tokens, found + list(news.likelihoods)
+                assert news.stopped == (stops != [])
+        expected = [likelihood(logits, int(logits.argmax()), 2) for logits in steps[:n_drawn]]
+        assert found == expected and made == [top[0][0] for _, top in expected]
+    broken = steps[0].copy()
+    broken[7] = np.nan
+    decoder.sampler.prepare(P(), [5], 1, [], 9, logprobs=20)
+    decoder.step(broken)
+    decoder.sampler.describe(device.upload(broken[None]))
+    assert decoder.sampler.poll(0) == News([], False, True)
+
+
+def test_a_token_is_there_when_its_likelihood_is(device: Any) -> None:
+    decoder, logits = Decoder(device, 40), logits_of(1, 40)
+    for _ in range(2):  # entries of the request before do not pass for those of this one
+        decoder.sampler.prepare(P(), [1], 1, [], 5, logprobs=1)
+        decoder.step(logits, greedy=True)
+        assert decoder.sampler.poll(0) == News([], False, False)
+        decoder.sampler.describe(device.upload(logits[None]))
+        device.synchronize()
+        assert decoder.sampler.poll(0).tokens == [int(logits.argmax())]
+    assert AHEAD_STEPS + 1 < DESCRIBED_ENTRIES
 
 
 def test_the_mask_is_obeyed(device: Any) -> None:

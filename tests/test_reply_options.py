@@ -1,4 +1,4 @@
-"""What a request may ask of its reply, on every backend: penalties, alone and in shared steps."""
+"""What a request may ask of its reply, on every backend: penalties and log-probabilities, alone and in shared steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from engine_runs import PROMPT, config
 from tiny_models import k_quant_mix, write_tiny
 
-from engine.protocol import Done, Error, Event, Generate, Sampling, Tokens
+from engine.ops.likelihood import likelihood
+from engine.protocol import Done, Error, Event, Generate, Sampling, Tokens, format_line, parse_event
 from engine.runner import Span
 from engine.sampling import sample
 from engine.scheduler import Engine
@@ -105,7 +106,7 @@ def test_penalties_are_the_twins_alone_and_in_shared_steps(opened: Open) -> None
 
 
 def test_a_reply_that_goes_on_is_counted_from_where_it_began(opened: Open) -> None:
-    again = tuple(PROMPT[:40].tolist()) + (17, 17, 250, 250, 250, 3)
+    again = (*PROMPT[:40].tolist(), 17, 17, 250, 250, 250, 3)
     request = Generate(1, again, 8, PENALIZED, (), reply_from=40)
     engine = opened()
     expected = literal(engine, request)
@@ -156,3 +157,71 @@ def test_penalties_and_grammars_go_together(opened: Open) -> None:
     for request in (*REQUESTS[1:], replace(REQUESTS[0], grammar="{}")):
         engine.submit(request)
     assert tokens_of(drain(engine), 1) == expected[36:]
+
+
+def described(events: list[Event], request_id: int) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    """Each token of a reply with its log-probability and the likeliest."""
+    found = []
+    for e in events:
+        if isinstance(e, Tokens) and e.id == request_id:
+            assert e.logprobs is not None and e.top is not None
+            found += list(zip(e.tokens, e.logprobs, e.top, strict=True))
+    return found
+
+
+def test_log_probabilities_are_the_twins_and_change_no_token(opened: Open) -> None:
+    engine = opened()
+    asking = [replace(r, logprobs=n) for r, n in zip(REQUESTS, (3, 20, 0), strict=True)]
+    expected: dict[int, list[Any]] = {}
+    for request in asking:
+        found = expected[request.id] = []
+        for logits, history in steps(engine, request):
+            reply = history[len(request.tokens) :]
+            history.append(sample(logits, request.sampling, len(history), history, None, reply))
+            found.append((history[-1], *likelihood(logits, history[-1], request.logprobs or 0)))
+            wide = logits.astype(np.float64)
+            softmax = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+            assert abs(found[-1][1] - softmax[history[-1]]) < 1e-6
+    for request in asking:
+        engine.submit(request)
+        assert described(drain(engine), request.id) == expected[request.id]
+    engine.submit(replace(REQUESTS[0], id=9, max_tokens=20))  # who does not ask is told nothing
+    for request in asking:
+        engine.submit(request)
+    events = drain(engine)
+    assert {r.id: described(events, r.id) for r in asking} == expected
+    assert {(e.logprobs, e.top) for e in events if isinstance(e, Tokens) and e.id == 9} == {(None, None)}
+    for event in events:
+        assert parse_event(format_line(event)) == event
+
+
+def test_a_stop_token_is_not_described(opened: Open) -> None:
+    engine = opened()
+    request = replace(REQUESTS[0], sampling=Sampling(), logprobs=1)
+    engine.submit(request)
+    whole = described(drain(engine), 1)
+    stop = whole[6][0]
+    for grammar in (None, "{}"):
+        engine.runner.grammar = lambda text, stop: Anything()  # type: ignore[assignment,return-value]
+        engine.submit(replace(request, stop_tokens=(stop,), grammar=grammar))
+        events = drain(engine)
+        assert described(events, 1) == whole[: [token for token, *_ in whole].index(stop)]
+
+
+class Anything(Grammar):
+    """Allows everything."""
+
+    def mask(self) -> np.ndarray:
+        return np.full(10, 0xFFFFFFFF, np.uint32)
+
+    def accept(self, token: int) -> None:
+        """Take it."""
+
+
+def test_log_probabilities_do_not_look_at_the_grammar(opened: Open) -> None:
+    engine = opened()
+    engine.runner.grammar = lambda text, stop: Grammar()  # type: ignore[assignment,return-value]
+    engine.submit(replace(REQUESTS[0], sampling=Sampling(), grammar="{}", logprobs=20))
+    for token, logprob, top in described(drain(engine), 1):
+        assert token % 3 == 0 and logprob <= top[0][1]
+        assert any(other % 3 for other, _ in top)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import NumericalError
 from engine.ops import arithmetic
+from engine.ops.likelihood import likelihood
 from engine.sampling import PENALTY_TOKENS, SamplingParams, check_finite, random_bits, sample
 
 LOGITS = np.array([0.5, 3.0, -1.0, 2.0, 2.5, -9.0, 0.0], np.float32)
@@ -211,3 +212,25 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits[2] = bad
     with pytest.raises(NumericalError, match="1 of 7 logits"):
         sample(logits, SamplingParams(), 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 2500, 152064])
+def test_log_probabilities_are_those_of_the_softmax(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for scale in (0.0, 0.5, 4.0, 40.0):
+        logits = rng.normal(-3, scale, size).astype(np.float32)
+        wide = logits.astype(np.float64)
+        expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+        order = sorted(range(size), key=lambda i: (-logits[i], i))[:20]
+        for token in {0, size // 2, order[0]}:
+            found = likelihood(logits, token, 20)
+            assert found.logprob == pytest.approx(expected[token], abs=1e-6, rel=1e-12)
+            assert [i for i, _ in found.top] == order
+            assert np.abs([value - expected[i] for i, value in found.top]).max() < 1e-6
+            assert dict(found.top).get(token, found.logprob) == found.logprob
+        assert likelihood(logits, 0, 0) == (likelihood(logits, 0, 1).logprob, ())
+
+
+def test_of_equal_logits_the_smaller_id_comes_first() -> None:
+    logits = np.array([-0.0, 1.0, 0.0, 1.0, -2.0, 0.0], np.float32)
+    assert [token for token, _ in likelihood(logits, 4, 5).top] == [1, 3, 0, 2, 5]
