@@ -17,7 +17,7 @@ from engine.errors import NumericalError
 from engine.forward import Forward
 from engine.kv import Sequence, block_table
 from engine.models import Step
-from engine.ops import I32
+from engine.ops import F32, I32
 from engine.ops.cuda.device import Array, Graph
 from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler
 from engine.residency import Residency
@@ -141,22 +141,34 @@ class Graphs:
 
         None where logits are not finite. A sampler goes on by itself with the request it had, without a mask.
         """
-        f, nowhere = self.forward, self._nowhere
         for d, row in zip(drawings, rows, strict=True):
-            sampler, n = self.samplers[d.number], len(d.history)
-            request, known, draws = self._drawn[d.number]
-            if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
-                sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed, d.logprobs)
-                draws = 0
-            if counts_reply(d.params):  # also of one with a grammar, which is prepared for each token
-                if self._counted[d.number] != (d.request, n):
-                    sampler.count(d.history[d.reply_from :])
-                self._counted[d.number] = d.request, n + 1
-            self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
-            logits = self._aligned(row)
-            sampler.step(logits, nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0)
-            if d.logprobs is not None:
-                sampler.describe(logits)
+            self._draw(d, self._aligned(row))
+        return self._drawn_tokens(drawings)
+
+    def draw_from(self, logits: F32, drawing: Drawing) -> list[Drawn | None]:
+        """As `draw`, from logits float32 [V] in host memory."""
+        self.device.write(self._row, logits[None])
+        self._draw(drawing, self._row)
+        return self._drawn_tokens([drawing])
+
+    def _draw(self, d: Drawing, logits: Array) -> None:
+        """Enqueue the draw of a token from logits float32 [1, V]."""
+        f, nowhere = self.forward, self._nowhere
+        sampler, n = self.samplers[d.number], len(d.history)
+        request, known, draws = self._drawn[d.number]
+        if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
+            sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed, d.logprobs)
+            draws = 0
+        if counts_reply(d.params):  # also of one with a grammar, which is prepared for each token
+            if self._counted[d.number] != (d.request, n):
+                sampler.count(d.history[d.reply_from :])
+            self._counted[d.number] = d.request, n + 1
+        self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
+        sampler.step(logits, nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0)
+        if d.logprobs is not None:
+            sampler.describe(logits)
+
+    def _drawn_tokens(self, drawings: Many[Drawing]) -> list[Drawn | None]:
         self.device.synchronize()
         tokens: list[Drawn | None] = []
         for d in drawings:

@@ -25,7 +25,7 @@ from engine.errors import CapacityError, NumericalError, UsageError
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
 from engine.grammar import Grammar, Vocabulary
-from engine.kv import KVCache, Sequence, block_table
+from engine.kv import Fork, KVCache, Sequence, block_table
 from engine.models import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, PIECE_TOKENS
 from engine.ops.cpu_library import library_path
@@ -342,6 +342,20 @@ class Runner:
             sequence.release()
             raise
 
+    def fork(self, sequence: Sequence) -> Fork | None:
+        """What other requests with this prompt go on from, as `PrefixCache.fork`."""
+        return self.prefixes.fork(sequence)
+
+    def begin(self, fork: Fork) -> Sequence:
+        """Begin a sequence from a fork."""
+        sequence = self.new_sequence()
+        try:
+            self.prefixes.begin(sequence, fork)
+        except BaseException:
+            sequence.release()
+            raise
+        return sequence
+
     def next_step(self, sequence: Sequence, tokens: I32) -> I32:
         """The tokens of a prompt's next prefill step."""
         return tokens[sequence.length :][: self.prefixes.step_tokens(sequence, tokens)]
@@ -466,6 +480,12 @@ class Runner:
             except NumericalError:
                 drawn.append(None)
         return drawn
+
+    def draw_from(self, logits: F32, drawing: Drawing) -> list[Drawn | None]:
+        """As `draw`, from a row of an earlier step that was kept, float32 [V]."""
+        if self.graphs is not None:
+            return self.graphs.draw_from(logits, drawing)
+        return [_draw(logits, drawing)]
 
     def has_room(self, lengths: Many[int]) -> bool:
         """Whether new sequences of so many tokens, and a few more each, fit beside what is held."""

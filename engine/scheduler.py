@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
+from engine.families import Families
 from engine.learning import Learning
+from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
@@ -54,6 +56,7 @@ class Engine:
         self._learning = self._new_learning()
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
+        self._families = Families(self.runner.prefixes.drop)
         self._turns = itertools.count()
         self._turn = -1  # of the one whose prompt was read last
         self._owed_s = 0.0  # time that those that decode have to come
@@ -120,7 +123,17 @@ class Engine:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.id == request.id for job in (*self._running, *self._waiting)):
             raise RequestError(f"request {request.id} is still running")
+        if isinstance(request, Generate):
+            self._families.add(request, self._unread())
         self._waiting.append(request)
+
+    def _unread(self) -> Iterator[Generate]:
+        """Requests whose prompt has not been read."""
+        for job in (*self._running, *self._waiting):
+            if isinstance(job, Generate):
+                yield job
+            elif isinstance(job, GenerateTask) and not job.decoding and not job.made:
+                yield job.request
 
     @property
     def busy(self) -> bool:
@@ -172,19 +185,23 @@ class Engine:
         return False
 
     def _admit(self) -> list[Event]:
-        """Let those begin that have waited longest, as long as there is room."""
+        """Let those begin that have waited longest, as long as there is room.
+
+        One whose prompt another is reading is passed over: it holds nothing while it waits, and nobody waits for it.
+        """
         events: list[Event] = []
-        while self._waiting and len(self._running) < self.runner.limits.max_sequences:
-            job = self._waiting[0]
-            if self._running and not self._fits_beside(job):
+        while len(self._running) < self.runner.limits.max_sequences:
+            job = next((job for job in self._waiting if self._families.may_begin(job.id)), None)
+            if job is None or (self._running and not self._fits_beside(job)):
                 break
             if not self._running:
                 self._follow()
-            self._waiting.popleft()
+            self._waiting.remove(job)
             try:
                 task = job if isinstance(job, Task) else self._task(job)
             except SparkError as error:
                 events.append(error_event(job.id, error))
+                self._families.end(job.id)
                 self._requests += 1
                 continue
             taken = {other.number for other in self._running}
@@ -199,20 +216,27 @@ class Engine:
             return False
         if self._put_back_at == self._releases:  # somebody is waiting for room that nobody has made yet
             return False
-        tokens, left = (job.to_read, job.left) if isinstance(job, GenerateTask) else (job.tokens, job.max_tokens)
-        new, begun = [len(tokens) + min(left, GROWTH_TOKENS)], 0
+        new, begun = [self._needs(job)], 0
         for task in self._running:
             assert isinstance(task, GenerateTask)
-            needed = len(task.to_read) + min(task.left, GROWTH_TOKENS)
+            needed = self._needs(task)
             if task.sequence is None:
                 new.append(needed)
             else:
                 begun += max(0, needed - task.sequence.length)
         return self.runner.has_room([new[0] + begun, *new[1:]])
 
+    def _needs(self, job: Generate | GenerateTask) -> int:
+        """Positions for which it needs blocks of its own, with some of its reply."""
+        tokens, left = (job.to_read, job.left) if isinstance(job, GenerateTask) else (job.tokens, job.max_tokens)
+        family = self._families.of(job.id)
+        forked = family is not None and family.kept is not None and job.id in family.pending
+        return (KV_BLOCK_TOKENS if forked else len(tokens)) + min(left, GROWTH_TOKENS)
+
     def _task(self, request: Generate | Score) -> Task:
-        kind = ScoreTask if isinstance(request, Score) else GenerateTask
-        return kind(self.runner, request)  # type: ignore[arg-type]
+        if isinstance(request, Score):
+            return ScoreTask(self.runner, request)
+        return GenerateTask(self.runner, request, self._families.of(request.id))
 
     def _finish(self, job: Generate | Score | Task) -> None:
         if isinstance(job, Task):
@@ -221,6 +245,7 @@ class Engine:
                 self._ahead = None
             job.close()
             self._releases += 1
+        self._families.end(job.id)
         (self._running if job in self._running else self._waiting).remove(job)  # type: ignore[arg-type]
         self._requests += 1
 

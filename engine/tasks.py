@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
+from engine.families import Family, Kept
 from engine.forward import MAX_ROWS
 from engine.grammar import Grammar
 from engine.kv import Sequence
@@ -36,12 +37,14 @@ class GenerateTask:
 
     history: the prompt and what was drawn. sequence: what is cached of it, None while it waits. decoding: the prompt
     is read. number: its place among those that run, 0, 1, ... turn: when it began, counted. reason: why it ended, None
-    until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
+    until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again. family:
+    of requests with this prompt, which one of them reads.
     """
 
-    def __init__(self, runner: Runner, request: Generate) -> None:
+    def __init__(self, runner: Runner, request: Generate, family: Family | None = None) -> None:
         self.runner = runner
         self.request = request
+        self.family = family
         self.number = self.turn = 0
         self.params = request.sampling
         self.reply_from = len(request.tokens) if request.reply_from is None else request.reply_from
@@ -60,6 +63,7 @@ class GenerateTask:
         self._before = runner.residency.counters()
         self._began = time.perf_counter()
         self._reading = self._part = np.zeros(0, np.int32)  # to_read, of the sequence; its next step
+        self._kept: F32 | None = None  # the logits of a prompt that another has read, to be drawn from
         self._read_s = 0.0  # when the prompt was read
         self._unsent: list[Drawn] = []
         self._sent = 0.0
@@ -86,6 +90,15 @@ class GenerateTask:
 
     def prepare(self) -> None:
         """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
+        if self._kept is not None:
+            return
+        kept = None if self.sequence is not None or self.family is None else self.family.kept
+        if kept is not None and self.id in self.family.pending:  # type: ignore[union-attr]
+            self.sequence = self.runner.begin(kept.fork)
+            self._kept = kept.logits
+            self.cached_tokens = len(self.request.tokens)
+            self.reused_tokens += self.cached_tokens
+            return
         if self.sequence is None:
             self._reading = np.asarray(self.to_read, np.int32)
             self.sequence, reused = self.runner.resume(self._reading)
@@ -98,6 +111,8 @@ class GenerateTask:
 
     def read(self) -> list[Event]:
         """Feed one more chunk, for which there is room, then draw the first token."""
+        if self._kept is not None:
+            return self._begin(self._kept)
         r, sequence, tokens = self.runner, self.sequence, self._reading
         assert sequence is not None
         part = self._part  # as it was when there was room: to make room, prefixes may have been given up
@@ -107,15 +122,39 @@ class GenerateTask:
         check_finite(result.last_residual)  # before others are let begin after it; waits for the step
         r.remember(sequence, tokens)
         self.read_tokens += len(part)
+        progress = Progress(self.id, sequence.length, len(tokens), self.cached_tokens or 0)
         if not last:
-            return [Progress(self.id, sequence.length, len(tokens))]
+            return [progress]
         self.decoding = True
         if self.made:
             return []
+        self._share(result)
         drawing = self.drawing(0)
         drawn = [] if drawing is None else r.draw(result, [drawing])
         self._read_s = time.perf_counter()
-        return self.go_on(*drawn)
+        return [progress, *self.go_on(*drawn)]
+
+    def _share(self, result: StepResult) -> None:
+        """Let the others of the family go on from the prompt that was read."""
+        if self.family is None:
+            return
+        assert self.sequence is not None
+        if self.family.wants(self.id):
+            fork = self.runner.fork(self.sequence)
+            if fork is not None:
+                self.family.keep(Kept(fork, result.logits[0].copy()))
+        self.family.begun(self.id)
+
+    def _begin(self, logits: F32) -> list[Event]:
+        """Draw the first token after a prompt that another has read."""
+        assert self.family is not None
+        self._kept, self.decoding = None, True
+        self.family.begun(self.id)
+        drawing = self.drawing(0)
+        drawn = [] if drawing is None else self.runner.draw_from(logits, drawing)
+        self._read_s = time.perf_counter()
+        n = len(self.request.tokens)
+        return [Progress(self.id, n, n, n), *self.go_on(*drawn)]
 
     def drawing(self, row: int) -> Drawing | None:
         """How the next token is to be drawn from a row of logits, or None where the grammar allows none: the end.
@@ -218,6 +257,7 @@ class GenerateTask:
 
     def close(self) -> None:
         """Give back what is cached."""
+        self._kept = None
         if self.sequence is not None:
             self.sequence.release()
             self.sequence = None
