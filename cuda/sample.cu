@@ -1,7 +1,7 @@
 // From logits [V] to a token, and to the inputs of the next step. Twin: `sample` of engine/sampling.py, the same token
 // (docs/arithmetic.md, "Sampling"); weights are integers, so sums may be taken in any order, by atomics too.
 //
-//   largest   penalty, mask, finite check and the maximum; greedy decoding ends here
+//   largest   penalties, mask, finite check and the maximum; greedy decoding ends here
 //   weigh     weights; without top-k and top-p the draw ends here, else a histogram bounds what can be kept
 //   collect   what can be kept, in a list; the exact choice in it, and the draw
 //
@@ -9,6 +9,7 @@
 // 256 (`collect`: 512) threads. V <= 2^20. scratch u64 [N_SCRATCH], bin_mass and bin_count [N_BINS] are zero before the
 // first step, and are left so. values float [V], masses u64 [a block of `weigh` each], list u32 [3, V].
 #include "arithmetic.cuh"
+#include "block.cuh"
 #include "order.cuh"
 #include "ptx.cuh"
 #include "step.cuh"
@@ -27,69 +28,6 @@
 // BEST: order of the largest logit and the complement of its id, 0 = the step is over. CUT: 1 + the last bin to collect.
 // TOTAL: the sum of all weights where top-k keeps all, else 0.
 enum Scratch { BEST, BAD, BLOCKS_DONE, CUT, TOTAL, N_LISTED };
-
-// --- sums over a block ------------------------------------------------------------------------------
-
-DEVICE u64 warp_sum(u64 v) {
-#pragma unroll
-    for (int o = 16; o; o /= 2)
-        v += __shfl_xor_sync(FULL_WARP, v, o);
-    return v;
-}
-
-// Every thread gets the sum. `turn` alternates between two sets of partial sums, so that one barrier is enough.
-DEVICE u64 block_sum(u64 v, int& turn) {
-    __shared__ u64 partial[2][WARP];
-    v = warp_sum(v);
-    u64* const sums = partial[turn];
-    turn ^= 1;
-    if (threadIdx.x % WARP == 0)
-        sums[threadIdx.x / WARP] = v;
-    __syncthreads();
-    u64 total = 0;
-    for (int w = 0; w < (int)blockDim.x / WARP; w++)
-        total += sums[w];
-    return total;
-}
-
-// The sum over the threads before this one; `total` gets that over all.
-DEVICE u64 block_scan(u64 v, u64& total) {
-    __shared__ u64 sums[WARP];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    u64 upto = v;
-#pragma unroll
-    for (int o = 1; o < WARP; o *= 2) {
-        const u64 other = __shfl_up_sync(FULL_WARP, upto, o);
-        upto += lane >= o ? other : 0;
-    }
-    __syncthreads();
-    if (lane == WARP - 1)
-        sums[warp] = upto;
-    __syncthreads();
-    u64 before = 0;
-    total = 0;
-    for (int w = 0; w < (int)blockDim.x / WARP; w++) {
-        before += w < warp ? sums[w] : 0;
-        total += sums[w];
-    }
-    return before + upto - v;
-}
-
-// Whether this is the last block of the grid to come here; it then sees what the others wrote before.
-DEVICE bool is_last_block(u64* scratch) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)
-        last = atomicAdd(scratch + BLOCKS_DONE, (u64)1) == gridDim.x - 1;
-    __syncthreads();
-    if (last) {
-        __threadfence();
-        if (threadIdx.x == 0)
-            scratch[BLOCKS_DONE] = 0;
-    }
-    return last;
-}
 
 // --- arithmetic -------------------------------------------------------------------------------------
 
@@ -130,7 +68,7 @@ DEVICE u64 random_bits(u64 seed, u64 position) {
 
 // --- the largest logit ------------------------------------------------------------------------------
 
-// values: null where the request is greedy; else gets the logits after penalty and mask (-infinity: not allowed).
+// values: null where the request is greedy; else gets the logits after penalties and mask (-infinity: not allowed).
 KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u64* scratch, STEP_PARAMETERS) {
     __shared__ u32 repeated[BLOCK_TOKENS / 32];
     __shared__ u64 best_of_warp[THREADS / WARP];
@@ -163,6 +101,15 @@ KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u6
         for (int j = 0; j < PER_THREAD; j++)
             if (bits >> j & 1)
                 x[j] = x[j] > 0.0f ? __fdiv_rn(x[j], penalty) : x[j] * penalty;
+    }
+    if (counts_reply(control) && id < V) { // the arrays of counts end with whole vectors
+        const float frequency = read_float(control, FREQUENCY), presence = read_float(control, PRESENCE);
+        const int4 n = *(const int4*)(counts + id);
+        const i32 seen[PER_THREAD] = {n.x, n.y, n.z, n.w};
+#pragma unroll
+        for (int j = 0; j < PER_THREAD; j++)
+            if (seen[j])
+                x[j] = x[j] - (frequency * (float)seen[j] + presence);
     }
     const u32 open = !masked || id >= V ? 15u : allowed[id / 32] >> id % 32;
     u32 order = 0, place = 0xffffffffu;
@@ -201,7 +148,7 @@ KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u6
             best = max(best, best_of_warp[w]);
         atomicMax(scratch + BEST, best);
     }
-    if (!is_last_block(scratch))
+    if (!is_last_block(scratch + BLOCKS_DONE))
         return;
     const u64 best = load_fresh(scratch + BEST);
     const bool failed = load_fresh(scratch + BAD) != 0 || best >> 32 == 0;
@@ -246,7 +193,7 @@ KERNEL weigh(const float* values, int V, u64* masses, u64* bin_mass, u32* bin_co
         if (i == 0)
             masses[blockIdx.x] = mass;
     }
-    if (!is_last_block(scratch))
+    if (!is_last_block(scratch + BLOCKS_DONE))
         return;
 
     if (!is_plain) { // the last bin that top-k or top-p can reach into
@@ -420,7 +367,7 @@ KERNEL collect(const float* values, int V, u32* list, u64* scratch, STEP_PARAMET
             list[2 * V + base] = (u32)(w - 1);
         }
     }
-    if (!is_last_block(scratch))
+    if (!is_last_block(scratch + BLOCKS_DONE))
         return;
 
     List all = {list, list + V, list + 2 * V, (int)load_fresh(scratch + N_LISTED)};

@@ -7,6 +7,8 @@
 //   N_LEFT     tokens that may still be emitted
 //   STEP       draws since `prepare`, EPOCH which request it is (both go to the ring)
 //   N_STOP     stop tokens in `stop`
+//   FREQUENCY, PRESENCE   penalties; unless both are 0, `counts` has how often each token is in the reply so far
+//   N_TOP, DESCRIBED   of logprobs.cu: how many likeliest tokens are asked for; the draw that was described last
 //   the rest   parameters of sampling, see sample.cu
 //
 // The ring is page-locked host memory, a u64 an entry; draw n = 1, 2, ... of a request is entry (n - 1) % size:
@@ -15,16 +17,23 @@
 
 #include "ptx.cuh"
 
-enum Control { ACTIVE, POSITION, N_LEFT, STEP, EPOCH, N_STOP, TOP_K, MASKED, PENALTY, TEMPERATURE, TOP_P, MIN_P = 12, SEED = 14 };
+enum Control {
+    ACTIVE, POSITION, N_LEFT, STEP, EPOCH, N_STOP, TOP_K, MASKED, PENALTY, TEMPERATURE, TOP_P, MIN_P = 12, SEED = 14,
+    FREQUENCY = 16, PRESENCE, N_TOP, DESCRIBED
+};
 enum Status { RUNNING, STOPPED, LENGTH, FAILED };
 
 #define HISTORY_TOKENS 256
 #define KV_BLOCK_TOKENS 64
 #define STEP_PARAMETERS                                                                                              \
-    i32 *control, i32 *history, const i32 *stop, const i32 *block_tables, int table_stride, int n_groups,            \
-        i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u64 *ring, int ring_size
+    i32 *control, i32 *history, i32 *counts, const i32 *stop, const i32 *block_tables, int table_stride,              \
+        int n_groups, i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u64 *ring, int ring_size
 #define STEP_ARGUMENTS                                                                                               \
-    control, history, stop, block_tables, table_stride, n_groups, tokens, positions, slots, slot_stride, ring, ring_size
+    control, history, counts, stop, block_tables, table_stride, n_groups, tokens, positions, slots, slot_stride, ring, \
+        ring_size
+
+// Whether a penalty depends on what the reply has; both are floats, and -0 is 0.
+DEVICE bool counts_reply(const i32* control) { return ((control[FREQUENCY] | control[PRESENCE]) & 0x7fffffff) != 0; }
 
 // The whole block ends the step with a token, or with -1 where logits were not finite. KV group g has the block table
 // at block_tables + g * table_stride and the slot of the token at slots + g * slot_stride.
@@ -46,6 +55,8 @@ DEVICE void finish_step(i32 token, STEP_PARAMETERS) {
     control[STEP] = step;
     if (status == RUNNING || status == LENGTH) {
         history[position % HISTORY_TOKENS] = token;
+        if (counts_reply(control))
+            counts[token]++;
         control[POSITION] = position + 1;
         control[N_LEFT] = left - 1;
     }

@@ -6,6 +6,7 @@ device clears its own active flag, so whatever is still enqueued moves no state.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Generator
 from collections.abc import Sequence as Many
@@ -16,11 +17,11 @@ from engine.errors import NumericalError
 from engine.forward import Forward
 from engine.kv import Sequence, block_table
 from engine.models import Step
-from engine.ops import I32
+from engine.ops import F32, I32
 from engine.ops.cuda.device import Array, Graph
 from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler
 from engine.residency import Residency
-from engine.sampling import Drawing, SamplingParams
+from engine.sampling import Drawing, Drawn, SamplingParams, counts_reply
 
 AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
 _POLL_S = 0.0001
@@ -41,6 +42,7 @@ class Graphs:
         self.samplers = [Sampler(forward.device, forward.limits) for _ in range(forward.limits.max_sequences)]
         self.sampler = self.samplers[0]
         self._drawn: list[tuple[int, int, int]] = [(-1, 0, 0)] * len(self.samplers)  # request, tokens, draws
+        self._counted: list[tuple[int, int]] = [(-1, 0)] * len(self.samplers)  # whose reply, up to which token
         self._nowhere = forward.device.empty((2 + len(forward.kv.groups), 1), np.int32)
         self._row = forward.device.empty((1, forward.limits.n_vocab), np.float32)
         self._decode: dict[bool, Graph] = {}  # by whether it is greedy
@@ -77,8 +79,8 @@ class Graphs:
 
     def decode(
         self, sequence: Sequence, history: list[int], row: int, params: SamplingParams, stop: frozenset[int],
-        limit: int,
-    ) -> Generator[list[int], bool | None, str]:  # fmt: skip
+        limit: int, reply_from: int, logprobs: int | None,
+    ) -> Generator[list[Drawn], bool | None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`, whose last token's logits are row `row` of the last step's.
 
         As `Runner.decode`: sent True, no further step is enqueued, and it ends when those that were are done.
@@ -95,14 +97,21 @@ class Graphs:
                 rows=nothing,
             )
         )  # fmt: skip
-        self._drawn[0] = (-1, 0, 0)
-        self.sampler.prepare(params, history, start, stop, limit)
-        self._sample(self._inputs(1), self._logits(row), greedy)
+        self._drawn[0], self._counted[0] = (-1, 0, 0), (-1, 0)
+        self.sampler.prepare(params, history, start, stop, limit, logprobs=logprobs)
+        if counts_reply(params):
+            self.sampler.count(history[reply_from:])
+        logits = self._logits(row)
+        self._sample(self._inputs(1), logits, greedy)
+        if logprobs is not None:
+            self.sampler.describe(logits)
         made, enqueued, heard, pausing = 0, 1, time.monotonic(), False
         while True:
             while not pausing and enqueued < min(limit, made + 1 + AHEAD_STEPS):
                 self._reserve(sequence, start + enqueued + 1)
                 graph.launch()
+                if logprobs is not None:  # behind the graph, so that there are not as many graphs again
+                    self.sampler.describe(logits)
                 enqueued += 1
             news = self.sampler.poll(made)
             if news.tokens:
@@ -110,7 +119,8 @@ class Graphs:
                 made += len(news.tokens)
                 history.extend(news.tokens)
                 sequence.length = start + made - 1
-                pausing = (yield news.tokens) or pausing
+                drawn = zip(news.tokens, news.likelihoods or itertools.repeat(None), strict=False)
+                pausing = (yield [Drawn(*pair) for pair in drawn]) or pausing
             if news.error:
                 raise _not_finite()
             if news.stopped:
@@ -126,31 +136,50 @@ class Graphs:
                     heard = time.monotonic()
                 time.sleep(_POLL_S)
 
-    def draw(self, drawings: Many[Drawing], rows: Many[int]) -> list[int | None]:
+    def draw(self, drawings: Many[Drawing], rows: Many[int]) -> list[Drawn | None]:
         """Draw a token for each sequence, drawings[i] from row rows[i] of the last step's logits; waits for them.
 
         None where logits are not finite. A sampler goes on by itself with the request it had, without a mask.
         """
-        f, nowhere = self.forward, self._nowhere
         for d, row in zip(drawings, rows, strict=True):
-            sampler, n = self.samplers[d.number], len(d.history)
-            request, known, draws = self._drawn[d.number]
-            if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
-                sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed)
-                draws = 0
-            self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
-            sampler.step(
-                self._aligned(row), nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0
-            )
+            self._draw(d, self._aligned(row))
+        return self._drawn_tokens(drawings)
+
+    def draw_from(self, logits: F32, drawing: Drawing) -> list[Drawn | None]:
+        """As `draw`, from logits float32 [V] in host memory."""
+        self.device.write(self._row, logits[None])
+        self._draw(drawing, self._row)
+        return self._drawn_tokens([drawing])
+
+    def _draw(self, d: Drawing, logits: Array) -> None:
+        """Enqueue the draw of a token from logits float32 [1, V]."""
+        f, nowhere = self.forward, self._nowhere
+        sampler, n = self.samplers[d.number], len(d.history)
+        request, known, draws = self._drawn[d.number]
+        if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
+            sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed, d.logprobs)
+            draws = 0
+        if counts_reply(d.params):  # also of one with a grammar, which is prepared for each token
+            if self._counted[d.number] != (d.request, n):
+                sampler.count(d.history[d.reply_from :])
+            self._counted[d.number] = d.request, n + 1
+        self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
+        sampler.step(logits, nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0)
+        if d.logprobs is not None:
+            sampler.describe(logits)
+
+    def _drawn_tokens(self, drawings: Many[Drawing]) -> list[Drawn | None]:
         self.device.synchronize()
-        tokens: list[int | None] = []
+        tokens: list[Drawn | None] = []
         for d in drawings:
-            drawn = self.samplers[d.number].drawn(self._drawn[d.number][2])
+            sampler, draws = self.samplers[d.number], self._drawn[d.number][2]
+            drawn = sampler.drawn(draws)
             assert drawn is not None
-            failed = drawn.status == FAILED
-            if failed:
-                self._drawn[d.number] = (-1, 0, 0)
-            tokens.append(None if failed else drawn.token)
+            if drawn.status == FAILED:
+                self._drawn[d.number], self._counted[d.number] = (-1, 0, 0), (-1, 0)
+                tokens.append(None)
+            else:
+                tokens.append(Drawn(drawn.token, None if d.logprobs is None else sampler.likelihood(draws)))
         return tokens
 
     def _aligned(self, row: int) -> Array:

@@ -107,6 +107,7 @@ def _run(forward: Forward, residency: Residency, graphs: Any) -> None:
     i, logits = forward.inputs, forward.buffers.logits
     for greedy in (True, False):
         graphs.sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)
+    graphs.sampler.describe(logits[:1])
     lengths = {n for n in (1, 2, SMALL_TOKENS, *_LONG_STEPS, most) if n <= most}
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):

@@ -72,6 +72,27 @@ class Snapshot:
         return sum(a.nbytes for a in self.states) + sum(a.nbytes for a in self.windows)
 
 
+@dataclass(slots=True, eq=False)
+class Fork:
+    """What other sequences go on from, after the `length` positions of one that has gone on by itself since.
+
+    shared: the full blocks of each group without a window, which the fork holds, too. rest: of each, a block of the
+    fork's own with the positions behind those; none where there are none. snapshot: all else, with windows. gone: it
+    was dropped, and holds nothing.
+    """
+
+    length: int
+    shared: list[list[int]]
+    rest: list[int]
+    snapshot: Snapshot | None
+    gone: bool = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        return 0 if self.snapshot is None else self.snapshot.nbytes
+
+
 class BlockPool:
     """Free physical blocks, and how many hold each of the others; one that is written has one holder.
 
@@ -138,17 +159,21 @@ class Blocks:
             self.held.append(self.pool.take())
 
     def begin(self, length: int, shared: Many[int]) -> None:
-        """Hold the first `length` positions, full blocks: `shared` ones, or with a window own ones of what is seen."""
-        assert not self.held and length % KV_BLOCK_TOKENS == 0
+        """Hold the first `length` positions: `shared` full blocks and an own one for the rest, if there is a rest.
+
+        With a window: own blocks of what is seen, and none are shared.
+        """
+        assert not self.held
         if self.window:
             self.passed = max(0, length + 1 - self.window) // KV_BLOCK_TOKENS
             self.held = [-1] * self.passed
             self.reserve(length, length)
             return
-        assert len(shared) * KV_BLOCK_TOKENS == length
+        assert len(shared) == length // KV_BLOCK_TOKENS
         for block in shared:
             self.pool.share(block)
         self.held = list(shared)
+        self.reserve(length, length)
 
     def seen(self, length: int) -> list[int]:
         """The blocks of the first `length` positions that the next one sees."""
@@ -424,19 +449,22 @@ class KVCache:
         return Snapshot(sequence.length, states, parts[len(arrays) :])
 
     def snapshot_bytes(self, length: int) -> int:
-        """Bytes of a snapshot with windows at a length of full blocks."""
+        """Bytes of a snapshot with windows."""
         total = 0 if self.shape is None else self.shape.state_bytes
         for group in self.groups:
             if group.window:
-                n = (length - max(0, length + 1 - group.window) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS) // KV_BLOCK_TOKENS
+                n = -(-length // KV_BLOCK_TOKENS) - max(0, length + 1 - group.window) // KV_BLOCK_TOKENS
                 total += group_bytes(group, n, self.kv_type)
         return total
 
-    def begin(self, sequence: Sequence, length: int, shared: Many[Many[int]], snapshot: Snapshot | None) -> None:
+    def begin(
+        self, sequence: Sequence, length: int, shared: Many[Many[int]], snapshot: Snapshot | None, rest: Many[int] = ()
+    ) -> None:
         """Let an empty sequence go on after `length` positions.
 
-        shared: blocks of the full groups, which the sequence then holds too. snapshot: all the rest, with windows; None
-        for a model that has nothing else. CapacityError, with an empty sequence, where the pool of a window is short.
+        shared: full blocks of the full groups, which the sequence then holds too. rest: a block of each with the
+        positions behind them, which is copied. snapshot: all else, with windows; None for a model that has nothing
+        else. CapacityError, with an empty sequence, where a pool is short.
         """
         of_group = dict(zip(self.full_groups, shared, strict=True))
         try:
@@ -447,12 +475,51 @@ class KVCache:
                 blocks.release()
             raise
         sequence.length = length
+        for group, block in zip(self.full_groups, rest, strict=bool(rest)):
+            self._copy_block(group, block, sequence.groups[group].held[-1])
         if snapshot is None:
             return
         windowed = [i for i, group in enumerate(self.groups) if group.window]
         for i, data in zip(windowed, snapshot.windows, strict=True):
             self.write_blocks(i, sequence.groups[i].seen(length), data)
         self.restore(sequence, snapshot)
+
+    def fork(self, sequence: Sequence) -> Fork:
+        """What others need to go on after all that a sequence holds now, as `begin` takes it.
+
+        In order with the device's other work; CapacityError where a pool or host memory is short.
+        """
+        n_full, length = sequence.length // KV_BLOCK_TOKENS, sequence.length
+        fork = Fork(length, [], [], None)
+        try:
+            if length % KV_BLOCK_TOKENS:
+                for group in self.full_groups:
+                    fork.rest.append(self.pools[group].take())
+            if self.shape is not None or len(self.full_groups) < len(self.groups):
+                fork.snapshot = self.save(sequence, windows=True, wait=False)
+        except CapacityError:
+            self.drop(fork)
+            raise
+        for group in self.full_groups:
+            fork.shared.append(sequence.groups[group].held[:n_full])
+            for block in fork.shared[-1]:
+                self.pools[group].share(block)
+            if fork.rest:
+                self._copy_block(group, sequence.groups[group].held[n_full], fork.rest[len(fork.shared) - 1])
+        return fork
+
+    def drop(self, fork: Fork) -> None:
+        """Give back what a fork holds, once."""
+        if not fork.gone:
+            for group, blocks in zip(self.full_groups, fork.shared, strict=False):
+                self.pools[group].give_back(blocks)
+            for group, block in zip(self.full_groups, fork.rest, strict=False):
+                self.pools[group].give_back([block])
+        fork.gone, fork.shared, fork.rest, fork.snapshot = True, [], [], None
+
+    def _copy_block(self, group: int, source: int, to: int) -> None:
+        for there, here in zip(self._pieces(group, [to]), self._pieces(group, [source]), strict=True):
+            self.device.copy(self.device.pointer(there), self.device.pointer(here), int(here.nbytes))
 
     def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this sequence, or of one whose first positions its blocks hold."""

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import CapacityError
-from engine.kv import BlockPool, KVGroup, Sequence, Snapshot
+from engine.kv import BlockPool, Fork, KVGroup, Sequence, Snapshot
 from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS
 from engine.prefix_files import PrefixFiles
 
@@ -66,8 +66,16 @@ class Cache(Protocol):
     def snapshot_bytes(self, length: int) -> int:
         """Bytes of such a snapshot."""
 
-    def begin(self, sequence: Sequence, length: int, shared: Many[Many[int]], snapshot: Snapshot | None) -> None:
+    def begin(
+        self, sequence: Sequence, length: int, shared: Many[Many[int]], snapshot: Snapshot | None, rest: Many[int] = ()
+    ) -> None:
         """Let an empty sequence go on after a prefix."""
+
+    def fork(self, sequence: Sequence) -> Fork:
+        """What others need to go on after all of a sequence; CapacityError: there is no room for it."""
+
+    def drop(self, fork: Fork) -> None:
+        """Give that back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,6 +152,8 @@ class PrefixCache:
         self._root = Node(None, b"", "" if files is None else files.root, 0)
         self._pinned: dict[Node, None] = {}  # the path that is being attached, as far as it is on the device
         self._wanted: set[Node] = set()  # all of it that is in the tree
+        self._forks: list[Fork] = []  # the oldest first
+        self._begun: Fork | None = None  # that a sequence is being begun from
         self._clock = 0
         self.host_bytes = 0
         for group in self._groups:
@@ -416,14 +426,50 @@ class PrefixCache:
     def _in_files(self, name: str, kind: str) -> bool:
         return self._files is not None and self._files.has(f"{name}.{kind}")
 
+    # --- forks ------------------------------------------------------------------------------------
+
+    def fork(self, sequence: Sequence) -> Fork | None:
+        """What others go on from, after all tokens of a sequence; None where there is no room for it.
+
+        It is held until `drop`, or until blocks are short and no chunk can be given up.
+        """
+        n_bytes = self._kv.snapshot_bytes(sequence.length) if self._needs_snapshot else 0
+        if n_bytes and not self._make_room(n_bytes):
+            return None
+        try:
+            fork = self._kv.fork(sequence)
+        except CapacityError:
+            return None
+        self._forks.append(fork)
+        self.host_bytes += fork.host_bytes
+        return fork
+
+    def begin(self, sequence: Sequence, fork: Fork) -> None:
+        """Let an empty sequence go on from a fork that is not gone; CapacityError where a pool is short."""
+        self._begun = fork
+        try:
+            self._kv.begin(sequence, fork.length, fork.shared, fork.snapshot, fork.rest)
+        finally:
+            self._begun = None
+
+    def drop(self, fork: Fork) -> None:
+        """Give up a fork, if that has not been done."""
+        if not fork.gone:
+            self._forks.remove(fork)
+            self.host_bytes -= fork.host_bytes
+            self._kv.drop(fork)
+
     # --- giving up --------------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
-        """Give up the blocks of the least recently used chunk that no sequence uses; False where there is none."""
+        """Give up the least recently used chunk's blocks that no sequence uses, else a fork; False: there is none."""
         held = [n for n in self._root.subtree() if n.blocks is not None and self._free(n)]
         node = next((n for n in sorted(held, key=lambda n: (n.used, -n.length)) if self._idle(n)), None)
         if node is None:
-            return False
+            fork = next((fork for fork in self._forks if fork is not self._begun), None)
+            if fork is not None:
+                self.drop(fork)
+            return fork is not None
         if self._useful(node) and self._make_room(sum(self._data_bytes)) and self._useful(node):
             try:
                 node.data = self._read(node, wait=False)
@@ -448,6 +494,8 @@ class PrefixCache:
         """Give up everything but files; sequences keep what they use."""
         for node in list(self._root.children.values()):
             self._drop(node)
+        for fork in list(self._forks):
+            self.drop(fork)
 
     def close(self) -> None:
         """Give up everything and wait until files are written."""

@@ -25,7 +25,7 @@ from engine.errors import CapacityError, NumericalError, UsageError
 from engine.forms import Form, Forms
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
-from engine.kv import KVCache, Sequence, block_table
+from engine.kv import Fork, KVCache, Sequence, block_table
 from engine.models import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, PIECE_TOKENS
 from engine.ops.cpu_library import library_path
@@ -33,6 +33,7 @@ from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.replay import Replay
+from engine.ops.likelihood import likelihood
 from engine.placement import Placement
 from engine.prefix import PrefixCache
 from engine.prefix_files import PrefixFiles
@@ -40,7 +41,7 @@ from engine.profile import Profile
 from engine.profile import load as load_profile
 from engine.protocol import Stage
 from engine.residency import Residency, largest_parts, slot_bytes
-from engine.sampling import Drawing, SamplingParams, sample
+from engine.sampling import Drawing, Drawn, SamplingParams, counts_reply, sample
 from engine.slowtier import loaded_bytes
 
 HOST_CHUNK_TOKENS = 512
@@ -139,6 +140,13 @@ def physical_cores() -> int:
         except OSError:
             return len(allowed)
     return max(1, len(cores))
+
+
+def _draw(logits: F32, d: Drawing) -> Drawn:
+    """Draw from logits float32 [V] on the host."""
+    reply = d.history[d.reply_from :] if counts_reply(d.params) else ()
+    token = sample(logits, d.params, len(d.history), d.history, d.allowed, reply)
+    return Drawn(token, None if d.logprobs is None else likelihood(logits, token, d.logprobs))
 
 
 class Runner:
@@ -335,6 +343,20 @@ class Runner:
             sequence.release()
             raise
 
+    def fork(self, sequence: Sequence) -> Fork | None:
+        """What other requests with this prompt go on from, as `PrefixCache.fork`."""
+        return self.prefixes.fork(sequence)
+
+    def begin(self, fork: Fork) -> Sequence:
+        """Begin a sequence from a fork."""
+        sequence = self.new_sequence()
+        try:
+            self.prefixes.begin(sequence, fork)
+        except BaseException:
+            sequence.release()
+            raise
+        return sequence
+
     def next_step(self, sequence: Sequence, tokens: I32) -> I32:
         """The tokens of a prompt's next prefill step."""
         return tokens[sequence.length :][: self.prefixes.step_tokens(sequence, tokens)]
@@ -421,45 +443,50 @@ class Runner:
 
     def decode(
         self, sequence: Sequence, history: list[int], result: StepResult, params: SamplingParams,
-        stop: frozenset[int], limit: int,
-    ) -> Generator[list[int], bool | None, str]:  # fmt: skip
+        stop: frozenset[int], limit: int, reply_from: int | None = None, logprobs: int | None = None,
+    ) -> Generator[list[Drawn], bool | None, str]:  # fmt: skip
         """Generate up to `limit` tokens after `history`, ahead of the host where it can; lists of them as they come.
 
         result: of the last step, whose first wanted logits follow `history`, which grows by what is generated. A
-        token of `stop` ends it and is not part of it. Sent True, it ends as soon as nothing is under way, the last
-        token drawn and not fed. Returns why it ended: "stop", "length" or "paused".
+        token of `stop` ends it and is not part of it. reply_from: where in `history` the reply begins that penalties
+        count, by default behind it. logprobs: as in `Drawing`. Sent True, it ends as soon as nothing is under way, the
+        last token drawn and not fed. Returns why it ended: "stop", "length" or "paused".
         """
+        begin = len(history) if reply_from is None else reply_from
         if self.graphs is not None:
-            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit))
+            return (yield from self.graphs.decode(sequence, history, result.row, params, stop, limit, begin, logprobs))
         counted = np.ones(1, bool)
         for made in range(limit):
             if made:
                 result = self.run([Span(sequence, np.asarray(history[-1:], np.int32), counted, (0,))])
-            token = sample(result.logits[0], params, len(history), history)
-            if token in stop:
+            logits = result.logits[0]
+            drawn = _draw(logits, Drawing(0, 0, history, 0, params, begin, logprobs=logprobs))
+            if drawn.token in stop:
                 return "stop"
-            history.append(token)
-            if (yield [token]) and made + 1 < limit:
+            history.append(drawn.token)
+            if (yield [drawn]) and made + 1 < limit:
                 return "paused"
         return "length"
 
-    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[int | None]:
+    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
         """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite."""
         if self.graphs is not None:
             rows = [d.row if result.rows is None else result.rows[d.row] for d in drawings]
             return self.graphs.draw(drawings, rows)
-        drawn: list[int | None] = []
+        drawn: list[Drawn | None] = []
         logits = result.logits
         for d in drawings:
-            drawn.append(self.draw_from(logits[d.row], d))
+            try:
+                drawn.append(_draw(logits[d.row], d))
+            except NumericalError:
+                drawn.append(None)
         return drawn
 
-    def draw_from(self, logits: F32, d: Drawing) -> int | None:
-        """Draw a token from logits [V] that the host has, the same token on every device; None: not finite."""
-        try:
-            return sample(logits, d.params, len(d.history), d.history, d.allowed)
-        except NumericalError:
-            return None
+    def draw_from(self, logits: F32, drawing: Drawing) -> list[Drawn | None]:
+        """As `draw`, from a row of an earlier step that was kept, float32 [V]."""
+        if self.graphs is not None:
+            return self.graphs.draw_from(logits, drawing)
+        return [_draw(logits, drawing)]
 
     def has_room(self, lengths: Many[int]) -> bool:
         """Whether new sequences of so many tokens, and a few more each, fit beside what is held."""

@@ -1,30 +1,34 @@
 """From logits to a token, reproducibly: docs/arithmetic.md, "Sampling".
 
 Weights are integers, so that every backend draws the same token from the same logits; random numbers are keyed
-by (seed, position). The order is that of most engines: repetition penalty, temperature, top-k, top-p, min-p.
-Temperature 0 is greedy. NaN or infinite logits are an error, not a token.
+by (seed, position). The order is that of most engines: penalties, temperature, top-k, top-p, min-p. Temperature 0 is
+greedy. NaN or infinite logits are an error, not a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
 from engine.ops import F32, arithmetic
+from engine.ops.likelihood import EXP_CHUNK, Likelihood, largest
 from engine.protocol import Sampling as SamplingParams
 
-__all__ = ["PENALTY_TOKENS", "SamplingParams", "check_finite", "fixed_point", "random_bits", "sample"]
+__all__ = [
+    "PENALTY_TOKENS", "Drawing", "Drawn", "SamplingParams", "check_finite", "counts_reply", "fixed_point",
+    "random_bits", "sample",
+]  # fmt: skip
 
 PENALTY_TOKENS = 256  # the last ones, that a repetition penalty makes less likely
 UNIT_BITS = 32  # the likeliest token weighs 2^32; so probabilities are fixed-point numbers of 32 bits
 LOWEST = np.float32(-23)  # exp(-23) * 2^32 rounds to 0
 _MASK = (1 << 64) - 1
 _SORTED = 1024  # of the likeliest tokens, before all are sorted
-_EXP_CHUNK = 8192  # the temporary arrays of `exp` stay in the cache
 
 
 def fixed_point(probability: float) -> int:
@@ -43,12 +47,20 @@ def random_bits(seed: int, position: int) -> int:
     return z
 
 
+class Drawn(NamedTuple):
+    """A token that was drawn, and how likely it was, where that was asked for."""
+
+    token: int
+    likelihood: Likelihood | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """A token to be drawn from a row of a step's logits, the next of a sequence.
 
-    number: which of those that share steps, 0, 1, ...; request: whose, no two alike; history: all its tokens; row:
-    counted among the wanted ones. allowed: as `sample` takes it.
+    number: which of those that share steps, 0, 1, ...; request: whose, no two alike; history: all its tokens, of which
+    the reply are those from reply_from on; row: counted among the wanted ones. allowed: as `sample` takes it. logprobs:
+    how many likeliest tokens are wanted beside the likelihood of the drawn one; None: neither.
     """
 
     number: int
@@ -56,7 +68,9 @@ class Drawing:
     history: Sequence[int]
     row: int
     params: SamplingParams
+    reply_from: int
     allowed: NDArray[np.uint32] | None = None
+    logprobs: int | None = None
 
 
 def check_finite(logits: F32) -> None:
@@ -75,14 +89,17 @@ def sample(
     position: int,
     recent: Sequence[int] = (),
     allowed: NDArray[np.uint32] | None = None,
+    reply: Sequence[int] = (),
 ) -> int:
     """Draw the token for `position` from logits float32 [V].
 
     recent: tokens so far, oldest first. allowed: a bit for each token, uint32 [ceil(V / 32)], at least one set; None
-    allows all.
+    allows all. reply: those of them that frequency and presence penalties count.
     """
     if params.repetition_penalty != 1.0 and recent:
         logits = _penalized(logits, np.float32(params.repetition_penalty), recent)
+    if counts_reply(params) and reply:
+        logits = _less_of_the_same(logits, params, reply)
     check_finite(logits)
     ids = None
     if allowed is not None:
@@ -96,8 +113,8 @@ def sample(
         scaled = (logits - logits[top]) / temperature
     likely = np.flatnonzero(scaled >= LOWEST)  # the others weigh nothing
     if 0 < params.top_k < len(likely):
-        likely = likely[np.sort(_largest(logits[likely], params.top_k))]
-    parts = (arithmetic.exp(scaled[likely[i : i + _EXP_CHUNK]]) for i in range(0, len(likely), _EXP_CHUNK))
+        likely = likely[np.sort(largest(logits[likely], params.top_k))]
+    parts = (arithmetic.exp(scaled[likely[i : i + EXP_CHUNK]]) for i in range(0, len(likely), EXP_CHUNK))
     weights = np.rint(np.concatenate([*parts]) * np.float32(2.0**UNIT_BITS)).astype(np.uint64)
     if fixed_point(params.top_p) < 1 << UNIT_BITS:
         kept = _nucleus(logits[likely], weights, fixed_point(params.top_p))
@@ -109,6 +126,20 @@ def sample(
     return int(token if ids is None else ids[token])
 
 
+def counts_reply(params: SamplingParams) -> bool:
+    """Whether it matters how often each token is in the reply so far."""
+    return params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _less_of_the_same(logits: F32, params: SamplingParams, reply: Sequence[int]) -> F32:
+    frequency, presence = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
+    seen, counts = np.unique(np.asarray(reply, dtype=np.int64), return_counts=True)
+    logits = logits.copy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits[seen] = logits[seen] - (frequency * counts.astype(np.float32) + presence)
+    return logits
+
+
 def _penalized(logits: F32, penalty: np.float32, recent: Sequence[int]) -> F32:
     seen = np.unique(np.asarray(recent[-PENALTY_TOKENS:], dtype=np.int64))
     logits = logits.copy()
@@ -117,20 +148,11 @@ def _penalized(logits: F32, penalty: np.float32, recent: Sequence[int]) -> F32:
     return logits
 
 
-def _largest(logits: F32, n: int) -> NDArray[np.intp]:
-    """Indices of the n largest, largest first, ties to the smaller index."""
-    # Only what can be kept is sorted: sorting a vocabulary of 152K takes longer than a layer.
-    found = np.arange(len(logits))
-    if n < len(logits):
-        found = np.flatnonzero(logits >= np.partition(logits, -n)[-n])
-    return found[np.argsort(-logits[found], kind="stable")][:n]
-
-
 def _nucleus(logits: F32, weights: NDArray[np.uint64], top_p: int) -> NDArray[np.intp]:
     """Indices, ascending, of the shortest prefix, largest first, with a share `top_p` of all weights."""
     target = -(-max(top_p, 1) * int(weights.sum()) >> UNIT_BITS)  # rounded up, so never nothing
     for n in (min(_SORTED, len(logits)), len(logits)):
-        order = _largest(logits, n)
+        order = largest(logits, n)
         mass = np.cumsum(weights[order])
         if int(mass[-1]) >= target:
             break

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,13 +24,15 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ContextOverflowError, DeviceLostError, RequestError, SparkError, UsageError
+from engine.families import Families
 from engine.forms import Form
 from engine.learning import Learning
+from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.profile import Profile
 from engine.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
 from engine.runner import Runner
-from engine.sampling import Drawing
+from engine.sampling import Drawing, Drawn
 from engine.tasks import MASK_WAIT_S, SLICE_S, GenerateTask, ScoreTask
 
 GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
@@ -56,10 +58,11 @@ class Engine:
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
         self._forms: dict[int, Form] = {}  # of requests that have not begun
+        self._families = Families(self.runner.prefixes.drop)
         self._turns = itertools.count()
         self._turn = -1  # of the one whose prompt was read last
         self._owed_s = 0.0  # time that those that decode have to come
-        self._ahead: tuple[GenerateTask, Generator[list[int], bool, None]] | None = None
+        self._ahead: tuple[GenerateTask, Generator[list[Drawn], bool, None]] | None = None
         self._requests = 0
         self._releases = 0  # of what requests held
         self._put_back_at = -1  # how many there were when one was put back last
@@ -122,10 +125,20 @@ class Engine:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.id == request.id for job in (*self._running, *self._waiting)):
             raise RequestError(f"request {request.id} is still running")
-        if isinstance(request, Generate) and request.grammar is not None:
-            stop = r.stop_tokens if request.stop_tokens is None else request.stop_tokens
-            self._forms[request.id] = r.grammar(request.grammar, frozenset(stop))
+        if isinstance(request, Generate):
+            if request.grammar is not None:
+                stop = r.stop_tokens if request.stop_tokens is None else request.stop_tokens
+                self._forms[request.id] = r.grammar(request.grammar, frozenset(stop))
+            self._families.add(request, self._unread())
         self._waiting.append(request)
+
+    def _unread(self) -> Iterator[Generate]:
+        """Requests whose prompt has not been read."""
+        for job in (*self._running, *self._waiting):
+            if isinstance(job, Generate):
+                yield job
+            elif isinstance(job, GenerateTask) and not job.decoding and not job.made:
+                yield job.request
 
     @property
     def busy(self) -> bool:
@@ -181,10 +194,13 @@ class Engine:
         return False
 
     def _admit(self) -> list[Event]:
-        """Let those begin that have waited longest, as long as there is room."""
+        """Let those begin that have waited longest, as long as there is room.
+
+        One whose prompt another is reading is passed over: it holds nothing while it waits, and nobody waits for it.
+        """
         events: list[Event] = []
         while len(self._running) < self.runner.limits.max_sequences:
-            job = next(filter(self._is_ready, self._waiting), None)
+            job = next(filter(self._may_begin, self._waiting), None)
             if job is None or (self._running and not self._fits_beside(job)):
                 break
             if not self._running:
@@ -194,6 +210,7 @@ class Engine:
                 task = job if isinstance(job, Task) else self._task(job)
             except SparkError as error:
                 events.append(error_event(job.id, error))
+                self._families.end(job.id)
                 self._requests += 1
                 continue
             taken = {other.number for other in self._running}
@@ -202,9 +219,10 @@ class Engine:
             self._running.append(task)
         return events
 
-    def _is_ready(self, job: Generate | Score | Task) -> bool:
+    def _may_begin(self, job: Generate | Score | Task) -> bool:
         """Whether it waits for nothing but its turn: a form that is being compiled delays its own request alone."""
-        return job.id not in self._forms or self._forms[job.id].is_ready
+        is_formed = job.id not in self._forms or self._forms[job.id].is_ready
+        return is_formed and self._families.may_begin(job.id)
 
     def _draw_held(self) -> list[Event]:
         """Draw for those whose masks were late and have come."""
@@ -220,16 +238,22 @@ class Engine:
             return False
         if self._put_back_at == self._releases:  # somebody is waiting for room that nobody has made yet
             return False
-        tokens, left = (job.to_read, job.left) if isinstance(job, GenerateTask) else (job.tokens, job.max_tokens)
-        new, begun = [len(tokens) + min(left, GROWTH_TOKENS)], 0
+        new, begun = [self._needs(job)], 0
         for task in self._running:
             assert isinstance(task, GenerateTask)
-            needed = len(task.to_read) + min(task.left, GROWTH_TOKENS)
+            needed = self._needs(task)
             if task.sequence is None:
                 new.append(needed)
             else:
                 begun += max(0, needed - task.sequence.length)
         return self.runner.has_room([new[0] + begun, *new[1:]])
+
+    def _needs(self, job: Generate | GenerateTask) -> int:
+        """Positions for which it needs blocks of its own, with some of its reply."""
+        tokens, left = (job.to_read, job.left) if isinstance(job, GenerateTask) else (job.tokens, job.max_tokens)
+        family = self._families.of(job.id)
+        forked = family is not None and family.kept is not None and job.id in family.pending
+        return (KV_BLOCK_TOKENS if forked else len(tokens)) + min(left, GROWTH_TOKENS)
 
     def _task(self, request: Generate | Score) -> Task:
         if isinstance(request, Score):
@@ -244,7 +268,7 @@ class Engine:
             if not form.binds:
                 form.close()
                 form = None
-        return GenerateTask(self.runner, request, form)
+        return GenerateTask(self.runner, request, form, self._families.of(request.id))
 
     def _finish(self, job: Generate | Score | Task) -> None:
         form = self._forms.pop(job.id, None)
@@ -256,6 +280,7 @@ class Engine:
                 self._ahead = None
             job.close()
             self._releases += 1
+        self._families.end(job.id)
         (self._running if job in self._running else self._waiting).remove(job)  # type: ignore[arg-type]
         self._requests += 1
 

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
+from engine.families import Family, Kept
 from engine.forms import Form
 from engine.forward import MAX_ROWS
 from engine.kv import Sequence
 from engine.ops import F32
 from engine.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
 from engine.runner import Runner, Span, StepResult
-from engine.sampling import Drawing, SamplingParams, check_finite
+from engine.sampling import Drawing, Drawn, check_finite
 from engine.trace import TraceWriter
 
 MASK_WAIT_S = 0.01  # a step waits so long for a mask; whoever has none then draws when it comes, without the others
@@ -39,14 +40,18 @@ class GenerateTask:
     is read. number: its place among those that run, 0, 1, ... turn: when it began, counted. reason: why it ended, None
     until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
     grammar: the form that binds it, if one does. held: logits float32 [V] of the next token, if its mask is late.
+    family: of requests with this prompt, which one of them reads.
     """
 
-    def __init__(self, runner: Runner, request: Generate, grammar: Form | None = None) -> None:
-        s = request.sampling
+    def __init__(
+        self, runner: Runner, request: Generate, grammar: Form | None = None, family: Family | None = None
+    ) -> None:
         self.runner = runner
         self.request = request
+        self.family = family
         self.number = self.turn = 0
-        self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, seed=s.seed)
+        self.params = request.sampling
+        self.reply_from = len(request.tokens) if request.reply_from is None else request.reply_from
         self.stop = frozenset(runner.stop_tokens if request.stop_tokens is None else request.stop_tokens)
         self.grammar = grammar
         self.held: F32 | None = None
@@ -61,8 +66,9 @@ class GenerateTask:
         self._before = runner.residency.counters()
         self._began = time.perf_counter()
         self._reading = self._part = np.zeros(0, np.int32)  # to_read, of the sequence; its next step
+        self._kept: F32 | None = None  # the logits of a prompt that another has read, to be drawn from
         self._read_s = 0.0  # when the prompt was read
-        self._unsent: list[int] = []
+        self._unsent: list[Drawn] = []
         self._sent = 0.0
 
     @property
@@ -87,6 +93,15 @@ class GenerateTask:
 
     def prepare(self) -> None:
         """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
+        if self._kept is not None:
+            return
+        kept = None if self.sequence is not None or self.family is None else self.family.kept
+        if kept is not None and self.id in self.family.pending:  # type: ignore[union-attr]
+            self.sequence = self.runner.begin(kept.fork)
+            self._kept = kept.logits
+            self.cached_tokens = len(self.request.tokens)
+            self.reused_tokens += self.cached_tokens
+            return
         if self.sequence is None:
             self._reading = np.asarray(self.to_read, np.int32)
             self.sequence, reused = self.runner.resume(self._reading)
@@ -99,6 +114,8 @@ class GenerateTask:
 
     def read(self) -> list[Event]:
         """Feed one more chunk, for which there is room, then draw the first token."""
+        if self._kept is not None:
+            return self._begin(self._kept)
         r, sequence, tokens = self.runner, self.sequence, self._reading
         assert sequence is not None
         part = self._part  # as it was when there was room: to make room, prefixes may have been given up
@@ -108,18 +125,42 @@ class GenerateTask:
         check_finite(result.last_residual)  # before others are let begin after it; waits for the step
         r.remember(sequence, tokens)
         self.read_tokens += len(part)
+        progress = Progress(self.id, sequence.length, len(tokens), self.cached_tokens or 0)
         if not last:
-            return [Progress(self.id, sequence.length, len(tokens))]
+            return [progress]
         self.decoding = True
         if self.made:
             return []
+        self._share(result)
         drawing = self.drawing(result, 0, time.monotonic() + MASK_WAIT_S)
         drawn = [] if drawing is None else r.draw(result, [drawing])
         self._read_s = time.perf_counter()
-        return self.go_on(*drawn)
+        return [progress, *self.go_on(*drawn)]
 
-    def drawing(self, result: StepResult, row: int, until_s: float) -> Drawing | None:
-        """How the next token is to be drawn from a row of logits.
+    def _share(self, result: StepResult) -> None:
+        """Let the others of the family go on from the prompt that was read."""
+        if self.family is None:
+            return
+        assert self.sequence is not None
+        if self.family.wants(self.id):
+            fork = self.runner.fork(self.sequence)
+            if fork is not None:
+                self.family.keep(Kept(fork, result.logits[0].copy()))
+        self.family.begun(self.id)
+
+    def _begin(self, logits: F32) -> list[Event]:
+        """Draw the first token after a prompt that another has read."""
+        assert self.family is not None
+        self._kept, self.decoding = None, True
+        self.family.begun(self.id)
+        drawing = self.drawing(logits[None], 0, time.monotonic() + MASK_WAIT_S)
+        drawn = [] if drawing is None else self.runner.draw_from(logits, drawing)
+        self._read_s = time.perf_counter()
+        n = len(self.request.tokens)
+        return [Progress(self.id, n, n, n), *self.go_on(*drawn)]
+
+    def drawing(self, result: StepResult | F32, row: int, until_s: float) -> Drawing | None:
+        """How the next token is to be drawn from a row of a step's logits, or of float32 [n, V].
 
         None where the grammar allows none, the end, or where its mask has not come in time: then `held`. The mask was
         asked for when the token before was drawn, and has been made since.
@@ -131,9 +172,15 @@ class GenerateTask:
                 self.reason = "stop"
                 return None
             if allowed is None:
-                self.held = result.logits[row].copy()
+                logits = result.logits if isinstance(result, StepResult) else result
+                self.held = logits[row].copy()
                 return None
-        return Drawing(self.number, self.serial, self.history, row, self.params, allowed)
+        return self._drawing(row, allowed)
+
+    def _drawing(self, row: int, allowed: NDArray[np.uint32] | None) -> Drawing:
+        return Drawing(
+            self.number, self.serial, self.history, row, self.params, self.reply_from, allowed, self.request.logprobs
+        )  # fmt: skip
 
     def draw_held(self) -> list[Event]:
         """Draw the token whose mask was late, now that it is there."""
@@ -142,9 +189,8 @@ class GenerateTask:
         if self.grammar.is_done:
             self.reason = "stop"
             return self.flush()
-        drawing = Drawing(self.number, self.serial, self.history, 0, self.params, allowed)
-        token, self.held = self.runner.draw_from(self.held, drawing), None
-        return self.go_on(token)
+        drawn, self.held = self.runner.draw_from(self.held, self._drawing(0, allowed)), None
+        return self.go_on(*drawn)
 
     def settled(self, until_s: float) -> bool:
         """Whether it is known that the last token is not the end; False, too, where that takes beyond a time."""
@@ -157,24 +203,25 @@ class GenerateTask:
                 self.reason = "length"
         return self.reason is None
 
-    def go_on(self, *drawn: int | None) -> list[Event]:
+    def go_on(self, *drawn: Drawn | None) -> list[Event]:
         """Take a token that was drawn, if one was; the events that are due."""
-        for token in drawn:
-            self.take(token)
+        for one in drawn:
+            self.take(one)
         return self.flush()
 
-    def take(self, token: int | None) -> None:
+    def take(self, drawn: Drawn | None) -> None:
         """Go on with a drawn token, or end; None: the logits were not finite."""
-        if token is None:
+        if drawn is None:
             raise NumericalError(
                 "the logits of a step are not finite",
                 hint="the model file may be damaged; compare its checksum with the publisher's",
             )
+        token = drawn.token
         if token in self.stop:
             self.reason = "stop"
             return
         self.history.append(token)
-        self._unsent.append(token)
+        self._unsent.append(drawn)
         if self.grammar is not None:
             self.grammar.accept(token)  # and what follows from that, `settled` says
         elif self.made == self.limit:
@@ -185,14 +232,17 @@ class GenerateTask:
         assert self.sequence is not None
         return Span(self.sequence, np.asarray(self.history[-1:], np.int32), _COUNTED, (0,))
 
-    def ahead(self) -> Generator[list[int], bool, None]:
+    def ahead(self) -> Generator[list[Drawn], bool, None]:
         """Draw tokens with steps enqueued ahead, until the end or until it is sent True; lists of them as they come.
 
         They are in `history` already.
         """
         r, span = self.runner, self.span()
         left = self.limit - self.made
-        decoding = r.decode(span.sequence, self.history, r.run([span]), self.params, self.stop, left)
+        result = r.run([span])
+        decoding = r.decode(
+            span.sequence, self.history, result, self.params, self.stop, left, self.reply_from, self.request.logprobs
+        )  # fmt: skip
         pause = False
         while True:
             try:
@@ -209,11 +259,18 @@ class GenerateTask:
         now = time.perf_counter()
         events: list[Event] = []
         if self._unsent and (self.reason or now - self._sent >= SLICE_S):
-            events.append(Tokens(self.id, tuple(self._unsent)))
+            events.append(self._tokens())
             self._unsent, self._sent = [], now
         if self.reason is not None:
             events.append(self._done(now))
         return events
+
+    def _tokens(self) -> Tokens:
+        tokens = tuple(drawn.token for drawn in self._unsent)
+        if self.request.logprobs is None:
+            return Tokens(self.id, tokens)
+        found = [drawn.likelihood for drawn in self._unsent if drawn.likelihood is not None]
+        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found))
 
     def _done(self, now: float) -> Done:
         r, read_s = self.runner, self._read_s or now
@@ -237,6 +294,7 @@ class GenerateTask:
             self.grammar.close()
 
     def _release(self) -> None:
+        self._kept = None
         if self.sequence is not None:
             self.sequence.release()
             self.sequence = None

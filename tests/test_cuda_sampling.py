@@ -8,10 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.decoding import AHEAD_STEPS
 from engine.errors import NumericalError
 from engine.ops import KV_BLOCK_TOKENS, Limits
-from engine.ops.cuda.sampling import FAILED, HISTORY_TOKENS, LENGTH, RING_ENTRIES, RUNNING, STOPPED, Draw, News, Sampler
-from engine.sampling import PENALTY_TOKENS, SamplingParams, sample
+from engine.ops.cuda.sampling import (
+    DESCRIBED_ENTRIES,
+    FAILED,
+    HISTORY_TOKENS,
+    LENGTH,
+    RING_ENTRIES,
+    RUNNING,
+    STOPPED,
+    Draw,
+    News,
+    Sampler,
+)
+from engine.ops.likelihood import likelihood
+from engine.sampling import PENALTY_TOKENS, SamplingParams, counts_reply, sample
 
 P = SamplingParams
 
@@ -57,8 +70,10 @@ def assert_draws(device: Any, V: int, params: SamplingParams, cases: list[tuple[
     decoder = Decoder(device, V)
     for logits, history in cases:
         decoder.sampler.prepare(params, history, len(history), [], 5)
+        if counts_reply(params):
+            decoder.sampler.count(history)
         decoder.step(logits)
-        expected = sample(logits, params, len(history), history)
+        expected = sample(logits, params, len(history), history, None, history)
         assert decoder.sampler.drawn(1) == Draw(expected, RUNNING)
 
 
@@ -75,6 +90,9 @@ PARAMS = [
     P(temperature=0.7, top_k=100000, top_p=1e-12),
     P(temperature=1e-40),
     P(temperature=30.0, top_p=0.97),
+    P(presence_penalty=1.3),
+    P(temperature=1.0, frequency_penalty=0.07, presence_penalty=-0.4),
+    P(temperature=0.9, top_k=40, repetition_penalty=1.1, frequency_penalty=-1.9, presence_penalty=2.0),
 ]
 
 
@@ -102,6 +120,104 @@ def test_a_flat_distribution_is_one_long_list(device: Any) -> None:
 def test_any_size_of_vocabulary(device: Any, V: int) -> None:
     for params in (P(), P(temperature=1.0, seed=5), P(temperature=1.0, top_p=0.9, top_k=50, seed=5)):
         assert_draws(device, V, params, [(logits_of(1, V), [0])])
+
+
+@pytest.mark.parametrize("V", [1023, 1026])
+def test_counts_follow_the_draws(device: Any, V: int) -> None:
+    """From a reply that is given on, beyond the window of the repetition penalty, with and without masks."""
+    rng = np.random.default_rng(V)
+    words = rng.integers(0, 2**32, -(-V // 32), np.uint64).astype(np.uint32)
+    words[0] |= 1
+    for params in (P(frequency_penalty=0.3), P(1.0, frequency_penalty=0.05, presence_penalty=0.2, seed=3)):
+        decoder, reply = Decoder(device, V), [3] * 300
+        prompt = [7, 7, 9]
+        decoder.sampler.prepare(params, [*prompt, *reply], len(prompt + reply), [], 500)
+        decoder.sampler.count(reply)
+        for n in range(1, 40):
+            logits = logits_of(5, V)  # the same ones: nothing but the counts changes what is drawn
+            logits[3] = 20.0
+            if n == 20:  # a request with a grammar is prepared for each token, and its counts go on
+                decoder.sampler.prepare(params, [*prompt, *reply], len(prompt + reply), [], 500, words)
+            decoder.step(logits, greedy=params.temperature == 0)
+            expected = sample(logits, params, 3 + len(reply), prompt + reply, words if n >= 20 else None, reply)
+            assert decoder.sampler.drawn(n if n < 20 else n - 19) == Draw(expected, RUNNING)
+            reply.append(expected)
+        assert len(set(reply)) > 5
+        assert np.array_equal(device.read(decoder.sampler.counts)[:V], np.bincount(reply, minlength=V))
+        decoder.sampler.count([])
+        assert not device.read(decoder.sampler.counts).any()
+
+
+def test_without_penalties_counts_are_not_looked_at(device: Any) -> None:
+    """Nor written: fresh memory is full of huge numbers."""
+    decoder, logits = Decoder(device, 2000), logits_of(2, 2000)
+    before = device.read(decoder.sampler.counts)
+    decoder.sampler.prepare(P(frequency_penalty=-0.0), [1], 1, [], 5)
+    decoder.step(logits)
+    assert decoder.sampler.drawn(1) == Draw(int(logits.argmax()), RUNNING)
+    assert np.array_equal(device.read(decoder.sampler.counts), before)
+
+
+@pytest.mark.parametrize("V", [1, 5, 1023, 1026, 5003, 300001])
+def test_likelihoods_are_the_twins_bit_for_bit(device: Any, V: int) -> None:
+    """Of the logits as they are: penalties and masks change what is drawn alone."""
+    decoder = Decoder(device, V)
+    words = np.full(-(-V // 32), 0x55555555, np.uint32)
+    params = P(1.0, top_k=50, repetition_penalty=1.3, frequency_penalty=1.0, seed=V)
+    flat, rounded = np.zeros(V, np.float32), np.round(logits_of(3, V))  # ties, and both zeros
+    many = [flat, rounded, logits_of(4, V), logits_of(5, V, 30.0)] if V < 10000 else [rounded]
+    for n, logits in zip((0, 1, 20, 3), many, strict=False):
+        decoder.sampler.prepare(params, [0] * 4, 4, [], 50, words, n)
+        decoder.sampler.count([0] * 3)
+        given = device.upload(logits[None])
+        for draw in (1, 2, 3):
+            decoder.step(logits)
+            assert decoder.sampler.likelihood(draw) is None
+            decoder.sampler.describe(given)
+            device.synchronize()
+            drawn = decoder.sampler.drawn(draw)
+            assert drawn is not None and drawn.token % 2 == 0
+            assert decoder.sampler.likelihood(draw) == likelihood(logits, drawn.token, n)
+        news = decoder.sampler.poll(1)
+        assert len(news.tokens) == 2 and news.likelihoods[1] == decoder.sampler.likelihood(3)
+
+
+def test_likelihoods_past_the_end_change_nothing(device: Any) -> None:
+    """Steps are enqueued beyond the end, each with other logits; what was not drawn is not described."""
+    V = 1500
+    decoder, steps = Decoder(device, V), [logits_of(40 + i, V) for i in range(14)]
+    stop = int(steps[3].argmax())
+    for stops, limit, n_drawn in ([], 12, 12), ([stop], 12, 3), ([], 1, 1):
+        decoder.sampler.prepare(P(), [5], 1, stops, limit, logprobs=2)
+        made, found = [], []
+        for i, logits in enumerate(steps):
+            decoder.step(logits, greedy=True)
+            decoder.sampler.describe(device.upload(logits[None]))
+            device.synchronize()
+            if i % 4 == 3:  # as seldom as the host may look
+                news = decoder.sampler.poll(len(made))
+                made, found = made + news.tokens, found + list(news.likelihoods)
+                assert news.stopped == (stops != [])
+        expected = [likelihood(logits, int(logits.argmax()), 2) for logits in steps[:n_drawn]]
+        assert found == expected and made == [top[0][0] for _, top in expected]
+    broken = steps[0].copy()
+    broken[7] = np.nan
+    decoder.sampler.prepare(P(), [5], 1, [], 9, logprobs=20)
+    decoder.step(broken)
+    decoder.sampler.describe(device.upload(broken[None]))
+    assert decoder.sampler.poll(0) == News([], False, True)
+
+
+def test_a_token_is_there_when_its_likelihood_is(device: Any) -> None:
+    decoder, logits = Decoder(device, 40), logits_of(1, 40)
+    for _ in range(2):  # entries of the request before do not pass for those of this one
+        decoder.sampler.prepare(P(), [1], 1, [], 5, logprobs=1)
+        decoder.step(logits, greedy=True)
+        assert decoder.sampler.poll(0) == News([], False, False)
+        decoder.sampler.describe(device.upload(logits[None]))
+        device.synchronize()
+        assert decoder.sampler.poll(0).tokens == [int(logits.argmax())]
+    assert AHEAD_STEPS + 1 < DESCRIBED_ENTRIES
 
 
 def test_the_mask_is_obeyed(device: Any) -> None:

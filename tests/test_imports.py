@@ -22,7 +22,7 @@ LAYERS = [
     ["decoding"],
     ["forward"],
     ["models"],
-    ["slowtier", "prefix"],
+    ["slowtier", "prefix", "families"],
     ["residency", "kv", "sampling", "prefix_files"],
     ["ops"],
     ["plan", "forms"],

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from engine.errors import CapacityError, UsageError
-from engine.kv import DeltaShape, KVCache, KVGroup, Sequence
+from engine.kv import DeltaShape, Fork, KVCache, KVGroup, Sequence
 from engine.ops.host import HostDevice
 from engine.prefix import PrefixCache
 from engine.prefix_files import PrefixFiles
@@ -171,6 +171,7 @@ class Serving(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.alive: list[tuple[Sequence, np.ndarray]] = []
+        self.forks: list[tuple[Fork, np.ndarray]] = []
         self.kv = make_cache(self.kind, 12 * 64)
         self.files = None if self.disk is None else PrefixFiles(Path(self.folder.name), KEY, self.disk)
         self.cache = PrefixCache(self.kv, CHUNK, self.host, self.files, self.steps * CHUNK)
@@ -234,11 +235,51 @@ class Serving(RuleBasedStateMachine):
         if entry is not None:
             self.end(entry[0])
 
+    @rule(entry=running)
+    def fork(self, entry: tuple[Sequence, np.ndarray] | None) -> None:
+        if entry is not None and any(s is entry[0] for s, _ in self.alive) and entry[0].length:
+            fork = self.cache.fork(entry[0])
+            if fork is not None:
+                assert fork.length == entry[0].length
+                self.forks.append((fork, entry[1][: fork.length]))
+
+    @rule(target=running, which=st.integers(0, 9), n=st.integers(1, 70))
+    def go_on_from_a_fork(self, which: int, n: int) -> tuple[Sequence, np.ndarray] | None:
+        live = [pair for pair in self.forks if not pair[0].gone]
+        if not live or len(self.alive) == 4:
+            return None
+        fork, tokens = live[which % len(live)]
+        sequence = self.kv.sequence()
+        try:
+            self.cache.begin(sequence, fork)
+        except CapacityError:
+            assert not fork.gone
+            sequence.release()
+            return None
+        check(self.kv, sequence, tokens)
+        tokens = np.concatenate([tokens, np.arange(n, dtype=np.int32) + 7000])
+        self.alive.append((sequence, tokens))
+        try:
+            for _ in range(n):
+                compute(self.kv, sequence, tokens, 1)
+        except CapacityError:
+            self.end(sequence)
+        return sequence, tokens
+
+    @rule(which=st.integers(0, 9))
+    def drop_a_fork(self, which: int) -> None:
+        if self.forks:
+            fork, _ = self.forks.pop(which % len(self.forks))
+            self.cache.drop(fork)
+            assert fork.gone
+
     @rule()
     def reclaim(self) -> None:
-        before = self.kv.free_blocks
-        if self.cache.reclaim():
-            assert self.kv.free_blocks > before
+        before, forks = self.kv.free_blocks, sum(not fork.gone for fork, _ in self.forks)
+        if self.cache.reclaim():  # a fork's blocks may be a sequence's, too
+            assert self.kv.free_blocks > before or sum(not fork.gone for fork, _ in self.forks) == forks - 1
+        else:
+            assert all(fork.gone for fork, _ in self.forks)
 
     @rule(which=st.integers(0, 50), how=st.sampled_from(["flip", "cut", "remove"]))
     def break_a_file(self, which: int, how: str) -> None:
@@ -268,12 +309,15 @@ class Serving(RuleBasedStateMachine):
                 owned = [b for n in nodes(self.cache) if n.blocks is not None for b in n.blocks[at]]
                 assert len(owned) == len(set(owned))
                 holders.update(owned)
+                live = [fork for fork, _ in self.forks if not fork.gone]
+                holders.update(b for fork in live for b in [*fork.shared[at], *fork.rest[at : at + 1]])
             assert {b: pool.holders(b) for b in holders} == holders
             assert pool.free_blocks == pool.n_blocks - len(holders)
 
     @invariant()
     def budgets_are_kept(self) -> None:
         held = sum(n.data_bytes + n.snapshot_bytes for n in nodes(self.cache))
+        held += sum(fork.host_bytes for fork, _ in self.forks)
         assert held == self.cache.host_bytes <= self.host
         if self.files is not None:
             self.flush()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import NumericalError
 from engine.ops import arithmetic
+from engine.ops.likelihood import likelihood
 from engine.sampling import PENALTY_TOKENS, SamplingParams, check_finite, random_bits, sample
 
 LOGITS = np.array([0.5, 3.0, -1.0, 2.0, 2.5, -9.0, 0.0], np.float32)
@@ -52,6 +53,18 @@ def test_repetition_penalty_lowers_both_signs() -> None:
     assert sample(LOGITS, params, 0, [1]) == 4
     negative = np.array([-1.0, -1.5, -3.0], np.float32)
     assert sample(negative, params, 0, [0]) == 1
+
+
+def test_penalties_count_the_reply() -> None:
+    def drawn(reply: list[int], **penalties: float) -> int:
+        return sample(LOGITS, SamplingParams(**penalties), 0, [1, 1, 1, 4], None, reply)
+
+    assert drawn([], frequency_penalty=2.0, presence_penalty=2.0) == 1  # the prompt's tokens do not count
+    assert drawn([1], presence_penalty=0.6) == 4
+    assert drawn([1, 1], presence_penalty=0.4) == drawn([1], frequency_penalty=0.4) == 1  # 3, and 2.5
+    assert drawn([1, 1], frequency_penalty=0.4) == 4
+    assert drawn([3, 3], frequency_penalty=-0.6) == 3  # 2, and 1.2 for two times
+    assert drawn([1] * 1000 + [4] * 500 + [3] * 300 + [6], frequency_penalty=0.01) == 0  # no window
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
@@ -107,7 +120,7 @@ def test_draws_pass_a_chi_square_test(params: SamplingParams) -> None:
 
 
 def literal_sample(
-    logits: np.ndarray, params: SamplingParams, position: int, recent: list[int], allowed: set[int]
+    logits: np.ndarray, params: SamplingParams, position: int, recent: list[int], allowed: set[int], reply: list[int]
 ) -> int:
     """docs/arithmetic.md, "Sampling", one sentence after the other; exp alone is the twin's."""
     x = logits.copy()
@@ -115,6 +128,9 @@ def literal_sample(
         for token in set(recent[-256:]):
             penalty = np.float32(params.repetition_penalty)
             x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    for token in set(reply):
+        frequency, presence = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
+        x[token] = x[token] - (frequency * np.float32(reply.count(token)) + presence)
     check_finite(x)
     top = min(allowed, key=lambda i: (-x[i], i))
     T = np.float32(params.temperature)
@@ -149,11 +165,13 @@ def literal_sample(
     top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-12]),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
     penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    more=st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, -1.7), (2.0, 0.3), (-0.7, 2.0)]),
     masked=st.booleans(),
     size=st.sampled_from([5, 97, 2500]),
 )
 def test_sample_is_what_the_specification_says(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, masked: bool, size: int
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float,
+    more: tuple[float, float], masked: bool, size: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, rng.choice([0.5, 6.0]), size).astype(np.float32)
@@ -163,11 +181,12 @@ def test_sample_is_what_the_specification_says(
     bits = rng.random(size) < 0.4 if masked else np.ones(size, bool)
     bits[seed % size] = True
     words = np.packbits(np.pad(bits, (0, -size % 32)), bitorder="little").view(np.uint32)
-    params = SamplingParams(temperature, top_k, top_p, min_p, penalty, seed)
+    params = SamplingParams(temperature, top_k, top_p, min_p, penalty, seed, *more)
+    reply = recent[: seed % len(recent)]
     allowed = set(np.flatnonzero(bits).tolist())
     for position in (0, 7, 2**31 - 1):
-        token = sample(logits, params, position, recent, words if masked else None)
-        assert token == literal_sample(logits, params, position, recent, allowed)
+        token = sample(logits, params, position, recent, words if masked else None, reply)
+        assert token == literal_sample(logits, params, position, recent, allowed, reply)
 
 
 def test_what_cannot_be_drawn_changes_nothing() -> None:
@@ -193,3 +212,25 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits[2] = bad
     with pytest.raises(NumericalError, match="1 of 7 logits"):
         sample(logits, SamplingParams(), 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 2500, 152064])
+def test_log_probabilities_are_those_of_the_softmax(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for scale in (0.0, 0.5, 4.0, 40.0):
+        logits = rng.normal(-3, scale, size).astype(np.float32)
+        wide = logits.astype(np.float64)
+        expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+        order = sorted(range(size), key=lambda i: (-logits[i], i))[:20]
+        for token in {0, size // 2, order[0]}:
+            found = likelihood(logits, token, 20)
+            assert found.logprob == pytest.approx(expected[token], abs=1e-6, rel=1e-12)
+            assert [i for i, _ in found.top] == order
+            assert np.abs([value - expected[i] for i, value in found.top]).max() < 1e-6
+            assert dict(found.top).get(token, found.logprob) == found.logprob
+        assert likelihood(logits, 0, 0) == (likelihood(logits, 0, 1).logprob, ())
+
+
+def test_of_equal_logits_the_smaller_id_comes_first() -> None:
+    logits = np.array([-0.0, 1.0, 0.0, 1.0, -2.0, 0.0], np.float32)
+    assert [token for token, _ in likelihood(logits, 4, 5).top] == [1, 3, 0, 2, 5]

@@ -15,15 +15,18 @@ from numpy.typing import NDArray
 
 from engine.ops import Limits
 from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.likelihood import Likelihood, log_likelihood
 from engine.protocol import MAX_STOP_TOKENS, Sampling
 
 HISTORY_TOKENS = 256  # PENALTY_TOKENS of engine/sampling.py
 MAX_VOCAB = 1 << 20
 RING_ENTRIES = 4096
 RUNNING, STOPPED, LENGTH, FAILED = range(4)  # Status of cuda/step.cuh
-_N_CONTROL, _N_SCRATCH, _N_BINS = 16, 8, 2048
+_N_CONTROL, _N_SCRATCH, _N_BINS = 20, 8, 2048
 _BLOCK_TOKENS, _COLLECT_THREADS = 1024, 512
 _EPOCHS = 512
+DESCRIBED_ENTRIES = 8  # draws whose likelihoods wait to be read
+_MAX_TOP, _ENTRY_WORDS = 20, 24  # of cuda/logprobs.cu
 
 
 class Draw(NamedTuple):
@@ -34,11 +37,15 @@ class Draw(NamedTuple):
 
 
 class News(NamedTuple):
-    """Tokens that were drawn since, and how the request ended, if it did: by a stop token, or by bad logits."""
+    """Tokens that were drawn since, and how the request ended, if it did: by a stop token, or by bad logits.
+
+    likelihoods: of each token, where the request asks for them.
+    """
 
     tokens: list[int]
     stopped: bool
     error: bool
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 class Sampler:
@@ -46,7 +53,8 @@ class Sampler:
 
     active: int32 [1], a view of the control block: 1 while the request runs. ring: page-locked uint64 [RING_ENTRIES],
     which `poll` reads; entry (n - 1) % RING_ENTRIES holds draw n = 1, 2, ... of the request as
-    token | status << 32 | epoch << 34 | n << 43, the epoch being the request's number modulo 512.
+    token | status << 32 | epoch << 34 | n << 43, the epoch being the request's number modulo 512. counts: int32 [V and
+    a rest to a multiple of 4], how often each token is in the reply, where a penalty depends on it.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -62,19 +70,31 @@ class Sampler:
         self.history = device.empty(HISTORY_TOKENS, np.int32)
         self.stop = device.empty(MAX_STOP_TOKENS, np.int32)
         self.allowed = device.empty(-(-V // 32), np.uint32)
+        self.counts = device.empty(-(-V // 4) * 4, np.int32)
         self.values = device.empty(V, np.float32)
         self.list = device.empty((3, V), np.uint32)
+        self.likeliest = Module("logprobs.cu")
+        self.best = device.empty((self.blocks, _MAX_TOP), np.uint64)
+        self.sums = device.empty(self.blocks, np.uint64)
+        self.described = device.empty(1, np.uint64)
         self.masses = device.empty(self.blocks, np.uint64)
         self.scratch = device.empty(_N_SCRATCH, np.uint64)
         self.bin_mass = device.empty(_N_BINS, np.uint64)
         self.bin_count = device.empty(_N_BINS, np.uint32)
-        for array in (self.control, self.history, self.stop, self.scratch, self.bin_mass, self.bin_count):
+        for array in (
+            self.control, self.history, self.stop, self.scratch, self.bin_mass, self.bin_count, self.described,
+        ):  # fmt: skip
             device.write(array, np.zeros(array.shape, array.dtype))
         memory = device.page_locked(8 * RING_ENTRIES)
         memory[:] = 0
         self.ring: NDArray[np.uint64] = memory.view(np.uint64)
         self.ring_pointer = np.uint64(device.pointer(memory))
+        memory = device.page_locked(8 * DESCRIBED_ENTRIES * _ENTRY_WORDS)
+        memory[:] = 0
+        self.entries: NDArray[np.uint64] = memory.view(np.uint64).reshape(DESCRIBED_ENTRIES, _ENTRY_WORDS)
+        self.entries_pointer = np.uint64(device.pointer(memory))
         self.epoch = 0
+        self.logprobs: int | None = None
 
     def prepare(
         self,
@@ -84,11 +104,14 @@ class Sampler:
         stop: Iterable[int],
         limit: int,
         allowed: NDArray[np.uint32] | None = None,
+        logprobs: int | None = None,
     ) -> None:
         """Begin a request, in stream order: the next draw is for `position`, the number of tokens so far.
 
         history: those tokens, oldest first, or the last HISTORY_TOKENS of them. stop: at most MAX_STOP_TOKENS ids.
-        limit: tokens that may be emitted, at least 1. allowed: as in `engine.sampling.sample`.
+        limit: tokens that may be emitted, at least 1. allowed: as in `engine.sampling.sample`. With a frequency or
+        presence penalty, `count` says what is in the reply so far. logprobs: how many likeliest tokens `describe`
+        is to find with each draw; None: it will not be called.
         """
         stop_tokens = np.asarray(sorted(stop), np.int32)
         if len(stop_tokens) > MAX_STOP_TOKENS or limit < 1:
@@ -100,18 +123,29 @@ class Sampler:
         if self.epoch == 0:  # an entry of 512 requests ago must not pass for one of this request
             self.device.synchronize()
             self.ring[:] = 0
+            self.entries[:] = 0
         top_k = params.top_k if params.top_k < self.n_vocab else 0
         words = [1, position, limit, 0, self.epoch, len(stop_tokens), top_k, int(allowed is not None)]
         floats = np.array([params.repetition_penalty, params.temperature], np.float32)
         top_p, min_p = (round(p * 2.0**32) for p in (params.top_p, params.min_p))
         wide = np.array([max(top_p, 1), min_p, params.seed], np.uint64)
+        penalties = np.array([params.frequency_penalty, params.presence_penalty], np.float32)
         if allowed is not None:
             self.device.write(self.allowed, allowed)
         if len(stop_tokens):
             self.device.write(self.stop[: len(stop_tokens)], stop_tokens)
         self.device.write(self.history, recent)
-        control = np.concatenate((np.array(words, np.int32), floats.view(np.int32), wide.view(np.int32)))
-        self.device.write(self.control, control)
+        self.logprobs = logprobs
+        fields = (np.array(words, np.int32), *(a.view(np.int32) for a in (floats, wide, penalties)))
+        self.device.write(self.control, np.concatenate((*fields, np.array([logprobs or 0, 0], np.int32))))
+
+    def count(self, reply: Sequence[int]) -> None:
+        """Set the counts to those of a reply so far, in stream order; draws then go on from there."""
+        if len(reply):
+            counted = np.bincount(np.asarray(reply, np.int64), minlength=len(self.counts))
+            self.device.write(self.counts, counted.astype(np.int32))
+        else:
+            self.device.set_bytes(self.device.pointer(self.counts), 0, self.counts.nbytes)
 
     def step(
         self, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array, greedy: bool = False
@@ -126,8 +160,8 @@ class Sampler:
         if logits.shape != (1, self.n_vocab):
             raise ValueError(f"sampling: logits {logits.shape}, expected {(1, self.n_vocab)}")
         next_step = (
-            self.control, self.history, self.stop, block_tables, int(np.prod(block_tables.shape[1:])), len(slots),
-            tokens, positions, slots, slots.shape[1], self.ring_pointer, RING_ENTRIES,
+            self.control, self.history, self.counts, self.stop, block_tables, int(np.prod(block_tables.shape[1:])),
+            len(slots), tokens, positions, slots, slots.shape[1], self.ring_pointer, RING_ENTRIES,
         )  # fmt: skip
         V, values = self.n_vocab, None if greedy else self.values
         kernel = self.device.kernel(self.module, "largest")
@@ -141,6 +175,29 @@ class Sampler:
         last = (values, V, self.list, self.scratch, *next_step)
         kernel(-(-V // _COLLECT_THREADS), _COLLECT_THREADS, last, overlap=True)
 
+    def describe(self, logits: Array) -> None:
+        """Find how likely the token was that the last `step` drew from the same logits, and the likeliest ones.
+
+        Nothing happens where that step drew none.
+        """
+        V = self.n_vocab
+        kernel = self.device.kernel(self.likeliest, "top_logits")
+        kernel(self.blocks, 256, (logits, V, self.control, self.best))
+        kernel = self.device.kernel(self.likeliest, "log_sum")
+        arguments = (logits, V, self.control, self.history, self.best, self.sums, self.described)
+        kernel(self.blocks, 256, (*arguments, self.entries_pointer, DESCRIBED_ENTRIES))
+
+    def likelihood(self, n: int) -> Likelihood | None:
+        """What `describe` found of draw n, or None while it is not there; at most DESCRIBED_ENTRIES draws back."""
+        entry = self.entries[(n - 1) % DESCRIBED_ENTRIES]
+        if int(entry[0]) >> 34 != self.epoch | n << 9:
+            return None
+        assert self.logprobs is not None
+        words = entry.view(np.uint32).reshape(-1, 2)[2 : 3 + max(1, min(self.logprobs, self.n_vocab))].copy()
+        logits = words.view(np.float32)
+        top = [(int(id_), float(logit)) for id_, logit in zip(words[1:, 0], logits[1:, 1], strict=True)]
+        return log_likelihood(float(logits[0, 0]), int(entry[1]), top, self.logprobs)
+
     def drawn(self, n: int) -> Draw | None:
         """Draw n = 1, 2, ... of the request, or None while it is not there; at most RING_ENTRIES draws back."""
         entry = int(self.ring[(n - 1) % RING_ENTRIES])
@@ -152,8 +209,14 @@ class Sampler:
     def poll(self, made: int) -> News:
         """What is there beyond the first `made` tokens of the request; never waits."""
         tokens: list[int] = []
-        while (draw := self.drawn(made + len(tokens) + 1)) is not None:
+        likelihoods: list[Likelihood] = []
+        while (draw := self.drawn(n := made + len(tokens) + 1)) is not None:
             if draw.status in (STOPPED, FAILED):
-                return News(tokens, draw.status == STOPPED, draw.status == FAILED)
+                return News(tokens, draw.status == STOPPED, draw.status == FAILED, tuple(likelihoods))
+            if self.logprobs is not None:
+                found = self.likelihood(n)
+                if found is None:
+                    break
+                likelihoods.append(found)
             tokens.append(draw.token)
-        return News(tokens, False, False)
+        return News(tokens, False, False, tuple(likelihoods))
