@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Generator
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,19 @@ _POLL_S = 0.0001
 _CHECK_S = 1.0  # without news for so long, ask the device whether it failed
 
 
+class _Known(NamedTuple):
+    """What a sampler has of a request: tokens, the last of them, draws since it was prepared, whether with a mask."""
+
+    request: int = -1
+    n_tokens: int = 0
+    token: int = -1
+    draws: int = 0
+    masked: bool = False
+
+
+_NOTHING = _Known()
+
+
 class Graphs:
     """Captured steps of one model on one device: decoding, and small steps of several tokens.
 
@@ -41,8 +55,7 @@ class Graphs:
         # One for each sequence of a step; the first also feeds the next step when one decodes ahead.
         self.samplers = [Sampler(forward.device, forward.limits) for _ in range(forward.limits.max_sequences)]
         self.sampler = self.samplers[0]
-        self._drawn: list[tuple[int, int, int]] = [(-1, 0, 0)] * len(self.samplers)  # request, tokens, draws
-        self._counted: list[tuple[int, int]] = [(-1, 0)] * len(self.samplers)  # whose reply, up to which token
+        self._known = [_NOTHING] * len(self.samplers)
         self._nowhere = forward.device.empty((2 + len(forward.kv.groups), 1), np.int32)
         self._row = forward.device.empty((1, forward.limits.n_vocab), np.float32)
         self._decode: dict[bool, Graph] = {}  # by whether it is greedy
@@ -97,7 +110,7 @@ class Graphs:
                 rows=nothing,
             )
         )  # fmt: skip
-        self._drawn[0], self._counted[0] = (-1, 0, 0), (-1, 0)
+        self._known[0] = _NOTHING
         self.sampler.prepare(params, history, start, stop, limit, logprobs=logprobs)
         if counts_reply(params):
             self.sampler.count(history[reply_from:])
@@ -155,15 +168,15 @@ class Graphs:
         """Enqueue the draw of a token from logits float32 [1, V]."""
         f, nowhere = self.forward, self._nowhere
         sampler, n = self.samplers[d.number], len(d.history)
-        request, known, draws = self._drawn[d.number]
-        if d.allowed is not None or (request, known) != (d.request, n) or draws == RING_ENTRIES - 1:
+        known = self._known[d.number]
+        draws, goes_on = known.draws, (known.request, known.n_tokens, known.token) == (d.request, n, d.history[-1])
+        masked = d.allowed is not None
+        if masked or known.masked or not goes_on or draws == RING_ENTRIES - 1:
             sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed, d.logprobs)
             draws = 0
-        if counts_reply(d.params):  # also of one with a grammar, which is prepared for each token
-            if self._counted[d.number] != (d.request, n):
-                sampler.count(d.history[d.reply_from :])
-            self._counted[d.number] = d.request, n + 1
-        self._drawn[d.number] = (-1 if d.allowed is not None else d.request, n + 1, draws + 1)
+        if counts_reply(d.params) and not goes_on:  # a grammar's are prepared for each token, and their counts go on
+            sampler.count(d.history[d.reply_from :])
+        self._known[d.number] = _Known(d.request, n + 1, -1, draws + 1, masked)
         sampler.step(logits, nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0)
         if d.logprobs is not None:
             sampler.describe(logits)
@@ -172,14 +185,13 @@ class Graphs:
         self.device.synchronize()
         tokens: list[Drawn | None] = []
         for d in drawings:
-            sampler, draws = self.samplers[d.number], self._drawn[d.number][2]
-            drawn = sampler.drawn(draws)
+            sampler, known = self.samplers[d.number], self._known[d.number]
+            drawn = sampler.drawn(known.draws)
             assert drawn is not None
-            if drawn.status == FAILED:
-                self._drawn[d.number], self._counted[d.number] = (-1, 0, 0), (-1, 0)
-                tokens.append(None)
-            else:
-                tokens.append(Drawn(drawn.token, None if d.logprobs is None else sampler.likelihood(draws)))
+            failed = drawn.status == FAILED
+            self._known[d.number] = _NOTHING if failed else known._replace(token=drawn.token)
+            found = None if failed or d.logprobs is None else sampler.likelihood(known.draws)
+            tokens.append(None if failed else Drawn(drawn.token, found))
         return tokens
 
     def _aligned(self, row: int) -> Array:

@@ -15,7 +15,7 @@ from tiny_models import k_quant_mix, write_tiny
 from engine.ops.likelihood import likelihood
 from engine.protocol import Done, Error, Event, Generate, Sampling, Tokens, format_line, parse_event
 from engine.runner import Span
-from engine.sampling import sample
+from engine.sampling import Drawing, sample
 from engine.scheduler import Engine
 
 PENALIZED = Sampling(frequency_penalty=-0.8, presence_penalty=-1.9)  # rewards: random models repeat nothing
@@ -225,3 +225,30 @@ def test_log_probabilities_do_not_look_at_the_grammar(opened: Open) -> None:
     for token, logprob, top in described(drain(engine), 1):
         assert token % 3 == 0 and logprob <= top[0][1]
         assert any(other % 3 for other, _ in top)
+
+
+@pytest.mark.parametrize("sampling", [PENALIZED, SAMPLED], ids=["greedy", "sampled"])
+def test_a_token_taken_back_is_counted_no_more(opened: Open, sampling: Sampling) -> None:
+    """A draft's token gives way to another, so the history is as long as it was and not the same."""
+    runner = opened().runner
+    history, begin, sequence = PROMPT[:20].tolist(), 20, runner.new_sequence()
+    result = runner.run([Span(sequence, PROMPT[:20], np.zeros(20, bool), (19,))])
+
+    def draw() -> int:
+        logits = result.logits[0].copy()
+        (drawn,) = runner.draw(result, [Drawing(0, 77, history, 0, sampling, begin, logprobs=2)])
+        assert drawn is not None and drawn.likelihood == likelihood(logits, drawn.token, 2)
+        assert drawn.token == sample(logits, sampling, len(history), history, None, history[begin:])
+        return drawn.token
+
+    for other in (None, 5, None, 9, 9, None, None, 5):
+        history.append(draw())
+        span = Span(sequence, np.asarray(history[-1:], np.int32), np.ones(1, bool), (0,), keep=True)
+        result = runner.run([span])
+        if other is not None:
+            draw()
+            runner.take_back([span], [1])
+            history[-1] = other
+            result = runner.run([replace(span, tokens=np.asarray([other], np.int32))])
+    draw()
+    sequence.release()
