@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -355,7 +356,7 @@ def integer(record: Mapping[str, Any], name: str, least: int, most: int, where: 
     """An integer from `least` to `most`; None where there is none."""
     found: int | None = get(record, name, int, None, where)
     if found is not None and not least <= found <= most:
-        raise refusal(f"{where}{name}", f"expected {least} to {most}, found {found if abs(found) < 1e6 else 'another'}")
+        raise refusal(f"{where}{name}", f"expected {least} to {most}, found {reprlib.repr(found)}")
     return found
 
 

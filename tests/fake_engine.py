@@ -142,7 +142,8 @@ class FakeEngine:
         return bool(found)
 
     def stats(self) -> dict:
-        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps, "shared": self.shared}
+        shared = {"shared": self.shared} if self.shared else {}
+        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps, **shared}
 
     def profile(self, action: str, path: Path | None) -> dict:
         if action == "write":

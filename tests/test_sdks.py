@@ -107,7 +107,12 @@ def test_openai_s_errors(openai_client: OpenAI, monkeypatch: pytest.MonkeyPatch)
     assert "logit_bias: not supported" in str(refused.value) and refused.value.param == "logit_bias"
     with pytest.raises(openai.BadRequestError, match="nothing is kept here"):
         openai_client.responses.create(model="any", input="x", previous_response_id="resp_1")
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
     for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+            openai_client.responses.create(model="any", input="x", text=form, stream=stream)
+        assert refused.value.param == "text.format"
         with pytest.raises(openai.BadRequestError) as refused:
             openai_client.chat.completions.create(model="any", messages=said("x" * 9000), stream=stream)
         assert refused.value.code == "context_length_exceeded" and refused.value.param == "messages"
