@@ -30,7 +30,7 @@ from spark.server import create_app
 TEST_FRAC = 0.3
 CALIBRATION_TOKENS = 40_000
 HELD_OUT_TOKENS = 16_000
-TRACE_TOKENS = 10_000
+TRACE_TOKENS = 15_000
 RESIDENCY_PCT = 60.0
 DEADLINES = Deadlines(ready_s=300.0, silence_s=60.0, total_s=120.0)  # a GPU's kernels may have to be compiled
 REPLY_TOKENS = 96

@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run("extract-sessions", "--out-dir", ".", *LOGS)
     run("tokenize", NANO, "test.jsonl", "--out", "test.parquet", "--window", "512")
-    run("calibrate", NANO, "test.parquet", "--out", "nano.csv", "--trace", "trace", "--hidden", "--max-tokens", "4000")
+    run("calibrate", NANO, "test.parquet", "--out", "nano.csv", "--trace", "trace", "--hidden", "--max-tokens", "9000")
     run("validate", NANO, "test.parquet", "--profile", "nano.csv", "--max-tokens", "2000", "--prompts", "1",
         "--generate", "4")  # fmt: skip
     run("train-pregate", NANO, "trace", "--out", "pregate.safetensors", "--epochs", "1")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import stat
 import subprocess
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from spark.sessions import Session, read_sessions, split_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "data" / "sessions"
+OTHER = ROOT / "data" / "sessions_other"
 
 
 def samples(out: Path, **options: Any) -> tuple[dict[str, list[Session]], Report]:
@@ -68,10 +71,10 @@ def test_the_samples_give_what_they_were_made_to_show(tmp_path: Path) -> None:
         "context_tokens": {},
         "token_counter": "estimate: UTF-8 bytes / 4",
         "skipped_lines": {
-            "bookkeeping": 230,
+            "bookkeeping": 228,
             "invalid_json": 4,
             "malformed": 1,
-            "mirror": 341,
+            "mirror": 339,
             "no_text": 2,
             "not_an_object": 1,
             "null_message": 1,
@@ -121,12 +124,43 @@ def test_the_same_logs_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the samples quote another version's library")
-def test_the_samples_are_what_their_script_makes(tmp_path: Path) -> None:
-    command = [sys.executable, str(SAMPLES / "make_samples.py"), "--out", str(tmp_path)]
+@pytest.mark.parametrize(("name", "home"), [("main", SAMPLES), ("other", OTHER)])
+def test_the_samples_are_what_their_script_makes(tmp_path: Path, name: str, home: Path) -> None:
+    command = [sys.executable, str(SAMPLES / "make_samples.py"), "--set", name, "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
-    for made in tmp_path.rglob("*"):
-        if made.is_file():
-            assert made.read_bytes() == (SAMPLES / made.relative_to(tmp_path)).read_bytes()
+    made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    kept = [*(home / "claude").rglob("*"), *(home / "codex").rglob("*")]
+    assert made == {path.relative_to(home) for path in kept if path.is_file()}
+    for path in made:
+        assert (tmp_path / path).read_bytes() == (home / path).read_bytes()
+
+
+def test_the_other_set_shares_no_text_with_the_samples(tmp_path: Path) -> None:
+    extract(ExtractOptions(tmp_path, "both", OTHER / "claude", OTHER / "codex", 1), lambda done, total: None)
+    others = list(read_sessions(tmp_path / "test.jsonl"))
+    assert len({s.root_id for s in others}) >= 30
+    assert {s.source for s in others} == {"claude", "codex"}
+    own = paragraphs(session for side in samples(tmp_path / "main")[0].values() for session in side)
+    assert own and not own & paragraphs(others)
+
+
+def paragraphs(sessions: Iterable[Session]) -> set[str]:
+    """What the assistants said, in pieces long enough to be recognized."""
+    said = "\n\n".join(m.content for session in sessions for m in session.messages if m.role == "assistant")
+    return {piece for piece in said.split("\n\n") if len(piece) > 80}
+
+
+def test_no_part_of_a_play_or_a_file_is_in_two_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SAMPLES))
+    casts = importlib.import_module("casts").CASTS
+    owners: dict[str, set[str]] = {}
+    for seed, cast in casts.items():
+        for part in cast.split():
+            if not part.startswith("py"):
+                owners.setdefault(part.split("*")[0], set()).add(seed)
+    assert all(len(seeds) == 1 for seeds in owners.values())
+    parts = set(owners)
+    assert not {part for part in parts if "." in part and not part.startswith("@") and part.split(".")[0] in parts}
 
 
 # --- The split ---
