@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,16 @@ def test_the_same_attachment_twice_is_kept_once(tmp_path: Path) -> None:
     sessions, report = run(tmp_path)
     assert words(sessions[SESSION]) == ["u: hi", "u: <s>1</s>", "a: ho"]
     assert report.skipped_lines == {"replay": 1}
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_many_notes_take_time_by_their_number(tmp_path: Path, linked: bool) -> None:
+    notes = [listing(f"x{i}", "u1" if linked else None, f"<s>{i}</s>") for i in range(30_000)]
+    write(tmp_path, f"{SESSION}.jsonl", [user("u1", None, "hi"), *notes, answer("a1", "u1", "msg_A", text("ho"))])
+    started = time.process_time()
+    sessions, _ = run(tmp_path)
+    assert time.process_time() - started < 30  # by the square of it: minutes
+    assert words(sessions[SESSION]) == ["u: hi", *(f"u: <s>{i}</s>" for i in range(30_000)), "a: ho"]
 
 
 def test_kinds_that_gave_nothing_are_counted_by_name(tmp_path: Path) -> None:

@@ -121,6 +121,31 @@ def test_items_become_messages_and_events_are_not_counted_twice(tmp_path: Path) 
     assert report.prompt_tokens == {"p50": 2, "p90": 4, "p99": 4}  # "thanks", "list the files"
 
 
+def test_records_of_usage_are_bookkeeping_with_and_without_an_envelope(tmp_path: Path) -> None:
+    usage = {"response_id": "r", "thread_id": THREAD, "usage": {"input_tokens": 3}}
+    lines = [line("token_usage_record", usage), {"type": "token_usage_record", **usage}]
+    write(tmp_path, THREAD, [*PLAIN, *lines])
+    sessions, report = run(tmp_path)
+    assert words(sessions[THREAD]) == PLAIN_WORDS
+    assert report.skipped_lines == {"bookkeeping": 4, "mirror": 3}
+    assert report.dropped_content["token_usage_record"] == {"records": 2, "characters": 0}
+
+
+def test_what_is_dropped_is_counted_by_the_text_in_it(tmp_path: Path) -> None:
+    """Items of unknown kinds, events that are no copies, blocks; copies of what is kept are not among them."""
+    unknown = item("dream", content="two words", id="one")
+    ended = event("exec_command_end", stdout="three more words")
+    block = item("message", role="user", content=[{"type": "input_text", "text": "hi"}, {"type": "smell", "of": "a b"}])
+    write(tmp_path, THREAD, [*PLAIN, unknown, ended, ended, block])
+    report = run(tmp_path)[1]
+    assert list(report.dropped_content.items())[:3] == [
+        ("event_msg/exec_command_end", {"records": 2, "characters": 32}),
+        ("response_item/dream", {"records": 1, "characters": 9}),
+        ("content/smell", {"records": 1, "characters": 3}),
+    ]
+    assert not {"event_msg/user_message", "event_msg/agent_message"} & set(report.dropped_content)
+
+
 def test_lines_without_an_envelope_as_old_versions_wrote(tmp_path: Path) -> None:
     head = {"id": THREAD, "timestamp": "2025-07-01T09:00:00Z", "instructions": "Be brief.", "git": {}}
     bare = [r["payload"] for r in PLAIN[2:] if r["type"] == "response_item"]

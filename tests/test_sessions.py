@@ -72,6 +72,29 @@ def test_optional_fields_may_be_missing_or_null(tmp_path: Path) -> None:
     assert list(read_sessions(path)) == [Session("a", "", "", (), (Message("tool"),))]
 
 
+def test_a_file_of_the_first_version_is_read(tmp_path: Path) -> None:
+    """A line as spark extract-sessions 0.1 wrote it, byte for byte: nothing that was written becomes unreadable."""
+    line = (
+        '{"session_id": "r/agent-a#2~1", "source": "claude", "started_at": "2026-01-01T00:00:00Z", "tools": [{"type": '
+        '"function", "function": {"name": "Bash", "parameters": {"type": "object", "properties": {}}}}], "messages": '
+        '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "list"}, {"role": "assistant", '
+        '"content": "\\n\\n", "reasoning": "use ls", "tool_calls": [{"id": "t1", "name": "Bash", "arguments": {"cmd": '
+        '"ls"}}]}, {"role": "tool", "content": "a.py", "tool_call_id": "t0"}]}\n'
+    )
+    (tmp_path / "old.jsonl").write_text(line)
+    (session,) = read_sessions(tmp_path / "old.jsonl")
+    call = ToolCall("t1", "Bash", {"cmd": "ls"})
+    assert session.messages == (
+        Message("system", "Be brief."),
+        Message("user", "list"),
+        Message("assistant", "\n\n", "use ls", (call,)),
+        Message("tool", "a.py", tool_call_id="t0"),
+    )
+    assert session.root_id == "r"
+    write_sessions(tmp_path / "again.jsonl", [session])
+    assert (tmp_path / "again.jsonl").read_text() == line
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -386,16 +386,18 @@ class _Log:
         self._count_prompts()
         nodes: list[Node] = []
         last: dict[str, Node | Boundary] = {}  # by thread
-        waiting: dict[str, tuple[Note, ...]] = {}  # notes for the next node, by thread
+        waiting: dict[str, list[Note]] = {}  # notes for the next node, by thread
+        after: dict[int, tuple[Node, list[Note]]] = {}  # notes of nodes, by id()
         for event in self._events:
             if isinstance(event, Note):
                 owner = None if event.dropped else self._resolve(event.parent)
                 if isinstance(owner, Node):
-                    owner.notes += (event,)
+                    after.setdefault(id(owner), (owner, []))[1].append(event)
                 elif not event.dropped:
-                    waiting[event.thread] = (*waiting.get(event.thread, ()), event)
+                    waiting.setdefault(event.thread, []).append(event)
             elif isinstance(event, Boundary):
-                _put_after(last.get(event.thread), waiting.pop(event.thread, ()))
+                if isinstance(before := last.get(event.thread), Node):
+                    after.setdefault(id(before), (before, []))[1].extend(waiting.pop(event.thread, []))
                 last[event.thread] = event
             elif event.home is None:
                 above = self._above(event, last.get(event.thread))
@@ -403,11 +405,14 @@ class _Log:
                     event.above = above
                 else:
                     event.segment = above.segment if above is not None else 0
-                event.before = waiting.pop(event.thread, ())
+                event.before = tuple(waiting.pop(event.thread, ()))
                 last[event.thread] = event
                 nodes.append(event)
         for thread, notes in waiting.items():
-            _put_after(last.get(thread), notes)
+            if isinstance(before := last.get(thread), Node):
+                after.setdefault(id(before), (before, []))[1].extend(notes)
+        for node, notes in after.values():
+            node.notes = tuple(notes)
         for node in nodes:
             settle_segment(node)
         if self._reports:
@@ -532,9 +537,3 @@ def _prompt_key(content: object) -> int:
     blocks = content if isinstance(content, list) else [content]
     texts = (block if isinstance(block, str) else as_text(as_object(block).get("text")) for block in blocks)
     return fingerprint("".join("\n".join(texts).split()))
-
-
-def _put_after(last: Node | Boundary | None, notes: tuple[Note, ...]) -> None:
-    """Put notes after what came last in their thread, if that is a node."""
-    if isinstance(last, Node):
-        last.notes += notes
