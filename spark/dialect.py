@@ -39,10 +39,10 @@ _FORMATS: tuple[tuple[str, CallFormat], ...] = (
 )
 # What calls are made of, in any of the formats: no name may hold it, or a call of it could not be read back.
 _TAGS = (
-    "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>", "</arg_key>",
-    "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
+    "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>',
 )  # fmt: skip
-_AFTER_NAME: dict[CallFormat, tuple[str, ...]] = {"hermes": (), "xml": (">",), "laguna": ("\n",), "gemma4": ("{",)}
+_AFTER_NAME: dict[CallFormat, str] = {"hermes": "", "xml": ">", "laguna": "\n", "gemma4": "{"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def test_a_form_is_compiled_once(forms: Forms, vocabulary: Vocabulary) -> None:
     compare(forms, vocabulary, wanted, 1)
     before = {child.pid for child in children(forms)}
     compare(forms, vocabulary, wanted | {"binds": True}, 2)
-    assert {child.pid for child in children(forms)} == before
+    assert {child.pid for child in children(forms)} <= before
     for i in range(KEPT_FORMS + 4):
         ready(forms, forms.open(json.dumps(schema({"const": i})), ()))
     for shared in [*forms._known.values()]:
@@ -374,7 +374,7 @@ def test_no_process_outlives_a_daemon_that_is_killed() -> None:
     assert len(found) == 3, found  # the host, and two forms
     daemon.kill()
     daemon.wait()
-    gone, alive = psutil.wait_procs(found, timeout=10)
+    _, alive = psutil.wait_procs(found, timeout=10)
     assert not alive, alive
 
 

@@ -338,7 +338,9 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required", "name"])
 @pytest.mark.parametrize("format_of", ["nano", "qwen35", "laguna", "gemma4"])
-@pytest.mark.parametrize("name", ["<tool_call>", "</tool_call>", "<|im_end|>", "<function=", "a<|im_start|>b", "</think>"])
+@pytest.mark.parametrize(
+    "name", ["<tool_call>", "</tool_call>", "<|im_end|>", "<function=", "a<|im_start|>b", "</think>"]
+)
 def test_a_tool_named_like_a_mark_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, choice: str, format_of: str, name: str
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forms_here import FormHere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from forms_here import FormHere
 from test_tokenizer_families import gemma_fields, write
 from tiny_models import k_quant_mix, write_tiny
 
