@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from engine.errors import ContextOverflowError, DeviceLostError, ModelFormatErro
 from engine.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
 
 END, SAY, SAID = 256, 257, 258
-CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST = 300, 301, 302, 303, 304, 305, 306, 307
+CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, WARN = 300, 301, 302, 303, 304, 305, 306, 307, 308
 VOCAB = 320
 
 
@@ -165,6 +167,11 @@ def misbehave(tokens: tuple[int, ...]) -> None:
         time.sleep(600)
     if PRINT in tokens:
         print_in_every_way()
+    if WARN in tokens:
+        for i in range(3):
+            logging.getLogger("engine.fake").warning("file %d is damaged", i, extra={"reason": "damaged_file"})
+        threading.Timer(0.3, logging.getLogger("engine.fake").warning, ["late"], {"extra": {"reason": "late"}}).start()
+        logging.getLogger("engine.fake").warning("without a reason")
     if LOST in tokens:
         raise DeviceLostError("the GPU failed", hint="start again")
     if BUG in tokens:
