@@ -231,7 +231,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Look after the connections."""
-        if counter % _TICKS == 0:
+        if counter % _TICKS == 0 or self.connections.behind:
             self.connections.look()
         return await super().on_tick(counter)
 
@@ -247,7 +247,7 @@ class _Server(uvicorn.Server):
         ticks = 0
         while time.monotonic() < self._cut_off_s:  # a signal may bring it nearer
             ticks += 1
-            if ticks % 20 == 0:
+            if ticks % 20 == 0 or self.connections.behind:
                 self.connections.look()
             await asyncio.sleep(0.05)
         self._closing.cut_off()
