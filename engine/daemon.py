@@ -95,6 +95,7 @@ def run(open_engine: OpenEngine, arguments: Sequence[str] | None = None, *, plan
     inbox = _Inbox()
     output = _Output(_take_stdout(), inbox)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger().addHandler(_Warnings(inbox))
     if not config.plan_only:
         inbox.start()
     try:
@@ -122,7 +123,7 @@ class _Stopped(BaseException):
 
 
 class _Inbox:
-    """Lines from stdin, and what tells the daemon to stop: the end of stdin or a signal."""
+    """Lines from stdin, warnings of other threads, and what tells the daemon to stop: the end of stdin or a signal."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -141,8 +142,12 @@ class _Inbox:
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._read, name="stdin", daemon=True).start()
 
-    def take(self, *, wait: bool) -> Iterator[bytes | None]:
-        """Give the lines that came, None for one that was too long; `wait` for the first.
+    def warn(self, event: protocol.Warned) -> None:
+        """Have an event sent as soon as the main thread can, though nobody asked for anything."""
+        self._lines.put(event)
+
+    def take(self, *, wait: bool) -> Iterator[bytes | protocol.Warned | None]:
+        """Give the lines that came, None for one that was too long, and warnings; `wait` for the first.
 
         Raises _Stopped at the end of stdin and, before any line that is left, after a signal.
         """
@@ -153,7 +158,8 @@ class _Inbox:
                 return
             if line is self._wake:
                 break
-            self._room.release()
+            if not isinstance(line, protocol.Warned):
+                self._room.release()
             yield line
             wait = False
         raise _Stopped("stdin ended" if self.signal is None else signal.Signals(self.signal).name)
@@ -170,6 +176,20 @@ class _Inbox:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         self._lines.put(self._wake)  # SimpleQueue.put may be called in a signal handler
+
+
+class _Warnings(logging.Handler):
+    """Makes events of the warnings that say why, by `extra={"reason": ...}`, whatever thread they come from."""
+
+    def __init__(self, inbox: _Inbox) -> None:
+        super().__init__(logging.WARNING)
+        self._inbox = inbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a warning on."""
+        reason = getattr(record, "reason", None)
+        if reason is not None:
+            self._inbox.warn(protocol.Warned(reason, record.getMessage()))
 
 
 def _take_stdout() -> int:
@@ -237,7 +257,7 @@ def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
     try:
         while True:
             for line in inbox.take(wait=not engine.busy):
-                for event in _answer(line, engine, running):
+                for event in [line] if isinstance(line, protocol.Warned) else _answer(line, engine, running):
                     output.emit(event)
             events = engine.step() if engine.busy else []
             for event in events:

@@ -486,7 +486,7 @@ class PrefixCache:
         if self._host_budget > self.host_bytes:
             _log.warning(
                 "host memory is short: prefixes keep %.2f GiB of the %.2f that they may",
-                self.host_bytes / 2**30, self._host_budget / 2**30,
+                self.host_bytes / 2**30, self._host_budget / 2**30, extra={"reason": "host_memory"},
             )  # fmt: skip
             self._host_budget = self.host_bytes
 

@@ -42,7 +42,7 @@ class PrefixFiles:
     """The files of one model in a folder that may hold those of others.
 
     key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. A thread writes; `get` and the
-    rest are for one other thread. Nothing but the constructor raises: what fails is logged, once a kind, and forgotten.
+    rest are for one other thread. Nothing but the constructor raises: what fails is a warning with a `reason`.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, str | int], budget_bytes: int) -> None:
@@ -54,7 +54,6 @@ class PrefixFiles:
         self._waiting: dict[str, int] = {}
         self._queue: Queue[tuple[str, list[NDArray[Any]]] | None] = Queue()
         self._thread: threading.Thread | None = None
-        self._told: set[str] = set()
         self._full = False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,7 +77,7 @@ class PrefixFiles:
                         Path(entry.path).unlink()
         self._sizes = {name: n_bytes for _, name, n_bytes in sorted(found)}
         if foreign:
-            self._tell("foreign", f"{self._folder}: {foreign} files that are not Spark's are left alone")
+            _warn("foreign_files", f"{self._folder}: {foreign} files that are not Spark's are left alone")
 
     @property
     def n_bytes(self) -> int:
@@ -122,7 +121,7 @@ class PrefixFiles:
                 self._sizes.pop(name, None)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.doubt([name])
-            self._tell("damaged", f"{self._folder / name} is ignored, and so is every other damaged file: {error}")
+            _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {error}")
         return None
 
     def doubt(self, names: Iterable[str]) -> None:
@@ -161,9 +160,10 @@ class PrefixFiles:
             try:
                 written = self._write(name, arrays)
             except (OSError, MemoryError, SparkError) as error:  # no reason to stop serving
-                self._full = True
                 message = error.message if isinstance(error, SparkError) else repr(error)
-                self._tell("write", f"no more prefixes are saved: {message}")
+                if not self._full:
+                    _warn("files_not_written", f"no more prefixes are saved: {message}")
+                self._full = True
             with self._lock:
                 del self._waiting[name]
                 if written:
@@ -221,7 +221,6 @@ class PrefixFiles:
             raise ValueError("its length is wrong")
         return arrays
 
-    def _tell(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            _log.warning("%s", message)
+
+def _warn(reason: str, message: str) -> None:
+    _log.warning("%s", message, extra={"reason": reason})

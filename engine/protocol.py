@@ -27,6 +27,7 @@ MAX_LINE_BYTES = 1 << 25
 MAX_TOKENS = 1 << 20  # tokens of one request
 MAX_STOP_TOKENS = 1024
 MAX_TOP_LOGPROBS = 20  # what OpenAI's API allows
+PENALTY_MOST = 100.0  # that a logit is divided by; and its inverse, since smaller ones leave the range of a float32
 PENALTY_RANGE = 2.0  # of frequency and presence penalties, either way
 MAX_TEXT_CHARS = 4096  # a session id, a path
 MAX_GRAMMAR_CHARS = 1 << 20  # schemas of a hundred tools are a tenth of it
@@ -210,6 +211,17 @@ class Working:
 
 
 @dataclass(frozen=True, slots=True)
+class Warned:
+    """Something that serving goes on without, such as a damaged cache file; may come at any time after Ready.
+
+    reason: one word or two with `_` between, the same for all of a kind; message: one line.
+    """
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens read and tokens produced; `cached_tokens` of those read were not computed, an earlier request had been."""
 
@@ -296,7 +308,7 @@ class Bye:
 
 Request: TypeAlias = Generate | Score | Stats | ProfileRequest | Cancel | Ping | Shutdown
 Event: TypeAlias = (
-    Hello | Loading | Ready | Plan | Tokens | Progress | Working | Done | Error
+    Hello | Loading | Ready | Plan | Tokens | Progress | Working | Warned | Done | Error
     | StatsReport | ProfileReport | Cancelled | Pong | Bye
 )  # fmt: skip
 
@@ -319,7 +331,7 @@ _SAMPLING = checks.record(
         "top_k": checks.integer(0, TOKEN_END - 1),
         "top_p": checks.number(0.0, 1.0, above=True),
         "min_p": checks.number(0.0, 1.0),
-        "repetition_penalty": checks.number(0.0, 100.0, above=True),
+        "repetition_penalty": checks.number(1 / PENALTY_MOST, PENALTY_MOST),
         "seed": checks.integer(0, (1 << 64) - 1),
         "frequency_penalty": checks.number(-PENALTY_RANGE, PENALTY_RANGE),
         "presence_penalty": checks.number(-PENALTY_RANGE, PENALTY_RANGE),
@@ -384,6 +396,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
             {"id": _ID, "done_tokens": _COUNT, "total_tokens": _COUNT, "cached_tokens": _COUNT},
         ),
         "working": (Working, {"requests": _COUNT}),
+        "warning": (Warned, {"reason": checks.text(MAX_TEXT_CHARS), "message": _ANY_TEXT}),
         "done": (
             Done,
             {

@@ -7,16 +7,60 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from engine import protocol
 from engine.errors import DaemonError, DeadlineError, SparkError
 from spark.client import DaemonClient, Deadlines, OnLoading, RequestStream
+from spark.seldom import Seldom
+
+_SOON_S = 2.0  # whoever was heard of so shortly ago need not be asked
+_STUCK_S = 60.0  # a step that computes nothing here and says nothing for so long is no work
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
+
+
+async def aside(work: Callable[[], _Result]) -> _Result:
+    """Do blocking work in a thread of its own, which keeps neither others waiting nor the program from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_Result] = loop.create_future()
+
+    def end(result: _Result | None, error: Exception | None) -> None:
+        if not done.cancelled():
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = work()
+        except Exception as error:  # raised again where it is awaited
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            loop.call_soon_threadsafe(end, result, failed)
+
+    threading.Thread(target=run, name="aside", daemon=True).start()
+    return await done
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a daemon is; reason: why it serves nobody, empty where it does or soon will.
+
+    silent_s: since its last sign of life; owed: requests that it has not answered.
+    """
+
+    state: Literal["ready", "working", "down", "stopped", "stuck"]
+    silent_s: float = 0.0
+    owed: int = 0
+    reason: str = ""
 
 
 class Backend:
@@ -39,6 +83,9 @@ class Backend:
         self._learned_profile = learned_profile
         self.restarts = 0  # of the daemon
         self._served = 0  # requests since the counts were last written
+        self.warnings: Counter[str] = Counter()  # of the daemons, by reason
+        self._seldom = Seldom(_log)
+        self._pinging: asyncio.Task[float] | None = None
         self._lock = threading.Lock()
         self._client = self._start(on_loading)
 
@@ -76,6 +123,31 @@ class Backend:
             self._served += 1
             return self._client
 
+    async def health(self, patience_s: float) -> Health:
+        """Find out how the daemon is, in `patience_s` at most; a ping is answered between two units of work."""
+        client = self._client
+        if not client.alive:
+            return Health("down")
+        before = client.cpu_ticks
+        asked_s = time.monotonic()
+        if not client.stopped and client.silent_s > _SOON_S:
+            if self._pinging is None or self._pinging.done():
+                self._pinging = asyncio.create_task(aside(client.ping))
+                self._pinging.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was looked at
+            with contextlib.suppress(TimeoutError, SparkError):
+                await asyncio.wait_for(asyncio.shield(self._pinging), patience_s)
+        silent_s = client.silent_s
+        if not client.alive:
+            return Health("down")
+        owed = client.owed
+        if client.stopped:
+            return Health("stopped", silent_s, owed, "the daemon's process is stopped (SIGSTOP)")
+        if silent_s <= time.monotonic() - asked_s + _SOON_S:
+            return Health("ready")
+        if owed > 0 and (silent_s < _STUCK_S or client.cpu_ticks > before):  # a long step of a prompt
+            return Health("working", silent_s, owed)
+        return Health("stuck", silent_s, owed, f"the daemon has given no sign of life for {silent_s:.0f} s")
+
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, none where the daemon is not there."""
         client = self._client
@@ -101,7 +173,11 @@ class Backend:
 
     def _start(self, on_loading: OnLoading = lambda stage, done, total: None) -> DaemonClient:
         deadlines = replace(self._deadlines, total_s=None)
-        return DaemonClient(self._command(), deadlines=deadlines, on_loading=on_loading)
+        return DaemonClient(self._command(), deadlines=deadlines, on_loading=on_loading, on_warning=self._warned)
+
+    def _warned(self, reason: str, message: str) -> None:
+        self.warnings[reason] += 1
+        self._seldom.warning(reason, f"the daemon: {message}")
 
 
 class Generation:

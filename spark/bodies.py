@@ -33,7 +33,7 @@ from spark.conversation import MAX_DEPTH, too_deep
 MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
 LARGE_BYTES = 256 << 10
-MAX_CONTAINERS = 1 << 18  # lists and objects of one body
+MAX_CONTAINERS = 1 << 16  # lists and objects of one body
 MAX_VALUES = 3 << 19  # a prompt of 2^20 tokens, and half as much
 _READ_S = 60.0  # a process that takes longer is ended
 _IDLE_S = 60.0  # and one that has had nothing to do for so long ends itself
@@ -106,7 +106,7 @@ async def _received(request: Request, take: Callable[[int], None]) -> bytes:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Read a body as a JSON object of bounded depth and contents; raises RequestError."""
-    if len(body) > MAX_CONTAINERS:  # a byte makes no more than one
+    if len(body) > MAX_CONTAINERS:  # a byte opens no more than one
         containers, values = count(body)
         if containers > MAX_CONTAINERS:
             raise RequestError(f"the body has {containers} lists and objects; the limit is {MAX_CONTAINERS}")
@@ -269,6 +269,7 @@ def _receive(file: IO[bytes]) -> tuple[bytes, bytes]:
 
 def work() -> None:
     """Read bodies from stdin until it ends, or nothing comes for a while; the process's main function."""
+    os.nice(5)  # replies that are being written come first
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while select.select([sys.stdin.buffer], [], [], _IDLE_S)[0]:

@@ -37,6 +37,7 @@ _LAST_WORDS_S = 1.0  # how long a daemon that closed its output has to end
 # `-m engine` would take a folder `engine` in the working directory for ours: so `-P`, and our own path.
 _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('engine', run_name='__main__')"
 
+OnWarning: TypeAlias = Callable[[str, str], None]  # a reason, the same for all of a kind, and a line
 OnLoading: TypeAlias = Callable[[str, int, int], None]  # a stage, how much of it is done, of how much
 _Inbox: TypeAlias = "SimpleQueue[protocol.Event | None]"  # None: no more events come
 _Answer = TypeVar("_Answer", bound=protocol.Event)
@@ -68,7 +69,8 @@ class DaemonClient:
     """A running daemon, loaded and ready; requests may come from several threads.
 
     command: what to run, as `engine_command` writes it. on_loading: called with the figures of each
-    `protocol.Loading` in the calling thread. `hello` and `ready` are what the daemon said of itself. Raises the error
+    `protocol.Loading` in the calling thread. on_warning: called for each `protocol.Warned` in a thread that must not be
+    held up. `hello` and `ready` are what the daemon said of itself. Raises the error
     that the daemon reports when it cannot load, DaemonError where it ends or speaks something else,
     DeadlineError where it is not ready in time. Any later call may raise the last two.
     """
@@ -79,7 +81,9 @@ class DaemonClient:
         *,
         deadlines: Deadlines | None = None,
         on_loading: OnLoading = lambda stage, done, total: None,
+        on_warning: OnWarning = lambda reason, message: None,
     ) -> None:
+        self._on_warning = on_warning
         self.hello = protocol.Hello(protocol.PROTOCOL, {})
         self.ready = protocol.Ready({})
         self.deadlines = deadlines or Deadlines()
@@ -87,6 +91,7 @@ class DaemonClient:
         self._heard_s = time.monotonic()
         # A queue for each unanswered request and, under None, one for what concerns no request.
         self._inboxes: dict[int | None, _Inbox] = {None: SimpleQueue()}
+        self._work: set[int] = set()  # those of them that take long, and some that are answered
         self._sorting = threading.Lock()
         self._output_ended = False
         self._nonsense = ""  # why its output is not read any more, though it has not ended
@@ -116,6 +121,28 @@ class DaemonClient:
     def pid(self) -> int:
         """Process id of the daemon, which is the id of its process group too."""
         return self._process.pid
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the system keeps it from running (SIGSTOP, a debugger); false where that cannot be seen."""
+        return self._process.activity()[0] in ("T", "t")
+
+    @property
+    def cpu_ticks(self) -> int:
+        """What it has computed, in the system's ticks of CPU time; 0 where that cannot be seen."""
+        return self._process.activity()[1]
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the daemon's last line, whatever it said."""
+        return time.monotonic() - self._heard_s
+
+    @property
+    def owed(self) -> int:
+        """Requests for tokens or scores that it has not answered yet."""
+        with self._sorting:
+            self._work &= self._inboxes.keys()
+            return len(self._work)
 
     @property
     def alive(self) -> bool:
@@ -234,6 +261,8 @@ class DaemonClient:
         """Send a request; the queue that its events will come to."""
         inbox: _Inbox = SimpleQueue()
         with self._sorting:
+            if isinstance(request, protocol.Generate | protocol.Score):
+                self._work = (self._work & self._inboxes.keys()) | {request.id}
             self._inboxes[request.id] = inbox
         try:
             self._send(request)
@@ -354,6 +383,8 @@ class DaemonClient:
                 case protocol.Hello() | protocol.Loading() | protocol.Ready() | protocol.Plan() | protocol.Working():
                     if None in self._inboxes:
                         self._inboxes[None].put(event)
+                case protocol.Warned(reason, message):
+                    self._on_warning(reason, message)
                 case _:  # an answer, after which no more comes; nobody waits for that of Cancel
                     inbox = self._inboxes.pop(event.id, None)
                     if inbox is not None:

@@ -27,6 +27,7 @@ from spark.seldom import Seldom
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 64  # descriptors that are not connections: the daemon's pipes, files, connections about to be refused
 ACCEPTED_AT_ONCE = 16
+ENDED_AT_ONCE = 32  # many that came together end together: replies go on between
 HEAD_BYTES = 16 << 10
 HEAD_S = 15.0  # until a request's head is there; what is left of a body that nobody wanted has as long
 PACE_S = 20.0  # a body has to bring, and a reader to take, so many seconds' worth at least in as many seconds
@@ -56,6 +57,7 @@ class Connections:
     def __init__(self, most: int) -> None:
         self.most = most
         self.idle: dict[Connection, None] = {}  # without a request, the one that is so for longest first
+        self.behind = False  # `look` has not seen all, and should be called again soon
         self.seldom = Seldom(_log)
         self._open: set[Any] = set()
 
@@ -77,9 +79,12 @@ class Connections:
 
     def look(self) -> None:
         """End those whose time has passed; to be called about once a second."""
-        now_s = time.monotonic()
+        now_s, ended = time.monotonic(), 0
         for connection in list(self._open):
-            connection.look(now_s)
+            ended += connection.look(now_s)
+            if ended >= ENDED_AT_ONCE:
+                break
+        self.behind = ended >= ENDED_AT_ONCE
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle what went wrong in the event loop: want of descriptors is worth a line a minute."""
@@ -193,26 +198,29 @@ class Connection(H11Protocol):
 
     # --- time ----------------------------------------------------------------------------------------
 
-    def look(self, now_s: float) -> None:
-        """Give it up if it takes too long."""
+    def look(self, now_s: float) -> bool:
+        """Give it up if it takes too long; whether it was."""
         unsent = self.transport.get_write_buffer_size()
         if unsent and (self.flow.write_paused or not self._working):  # so nothing is added to it
             if self._taken.lost(now_s, -unsent):
                 self._all.seldom.warning("slow", "a connection was closed: its client does not read")
                 self.abort()
-                return
+                return True
         else:
             self._taken.rest()
         if not self._working:
-            if now_s - self._idle_s > HEAD_S and not unsent:
+            if now_s - self._idle_s > HEAD_S and not unsent and not self.transport.is_closing():
                 self._late("the request's head")
+                return True
         elif self.cycle.more_body and not self.flow.read_paused:
             if self._received.lost(now_s, self._reading.body_bytes):
                 self._late("the request's body")
+                return True
         else:
             self._received.rest()
             if self._shut:
                 self._look_for_client()
+        return False
 
     def _look_for_client(self) -> None:
         """Find out whether a client who has shut his side has gone: then whatever is sent comes back as an error."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from engine.errors import SparkError
-from spark.backend import Backend
+from spark.backend import Backend, aside
 
 MAX_WATCHERS = 16
 EVERY_S = 1.0
@@ -34,7 +34,7 @@ class Counters:
     async def get(self, patience_s: float) -> dict[str, Any] | None:
         """The counters; None where the daemon does not answer in time, because it is in a long step, or is gone."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(asyncio.to_thread(self._backend.stats))
+            self._asking = asyncio.create_task(aside(self._backend.stats))
         with contextlib.suppress(TimeoutError, SparkError):
             return await asyncio.wait_for(asyncio.shield(self._asking), patience_s)
         return None

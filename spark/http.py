@@ -309,7 +309,12 @@ def prompt_too_long(error: ContextOverflowError) -> str:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(request.scope, error.status_code, error.detail)
+    said = error.detail
+    if error.status_code == 404:
+        said = f"there is no {request.method} {request.url.path[:200]} here; docs/server.md has the endpoints"
+    elif error.status_code == 405:
+        said = f"{request.url.path} does not take {request.method}"
+    response = error_response(request.scope, error.status_code, said)
     response.headers.update(error.headers or {})
     return response
 

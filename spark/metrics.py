@@ -66,12 +66,13 @@ class Metrics:
         if usage.completion > 1:
             self._per_token.observe(decoding_s / (usage.completion - 1))
 
-    def text(self, stats: Mapping[str, Any], up: bool, restarts: int) -> bytes:
-        """All of it as Prometheus reads it; stats: the engine's counters."""
+    def text(self, stats: Mapping[str, Any], up: bool, restarts: int, warnings: Mapping[str, int]) -> bytes:
+        """All of it as Prometheus reads it; stats: the engine's counters, warnings: the daemons', by reason."""
         unfinished = (stats.get(name, 0) for name in ("running", "queued"))
         self._queued.set(sum(n for n in unfinished if isinstance(n, int)))
         self._up.set(up)
         self._daemon.restarts = restarts
+        self._daemon.warnings = warnings
         self._daemon.stats = stats
         return generate_latest(self._registry)
 
@@ -81,11 +82,16 @@ class _Daemon(Collector):
 
     def __init__(self) -> None:
         self.restarts = 0
+        self.warnings: Mapping[str, int] = {}
         self.stats: Mapping[str, Any] = {}
 
     def collect(self) -> list[CounterMetricFamily]:
         """What is known of the daemon."""
         made = [CounterMetricFamily("spark_daemon_restarts", "Starts after the first.", value=self.restarts)]
+        warned = CounterMetricFamily("spark_daemon_warnings", "What daemons went on without.", labels=["reason"])
+        for reason, n in sorted(self.warnings.items()):
+            warned.add_metric([reason], n)
+        made.append(warned)
         for name in ("hits", "misses"):
             if isinstance(self.stats.get(name), int):
                 text = f"Active experts: {name} in fast memory."

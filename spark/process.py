@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from engine.protocol import read_lines
 
@@ -68,6 +69,14 @@ class ChildProcess:
                 self._reaped = True
                 self._signal_group(signal.SIGKILL)  # what the child left behind
         return status
+
+    def activity(self) -> tuple[str, int]:
+        """Its state, a letter as `ps` has it, and its ticks of CPU time; empty and 0 where there is no /proc."""
+        try:
+            fields = Path(f"/proc/{self._popen.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return "", 0
+        return fields[0], int(fields[11]) + int(fields[12])
 
     def stderr_tail(self) -> str:
         """Return the last lines that it wrote to stderr."""

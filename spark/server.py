@@ -57,6 +57,7 @@ from spark.models import listing
 MAX_REPLIES = 64  # being made or waited for
 _SAVE_EVERY_S = 300.0
 _STATS_S = 2.0  # how long /metrics waits for the daemon, which may be in a long step
+_HEALTH_S = 3.0  # and how long /health does
 _DRAIN_S = 30.0  # how long replies may go on after SIGTERM
 _HURRY_S = 3.0  # and after Ctrl-C
 _LAST_WORDS_S = 1.0  # how long a client may take to read that its reply was cut off
@@ -230,7 +231,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Look after the connections."""
-        if counter % _TICKS == 0:
+        if counter % _TICKS == 0 or self.connections.behind:
             self.connections.look()
         return await super().on_tick(counter)
 
@@ -246,7 +247,7 @@ class _Server(uvicorn.Server):
         ticks = 0
         while time.monotonic() < self._cut_off_s:  # a signal may bring it nearer
             ticks += 1
-            if ticks % 20 == 0:
+            if ticks % 20 == 0 or self.connections.behind:
                 self.connections.look()
             await asyncio.sleep(0.05)
         self._closing.cut_off()
@@ -374,7 +375,14 @@ class _Service:
                 _log.error("the profile could not be saved: %s", error.message)
 
     async def health(self, request: Request) -> Response:
-        state = "ready" if self._backend.alive else "down; the next request starts it"
+        found = await self._backend.health(_HEALTH_S)
+        if found.reason:
+            known = {"reason": found.reason, "silent_s": round(found.silent_s, 1), "requests": found.owed}
+            return json_response({"status": "error", "daemon": found.state, **known}, 503)
+        if found.state == "working":
+            known = {"silent_s": round(found.silent_s, 1), "requests": found.owed}
+            return json_response({"status": "ok", "daemon": "working", **known})
+        state = "down; the next request starts it" if found.state == "down" else "ready"
         return json_response({"status": "ok", "daemon": state})
 
     async def models(self, request: Request) -> Response:
@@ -388,7 +396,8 @@ class _Service:
 
     async def metrics(self, request: Request) -> Response:
         stats = await self._counters.get(_STATS_S)
-        text = self._metrics.text(stats or {}, self._backend.alive, self._backend.restarts)
+        backend = self._backend
+        text = self._metrics.text(stats or {}, backend.alive, backend.restarts, dict(backend.warnings))
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +24,7 @@ from engine.errors import ContextOverflowError, DeviceLostError, ModelFormatErro
 from engine.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
 
 END, SAY, SAID = 256, 257, 258
-CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW = 300, 301, 302, 303, 304, 305, 306, 307, 308
+CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW, WARN = range(300, 310)
 VOCAB = 320
 
 
@@ -197,6 +199,11 @@ def misbehave(tokens: tuple[int, ...]) -> None:
         time.sleep(600)
     if PRINT in tokens:
         print_in_every_way()
+    if WARN in tokens:
+        for i in range(3):
+            logging.getLogger("engine.fake").warning("file %d is damaged", i, extra={"reason": "damaged_file"})
+        threading.Timer(0.3, logging.getLogger("engine.fake").warning, ["late"], {"extra": {"reason": "late"}}).start()
+        logging.getLogger("engine.fake").warning("without a reason")
     if LOST in tokens:
         raise DeviceLostError("the GPU failed", hint="start again")
     if BUG in tokens:

@@ -445,6 +445,7 @@ def test_damaged_files_are_ignored_with_one_warning(
     damage(tmp_path / f"{third}.blocks", how)
     assert serve(kv, cache, prompt("abc")) == 2 * CHUNK
     assert len(caplog.records) == (how != "remove")
+    assert all(record.reason == "damaged_file" for record in caplog.records)
     cache.close()
     reopen()
     assert serve(kv, cache, prompt("abc")) == 3 * CHUNK  # it was written again

@@ -33,7 +33,7 @@ SAMPLING = st.builds(
     top_k=st.integers(0, protocol.TOKEN_END - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 100),
     seed=st.integers(0, (1 << 64) - 1),
     frequency_penalty=st.floats(-2, 2),
     presence_penalty=st.floats(-2, 2),
@@ -91,6 +91,7 @@ EVENTS = st.one_of(
     ),
     st.builds(protocol.Progress, IDS, IDS, IDS, IDS),
     st.builds(protocol.Working, IDS),
+    st.builds(protocol.Warned, TEXT, TEXT),
     st.builds(
         protocol.Done,
         IDS,
