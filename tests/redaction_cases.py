@@ -1,13 +1,14 @@
 """The set that redaction is measured on: secrets in their surroundings, and text that only resembles them.
 
-    python tests/redaction_cases.py        scores by kind, and what the half for tuning still gets wrong
+    python tests/redaction_cases.py        scores by kind; -v: what is wrong in the half for tuning
 
-`redaction/secrets.txt` and `redaction/decoys.txt` hold cases, each `## kind | source` and then its text. A secret stands
-between « and ». Nothing in the files is a whole secret, so that scanners and hosting sites leave them alone: `<n:36>`
-stands for 36 characters drawn at random (always the same ones), and a broken bar, which cuts published examples in two,
-is removed. Sources are published rules' own tests (gitleaks `cmd/generate/config/rules`, detect-secrets `tests/plugins`,
-trufflehog `pkg/detectors`: their examples, or draws from the pattern that their tests draw from), vendors' documents,
-and our own. Examples of rules' false positives are decoys unless the value is a password all the same (`-u test:test`).
+`redaction/secrets.txt` and `redaction/decoys.txt` hold cases, each `## kind | source` and then its text. A secret
+stands between « and ». Nothing in the files is a whole secret, so that scanners and hosting sites leave them alone:
+`<n:36>` stands for 36 characters drawn at random (always the same ones), and a broken bar, which cuts published
+examples in two, is removed. Sources are published rules' own tests (gitleaks `cmd/generate/config/rules`,
+detect-secrets `tests/plugins`, trufflehog `pkg/detectors`: their examples, or draws from the pattern that their tests
+draw from), vendors' documents, and our own. Examples of rules' false positives are decoys unless the value is a
+password all the same (`-u test:test`).
 
 Half of the cases are kept aside: which half is decided by a hash of the text as written. Rules are made by looking at
 the other half only; this program never shows a case of the half that is kept aside.
@@ -21,7 +22,6 @@ import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,15 +70,9 @@ def load(name: str) -> list[Case]:
 
 def leaks(case: Case, redacted: str) -> bool:
     """Whether a secret, or 12 characters in a row of one, is still there."""
-    for secret in case.secrets:
-        if any(secret[i : i + 12] in redacted for i in range(max(len(secret) - 11, 1))):
-            return True
-    return False
-
-
-def share(cases: list[Case], right: Callable[[Case], bool]) -> float:
-    """The share of the cases that `right` holds for."""
-    return sum(right(case) for case in cases) / len(cases)
+    left = re.sub(r"\[REDACTED:[a-z-]+\]", "[]", redacted)  # which may name what it stands for, as a bad password does
+    parts = (secret[i : i + 12] for secret in case.secrets for i in range(max(len(secret) - 11, 1)))
+    return any(part in left for part in parts)
 
 
 def main() -> None:
@@ -91,14 +85,15 @@ def main() -> None:
         wrong = [leaks(case, redact(case.text)) if case.secrets else redact(case.text) != case.text for case in cases]
         for half, aside in (("for tuning", False), ("kept aside", True)):
             marks = [bad for bad, case in zip(wrong, cases, strict=True) if case.aside == aside]
-            print(f"{name} {half}: {sum(marks)} wrong of {len(marks)}, {100 * (1 - sum(marks) / len(marks)):.1f}% right")
+            right = 100 * (1 - sum(marks) / len(marks))
+            print(f"{name} {half}: {sum(marks)} wrong of {len(marks)}, {right:.1f}% right")
         total = Counter(case.kind for case in cases)
         missed = Counter(case.kind for bad, case in zip(wrong, cases, strict=True) if bad)
-        print(f"{name}: {missed.total()} wrong of {len(cases)};", ", ".join(f"{k} {missed[k]}/{total[k]}" for k in total))
-        if "-v" in sys.argv:
-            for bad, case in zip(wrong, cases, strict=True):
-                if bad and not case.aside:
-                    print(f"--- {case.kind} | {case.source}\n{case.text}\n=>\n{redact(case.text)}")
+        print(f"all {name}: {missed.total()} wrong of {len(cases)}")
+        print("  by kind: " + ", ".join(f"{kind} {missed[kind]}/{total[kind]}" for kind in total))
+        for bad, case in zip(wrong, cases, strict=True):
+            if bad and not case.aside and "-v" in sys.argv:
+                print(f"--- {case.kind} | {case.source}\n{case.text}\n=>\n{redact(case.text)}")
 
 
 if __name__ == "__main__":
