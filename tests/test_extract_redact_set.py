@@ -1,0 +1,100 @@
+"""Redaction measured on the set of secrets and decoys (`redaction_cases.py`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+
+import pytest
+from redaction_cases import Case, leaks, load
+
+from spark.extract import secret_places, secret_tokens
+from spark.extract.redact import redact, redact_value
+
+SECRETS, DECOYS = load("secrets"), load("decoys")
+
+
+@pytest.mark.parametrize(("cases", "least", "published"), [(SECRETS, 150, 100), (DECOYS, 120, 40)])
+def test_the_set_is_large_and_split_in_half(cases: list[Case], least: int, published: int) -> None:
+    assert len(cases) >= least
+    assert len({case.text for case in cases}) == len(cases)
+    assert 0.4 < sum(case.aside for case in cases) / len(cases) < 0.6
+    assert all(bool(case.secrets) == (cases is SECRETS) for case in cases)
+    assert sum(case.source != "own" for case in cases) >= published
+
+
+def test_the_set_is_the_same_everywhere() -> None:
+    """What is drawn depends on the text alone, so that the halves and the scores are those of any machine."""
+    (case,) = (case for case in SECRETS if case.source == "gitleaks pulumi.go")
+    assert case.secrets[0].startswith("pul-68733a14")
+
+
+@pytest.mark.parametrize("halves", [(False, True), (True,)], ids=["all", "kept aside"])
+def test_secrets_go_and_decoys_stay(halves: tuple[bool, ...]) -> None:
+    """At least 97% of the secrets go, all parts of each; at most 2.5% of the decoys are touched."""
+    secrets = [case for case in SECRETS if case.aside in halves]
+    decoys = [case for case in DECOYS if case.aside in halves]
+    total = Counter(case.kind for case in secrets)
+    missed = Counter(case.kind for case in secrets if leaks(case, redact(case.text)))
+    touched = Counter(case.kind for case in decoys if redact(case.text) != case.text)
+    recall = {kind: f"{total[kind] - missed[kind]}/{total[kind]}" for kind in total}
+    assert missed.total() <= 0.03 * len(secrets), recall
+    assert touched.total() <= 0.025 * len(decoys), touched
+
+
+def test_redacting_a_case_twice_is_redacting_it_once() -> None:
+    for case in SECRETS + DECOYS:
+        once = redact(case.text)
+        assert redact(once) == once
+        assert redact(f"{once}\n{once}") == f"{once}\n{once}"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_json_stays_json(depth: int) -> None:
+    """Text within JSON, and JSON within that: what was a string of an object still is, and the rest is as it was."""
+    for case in SECRETS:
+        block = {"type": "tool_result", "tool_use_id": "toolu_1", "content": case.text, "is_error": False}
+        text = json.dumps(block) if depth == 1 else json.dumps({"output": json.dumps(block)})
+        redacted = json.loads(redact(text))
+        inner = redacted if depth == 1 else json.loads(redacted["output"])
+        assert {**inner, "content": ""} == {**block, "content": ""}
+        value = redact_value(block)
+        assert {**value, "content": ""} == {**block, "content": ""}
+        assert not leaks(case, value["content"]) or leaks(case, redact(case.text))
+
+
+def test_headers_go_by_their_keys() -> None:
+    token = "77c5057f2ef954a4" + "9a02d08f2b263964d094bacc"
+    value = {"Authorization": f"token {token}", "set-cookie": [f"sid={token}; Path=/"], "Accept": "*/*"}
+    found: Counter[str] = Counter()
+    redacted = redact_value(value, found)
+    assert redacted == {
+        "Authorization": "token [REDACTED:authorization]",
+        "set-cookie": ["sid=[REDACTED:cookie]; Path=/"],
+        "Accept": "*/*",
+    }
+    assert found == {"authorization": 1, "cookie": 1}
+    assert redact_value(redacted) == redacted
+
+
+LITERALS = sorted(
+    {literal for literal, _ in (*secret_places._EXACT, *secret_places._FOLDED)}
+    | {prefix for _, prefixes, _, _ in (*secret_tokens._PREFIXED, *secret_tokens._SOLID) for prefix in prefixes.split()}
+)
+
+
+@pytest.mark.parametrize("fill", ["", "a", "A1", " ", "x=", '":"', "\n "])
+def test_no_rule_is_slower_on_longer_text(fill: str) -> None:
+    """Each rule's literal over and over: four times the text takes about four times the time, not sixteen times."""
+    for literal in LITERALS:
+        short, long = (seconds(literal + fill, size) for size in (5_000, 20_000))
+        if long > 10 * short + 0.02:  # and then once more at 200 KB, where noise is small
+            assert seconds(literal + fill, 200_000) < 8 * seconds(literal + fill, 50_000) + 0.1, literal
+
+
+def seconds(unit: str, size: int) -> float:
+    text = unit * (size // len(unit))
+    started = time.process_time()
+    redact(text)
+    return time.process_time() - started
