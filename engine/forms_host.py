@@ -80,7 +80,6 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):  # these are the daemon's, which then ends the host
         signal.signal(number, signal.SIG_IGN)
-    _die_with(os.getppid())
     try:
         vocabulary = _vocabulary(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     except SparkError as error:
@@ -92,12 +91,15 @@ def main() -> None:
 
 
 def _vocabulary(model: Path, file_id: str, n_vocab: int) -> Vocabulary:
-    with open_model(model) as file:
-        if file.file_id != file_id:
-            raise WrongModelError(
-                f"{model}: the file was replaced after the daemon had loaded it", hint="start the daemon again"
-            )
-        return Vocabulary(tokenizer.load(file), n_vocab)
+    try:
+        with open_model(model) as file:
+            if file.file_id != file_id:
+                raise WrongModelError(
+                    f"{model}: the file was replaced after the daemon had loaded it", hint="start the daemon again"
+                )
+            return Vocabulary(tokenizer.load(file), n_vocab)
+    except OSError as error:
+        raise SparkError(f"the model's vocabulary cannot be read again: {error}") from error
 
 
 class _Host:
