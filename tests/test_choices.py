@@ -105,7 +105,7 @@ def test_prompts(client: OpenAI) -> None:
 
 def test_the_prompt_is_read_once() -> None:
     with running(fake(step_s=0.01)) as made:
-        reply = made.ask("draw", n=4, seed=1).json()
+        reply = made.ask("x" * 300, n=4, max_tokens=60).json()
         assert made.stats()["shared"] == 3
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         text = made.http.get("/metrics").text
@@ -126,7 +126,7 @@ def test_choices_take_places(served: Running, monkeypatch: pytest.MonkeyPatch) -
 def test_a_client_that_leaves_ends_all(stream: bool) -> None:
     with running(fake(step_s=0.02)) as made:
         with pytest.raises(httpx.ReadTimeout):
-            limit = httpx.Timeout(PATIENCE_S, read=0.3)
+            limit = httpx.Timeout(PATIENCE_S, read=1.5)
             with made.http.stream(
                 "POST", "/v1/chat/completions", json=body("x" * 1000, n=8, stream=stream), timeout=limit
             ) as response:
@@ -139,7 +139,8 @@ def test_a_client_that_leaves_ends_all(stream: bool) -> None:
         assert made.stats()["served"] == 0
         wait_until(lambda: "spark_replies 0.0" in made.http.get("/metrics").text)
         text = made.http.get("/metrics").text
-        assert 'outcome="left"} 1.0' in text and 'kind="written"} 0.0' not in text
+        assert 'outcome="left"} 1.0' in text
+        assert [float(line.split()[-1]) for line in text.splitlines() if 'kind="written"' in line] > [0.0]
 
 
 def test_a_daemon_that_dies_ends_all(served: Running) -> None:
