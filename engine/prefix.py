@@ -10,7 +10,8 @@ where what is left is computed as a prefill: what follows gives the same bits as
 
 and any of it may be in a file. A model with recurrent layers or windows can go on only after a chunk with a snapshot.
 Blocks are given up when a pool runs short, host memory when its budget does, always the least recently used first, and
-never a chunk before those that follow it. No tensor is looked at here.
+never a chunk before those that follow it. A *fork* is a prompt of any length, whole, that requests which are known to
+come go on from (engine/families.py). No tensor is looked at here.
 """
 
 from __future__ import annotations

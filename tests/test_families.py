@@ -21,6 +21,14 @@ from engine.scheduler import Engine
 N = 150  # tokens of the prompt: two blocks and a part of one, longer than the windows of the tiny models
 PROMPT = tuple(int(t) for t in np.random.default_rng(11).integers(0, 301, N))
 ARCHS = ["qwen3moe", "gemma4", "laguna", "qwen35"]
+# Every kind of layer, and no more of it than emulation has time for.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "n_layer": 4, "n_head_kv": (3, 1, 3, 1), "windowed": (True, False) * 2, "n_ff": (512,) * 4, "n_expert_used": 2,
+    },
+    "laguna": {"n_layer": 3, "n_head": (20, 12, 12), "windowed": (False, True, True), "n_expert_used": 2, "n_ff": 512},
+    "qwen35": {"n_layer": 3, "n_ff": 512},
+}  # fmt: skip
 BACKENDS = [("reference", "qwen3moe"), *(("cpu", arch) for arch in ARCHS), *(("cuda", arch) for arch in ARCHS)]
 
 
@@ -68,7 +76,8 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[Open]:
         path = folder / f"{arch}.gguf"
         if not path.exists():
             smaller = {"n_layer": 2, "n_expert_used": 3} if arch == "qwen3moe" else {}
-            write_tiny(path, k_quant_mix, arch=models.find(arch), n_ctx_train=8192, **smaller)
+            variant = VARIANTS.get(arch, {})
+            write_tiny(path, k_quant_mix, arch=models.find(arch), variant=variant, n_ctx_train=8192, **smaller)
         options = {"ctx_tokens": 800, "chunk_tokens": 64} | options
         engines.append(Watched(config(path, device=device, **options)))
         return engines[-1]
@@ -119,8 +128,8 @@ def test_choices_say_what_they_would_alone_and_their_prompt_is_read_once(
     opened: Open, backend: str, arch: str
 ) -> None:
     engine = opened(backend, arch)
-    n, length = (8, N) if backend == "cpu" else (3, 90)  # longer than windows, the other backends are slow
-    requests = family(n, PROMPT[:length], made=5)
+    n, length = (8, N) if backend == "cpu" else (2, 80)  # longer than windows; the other backends are slow
+    requests = family(n, PROMPT[:length], made=5 if backend == "cpu" else 3)
     expected = alone(engine, requests)
     assert len({str(reply) for reply in expected.values()}) > 1
     engine.fed = 0
