@@ -63,7 +63,7 @@ def _route(device: Any, name: str, gating: Gating, T: int) -> KernelCase:
     state = policy.SlotState(*(device.upload(getattr(empty, f)) for f in policy.SlotState.__slots__))
 
     def launch(i: int) -> None:
-        ops.route(ws, logits[i % 64], gating, state, i % L, counted, policy.AGED, experts, weights, fetches)
+        ops.route(ws, logits[i % 64], gating, state, i % L, counted, policy.DEFAULT, experts, weights, fetches)
 
     return KernelCase(f"route {name} E={E} T={T}", launch, T * (E + 2 * A) * 4 + E // 2 * 13)
 

@@ -47,7 +47,7 @@ def _route(device: Any, routing: Routing, T: int, n_slots: int) -> KernelCase:
 
     def launch(i: int) -> None:
         row = logits[i % CHOICES]
-        routing.route(row, Gating(), state, i % L, counted, policy.AGED, experts, weights, fetches, active)
+        routing.route(row, Gating(), state, i % L, counted, policy.DEFAULT, experts, weights, fetches, active)
 
     return KernelCase(f"route T={T}, {n_slots} slots", launch, T * (E + 2 * A) * 4 + n_slots * 13)
 

@@ -9,9 +9,9 @@ daemon's own timing of the tokens after the first. The curve over misses runs at
 and the misses that the daemon reports for each layer must be those of that stretch, or the run fails. Beside the
 measured time stands the line t0 + missed bytes / PCIe rate: what a system would take that overlaps nothing.
 
-The last part replays sessions of the model of routing, one a request, under real policies: plain LRU, and a profile of
-other sessions without and with cache slots, whose share of the slots is measured on those sessions as `spark calibrate`
-does. The misses are those that the policy made, not ones that were asked for.
+The last part replays sessions of the model of routing, one a request, under real policies at several residencies: plain
+LRU, a profile's placement that stays, and what that profile's evidence says. Profile and evidence are of other sessions
+and made as `spark calibrate` makes them. The misses are those that the policy made, not ones that were asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from benchmarks.driving import (
 )
 from benchmarks.figures import json_option
 from benchmarks.routing import Routing, imposed, missed
-from engine import placement, policy, simulate
+from engine import evidence, placement, simulate
 from engine import profile as profiles
 from engine.config import CachePolicy, EngineConfig
 from engine.gguf import open_model
@@ -168,43 +169,52 @@ def curve_row(samples: list[Sample], rate: float, shape: Shape, depth: int) -> d
 
 
 def policies(
-    config: EngineConfig, shape: Shape, prompts: Prompts, names: list[CachePolicy], n_tokens: int, runs: int
-) -> list[dict[str, Any]]:
-    """A row for each policy, serving sessions of the model of routing.
+    config: EngineConfig, shape: Shape, prompts: Prompts, names: list[CachePolicy], percents: list[float],
+    n_tokens: int, runs: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each policy at each residency, serving sessions of the model of routing.
 
-    A prompt is three tokens, so that hardly anything but the sessions moves the slots. The first request warms up.
+    config: `residency_pct` is set here. A prompt is three tokens, so that hardly anything but the sessions moves the
+    slots. The first request warms up.
     """
     routing = Routing(len(shape.moe_layers), shape.n_expert, shape.n_expert_used)
     train = routing.trace(CALIBRATION_SESSIONS)
     test = routing.trace(1 + runs, n_tokens - 1, first=CALIBRATION_SESSIONS)
     counts = np.zeros((shape.n_layer, shape.n_expert), np.int64)
     counts[list(shape.moe_layers)] = train.counts()
-    budget = placement.residency_budget(shape.n_expert, shape.expert_bytes, config.residency_pct)
-    split = simulate.best_split(train, shape.expert_bytes, budget, rule=policy.AGED)
-    note(f"profile: {split.reason}")
-    measured = ((config.residency_pct, split.cache_fraction),)
+    choices = evidence.choose(train, shape.expert_bytes, percents)
+    for choice in choices:
+        about = f"{choice.misses:.2f} misses a token (LRU {choice.lru:.2f})"
+        note(f"{choice.residency_pct:g}% resident: {choice.words}, {about}")
     with open_model(config.model) as file:
-        profile = Profile(counts, shape.n_expert_used, file.model_id, count="generated", split=measured)
+        profile = Profile(counts, shape.n_expert_used, file.model_id, count="generated", choices=choices)
     rows = []
     with tempfile.TemporaryDirectory(prefix="spark-decode-") as folder:
         paths = Path(folder) / "replay.npy", Path(folder) / "profile.csv"
         np.save(paths[0], test.experts.astype(np.int32))
         profiles.save(profile, paths[1])
-        for name in names:
-            asked = replace(config, policy=name, profile=None if name == "lru" else paths[1], replay=paths[0])
+        for percent, name in product(percents, names):
+            made_by = None if name == "lru" else paths[1]
+            asked = replace(config, policy=name, residency_pct=percent, profile=made_by, replay=paths[0])
             with open_checked(asked) as client:
                 samples = measure(client, prompts, 3, n_tokens, runs, 1)
                 slots = client.ready.info["slots_per_layer"], client.ready.info["cache_slots"]
             row = curve_row(samples, 0.0, shape, 3)
             del row["asked_miss_pct"], row["prefill_tokens_per_s"]
-            placed = place(name, train.counts(), profile, shape.expert_bytes, shape.n_expert_used, config.residency_pct)
-            simulated = simulate.simulate(test, placed, policy.AGED if name == "spark" else policy.LRU)
+            placed, rule = place(name, train.counts(), profile, shape.expert_bytes, shape.n_expert_used, percent)
+            simulated = simulate.simulate(test, placed, rule)
+            choice = profile.choice_for(percent)
             rows.append({
-                "policy": name, "residency_pct": config.residency_pct, **row,
-                "simulated_miss_pct": 100 * (1 - simulated.hit_rate), "slots": sum(slots[0]),
-                "cache_slots": sum(slots[1]),
+                "policy": name, "residency_pct": percent, **row,
+                "simulated_miss_pct": 100 * (1 - simulated.hit_rate),
+                "simulated_moves_per_token": float(simulated.root_moves.sum()) / len(test.experts),
+                "slots": sum(slots[0]), "cache_slots": sum(slots[1]),
+                "choice": choice.words if name == "spark" and choice is not None else None,
             })  # fmt: skip
-            note(f"{name}: {row['miss_pct']:.2f}% missed, {row['decode_tokens_per_s']['median']:.1f} tokens/s")
+            note(
+                f"{name}, {percent:g}% resident: {row['miss_pct']:.2f}% missed, "
+                f"{row['decode_tokens_per_s']['median']:.1f} tokens/s"
+            )
     return rows
 
 
@@ -221,6 +231,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=512, help="prompt tokens of the curve")
     parser.add_argument("--residency", type=float, default=60.0, help="percent of the expert bytes, for the curve")
     parser.add_argument("--policies", default="lru,static,spark", help="served with sessions; empty: leave this out")
+    parser.add_argument("--policy-residency", default="20,40,60", help="percent of the expert bytes, for the policies")
     parser.add_argument("--session", type=int, default=768, help="tokens of a session under the policies")
     parser.add_argument("--pcie-gb-per-s", type=float, default=PCIE_GB_PER_S)
     o = parser.parse_args()
@@ -244,8 +255,9 @@ def main() -> None:
         )
         write(o.json, report)
     if o.policies:
-        config = EngineConfig(**common, residency_pct=o.residency, ctx_tokens=o.session + 3)
-        report["policies"] = policies(config, shape, prompts, o.policies.split(","), o.session, o.runs)
+        config = EngineConfig(**common, ctx_tokens=o.session + 3)
+        percents = parse_list(o.policy_residency)
+        report["policies"] = policies(config, shape, prompts, o.policies.split(","), percents, o.session, o.runs)
         write(o.json, report)
 
 

@@ -106,33 +106,45 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
+NAMES = {
+    "all": "all resident", "uniform": "uniform", "static": "calibrated, fixed", "lru": "LRU, no profile",
+    "spark": "calibrated, following (`--spark`)", "belady": "bound (Belady)",
+}  # fmt: skip
+
+
+def misses_of(row: Json) -> str:
+    """Misses a token, and the interval around them."""
+    if row["misses_low"] is None or not row["misses_per_token"]:
+        return f"{row['misses_per_token']:.2f}"
+    return f"{row['misses_per_token']:.2f} ({row['misses_low']:.2f} to {row['misses_high']:.2f})"
+
+
 def ladder(report: Json) -> list[str]:
     """The policies at one residency."""
-    names = {"all": "all resident", "static": "calibrated, fixed", "lru": "LRU, no profile",
-             "spark": "calibrated + cache (`--spark`)", "belady": "bound (Belady)"}  # fmt: skip
     rows = []
     for row in report["rows"]:
         same = {True: "yes", False: "NO", None: ""}[row["identical_tokens"]]
-        rows.append([names.get(row["policy"], row["policy"]), percent(row["hit_rate"]),
-                     f"{row['misses_per_token']:.2f}", same])  # fmt: skip
-    return table(["policy", "hits", "misses a token", "same tokens"], rows)
+        moves = "" if row["moves_per_token"] is None else f"{row['moves_per_token']:.2f}"
+        rows.append([NAMES[row["policy"]], percent(row["hit_rate"]), misses_of(row), moves, same])
+    return table(["policy", "hits", "misses a token (95%)", "moves a token", "same tokens"], rows)
 
 
 def pipeline(name: str, made: Json) -> list[str]:
     results = made["results"]
     lines = ["## The pipeline on the reference model", "", *origin(name, made)]
     lines += [LADDER, ""]
-    for key in ("validate", "validate 30", "validate 10"):
-        report = results[key]
-        lines += [f"### {report['residency_pct']:g}% of the expert bytes in slots "
-                  f"({report['generated_tokens']:,} generated tokens; {report['prompts']} prompts served)", ""]
-        command = f"spark validate MODEL.gguf test.parquet --profile train.csv --residency {report['residency_pct']:g}"
-        lines += [f"    {command}", ""]
-        lines += ladder(report)
+    report = results["validate"]
+    pcts = ",".join(f"{part['residency_pct']:g}" for part in report["residencies"])
+    lines += [f"    spark validate MODEL.gguf test.parquet --profile train.csv --residency {pcts}", ""]
+    for part in report["residencies"]:
+        about = f"{report['generated_tokens']:,} generated tokens of {report['sessions']} sessions"
+        title = f"### {part['residency_pct']:g}% of the expert bytes in slots"
+        lines += [f"{title} ({about}; {report['prompts']} prompts served)", ""]
+        lines += [*ladder(part), f"Verdict: {part['verdict']}.", ""]
     lines += ["### Calibrated on one kind of log, tested on the other (60% in slots)", ""]
     rows = []
     for family in ("claude", "codex"):
-        report = results[f"cross {family}"]
+        (report,) = results[f"cross {family}"]["residencies"]
         rates = {r["policy"]: r for r in report["rows"]}
         for policy in ("static", "spark"):
             crossed = [r for r in report["cross"] if r["policy"] == policy]
@@ -218,7 +230,8 @@ def decode(name: str, made: Json) -> list[str]:
         lines += [SESSIONS, ""]
         lines += table(
             ["policy", "missed", "simulated", "tokens/s", "missed MB a token"],
-            [[f"{r['policy']}, {r['residency_pct']:g}% resident", f"{r['miss_pct']:.1f}%",
+            [[f"{r['policy']}, {r['residency_pct']:g}% resident" + (f": {r['choice']}" if r.get("choice") else ""),
+              f"{r['miss_pct']:.1f}%",
               f"{r['simulated_miss_pct']:.1f}%", spread(r["decode_tokens_per_s"], 1),
               f"{r['missed_bytes_per_token'] / 1e6:.1f}"] for r in made["policies"]],
         )  # fmt: skip
@@ -442,13 +455,22 @@ SECTIONS = {
 
 
 def readme_table(made: Json) -> list[str]:
+    """Misses a token of each policy, a column for each residency."""
     report = made["results"]["validate"]
+    parts = report["residencies"]
+    rows = []
+    for i, row in enumerate(parts[0]["rows"]):
+        same = [part["rows"][i]["identical_tokens"] for part in parts]
+        rows.append([NAMES[row["policy"]], *(misses_of(part["rows"][i]) for part in parts),
+                     "" if None in same else "yes" if all(same) else "NO"])  # fmt: skip
     return [
-        f"Held-out sessions on the bundled model, {report['residency_pct']:g}% of the expert bytes in slots "
-        f"({report['generated_tokens']:,} generated tokens; {report['prompts']} prompts served; "
+        f"Misses a token on held-out sessions of the bundled model ({report['generated_tokens']:,} generated tokens of "
+        f"{report['sessions']} sessions, 24 uses each; 95% intervals; {report['prompts']} prompts served; "
         "[RESULTS.md](RESULTS.md)):",
         "",
-        *ladder(report),
+        *table(["policy", *(f"{part['residency_pct']:g}% resident" for part in parts), "same tokens"], rows),
+        *(f"At {part['residency_pct']:g}%: {part['verdict']}.  " for part in parts),
+        "",
     ]
 
 

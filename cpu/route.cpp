@@ -11,6 +11,7 @@ using namespace spark;
 namespace {
 
 constexpr int64_t kRecentTokens = 32; // of a step, that the slots follow: RECENT_TOKENS of the twin
+constexpr int64_t kUse = 65536;        // what a use adds to an expert's heat: USE of the twin
 constexpr float kLeastSum = 6.1e-5f;  // of the scores by sigmoid that are renormalized
 
 // Larger first; NaN is smaller than everything.
@@ -83,23 +84,25 @@ void choose(const Kernels &k, const spark_gating &gating, const float *logits, i
     }
 }
 
-// The unpinned slot with the lowest (score, slot) whose expert has no use, or -1.
-int64_t victim(const spark_slots &s, int64_t begin, int64_t end, const int64_t *uses) {
+// The unpinned slot with the coldest expert, the first of equals, whose expert has no use, or -1; an empty one is coldest.
+int64_t victim(const spark_slots &s, const int64_t *heat, int64_t begin, int64_t end, const int64_t *uses) {
     int64_t best = -1;
     for (int64_t slot = begin; slot < end; slot++) {
-        if (s.pinned[slot] || (s.expert_of[slot] >= 0 && uses[s.expert_of[slot]]))
+        if (s.pinned[slot])
             continue;
-        if (best < 0 || s.score[slot] < s.score[best])
+        if (s.expert_of[slot] < 0)
+            return slot;
+        if (!uses[s.expert_of[slot]] && (best < 0 || heat[s.expert_of[slot]] < heat[s.expert_of[best]]))
             best = slot;
     }
     return best;
 }
 
 int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const int32_t *experts, int64_t T,
-                int64_t n_used, const uint8_t *counted, int64_t gain, int64_t cap, int32_t *fetches) {
+                int64_t n_used, const uint8_t *counted, int64_t memory, int32_t *fetches) {
     const int64_t E = s.n_expert, begin = s.slot_begin[layer], end = s.slot_begin[layer + 1];
     int32_t *slot_of = s.slot_of + layer * E, *missing = ws.order.get();
-    int64_t *counts = s.counts + layer * E, *uses = ws.uses.get();
+    int64_t *counts = s.counts + layer * E, *heat = s.heat + layer * E, *uses = ws.uses.get();
     uint64_t *expert_ptr = s.expert_ptr + layer * E * 3;
     const uint64_t *home_ptr = s.home_ptr + layer * E * 3;
     const int64_t clock = ++s.clock[layer];
@@ -114,22 +117,21 @@ int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const 
         }
     int64_t n_missing = 0;
     for (int64_t e = 0; e < E; e++) {
-        if (!uses[e])
-            continue;
-        const int32_t slot = slot_of[e];
-        if (slot < 0)
+        if (memory)
+            heat[e] += uses[e] * kUse - (heat[e] >> memory);
+        else if (uses[e])
+            heat[e] = 64 * clock + uses[e];
+        if (uses[e] && slot_of[e] < 0)
             missing[n_missing++] = int32_t(e);
-        else if (!s.pinned[slot])
-            s.score[slot] = std::min(std::max(s.score[slot], clock) + gain, clock + cap);
     }
     std::sort(missing, missing + n_missing,
-              [uses](int32_t a, int32_t b) { return uses[a] != uses[b] ? uses[a] > uses[b] : a < b; });
+              [heat](int32_t a, int32_t b) { return heat[a] != heat[b] ? heat[a] > heat[b] : a < b; });
     int32_t n = 0;
     for (int64_t i = 0; i < n_missing; i++) {
-        const int64_t slot = victim(s, begin, end, uses);
-        if (slot < 0 || s.score[slot] > clock + gain)
-            break; // the next victims could only be worse
-        const int32_t leaves = s.expert_of[slot], enters = missing[i];
+        const int64_t slot = victim(s, heat, begin, end, uses);
+        const int32_t enters = missing[i], leaves = slot < 0 ? -1 : s.expert_of[slot];
+        if (slot < 0 || (leaves >= 0 && heat[leaves] >= heat[enters]))
+            break; // what follows is colder, and its victims could only be hotter
         if (leaves >= 0) {
             slot_of[leaves] = -1;
             std::copy_n(home_ptr + leaves * 3, 3, expert_ptr + leaves * 3);
@@ -137,7 +139,6 @@ int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const 
         slot_of[enters] = int32_t(slot);
         s.expert_of[slot] = enters;
         std::copy_n(s.slot_ptr + slot * 3, 3, expert_ptr + enters * 3);
-        s.score[slot] = clock + std::min(gain, cap);
         fetches[3 * n] = enters;
         fetches[3 * n + 1] = int32_t(slot);
         fetches[3 * n + 2] = leaves;
@@ -150,15 +151,15 @@ int32_t advance(spark_workspace &ws, const spark_slots &s, int64_t layer, const 
 } // namespace
 
 extern "C" int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used,
-                               const spark_gating *gating, const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
-                               int64_t cap, int32_t *experts, float *weights, int32_t *fetch_rows,
-                               int32_t *fetch_count) {
+                               const spark_gating *gating, const spark_slots *state, int64_t layer,
+                               const uint8_t *counted, int64_t memory, int32_t *experts, float *weights,
+                               int32_t *fetch_rows, int32_t *fetch_count) {
     const int64_t E = state->n_expert;
     ws->rows(T, double(E) * 2, [&](int64_t first, int64_t last, int thread) {
         float *scratch = ws->expert_scratch.get() + thread * ws->expert_floats;
         for (int64_t t = first; t < last; t++)
             choose(ws->kernels, *gating, logits + t * E, E, experts + t * n_used, n_used, weights + t * n_used, scratch);
     });
-    *fetch_count = advance(*ws, *state, layer, experts, T, n_used, counted, gain, cap, fetch_rows);
+    *fetch_count = advance(*ws, *state, layer, experts, T, n_used, counted, memory, fetch_rows);
     return SPARK_OK;
 }

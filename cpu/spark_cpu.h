@@ -1,4 +1,4 @@
-/* The C interface of the CPU kernels; engine/ops/cpu.py is its only caller.
+/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate, engine/simulate.py).
  *
  * Every operation has a twin of the same name in engine/ops/reference.py and computes its bits
  * (docs/arithmetic.md). Arrays are dense and row-major; the caller has checked types and shapes.
@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 2 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 3 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1 };
 
@@ -99,7 +99,7 @@ typedef struct spark_delta_layer {
 typedef struct spark_slots {
     const int32_t *slot_begin;
     int32_t *slot_of, *expert_of;
-    int64_t *score;
+    int64_t *heat;
     const uint8_t *pinned;
     int64_t *clock, *counts, *hits, *misses;
     uint64_t *expert_ptr;
@@ -150,8 +150,9 @@ SPARK_API int32_t spark_router(spark_workspace *ws, const float *x, int64_t T, c
                                const spark_matrix *gate, float *h, float *logits);
 
 SPARK_API int32_t spark_route(spark_workspace *ws, const float *logits, int64_t T, int64_t n_used,
-                              const spark_gating *gating, const spark_slots *state, int64_t layer, const uint8_t *counted, int64_t gain,
-                              int64_t cap, int32_t *experts, float *weights, int32_t *fetch_rows, int32_t *fetch_count);
+                              const spark_gating *gating, const spark_slots *state, int64_t layer, const uint8_t *counted,
+                              int64_t memory, int32_t *experts, float *weights, int32_t *fetch_rows,
+                              int32_t *fetch_count);
 
 SPARK_API int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t T, int64_t n_used,
                                    const int32_t *experts, const float *weights, const spark_experts *bank,
@@ -183,6 +184,14 @@ SPARK_API int32_t spark_delta_output(spark_workspace *ws, const float *y, int64_
  * benchmark's floor), which returns a sum so that the read cannot be dropped. */
 SPARK_API void spark_exp(spark_workspace *ws, const float *x, int64_t n, float *y);
 SPARK_API uint64_t spark_read(spark_workspace *ws, const void *data, int64_t n_bytes);
+
+/* One layer's slots on recorded routing; needs no workspace. experts [T, n_used]; spans [n_spans, 3], in order, are begin,
+ * end and whether generated: a run of generated tokens, or one prefill step. held [n_slots]: the experts at the start, -1 =
+ * empty; the first n_pinned slots are pinned. misses, moves [n_groups]: of generated tokens, added to at group[t], t < T. */
+SPARK_API int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_used, int64_t n_expert,
+                                 const int64_t *spans, int64_t n_spans, const int32_t *group, int64_t n_groups,
+                                 const int32_t *held, int64_t n_slots, int64_t n_pinned, int64_t memory,
+                                 int64_t *misses, int64_t *moves);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 // The choice of experts and what the slots make of it, for one MoE layer. Twins: `route` of engine/ops/reference.py
 // and `advance` of engine/policy.py; the decisions are those of docs/residency.md, bit for bit.
 //
-// -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |score| < 2^53.
+// -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |heat| < 2^53.
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
@@ -19,9 +19,9 @@
 #define RECENT_TOKENS 32
 #define CHOOSE_WARPS 8
 #define MAX_PAIRS (RECENT_TOKENS * USED)
-#define NOT_MISSING 0xffffffffu
-#define NO_VICTIM 0x7fffffffffffffffll
-#define EMPTY_SCORE ((i64)0x8000000000000000ull)
+#define NOBODY 0x7fffffffffffffffll // a sort key of no expert and of no slot
+#define COLDEST (-(1ll << 62))      // of an empty slot
+#define USE 65536                   // what a use adds to an expert's heat
 #define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
 #define LEAST_SUM 6.1e-5f // of sigmoids that are renormalized
 #ifndef SIGMOID
@@ -235,7 +235,7 @@ KERNEL choose(const float* logits, int T, int renormalize, const float* bias, fl
 // engine.policy.SlotState of one layer: what is indexed by expert begins at the layer, by slot at slot 0.
 struct Slots {
     i32 *slot_of, *expert_of;
-    i64* score;
+    i64* heat;
     const u8* pinned;
     i64 *clock, *counts, *hits, *misses;
     u64* expert_ptr;
@@ -246,22 +246,22 @@ struct Slots {
 struct Step {
     u32 uses[EXPERTS];       // by recent tokens
     u32 counted[EXPERTS];    // by counted tokens
-    i32 slot_of[EXPERTS];    // before the step
+    u8 resident[EXPERTS];    // before the step
     i32 first_pair[EXPERTS]; // the first recent pair (token, rank) that uses it
     i32 chosen[MAX_PAIRS];
-    u32 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
+    i64 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
     u32 pair[MAX_PAIRS];       // expert, whether it is the first pair of it, uses
     i64 victim[EXPERTS];       // sort keys of the candidates, by slot of the layer
     u64 source[EXPERTS * 3];   // expert_ptr of the layer before the step; only with an active table
-    i32 entering[MAX_PAIRS + 1]; // by rank: experts
-    i32 leaving[MAX_PAIRS + 1];  // by rank: slots, -1 beyond the last
+    i32 entering[MAX_PAIRS + 1]; // by rank: first pairs of experts, -1 beyond the last
+    i32 leaving[MAX_PAIRS + 1];  // by rank: slots of the layer, -1 beyond the last
     u64 leaving_ptr[MAX_PAIRS][3];
 };
 
 // What a thread knows of the slot that is its own, if any.
 struct OwnSlot {
     i32 slot, expert; // slot < 0: none
-    i64 score;
+    i64 heat;         // of the expert
     bool evictable;
     u64 ptr[3];
 };
@@ -273,6 +273,8 @@ DEVICE void clear(Step& step) {
         step.counted[i] = 0;
         step.first_pair[i] = MAX_PAIRS;
     }
+    for (int r = i; r < MAX_PAIRS; r += blockDim.x)
+        step.missing[r] = NOBODY;
     for (int r = i; r < MAX_PAIRS + 1; r += blockDim.x) {
         step.entering[r] = -1;
         step.leaving[r] = -1;
@@ -284,7 +286,7 @@ DEVICE OwnSlot load_slot(const Slots& s, int begin, int end) {
     own.slot = begin + (int)threadIdx.x < end ? begin + (int)threadIdx.x : -1;
     if (own.slot >= 0) {
         own.expert = s.expert_of[own.slot];
-        own.score = s.score[own.slot];
+        own.heat = own.expert >= 0 ? s.heat[own.expert] : 0;
         own.evictable = !s.pinned[own.slot];
         for (int part = 0; part < 3; part++)
             own.ptr[part] = s.slot_ptr[own.slot * 3 + part];
@@ -292,9 +294,16 @@ DEVICE OwnSlot load_slot(const Slots& s, int begin, int end) {
     return own;
 }
 
-// `advance` of the twin. On entry (after a barrier) uses, counted, slot_of, first_pair and chosen are set. With a
-// table, the active experts are written too (records of 64 bytes: source, target, expert, first, count, 0).
-// Experts that miss and enter no slot pass through `bypass` memory, place by record, while there are places.
+// An expert's heat after a step with so many uses of it.
+DEVICE i64 warmed(i64 heat, u32 uses, i64 clock, int memory) {
+    if (memory)
+        return heat + (i64)uses * USE - (heat >> memory);
+    return uses ? 64 * clock + uses : heat;
+}
+
+// `advance` of the twin. On entry (after a barrier) uses, counted, resident, first_pair and chosen are set; heat: of expert
+// `threadIdx.x` before the step. With a table, the active experts are written too (records of 64 bytes: source, target,
+// expert, first, count, 0). Experts that miss and enter no slot pass through `bypass` memory, place by record, while there are places.
 struct Bypass {
     u64 base;
     i64 expert_bytes, up_at, down_at;
@@ -302,12 +311,12 @@ struct Bypass {
 };
 
 template <bool with_table>
-DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, i64 gain, i64 cap,
-                   i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass) {
+DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, int memory,
+                   i64 heat, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass) {
     const int i = threadIdx.x, lane = i % WARP;
 
     const u32 counted = i < EXPERTS ? step.counted[i] : 0;
-    const bool resident = i < EXPERTS && step.slot_of[i] >= 0;
+    const bool resident = i < EXPERTS && step.resident[i];
     if (counted)
         atomicAdd((u64*)s.counts + i, (u64)counted);
     const u32 hits = __reduce_add_sync(FULL_WARP, resident ? counted : 0u);
@@ -319,60 +328,63 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     if (i == 0)
         *s.clock = clock;
 
-    i64 victim = NO_VICTIM;
+    i64 victim = NOBODY;
     u64 home[3] = {0, 0, 0};
     if (own.slot >= 0) {
         const bool used = own.expert >= 0 && step.uses[own.expert];
-        if (own.evictable && used) {
-            s.score[own.slot] = min(max(own.score, clock) + gain, clock + cap);
-        } else if (own.evictable && own.score <= clock + gain) {
-            victim = (own.score == EMPTY_SCORE ? -(1ll << 62) : own.score * EXPERTS) + i;
+        if (own.evictable && !used) {
+            victim = (own.expert < 0 ? COLDEST : warmed(own.heat, 0, clock, memory) * EXPERTS) + i;
             if (own.expert >= 0)
                 for (int part = 0; part < 3; part++)
                     home[part] = s.home_ptr[own.expert * 3 + part];
         }
         step.victim[i] = victim;
     }
+    bool is_missing = false;
+    if (i < EXPERTS) {
+        const u32 uses = step.uses[i];
+        const i64 now = warmed(heat, uses, clock, memory);
+        s.heat[i] = now;
+        is_missing = uses && !resident;
+        if (is_missing)
+            step.missing[step.first_pair[i]] = i - now * EXPERTS; // hottest first, then by index
+    }
 
     i32 expert = 0;
     bool first = false;
-    u32 missing = NOT_MISSING;
     u64 source[3] = {0, 0, 0};
     if (i < n_pairs) {
         expert = step.chosen[i];
-        const u32 uses = step.uses[expert];
         first = step.first_pair[expert] == i;
-        if (first && step.slot_of[expert] < 0)
-            missing = (0xffffu - uses) << 16 | (u32)expert; // most used first, then by index
-        step.missing[i] = missing;
-        step.pair[i] = (u32)expert | (u32)first << 15 | uses << 16;
+        step.pair[i] = (u32)expert | (u32)first << 15 | step.uses[expert] << 16;
         if (with_table && first)
             for (int part = 0; part < 3; part++)
                 source[part] = step.source[expert * 3 + part];
     }
-    const bool any_missing = __syncthreads_or(missing != NOT_MISSING);
+    const bool any_missing = __syncthreads_or(is_missing);
 
-    // Ranks by counting: victims by (score, slot), missing experts by key. The first of the ones meet the first of
+    // Ranks by counting: victims by (heat, slot), missing experts by key. The first of the ones meet the first of
     // the others; a victim is no expert of these tokens, so nothing that enters can leave again.
     int rank = -1, wanted = -1;
     if (any_missing) {
-        if (victim != NO_VICTIM) {
+        if (victim != NOBODY) {
             rank = 0;
 #pragma unroll 8
             for (int j = 0; j < n_slots; j++)
                 rank += step.victim[j] < victim;
             if (rank < n_pairs) {
-                step.leaving[rank] = own.slot;
+                step.leaving[rank] = i;
                 for (int part = 0; part < 3; part++)
                     step.leaving_ptr[rank][part] = own.ptr[part];
             }
         }
-        if (missing != NOT_MISSING) {
+        const i64 missing = i < n_pairs ? step.missing[i] : NOBODY;
+        if (missing != NOBODY) {
             wanted = 0;
 #pragma unroll 8
             for (int j = 0; j < n_pairs; j++)
                 wanted += step.missing[j] < missing;
-            step.entering[wanted] = expert;
+            step.entering[wanted] = i;
         }
     }
     int record = 0, start = 0, before = 0, firsts = 0;
@@ -394,13 +406,18 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     if (any_missing)
         __syncthreads();
 
-    if (rank >= 0 && rank < n_pairs && step.entering[rank] >= 0) {
-        const i32 enters = step.entering[rank];
+    // Whether the missing expert of a rank is hotter than what the slot of that rank holds. From the first that is not on
+    // none is: the one get colder, the others hotter.
+    auto enters_at = [&](int r) {
+        const int pair = step.entering[r], slot = step.leaving[r];
+        return pair >= 0 && slot >= 0 && step.victim[slot] < step.chosen[pair] - step.missing[pair];
+    };
+    if (rank >= 0 && rank < n_pairs && enters_at(rank)) {
+        const i32 enters = step.chosen[step.entering[rank]];
         if (own.expert >= 0)
             s.slot_of[own.expert] = -1;
         s.slot_of[enters] = own.slot;
         s.expert_of[own.slot] = enters;
-        s.score[own.slot] = clock + min(gain, cap);
         for (int part = 0; part < 3; part++) {
             if (own.expert >= 0)
                 s.expert_ptr[own.expert * 3 + part] = home[part];
@@ -409,14 +426,14 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         fetch_rows[rank * 3] = enters;
         fetch_rows[rank * 3 + 1] = own.slot;
         fetch_rows[rank * 3 + 2] = own.expert;
-        if (step.entering[rank + 1] < 0 || step.leaving[rank + 1] < 0)
+        if (!enters_at(rank + 1))
             *fetch_count = rank + 1;
     }
-    if (i == 0 && (!any_missing || step.leaving[0] < 0))
+    if (i == 0 && (!any_missing || !enters_at(0)))
         *fetch_count = 0;
 
     if (with_table && first) {
-        const bool enters = wanted >= 0 && step.leaving[wanted] >= 0;
+        const bool enters = wanted >= 0 && enters_at(wanted);
         const bool passes = wanted >= 0 && !enters && record < bypass.n_places;
         const u64 place = bypass.base + record * bypass.expert_bytes;
         u64* const r = active + record * 8;
@@ -430,15 +447,15 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 }
 
 KERNEL route(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
-             const i32* imposed, const u8* counted, const i32* active_step, int layer, i64 gain, i64 cap,
-             const i32* slot_begin, i32* slot_of, i32* expert_of, i64* score, const u8* pinned, i64* clock, i64* counts,
+             const i32* imposed, const u8* counted, const i32* active_step, int layer, int memory,
+             const i32* slot_begin, i32* slot_of, i32* expert_of, i64* heat_of, const u8* pinned, i64* clock, i64* counts,
              i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* experts,
              float* weights, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, u64 bypass,
              i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places) {
     __shared__ Step step;
     const int i = threadIdx.x, lane = i % WARP, n_warps = blockDim.x / WARP;
     const Weighing rule = {renormalize, scale, expert_scale};
-    const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
+    const Slots s = {slot_of + layer * EXPERTS,  expert_of,      heat_of + layer * EXPERTS, pinned,
                      clock + layer,              counts + layer * EXPERTS, hits + layer, misses + layer,
                      expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
     // The first rows are the last warps', which weigh them while the first ones write the active table.
@@ -449,6 +466,7 @@ KERNEL route(const float* logits, int T, int renormalize, const float* bias, flo
     const bool is_active = !active_step || *active_step;
     const i64 now = *s.clock + 1;
     const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
+    const i64 heat = i < EXPERTS ? s.heat[i] : 0;
     const u8 counts_row = first < T ? counted[first] : 0;
     const OwnSlot own = load_slot(s, begin, end);
     float x[PER_LANE], biases[PER_LANE];
@@ -490,27 +508,28 @@ KERNEL route(const float* logits, int T, int renormalize, const float* bias, flo
         }
     }
     if (i < EXPERTS)
-        step.slot_of[i] = slot;
+        step.resident[i] = slot >= 0;
     __syncthreads();
-    settle<true>(step, s, own, end - begin, T * USED, now, gain, cap, fetch_rows, fetch_count, active, n_active, pairs,
+    settle<true>(step, s, own, end - begin, T * USED, now, memory, heat, fetch_rows, fetch_count, active, n_active, pairs,
                  {bypass, expert_bytes, up_at, down_at, n_places});
     if (last >= 0)
         weigh(last);
 }
 
 // `source` [E, 3], if given, gets where every expert was before the step.
-KERNEL follow(const i32* experts, int T, const u8* counted, int layer, i64 gain, i64 cap, const i32* slot_begin,
-               i32* slot_of, i32* expert_of, i64* score, const u8* pinned, i64* clock, i64* counts, i64* hits,
+KERNEL follow(const i32* experts, int T, const u8* counted, int layer, int memory, const i32* slot_begin,
+               i32* slot_of, i32* expert_of, i64* heat_of, const u8* pinned, i64* clock, i64* counts, i64* hits,
                i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* fetch_rows, i32* fetch_count,
                u64* source) {
     __shared__ Step step;
     const int i = threadIdx.x, n = blockDim.x;
-    const Slots s = {slot_of + layer * EXPERTS,  expert_of,      score,          pinned,
+    const Slots s = {slot_of + layer * EXPERTS,  expert_of,      heat_of + layer * EXPERTS, pinned,
                      clock + layer,              counts + layer * EXPERTS, hits + layer, misses + layer,
                      expert_ptr + layer * EXPERTS * 3, home_ptr + layer * EXPERTS * 3, slot_ptr};
     const int begin = slot_begin[layer], end = slot_begin[layer + 1];
     const i64 now = *s.clock + 1;
     const i32 slot = i < EXPERTS ? s.slot_of[i] : 0;
+    const i64 heat = i < EXPERTS ? s.heat[i] : 0;
     if (source)
         for (int j = i; j < EXPERTS * 3; j += n)
             source[j] = s.expert_ptr[j];
@@ -531,8 +550,8 @@ KERNEL follow(const i32* experts, int T, const u8* counted, int layer, i64 gain,
         atomicMin(&step.first_pair[expert], i);
     }
     if (i < EXPERTS)
-        step.slot_of[i] = slot;
+        step.resident[i] = slot >= 0;
     __syncthreads();
-    settle<false>(step, s, own, end - begin, recent * USED, now, gain, cap, fetch_rows, fetch_count, nullptr, nullptr,
+    settle<false>(step, s, own, end - begin, recent * USED, now, memory, heat, fetch_rows, fetch_count, nullptr, nullptr,
                   nullptr, {});
 }

@@ -194,18 +194,26 @@ def place(
     placed = placement.greedy(counts, slot_bytes, budget_bytes, n_expert_used=n_used)
     if options.policy == "static":
         return placed, policy.LRU, []
+    percent = 100.0 * budget_bytes / (n_expert * sum(slot_bytes))
+    choice = None if profile is None else profile.choice_for(percent)
+    rule = policy.DEFAULT if choice is None or not choice.cache_fraction else policy.Rule(choice.memory)
     if options.cache_slots is not None:
         why = f"{options.cache_slots} cache slots a layer: asked for"
-        return placed.with_cache([options.cache_slots] * len(slot_bytes)), policy.AGED, [why]
-    percent = 100.0 * budget_bytes / (n_expert * sum(slot_bytes))
+        return placed.with_cache([options.cache_slots] * len(slot_bytes)), rule, [why]
+    if choice is not None:
+        cache = placement.cache_share(placed.slots_per_layer, choice.cache_fraction)
+        why = (
+            f"{choice.words}: at {choice.residency_pct:g}% residency {choice.sessions} sessions missed "
+            f"{choice.misses:.2f} a token so, {choice.lru:.2f} under LRU and {choice.static:.2f} with everything pinned"
+        )
+        return placed.with_cache(cache), rule if choice.cache_fraction else policy.LRU, [why]
     if profile is None:
-        share, why = 0.5, "there is no profile, so half of them learn"
+        why = "pin nothing: there is no profile"
+    elif profile.split:
+        why = "pin nothing: the profile's split is of an earlier version; `spark calibrate` finds what to pin"
     else:
-        share = profile.split_for(percent)
-        measured = f"the profile's measured split, at {percent:.3g}% residency"
-        why = measured if profile.split else "the profile has no measured split"
-    cache = placement.cache_share(placed.slots_per_layer, share)
-    return placed.with_cache(cache), policy.AGED, [f"{share:.0%} of the slots are cache: {why}"]
+        why = "pin nothing: the profile has no evidence of what to pin"
+    return placed.with_cache(placed.slots_per_layer), rule, [why]
 
 
 def chunks(room_bytes: int, buffers_bytes: Callable[[int], int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Residency decisions: the slots' state and the one function that changes it.
 
 `advance` is the twin of the decision half of the op `route` (docs/residency.md): every backend takes the
-same decisions, bit for bit, and the simulator (engine/simulate.py) replays them on a trace. Two integers make
+same decisions, bit for bit, and the simulator (engine/simulate.py) replays them on a trace. One integer makes
 a policy; pinned slots are slots that `advance` never gives away.
 """
 
@@ -15,34 +15,32 @@ import numpy.typing as npt
 
 from engine.placement import Placement
 
-EMPTY_SCORE = int(np.iinfo(np.int64).min)  # of a slot that holds nothing: always the first victim
+USE = 1 << 16  # what a use adds to an expert's heat
+MAX_MEMORY = 16
 # The slots follow this many tokens at the end of a step: a prefill chunk uses nearly every expert, and what its
 # last tokens used is the better guess of what decoding uses next.
 RECENT_TOKENS = 32
+_COLDEST = int(np.iinfo(np.int64).min)  # an empty slot: always the first victim
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A replacement policy: a slot's score is a bucket that leaks one a step.
+    """A replacement policy: the expert that was given up least is the one used most, as far as memory reaches.
 
-    gain: what a use adds, in steps; cap: what the bucket holds at most, in steps. Both are >= 0 and far from
-    the limits of int64 (below 2**40). An expert used more often than once in `gain` steps fills its bucket,
-    and full buckets are ordered by their last use, so `cap` is how long an expert is remembered.
+    memory: 0: LRU. k of 1 to MAX_MEMORY: a step takes 1 / 2**k of every expert's heat, so uses are remembered
+    for some 2**k steps.
     """
 
-    gain: int
-    cap: int
+    memory: int
 
     def __post_init__(self) -> None:
-        assert 0 <= self.gain < 1 << 40
-        assert 0 <= self.cap < 1 << 40
+        assert 0 <= self.memory <= MAX_MEMORY
 
 
-LRU = Rule(gain=0, cap=0)
-LFU = Rule(gain=8, cap=64)  # ahead of LRU on drifting Zipf routing with 4 of 32 and 8 of 128 experts
-# LRU that remembers a little frequency: on traces of the reference model at 30 and 60% residency it misses no more
-# than LRU at any share of cache slots, and less than rules with a longer memory.
-AGED = Rule(gain=4, cap=32)
+LRU = Rule(0)
+# Where nothing was measured. On varied sessions nothing else missed less than 2% less at 10, 30 or 60% residency
+# (docs/residency.md has the table, benchmarks/policies.py makes it).
+DEFAULT = Rule(6)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +48,7 @@ class SlotState:
     """The arrays of docs/residency.md, for L MoE layers, E experts and N slots; mutable.
 
     slot_begin int32 [L+1], slot_of int32 [L, E] (-1 = not resident), expert_of int32 [N] (-1 = empty),
-    score int64 [N], pinned uint8 [N], clock int64 [L], counts int64 [L, E], hits and misses int64 [L],
+    heat int64 [L, E], pinned uint8 [N], clock int64 [L], counts int64 [L, E], hits and misses int64 [L],
     expert_ptr and home_ptr uint64 [L, E, 3], slot_ptr uint64 [N, 3] (addresses of gate, up, down; all zero
     where no memory is behind the state, as in a simulation).
     """
@@ -58,7 +56,7 @@ class SlotState:
     slot_begin: npt.NDArray[np.int32]
     slot_of: npt.NDArray[np.int32]
     expert_of: npt.NDArray[np.int32]
-    score: npt.NDArray[np.int64]
+    heat: npt.NDArray[np.int64]
     pinned: npt.NDArray[np.uint8]
     clock: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
@@ -76,7 +74,7 @@ class SlotState:
             slot_begin=np.concatenate(([0], np.cumsum(slots_per_layer))).astype(np.int32),
             slot_of=np.full((n_layer, n_expert), -1, np.int32),
             expert_of=np.full(n_slot, -1, np.int32),
-            score=np.full(n_slot, EMPTY_SCORE, np.int64),
+            heat=np.zeros((n_layer, n_expert), np.int64),
             pinned=np.zeros(n_slot, np.uint8),
             clock=np.zeros(n_layer, np.int64),
             counts=np.zeros((n_layer, n_expert), np.int64),
@@ -95,8 +93,8 @@ class SlotState:
 def fill(state: SlotState, placement: Placement) -> None:
     """Put a placement's experts into an empty state: pinned ones first, then those that start in cache slots.
 
-    Slots of a layer are taken in order; a filled slot scores 0, slots beyond the placement's experts stay
-    empty. Only the tables change: copying the bytes is the caller's part.
+    Slots of a layer are taken in order, slots beyond the placement's experts stay empty. Of experts that nothing has
+    used yet the last of the placement is the coldest. Only the tables change: copying the bytes is the caller's part.
     """
     assert np.array_equal(np.diff(state.slot_begin), placement.slots_per_layer)
     assert (state.expert_of < 0).all(), "fill wants an empty state"
@@ -105,7 +103,7 @@ def fill(state: SlotState, placement: Placement) -> None:
         slots = np.arange(experts.size) + state.slot_begin[layer]
         state.slot_of[layer, experts] = slots
         state.expert_of[slots] = experts
-        state.score[slots] = 0
+        state.heat[layer, experts] = -np.arange(experts.size)
         state.pinned[slots[: len(pinned)]] = 1
         state.expert_ptr[layer, experts] = state.slot_ptr[slots]
 
@@ -115,10 +113,9 @@ def advance(
     layer: int,
     experts: npt.NDArray[np.integer],
     counted: npt.NDArray[np.bool_],
-    gain: int,
-    cap: int,
+    rule: Rule,
 ) -> npt.NDArray[np.int32]:
-    """Take one step of MoE layer `layer`: count, score, and decide which experts enter which slots.
+    """Take one step of MoE layer `layer`: count, warm, and decide which experts enter which slots.
 
     experts [T, A]: the active experts of the step's tokens; counted bool [T]: the tokens that count. All of them
     are counted, the last RECENT_TOKENS move slots.
@@ -126,10 +123,8 @@ def advance(
     they were decided. Specified in docs/residency.md; this is that page in NumPy.
     """
     span = state.slots(layer)
-    slot_of, expert_of, score = state.slot_of[layer], state.expert_of[span], state.score[span]
-    evictable = state.pinned[span] == 0
+    slot_of, expert_of, heat = state.slot_of[layer], state.expert_of[span], state.heat[layer]
     state.clock[layer] += 1
-    clock = int(state.clock[layer])
     n_expert = slot_of.size
 
     counted_uses = np.bincount(experts[counted].ravel(), minlength=n_expert)
@@ -138,17 +133,21 @@ def advance(
     state.misses[layer] += counted_uses[slot_of < 0].sum()
 
     uses = np.bincount(experts[-RECENT_TOKENS:].ravel(), minlength=n_expert)
-    used = (expert_of >= 0) & (uses[expert_of] > 0)  # [slots of the layer]; an empty slot is not used
-    touched = used & evictable
-    score[touched] = np.minimum(np.maximum(score[touched], clock) + gain, clock + cap)
+    if rule.memory:
+        heat += uses * USE - (heat >> rule.memory)
+    else:  # LRU: the last step that used it, and there its uses
+        heat[uses > 0] = 64 * state.clock[layer] + uses[uses > 0]
 
     # A victim is never one of these experts, so nothing that enters can leave again: the victims, one
-    # after the other, are the candidates in the order of (score, slot), and the first refusal ends the step.
+    # after the other, are the candidates in the order of (heat, slot), and the first refusal ends the step.
     missing = np.flatnonzero((uses > 0) & (slot_of < 0))
-    missing = missing[np.argsort(-uses[missing], kind="stable")]
-    victims = np.flatnonzero(evictable & ~used & (score <= clock + gain))
-    victims = victims[np.argsort(score[victims], kind="stable")]
+    missing = missing[np.argsort(-heat[missing], kind="stable")]
+    used = (expert_of >= 0) & (uses[expert_of] > 0)  # [slots of the layer]; an empty slot is not used
+    held = np.where(expert_of >= 0, heat[expert_of], _COLDEST)
+    victims = np.flatnonzero((state.pinned[span] == 0) & ~used)
+    victims = victims[np.argsort(held[victims], kind="stable")]
     n = min(missing.size, victims.size)
+    n = int(np.count_nonzero(heat[missing[:n]] > held[victims[:n]]))
     entering, slots = missing[:n], victims[:n]
     leaving = expert_of[slots]
 
@@ -158,5 +157,4 @@ def advance(
     slot_of[entering] = slots + span.start
     state.expert_ptr[layer, entering] = state.slot_ptr[slots + span.start]
     expert_of[slots] = entering
-    score[slots] = clock + min(gain, cap)
     return np.stack((entering, slots + span.start, leaving), axis=1).astype(np.int32)

@@ -21,7 +21,7 @@ from engine.errors import FileFormatError, SparkError, WrongModelError
 from engine.files import open_regular, replacing
 
 VERSION = 1
-DEFAULT_CACHE_FRACTION = 0.25  # of the slots, where no split has been measured
+MAX_MEMORY = 16  # of engine.policy.Rule
 WINDOW_TOKENS = 65_536  # until a profile has counted so many, it grows and forgets nothing
 MAX_FILE_BYTES = 16 << 20  # 512 layers of 512 experts, 20 digits each, are 5 MiB
 MAX_LINES = 4096  # layers and comments
@@ -31,10 +31,40 @@ Counted = Literal["generated", "all"]
 
 _HEADER = re.compile(r"#\s*hotness table:(.*)")
 _SPARK = re.compile(r"#\s*spark:(.*)")
+_CHOICE = re.compile(r"#\s*spark-choice:(.*)")
 _FORMAT = "# format: one row per layer, columns are expert activation counts (expert 0..N-1)"
 _COUNTED: dict[str, Counted] = {"generated": "generated", "all": "all"}
 _OTHER = "run `spark calibrate` on this model, or name another profile"
 _INT64_MAX = int(np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What sessions that a placement was not made from spoke for at one residency (engine/evidence.py).
+
+    residency_pct: percent. cache_fraction: cache slots / slots, 0..1; the others are pinned. memory: of
+    `engine.policy.Rule`, for the cache slots. misses: a token, low to high: its 95% interval over sessions; lru,
+    static: misses a token of those policies on the same sessions. tokens, sessions: generated tokens, root sessions.
+    """
+
+    residency_pct: float
+    cache_fraction: float
+    memory: int
+    misses: float
+    low: float
+    high: float
+    lru: float
+    static: float
+    tokens: int
+    sessions: int
+
+    @property
+    def words(self) -> str:
+        """What it says to do: `pin nothing, remember 64 steps`."""
+        if self.cache_fraction == 0.0:
+            return "pin everything"
+        pinned = f"pin {1 - self.cache_fraction:.0%}" if self.cache_fraction < 1 else "pin nothing"
+        return f"{pinned}, " + (f"remember {1 << self.memory} steps" if self.memory else "the rest is LRU")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +77,9 @@ class Profile:
     tokens, sessions: how many were counted.
     count: which tokens were counted.
     created: ISO 8601; may be empty.
-    split: measured pairs (residency in percent, share of the slots best left to the cache), ascending.
+    choices: by ascending residency.
+    split: what an earlier version measured, pairs (residency in percent, share of cache slots). It is read to be told
+        from a profile without evidence, not followed and not written.
     extra_lines: comment lines that are not ours, each beginning with `#`.
     """
 
@@ -58,6 +90,7 @@ class Profile:
     sessions: int = 0
     count: Counted = "all"
     created: str = ""
+    choices: tuple[Choice, ...] = ()
     split: tuple[tuple[float, float], ...] = ()
     extra_lines: tuple[str, ...] = ()
 
@@ -66,16 +99,9 @@ class Profile:
 
     __hash__ = None  # type: ignore[assignment]  # its array can change
 
-    def split_for(self, residency_pct: float) -> float:
-        """The share of the slots (0..1) to leave to the cache at a residency.
-
-        Interpolated between two measured residencies, the nearest one's value beyond them,
-        DEFAULT_CACHE_FRACTION where nothing was measured.
-        """
-        if not self.split:
-            return DEFAULT_CACHE_FRACTION
-        measured_pct, fraction = zip(*self.split, strict=True)
-        return float(np.interp(residency_pct, measured_pct, fraction))
+    def choice_for(self, residency_pct: float) -> Choice | None:
+        """The choice that was measured at the nearest residency, the lower one of two; None if none was measured."""
+        return min(self.choices, key=lambda choice: abs(choice.residency_pct - residency_pct), default=None)
 
 
 def default_path(model_path: Path) -> Path:
@@ -93,12 +119,12 @@ def format(profile: Profile) -> str:
         "sessions": str(profile.sessions),
         "count": profile.count,
         "created": profile.created,
-        "split": ",".join(f"{_short(pct)}:{_short(fraction)}" for pct, fraction in profile.split),
     }
     lines = [
         f"# hotness table: n_layer={n_layer} n_expert={n_expert} n_expert_used={profile.n_expert_used}",
         _FORMAT,
         "# spark: " + " ".join(f"{key}={value}" for key, value in about.items() if value),
+        *map(_choice_line, profile.choices),
         *profile.extra_lines,
         *(",".join(map(str, row)) for row in profile.counts.tolist()),
     ]
@@ -115,12 +141,13 @@ def parse(text: str, name: str = "profile") -> Profile:
     header: tuple[str, dict[str, str]] | None = None
     spark: tuple[str, dict[str, str]] | None = None
     extra: list[str] = []
+    choices: list[Choice] = []
     rows: list[tuple[str, str]] = []
     for number, raw in enumerate(io.StringIO(text.removeprefix("\ufeff"), newline="\n"), start=1):
         line, where = raw.strip(), f"{name}, line {number}"
         if not line or line == _FORMAT:
             continue
-        if len(rows) + len(extra) == MAX_LINES:
+        if len(rows) + len(extra) + len(choices) == MAX_LINES:
             raise FileFormatError(f"{where}: expected at most {MAX_LINES} layers and comments, found more")
         if line.startswith("#") and len(line) > MAX_COMMENT_CHARS:
             raise FileFormatError(f"{where}: expected a comment of at most {MAX_COMMENT_CHARS} characters, found more")
@@ -134,6 +161,8 @@ def parse(text: str, name: str = "profile") -> Profile:
             if spark is not None:
                 raise FileFormatError(f"{where}: expected one '# spark:' line, found a second")
             spark = (where, _pairs(match[1]))
+        elif match := _CHOICE.fullmatch(line):
+            choices.append(_choice(_pairs(match[1]), where))
         else:
             extra.append(line)
     if header is None:
@@ -151,7 +180,8 @@ def parse(text: str, name: str = "profile") -> Profile:
         at = rows[-1][0] if rows else name
         raise FileFormatError(f"{at}: expected {n_layer} rows of counts (n_layer), found {len(rows)}")
     counts = np.stack([_row(line, n_expert, where) for where, line in rows])
-    profile = Profile(counts, n_expert_used, extra_lines=tuple(extra))
+    choices.sort(key=lambda choice: choice.residency_pct)
+    profile = Profile(counts, n_expert_used, choices=tuple(choices), extra_lines=tuple(extra))
     return profile if spark is None else _described(profile, *spark)
 
 
@@ -308,6 +338,39 @@ def _split(text: str, where: str) -> tuple[tuple[float, float], ...]:
         expected = "split=PCT:FRACTION,... with PCT of 0 to 100 and FRACTION of 0 to 1"
         raise FileFormatError(f"{where}: expected {expected}, found {text[:80]!r}")
     return tuple(pairs)
+
+
+_CHOICE_KEYS = {
+    "residency": ("residency_pct", 100.0), "cache": ("cache_fraction", 1.0), "memory": ("memory", MAX_MEMORY),
+    "misses": ("misses", np.inf), "low": ("low", np.inf), "high": ("high", np.inf), "lru": ("lru", np.inf),
+    "static": ("static", np.inf), "tokens": ("tokens", _INT64_MAX), "sessions": ("sessions", _INT64_MAX),
+}  # fmt: skip
+_CHOICE_INTEGERS = ("memory", "tokens", "sessions")
+
+
+def _choice_line(choice: Choice) -> str:
+    """`# spark-choice: residency=60 cache=1 memory=6 misses=4.52 ...`."""
+    words = []
+    for key, (name, _) in _CHOICE_KEYS.items():
+        value = getattr(choice, name)
+        words.append(f"{key}={value if key in _CHOICE_INTEGERS else _short(value)}")
+    return "# spark-choice: " + " ".join(words)
+
+
+def _choice(pairs: dict[str, str], where: str) -> Choice:
+    """The choice that a comment line describes; keys that we don't know mean nothing to us."""
+    values: dict[str, float] = {}
+    for key, (name, most) in _CHOICE_KEYS.items():
+        text = pairs.get(key, "nothing")
+        try:
+            value = int(text) if key in _CHOICE_INTEGERS else float(text)
+        except ValueError:
+            value = -1
+        if not 0 <= value <= most or value == np.inf:
+            bound = f"a number of 0 to {most:g}" if most < _INT64_MAX else "a number of at least 0"
+            raise FileFormatError(f"{where}: expected {key}={bound}, found {text[:40]!r}")
+        values[name] = value
+    return Choice(**values)  # type: ignore[arg-type]
 
 
 def _short(value: float) -> str:

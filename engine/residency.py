@@ -206,7 +206,6 @@ class Residency:
             cached = int(state.slot_of[layer, enters])
             if cached >= 0:
                 state.pinned[cached], state.pinned[old] = 1, 0
-                state.score[cached], state.score[old] = 0, state.clock[layer]
                 self.tier.rehome(state, layer, enters, leaves, old)
                 continue
             self.tier.exchange(state, layer, enters, leaves, old)

@@ -7,7 +7,9 @@ unit being one active expert of one layer for one token.
 
 from __future__ import annotations
 
+import ctypes
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -16,23 +18,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.placement import Placement, greedy
-from engine.policy import LRU, Rule, SlotState, advance, fill
+from engine.ops import cpu_library
+from engine.placement import Placement
+from engine.policy import Rule
 
 if TYPE_CHECKING:
     from engine.trace import RoutingTrace
 
 CHUNK_TOKENS = 512  # of a prefill step, the engine's default
-CACHE_FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0)  # what best_split tries
 _BLOCK_STEPS = 1024
-_NEVER = int(np.iinfo(np.int64).max)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SimResult:
+class Uses:
     """Active experts of generated tokens: resident when their step began, or not; int64 [L]."""
 
     hits: Int64s
@@ -46,111 +47,107 @@ class SimResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bound(SimResult):
+class SimResult(Uses):
+    """What a policy did.
+
+    root_misses, root_moves: int64 [R], misses of each root session (see `roots`), and the experts that entered slots in
+    its decoding steps.
+    """
+
+    root_misses: Int64s
+    root_moves: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound(Uses):
     """The most hits that any policy could have.
 
     The totals are the bound; the layers' shares are those of the schedule or relaxation that gave it.
-    exact: a schedule exists that reaches it.
+    exact: a schedule exists that reaches it. root_misses: int64 [R] of that schedule; None where there is none.
     """
 
     exact: bool
+    root_misses: Int64s | None
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How to share the slots between pinned and cache.
+def roots(trace: RoutingTrace) -> tuple[Int32s, tuple[str, ...]]:
+    """The root session of each token, int32 [T] into the ids, which are in order of appearance.
 
-    cache_fraction: cache slots / slots, 0..1; table: (cache_fraction, hit rate) of every candidate; reason: one line.
+    What grew from one root (subagents, forks, segments, branches) is on one subject, and no evidence of its own.
+    """
+    names = [re.split("[/#~]", name, maxsplit=1)[0] for name in trace.session_ids]
+    found = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.array([found[name] for name in names], np.int32)[trace.session], tuple(found)
+
+
+class Recording:
+    """A trace laid out for being replayed many times; several threads may replay it at once.
+
+    root: int32 [T], the root session of each token; n_roots: how many there are. tokens: int64 [R], generated tokens.
     """
 
-    cache_fraction: float
-    table: tuple[tuple[float, float], ...]
-    reason: str
+    def __init__(
+        self,
+        trace: RoutingTrace,
+        root: Int32s | None = None,
+        n_roots: int = 0,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        if root is None:
+            root, names = roots(trace)
+            n_roots = len(names)
+        self.n_expert, self.n_used = trace.n_expert, trace.experts.shape[2]
+        self.root, self.n_roots = np.ascontiguousarray(root, np.int32), n_roots
+        self.tokens = np.bincount(self.root[trace.generated], minlength=n_roots).astype(np.int64)
+        self._experts = [np.ascontiguousarray(trace.experts[:, i], np.uint16) for i in range(len(trace.layers))]
+        self._spans = np.array(list(_spans(trace, chunk_tokens)), np.int64).reshape(-1, 3)
+
+    def replay(self, placement: Placement, rule: Rule) -> SimResult:
+        """Serve the trace under a rule, from a placement's first contents, and count; what `advance` decides is done.
+
+        The placement is over the trace's layers.
+        """
+        n_layer = len(self._experts)
+        misses, moves = np.zeros((n_layer, self.n_roots), np.int64), np.zeros((n_layer, self.n_roots), np.int64)
+        for layer, experts in enumerate(self._experts):
+            residents = placement.residents[layer]
+            held = np.full(placement.slots_per_layer[layer], -1, np.int32)
+            held[: len(residents)] = residents
+            _simulate_layer(
+                experts, self.n_expert, self._spans, self.root, held, len(placement.pinned[layer]), rule.memory,
+                misses[layer], moves[layer],
+            )  # fmt: skip
+        uses = int(self.tokens.sum()) * self.n_used
+        return SimResult(uses - misses.sum(axis=1), misses.sum(axis=1), misses.sum(axis=0), moves.sum(axis=0))
+
+
+def _simulate_layer(
+    experts: npt.NDArray[np.uint16], n_expert: int, spans: Int64s, root: Int32s, held: Int32s, n_pinned: int,
+    memory: int, misses: Int64s, moves: Int64s,
+) -> None:  # fmt: skip
+    """`spark_simulate` of cpu/: one layer; adds to misses and moves [R]."""
+    T, A = experts.shape
+    assert root.shape == (T,)
+    assert misses.shape == moves.shape
+    arrays = (experts, spans, root, held, misses, moves)
+    assert all(array.flags.c_contiguous for array in arrays)
+    at = [array.ctypes.data_as(ctypes.c_void_p) for array in arrays]
+    status = cpu_library.load().spark_simulate(
+        at[0], T, A, n_expert, at[1], len(spans), at[2], misses.size, at[3], held.size, n_pinned, memory, at[4], at[5]
+    )
+    assert status == 0, "the indices in a trace and a placement are of the model"
 
 
 def simulate(
     trace: RoutingTrace, placement: Placement, rule: Rule, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> SimResult:
-    """Serve a trace under a rule, from a placement's first contents, and count.
+    """Serve a trace once: `Recording.replay`.
 
-    The placement is over the trace's layers. Consecutive tokens of one session that are not generated form
-    prefill steps of at most `chunk_tokens`; a jump in position ends a step.
+    Consecutive tokens of one session that are not generated form prefill steps of at most `chunk_tokens`; a jump in
+    position ends a step.
     """
-    state = SlotState.empty(placement.slots_per_layer, trace.n_expert)
-    fill(state, placement)
-    spans = list(_spans(trace, chunk_tokens))
-    for layer in range(len(trace.layers)):
-        experts = np.ascontiguousarray(trace.experts[:, layer])
-        for begin, end, generated in spans:
-            if generated:
-                decode(state, layer, experts[begin:end], rule)
-            else:
-                counted = trace.generated[begin:end]
-                advance(state, layer, experts[begin:end], counted, rule.gain, rule.cap)
-    return SimResult(state.hits, state.misses)
-
-
-def decode(state: SlotState, layer: int, experts: npt.NDArray[np.integer], rule: Rule) -> None:
-    """Take a run of single-token steps of one layer: `advance` on each row in turn, only faster.
-
-    experts: [n, A], each row a counted token with A distinct experts. Leaves the state that n calls of
-    `advance` leave, addresses aside (a simulated state has none).
-    """
-    span = state.slots(layer)
-    evictable = state.pinned[span] == 0
-    is_pinned = np.zeros(state.slot_of.shape[1], np.bool_)
-    is_pinned[state.expert_of[span][~evictable]] = True
-    loose = ~is_pinned[experts]  # [n, A]: the uses that can miss or move a score
-    flat = experts[loose].tolist()
-    per_step = loose.sum(axis=1)
-    steps = np.flatnonzero(per_step)
-    ends = np.cumsum(per_step[steps]).tolist()
-    clocks = (steps + state.clock[layer] + 1).tolist()
-    state.clock[layer] += len(experts)
-    state.counts[layer] += np.bincount(experts.ravel(), minlength=is_pinned.size)
-
-    misses = len(flat)
-    if evictable.any():
-        misses = 0
-        # Plain lists: on a few experts at a time they are many times faster than arrays.
-        slot_of = (state.slot_of[layer] - span.start).tolist()  # negative: not resident
-        expert_of = state.expert_of[span].tolist()
-        score = np.where(evictable, state.score[span], _NEVER).tolist()
-        gain, begin = rule.gain, 0
-        for clock, end in zip(clocks, ends, strict=True):
-            row, begin = flat[begin:end], end
-            full, missing = clock + rule.cap, []
-            for expert in row:
-                slot = slot_of[expert]
-                if slot < 0:
-                    missing.append(expert)
-                else:
-                    level = score[slot]
-                    level = (level if level > clock else clock) + gain
-                    score[slot] = level if level < full else full
-            if not missing:
-                continue
-            misses += len(missing)
-            missing.sort()
-            for expert in missing:
-                lowest = min(score)
-                slot = score.index(lowest)
-                if expert_of[slot] in row:  # rare: the lowest score is that of an expert of this step
-                    others = ((score[i], i) for i, holds in enumerate(expert_of) if holds not in row)
-                    lowest, slot = min(others, default=(_NEVER, -1))
-                if lowest > clock + gain:
-                    break
-                if expert_of[slot] >= 0:
-                    slot_of[expert_of[slot]] = -1
-                slot_of[expert] = slot
-                expert_of[slot] = expert
-                score[slot] = min(clock + gain, full)
-        where = np.array(slot_of, np.int32)
-        state.slot_of[layer] = np.where(where < 0, -1, where + span.start)
-        state.expert_of[span] = expert_of
-        state.score[span] = np.where(evictable, score, state.score[span])
-    state.misses[layer] += misses
-    state.hits[layer] += experts.size - misses
+    return Recording(trace, chunk_tokens=chunk_tokens).replay(placement, rule)
 
 
 def _spans(trace: RoutingTrace, chunk_tokens: int) -> Iterator[tuple[int, int, bool]]:
@@ -167,49 +164,6 @@ def _spans(trace: RoutingTrace, chunk_tokens: int) -> Iterator[tuple[int, int, b
         else:
             for chunk in range(begin, end, chunk_tokens):
                 yield chunk, min(chunk + chunk_tokens, end), False
-
-
-def best_split(
-    trace: RoutingTrace,
-    expert_bytes: Sequence[int],
-    budget_bytes: int,
-    *,
-    counts: Int64s | None = None,
-    rule: Rule = LRU,
-    max_tokens: int = 16_384,
-) -> Split:
-    """Choose the share of cache slots under a byte budget by simulating CACHE_FRACTIONS on a trace.
-
-    expert_bytes: [L]; counts: [L, E], from other traffic than the trace, to place by. Without counts the first
-    half of the trace (whole sessions, where there are several) places and the second is simulated: no placement
-    is judged on what it was made from. At most `max_tokens` tokens are simulated. Of equals the smallest share
-    wins: pinned slots move no bytes.
-    """
-    if counts is None:
-        half = _half(trace)
-        counts, trace = trace.part(0, half).counts(), trace.part(half, len(trace.session))
-    trace = trace.part(0, max_tokens)
-    n_active = trace.experts.shape[2]
-    table = []
-    for fraction in CACHE_FRACTIONS:
-        placement = greedy(
-            counts, expert_bytes, budget_bytes, n_expert_used=n_active, cache_fraction=fraction
-        )
-        table.append((fraction, simulate(trace, placement, rule).hit_rate))
-    best, hit_rate = max(table, key=lambda row: (row[1], -row[0]))
-    others = ", ".join(f"{fraction:.1%}: {rate:.2%}" for fraction, rate in table if fraction != best)
-    n_generated = int(trace.generated.sum())
-    reason = f"{best:.1%} cache slots hit {hit_rate:.2%} in {n_generated} simulated tokens ({others})"
-    return Split(best, tuple(table), reason)
-
-
-def _half(trace: RoutingTrace) -> int:
-    """The token where the second half begins: at the session boundary nearest to the middle, if there is one."""
-    middle = len(trace.session) // 2
-    boundaries = np.flatnonzero(np.diff(trace.session)) + 1
-    if not boundaries.size:
-        return middle
-    return int(boundaries[np.abs(boundaries - middle).argmin()])
 
 
 def belady(trace: RoutingTrace, expert_bytes: Sequence[int], budget_bytes: int) -> Bound:
@@ -233,17 +187,22 @@ def belady(trace: RoutingTrace, expert_bytes: Sequence[int], budget_bytes: int) 
     n_token, n_layer, n_active = trace.experts.shape
     uses = np.full(n_layer, int(trace.generated.sum()) * n_active, np.int64)
     if n_token == 0:
-        return Bound(uses, uses, exact=True)
+        return Bound(uses, uses, exact=True, root_misses=np.zeros(0, np.int64))
     step = np.zeros(n_token, np.int64)
     np.cumsum(trace.generated[1:] | trace.generated[:-1], out=step[1:])
     first, ends = _interval_ends(trace, step)
     sizes = [int(size) for size in expert_bytes]
-    hits = _packed(step, first, ends, budget_bytes // min(sizes))
+    kept = _packed(step, first, ends, budget_bytes // min(sizes))
+    hits = kept.sum(axis=0)
     exact = len(set(sizes)) == 1
     if not exact:
         area = _fitting_area(step, first, ends, sizes, budget_bytes)
         hits = min(hits, area, key=lambda by_layer: int(by_layer.sum()))
-    return Bound(hits, uses - hits, exact)
+        return Bound(hits, uses - hits, exact, None)
+    root, names = roots(trace)
+    missed = n_layer * n_active - kept.sum(axis=1)[step[trace.generated]]
+    of_root = np.bincount(root[trace.generated], weights=missed, minlength=len(names)).astype(np.int64)
+    return Bound(hits, uses - hits, exact, of_root)
 
 
 def _interval_ends(trace: RoutingTrace, step: Int64s) -> tuple[Int32s, Int32s]:
@@ -269,7 +228,7 @@ def _interval_ends(trace: RoutingTrace, step: Int64s) -> tuple[Int32s, Int32s]:
 
 
 def _packed(step: Int64s, first: Int32s, ends: Int32s, k: int) -> Int64s:
-    """How many intervals of each layer can be kept with at most k open at once: [L]."""
+    """How many of the intervals that end in each step of a layer are kept, at most k open at once: [steps, L]."""
     n_layer, n_step = len(first), int(step[-1]) + 1
     closing = np.zeros((n_step, n_layer), np.int64)
     for layer in range(n_layer):
@@ -294,7 +253,7 @@ def _packed(step: Int64s, first: Int32s, ends: Int32s, k: int) -> Int64s:
         if len(heap) > 2 * k + 4096:
             heap = [end for end in heap if -end > now]
             heapq.heapify(heap)
-    kept: Int64s = (closing - np.array(given_up).reshape(closing.shape)).sum(axis=0)
+    kept: Int64s = closing - np.array(given_up).reshape(closing.shape)
     return kept
 
 

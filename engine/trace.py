@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -215,13 +215,13 @@ class TraceWriter:
             self.flush()
 
 
-def read_routing(directory: Path, model_id: str) -> RoutingTrace:
-    """Read the routing of a whole trace.
+def read_routing(directory: Path, model_id: str, sessions: Container[str] | None = None) -> RoutingTrace:
+    """Read the routing of a whole trace, or of some sessions of it: of no tokens, if it has none of theirs.
 
     Raises WrongModelError if it is of another model; FileFormatError, naming the part, if there is none, one is
     missing, truncated or garbled, or a token lacks a layer.
     """
-    parts = list(iter_parts(directory, model_id, ("experts",)))
+    parts = [_of_sessions(part, sessions) for part in iter_parts(directory, model_id, ("experts",))]
     numbers: dict[str, int] = {}
     session = []
     for part in parts:
@@ -237,6 +237,20 @@ def read_routing(directory: Path, model_id: str) -> RoutingTrace:
         model_id=model_id,
         n_expert=parts[0].model.n_expert,
         unfinished=len(list(directory.glob("part-*.tmp"))),
+    )
+
+
+def _of_sessions(part: TracePart, sessions: Container[str] | None) -> TracePart:
+    """The tokens of a part that are of some sessions."""
+    if sessions is None or all(name in sessions for name in part.session_ids):
+        return part
+    wanted = np.array([name in sessions for name in part.session_ids])[part.session]
+    return replace(
+        part,
+        generated=part.generated[wanted],
+        session=part.session[wanted],
+        position=part.position[wanted],
+        values={name: value[wanted] for name, value in part.values.items()},
     )
 
 

@@ -3,16 +3,20 @@
 The counts are exact integers and every window adds to them independently, so a run that was interrupted
 and resumed ends with the profile of one that never was. What is counted is checkpointed beside the
 profile (`PROFILE.partial`, itself a profile) and removed when the profile is written.
+
+The routing of the sessions that the rule of the slots is chosen by (engine/evidence.py) is recorded as they are
+counted, in `PROFILE.partial.routing` or the folder of `--trace`, and goes with the checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+import shutil
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -20,24 +24,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine import placement, policy, simulate
+from engine import evidence
 from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import FileFormatError, SparkError, UsageError
 from engine.gguf import open_model
-from engine.profile import Profile
+from engine.profile import Choice, Profile
 from engine.protocol import Sampling
 from engine.trace import estimate_bytes, part_paths, read_routing
 from spark import replay
 from spark.client import DaemonClient, Deadlines
 from spark.console import note
 from spark.replay import Progress
+from spark.sessions import root_of
 from spark.tokens import TokensFile, Window, opened
 
 CHECKPOINT_EVERY_S = 5.0
-SPLIT_TOKENS = 4096  # generated tokens on which splits of the slots are compared
-SPLIT_WINDOWS = 16
-SPLIT_RESIDENCIES = (20.0, 40.0, 60.0, 80.0)
+ROUTING_BYTES = 1 << 30  # at most, of the routing that is recorded to choose by
 _CHECKPOINT = "# spark-checkpoint: "
 
 
@@ -74,7 +77,7 @@ class CalibrateReport:
     sessions: int
     seconds: float
     resumed_tokens: int
-    split: tuple[tuple[float, float], ...]
+    choices: tuple[Choice, ...]
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,7 +94,7 @@ class CalibrateReport:
             "counted_tokens": self.counted_tokens,
             "sessions": self.sessions,
             "tokens_per_s": self.tokens_per_s,
-            "split": [list(pair) for pair in self.split],
+            "choices": [asdict(choice) for choice in self.choices],
         }
 
 
@@ -109,6 +112,11 @@ class _Tally:
 def partial_path(out: Path) -> Path:
     """Where the checkpoint of a calibration to `out` lies."""
     return out.with_name(out.name + ".partial")
+
+
+def routing_path(out: Path) -> Path:
+    """Where a calibration to `out` records routing to choose by, unless it has a trace."""
+    return out.with_name(out.name + ".partial.routing")
 
 
 def calibrate(
@@ -166,29 +174,21 @@ def _calibrate(
                 f"{client.ready.info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
-        fingerprint = _fingerprint(options, file, client.ready.info)
+        judges = _judges(file, options.max_tokens, model)
+        fingerprint = _fingerprint(options, file, client.ready.info, judges)
         checkpoint = _load_checkpoint(options.out, fingerprint)
         tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
-        if options.trace_dir is not None and options.trace_dir.exists():
-            parts = part_paths(options.trace_dir)
-            if len(parts) < tally.trace_parts:
-                raise UsageError(
-                    f"{options.trace_dir} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
-                    hint="remove the checkpoint and the trace, and start again",
-                )
-            # A window that was traced but not counted will be traced again.
-            for part in parts[tally.trace_parts :]:
-                part.unlink()
+        routing = _routing_folder(options, tally)
         resumed_tokens = tally.tokens
         began = time.monotonic()
-        tally = _count(client, file, options, tally, fingerprint, progress)
+        tally = _count(client, file, options, tally, fingerprint, judges, routing, progress)
         seconds = time.monotonic() - began
         sessions = {w.session_id for w in islice(file, tally.windows)}
-        split = _split(client, file, tally, progress)
+        choices = _choices(routing, model, judges, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
         if not counted:
-            partial_path(options.out).unlink(missing_ok=True)
+            _clean_up(options)
             raise FileFormatError(
                 f"{file.name}: none of its {tally.tokens} tokens counts, so there is no profile to write",
                 hint="it needs sessions with at least one assistant turn",
@@ -201,10 +201,10 @@ def _calibrate(
             sessions=len(sessions),
             count=options.count,
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            split=split,
+            choices=choices,
         )
     profiles.save(profile, options.out)
-    partial_path(options.out).unlink(missing_ok=True)
+    _clean_up(options)
     return CalibrateReport(
         model=str(config.model),
         profile=options.out,
@@ -214,8 +214,36 @@ def _calibrate(
         sessions=len(sessions),
         seconds=seconds,
         resumed_tokens=resumed_tokens,
-        split=split,
+        choices=choices,
     )
+
+
+def _routing_folder(options: CalibrateOptions, tally: _Tally) -> Path:
+    """The folder that routing is recorded in, with as many parts as the tally has seen."""
+    folder = options.trace_dir or routing_path(options.out)
+    if options.trace_dir is None and not tally.windows and folder.exists():
+        shutil.rmtree(folder)  # of a run whose checkpoint is gone
+    if folder.exists():
+        parts = part_paths(folder)
+        if len(parts) < tally.trace_parts:
+            raise UsageError(
+                f"{folder} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
+                hint="remove the checkpoint and the trace, and start again",
+            )
+        # A window that was recorded but not counted will be recorded again.
+        for part in parts[tally.trace_parts :]:
+            part.unlink()
+    elif tally.trace_parts:
+        raise UsageError(
+            f"{folder} is gone, the checkpoint was made after {tally.trace_parts} parts of it",
+            hint=f"remove {partial_path(options.out)} and start again",
+        )
+    return folder
+
+
+def _clean_up(options: CalibrateOptions) -> None:
+    partial_path(options.out).unlink(missing_ok=True)
+    shutil.rmtree(routing_path(options.out), ignore_errors=True)
 
 
 def _context_tokens(model: Path, needed: int) -> int:
@@ -231,6 +259,8 @@ def _count(
     options: CalibrateOptions,
     tally: _Tally,
     fingerprint: dict[str, Any],
+    judges: frozenset[str],
+    routing: Path,
     progress: Progress,
 ) -> _Tally:
     total = min(file.n_tokens, options.max_tokens or file.n_tokens)
@@ -246,7 +276,11 @@ def _count(
         for window in islice(file, tally.windows, None):
             if tally.tokens >= total:
                 break
-            replay.score(client, window, trace_dir=options.trace_dir, hidden=options.hidden, count=options.count)
+            recorded = routing if options.trace_dir is not None or window.session_id in judges else None
+            replay.score(
+                client, window, trace_dir=recorded, hidden=options.hidden, count=options.count,
+                fed=replay.within(progress, "calibrating", tally.tokens, total),
+            )  # fmt: skip
             if options.generate_tokens:
                 _continue(client, window, options.generate_tokens)
             counts = start + np.asarray(client.profile("read")["counts"], np.int64)
@@ -256,7 +290,7 @@ def _count(
                 tally.windows + 1,
                 tally.tokens + len(window.tokens),
                 tally.generated_tokens + int(np.count_nonzero(window.generated)),
-                0 if options.trace_dir is None else len(part_paths(options.trace_dir)),
+                len(part_paths(routing)),
             )
             progress("calibrating", min(tally.tokens, total), total)
             if time.monotonic() - saved > CHECKPOINT_EVERY_S:
@@ -280,7 +314,9 @@ def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
 # --- checkpoint ---------------------------------------------------------------------------------------
 
 
-def _fingerprint(options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint(
+    options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any], judges: frozenset[str]
+) -> dict[str, Any]:
     """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
     with file.path.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
@@ -293,6 +329,7 @@ def _fingerprint(options: CalibrateOptions, file: TokensFile, ready: Mapping[str
         "generate": options.generate_tokens,
         "trace": None if options.trace_dir is None else str(options.trace_dir.resolve()),
         "hidden": options.hidden,
+        "judges": hashlib.sha256("\n".join(sorted(judges)).encode()).hexdigest(),
     }
 
 
@@ -332,7 +369,7 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
         changed = [key for key, value in fingerprint.items() if state[key] != value]
     except (StopIteration, ValueError, KeyError, TypeError) as error:
         hint = "remove it and start again"
-        raise FileFormatError(f"{path} is not a checkpoint of a calibration", hint=hint) from error
+        raise FileFormatError(f"{path} is not a checkpoint of this version's calibration", hint=hint) from error
     if changed:
         raise UsageError(
             f"{path} was counted with another {', '.join(changed)}: found {[state[k] for k in changed]}, "
@@ -342,46 +379,41 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
     return _Tally(profile.counts, *done)
 
 
-# --- the split of the slots ---------------------------------------------------------------------------
+# --- what the slots do -------------------------------------------------------------------------------
 
 
-def _sample_windows(file: TokensFile, n_windows: int) -> Iterator[Window]:
-    """Windows spread evenly over the first `n_windows`, until they hold SPLIT_TOKENS generated tokens."""
-    stride = max(1, n_windows // min(SPLIT_WINDOWS, max(2, n_windows // 8)))
-    found = 0
-    for window in islice(file, 0, n_windows, stride):
-        if found >= SPLIT_TOKENS:
-            return
-        found += int(np.count_nonzero(window.generated))
-        yield window
+def _judges(file: TokensFile, max_tokens: int | None, model: Mapping[str, Any]) -> frozenset[str]:
+    """The sessions to choose by: all of them, or so many whole roots, in the order of a hash, as can be afforded."""
+    n_layer, n_used = len(model["moe_layers"]), model["n_expert_used"]
+    generated: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    names: dict[str, set[str]] = {}
+    for window in file:
+        if max_tokens is not None and tokens.total() >= max_tokens:
+            break
+        root = root_of(window.session_id)
+        generated[root] += int(np.count_nonzero(window.generated))
+        tokens[root] += len(window.tokens)
+        names.setdefault(root, set()).add(window.session_id)
+    left, left_bytes = evidence.affordable(n_layer, n_used), ROUTING_BYTES
+    judges: set[str] = set()
+    for root in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        n_bytes = estimate_bytes(tokens[root], n_layer, n_used, 0, hidden=False)
+        if generated[root] <= left and n_bytes <= left_bytes:
+            left, left_bytes = left - generated[root], left_bytes - n_bytes
+            judges |= names[root]
+    return frozenset(judges)
 
 
-def _split(
-    client: DaemonClient, file: TokensFile, tally: _Tally, progress: Progress
-) -> tuple[tuple[float, float], ...]:
-    """For some residencies, the share of cache slots that misses least on a sample of the windows."""
-    model = client.ready.info["model"]
-    with tempfile.TemporaryDirectory(prefix="spark-split-") as folder:
-        for window in _sample_windows(file, tally.windows):
-            replay.score(client, window, trace_dir=Path(folder))
-        if not part_paths(Path(folder)):
-            return ()  # no window was counted
-        trace = read_routing(Path(folder), model["model_id"])
+def _choices(
+    routing: Path, model: Mapping[str, Any], judges: frozenset[str], progress: Progress
+) -> tuple[Choice, ...]:
+    """What those sessions speak for at several residencies; nothing where they are too few."""
+    if not routing.exists() or not part_paths(routing):
+        return ()  # no window was counted
+    trace = read_routing(routing, model["model_id"], judges)
     if not trace.generated.any():
         return ()
-    # What the sample's generated tokens added is taken out: no placement should be judged on what it was made from.
-    counts = tally.counts[model["moe_layers"]]
-    rest = np.maximum(counts - trace.counts(), 0)
-    placed_by = rest if 2 * rest.sum() >= counts.sum() else None
-    sizes, found = model["expert_bytes"], []
-    for i, pct in enumerate(SPLIT_RESIDENCIES):
-        progress("choosing cache slots", i, len(SPLIT_RESIDENCIES))
-        budget = placement.residency_budget(model["n_expert"], sizes, pct)
-        split = simulate.best_split(
-            trace, sizes, budget, counts=placed_by, rule=policy.AGED, max_tokens=SPLIT_TOKENS
-        )
-        found.append((pct, split.cache_fraction))
-    progress("choosing cache slots", len(SPLIT_RESIDENCIES), len(SPLIT_RESIDENCIES))
-    return tuple(found)
-
-
+    return evidence.choose(
+        trace, model["expert_bytes"], progress=lambda done, total: progress("choosing what to pin", done, total)
+    )

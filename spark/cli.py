@@ -31,7 +31,6 @@ from spark.options import (
     PrefixOption,
     ProfileOption,
     ReadyOption,
-    ResidencyOption,
     ServeResidencyOption,
     SparkOption,
     ThreadsOption,
@@ -239,7 +238,9 @@ def validate(
     cross: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Profile of other traffic to compare; repeatable.")
     ] = None,
-    residency: ResidencyOption = 60.0,
+    residency: Annotated[
+        str, typer.Option(metavar="PCTS", help="Percentages of the expert bytes in slots, separated by commas.")
+    ] = "10,30,60",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Tokens of the held-out sessions to replay.")
     ] = None,
@@ -255,7 +256,8 @@ def validate(
     """Measure what each placement misses on held-out sessions.
 
     The routing of the sessions is replayed under every policy, beside the bound that none can beat (belady). Each
-    policy also serves prompts for real: its tokens must be those of the all-resident run.
+    policy also serves prompts for real: its tokens must be those of the all-resident run. A verdict says what the
+    profile has the slots do at each residency, and what that is worth.
     """
     from engine.profile import default_path
     from spark import validate as validation
@@ -265,7 +267,7 @@ def validate(
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = validation.ValidateOptions(
-        data, profile or default_path(model), tuple(cross or ()), residency, max_tokens, prompts, generate
+        data, profile or default_path(model), tuple(cross or ()), _percentages(residency), max_tokens, prompts, generate
     )
     with progress_bars() as progress:
         report = validation.validate(config, options, deadlines, progress)
@@ -273,7 +275,7 @@ def validate(
         note(f"warning: {warning}")
     save(json_file, report.to_json())
     show_validation(report)
-    if not all(row.identical_tokens for row in report.rows if row.identical_tokens is not None):
+    if any(row.identical_tokens is False for ladder in report.ladders for row in ladder.rows):
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
 
 

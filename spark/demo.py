@@ -32,6 +32,7 @@ CALIBRATION_TOKENS = 40_000
 HELD_OUT_TOKENS = 16_000
 TRACE_TOKENS = 15_000
 RESIDENCY_PCT = 60.0
+VALIDATED_PCT = (10.0, 30.0, 60.0)
 DEADLINES = Deadlines(ready_s=300.0, silence_s=60.0, total_s=120.0)  # a GPU's kernels may have to be compiled
 REPLY_TOKENS = 96
 PROMPT = "Show me how argparse adds a subcommand."
@@ -112,7 +113,8 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
     _say(
         "3. Calibration: spark calibrate",
         """The sessions run through the model, and the experts that each layer routes to are counted. The profile is
-        a text file of these counts. It also says which share of the slots is best left open as a cache.""",
+        a text file of these counts. It also says what the slots should do: how many to pin, and how long the others
+        remember; found by replaying each session under the counts of others.""",
     )
     profile, claude_only = out / default_path(config.model).name, out / "claude-only.spark.csv"
     with progress_bars() as progress:
@@ -134,29 +136,28 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
     figures["calibrate"] = calibrated.to_json()
 
     _say(
-        f"4. Validation on held-out sessions, {RESIDENCY_PCT:g}% of the experts in slots: spark validate",
-        """A hit is an active expert that is in a slot when its layer needs it. all: everything is. uniform: the same
-        share of every layer, fixed. static: placed by the profile, fixed. lru: no profile, the slots follow the
-        traffic. spark: some slots pinned by the profile, the others follow. belady: the bound that no policy can
-        beat. Each policy also serves prompts, and its tokens must be those of the all-resident run.""",
+        "4. Validation on held-out sessions: spark validate",
+        """What each policy misses on sessions that nothing was made from, and what the profile's choice is worth.
+        Each policy also serves prompts, and its tokens must be those of the all-resident run.""",
     )
     with progress_bars() as progress:
         checked = validate.validate(
             config,
             validate.ValidateOptions(
-                out / "test.parquet", profile, (), RESIDENCY_PCT, HELD_OUT_TOKENS, prompts=6, generate_tokens=48
+                out / "test.parquet", profile, (), VALIDATED_PCT, HELD_OUT_TOKENS, prompts=4, generate_tokens=32
             ),
             DEADLINES, progress,
         )  # fmt: skip
         crossed = validate.validate(
             config,
             validate.ValidateOptions(
-                out / "codex/test.parquet", profile, (claude_only,), RESIDENCY_PCT, HELD_OUT_TOKENS, 1, 8
+                out / "codex/test.parquet", profile, (claude_only,), (RESIDENCY_PCT,), HELD_OUT_TOKENS, 1, 8
             ),
             DEADLINES, progress,
         )  # fmt: skip
     tables.show_validation(checked)
-    tables.show_cross(crossed, "Held-out Codex sessions, placed by all sessions and by Claude Code's alone")
+    (ladder,) = crossed.ladders
+    tables.show_cross(crossed, ladder, "Held-out Codex sessions, placed by all sessions and by Claude Code's alone")
     figures["validate"], figures["cross"] = checked.to_json(), crossed.to_json()
 
     _say(

@@ -33,9 +33,6 @@ ReadyOption = Annotated[
 GenOption = Annotated[
     float, typer.Option(min=0.001, max=_SECONDS, metavar="S", help="Seconds until one request must be finished.")
 ]
-ResidencyOption = Annotated[
-    float, typer.Option(min=0, max=100, metavar="PCT", help="Percent of all expert bytes that slots hold.")
-]
 VramOption = Annotated[
     float | None,
     typer.Option(

@@ -10,6 +10,7 @@ from typing import Literal
 from engine.config import EngineConfig
 from engine.errors import UsageError
 from engine.protocol import Done, Event, Tokens
+from engine.protocol import Progress as Fed
 from spark.client import DaemonClient, Deadlines, engine_command
 from spark.console import note
 from spark.tokens import Window
@@ -45,13 +46,20 @@ def require_experts(client: DaemonClient) -> None:
         )
 
 
-def finish(events: Iterable[Event]) -> tuple[list[int], Done]:
-    """Wait for the end of a request: the tokens it produced and its Done."""
+def within(progress: Progress, label: str, before: int, total: int) -> Callable[[int], None]:
+    """`fed` of a window that `before` tokens of the total come before."""
+    return lambda done: progress(label, min(before + done, total), total)
+
+
+def finish(events: Iterable[Event], fed: Callable[[int], None] = lambda done: None) -> tuple[list[int], Done]:
+    """Wait for the end of a request: the tokens it produced and its Done; `fed` hears how much of it is read."""
     tokens: list[int] = []
     done = None
     for event in events:
         if isinstance(event, Tokens):
             tokens += event.tokens
+        elif isinstance(event, Fed):
+            fed(event.done_tokens)
         elif isinstance(event, Done):
             done = event
     assert done is not None, "a stream ends with Done or raises"
@@ -65,12 +73,17 @@ def score(
     trace_dir: Path | None = None,
     hidden: bool = False,
     count: Literal["generated", "all"] = "generated",
+    fed: Callable[[int], None] = lambda done: None,
 ) -> Done:
-    """Feed a window teacher-forced; its routing is counted, and traced where `trace_dir` is given."""
+    """Feed a window teacher-forced; its routing is counted, and traced where `trace_dir` is given.
+
+    fed: called with the tokens of it that are read, while it lasts: a window of a slow model takes minutes.
+    """
     _, done = finish(
         client.score(
             window.tokens.tolist(), generated=window.generated.tolist(), session_id=window.session_id,
             window=window.window, trace_dir=trace_dir, hidden=hidden, count=count,
-        )
+        ),
+        fed,
     )  # fmt: skip
     return done

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spark.console import note, table
+from spark.console import note, table, write
 
 if TYPE_CHECKING:
     from spark.bench import BenchReport
@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from spark.plan import PlanReport
     from spark.pregate import Report as PregateReport
     from spark.tokens import Summary
-    from spark.validate import Row, ValidateReport
+    from spark.validate import Ladder, Row, ValidateReport
 
 _GIB = 1 << 30
 _KINDS_SHOWN = 8  # of records that gave nothing to a session; --json has more
+_POLICIES = """\
+all: every expert in a slot. uniform: the same share of every layer, fixed, whatever is used. static: fixed, placed by
+the profile. lru: no profile, every slot goes to who was used last. spark: what the profile's evidence says. belady: the
+fewest misses that any policy could have that knew the future. A miss is an active expert of one layer that is in no
+slot when a token needs it; a move, one that enters a slot. Intervals are of 95%, over sessions."""
 _RECALLS = ("recall_1x", "recall_2x", "recall_3x")
 
 
@@ -63,13 +68,25 @@ def show_calibration(report: CalibrateReport) -> None:
         ("tokens counted", f"{report.counted_tokens:,}"),
         ("sessions", f"{report.sessions:,}"),
         ("tokens/s", f"{report.tokens_per_s:,.0f}"),
-        *((f"best share of cache slots at {pct:g}% residency", f"{share:.0%}") for pct, share in report.split),
     ]
     table("Calibration", ["", ""], rows)
+    if not report.choices:
+        note("The sessions are too few to choose by what the slots should do: the default is served.")
+        return
+    found = [
+        [f"{c.residency_pct:g}%", c.words, *(f"{x:.2f}" for x in (c.misses, c.low, c.high, c.lru, c.static))]
+        for c in report.choices
+    ]
+    first = report.choices[0]
+    title = (
+        f"What the slots should do, by {first.tokens:,} generated tokens of {first.sessions} sessions, each under the "
+        "counts of others"
+    )
+    table(title, ["resident", "choice", "misses\n/token", "from", "to\n(95%)", "LRU", "fixed"], found)
 
 
 def show_validation(report: ValidateReport) -> None:
-    """Print the ladder, and the cross-source rows where there are some."""
+    """Print what the words mean, and of each residency the ladder, the verdict, and cross-source rows if there are."""
 
     def served(row: Row) -> list[str]:
         if row.decode_tokens_per_s is None or row.prefill_tokens_per_s is None or row.device_bytes is None:
@@ -77,27 +94,31 @@ def show_validation(report: ValidateReport) -> None:
         rates = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
         return [*rates, f"{row.device_bytes / 2**20:,.1f}", {True: "yes", False: "NO", None: ""}[row.identical_tokens]]
 
-    title = (
-        f"Held-out sessions at {report.residency_pct:g}% residency: "
-        f"{report.generated_tokens:,} generated tokens, {report.prompts} served prompts"
-    )
-    columns = ["policy", "hits", "misses\n/token", "decode\ntokens/s", "prefill\ntokens/s", "fast\nMiB", "same\ntokens"]
-    table(title, columns, [[row.policy, *_misses(row), *served(row)] for row in report.rows])
-    if report.cross:
-        show_cross(report, "The same sessions, placed by profiles of other traffic")
+    write(_POLICIES + "\n\n")
+    columns = ["policy", "hits", "misses\n/token", "95%", "moves\n/token", "decode\ntokens/s", "prefill\ntokens/s",
+               "fast\nMiB", "same\ntokens"]  # fmt: skip
+    for ladder in report.ladders:
+        title = (
+            f"Held-out sessions at {ladder.residency_pct:g}% residency: {report.generated_tokens:,} generated tokens "
+            f"of {report.sessions} sessions, {report.prompts} served prompts"
+        )
+        table(title, columns, [[row.policy, *_misses(row), *_spread(row), *served(row)] for row in ladder.rows])
+        write(f"Verdict at {ladder.residency_pct:g}%: {ladder.verdict}.\n\n")
+        if ladder.cross:
+            show_cross(report, ladder, "The same sessions, placed by profiles of other traffic")
 
 
-def show_cross(report: ValidateReport, title: str) -> None:
+def show_cross(report: ValidateReport, ladder: Ladder, title: str) -> None:
     """Print the rows of the own profile and of the others, side by side."""
-    own = [row for row in report.rows if row.policy in ("uniform", "static", "spark")]
-    paths = [report.profile, *(Path(row.profile) for row in report.cross if row.profile)]
+    own = [row for row in ladder.rows if row.policy in ("uniform", "static", "spark")]
+    paths = [report.profile, *(Path(row.profile) for row in ladder.cross if row.profile)]
     short = len({path.name for path in paths}) == len(set(paths))
 
     def placed_by(row: Row) -> str:
         path = Path(row.profile) if row.profile else report.profile
         return "" if row.policy == "uniform" else path.name if short else str(path)
 
-    rows = [[row.policy, placed_by(row), *_misses(row)] for row in (*own, *report.cross)]
+    rows = [[row.policy, placed_by(row), *_misses(row)] for row in (*own, *ladder.cross)]
     table(title, ["policy", "placed by", "hits", "misses\n/token"], rows)
 
 
@@ -171,6 +192,11 @@ def _range(slots: Sequence[int]) -> str:
 
 def _counts(title: str, rows: Sequence[tuple[str, int]]) -> None:
     table(title, ["", ""], [(name, f"{n:,}") for name, n in rows])
+
+
+def _spread(row: Row) -> list[str]:
+    low, high, moves = row.misses_low, row.misses_high, row.moves_per_token
+    return ["" if low is None else f"{low:.2f} to {high:.2f}", "" if moves is None else f"{moves:.2f}"]
 
 
 def _misses(row: Row) -> list[str]:

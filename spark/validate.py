@@ -2,7 +2,8 @@
 
 The routing of the held-out sessions is recorded once; every policy of the ladder is replayed on that
 record, so all are compared on the same accesses, beside the bound that no policy can beat. Then each
-policy serves held-out prompts for real: its tokens must be those of the all-resident run.
+policy serves held-out prompts for real: its tokens must be those of the all-resident run. Intervals are of 95%, from a
+bootstrap over root sessions (engine/evidence.py).
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import placement, policy, simulate
+from engine import evidence, placement, policy, simulate
 from engine import profile as profiles
 from engine.config import CachePolicy, EngineConfig
 from engine.errors import CapacityError, UsageError
+from engine.evidence import Draws, Interval
 from engine.gguf import open_model
 from engine.placement import Placement
+from engine.policy import Rule
 from engine.profile import Profile
+from engine.simulate import Recording
 from engine.trace import RoutingTrace, read_routing
 from spark import replay
 from spark.client import DaemonClient, Deadlines
@@ -31,6 +35,7 @@ from spark.replay import Progress
 from spark.tokens import TokensFile, opened
 
 LADDER: tuple[CachePolicy, ...] = ("all", "uniform", "static", "lru", "spark")
+RESIDENCIES = (10.0, 30.0, 60.0)
 PROMPT_TOKENS = 512
 
 
@@ -39,15 +44,15 @@ class ValidateOptions:
     """What to validate on.
 
     tokens: held-out token file, or sessions (JSONL) that are tokenized first. profile: counts to place by. cross:
-    profiles of other traffic, reported apart. residency_pct: share of expert bytes in slots. max_tokens: of the
-    held-out file, for the replay.
+    profiles of other traffic, reported apart. residencies: shares of the expert bytes in slots, percent. max_tokens: of
+    the held-out file, for the replay.
     prompts, generate_tokens: prompts served for real under each policy, and tokens generated for each.
     """
 
     tokens: Path
     profile: Path
     cross: tuple[Path, ...] = ()
-    residency_pct: float = 60.0
+    residencies: tuple[float, ...] = RESIDENCIES
     max_tokens: int | None = None
     prompts: int = 8
     generate_tokens: int = 48
@@ -67,11 +72,18 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rung of the ladder; the serving fields are None where nothing is served (the bound)."""
+    """One rung of the ladder; the serving fields are None where nothing is served (the bound).
+
+    misses_low, misses_high: interval of misses_per_token; None where no schedule is known (the bound of experts of
+    several sizes). moves_per_token: experts that entered slots while decoding.
+    """
 
     policy: str
     hit_rate: float
     misses_per_token: float
+    misses_low: float | None
+    misses_high: float | None
+    moves_per_token: float | None
     hit_rate_by_layer: tuple[float, ...] | None
     decode_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
@@ -82,34 +94,41 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Ladder:
+    """One residency. verdict: what the profile says to do there, and what that is worth on these sessions, in words."""
+
+    residency_pct: float
+    verdict: str
+    rows: tuple[Row, ...]
+    cross: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ValidateReport:
-    """The ladder on held-out sessions; warnings: of the profiles, for the user."""
+    """The ladder on held-out sessions, by residency in the order asked for; warnings: of the profiles, for the user.
+
+    sessions: root sessions with generated tokens.
+    """
 
     model: str
     profile: Path
-    residency_pct: float
     tokens: int
     generated_tokens: int
+    sessions: int
     prompts: int
-    rows: tuple[Row, ...]
-    cross: tuple[Row, ...]
+    ladders: tuple[Ladder, ...]
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as `--json` writes it."""
-
-        def rows(found: Sequence[Row]) -> list[dict[str, Any]]:
-            return [{name: getattr(row, name) for name in Row.__slots__} for row in found]
-
         return {
             "model": self.model,
             "profile": str(self.profile),
-            "residency_pct": self.residency_pct,
             "tokens": self.tokens,
             "generated_tokens": self.generated_tokens,
+            "sessions": self.sessions,
             "prompts": self.prompts,
-            "rows": rows(self.rows),
-            "cross": rows(self.cross),
+            "residencies": [asdict(ladder) for ladder in self.ladders],
         }
 
 
@@ -117,8 +136,9 @@ def validate(
     config: EngineConfig, options: ValidateOptions, deadlines: Deadlines, progress: Progress
 ) -> ValidateReport:
     """Replay and serve the ladder; raises what the files, the model or the daemon are refused for."""
-    if not 0 <= options.residency_pct <= 100:
-        raise UsageError(f"--residency {options.residency_pct:g}: expected 0 to 100 percent")
+    for percent in options.residencies:
+        if not 0 <= percent <= 100:
+            raise UsageError(f"--residency {percent:g}: expected 0 to 100 percent")
     with open_model(config.model) as header:
         model_id = header.model_id
     found = [(path, *profiles.load(path, model_id=model_id)) for path in (options.profile, *options.cross)]
@@ -137,7 +157,7 @@ def _validate(
         with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
             replay.require_experts(client)
-            _require_room(client, options.residency_pct)
+            _require_room(client, max(options.residencies))
             for path, profile, _ in found:
                 profiles.require_shape(profile, path, (model["n_layer"], model["n_expert"]))
             n_read = _record(client, file, options, Path(folder), progress)
@@ -149,56 +169,46 @@ def _validate(
                 )
             prompts = _prompts(file, options.prompts, client.ready.info["ctx_tokens"] - options.generate_tokens)
             reference = _serve(client, prompts, options.generate_tokens, "all", progress)
-            served = {"all": reference} if client.ready.info["policy"] == "all" else {}
+            everything = reference if client.ready.info["policy"] == "all" else None
             # Steps of other lengths round otherwise, so one length serves all; auto is asked once.
             alike = replace(
                 config, device=client.ready.info["device"], chunk_tokens=client.ready.info["chunk_tokens"],
-                profile=options.profile, residency_pct=options.residency_pct,
+                profile=options.profile,
             )  # fmt: skip
-        for name in LADDER[1:]:
-            with replay.open_daemon(replace(alike, policy=name), deadlines, progress) as client:
-                served[name] = _serve(client, prompts, options.generate_tokens, name, progress)
-
-    sizes, layers = model["expert_bytes"], model["moe_layers"]
-    loaded = [profile for _, profile, _ in found]
-    own, *others = (p.counts[layers] for p in loaded)
-    rows = []
-    for step, name in enumerate(LADDER):
-        progress("replaying policies", step, len(LADDER) + 1)
-        placed = place(name, own, loaded[0], sizes, model["n_expert_used"], options.residency_pct)
-        real = served.get(name)
-        assert real is None or placed.slots_per_layer == real.slots_per_layer, "the replay places as the engine does"
-        rows.append(_row(name, trace, placed, real, reference.tokens))
-    progress("replaying policies", len(LADDER), len(LADDER) + 1)
-    rows.append(_bound(trace, sizes, model["n_expert"], options.residency_pct))
-    cross = []
-    for path, counts, profile in zip(options.cross, others, loaded[1:], strict=True):
-        for name in ("static", "spark"):
-            placed = place(name, counts, profile, sizes, model["n_expert_used"], options.residency_pct)
-            cross.append(replace(_row(name, trace, placed, None, ()), profile=str(path)))
-    progress("replaying policies", len(LADDER) + 1, len(LADDER) + 1)
+        judge = _Judge.of(trace, model, options, found, reference)
+        ladders = []
+        for percent in options.residencies:
+            served: dict[str, Served | None] = {"all": everything}
+            for name in LADDER[1:]:
+                asked = replace(alike, policy=name, residency_pct=percent)
+                with replay.open_daemon(asked, deadlines, progress) as client:
+                    served[name] = _serve(client, prompts, options.generate_tokens, f"{name} at {percent:g}%", progress)
+            ladders.append(judge.ladder(percent, served, progress))
     return ValidateReport(
-        str(config.model), options.profile, options.residency_pct, n_read, int(trace.generated.sum()),
-        len(prompts), tuple(rows), tuple(cross), tuple(line for _, _, lines in found for line in lines),
+        str(config.model), options.profile, n_read, int(trace.generated.sum()), judge.n_roots, len(prompts),
+        tuple(ladders), tuple(line for _, _, lines in found for line in lines),
     )  # fmt: skip
 
 
 def place(
     name: str, counts: NDArray[np.int64], profile: Profile, sizes: Sequence[int], n_used: int, residency_pct: float
-) -> Placement:
-    """The placement of a rung of the ladder, as the engine makes it; counts int64 [L, E] of the MoE layers."""
+) -> tuple[Placement, Rule]:
+    """Placement and rule of a rung of the ladder, as the engine makes them; counts int64 [L, E] of the MoE layers."""
     n_expert = counts.shape[1]
     budget = placement.residency_budget(n_expert, sizes, residency_pct)
     match name:
         case "all":
-            return placement.everything(n_expert, sizes)
+            return placement.everything(n_expert, sizes), policy.LRU
         case "uniform":
-            return placement.uniform(n_expert, sizes, budget)
+            return placement.uniform(n_expert, sizes, budget), policy.LRU
         case "lru":
-            return placement.lru(n_expert, sizes, budget)
+            return placement.lru(n_expert, sizes, budget), policy.LRU
+        case "static":
+            return placement.greedy(counts, sizes, budget, n_expert_used=n_used), policy.LRU
         case _:
-            share = profile.split_for(residency_pct) if name == "spark" else 0.0
-            return placement.greedy(counts, sizes, budget, n_expert_used=n_used, cache_fraction=share)
+            choice = profile.choice_for(residency_pct)
+            share, rule = (1.0, policy.DEFAULT) if choice is None else (choice.cache_fraction, Rule(choice.memory))
+            return placement.greedy(counts, sizes, budget, n_expert_used=n_used, cache_fraction=share), rule
 
 
 # --- recording and serving ----------------------------------------------------------------------------
@@ -210,7 +220,9 @@ def _record(client: DaemonClient, file: TokensFile, options: ValidateOptions, fo
     for window in file:
         if read >= total:
             break
-        read += replay.score(client, window, trace_dir=folder).usage.prompt_tokens
+        read += replay.score(
+            client, window, trace_dir=folder, fed=replay.within(progress, "recording routing", read, total)
+        ).usage.prompt_tokens
         progress("recording routing", min(read, total), total)
     return read
 
@@ -284,36 +296,107 @@ def _serve(
 # --- rows ---------------------------------------------------------------------------------------------
 
 
-def _row(
-    name: str, trace: RoutingTrace, placed: Placement, served: Served | None, expected: tuple[tuple[int, ...], ...]
-) -> Row:
-    result = simulate.simulate(trace, placed, policy.AGED if name == "spark" else policy.LRU)
-    uses = np.maximum(result.hits + result.misses, 1)
-    row = Row(
-        name,
-        hit_rate=result.hit_rate,
-        misses_per_token=float(result.misses.sum()) / max(1, int(trace.generated.sum())),
-        hit_rate_by_layer=tuple((result.hits / uses).tolist()),
-    )
-    if served is None:
-        return row
-    return replace(
-        row,
-        decode_tokens_per_s=served.decode_tokens_per_s,
-        prefill_tokens_per_s=served.prefill_tokens_per_s,
-        device_bytes=served.device_bytes,
-        # The all-resident run is what the others are compared with, where there is one.
-        identical_tokens=None if name == "all" else served.tokens == expected,
-        served_hit_rate=served.hit_rate,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Judge:
+    """What every rung is judged on and placed by; reference: the tokens that every policy must give."""
+
+    trace: RoutingTrace
+    recording: Recording
+    draws: Draws
+    judged: NDArray[np.intp]
+    sizes: list[int]
+    layers: list[int]
+    n_used: int
+    found: _Loaded
+    expected: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls, trace: RoutingTrace, model: dict[str, Any], options: ValidateOptions, found: _Loaded, reference: Served
+    ) -> _Judge:
+        recording = Recording(trace)
+        judged = np.flatnonzero(recording.tokens)
+        return cls(
+            trace, recording, Draws(recording.tokens[judged]), judged, model["expert_bytes"], model["moe_layers"],
+            model["n_expert_used"], found, reference.tokens,
+        )  # fmt: skip
+
+    @property
+    def n_roots(self) -> int:
+        return self.judged.size
+
+    def ladder(self, percent: float, served: dict[str, Served | None], progress: Progress) -> Ladder:
+        (_, own, _), *others = self.found
+        rows: list[Row] = []
+        missed: dict[str, NDArray[np.int64]] = {}
+        for step, name in enumerate(LADDER):
+            progress("replaying policies", step, len(LADDER) + 1)
+            row, missed[name] = self._row(name, own, percent, served.get(name))
+            rows.append(row)
+        progress("replaying policies", len(LADDER), len(LADDER) + 1)
+        rows.append(self._bound(percent))
+        cross = []
+        for path, profile, _ in others:
+            for name in ("static", "spark"):
+                cross.append(replace(self._row(name, profile, percent, None)[0], profile=str(path)))
+        progress("replaying policies", len(LADDER) + 1, len(LADDER) + 1)
+        return Ladder(percent, self._verdict(own, percent, missed), tuple(rows), tuple(cross))
+
+    def _row(
+        self, name: str, profile: Profile, percent: float, served: Served | None
+    ) -> tuple[Row, NDArray[np.int64]]:
+        """A rung, and its misses by root."""
+        placed, rule = place(name, profile.counts[self.layers], profile, self.sizes, self.n_used, percent)
+        assert served is None or placed.slots_per_layer == served.slots_per_layer, "it places as the engine does"
+        result = self.recording.replay(placed, rule)
+        uses = np.maximum(result.hits + result.misses, 1)
+        missed = result.root_misses[self.judged]
+        figure = self.draws.per_token(missed)
+        row = Row(
+            name, result.hit_rate, figure.value, figure.low, figure.high,
+            moves_per_token=float(result.root_moves.sum()) / max(1, int(self.draws.tokens.sum())),
+            hit_rate_by_layer=tuple((result.hits / uses).tolist()),
+        )  # fmt: skip
+        if served is None:
+            return row, missed
+        row = replace(
+            row,
+            decode_tokens_per_s=served.decode_tokens_per_s,
+            prefill_tokens_per_s=served.prefill_tokens_per_s,
+            device_bytes=served.device_bytes,
+            # The all-resident run is what the others are compared with, where there is one.
+            identical_tokens=None if name == "all" else served.tokens == self.expected,
+            served_hit_rate=served.hit_rate,
+        )
+        return row, missed
+
+    def _bound(self, percent: float) -> Row:
+        budget = placement.residency_budget(self.trace.n_expert, self.sizes, percent)
+        bound = simulate.belady(self.trace, self.sizes, budget)
+        figure = None if bound.root_misses is None else self.draws.per_token(bound.root_misses[self.judged])
+        return Row(
+            "belady",
+            hit_rate=bound.hit_rate,
+            misses_per_token=float(bound.misses.sum()) / max(1, int(self.draws.tokens.sum())),
+            misses_low=None if figure is None else figure.low,
+            misses_high=None if figure is None else figure.high,
+            moves_per_token=None,
+            hit_rate_by_layer=None,  # the bound shares one budget among all layers
+        )
+
+    def _verdict(self, profile: Profile, percent: float, missed: dict[str, NDArray[np.int64]]) -> str:
+        choice = profile.choice_for(percent)
+        words = evidence.DEFAULT_WORDS if choice is None else choice.words
+        if self.n_roots < evidence.MIN_ROOTS:
+            return f"{words}: {self.n_roots} held-out sessions are too few to say what it is worth"
+        than = [compared(self.draws.against(missed["spark"], missed[name])) for name in ("lru", "static")]
+        return f"{words}: {than[0]} LRU, {than[1]} a fixed placement"
 
 
-def _bound(trace: RoutingTrace, sizes: Sequence[int], n_expert: int, residency_pct: float) -> Row:
-    budget = placement.residency_budget(n_expert, sizes, residency_pct)
-    bound = simulate.belady(trace, sizes, budget)
-    return Row(
-        "belady",
-        hit_rate=bound.hit_rate,
-        misses_per_token=float(bound.misses.sum()) / max(1, int(trace.generated.sum())),
-        hit_rate_by_layer=None,  # the bound shares one budget among all layers
-    )
+def compared(more: Interval) -> str:
+    """`12% fewer misses than` (10 to 14), `as many misses as`, `3% more misses than`."""
+    if more.low <= 0 <= more.high:
+        return f"as many misses ({100 * more.low:+.0f}% to {100 * more.high:+.0f}%) as"
+    low, high = sorted((abs(more.low), abs(more.high)))
+    which = "fewer" if more.value < 0 else "more"
+    return f"{100 * abs(more.value):.0f}% {which} misses ({100 * low:.0f} to {100 * high:.0f}) than"

@@ -365,9 +365,10 @@ def slot_state(slots: tuple[int, ...], E: int, seed: int) -> policy.SlotState:
     for layer, n in enumerate(slots):
         resident = rng.permutation(E)[: n * 3 // 4]
         at = np.arange(len(resident)) + state.slot_begin[layer]
-        state.slot_of[layer, resident], state.expert_of[at], state.score[at] = at, resident, 0
+        state.slot_of[layer, resident], state.expert_of[at] = at, resident
         state.expert_ptr[layer, resident] = state.slot_ptr[at]
         state.pinned[at[: n // 3]] = 1
+    state.heat[:] = rng.choice([-3, 0, 40, 65536, 65537, 1 << 18], state.heat.shape)  # equals among them
     return state
 
 
@@ -392,7 +393,7 @@ def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: 
             ops.route(ws, logits(step), gating, state, layer, counted, rule, experts, w, fetches)
             outputs |= {f"experts {step}": experts, f"weights {step}": w}
             outputs |= {f"fetches {step}": fetches.rows[: fetches.count[0]].copy()}
-        names = ("slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses", "expert_ptr")
+        names = ("slot_of", "expert_of", "heat", "pinned", "clock", "counts", "hits", "misses", "expert_ptr")
         return outputs | {name: getattr(state, name) for name in names}
 
     def oracle() -> Outputs:

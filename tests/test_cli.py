@@ -85,11 +85,15 @@ def test_figures_of_calibrate(made: Path) -> None:
 
 def test_figures_of_validate(made: Path) -> None:
     figures = report(made, "validate")
-    assert [row["policy"] for row in figures["rows"]] == ["all", "uniform", "static", "lru", "spark", "belady"]
-    assert figures["residency_pct"] == 60.0 and figures["tokens"] >= 2000
+    out = (made / "validate.out").read_text()
+    assert [ladder["residency_pct"] for ladder in figures["residencies"]] == [10.0, 30.0, 60.0]
+    ladder = figures["residencies"][-1]
+    assert [row["policy"] for row in ladder["rows"]] == ["all", "uniform", "static", "lru", "spark", "belady"]
+    assert f"Verdict at 60%: {ladder['verdict']}." in out and figures["tokens"] >= 2000
+    assert "belady: the fewest misses" in " ".join(out.split())
     keys = {"policy", "hit_rate", "misses_per_token", "hit_rate_by_layer", "decode_tokens_per_s",
             "prefill_tokens_per_s", "device_bytes", "identical_tokens"}  # fmt: skip
-    assert all(set(row) >= keys for row in figures["rows"])
+    assert all(set(row) >= keys for row in ladder["rows"])
 
 
 def test_figures_of_train_pregate(made: Path) -> None:

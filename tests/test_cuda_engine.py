@@ -195,7 +195,7 @@ def test_tables_after_decoding_are_the_twins(model: Path) -> None:
         counted = np.arange(n) % 3 != 1
         experts = runner.run([Span(sequence, tokens, counted)]).experts
         for layer in range(L):
-            policy.advance(twin, layer, experts[layer], counted, runner.rule.gain, runner.rule.cap)
+            policy.advance(twin, layer, experts[layer], counted, runner.rule)
     state = runner.residency.pull()
     for name in ("slot_of", "expert_of", "score", "clock", "counts", "hits", "misses"):
         assert np.array_equal(getattr(state, name), getattr(twin, name)), name

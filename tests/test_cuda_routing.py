@@ -64,10 +64,10 @@ def slot_state(slots: tuple[int, ...], E: int, seed: int) -> policy.SlotState:
         resident = rng.permutation(E)[: n * 3 // 4]
         at = np.arange(len(resident)) + state.slot_begin[layer]
         state.slot_of[layer, resident], state.expert_of[at] = at, resident
-        state.score[at] = rng.integers(-3, 3, len(at))
         state.expert_ptr[layer, resident] = state.slot_ptr[at]
         state.pinned[at[: n // 3]] = 1
     state.clock[:] = rng.integers(0, 9, len(slots))
+    state.heat[:] = rng.choice([-3, 0, 40, 65536, 65537, 1 << 18], state.heat.shape)  # equals among them
     return state
 
 
@@ -128,7 +128,7 @@ class Step:
     A: int
     T: int
     slots: tuple[int, ...]
-    rule: policy.Rule = policy.AGED
+    rule: policy.Rule = policy.DEFAULT
     renormalize: bool = True
     odd: bool = False
     imposed: bool = False
@@ -148,14 +148,14 @@ STEPS = [
     Step(128, 8, 1, (20, 77)),
     Step(128, 8, 1, (20, 8), policy.LRU),
     Step(128, 8, 8, (20, 77)),
-    Step(128, 8, 32, (3, 128), policy.LFU),
+    Step(128, 8, 32, (3, 128), policy.DEFAULT),
     Step(17, 5, 1, (4, 9, 3), policy.LRU),
-    Step(17, 5, 11, (4, 9, 3), policy.LFU),
-    Step(17, 5, 2, (0, 12), policy.Rule(3, 8), renormalize=False),
+    Step(17, 5, 11, (4, 9, 3), policy.DEFAULT),
+    Step(17, 5, 2, (0, 12), policy.Rule(1), renormalize=False),
     Step(17, 5, 3, (2, 0), policy.LRU),
     Step(17, 5, 40, (3, 9)),
-    Step(17, 5, 32, (3, 17), policy.Rule(0, 9), renormalize=False),
-    Step(17, 5, 7, (2, 17), policy.LFU, renormalize=False, odd=True),
+    Step(17, 5, 32, (3, 17), policy.Rule(3), renormalize=False),
+    Step(17, 5, 7, (2, 17), policy.DEFAULT, renormalize=False, odd=True),
     Step(17, 5, 37, (2, 9), policy.LRU, odd=True),
     Step(512, 10, 1, (5, 300)),
     Step(512, 16, 32, (5, 300), renormalize=False),

@@ -19,10 +19,11 @@ from engine import learning
 from engine import profile as profiles
 from engine.errors import SparkError
 from engine.learning import Learning
-from engine.profile import WINDOW_TOKENS, Profile
+from engine.profile import WINDOW_TOKENS, Choice, Profile
 
 ID, OTHER = "1f" * 32, "2e" * 32
 USED, N_EXPERT = 2, 4
+CHOICE = Choice(40.0, 0.5, 6, 8.5, 8.0, 9.0, 9.5, 8.75, 4000, 12)
 EMPTY = Profile(np.zeros((2, N_EXPERT), np.int64), USED, ID, count="generated")
 
 
@@ -124,11 +125,11 @@ def test_a_calibration_meanwhile_is_kept(tmp_path: Path) -> None:
     daemon = Daemon(path)
     daemon.count(counts(1, 0, 0, 1))
     daemon.write(path)
-    profiles.save(replace(EMPTY, counts=counts(100, 0, 0, 0), sessions=7, split=((40.0, 0.5),)), path)
+    profiles.save(replace(EMPTY, counts=counts(100, 0, 0, 0), sessions=7, choices=(CHOICE,)), path)
     daemon.count(counts(0, 2, 0, 0))
     daemon.write(path)
     made = profiles.load(path)[0]
-    assert made.counts[0].tolist() == [100, 2, 0, 0] and made.sessions == 7 and made.split == ((40.0, 0.5),)
+    assert made.counts[0].tolist() == [100, 2, 0, 0] and made.sessions == 7 and made.choices == (CHOICE,)
 
 
 def test_a_file_that_is_gone_or_no_profile_of_the_model_is_replaced(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def gating_case(
             ops.route(ws, logits(step), gating, state, layer, counted, policy.LRU, experts, w, fetches)
             outputs |= {f"experts {step}": experts, f"weights {step}": w}
             outputs |= {f"fetches {step}": fetches.rows[: fetches.count[0]].copy()}
-        return outputs | {"slot_of": state.slot_of, "score": state.score, "counts": state.counts}
+        return outputs | {"slot_of": state.slot_of, "heat": state.heat, "counts": state.counts}
 
     def oracle() -> Outputs:
         outputs = {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import profile as profiles
 from engine.errors import FileFormatError, SparkError, WrongModelError
-from engine.profile import Profile
+from engine.profile import Choice, Profile
 
 ID, OTHER = "1f" * 32, "2e" * 32
 INT64_MAX = 2**63 - 1
@@ -22,7 +22,9 @@ INT64_MAX = 2**63 - 1
 SAMPLE = f"""\
 # hotness table: n_layer=3 n_expert=4 n_expert_used=2
 # format: one row per layer, columns are expert activation counts (expert 0..N-1)
-# spark: version=1 model={ID} tokens=7 sessions=2 count=generated created=2026-11-21T10:00:00Z split=40:0.375,60:0.25
+# spark: version=1 model={ID} tokens=7 sessions=2 count=generated created=2026-11-21T10:00:00Z
+# spark-choice: residency=40 cache=1 memory=6 misses=8.5 low=8.25 high=9 lru=9.75 static=8.75 tokens=7 sessions=6
+# spark-choice: residency=60 cache=0.25 memory=5 misses=4.5 low=4.25 high=5 lru=5.75 static=4.75 tokens=7 sessions=6
 0,0,0,0
 1,2,3,8
 0,14,0,0
@@ -36,7 +38,10 @@ def profile_values(draw):
     row = st.lists(count, min_size=n_expert, max_size=n_expert)
     words = st.text(st.characters(codec="utf-8", exclude_categories=["Z", "C"]), max_size=9)
     comment = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=20)
-    fraction, pct = st.floats(0, 1), st.floats(0, 100)
+    whole, figure = st.integers(0, INT64_MAX), st.floats(0, allow_infinity=False)
+    choice = st.builds(
+        Choice, st.floats(0, 100), st.floats(0, 1), st.integers(0, 16), *[figure] * 5, whole, whole
+    )
     return Profile(
         counts=np.array(draw(st.lists(row, min_size=n_layer, max_size=n_layer)), np.int64),
         n_expert_used=draw(st.integers(1, n_expert)),
@@ -45,7 +50,7 @@ def profile_values(draw):
         sessions=draw(st.integers(0, 99)),
         count=draw(st.sampled_from(["generated", "all"])),
         created=draw(words),
-        split=tuple(sorted(draw(st.lists(st.tuples(pct, fraction), max_size=3)))),
+        choices=tuple(sorted(draw(st.lists(choice, max_size=3)), key=lambda made: made.residency_pct)),
         extra_lines=tuple(f"#! {line}".strip() for line in draw(st.lists(comment, max_size=3))),
     )
 
@@ -68,14 +73,19 @@ def test_the_sample_reads_and_writes_as_specified():
     assert profile.counts.tolist() == [[0, 0, 0, 0], [1, 2, 3, 8], [0, 14, 0, 0]]
     assert (profile.n_expert_used, profile.model_id, profile.tokens, profile.sessions) == (2, ID, 7, 2)
     assert (profile.count, profile.created) == ("generated", "2026-11-21T10:00:00Z")
-    assert profile.split == ((40.0, 0.375), (60.0, 0.25))
+    assert profile.choices == (
+        Choice(40.0, 1.0, 6, 8.5, 8.25, 9.0, 9.75, 8.75, 7, 6), Choice(60.0, 0.25, 5, 4.5, 4.25, 5.0, 5.75, 4.75, 7, 6)
+    )  # fmt: skip
+    assert [made.words for made in profile.choices] == [
+        "pin nothing, remember 64 steps", "pin 75%, remember 32 steps"
+    ]  # fmt: skip
     assert profiles.format(profile) == SAMPLE
 
 
 def test_a_profile_of_another_engine_reads():
     profile = profiles.parse("# hotness table: n_layer=1 n_expert=3 n_expert_used=1\n5,0,2\n")
     assert profile.counts.tolist() == [[5, 0, 2]]
-    assert (profile.model_id, profile.tokens, profile.count, profile.split) == (None, 0, "all", ())
+    assert (profile.model_id, profile.tokens, profile.count, profile.choices) == (None, 0, "all", ())
 
 
 @pytest.mark.parametrize(
@@ -110,36 +120,43 @@ def test_unknown_comment_lines_are_kept():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("n_expert=4", "n_expert=5"), r"p, line 4: expected 5 counts \(n_expert\), found 4"),
-        (("1,2,3,8", "1,2,3"), r"p, line 5: expected 4 counts \(n_expert\), found 3"),
-        (("1,2,3,8", "1,2,3,8,9"), r"p, line 5: expected 4 counts \(n_expert\), found 5"),
-        (("1,2,3,8", "1,2,,8"), r"p, line 5: expected integers .*, found '' in column 3"),
-        (("1,2,3,8", "1,-2,3,8"), r"p, line 5: expected integers .*, found '-2' in column 2"),
-        (("1,2,3,8", "1,2,3,8.0"), r"p, line 5: .*found '8\.0' in column 4"),
+        (("n_expert=4", "n_expert=5"), r"p, line 6: expected 5 counts \(n_expert\), found 4"),
+        (("1,2,3,8", "1,2,3"), r"p, line 7: expected 4 counts \(n_expert\), found 3"),
+        (("1,2,3,8", "1,2,3,8,9"), r"p, line 7: expected 4 counts \(n_expert\), found 5"),
+        (("1,2,3,8", "1,2,,8"), r"p, line 7: expected integers .*, found '' in column 3"),
+        (("1,2,3,8", "1,-2,3,8"), r"p, line 7: expected integers .*, found '-2' in column 2"),
+        (("1,2,3,8", "1,2,3,8.0"), r"p, line 7: .*found '8\.0' in column 4"),
         (("1,2,3,8", "1,2,3,nan"), r"found 'nan'"),
         (("1,2,3,8", "1e3,2,3,8"), r"found '1e3'"),
         (("1,2,3,8", "1_0,2,3,8"), r"found '1_0'"),
         (("1,2,3,8", "١,2,3,8"), r"found '١'"),
         (("1,2,3,8", "9223372036854775808,2,3,8"), r"found '9223372036854775808'"),
         (("1,2,3,8", "9" * 5000 + ",2,3,8"), r"found '9{40}'"),
-        (("0,14,0,0\n", ""), r"p, line 5: expected 3 rows of counts \(n_layer\), found 2"),
-        (("0,14,0,0\n", "0,14,0,0\n0,0,0,0\n"), r"p, line 7: expected 3 rows of counts \(n_layer\), found 4"),
+        (("0,14,0,0\n", ""), r"p, line 7: expected 3 rows of counts \(n_layer\), found 2"),
+        (("0,14,0,0\n", "0,14,0,0\n0,0,0,0\n"), r"p, line 9: expected 3 rows of counts \(n_layer\), found 4"),
         (("n_layer=3", "n_layer=999999999999"), r"expected 999999999999 rows"),
         (("n_layer=3", "n_layer=0"), r"p, line 1: expected n_layer=N, N at least 1, found '0'"),
         (("n_layer=3 ", ""), r"p, line 1: expected n_layer=N, N at least 1, found 'nothing'"),
         (("n_expert=4", "n_expert=four"), r"expected n_expert=N, .*, found 'four'"),
         (("n_expert_used=2", "n_expert_used=5"), r"p, line 1: expected n_expert_used <= 4, found 5"),
         (("# hotness table:", "# heat table:"), r"p: expected a line '# hotness table: .*found none"),
-        (("1,2,3,8", "# hotness table: n_layer=3\n1,2,3,8"), r"p, line 5: .*found a second"),
-        (("1,2,3,8", "# spark: version=1\n1,2,3,8"), r"p, line 5: .*found a second"),
+        (("1,2,3,8", "# hotness table: n_layer=3\n1,2,3,8"), r"p, line 7: .*found a second"),
+        (("1,2,3,8", "# spark: version=1\n1,2,3,8"), r"p, line 7: .*found a second"),
         (("version=1", "version=2"), r"p, line 3: expected version=1, found 2"),
         (("version=1", "revision=1"), r"p, line 3: expected version=N"),
-        (("tokens=7", "tokens=-7"), r"expected tokens=N, N at least 0, found '-7'"),
+        (("tokens=7 sessions=2", "tokens=-7 sessions=2"), r"expected tokens=N, N at least 0, found '-7'"),
         (("sessions=2", "sessions=two"), r"found 'two'"),
         (("count=generated", "count=some"), r"expected count=generated or count=all, found 'some'"),
-        (("60:0.25", "60:1.25"), r"expected split=PCT:FRACTION.*found '40:0\.375,60:1\.25'"),
-        (("60:0.25", "60"), r"expected split"),
-        (("60:0.25", "nan:nan"), r"expected split"),
+        (("00Z\n", "00Z split=40:0.375,60:1.25\n"), r"expected split=PCT:FRACTION.*found '40:0\.375,60:1\.25'"),
+        (("00Z\n", "00Z split=60\n"), r"expected split"),
+        (("00Z\n", "00Z split=nan:nan\n"), r"expected split"),
+        (("cache=0.25", "cache=1.25"), r"p, line 5: expected cache=a number of 0 to 1, found '1\.25'"),
+        (("memory=6", "memory=17"), r"p, line 4: expected memory=a number of 0 to 16, found '17'"),
+        (("memory=6", "memory=5.5"), r"expected memory"),
+        (("residency=60", "residency=nan"), r"expected residency=a number of 0 to 100, found 'nan'"),
+        (("low=8.25", "low=-1"), r"expected low=a number of at least 0, found '-1'"),
+        (("high=9", "high=inf"), r"expected high"),
+        (("sessions=6\n", "\n"), r"expected sessions=a number of at least 0, found 'nothing'"),
     ],
 )
 def test_malformed(change, message):
@@ -276,10 +293,19 @@ def test_default_path():
     )
 
 
-def test_split_for_interpolates_and_has_a_default():
-    measured = Profile(np.ones((1, 2), np.int64), 1, split=((40.0, 0.5), (60.0, 0.25)))
-    assert [measured.split_for(pct) for pct in (10, 40, 50, 60, 99)] == [0.5, 0.5, 0.375, 0.25, 0.25]
-    assert replace(measured, split=()).split_for(50) == profiles.DEFAULT_CACHE_FRACTION
+def test_the_choice_of_the_nearest_residency_counts():
+    measured = profiles.parse(SAMPLE)
+    found = [measured.choice_for(pct).residency_pct for pct in (10, 40, 49, 50, 51, 60, 99)]
+    assert found == [40, 40, 40, 40, 60, 60, 60]
+    assert replace(measured, choices=()).choice_for(50) is None
+
+
+def test_a_profile_of_a_version_that_measured_splits_reads():
+    """Written by `spark calibrate` of commit 3a3f828 on the sample sessions."""
+    profile, warnings = profiles.load(Path(__file__).parent / "golden" / "profile-with-split.spark.csv", shape=(6, 32))
+    assert not warnings and profile.tokens == 46479 and profile.choices == ()
+    assert [pct for pct, _ in profile.split] == [20, 40, 60, 80]
+    assert "split" not in profiles.format(profile)
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """The shared library of `cpu/`: where it lies, its records and the signatures of its functions.
 
-The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py is the only user.
+The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, and engine/simulate.py for its one function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.errors import SparkError
 
-ABI = 2  # SPARK_CPU_ABI
+ABI = 3  # SPARK_CPU_ABI
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
 
@@ -83,7 +83,7 @@ class DeltaRecord(ctypes.Structure):
 
 
 STATE_ARRAYS = (
-    "slot_begin", "slot_of", "expert_of", "score", "pinned", "clock", "counts", "hits", "misses",
+    "slot_begin", "slot_of", "expert_of", "heat", "pinned", "clock", "counts", "hits", "misses",
     "expert_ptr", "home_ptr", "slot_ptr",
 )  # fmt: skip
 
@@ -108,7 +108,7 @@ _SIGNATURES = {
     "spark_attention": "PiiPPiiPPfPiPww",
     "spark_attention_output": "PiPPw",
     "spark_router": "PiPfPPP",
-    "spark_route": "PiiPPiPiiPPPP",
+    "spark_route": "PiiPPiPiPPPP",
     "spark_expert_ffn": "PiiPPPPPPw",
     "spark_dense_ffn": "PiPPPPwPw",
     "spark_delta_input": "PiPfPPPPPPPP",
@@ -157,6 +157,8 @@ def load() -> ctypes.CDLL:
     library.spark_workspace_create.restype = c_void_p
     library.spark_workspace_destroy.argtypes = [c_void_p]
     library.spark_workspace_destroy.restype = None
+    library.spark_simulate.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiPiiiPP"]
+    library.spark_simulate.restype = c_int32
     library.spark_exp.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
     library.spark_exp.restype = None
     library.spark_read.argtypes = [c_void_p, c_void_p, c_int64]

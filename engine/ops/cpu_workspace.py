@@ -181,7 +181,7 @@ class Workspace:
     def slots(self, state: policy.SlotState) -> int:
         """Address of the record of the residency state; its arrays may have been replaced since."""
         arrays = (
-            state.slot_begin, state.slot_of, state.expert_of, state.score, state.pinned, state.clock, state.counts,
+            state.slot_begin, state.slot_of, state.expert_of, state.heat, state.pinned, state.clock, state.counts,
             state.hits, state.misses, state.expert_ptr, state.home_ptr, state.slot_ptr,
         )  # fmt: skip
         seen = self._seen.get(id(state))
@@ -265,7 +265,7 @@ def _slots_record(state: policy.SlotState) -> SlotsRecord:
         address_of(state.slot_begin, INT32, (L + 1,), "slot_begin"),
         address_of(state.slot_of, INT32, (L, E), "slot_of"),
         address_of(state.expert_of, INT32, (N,), "expert_of"),
-        address_of(state.score, INT64, (N,), "score"),
+        address_of(state.heat, INT64, (L, E), "heat"),
         address_of(state.pinned, UINT8, (N,), "pinned"),
         address_of(state.clock, INT64, (L,), "clock"),
         address_of(state.counts, INT64, (L, E), "counts"),

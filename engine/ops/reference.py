@@ -279,7 +279,7 @@ def route(
             p = p / sum32(scores)[:, None]
         p = p * np.float32(gating.scale)
         weights[:] = p if gating.expert_scale is None else p * gating.expert_scale[experts]
-    rows = policy.advance(state, layer, experts, counted != 0, rule.gain, rule.cap)
+    rows = policy.advance(state, layer, experts, counted != 0, rule)
     fetches.count[0] = len(rows)
     fetches.rows[: len(rows)] = rows
 

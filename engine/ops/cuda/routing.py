@@ -36,7 +36,7 @@ def embed(device: Device, table: QTensor, tokens: Array, x: Array, scale: float 
 
 def _tables(state: policy.SlotState) -> tuple[Array, ...]:
     return (
-        state.slot_begin, state.slot_of, state.expert_of, state.score, state.pinned, state.clock, state.counts,
+        state.slot_begin, state.slot_of, state.expert_of, state.heat, state.pinned, state.clock, state.counts,
         state.hits, state.misses, state.expert_ptr, state.home_ptr, state.slot_ptr,
     )  # fmt: skip
 
@@ -106,8 +106,8 @@ class Routing:
             1,
             threads,
             (
-                logits, T, *self._weighing(gating), imposed, counted, active_step, layer, np.int64(rule.gain),
-                np.int64(rule.cap), *_tables(state), experts, weights, fetches.rows, fetches.count,
+                logits, T, *self._weighing(gating), imposed, counted, active_step, layer, rule.memory,
+                *_tables(state), experts, weights, fetches.rows, fetches.count,
                 self.active, self.n_active, self.pairs, *self._bypass,
             ),
             overlap=True,
@@ -138,7 +138,7 @@ class Routing:
             1,
             1024,
             (
-                experts, experts.shape[0], counted, layer, np.int64(rule.gain), np.int64(rule.cap),
+                experts, experts.shape[0], counted, layer, rule.memory,
                 *_tables(state), fetches.rows, fetches.count, source,
             ),
         )  # fmt: skip

@@ -1,0 +1,139 @@
+"""What evidence chooses on traces whose answer is known, and that nothing is judged on what it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_simulate import make_trace
+
+from engine import evidence, policy
+from engine.evidence import CANDIDATES, Candidate, Draws
+from engine.policy import Rule
+
+E, A, L = 24, 3, 2
+
+
+def sessions_of(likings, rng, n_token=220):
+    """A trace of sessions; likings: for each the logits of the experts, [E] or [n_token, E]."""
+    parts = []
+    for liking in likings:
+        keys = np.broadcast_to(liking, (n_token, E))[:, None] + rng.gumbel(size=(n_token, L, E))
+        parts.append(np.argsort(-keys, axis=2)[:, :, :A])
+    experts = np.concatenate(parts)
+    session = np.repeat(np.arange(len(likings)), n_token)
+    return make_trace(experts, np.ones(len(experts)), E, session, np.tile(np.arange(n_token), len(likings)))
+
+
+def skewed():
+    return -1.6 * np.log(np.arange(1, E + 1))
+
+
+def one(trace, pct=40.0):
+    (choice,) = evidence.choose(trace, [10] * L, (pct,))
+    return choice
+
+
+def test_steady_routing_speaks_for_pinning_or_a_long_memory():
+    rng = np.random.default_rng(1)
+    choice = one(sessions_of([skewed()] * 12, rng))
+    assert choice.misses < choice.lru * 0.9
+    assert choice.cache_fraction < 1 or choice.memory >= 6
+    assert choice.misses <= choice.static * 1.02
+    assert choice.low <= choice.misses <= choice.high
+    assert (choice.tokens, choice.sessions, choice.residency_pct) == (12 * 220, 12, 40.0)
+
+
+def test_routing_that_jumps_speaks_against_pinning():
+    """Every 20 tokens the same skew falls on other experts: what was used lately is all there is to know."""
+    rng = np.random.default_rng(2)
+    likings = [np.repeat([rng.permutation(2 * skewed()) for _ in range(11)], 20, axis=0) for _ in range(12)]
+    choice = one(sessions_of(likings, rng))
+    assert choice.cache_fraction == 1.0 and choice.memory < policy.DEFAULT.memory
+    assert choice.misses < choice.static * 0.8
+
+
+def test_where_nothing_can_be_told_apart_the_default_stands():
+    rng = np.random.default_rng(3)
+    choice = one(sessions_of([np.zeros(E)] * 8, rng))
+    assert (choice.cache_fraction, choice.memory) == (1.0, policy.DEFAULT.memory)
+
+
+def test_a_gain_in_one_session_of_many_is_noise():
+    rows = [np.full(10, 100), np.array([10] + [100] * 9)]
+    draws = Draws(np.full(10, 50))
+    more = draws.against(*rows)
+    assert more.value > evidence.WORTH and more.low == 0
+    assert not evidence.beaten(more)
+    assert evidence.beaten(draws.against(np.full(10, 103), np.full(10, 100)))
+    assert not evidence.beaten(draws.against(np.full(10, 101), np.full(10, 100)))  # sure, and not worth it
+
+
+def test_the_simpler_of_two_that_are_as_good_is_taken():
+    static, others = CANDIDATES[-1], len(CANDIDATES) - 2
+    draws = Draws(np.full(9, 100))
+    equal = [np.full(9, 500)] * (others + 1)
+    lru = np.full(9, 800)
+    assert evidence._chosen(60.0, [*equal, np.full(9, 495)], lru, draws).memory == policy.DEFAULT.memory
+    better = evidence._chosen(60.0, [*equal, np.full(9, 300)], lru, draws)
+    assert better.cache_fraction == static.cache_fraction == 0.0
+    assert (better.misses, better.lru, better.static) == (3.0, 8.0, 3.0)
+
+
+def test_no_session_is_judged_by_counts_that_it_is_in(monkeypatch: pytest.MonkeyPatch):
+    """Each session has experts of its own: counts of others say nothing about it, its own would say all."""
+    likings = [np.where(np.arange(E) // 3 == i, 30.0, 0.0) for i in range(8)]
+    trace = sessions_of(likings, np.random.default_rng(4), 40)
+    seen = []
+    place = evidence.place
+
+    def spy(counts, *rest):
+        seen.append(counts)
+        return place(counts, *rest)
+
+    monkeypatch.setattr(evidence, "place", spy)
+    choice = one(trace, 12.5)  # room for the three experts of one session
+    assert choice.static == pytest.approx(A * L)  # every use of every session
+    assert choice.misses < 1
+    whole = trace.counts()
+    assert seen and all((counts <= whole).all() and counts.sum() < whole.sum() for counts in seen)
+
+
+def test_segments_forks_and_agents_are_judged_with_their_root():
+    rng = np.random.default_rng(5)
+    trace = sessions_of([skewed()] * 6, rng)
+    family = replace(trace, session_ids=("a", "a/agent", "a#2", "a~1", "a/x/y", "b"))
+    assert evidence.choose(family, [10] * L) == ()  # two roots are no evidence
+    assert len(evidence.choose(trace, [10] * L, (60.0, 20.0, 20.0))) == 2
+
+
+def test_what_cannot_be_afforded_is_left_out_whole(monkeypatch: pytest.MonkeyPatch):
+    trace = sessions_of([skewed()] * 12, np.random.default_rng(6))
+    every = len(evidence.RESIDENCIES) * (len(CANDIDATES) + 1) * L * A
+    monkeypatch.setattr(evidence, "MAX_USES", 220 * 7 * every + every // 2)
+    assert evidence.affordable(L, A) == 220 * 7
+    assert one(trace).sessions == 7 and one(trace).tokens == 220 * 7
+
+
+def test_tokens_that_are_not_generated_move_slots_and_are_not_judged():
+    trace = sessions_of([skewed()] * 6, np.random.default_rng(7))
+    generated = trace.position % 2 == 0
+    choice = one(replace(trace, generated=generated))
+    assert choice.tokens == 6 * 110
+    assert one(replace(trace, generated=generated, session_ids=tuple("abcdef"))) == choice
+    nothing = replace(trace, generated=np.zeros(len(trace.generated), bool))
+    assert evidence.choose(nothing, [10] * L) == ()
+
+
+def test_progress_ends_at_its_total():
+    seen = []
+    trace = sessions_of([skewed()] * 5, np.random.default_rng(8), 30)
+    evidence.choose(trace, [10] * L, (50.0,), lambda done, total: seen.append((done, total)))
+    n = len(CANDIDATES) + 1
+    assert seen == [(i, n) for i in range(1, n + 1)]
+
+
+def test_candidates_are_distinct_and_begin_with_the_default():
+    assert len(set(CANDIDATES)) == len(CANDIDATES)
+    assert CANDIDATES[0] == Candidate(1.0, policy.DEFAULT) and CANDIDATES[-1] == Candidate(0.0, Rule(0))
