@@ -109,9 +109,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_CONTAINERS:  # a byte opens no more than one
         containers, values = count(body)
         if containers > MAX_CONTAINERS:
-            raise RequestError(f"the body has {containers} lists and objects; the limit is {MAX_CONTAINERS}")
+            raise RequestError(f"the body's JSON has {containers} lists and objects; the limit is {MAX_CONTAINERS}")
         if values > MAX_VALUES:
-            raise RequestError(f"the body has {values} values; the limit is {MAX_VALUES}")
+            raise RequestError(f"the body's JSON has {values} values; the limit is {MAX_VALUES}")
     try:
         # Text of models and users may hold halves of surrogate pairs, in UTF-8 too.
         text = body.decode("utf-8-sig", "surrogatepass")

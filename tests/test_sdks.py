@@ -268,7 +268,7 @@ def test_metrics() -> None:
 
 def test_no_cross_origin_headers(served: Running) -> None:
     response = served.http.options("/v1/messages", headers={"origin": "https://evil.example"})
-    assert response.status_code == 405 and not any("access-control" in name for name in response.headers)
+    assert response.status_code == 403 and not any("access-control" in name for name in response.headers)
 
 
 def test_many_streams_at_once_with_one_that_is_whole() -> None:
