@@ -23,7 +23,7 @@ from engine.errors import RequestError
 from engine.grammar import Compiled, Grammar, Vocabulary, check
 from engine.ops.cuda import gpu
 from engine.protocol import Done, Error, Event, Generate, Sampling, Tokens
-from engine.sampling import Drawing, SamplingParams, sample
+from engine.sampling import Drawing, Drawn, SamplingParams, sample
 from engine.scheduler import Engine
 from engine.tokenizer import Tokenizer, load
 from spark.conversation import CallArguments, CallEnd, CallStart, Text
@@ -529,14 +529,15 @@ def test_a_device_draws_as_the_host_would(
     drawn = []
     draw = Graphs.draw
 
-    def compared(self: Graphs, drawings: list[Drawing], rows: list[int]) -> list[int | None]:
+    def compared(self: Graphs, drawings: list[Drawing], rows: list[int]) -> list[Drawn | None]:
         logits = self.device.read(self.forward.buffers.logits)[rows].copy()
-        tokens = draw(self, drawings, rows)
+        made = draw(self, drawings, rows)
+        tokens = [one and one.token for one in made]
         assert tokens == [
             sample(row, d.params, len(d.history), d.history, d.allowed) for row, d in zip(logits, drawings, strict=True)
         ]
         drawn.extend(tokens)
-        return tokens
+        return made
 
     monkeypatch.setattr(Graphs, "draw", compared)
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
