@@ -61,7 +61,9 @@ def _embed(device: Any, T: int) -> KernelCase:
     return KernelCase(f"embed T={T}", lambda i: embed(device, table, tokens[i % CHOICES], x), moved)
 
 
-def _sample(device: Any, name: str, params: SamplingParams, greedy: bool = False) -> KernelCase:
+def _sample(
+    device: Any, name: str, params: SamplingParams, greedy: bool = False, logprobs: int | None = None
+) -> KernelCase:
     sampler = Sampler(device, LIMITS)
     rng = np.random.default_rng(3)
     logits = device.upload(
@@ -69,10 +71,13 @@ def _sample(device: Any, name: str, params: SamplingParams, greedy: bool = False
     )
     tokens, positions, slots = device.empty(1, np.int32), device.empty(1, np.int32), device.empty((1, 1), np.int32)
     table = device.upload(np.zeros((1, 1, 1 << 17), np.int32))  # positions for millions of draws
-    sampler.prepare(params, [5] * 300, 300, [1, 2, 3], 1 << 30)
+    sampler.prepare(params, [5] * 300, 300, [1, 2, 3], 1 << 30, logprobs=logprobs)
+    sampler.count([5] * 300)
 
     def launch(i: int) -> None:
         sampler.step(logits[i % 8], tokens, positions, slots, table, greedy)
+        if logprobs is not None:
+            sampler.describe(logits[i % 8])
 
     return KernelCase(f"sample {name}", launch, VOCAB * 4)
 
@@ -115,6 +120,10 @@ def cases(device: Any) -> Iterator[KernelCase]:
         yield _embed(device, T)
     yield _sample(device, "greedy", SamplingParams(), greedy=True)
     yield _sample(device, "greedy, penalty", SamplingParams(repetition_penalty=1.1), greedy=True)
+    counting = SamplingParams(frequency_penalty=0.1, presence_penalty=0.1)
+    yield _sample(device, "greedy, penalties that count", counting, greedy=True)
+    yield _sample(device, "greedy, and its log-probability", SamplingParams(), greedy=True, logprobs=0)
+    yield _sample(device, "greedy, and the 20 likeliest", SamplingParams(), greedy=True, logprobs=20)
     yield _sample(device, "greedy in the general graph", SamplingParams())
     yield _sample(device, "temperature", SamplingParams(temperature=0.8, seed=1))
     yield _sample(device, "top-k 40", SamplingParams(temperature=0.8, top_k=40, seed=1))
