@@ -197,7 +197,7 @@ def test_tables_after_decoding_are_the_twins(model: Path) -> None:
         for layer in range(L):
             policy.advance(twin, layer, experts[layer], counted, runner.rule)
     state = runner.residency.pull()
-    for name in ("slot_of", "expert_of", "score", "clock", "counts", "hits", "misses"):
+    for name in ("slot_of", "expert_of", "heat", "clock", "counts", "hits", "misses"):
         assert np.array_equal(getattr(state, name), getattr(twin, name)), name
     runner.close()
 

@@ -93,7 +93,7 @@ def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
     twin_logits, twin_experts = run(twin, TOKENS[: sum(chunks)], chunks)
     assert np.array_equal(experts, twin_experts)
     assert np.array_equal(bits(logits), bits(twin_logits))
-    for field in ("slot_of", "expert_of", "score", "clock", "counts", "hits", "misses"):
+    for field in ("slot_of", "expert_of", "heat", "clock", "counts", "hits", "misses"):
         assert np.array_equal(getattr(cpu.residency.state, field), getattr(twin.residency.state, field)), field
 
 

@@ -1,4 +1,4 @@
-"""Files as version 0.1.0 wrote them (commit 78a31c5): read, or gone on with, by every later version.
+"""Files as version 0.1.0 wrote them (commit 78a31c5): read by every later version, or refused in one line.
 
 `tests/old/` was made with that commit and the bundled model: two sample sessions, `spark tokenize --window 256`,
 `spark calibrate --max-tokens 600`, and a `spark calibrate --trace` that Ctrl-C ended after three windows.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engine import profile as profiles
@@ -18,7 +17,7 @@ from engine.trace import read_routing
 from spark.calibrate import partial_path
 from spark.sessions import read_sessions
 from spark.tokens import read_tokens
-from tests.commands import NANO, spark
+from tests.commands import NANO, refused, spark
 
 OLD = Path(__file__).parent / "old"
 
@@ -50,14 +49,13 @@ def test_a_trace(model_id: str) -> None:
     assert trace.experts.shape == (768, 6, 4) and not trace.unfinished
 
 
-def test_a_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    """It lacks what choosing a policy takes: what each session alone was counted for."""
     shutil.copy(OLD / "tokens.parquet", tmp_path)
     shutil.copytree(OLD / "trace", tmp_path / "trace")
     text = (OLD / "checkpoint.csv.partial").read_text().replace("/home/user/trace", str(tmp_path / "trace"))
     partial_path(tmp_path / "p.csv").write_text(text)
-    command = ["calibrate", NANO, "tokens.parquet", "--trace"]
-    spark(*command, "trace", "--out", "p.csv", "--resume", cwd=tmp_path)
-    spark(*command, "whole", "--out", "q.csv", cwd=tmp_path)
-    resumed, whole = (profiles.load(tmp_path / name)[0] for name in ("p.csv", "q.csv"))
-    assert np.array_equal(resumed.counts, whole.counts)
-    assert len(list((tmp_path / "trace").iterdir())) == len(list((tmp_path / "whole").iterdir())) > 3
+    command = ["calibrate", NANO, "tokens.parquet", "--trace", "trace", "--out", "p.csv", "--resume"]
+    said = refused(*command, cwd=tmp_path)
+    assert "p.csv.partial is not a checkpoint of this version's calibration" in said
+    assert partial_path(tmp_path / "p.csv").read_text() == text

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_runs import PROMPT, config
+from forms_here import FormHere
 from tiny_models import k_quant_mix, write_tiny
 
 from engine.ops.likelihood import likelihood
@@ -153,7 +154,7 @@ def test_penalties_and_grammars_go_together(opened: Open) -> None:
     engine, mask = opened(), Grammar().mask()
     for logits, expected in steps(engine, REQUESTS[0]):
         expected.append(sample(logits, PENALIZED, len(expected), expected, mask, expected[36:]))
-    engine.runner.grammar = lambda text, stop: Grammar()  # type: ignore[assignment,return-value]
+    engine.runner.grammar = lambda text, stop: FormHere(Grammar())  # type: ignore[assignment,return-value]
     for request in (*REQUESTS[1:], replace(REQUESTS[0], grammar="{}")):
         engine.submit(request)
     assert tokens_of(drain(engine), 1) == expected[36:]
@@ -202,7 +203,7 @@ def test_a_stop_token_is_not_described(opened: Open) -> None:
     whole = described(drain(engine), 1)
     stop = whole[6][0]
     for grammar in (None, "{}"):
-        engine.runner.grammar = lambda text, stop: Anything()  # type: ignore[assignment,return-value]
+        engine.runner.grammar = lambda text, stop: FormHere(Anything())  # type: ignore[assignment,return-value]
         engine.submit(replace(request, stop_tokens=(stop,), grammar=grammar))
         events = drain(engine)
         assert described(events, 1) == whole[: [token for token, *_ in whole].index(stop)]
@@ -220,7 +221,7 @@ class Anything(Grammar):
 
 def test_log_probabilities_do_not_look_at_the_grammar(opened: Open) -> None:
     engine = opened()
-    engine.runner.grammar = lambda text, stop: Grammar()  # type: ignore[assignment,return-value]
+    engine.runner.grammar = lambda text, stop: FormHere(Grammar())  # type: ignore[assignment,return-value]
     engine.submit(replace(REQUESTS[0], sampling=Sampling(), grammar="{}", logprobs=20))
     for token, logprob, top in described(drain(engine), 1):
         assert token % 3 == 0 and logprob <= top[0][1]
