@@ -27,6 +27,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.driving import note
+from benchmarks.figures import json_option
 from engine.config import EngineConfig
 from engine.errors import SparkError
 from engine.protocol import Done, Tokens
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    json_option(parser)
     o = parser.parse_args()
     config = EngineConfig(model=o.model, device=o.device, threads=o.threads, ctx_tokens=512)
     rows: dict[str, Any] = {}

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.serving import PATHS, Json, RefusedError, Server, ask  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
@@ -242,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     parser.add_argument("--threads", default="1", help="of the daemon: one core is the server's")
     parser.add_argument("--connections", type=int, default=1100)

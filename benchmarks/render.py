@@ -10,11 +10,15 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import robustness  # noqa: E402
+
 RESULTS = ROOT / "data" / "results"
 BEGIN, END = "<!-- begin: results -->", "<!-- end: results -->"
 Json = dict[str, Any]
@@ -186,6 +190,16 @@ def kernels(name: str, made: Json) -> list[str]:
         ["type", "rows x cols, T", "GMAC/s"],
         [[r["type"], f"{r['rows']} x {r['cols']}, {r['tokens']}", spread(r["gmac_per_s"], 0)] for r in made["batches"]],
     )
+
+
+def robust(title: str, rows: Callable[[Json], robustness.Rows]) -> Callable[[str, Json], list[str]]:
+    """A section of benchmarks/robustness.py."""
+
+    def section(name: str, made: Json) -> list[str]:
+        text, columns, found = rows(made)
+        return [f"## {title}", "", *origin(name, made), text, "", *table(columns, found)]
+
+    return section
 
 
 def rows_of(title: str):
@@ -451,6 +465,7 @@ SECTIONS = {
     "cpu_kernels.json": kernels,
     "extract_memory.json": rows_of("Extraction of large logs"),
     "open_gguf.json": rows_of("Opening GGUF files"),
+    **{name: robust(*section) for name, section in robustness.SECTIONS.items()},
 }
 
 
