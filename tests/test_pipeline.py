@@ -236,7 +236,7 @@ def test_interrupted_and_resumed_equals_unbroken(
 
 def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -> None:
     def interrupt(label: str, done: int, total: int) -> None:
-        if label == "calibrating" and done:
+        if label == "calibrating" and done > 1024:  # after the first window
             raise KeyboardInterrupt
 
     options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv")
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -
 
 def test_a_resume_never_touches_another_trace(files: Path, tmp_path: Path, unbroken: Path) -> None:
     def interrupt(label: str, done: int, total: int) -> None:
-        if label == "calibrating" and done:
+        if label == "calibrating" and done > 1024:  # after the first window
             raise KeyboardInterrupt
 
     options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv", max_tokens=MAX_TOKENS)
@@ -375,7 +375,7 @@ def test_progress_comes_within_a_window(files: Path, tmp_path: Path, profile: Pa
             judged = validate.ValidateOptions(files / "test.parquet", profile, max_tokens=4000)
             validate.validate(config, judged, DEADLINES, progress)
     assert seen == sorted(seen)
-    assert {b - a for a, b in pairwise(seen)} <= {0, 64}  # chunks, all inside the first window of 1,024
+    assert max(b - a for a, b in pairwise(seen)) <= 64 < 1024  # chunks of windows
 
 
 def test_report_has_the_keys_of_its_format(ladder: validate.ValidateReport) -> None:
