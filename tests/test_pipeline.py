@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import render
 from engine import evidence
 from engine import profile as profiles
 from engine.config import EngineConfig
@@ -388,6 +389,17 @@ def test_report_has_the_keys_of_its_format(ladder: validate.ValidateReport) -> N
             "prefill_tokens_per_s", "device_bytes", "identical_tokens"}  # fmt: skip
     assert all(keys <= set(row) for row in made["rows"])
     assert [len(row["hit_rate_by_layer"]) for row in made["rows"][:5]] == [6] * 5
+
+
+def test_the_readme_shows_every_residency(ladder: validate.ValidateReport) -> None:
+    made = {"results": {"validate": json.loads(json.dumps(ladder.to_json()))}}
+    text = "\n".join(render.readme_table(made))
+    assert "| policy | 60% resident | 30% resident | same tokens |" in text
+    assert text.count("| yes |") == 4 and "NO" not in text
+    spark = ladder.ladders[1].rows[4]
+    assert f"{spark.misses_per_token:.2f} ({spark.misses_low:.2f} to {spark.misses_high:.2f})" in text
+    assert f"At 30%: {ladder.ladders[1].verdict}." in text
+    assert "moves a token" in render.ladder(made["results"]["validate"]["residencies"][0])[0]
 
 
 def test_wrong_files_are_explained(files: Path, profile: Path, tmp_path: Path) -> None:
