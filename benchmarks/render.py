@@ -27,6 +27,9 @@ LADDER = """\
 Held-out sessions, replayed under each policy; the same accesses for all. One unit is one active expert of one layer
 for one generated token (6 layers, 4 of 32 experts). The bound may divide the budget anew at every step and knows the
 future. *Same tokens*: every policy served the prompts for real, and gave the tokens of the all-resident run."""
+POLICIES = """\
+Routing of sessions, replayed under each rule; placements, and what `spark` does, are from the sessions of `{chosen}`.
+Intervals are from a bootstrap over root sessions. *Tried*: rules that the engine does not have (docs/residency.md)."""
 KERNELS = """\
 A product of one activation row against a plain parallel read of the same bytes, alternating in one run; medians and
 extremes in GB/s."""
@@ -175,6 +178,22 @@ def pipeline(name: str, made: Json) -> list[str]:
              *(percent(sum(r[k] for r in found) / len(found)) for k in ("recall_1x", "recall_2x", "recall_3x"))]
             for (offset, predictor), found in sorted(kinds.items(), key=lambda item: item[0][0])]  # fmt: skip
     return lines + table(["from the residual entering a layer", "first A", "first 2A", "first 3A"], rows)
+
+
+def policies(name: str, made: Json) -> list[str]:
+    """Replacement rules, a table for each set and residency."""
+    lines = ["## Replacement rules", "", *origin(name, made), POLICIES.format(chosen=made["chosen_on"]), ""]
+    for key in dict.fromkeys((r["set"], r["residency_pct"]) for r in made["rows"]):
+        rows = [r for r in made["rows"] if (r["set"], r["residency_pct"]) == key]
+        about = f"{rows[0]['generated_tokens']:,} generated tokens of {rows[0]['sessions']} sessions"
+        lines += [f"### {key[0]}, {key[1]:g}% resident ({about})", ""]
+        lines += table(
+            ["rule", "misses a token (95%)", "against LRU (95%)", "moves a token"],
+            [[r["rule"], misses_of(r),
+              f"{r['against_lru_pct']:+.1f}% ({r['against_lru_low']:+.1f} to {r['against_lru_high']:+.1f})",
+              "" if r["moves_per_token"] is None else f"{r['moves_per_token']:.2f}"] for r in rows],
+        )  # fmt: skip
+    return lines
 
 
 def kernels(name: str, made: Json) -> list[str]:
@@ -443,6 +462,7 @@ def clients(name: str, made: Json) -> list[str]:
 
 SECTIONS = {
     "pipeline.json": pipeline,
+    "policies.json": policies,
     "decode.json": decode,
     "prefill.json": prefill,
     **{f"decode-{key}.json": decode for key in FAMILIES},

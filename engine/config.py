@@ -23,7 +23,7 @@ class EngineConfig:
     device: `reference` is the NumPy oracle; `auto` takes CUDA where there is a GPU, else the CPU.
     policy: what the slots do. `all`: every expert resident. `uniform`: the same share of every
         layer, fixed. `static`: the placement from `profile`, fixed. `lru`: no profile, all slots
-        are cache. `spark`: pinned slots from the profile (uniform without one) plus cache slots.
+        are cache. `spark`: what the profile's evidence says; without any nothing is pinned.
     profile: routing counts to place by; None where the policy needs none.
     residency_pct: share of all expert bytes held in slots, pinned and cache together, 0..100. On a GPU, 100 is as
         much as fits, unless the policy is `all`; a smaller share that does not fit is refused.

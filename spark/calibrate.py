@@ -131,7 +131,11 @@ def calibrate(
     with opened(config.model, options.tokens, progress) as file:
         if options.trace_dir is not None:
             note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB")
-        return _calibrate(config, options, file, deadlines, progress)
+        try:
+            return _calibrate(config, options, file, deadlines, progress)
+        finally:
+            if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
+                shutil.rmtree(routing_path(options.out), ignore_errors=True)
 
 
 def _refuse(options: CalibrateOptions) -> None:
@@ -188,7 +192,7 @@ def _calibrate(
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
         if not counted:
-            _clean_up(options)
+            partial_path(options.out).unlink(missing_ok=True)
             raise FileFormatError(
                 f"{file.name}: none of its {tally.tokens} tokens counts, so there is no profile to write",
                 hint="it needs sessions with at least one assistant turn",
@@ -204,7 +208,7 @@ def _calibrate(
             choices=choices,
         )
     profiles.save(profile, options.out)
-    _clean_up(options)
+    partial_path(options.out).unlink(missing_ok=True)
     return CalibrateReport(
         model=str(config.model),
         profile=options.out,
@@ -239,11 +243,6 @@ def _routing_folder(options: CalibrateOptions, tally: _Tally) -> Path:
             hint=f"remove {partial_path(options.out)} and start again",
         )
     return folder
-
-
-def _clean_up(options: CalibrateOptions) -> None:
-    partial_path(options.out).unlink(missing_ok=True)
-    shutil.rmtree(routing_path(options.out), ignore_errors=True)
 
 
 def _context_tokens(model: Path, needed: int) -> int:

@@ -29,7 +29,8 @@ from spark.server import create_app
 
 TEST_FRAC = 0.3
 CALIBRATION_TOKENS = 40_000
-HELD_OUT_TOKENS = 16_000
+HELD_OUT_TOKENS = 48_000  # of five sessions at least: of fewer no interval says anything
+CROSS_TOKENS = 16_000
 TRACE_TOKENS = 15_000
 RESIDENCY_PCT = 60.0
 VALIDATED_PCT = (10.0, 30.0, 60.0)
@@ -151,7 +152,7 @@ def _run(config: EngineConfig, logs: Path, out: Path) -> dict[str, Any]:
         crossed = validate.validate(
             config,
             validate.ValidateOptions(
-                out / "codex/test.parquet", profile, (claude_only,), (RESIDENCY_PCT,), HELD_OUT_TOKENS, 1, 8
+                out / "codex/test.parquet", profile, (claude_only,), (RESIDENCY_PCT,), CROSS_TOKENS, 1, 8
             ),
             DEADLINES, progress,
         )  # fmt: skip
