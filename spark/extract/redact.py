@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 from spark.extract.secret_places import find_by_place, is_auth, is_secret, kind_of, secret_name
-from spark.extract.secret_tokens import Secret, find_tokens
+from spark.extract.secret_tokens import Secret, find_tokens, one_byte_each
 
 
 def redact(text: str, found: Counter[str] | None = None) -> str:
@@ -36,7 +36,8 @@ def _secrets(text: str) -> list[Secret]:
 
     So every round leaves fewer characters that are not a placeholder's: the rounds end, whatever the finders find.
     """
-    secrets = sorted((*find_tokens(text), *find_by_place(text)))
+    data = one_byte_each(text)
+    secrets = sorted(find_tokens(text, data) + find_by_place(text, data))
     if not secrets or "[REDACTED:" not in text:
         return secrets
     placeholders = [match.span() for match in _PLACEHOLDER.finditer(text)]
