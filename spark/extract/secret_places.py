@@ -148,6 +148,13 @@ _USER_PASSWORD = (
     r"""(?:\\?["'](?P<user>[^\s"':[]{0,100}):(?P<secret>[^\n"'\\]{1,200}?)(?=\\?["'](?:[\s,)\]]|\Z))"""
     r"""|\\?["']?[^\s"':[]{1,100}["']?:(?P<mark>["'])?(?P<plain>(?(mark)[^"'\n\\]{1,200}|[^\s"'\\]{1,200})))"""
 )
+_COMMAND_WORDS = {  # of which one is in every command that the option's patterns take
+    " -p": ("mysql", "mariadb", "7z", "unrar", "sshpass", "login", "upload", "mongo", "sqlcmd", "bcp", "rdp", "ipmi"),
+    " -a": ("redis",),
+    " -w": ("ldap",),
+    " -b": ("curl",),
+}
+_REACH = 400  # characters before an option in which its command is looked for
 _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, what follows the option
     (" -p", r"(?:mysql\w*|mariadb[\w-]*|7z\w?|unrar)(?:\s|\Z)", rf"p(?=[^\s=]){_ARGUMENT}"),
     (" -p", r"sshpass\Z", rf"p ?{_ARGUMENT}"),
@@ -163,8 +170,8 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, wha
 
 
 def _line_before(text: str, at: int) -> str:
-    """The command that `at` is in, as far back as 400 characters, over lines that a backslash continues."""
-    line = re.sub(r"\\\r?\n", " ", text[max(at - 400, 0) : at])
+    """The command that `at` is in, as far back as it is looked for, over lines that a backslash continues."""
+    line = re.sub(r"\\\r?\n", " ", text[max(at - _REACH, 0) : at])
     return re.split(r"[\n;|]|&&|\\n(?![a-z])", line)[-1]
 
 
@@ -174,10 +181,12 @@ def _option(option: str) -> Finder:
         for own, commands, value in _COMMANDS
         if own == option
     ]
+    words = _COMMAND_WORDS[option]
 
     def find(text: str, at: int) -> Iterator[Secret]:
         line = None
-        for command, value in rules:
+        near = text[max(at - _REACH, 0) : at].casefold()  # as the patterns take any case
+        for command, value in rules if any(word in near for word in words) else ():
             match = value.match(text, at + 2)
             if not match:
                 continue
