@@ -6,7 +6,6 @@ together (which is where replays are found) and stays together when sessions are
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from array import array
@@ -191,15 +190,13 @@ def _shared_records(heads: Sequence[_Head], intake: Intake) -> Iterator[tuple[st
         return
     ids, owners = [], []
     for owner, head in enumerate(heads):
-        hashes = array("Q")
+        hashes = array("q")
         for line in read_lines(head.path, intake):
             if b'"summary"' in line[:60]:
                 continue
             for pattern in (_RECORD_ID, _MESSAGE_ID):
-                for record_id in pattern.findall(line):
-                    digest = hashlib.blake2b(record_id, digest_size=8).digest()
-                    hashes.append(int.from_bytes(digest, "big"))
-        unique = np.unique(np.array(hashes, np.uint64))
+                hashes.extend(hash(record_id) for record_id in pattern.findall(line))
+        unique = np.unique(np.array(hashes, np.int64))
         ids.append(unique)
         owners.append(np.full(len(unique), owner, np.int32))
     all_ids, all_owners = np.concatenate(ids), np.concatenate(owners)
