@@ -422,3 +422,13 @@ def test_definitions_are_made_from_the_calls() -> None:
             },
         },
     )
+
+
+def test_what_is_beyond_the_spools_memory_comes_back_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples(tmp_path / "memory")
+    monkeypatch.setattr("spark.extract.intake.SPOOL_MEMORY_BYTES", 1000)
+    samples(tmp_path / "disk")
+    for side in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / "disk" / side).read_bytes() == (tmp_path / "memory" / side).read_bytes()
