@@ -93,6 +93,42 @@ def test_no_rule_is_slower_on_longer_text(fill: str) -> None:
             assert seconds(literal + fill, 200_000) < 8 * seconds(literal + fill, 50_000) + 0.1, literal
 
 
+@pytest.mark.parametrize("option", [" -p", " -a", " -w", " -b"])
+def test_an_option_far_from_any_command_is_not_looked_at_closely(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """Patterns are tried where one of their commands' words is near: 50 KB of options took over a second without."""
+    read: list[int] = []
+
+    def line_before(text: str, at: int) -> str:
+        read.append(at)
+        return text[:at]
+
+    monkeypatch.setattr(secret_places, "_line_before", line_before)
+    redact((option + "x ") * 10_000)
+    assert not read
+
+
+COMMANDS = (
+    "mysqldump|MARIADB-dump|my\N{LATIN SMALL LETTER LONG S}ql|7za|unrar|sshpass|docker login|podman  login|az login"
+    "|oc login|cf login|registry login|twine upload|mongodump|sqlcmd|bcp|xfreerdp|ipmitool"
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS.split("|"))
+def test_every_command_with_a_password_option_has_its_word(command: str) -> None:
+    assert any("hunter" not in redact(f"{command} -p{gap}hunter22xyz") for gap in ("", " "))
+
+
+def test_letters_that_become_ascii_when_they_are_lowered_count_as_such() -> None:
+    """Literals are looked for in a byte a character: those two letters of all are what their small one is."""
+    lowered = [c for c in map(chr, range(0x80, 0x110000)) if any(s.isascii() for s in c.lower())]
+    assert lowered == ["\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}", "\N{KELVIN SIGN}"]
+    assert secret_tokens.one_byte_each("".join(lowered) + "é€🎉").lower() == b"ik\xe9??"
+    assert (
+        redact("to\N{KELVIN SIGN}en = 'a8f5f167f44f4964e6c998dee827110c'")
+        == "to\N{KELVIN SIGN}en = '[REDACTED:secret]'"
+    )
+
+
 def seconds(unit: str, size: int) -> float:
     text = unit * (size // len(unit))
     started = time.process_time()

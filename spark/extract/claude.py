@@ -12,7 +12,6 @@ prompts typed while the model worked are notes: they follow the node that they h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +84,7 @@ class _Log:
         self._ahead = TypedAhead()
         self._removals = 0  # from the queue of prompts
         self._responded = 0  # line of the last response in the file's own conversation
+        self._version_name = ""
         self._version: tuple[int, ...] = ()  # of the program, by the last record that said so
         self._reports: list[TaskReport] = []
         self._asked: dict[str, int] = {}  # by id of a call that starts a subagent: fingerprint of its prompt
@@ -99,8 +99,8 @@ class _Log:
         if uuid is not None and (uuid in self._node_of or uuid in self._attachments):
             self._intake.skip("replay")
             return
-        if version := as_text(record.get("version")):
-            self._version = version_of(version)
+        if (version := as_text(record.get("version"))) and version != self._version_name:
+            self._version_name, self._version = version, version_of(version)
         self._linked |= parent is not None and (parent in self._node_of or parent in self._links)
         if kind == "progress" and (inner := _subagent_record(record)) is not None:
             self._add_message(inner)
@@ -294,12 +294,11 @@ class _Log:
         if summary and not (self._events and isinstance(self._events[-1], Boundary)):
             self._new_boundary(thread)
         uuid = as_text(record.get("uuid"))
-        words = fingerprint(json.dumps(texts))
+        at, words = self._spool.put(texts) if texts else (0, 0)
         first_result = next(iter(results), "")
         identity = f"result {first_result}" if first_result and not texts else f"record {uuid or words}"
         node = self._new_node(record, thread, False, fingerprint(identity))
         if texts:
-            at, _ = self._spool.put(texts)
             node.words = words
             (node.after if results else node.parts).append(at)
             if texts[0].typed and not thread:

@@ -7,24 +7,31 @@ session can be put in order by small records while its text stays out of memory.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import marshal
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from spark.extract.dropped import Dropped
 from spark.extract.redact import redact, redact_value
 from spark.sessions import Role
 
 MAX_LINE_BYTES = 32 << 20
+KNOWN_CHARACTERS = 1 << 20  # of texts whose redaction is kept: logs say most things twice, one after the other
 SPOOL_MEMORY_BYTES = 32 << 20
 
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinities are not JSON
+_JSON_SPACE = " \t\n\r"
+_KNOWN_EXTRA = 200  # characters that a text's place there counts for, beside its own
+_STEP_BYTES = 64 << 10  # of progress
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+_PLACE_BYTES = 96  # beside the data of a place, in memory
+_SPOOLED = 2  # marshal's version without references, whose bytes depend on the values alone
 
 
 @dataclass(slots=True)
@@ -42,6 +49,8 @@ class Intake:
     dropped: Counter[str] = field(default_factory=Counter)
     redacted: Counter[str] = field(default_factory=Counter)
     kinds: Dropped = field(default_factory=Dropped)
+    _known: dict[str, tuple[str, Counter[str]]] = field(default_factory=dict)  # texts that were redacted
+    _known_size: int = 0
 
     def quiet(self) -> Intake:
         """An intake of the same settings whose counts are its own."""
@@ -67,7 +76,20 @@ class Intake:
         """A string from a log without its secrets; anything else gives the empty string."""
         if not isinstance(value, str):
             return ""
-        return redact(value, self.redacted) if self.redact else value
+        if not self.redact:
+            return value
+        known = self._known.get(value)
+        if known is None:
+            found = Counter[str]()
+            known = redact(value, found), found
+            self._known_size += len(value) + _KNOWN_EXTRA
+            if self._known_size > KNOWN_CHARACTERS:
+                self._known.clear()
+                self._known_size = len(value) + _KNOWN_EXTRA
+            self._known[value] = known
+        if known[1]:
+            self.redacted.update(known[1])
+        return known[0]
 
     def value(self, value: Any) -> Any:
         """A JSON value from a log without its secrets."""
@@ -77,42 +99,57 @@ class Intake:
 def read_records(path: Path, intake: Intake) -> Iterator[dict[str, Any]]:
     """The JSON objects of a log, in file order; what is no object is counted by reason."""
     for line in read_lines(path, intake):
-        try:
-            record = parse_json(line.decode(errors="replace").lstrip("\ufeff"))
-        except ValueError:
-            intake.skip("invalid_json")
-            continue
-        if isinstance(record, dict):
+        if (record := read_record(line, intake)) is not None:
             yield record
-        else:
-            intake.skip("not_an_object")
+
+
+def read_record(line: bytes, intake: Intake) -> dict[str, Any] | None:
+    """The JSON object of a line; what is none is counted by reason."""
+    try:
+        record = parse_json(line.decode("utf-8", "replace").lstrip("\ufeff"))
+    except ValueError:
+        intake.skip("invalid_json")
+        return None
+    if isinstance(record, dict):
+        return record
+    intake.skip("not_an_object")
+    return None
 
 
 def parse_json(text: str) -> Any:
     """The JSON value of a text, with strings that can be encoded again; raises ValueError."""
+    text = text.strip(_JSON_SPACE)
     try:
-        value = _DECODER.decode(text)
+        value, end = _DECODER.raw_decode(text)
     except RecursionError as error:  # from brackets nested without end
         raise ValueError("nested too deeply") from error
-    return _mend_surrogates(value) if "\\ud" in text or "\\uD" in text else value
+    if end != len(text):
+        raise ValueError(f"a second value at {end}")
+    return _mend_surrogates(value) if "\\u" in text and ("\\ud" in text or "\\uD" in text) else value
 
 
 def read_lines(path: Path, intake: Intake) -> Iterator[bytes]:
     """The lines of a file that are not empty and not longer than MAX_LINE_BYTES."""
+    done = 0
     try:
         with path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES):
-                intake.advance(len(line))
+                done += len(line)
+                if done >= _STEP_BYTES:
+                    intake.advance(done)
+                    done = 0
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                     while rest := file.readline(MAX_LINE_BYTES):
                         intake.advance(len(rest))
                         if rest.endswith(b"\n"):
                             break
                     intake.skip("oversized")
-                elif line.strip():
+                elif not line.isspace():
                     yield line
     except OSError:
         intake.skip("unreadable_file")
+    finally:
+        intake.advance(done)
 
 
 def _mend_surrogates(value: Any) -> Any:
@@ -136,6 +173,7 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
+_64_BITS = 2**64 - 1
 _INSERTED = re.compile(r"\s*(?:<[A-Za-z][A-Za-z_ -]*>|# AGENTS\.md|Caveat: |\[Request interrupted)")
 
 
@@ -145,8 +183,8 @@ def is_inserted(text: str) -> bool:
 
 
 def fingerprint(text: str) -> int:
-    """64 bits that stand for a text; two texts of one disk's logs collide with probability 1e-7."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    """64 bits that stand for a text in this run; two texts of one disk's logs collide with probability 1e-7."""
+    return hash(text) & _64_BITS
 
 
 class Part(NamedTuple):
@@ -168,22 +206,40 @@ class Spool:
     """Parts of messages, parked until their order is known; use as a context manager."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_MEMORY_BYTES, dir=str(directory))  # noqa: SIM115
+        self._directory = directory
+        self._memory: dict[int, bytes] = {}
+        self._file: IO[bytes] | None = None  # for what is beyond the limit
+        self._end = 0
 
     def __enter__(self) -> Spool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._memory.clear()
+        if self._file is not None:
+            self._file.close()
 
     def put(self, parts: list[Part]) -> tuple[int, int]:
         """Park some parts; returns where they are and a fingerprint of what they say."""
-        line = json.dumps(parts, ensure_ascii=False)
-        at = self._file.seek(0, 2)
-        self._file.write(line.encode() + b"\n")
-        return at, fingerprint(line)
+        # Arguments as JSON: marshal takes what is nested more deeply than JSON can be written again.
+        rows = [(*part[:-1], _to_json(part.arguments) if part.arguments else "") for part in parts]
+        data = marshal.dumps(rows, _SPOOLED)
+        at, self._end = self._end, self._end + len(data) + _PLACE_BYTES
+        if self._end <= SPOOL_MEMORY_BYTES:
+            self._memory[at] = data
+        else:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115
+            self._file.seek(at)  # the file has a hole where the memory is
+            self._file.write(len(data).to_bytes(_PLACE_BYTES, "little") + data)
+        return at, hash(data) & _64_BITS
 
     def get(self, at: int) -> list[Part]:
         """The parts that `put` parked there."""
-        self._file.seek(at)
-        return [Part(*fields) for fields in json.loads(self._file.readline())]
+        data = self._memory.get(at)
+        if data is None:
+            assert self._file is not None
+            self._file.seek(at)
+            data = self._file.read(int.from_bytes(self._file.read(_PLACE_BYTES), "little"))
+        rows: list[list[Any]] = marshal.loads(data)
+        return [Part._make((*fields, json.loads(arguments) if arguments else {})) for *fields, arguments in rows]

@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 from spark.extract.secret_places import find_by_place, is_auth, is_secret, kind_of, secret_name
-from spark.extract.secret_tokens import Secret, find_tokens
+from spark.extract.secret_tokens import Secret, find_tokens, one_byte_each
 
 
 def redact(text: str, found: Counter[str] | None = None) -> str:
@@ -36,7 +37,8 @@ def _secrets(text: str) -> list[Secret]:
 
     So every round leaves fewer characters that are not a placeholder's: the rounds end, whatever the finders find.
     """
-    secrets = sorted((*find_tokens(text), *find_by_place(text)))
+    data = one_byte_each(text)
+    secrets = sorted(find_tokens(text, data) + find_by_place(text, data))
     if not secrets or "[REDACTED:" not in text:
         return secrets
     placeholders = [match.span() for match in _PLACEHOLDER.finditer(text)]
@@ -70,15 +72,27 @@ def redact_value(value: Any, found: Counter[str] | None = None) -> Any:
 _HEADER = re.compile(r"(?i)(?:cookie|^(?:proxy-)?authorization)$")
 
 
+_KEY_LENGTH = 64  # of keys that are remembered: an object's are few and come again and again
+
+
+def _read_key(key: str) -> tuple[str | None, bool]:
+    """What makes a key that of a secret, or nothing, and whether it is a header's."""
+    return secret_name(key), _HEADER.search(key) is not None
+
+
+_key_kind = lru_cache(maxsize=1024)(_read_key)
+
+
 def _redact_entry(key: str, value: Any, found: Counter[str] | None) -> Any:
     if isinstance(value, list) and _HEADER.search(key):
         return [_redact_entry(key, item, found) for item in value]
     if isinstance(value, str):
-        if (name := secret_name(key)) and (is_auth(value) if name.lower() == "auth" else _is_secret(name, value)):
+        name, header = _key_kind(key) if len(key) <= _KEY_LENGTH else _read_key(key)
+        if name and (is_auth(value) if name.lower() == "auth" else _is_secret(name, value)):
             if found is not None:
                 found[kind_of(name)] += 1
             return _placeholder(kind_of(name))
-        if _HEADER.search(key):
+        if header:
             return redact(f"{key}: {value}", found).removeprefix(f"{key}: ")
     return redact_value(value, found)
 

@@ -14,6 +14,7 @@ import numpy as np
 from spark.sessions import Message
 
 ESTIMATE = "estimate: UTF-8 bytes / 4"
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def estimate_tokens(text: str) -> int:
@@ -71,7 +72,7 @@ class Tally:
         """Count the session's next message; typed: the user wrote it."""
         if message.role == "assistant":
             self._contexts.append(self._context)
-            calls = (json.dumps([c.name, c.arguments], ensure_ascii=False) for c in message.tool_calls)
+            calls = (_to_json([c.name, c.arguments]) for c in message.tool_calls)
             counts = {
                 "assistant": self._count(message.content),
                 "reasoning": self._count(message.reasoning),
@@ -81,7 +82,8 @@ class Tally:
             counts = {message.role: self._count(message.content)}
             if typed:
                 self._prompts.append(counts["user"])
-        self.tokens.update(counts)
+        for name, count in counts.items():
+            self.tokens[name] += count
         self._context += sum(counts.values())
         self.messages += 1
 

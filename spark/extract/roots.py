@@ -6,7 +6,6 @@ together (which is where replays are found) and stays together when sessions are
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from array import array
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spark.extract.intake import Intake, as_object, as_text, read_lines, read_records
+from spark.extract.intake import Intake, as_object, as_text, read_lines, read_record, read_records
 from spark.sessions import Source
 
 HEAD_RECORDS = 50  # where a file says what it is and what it continues
@@ -146,9 +145,20 @@ def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group
 
 
 def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
-    head = list(islice(read_records(path, intake), HEAD_RECORDS))
-    named = [plain_id(s) for r in head if (s := as_text(r.get("sessionId")))]
-    forks = [plain_id(f) for r in head if (f := as_text(as_object(r.get("forkedFrom")).get("sessionId")))]
+    named: list[str] = []
+    forks: list[str] = []
+    started_at = ""
+    told: set[bytes] = set()  # ids of sessions, as they stand in lines that were read
+    for line in islice(read_lines(path, intake), HEAD_RECORDS):
+        ids = _SESSION_ID.findall(line)
+        if started_at and told.issuperset(ids) and b"forkedFrom" not in line:
+            continue  # it says nothing new; most lines are like that
+        if (record := read_record(line, intake)) is not None:
+            told.update(ids)
+            started_at = started_at or as_text(record.get("timestamp"))
+            named += [plain_id(s) for s in (as_text(record.get("sessionId")),) if s]
+            fork = as_text(as_object(record.get("forkedFrom")).get("sessionId"))
+            forks += [plain_id(fork)] if fork else []
     name, owner = plain_id(path.stem), ""
     if "subagents" in path.parts[-4:-1]:
         owner = plain_id(path.parts[path.parts.index("subagents", len(path.parts) - 4) - 1])
@@ -159,12 +169,13 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
         size=size,
         name=name,
         owner=owner,
-        started_at=next((t for r in head if (t := as_text(r.get("timestamp")))), ""),
+        started_at=started_at,
         relatives=(*named, *forks),
         fork=bool(forks),
     )
 
 
+_SESSION_ID = re.compile(rb'"sessionId" ?: ?("[^"]*"?)')
 _RECORD_ID = re.compile(rb'uid" ?: ?"([0-9A-Za-z-]{8,64})"')  # uuid, parentUuid, logicalParentUuid
 _MESSAGE_ID = re.compile(rb'"id" ?: ?"(msg_[0-9A-Za-z_-]{16,})"')
 
@@ -179,15 +190,13 @@ def _shared_records(heads: Sequence[_Head], intake: Intake) -> Iterator[tuple[st
         return
     ids, owners = [], []
     for owner, head in enumerate(heads):
-        hashes = array("Q")
+        hashes = array("q")
         for line in read_lines(head.path, intake):
             if b'"summary"' in line[:60]:
                 continue
             for pattern in (_RECORD_ID, _MESSAGE_ID):
-                for record_id in pattern.findall(line):
-                    digest = hashlib.blake2b(record_id, digest_size=8).digest()
-                    hashes.append(int.from_bytes(digest, "big"))
-        unique = np.unique(np.array(hashes, np.uint64))
+                hashes.extend(hash(record_id) for record_id in pattern.findall(line))
+        unique = np.unique(np.array(hashes, np.int64))
         ids.append(unique)
         owners.append(np.full(len(unique), owner, np.int32))
     all_ids, all_owners = np.concatenate(ids), np.concatenate(owners)

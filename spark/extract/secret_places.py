@@ -15,20 +15,19 @@ from spark.extract.secret_tokens import Secret, is_mixed
 Finder = Callable[[str, int], Iterator[Secret]]  # asked about a place where one of its literals begins
 
 
-def find_by_place(text: str) -> Iterator[Secret]:
-    """Secrets in `text` that their surroundings give away."""
-    for literal, finder in _EXACT:
-        yield from _at_each(text, text, literal, finder)
-    folded = text.replace("İ", "i").lower()  # the only letter that changes a text's length when it is lowered
-    for literal, finder in _FOLDED:
-        yield from _at_each(text, folded, literal, finder)
-
-
-def _at_each(text: str, folded: str, literal: str, finder: Finder) -> Iterator[Secret]:
-    at = folded.find(literal)
-    while at >= 0:
-        yield from finder(text, at)
-        at = folded.find(literal, at + 1)
+def find_by_place(text: str, data: bytes) -> list[Secret]:
+    """Secrets in `text` that their surroundings give away; data: its characters, as `one_byte_each` makes them."""
+    folded = data.lower()
+    found: list[Secret] = []
+    for gate, finders in _GATES:
+        if gate in folded:
+            for literal, exact, finder in finders:
+                searched = data if exact else folded
+                at = searched.find(literal)
+                while at >= 0:
+                    found += finder(text, at)
+                    at = searched.find(literal, at + 1)
+    return found
 
 
 def _pattern(kind: str, pattern: str, accept: Callable[[str], bool] | None = None) -> Finder:
@@ -149,6 +148,13 @@ _USER_PASSWORD = (
     r"""(?:\\?["'](?P<user>[^\s"':[]{0,100}):(?P<secret>[^\n"'\\]{1,200}?)(?=\\?["'](?:[\s,)\]]|\Z))"""
     r"""|\\?["']?[^\s"':[]{1,100}["']?:(?P<mark>["'])?(?P<plain>(?(mark)[^"'\n\\]{1,200}|[^\s"'\\]{1,200})))"""
 )
+_COMMAND_WORDS = {  # of which one is in every command that the option's patterns take
+    " -p": ("mysql", "mariadb", "7z", "unrar", "sshpass", "login", "upload", "mongo", "sqlcmd", "bcp", "rdp", "ipmi"),
+    " -a": ("redis",),
+    " -w": ("ldap",),
+    " -b": ("curl",),
+}
+_REACH = 400  # characters before an option in which its command is looked for
 _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, what follows the option
     (" -p", r"(?:mysql\w*|mariadb[\w-]*|7z\w?|unrar)(?:\s|\Z)", rf"p(?=[^\s=]){_ARGUMENT}"),
     (" -p", r"sshpass\Z", rf"p ?{_ARGUMENT}"),
@@ -164,8 +170,8 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, wha
 
 
 def _line_before(text: str, at: int) -> str:
-    """The command that `at` is in, as far back as 400 characters, over lines that a backslash continues."""
-    line = re.sub(r"\\\r?\n", " ", text[max(at - 400, 0) : at])
+    """The command that `at` is in, as far back as it is looked for, over lines that a backslash continues."""
+    line = re.sub(r"\\\r?\n", " ", text[max(at - _REACH, 0) : at])
     return re.split(r"[\n;|]|&&|\\n(?![a-z])", line)[-1]
 
 
@@ -175,10 +181,12 @@ def _option(option: str) -> Finder:
         for own, commands, value in _COMMANDS
         if own == option
     ]
+    words = _COMMAND_WORDS[option]
 
     def find(text: str, at: int) -> Iterator[Secret]:
         line = None
-        for command, value in rules:
+        near = text[max(at - _REACH, 0) : at].casefold()  # as the patterns take any case
+        for command, value in rules if any(word in near for word in words) else ():
             match = value.match(text, at + 2)
             if not match:
                 continue
@@ -496,3 +504,19 @@ _EXACT: tuple[tuple[str, Finder], ...] = (
     ("$", _crypt),
     (":5432:", _pgpass),
 )
+_SHARED = (" -", "sig", "{s")  # what several literals have in common and text seldom has
+
+
+def _gates() -> tuple[tuple[bytes, tuple[tuple[bytes, bool, Finder], ...]], ...]:
+    """The literals, each behind what is to be looked for first: a text with no `key` has no `private key` either."""
+    rules = [(literal, True, finder) for literal, finder in _EXACT]
+    rules += [(literal, False, finder) for literal, finder in _FOLDED]
+    beginnings = sorted({*_SHARED, *(literal.lower() for literal, _, _ in rules)}, key=len)
+    table: dict[str, list[tuple[bytes, bool, Finder]]] = {}
+    for literal, exact, finder in rules:
+        gate = next(beginning for beginning in beginnings if beginning in literal.lower())
+        table.setdefault(gate, []).append((literal.encode(), exact, finder))
+    return tuple((gate.encode(), tuple(finders)) for gate, finders in table.items())
+
+
+_GATES = _gates()

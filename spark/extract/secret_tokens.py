@@ -218,47 +218,59 @@ _CLASSES = bytes(ord("a") if byte in _RUN_CHARACTERS else ord(".") for byte in r
 _FULL_RUN = b"a" * _RUN
 
 
-def _runs(text: str) -> Iterator[tuple[int, int]]:
-    """Begin and end of every run of 16 or more characters that tokens are made of."""
-    classes = text.encode("latin-1", "replace").translate(_CLASSES)  # a byte a character, whatever the character
+def one_byte_each(text: str) -> bytes:
+    """The text with a byte for each character, `?` for those beyond Latin-1 but the two whose small letter is ASCII."""
+    if text.isascii():
+        return text.encode()
+    return text.replace("İ", "i").replace("\N{KELVIN SIGN}", "k").encode("latin-1", "replace")
+
+
+def find_tokens(text: str, data: bytes) -> list[Secret]:
+    """Secrets in `text` that their own characters give away; data: its characters, as `one_byte_each` makes them."""
+    found: list[Secret] = []
+    classes = data.translate(_CLASSES)
     begin = classes.find(_FULL_RUN)
     while begin >= 0:
         end = classes.find(b".", begin)
         if end < 0:
             end = len(classes)
-        yield begin, end
-        begin = classes.find(_FULL_RUN, end)
-
-
-def find_tokens(text: str) -> Iterator[Secret]:
-    """Secrets in `text` that their own characters give away."""
-    for begin, end in _runs(text):
+        places = [place.end() for place in _CANDIDATE.finditer(text, begin, end)]
         before = text[begin - 1 : begin]
-        done, rejected = 0, dict[str, int]()
-        for at in (begin, *(place.end() for place in _CANDIDATE.finditer(text, begin, end))):
-            if at < done:
-                continue
-            found: list[Secret] = []
-            if (at > begin or before in (".", "~")) and (shapes := _SEPARATED.get(text[at - 2 : at])):
-                found = _prefixed(text, at, shapes, rejected)
-            if not found and text[at : at + 3] in _BEGUN and text[at - 1 : at] != "+":
-                found = _solid(text, at)
-            if not found and text[at - 2 : at] == "Q~" and (azure := _AZURE.match(text, max(at - 6, 0))):
-                found = [Secret(*azure.span(), "api-key")]
-            for secret in found:
-                yield secret
-                done = secret.end
+        if before == "." or text[begin : begin + 3] in _BEGUN:
+            places.insert(0, begin)
+        if places:
+            found += _at_places(text, begin, before, places)
         if before == ".":
-            yield from _dotted(text, begin, end)
+            found += _dotted(text, begin, end)
         if (
             before == ":"
             and (match := _TELEGRAM.match(text, begin))
             and _TELEGRAM_ID.search(text[max(begin - 9, 0) : begin])
         ):
-            yield Secret(*match.span(), "telegram-token")
-        if text[end - 4 : end] == "_mmk" or "-us" in text[end - 5 : end]:
+            found.append(Secret(*match.span(), "telegram-token"))
+        if text.endswith("_mmk", begin, end) or "-us" in text[end - 5 : end]:
             for match in _ENDING.finditer(text, max(end - 60, begin), end):
-                yield Secret(*match.span(), "api-key")
+                found.append(Secret(*match.span(), "api-key"))
+        begin = classes.find(_FULL_RUN, end)
+    return found
+
+
+def _at_places(text: str, begin: int, before: str, places: list[int]) -> Iterator[Secret]:
+    """Secrets whose body, or which themselves, begin at one of the places in the run that begins at `begin`."""
+    done, rejected = 0, dict[str, int]()
+    for at in places:
+        if at < done:
+            continue
+        found: list[Secret] = []
+        if (at > begin or before == ".") and (shapes := _SEPARATED.get(text[at - 2 : at])):
+            found = _prefixed(text, at, shapes, rejected)
+        if not found and text[at : at + 3] in _BEGUN and text[at - 1 : at] != "+":
+            found = _solid(text, at)
+        if not found and text[at - 2 : at] == "Q~" and (azure := _AZURE.match(text, max(at - 6, 0))):
+            found = [Secret(*azure.span(), "api-key")]
+        for secret in found:
+            yield secret
+            done = secret.end
 
 
 def _prefixed(text: str, at: int, shapes: list[_Shape], rejected: dict[str, int]) -> list[Secret]:
