@@ -57,7 +57,8 @@ def fast() -> Iterator[Running]:
 
 
 def test_the_files_of_the_page(fast: Running) -> None:
-    kinds = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
+    kinds = {"/": "text/html", "/page.css": "text/css"}
+    kinds |= {f"/{name}.js": "text/javascript" for name in ("page", "rates", "requests", "text")}
     assert kinds.keys() == page.PATHS
     for path, kind in kinds.items():
         response = fast.http.get(path)
@@ -93,8 +94,10 @@ def test_ids_and_references_of_the_page() -> None:
     parsed.feed((folder / "index.html").read_text())
     assert len(set(parsed.ids)) == len(parsed.ids) and set(parsed.named) <= set(parsed.ids)
     assert not parsed.inline
-    used = re.findall(r'\b(?:at|say)\("([a-z-]+)"', (folder / "page.js").read_text())
-    assert set(used) <= set(parsed.ids)
+    used = [
+        name for script in folder.glob("*.js") for name in re.findall(r'\b(?:at|say)\("([a-z-]+)"', script.read_text())
+    ]
+    assert "open-requests" in used and set(used) <= set(parsed.ids)
 
 
 def luminance(color: str) -> float:
