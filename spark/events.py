@@ -101,10 +101,11 @@ class Feed:
     def _figures(self, stats: Mapping[str, Any] | None, health: Health) -> dict[str, Any]:
         """One sample; `engine` is left out where the daemon did not answer: what it counts is not known then."""
         alive = self._backend.alive
+        state = health.state if not stats else "ready"  # it has answered since it was looked at
         made: dict[str, Any] = {
             "time_s": time.monotonic(),
             "up": alive,
-            "daemon": health.state if alive else "down",
+            "daemon": state if alive else "down",
             "silent_s": round(health.silent_s, 1),
             "restarts": self._backend.restarts,
             "replies": self._replies(),

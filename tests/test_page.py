@@ -497,7 +497,8 @@ def test_the_list_of_requests(browser: Browser) -> None:
         threads = [threading.Thread(target=made.ask, args=("x" * 100,), kwargs={"n": 1 + (i == 7)}) for i in range(8)]
         for thread in threads:
             thread.start()
-        rows = "[...document.getElementById('open-requests').rows].map((row) => [...row.cells].map((it) => it.innerText))"
+        rows = "[...document.getElementById('open-requests').rows]"
+        rows += ".map((row) => [...row.cells].map((cell) => cell.textContent))"
         wait_for(shown, f"{rows}.length === 8")
         wait_for(shown, f"{rows}.some((cells) => cells[7] === 'writing' && cells[5] > 0 && cells[6] > 0)")
         assert "writing" in shown.locator("#requests-summary").inner_text()
