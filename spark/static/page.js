@@ -216,6 +216,7 @@ function showExperts() {
   at("by-layer").hidden = at("map-frame").hidden = at("cell").hidden = !some;
   document.querySelector(".legend").hidden = !some;
   if (!some) {
+    canvas.removeAttribute("aria-label");
     say("map-summary", engine ? "This model has no experts: all of it is resident." : "What is resident is not known now.");
     return;
   }
