@@ -563,6 +563,11 @@ class PrefixCache:
         node.snapshot = None
 
     @property
+    def reclaimable_blocks(self) -> int:
+        """Blocks, of all groups, that nobody but the tree holds and that `reclaim` would free."""
+        return self.reclaimable_tokens // KV_BLOCK_TOKENS * len(self._groups)
+
+    @property
     def reclaimable_tokens(self) -> int:
         """Positions that `reclaim` would make room for, one call after the other."""
         can: dict[Node, bool] = {}  # a chunk goes after those that follow it, which come first here

@@ -426,7 +426,10 @@ class Engine:
     # --- counters ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: requests, tokens, hits and misses by layer, memory."""
+        """Counters since the start: requests, tokens, hits and misses by layer, memory.
+
+        kv_blocks: what is neither free nor reclaimable (of prefixes alone, given up when room is short) requests hold.
+        """
         r = self.runner
         with translated():
             totals = r.residency.totals() | {"map": r.residency.map()}
@@ -436,7 +439,11 @@ class Engine:
             "queued": len(self._waiting),
             "tokens": dict(self._tokens),
             **totals,
-            "kv_blocks": {"total": r.kv.n_blocks, "free": r.kv.free_blocks},
+            "kv_blocks": {
+                "total": r.kv.n_blocks,
+                "free": r.kv.free_blocks,
+                "reclaimable": r.prefixes.reclaimable_blocks,
+            },
             "prefixes": r.prefixes.stats(),
             "plan": r.plan(),
         }

@@ -1,7 +1,8 @@
 """What the page at `/` is told, as server-sent events: the model when it is (re)started, and a sample each second.
 
 One task asks the daemon, at most once a second and only while somebody watches. Counters are totals since the start;
-who reads them takes differences, so samples may be missed and readers may come at any time.
+who reads them takes differences, so samples may be missed and readers may come at any time. Nothing of a request is in
+them but numbers, and words of ours (spark/board.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from engine.errors import SparkError
-from spark.backend import Backend, aside
+from spark.backend import Backend, Health, aside
+from spark.board import Board
 
 MAX_WATCHERS = 16
 EVERY_S = 1.0
@@ -43,8 +45,11 @@ class Counters:
 class Feed:
     """The events. replies: how many are being made; name: what the model is called. Closed, it ends for all."""
 
-    def __init__(self, backend: Backend, counters: Counters, replies: Callable[[], int], name: str) -> None:
+    def __init__(
+        self, backend: Backend, counters: Counters, replies: Callable[[], int], name: str, board: Board
+    ) -> None:
         self._backend, self._counters, self._replies, self._name = backend, counters, replies, name
+        self._board = board
         self._sampling: asyncio.Task[None] | None = None
         self._sample = b""
         self._number = 0
@@ -81,8 +86,9 @@ class Feed:
     async def _sample_on(self) -> None:
         while not self._closed:
             began_s = time.monotonic()
-            stats = await self._counters.get(EVERY_S) if self._backend.alive else {}
-            self._sample = _event("sample", self._figures(stats))
+            # Both wait at once, so that what is said of a daemon that does not answer costs no time of its own.
+            stats, health = await asyncio.gather(self._counters.get(EVERY_S), self._backend.health(EVERY_S))
+            self._sample = _event("sample", self._figures(stats, health))
             await self._tell()
             await asyncio.sleep(max(0.0, began_s + EVERY_S - time.monotonic()))
         await self._tell()
@@ -92,15 +98,20 @@ class Feed:
             self._number += 1
             self._sampled.notify_all()
 
-    def _figures(self, stats: Mapping[str, Any] | None) -> dict[str, Any]:
-        """One sample; `engine` is left out where the daemon did not answer: what was last known holds."""
+    def _figures(self, stats: Mapping[str, Any] | None, health: Health) -> dict[str, Any]:
+        """One sample; `engine` is left out where the daemon did not answer: what it counts is not known then."""
+        alive = self._backend.alive
+        state = health.state if not stats else "ready"  # it has answered since it was looked at
         made: dict[str, Any] = {
             "time_s": time.monotonic(),
-            "up": self._backend.alive,
+            "up": alive,
+            "daemon": state if alive else "down",
+            "silent_s": round(health.silent_s, 1),
             "restarts": self._backend.restarts,
             "replies": self._replies(),
+            "requests": self._board.figures(),
         }
-        if stats is not None:
+        if alive and stats:
             made["engine"] = {key: stats[key] for key in _COUNTED if key in stats}
         return made
 

@@ -22,6 +22,7 @@ from engine import protocol
 from engine.errors import ContextOverflowError, RequestError, SparkError
 from engine.tokenizer import Tokenizer
 from spark.backend import Backend, Generation
+from spark.board import Choice, Row
 from spark.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage, refusal
 from spark.logprobs import Aligner
 from spark.metrics import Metrics
@@ -159,30 +160,41 @@ class Model:
             made |= {"after": dialect.shuts, "opens": dialect.opens}
         return made
 
-    async def replies(self, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
+    async def replies(
+        self, prompts: Sequence[Prompt], row: Row | None = None
+    ) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
         """The choices of a request as they come, each by its number: those of the first prompt, of the second, ...
 
-        What a prompt took to read is said at the end of its first choice alone. However this generator is left, the
-        daemon does not go on with any of them.
+        What a prompt took to read is said at the end of its first choice alone. row: where to note how far they are.
+        However this generator is left, the daemon does not go on with any of them.
         """
+        if row is not None:
+            row.prompt_tokens = sum(len(prompt.opening.tokens) for prompt in prompts)
         replies: list[_Reply] = []
         for prompt in prompts:
             leader = asyncio.get_running_loop().create_future() if prompt.conversation.choices > 1 else None
             for k in range(prompt.conversation.choices):
                 chosen = replace(prompt, conversation=prompt.conversation.choice(k))
-                replies.append(self.reply(chosen, leader, first=k == 0))
+                progress = None if row is None else row.choice()
+                replies.append(self.reply(chosen, leader, first=k == 0, progress=progress))
         async with contextlib.aclosing(_interleaved(replies)) as items:
             async for item in items:
                 yield item
 
     async def reply(
-        self, prompt: Prompt, leader: asyncio.Future[int | None] | None = None, *, first: bool = True
+        self,
+        prompt: Prompt,
+        leader: asyncio.Future[int | None] | None = None,
+        *,
+        first: bool = True,
+        progress: Choice | None = None,
     ) -> AsyncGenerator[list[Part] | Finish]:
         """The parts of a reply as they come, none where nothing came for a while, and its end.
 
-        leader: what the first of several choices is sent as, which it says and the others wait for. However this
-        generator is left, the daemon does not go on with the request.
+        leader: what the first of several choices is sent as, which it says and the others wait for. progress: where to
+        note how far it is. However this generator is left, the daemon does not go on with the request.
         """
+        progress = progress or Choice()
         run = _Run(self._renderer, self._tokenizer, prompt, self.ctx_tokens)
         began_s, reason = time.monotonic(), ""
         said_s: float | None = None  # when something was last given out
@@ -211,6 +223,7 @@ class Model:
                     soon = said_s is None and prompt.grammar is None
                     event = await generation.next(_SOON_S if soon else KEEP_ALIVE_S)
                     parts = [] if event is None else run.take(event)
+                    progress.take(run.used, prompt=first)
                     # A call whose arguments cannot be shown yet is no reason to be silent either.
                     if parts or said_s is None or time.monotonic() - said_s >= KEEP_ALIVE_S:
                         yield parts
@@ -219,7 +232,7 @@ class Model:
             if parts := run.flush():
                 yield parts
             finish = run.finish()
-            reason = finish.reason
+            reason = progress.finish = finish.reason
             if not first:
                 finish = replace(finish, usage=replace(finish.usage, prompt=0, cached=0))
             yield finish
@@ -238,6 +251,7 @@ class Model:
                 leader.set_result(None)
             ended_s = time.monotonic()
             used = run.used
+            progress.take(used, prompt=first)
             if run.begun:
                 first_s = run.first_s
                 to_first_s = None if first_s is None else first_s - prompt.arrived_s

@@ -1,4 +1,4 @@
-"""The page at `/`: three files of this package, which load nothing from elsewhere.
+"""The page at `/`: a few files of this package, which load nothing from elsewhere.
 
 They hold nothing secret and are served to whoever may connect; the events that the page shows are not.
 """
@@ -15,6 +15,9 @@ _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/rates.js": ("rates.js", "text/javascript; charset=utf-8"),
+    "/requests.js": ("requests.js", "text/javascript; charset=utf-8"),
+    "/text.js": ("text.js", "text/javascript; charset=utf-8"),
 }
 PATHS = frozenset(_FILES)
 _HEADERS = {

@@ -35,6 +35,7 @@ from engine.errors import ContextOverflowError, OverloadedError, RequestError, S
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
+from spark.board import Board, Row
 from spark.bodies import Bodies
 from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
@@ -362,7 +363,8 @@ class _Service:
         self._created = int(time.time())
         self._counters = Counters(backend)
         self._replies = 0  # being made or waited for
-        self.feed = Feed(backend, self._counters, lambda: self._replies, name)
+        self._board = Board()
+        self.feed = Feed(backend, self._counters, lambda: self._replies, name, self._board)
         self.closing = Closing()
         self.bodies = Bodies()
 
@@ -429,20 +431,22 @@ class _Service:
         writers = api.writers(self._name, body, conversation)
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._places(len(writers)))
+            row = held.enter_context(self._board.request(api.name, len(writers)))
             try:
                 prompts = [await self._model.prompt(one) for one in conversation.apart()]
             except RequestError as error:
                 error.field = error.field or api.prompt
                 if not (isinstance(error, ContextOverflowError) and conversation.stream and api.overflow_in_stream):
                     raise
+                row.fail(error)
                 self._metrics.request(api.name, error.code)
                 return EventStream(_once(writers[0].start(0) + writers[0].failed(error)))
-            replies = self._model.replies(prompts)
+            replies = self._model.replies(prompts, row)
             if not conversation.stream:
                 return await json_unless_left(request, self._whole(api, writers, replies))
             held.push_async_callback(replies.aclose)
             first = await anext(replies)  # what is refused at once gets a status
-            return EventStream(self._stream(api, writers, prompts[0], first, replies), held.pop_all())
+            return EventStream(self._stream(api, writers, prompts[0], row, first, replies), held.pop_all())
 
     @contextlib.contextmanager
     def _places(self, n: int) -> Iterator[None]:
@@ -484,6 +488,7 @@ class _Service:
         api: _Api,
         writers: Sequence[_Writer],
         prompt: Prompt,
+        row: Row,
         first: tuple[int, list[Part] | Finish],
         replies: _Replies,
     ) -> AsyncGenerator[bytes]:
@@ -505,6 +510,7 @@ class _Service:
                 i, item = await self.closing.run(anext(replies))
         except SparkError as error:
             outcome = error.code
+            row.fail(error)
             yield writers[0].failed(error)
         finally:
             self._metrics.request(api.name, outcome)

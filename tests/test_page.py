@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from test_server import PATIENCE_S, Running, fake, running, wait_until
 
@@ -25,6 +28,8 @@ from engine.placement import Placement
 from engine.policy import SlotState, fill
 from engine.residency import Residency
 from spark import events, page
+from spark.board import Board
+from spark.conversation import Usage
 from tests.commands import NANO, ROOT, started
 
 if TYPE_CHECKING:
@@ -57,7 +62,8 @@ def fast() -> Iterator[Running]:
 
 
 def test_the_files_of_the_page(fast: Running) -> None:
-    kinds = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
+    kinds = {"/": "text/html", "/page.css": "text/css"}
+    kinds |= {f"/{name}.js": "text/javascript" for name in ("page", "rates", "requests", "text")}
     assert kinds.keys() == page.PATHS
     for path, kind in kinds.items():
         response = fast.http.get(path)
@@ -93,8 +99,10 @@ def test_ids_and_references_of_the_page() -> None:
     parsed.feed((folder / "index.html").read_text())
     assert len(set(parsed.ids)) == len(parsed.ids) and set(parsed.named) <= set(parsed.ids)
     assert not parsed.inline
-    used = re.findall(r'\b(?:at|say)\("([a-z-]+)"', (folder / "page.js").read_text())
-    assert set(used) <= set(parsed.ids)
+    used = [
+        name for script in folder.glob("*.js") for name in re.findall(r'\b(?:at|say)\("([a-z-]+)"', script.read_text())
+    ]
+    assert "open-requests" in used and set(used) <= set(parsed.ids)
 
 
 def luminance(color: str) -> float:
@@ -321,6 +329,222 @@ def test_the_page_shows_a_server_at_work(browser: Browser, tmp_path: Path) -> No
         finally:
             done.set()
             thread.join()
+
+
+class Counted:
+    """The counters of a busy engine, which has written 50 tokens more each time it is asked, if the daemon answers."""
+
+    def __init__(self, made: Running) -> None:
+        self.stats = made.backend.stats
+        self.busy, self.n = True, 0
+        self.blocks = {"total": 64, "free": 8, "reclaimable": 40}
+
+    def __call__(self) -> dict[str, Any]:
+        found = self.stats()  # which waits for the daemon
+        if not found:
+            return {}
+        self.n += self.busy
+        n = self.n
+        tokens = {"written": 50 * n, "read": 100 * n, "reused": 0}
+        experts = {"hits": 30 * n, "misses": 10 * n, "hits_by_layer": [30 * n], "misses_by_layer": [10 * n]}
+        return {"tokens": tokens, **experts, "map": ["pc." if n % 2 else "p.c"], "kv_blocks": self.blocks}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, Counted]]:
+    with running() as made:
+        counters = Counted(made)
+        monkeypatch.setattr(made.backend, "stats", counters)
+        yield made, counters
+
+
+RATES = """() => [
+  ...["state", "written", "read", "hits"].map((id) => document.getElementById(id).textContent),
+  /[0-9,]+(?= misses a second)|$/.exec(document.getElementById("map").getAttribute("aria-label") ?? "")[0],
+]"""
+BUSY = f"(([_, written, read, hits, misses]) => written > 0 && read > 0 && hits === '75.0%' && misses > 0)(({RATES})())"
+
+
+def idle(shown: Page, state: str) -> None:
+    """Wait until the page says so and that nothing goes on."""
+    wait_until(lambda: shown.evaluate(RATES) == [state, "0", "0", "–", "0"])
+
+
+def test_rates_fall_to_zero_when_nothing_is_counted(browser: Browser, counted: tuple[Running, Counted]) -> None:
+    made, counters = counted
+    with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
+        wait_for(shown, BUSY)
+        counters.busy = False
+        idle(shown, "idle")
+        counters.busy = True
+        wait_for(shown, BUSY)
+        assert said == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the state of a process is read in /proc")
+def test_rates_of_a_daemon_that_is_stopped_and_of_one_that_is_down(
+    browser: Browser, counted: tuple[Running, Counted]
+) -> None:
+    made, _ = counted
+    with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
+        wait_for(shown, BUSY)
+        daemon = psutil.Process(made.backend.client().pid)
+        daemon.suspend()
+        idle(shown, "the daemon is stopped (SIGSTOP)")
+        daemon.resume()
+        wait_for(shown, BUSY)
+        assert shown.evaluate(RATES)[0] == "idle"
+        daemon.kill()
+        down = f"(([state, ...rates]) => state.startsWith('the daemon is down') ? rates : null)(({RATES})())"
+        wait_until(lambda: shown.evaluate(down) is not None)
+        assert shown.evaluate(down) == ["0", "0", "–", ""]  # at once, and there is no map
+        assert shown.locator("#kv").inner_text() == "–" and not shown.locator("#map").is_visible()
+        assert "no experts" not in shown.locator("#map-summary").inner_text()
+        made.ask("a")
+        wait_for(shown, BUSY)
+        assert shown.locator("#map").is_visible() and said == []
+
+
+def test_a_long_step_is_said_to_be_one(browser: Browser, counted: tuple[Running, Counted]) -> None:
+    made, _ = counted
+    with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, _):
+        wait_for(shown, BUSY)
+        asking = threading.Thread(target=made.ask, args=("hang",))
+        asking.start()
+        idle(shown, "in a long step")
+        psutil.Process(made.backend.client().pid).kill()
+        asking.join()
+
+
+def test_the_time_a_tab_was_hidden_is_not_now(browser: Browser, counted: tuple[Running, Counted]) -> None:
+    made, counters = counted
+    hide = """(hidden) => {
+      Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    watch = """() => {
+      const written = document.getElementById("written");
+      window.seen = [];
+      new MutationObserver(() => window.seen.push(written.textContent)).observe(written, { childList: true });
+    }"""
+    with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
+        wait_for(shown, BUSY)
+        shown.evaluate(watch)
+        shown.evaluate(hide, True)
+        wait_until(lambda: made.app.state.feed.watchers == 0)
+        counters.n += 1_000_000
+        shown.evaluate(hide, False)
+        wait_until(lambda: sum(text != "–" for text in shown.evaluate("window.seen")) >= 1)
+        wait_for(shown, BUSY)
+        seen = shown.evaluate("window.seen")
+        assert seen[0] == "–" and max(float(text.replace(",", "")) for text in seen if text != "–") < 1000
+        assert said == []
+
+
+def test_a_server_that_says_nothing_leaves_no_rates(browser: Browser, counted: tuple[Running, Counted]) -> None:
+    made, _ = counted
+    with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, _):
+        wait_for(shown, BUSY)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(made.app.state.feed, "_tell", lambda: asyncio.sleep(0))
+            wait_for(shown, "document.getElementById('state').textContent === 'no word from the server'")
+            assert shown.evaluate(RATES)[1:4] == ["–"] * 3
+        wait_for(shown, BUSY)
+
+
+def test_rates_are_means_over_their_windows(browser: Browser, fast: Running) -> None:
+    """Of one sample nothing is known; a long step is told late, and counts for all of the time it took."""
+    script = """async (given) => {
+      const { Counters } = await import("/rates.js");
+      const made = new Counters(10);
+      return given.map(([time, n]) => {
+        made.take(time, n === null ? null : { n });
+        return made.rate(3, (told) => told.n);
+      });
+    }"""
+    rates = [
+        ((0, 0), None), ((1, 50), 50), ((2, 100), 50), ((3, 150), 50), ((4, 150), 100 / 3), ((5, 150), 50 / 3),
+        ((6, 150), 0), ((7, 210), 20), ((8, None), 20), ((9, None), 20), ((10, None), 0), ((11, None), 0),
+        ((15, 370), 20), ((21, 99999), None), ((22, 99999), 0), ((4, 5), None), ((5, 3), 0),
+    ]  # fmt: skip
+    with opened(browser, f"http://127.0.0.1:{fast.port}") as (shown, _):
+        found = shown.evaluate(script, [given for given, _ in rates])
+    assert found == pytest.approx([expected for _, expected in rates])
+
+
+def test_the_meter_tells_requests_from_prefixes(browser: Browser, counted: tuple[Running, Counted]) -> None:
+    made, counters = counted
+    with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
+        meter = shown.get_by_role("meter", name="KV cache")
+        meter.wait_for()
+        assert shown.locator("#kv").inner_text() == "25%"
+        now = {name: meter.get_attribute(f"aria-{name}") for name in ("valuemin", "valuenow", "valuemax", "valuetext")}
+        text = "Of 64 blocks 16 held by requests, 40 by prefixes, given up when needed, 8 free"
+        assert now == {"valuemin": "0", "valuenow": "16", "valuemax": "64", "valuetext": text}
+        parts = shown.get_by_role("list", name="Blocks of the KV cache").get_by_role("listitem")
+        assert parts.all_inner_texts() == ["16 held by requests", "40 by prefixes, given up when needed", "8 free"]
+        widths = [shown.locator(f"#kv-meter .{name}").bounding_box()["width"] for name in ("held", "spare")]
+        assert widths[1] > 2 * widths[0] > 0
+        counters.blocks = {"total": 64, "free": 0, "reclaimable": 64}
+        wait_for(shown, "document.getElementById('kv').textContent === '0%'")
+        assert meter.get_attribute("aria-valuenow") == "0" and said == []
+
+
+def test_the_list_of_requests(browser: Browser) -> None:
+    """Eight at once on a slow daemon, by keyboard and on a phone; then how they ended."""
+    with running(fake(step_s=0.02)) as made, opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
+        wait_for(shown, "document.getElementById('requests-summary').textContent === 'None yet.'")
+        threads = [threading.Thread(target=made.ask, args=("x" * 100,), kwargs={"n": 1 + (i == 7)}) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        rows = "[...document.getElementById('open-requests').rows]"
+        rows += ".map((row) => [...row.cells].map((cell) => cell.textContent))"
+        wait_for(shown, f"{rows}.length === 8")
+        wait_for(shown, f"{rows}.some((cells) => cells[7] === 'writing' && cells[5] > 0 && cells[6] > 0)")
+        assert "writing" in shown.locator("#requests-summary").inner_text()
+        region = shown.get_by_role("region", name="List of requests")
+        table = region.get_by_role("table")
+        heads = ["No.", "API", "Open for", "Prompt", "Reused", "Written", "Tokens/s", "State"]
+        assert table.get_by_role("columnheader").all_inner_texts() == heads
+        assert table.get_by_role("rowheader").count() >= 8
+        assert shown.locator("[aria-live] table, table[aria-live], [role=status] table").count() == 0
+        shown.evaluate("[...document.getElementById('open-requests').rows].at(-1).cells[1].id = 'kept'")
+        shown.set_viewport_size({"width": 320, "height": 600})
+        wait_for(shown, "document.documentElement.scrollWidth <= 320")
+        for thread in threads:
+            thread.join()
+        ended = rows.replace("open-", "ended-")
+        wait_for(shown, f"{rows}.length === 0 && {ended}.length === 8")
+        found = shown.evaluate(ended)
+        assert all(re.fullmatch(r"done, \d+ s ago", cells[7]) for cells in found)
+        assert sorted(cells[1] for cells in found) == ["chat"] * 7 + ["chat, 2 choices"]
+        assert {cells[5] for cells in found} == {"100", "200"} and float(found[0][6]) > 0
+        assert shown.locator("#kept").count() == 1  # the same row, whatever it says now
+        assert shown.locator("#requests-summary").inner_text() == "None is open."
+        shown.locator("body").press("Tab")
+        wait_for(shown, "document.activeElement.getAttribute('aria-label') === 'List of requests'")
+        shown.keyboard.press("ArrowRight")
+        wait_until(lambda: region.evaluate("(it) => it.scrollLeft") > 0)
+        assert said == []
+
+
+def test_more_requests_than_are_shown(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as made:
+        full = Board()
+        open_ones = [full.request("messages", 1 + (i == 1)) for i in range(40)]
+        first, *_ = (one.__enter__() for one in open_ones)
+        first.prompt_tokens = 1000
+        first.choice().take(Usage(450, 0, 64))
+        monkeypatch.setattr(made.app.state.feed, "_board", full)
+        with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
+            shown.get_by_text("and 24 more waiting").wait_for()
+            assert shown.locator("#requests-summary").inner_text() == "40 open: 1 reading, 39 waiting."
+            lines = shown.locator("#open-requests tr")
+            assert lines.count() == 16
+            cells = lines.first.locator("th, td").all_inner_texts()
+            assert cells[:2] == ["1", "messages"] and cells[3:] == ["1,000", "64", "0", "–", "reading 45%"]
+            assert lines.nth(1).locator("td").first.inner_text() == "messages, 2 choices"
+            assert said == []
 
 
 def test_a_model_without_experts(browser: Browser, fast: Running) -> None:

@@ -278,10 +278,26 @@ def test_a_running_sequences_blocks_are_shared_and_stay() -> None:
     assert not cache.reclaim()
     first.release()
     assert not cache.reclaim()
-    assert cache.reclaimable_tokens == 0
+    assert cache.reclaimable_tokens == cache.reclaimable_blocks == 0
     second.release()
-    assert cache.reclaimable_tokens == 2 * CHUNK
+    assert cache.reclaimable_tokens == 2 * CHUNK and cache.reclaimable_blocks == 2 * 2 * CHUNK // 64
     assert kv.pools[0].free_blocks == 4 and cache.reclaim() and cache.reclaim() and not cache.reclaim()
+
+
+def test_reclaimable_blocks_are_those_that_reclaiming_frees() -> None:
+    """Of all groups, and none that a running sequence holds."""
+    kv = make_cache("everything", 40 * 64)
+    cache = PrefixCache(kv, CHUNK, 1 << 20)
+    for letters in ("abc", "abd", "x"):
+        prefill(kv, cache, prompt(letters, 9))[0].release()
+    running, _ = prefill(kv, cache, prompt("ab", 9))
+    expected, free = cache.reclaimable_blocks, kv.free_blocks
+    while cache.reclaim():
+        pass
+    assert 0 < expected == kv.free_blocks - free
+    assert cache.reclaimable_blocks == 0 < cache.stats()["device_blocks"]
+    running.release()
+    assert cache.reclaimable_blocks == cache.stats()["device_blocks"]
 
 
 def test_what_was_used_last_stays_longest() -> None:

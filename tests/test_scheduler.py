@@ -209,6 +209,28 @@ def test_a_prefix_is_reused_and_said_to_be(engine: Engine) -> None:
     assert engine.stats()["tokens"] == {"read": 61 + 67 - 64, "reused": 64, "written": 10}
 
 
+def test_blocks_of_requests_and_of_prefixes_alone_are_told_apart(engine: Engine) -> None:
+    def held() -> int:
+        blocks = engine.stats()["kv_blocks"]
+        return int(blocks["total"] - blocks["free"] - blocks["reclaimable"])
+
+    before = engine.stats()["kv_blocks"]
+    tokens = tuple(int(t) for t in np.random.default_rng(17).integers(0, 301, 2 * 64 + 9))
+    engine.submit(Generate(1, tokens, 5, stop_tokens=()))
+    while not any(isinstance(event, Tokens) for event in engine.step()):
+        pass
+    assert held() == 3
+    drain(engine)
+    after = engine.stats()["kv_blocks"]
+    assert held() == 0 and after["reclaimable"] == before["reclaimable"] + 2
+    assert after["free"] + after["reclaimable"] == after["total"] == before["total"]
+    engine.submit(Generate(2, (*tokens, 5), 5, stop_tokens=()))
+    engine.step()
+    assert held() == 3  # those of the prefix are the request's now, too
+    engine.cancel(2)
+    assert held() == 0
+
+
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_request_cancelled_among_others_leaves_them_alone(engine: Engine, victim: int) -> None:
     engine.submit(Generate(1, PROMPT[:30], 150, stop_tokens=()))

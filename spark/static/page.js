@@ -1,9 +1,17 @@
-// The page at /: follows /events and shows what they say. Counters are totals, so rates are differences of samples.
+// The page at /: follows /events and shows what they say. Counters are totals, so rates are differences of samples
+// (rates.js); the list of requests is in requests.js.
 // The events are read with fetch, since EventSource cannot send the key, which is kept in this module alone.
 
-const HISTORY_S = 120;
+import { Counters, line } from "./rates.js";
+import { forgetRequests, showRequests } from "./requests.js";
+import { at, count, make, number, percent, rate, say, sum } from "./text.js";
+
+const HISTORY_S = 120; // of the graphs, which begin with SHORTEST_S
+const SHORTEST_S = 30;
 const RATE_S = { written: 3, read: 10 }; // rates are means of that long; what was read is counted more coarsely
 const HITS_S = 10;
+const MISSED_S = 3;
+const STALE_MS = 4000; // so long after the last event nothing is known of now
 const SILENCE_MS = 15000; // more than that between two events is a dead connection
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;
@@ -27,131 +35,135 @@ const SETTINGS = [
   ["kv_type", "KV cache"],
 ];
 
-const at = (id) => document.getElementById(id);
-const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
-const rate = (value) => number(value, value > 0 && value < 10 ? 1 : 0);
-const percent = (part, whole, digits = 1) => `${number((100 * part) / whole, digits)}%`;
-const sum = (values) => values.reduce((a, b) => a + b, 0);
-const count = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
-
-function say(id, text) {
-  const element = at(id);
-  if (element.textContent !== text) element.textContent = text; // or a screen reader would say it again
-}
-
-function make(name, text = "", className = "") {
-  const element = document.createElement(name);
-  element.textContent = text;
-  if (className) element.className = className;
-  return element;
-}
-
 // --- what is known ------------------------------------------------------------------------------
 
 let model = null;
-let samples = []; // the counters of the last HISTORY_S
-let engine = null; // its counters, when it last said them
-let brought = new Set(); // experts that were missed and brought in since its answer before, layer * width + expert
-let missedNow = []; // misses a second of each layer since then
+let engine = null; // the daemon's counters, when it last said them
 let engineTime = 0;
+let restarts = 0; // of the daemon that said them
+const counters = new Counters(Math.max(HITS_S, MISSED_S, ...Object.values(RATE_S)));
+let history = []; // rates of the last HISTORY_S, for the graphs
+let brought = new Set(); // experts that were missed and brought in since its answer before, layer * width + expert
+let missedNow = []; // misses a second of each layer
 
 function onModel(given) {
   model = given;
-  samples = [];
   engine = null;
-  brought = new Set();
-  missedNow = [];
+  forget();
   at("main").hidden = false;
   say("name", model.name);
   document.title = `${model.name} · Spark`;
   showSettings();
 }
 
+// Nothing is known of the time until now: what is told next is no change of what was told before.
+function forget() {
+  counters.forget();
+  forgetRequests();
+  brought.clear();
+  missedNow = [];
+}
+
+// Nothing was told for a while.
+function onSilence() {
+  forget();
+  showRates({ written: null, read: null, hits: null });
+}
+
 function onSample(sample) {
-  if (sample.engine) {
-    const { hits, misses, tokens } = sample.engine;
-    samples.push({ time_s: sample.time_s, hits, misses, tokens });
-    while (samples[0].time_s < sample.time_s - HISTORY_S) samples.shift();
-    follow(sample.engine, sample.time_s);
+  if (sample.restarts !== restarts || !sample.up) {
+    counters.forget();
+    brought.clear();
+    restarts = sample.restarts;
   }
+  if (!sample.up) engine = null;
+  counters.take(sample.time_s, sample.engine ? totals(sample.engine) : null);
+  if (sample.engine) follow(sample.engine, sample.time_s);
+  else if (sample.time_s - engineTime >= MISSED_S) brought.clear();
+  missedNow = (engine?.map ?? []).map((_, layer) => counters.rate(MISSED_S, (told) => told.byLayer[layer]) ?? 0);
   showState(sample);
+  showRequests(sample.requests, sample.time_s);
+  const rates = { written: 0, read: 0, hits: null };
+  if (sample.up) {
+    for (const kind of ["written", "read"]) rates[kind] = counters.rate(RATE_S[kind], (told) => told[kind]);
+    rates.hits = hitsNow();
+  }
+  remember(sample.time_s, rates);
+  showRates(rates);
   showFigures(sample);
-  if (!engine) return;
   showExperts();
-  showMemory(engine.plan ?? {});
+  showMemory(engine?.plan ?? {});
+}
+
+function totals({ tokens, hits, misses, misses_by_layer }) {
+  const { written, read } = tokens ?? { written: 0, read: 0 };
+  return { written, read, hits: hits ?? 0, misses: misses ?? 0, byLayer: misses_by_layer ?? [] };
 }
 
 function follow(now, time) {
-  const last = engine;
+  const last = engine, map = now.map ?? [];
   engine = now;
-  const map = now.map ?? [];
-  if (last && map.length === (last.map ?? []).length) {
-    const seconds = Math.max(0.001, time - engineTime);
-    missedNow = now.misses_by_layer.map((misses, layer) => Math.max(0, misses - last.misses_by_layer[layer]) / seconds);
-    brought.clear();
-    map.forEach((row, layer) => {
-      if (row === last.map[layer]) return;
-      for (let expert = 0; expert < row.length; expert++) {
-        if (row[expert] === "c" && last.map[layer][expert] === ".") brought.add(layer * row.length + expert);
-      }
-    });
-  }
   engineTime = time;
+  brought.clear();
+  if (!last || counters.told.length < 2 || map.length !== (last.map ?? []).length) return;
+  map.forEach((row, layer) => {
+    if (row === last.map[layer]) return;
+    for (let expert = 0; expert < row.length; expert++) {
+      if (row[expert] === "c" && last.map[layer][expert] === ".") brought.add(layer * row.length + expert);
+    }
+  });
 }
 
-// The sample that lies so many seconds before another, or the first.
-function before(end, seconds) {
-  let start = end;
-  while (start > 0 && samples[end].time_s - samples[start].time_s < seconds) start--;
-  return samples[start];
+// The share of hits, null where no expert was used within the window.
+function hitsNow() {
+  const hits = counters.over(HITS_S, (told) => told.hits), misses = counters.over(HITS_S, (told) => told.misses);
+  const all = hits ? hits.counted + misses.counted : 0;
+  return all ? hits.counted / all : null;
 }
 
-// Tokens a second of a kind, at a sample.
-function growth(kind, end) {
-  const last = samples[end], first = before(end, RATE_S[kind]);
-  return last === first ? 0 : (last.tokens[kind] - first.tokens[kind]) / (last.time_s - first.time_s);
+function remember(time_s, rates) {
+  if (history.length && time_s < history.at(-1).time_s) history = []; // of another server
+  const gap = history.length && time_s - history.at(-1).time_s > STALE_MS / 1000;
+  if (gap) history.push({ time_s: history.at(-1).time_s, written: null, read: null, hits: null });
+  history.push({ time_s, ...rates });
+  while (history[0].time_s < time_s - HISTORY_S) history.shift();
 }
 
 // --- figures ------------------------------------------------------------------------------------
 
+const DAEMON = {
+  stopped: "the daemon is stopped (SIGSTOP)",
+  stuck: "the daemon does not answer",
+};
+
 function showState(sample) {
   let text = "idle";
-  if (!sample.up) text = "the daemon is down; the next request starts it";
-  else if (!sample.engine) text = "in a long step";
+  if (!sample.up && sample.replies) text = "the daemon is down and being started";
+  else if (!sample.up) text = "the daemon is down; the next request starts it";
+  else if (DAEMON[sample.daemon]) text = DAEMON[sample.daemon];
+  else if (!sample.engine) text = sample.replies ? "in a long step" : "waiting for the daemon";
   else if (sample.replies) text = "working";
   if (sample.restarts) text += `, restarted ${count(sample.restarts, "time")}`;
   say("state", text);
 }
 
-function graph(id, values) {
-  const top = Math.max(1e-9, ...values);
-  const step = 120 / Math.max(30, values.length - 1);
-  const points = values.map((value, i) => `${(120 - step * (values.length - 1 - i)).toFixed(1)},${(28 - (26 * value) / top).toFixed(1)}`);
-  at(id).firstElementChild.setAttribute("points", points.join(" "));
+function showRates(rates) {
+  for (const kind of ["written", "read"]) say(kind, rate(rates[kind]));
+  say("hits", rates.hits === null ? "–" : `${number(100 * rates.hits, 1)}%`);
+  for (const kind of ["written", "read", "hits"]) {
+    const values = history.map((then) => ({ time_s: then.time_s, value: then[kind] }));
+    line(at(`${kind}-graph`).firstElementChild, values, SHORTEST_S);
+  }
 }
 
 function showFigures(sample) {
   say("replies", number(sample.replies));
-  if (!engine) return;
-  if (engine.tokens) {
-    for (const kind of ["written", "read"]) {
-      say(kind, rate(growth(kind, samples.length - 1)));
-      graph(`${kind}-graph`, samples.map((_, i) => growth(kind, i)));
-    }
-    say("written-more", `${number(engine.tokens.written)} since the start`);
-    say("read-more", `${number(engine.tokens.read)} computed, ${number(engine.tokens.reused)} reused`);
-  }
-  say("queue", `${number(engine.running ?? 0)} at work, ${number(engine.queued ?? 0)} waiting`);
-  const blocks = engine.kv_blocks;
-  if (blocks?.total) {
-    const used = blocks.total - blocks.free;
-    say("kv", percent(used, blocks.total, 0));
-    say("kv-more", `${number(used)} of ${count(blocks.total, "block")}, prefixes included`);
-    const meter = at("kv-meter");
-    meter.setAttribute("aria-valuenow", String(Math.round((100 * used) / blocks.total)));
-    meter.firstElementChild.style.width = percent(used, blocks.total, 1);
-  }
-  const prefix = engine.prefixes;
+  const tokens = engine?.tokens;
+  say("written-more", tokens ? `${number(tokens.written)} since the start` : "");
+  say("read-more", tokens ? `${number(tokens.read)} computed, ${number(tokens.reused)} reused` : "");
+  say("queue", engine ? `${number(engine.running ?? 0)} at work, ${number(engine.queued ?? 0)} waiting` : "");
+  showCache(engine?.kv_blocks);
+  const prefix = engine?.prefixes;
   at("prefix-figure").hidden = !prefix;
   if (prefix) {
     say("prefix", number((prefix.device_chunks + prefix.host_chunks) * prefix.chunk_tokens));
@@ -161,17 +173,24 @@ function showFigures(sample) {
   }
 }
 
+// Blocks that requests hold are in use; prefixes that nobody uses make room when it is needed.
+function showCache(blocks) {
+  const meter = at("kv-meter"), known = Boolean(blocks?.total);
+  meter.hidden = at("kv-parts").hidden = !known;
+  say("kv", known ? percent(blocks.total - blocks.free - (blocks.reclaimable ?? 0), blocks.total, 0) : "–");
+  if (!known) return;
+  const { total, free, reclaimable: spare = 0 } = blocks;
+  const held = total - free - spare;
+  meter.setAttribute("aria-valuenow", String(held));
+  meter.setAttribute("aria-valuemax", String(total));
+  const parts = [`${number(held)} held by requests`, `${number(spare)} by prefixes, given up when needed`, `${number(free)} free`];
+  meter.setAttribute("aria-valuetext", `Of ${count(total, "block")} ${parts.join(", ")}`);
+  [held, spare].forEach((n, i) => { meter.children[i].style.width = percent(n, total, 2); });
+  ["kv-held", "kv-spare", "kv-free"].forEach((id, i) => say(id, parts[i]));
+}
+
 function showHits() {
-  const rates = samples.map((last, i) => {
-    const first = before(i, HITS_S);
-    const hits = last.hits - first.hits, all = hits + last.misses - first.misses;
-    return all > 0 ? hits / all : null;
-  });
-  const known = rates.filter((value) => value !== null);
-  graph("hits-graph", known);
-  const now = rates.at(-1) ?? null;
   const all = engine.hits + engine.misses;
-  say("hits", now !== null ? `${number(100 * now, 1)}%` : all ? percent(engine.hits, all) : "–");
   say("hits-more", all ? `${percent(engine.hits, all)} since the start` : "nothing decoded yet");
 }
 
@@ -191,13 +210,14 @@ function layout(layers, experts) {
 }
 
 function showExperts() {
-  const map = engine.map ?? [];
+  const map = engine?.map ?? [];
   const some = map.length > 0 && map[0].length > 0;
   at("hits-figure").hidden = !some;
   at("by-layer").hidden = at("map-frame").hidden = at("cell").hidden = !some;
   document.querySelector(".legend").hidden = !some;
   if (!some) {
-    say("map-summary", "This model has no experts: all of it is resident.");
+    canvas.removeAttribute("aria-label");
+    say("map-summary", engine ? "This model has no experts: all of it is resident." : "What is resident is not known now.");
     return;
   }
   showHits();
@@ -401,7 +421,7 @@ async function listen() {
   const controller = new AbortController();
   const hide = () => document.hidden && controller.abort();
   document.addEventListener("visibilitychange", hide);
-  let silence = setTimeout(() => controller.abort(), SILENCE_MS);
+  let silence = setTimeout(() => controller.abort(), SILENCE_MS), stale;
   try {
     const bytes = String.fromCharCode(...new TextEncoder().encode(key)); // a header holds bytes
     const headers = key ? { authorization: `Bearer ${bytes}` } : {};
@@ -414,13 +434,20 @@ async function listen() {
       const { value, done } = await reader.read();
       if (done) return false;
       clearTimeout(silence);
+      clearTimeout(stale);
       silence = setTimeout(() => controller.abort(), SILENCE_MS);
+      stale = setTimeout(() => {
+        onSilence();
+        say("state", "no word from the server");
+      }, STALE_MS);
       const events = (text + value).split("\n\n");
       text = events.pop();
       events.forEach(onEvent);
     }
   } finally {
     clearTimeout(silence);
+    clearTimeout(stale);
+    onSilence();
     document.removeEventListener("visibilitychange", hide);
     controller.abort();
   }
