@@ -239,7 +239,7 @@ def served(made: Json) -> str:
 def family(name: str) -> str:
     """What a heading adds for another model than the one that is measured in full."""
     key = name.removesuffix(".json").partition("-")[2]
-    return f": {FAMILIES[key]}" if key else ""
+    return f": {(FAMILIES | PARTS)[key]}" if key else ""
 
 
 def decode(name: str, made: Json) -> list[str]:
@@ -433,6 +433,7 @@ def agent_replay(name: str, made: Json) -> list[str]:
 
 
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
+PARTS = {"policies": "real policies"}  # of a measurement that has a file of its own
 def clients(name: str, made: Json) -> list[str]:
     text = CLIENTS.format(
         versions=" and ".join(f"{program} {said.split()[-1] if program == 'codex' else said.split()[0]}"
@@ -465,7 +466,7 @@ SECTIONS = {
     "policies.json": policies,
     "decode.json": decode,
     "prefill.json": prefill,
-    **{f"decode-{key}.json": decode for key in FAMILIES},
+    **{f"decode-{key}.json": decode for key in (*PARTS, *FAMILIES)},
     **{f"prefill-{key}.json": prefill for key in FAMILIES},
     "bench.json": bench,
     "cuda_kernels.json": cuda_kernels,
@@ -532,7 +533,20 @@ def gpu_table(made: dict[str, Json]) -> list[str]:
         return []
     one = made.get("decode.json") or made["prefill.json"]
     about = f"{one['model']} ({one['model_bytes'] / 2**30:.1f} GiB) on one {one['host']['gpu']}, batch 1:"
-    return [about, "", *table(["", "tokens/s"], rows)]
+    return [about, "", *table(["", "tokens/s"], rows), *real_policies(made.get("decode-policies.json"))]
+
+
+def real_policies(made: Json | None) -> list[str]:
+    """What policies make of sessions that they were not fitted to, on the GPU."""
+    if made is None:
+        return []
+    speed = {(r["residency_pct"], r["policy"]): spread(r["decode_tokens_per_s"], 1) for r in made["policies"]}
+    percents = list(dict.fromkeys(percent for percent, _ in speed))
+    text = "The same, tokens/s under real policies on sessions of the model of routing that they were not fitted to:"
+    return [text, "", *table(
+        ["policy", *(f"{percent:g}% resident" for percent in percents)],
+        [[NAMES[policy], *(speed[percent, policy] for percent in percents)] for policy in ("lru", "static", "spark")],
+    )]  # fmt: skip
 
 
 def documents() -> dict[Path, str]:
