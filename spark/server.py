@@ -40,7 +40,7 @@ from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
 from spark.events import MAX_WATCHERS, Counters, Feed
-from spark.generation import Model, Prompt
+from spark.generation import KEEP_ALIVE_S, Model, Prompt
 from spark.http import (
     EXCEPTION_HANDLERS,
     Closing,
@@ -491,6 +491,7 @@ class _Service:
         outcome, left, (i, item) = "left", len(writers), first
         try:
             yield b"".join(writer.start(len(prompt.opening.tokens)) for writer in writers)
+            said_s = time.monotonic()
             while True:
                 if isinstance(item, Finish):
                     left -= 1
@@ -500,8 +501,12 @@ class _Service:
                         break
                 else:
                     made = b"".join(map(writers[i].part, item))
-                    if made or not item:
-                        yield made or writers[i].keep_alive
+                    # Nor is what a writer keeps until it is whole, as the input of a custom tool, a reason to be silent.
+                    if not made and (not item or time.monotonic() - said_s >= KEEP_ALIVE_S):
+                        made = writers[i].keep_alive
+                    if made:
+                        yield made
+                        said_s = time.monotonic()
                 i, item = await self.closing.run(anext(replies))
         except SparkError as error:
             outcome = error.code
