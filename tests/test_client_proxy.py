@@ -12,7 +12,8 @@ import pytest
 from test_server import PATIENCE_S, running
 
 from benchmarks.client_proxy import Proxy, Session, brings_results, events_of, problems_of, proxied
-from benchmarks.clients import claude_said, codex_said, widen
+from benchmarks.client_runs import widen
+from benchmarks.clients import claude_said, codex_said
 from engine.gguf import open_model
 from spark import api_messages, api_responses
 from spark.conversation import CallArguments, CallEnd, CallStart, Conversation, Finish, Part, Text, Usage
