@@ -61,6 +61,9 @@ def shape(request: Request, path: str, body: Json) -> Json:
     items = body.get("messages", body.get("input"))
     parts = set()
     for item in items if type(items) is list else []:
+        if type(item) is not dict:  # a text of which embeddings are wanted
+            parts.add(type(item).__name__)
+            continue
         name = str(item.get("role") or item.get("type"))
         name += " in a namespace" if "namespace" in item else ""
         if path in CHATS:
@@ -226,7 +229,7 @@ def events_of(text: str) -> list[Json]:
 class Session:
     """What the proxy does with one run of a program.
 
-    calls: tools that turns to come have to call. refusals: statuses that are no problem.
+    calls: tools that turns to come have to call. refusals: statuses that are no problem. narrowed: beyond those of all.
     """
 
     program: str
@@ -234,6 +237,7 @@ class Session:
     may_leave: bool = False
     calls: collections.deque[str] = field(default_factory=collections.deque)
     refusals: Sequence[int] = ()
+    narrowed: Mapping[str, Json] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     n_requests: int = 0
     n_streaming: int = 0  # replies of which something has come
@@ -342,8 +346,9 @@ class Proxy:
             inside = {f"{tool['name']}__{inner['name']}": inner for inner in tool.get("tools", [])}
             own = tool["function"] if chat else tool
             tools |= inside or {own.get("name", ""): own}
-        for name in tools.keys() & self.narrowed.keys():
-            values = self.narrowed[name]
+        narrowed = {**self.narrowed, **session.narrowed}
+        for name in tools.keys() & narrowed.keys():
+            values = narrowed[name]
             tools[name]["input_schema" if path.startswith("/v1/messages") else "parameters"] = {
                 "type": "object",
                 "properties": {key: {"enum": [value]} for key, value in values.items()},

@@ -42,6 +42,7 @@ from benchmarks.figures import json_option  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 LONG_TEXT_LINES = 900
+ENDING = ("StructuredOutput", "structured_output")  # tools whose call ends a run
 AT_REST_S = 20.0  # for the server to notice that a program has left
 
 
@@ -147,7 +148,8 @@ class Scenario:
 
     calls: tools that it is made to call. changed: whether the proxy changes anything. may_leave: it may end while a
     reply of an agent of its is still coming. fails_with: what it says when it has understood why it was refused.
-    refusals: statuses that it is to get. interrupted: it gets SIGINT while its first reply comes.
+    refusals: statuses that it is to get. narrowed: tools that may run, with what each may be called with.
+    interrupted: it gets SIGINT while its first reply comes. leaves: it shuts a reply's stream by itself.
     """
 
     name: str
@@ -160,7 +162,9 @@ class Scenario:
     may_leave: bool = False
     fails_with: str = ""
     refusals: Sequence[int] = ()
+    narrowed: Mapping[str, Json] = field(default_factory=dict)
     interrupted: bool = False
+    leaves: bool = False
 
 
 class Runner:
@@ -178,8 +182,8 @@ class Runner:
         self._number += 1
         key = f"s{self._number}"
         session = Session(
-            scenario.program, scenario.changed, scenario.may_leave or scenario.interrupted,
-            collections.deque(scenario.calls), scenario.refusals,
+            scenario.program, scenario.changed, scenario.may_leave or scenario.interrupted or scenario.leaves,
+            collections.deque(scenario.calls), scenario.refusals, scenario.narrowed,
         )  # fmt: skip
         self._proxy.sessions[key] = session
         place = self._home / (home or scenario.program)
@@ -194,11 +198,11 @@ class Runner:
             problems.append(f"exit code {done.returncode}: {(done.stderr.strip() or done.stdout.strip())[-300:]}")
         if session.calls:
             problems.append(f"not asked to call {', '.join(session.calls)}: no request had such a tool")
-        elif session.n_answers < len(scenario.calls) - ("StructuredOutput" in scenario.calls):  # which ends a run
+        elif session.n_answers < sum(name not in ENDING for name in scenario.calls):
             problems.append(f"{session.n_answers} results of tools for {len(scenario.calls)} calls")
         if missing := set(scenario.refusals) - set(session.refused):
             problems.append(f"expected to be refused with {sorted(missing)}")
-        if scenario.interrupted:
+        if scenario.interrupted or scenario.leaves:
             problems += self._left_behind(session)
         problems = [*session.problems, *problems]
         if scenario.fails_with:
@@ -218,7 +222,8 @@ class Runner:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end; 124 is the exit code of one that had to be killed."""
         process = subprocess.Popen(
-            command, cwd=self._work, env=env, text=True, start_new_session=True, stdin=subprocess.PIPE,
+            command, cwd=self._work, env=env, text=True, start_new_session=True,
+            stdin=subprocess.PIPE if scenario.stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         end_s = time.monotonic() + PATIENCE_S
@@ -227,7 +232,7 @@ class Runner:
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
         try:
-            stdout, stderr = process.communicate(scenario.stdin, timeout=max(end_s - time.monotonic(), 0.0))
+            stdout, stderr = process.communicate(scenario.stdin or None, timeout=max(end_s - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()

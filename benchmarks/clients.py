@@ -173,8 +173,9 @@ def claude_said(stdout: str) -> tuple[list[str], list[str]]:
     """Problems and notices in the output of Claude Code."""
     events, problems = lines_of(stdout)
     finished = [event for event in events if event.get("type") == "result"]
-    if len(finished) != 1:
-        problems.append(f"{len(finished)} results")
+    turns = [event for event in finished if "origin" not in event]  # others answer an agent that has ended
+    if len(turns) != 1:
+        problems.append(f"{len(turns)} results")
     for event in finished:
         if event.get("is_error") or event.get("subtype") != "success":
             problems.append(f"result: {event.get('subtype')}: {str(event.get('result'))[:300]}")

@@ -223,7 +223,7 @@ def _item(where: str, item: dict[str, Any], turns: _Turns) -> None:
     elif kind == "reasoning":
         turns.think(_reasoning(where, item))
     elif kind == "item_reference":
-        raise c.refusal(where, "nothing is kept here", hint="send the item itself")
+        raise c.refusal(where, "nothing is kept here", hint="send the item itself: `store`: false has clients do so")
 
 
 def _part(where: str, record: dict[str, Any]) -> str:

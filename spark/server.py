@@ -501,7 +501,7 @@ class _Service:
                         break
                 else:
                     made = b"".join(map(writers[i].part, item))
-                    # Nor is what a writer keeps until it is whole, as the input of a custom tool, a reason to be silent.
+                    # What a writer keeps until it is whole, as a custom tool's input, is no reason to be silent either.
                     if not made and (not item or time.monotonic() - said_s >= KEEP_ALIVE_S):
                         made = writers[i].keep_alive
                     if made:
