@@ -36,14 +36,10 @@ def look(place: str) -> str:
 
 def model(url: str, name: str, api: str, **more: Any) -> Any:
     """The model by one of the APIs."""
+    common = {"model": name, "api_key": "none", "max_retries": 0, "max_tokens": 2000, **more}
     if api == "anthropic":
-        return ChatAnthropic(
-            model_name=name, base_url=url, api_key="none", max_retries=0, max_tokens_to_sample=2000, **more
-        )
-    return ChatOpenAI(
-        model=name, base_url=f"{url}/v1", api_key="none", max_retries=0, max_tokens=2000,
-        use_responses_api=api == "responses", **more,
-    )  # fmt: skip
+        return ChatAnthropic(base_url=url, **common)
+    return ChatOpenAI(base_url=f"{url}/v1", use_responses_api=api == "responses", **common)
 
 
 def said(message: Any) -> dict[str, Any]:
@@ -115,7 +111,7 @@ def main() -> None:
         raise ValueError("embeddings were made")
 
     def cancelled() -> Any:
-        pieces = model(url, name, api).stream(asked)
+        pieces = model(url, name, api, max_tokens=20_000).stream("Count.")
         next(pieces)
         pieces.close()
         return {"cancelled": True}

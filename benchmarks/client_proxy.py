@@ -34,7 +34,7 @@ CHATS = ("/v1/chat/completions", "/v1/completions")
 INFERENCE = (*CHATS, "/v1/messages", "/v1/responses")
 _OUTLINED = (
     "thinking", "output_config", "reasoning", "text", "tool_choice", "context_management", "response_format",
-    "stream_options", "chat_template_kwargs", "metadata",
+    "stream_options", "chat_template_kwargs", "metadata", "safeguards",
 )  # fmt: skip
 Json: TypeAlias = dict[str, Any]
 
