@@ -61,7 +61,7 @@ programs were made to call tools {calls} times; {results} requests brought resul
 to understand, and the reply to an agent of Codex's that is still coming when Codex ends."""
 OTHER_CLIENTS = """\
 Programs and libraries, headless, against `spark serve` with {model}{layers}, by every API that each speaks: {runs}
-runs, {requests} requests of {shapes} shapes (names and types of all fields). They were made to call tools {calls} times;
+runs, {requests} requests of {shapes} shapes (names and types of all fields). Tools were called {calls} times;
 {results} requests brought results of tools. Pictures come in messages and from tools, and each such conversation goes
 on. *Left by the client*: cancelled in the middle on purpose, after which the server had to be idle. Two refusals are
 expected: 404 for embeddings, and 400 for a reference to what was not kept. Problems, of the kinds above: {problems}."""
