@@ -11,6 +11,7 @@ const { createOpenAICompatible } = load("@ai-sdk/openai-compatible");
 const { createOpenAI } = load("@ai-sdk/openai");
 const { createAnthropic } = load("@ai-sdk/anthropic");
 
+globalThis.AI_SDK_LOG_WARNINGS = false; // on stdout, which has to be one line of JSON
 const base = { apiKey: "none", baseURL: url + "/v1" };
 const compatible = createOpenAICompatible({ ...base, name: "spark", includeUsage: true, supportsStructuredOutputs: true });
 const openai = createOpenAI(base);
