@@ -29,6 +29,7 @@ ANSWER = {
     "required": ["answer"],
     "additionalProperties": False,
 }
+LONG_ANSWER = {"type": "array", "items": {"enum": ["done", "ready"]}, "minItems": 900, "maxItems": 900}
 LAST_EVENT = re.compile(rb"\n(event: (message_stop|response\.completed)\n[^\n]*|data: \[DONE\])\n\n$")
 CHATS = ("/v1/chat/completions", "/v1/completions")
 INFERENCE = (*CHATS, "/v1/messages", "/v1/responses")
@@ -238,6 +239,7 @@ class Session:
     calls: collections.deque[str] = field(default_factory=collections.deque)
     refusals: Sequence[int] = ()
     narrowed: Mapping[str, Json] = field(default_factory=dict)
+    form: Json = field(default_factory=lambda: ANSWER)  # of answers
     refused: set[int] = field(default_factory=set)
     n_requests: int = 0
     n_streaming: int = 0  # replies of which something has come
@@ -361,14 +363,14 @@ class Proxy:
             body["thinking"] = {"type": "enabled", "budget_tokens": REASONING_TOKENS}
         elif path == "/v1/responses":
             body["reasoning"] = {**(body.get("reasoning") or {}), "max_tokens": REASONING_TOKENS}
-        form = {"name": "answer", "schema": ANSWER}
+        form = {"name": "answer", "schema": session.form}
         if session.calls and session.calls[0] in tools:
             name = session.calls.popleft()
             kind = "tool" if path == "/v1/messages" else "function" if chat else tools[name]["type"]
             body["tool_choice"] = {"type": kind, **({"function": {"name": name}} if chat else {"name": name})}
         elif path == "/v1/messages":
             output = body.setdefault("output_config", {})
-            output.setdefault("format", {"type": "json_schema", "schema": ANSWER})
+            output.setdefault("format", {"type": "json_schema", "schema": session.form})
         elif chat:
             body.setdefault("response_format", {"type": "json_schema", "json_schema": form})
         else:

@@ -36,7 +36,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.client_proxy import PATIENCE_S, Json, Proxy, Session, proxied  # noqa: E402
+from benchmarks.client_proxy import ANSWER, LONG_ANSWER, PATIENCE_S, Json, Proxy, Session, proxied  # noqa: E402
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from spark.results import write_json  # noqa: E402
@@ -184,6 +184,7 @@ class Runner:
         session = Session(
             scenario.program, scenario.changed, scenario.may_leave or scenario.interrupted or scenario.leaves,
             collections.deque(scenario.calls), scenario.refusals, scenario.narrowed,
+            LONG_ANSWER if scenario.leaves else ANSWER,
         )  # fmt: skip
         self._proxy.sessions[key] = session
         place = self._home / (home or scenario.program)

@@ -314,11 +314,11 @@ def of_langchain(work: Path) -> list[list[Scenario]]:
 
 
 def script(program: str, api: str, what: str, image: str) -> Scenario:
-    """A run of a script. One that cancels has to have something to cancel."""
+    """A run of a script."""
     calls = {"tools": ["look"], "picture by tool": ["look"]}.get(what, [])
     left = what == "cancelled"
     return Scenario(
-        f"{api}: {what}", program, [api, what, image], calls, narrowed=LOOK, changed=not left, leaves=left,
+        f"{api}: {what}", program, [api, what, image], calls, narrowed=LOOK, leaves=left,
         refusals=REFUSED.get(what, []),
     )  # fmt: skip
 
