@@ -29,7 +29,14 @@ ANSWER = {
     "required": ["answer"],
     "additionalProperties": False,
 }
-LAST_EVENT = re.compile(rb"\nevent: (message_stop|response\.completed)\n[^\n]*\n\n$")
+LONG_ANSWER = {"type": "array", "items": {"enum": ["done", "ready"]}, "minItems": 900, "maxItems": 900}
+LAST_EVENT = re.compile(rb"\n(event: (message_stop|response\.completed)\n[^\n]*|data: \[DONE\])\n\n$")
+CHATS = ("/v1/chat/completions", "/v1/completions")
+INFERENCE = (*CHATS, "/v1/messages", "/v1/responses")
+_OUTLINED = (
+    "thinking", "output_config", "reasoning", "text", "tool_choice", "context_management", "response_format",
+    "stream_options", "chat_template_kwargs", "metadata", "safeguards",
+)  # fmt: skip
 Json: TypeAlias = dict[str, Any]
 
 
@@ -44,8 +51,9 @@ def shape(request: Request, path: str, body: Json) -> Json:
         "query": sorted(request.query_params),
         "headers": sorted(set(request.headers) - {"host", "content-length", "connection"}),
         "body": sorted(body),
+        "types": {name: type(value).__name__ for name, value in sorted(body.items())},
     }
-    for name in ("thinking", "output_config", "reasoning", "text", "tool_choice", "context_management"):
+    for name in _OUTLINED:
         if name in body:
             made[name] = _outline(body[name])
     if "stream" in body or path.endswith(("/messages", "/responses")):
@@ -54,8 +62,13 @@ def shape(request: Request, path: str, body: Json) -> Json:
     items = body.get("messages", body.get("input"))
     parts = set()
     for item in items if type(items) is list else []:
+        if type(item) is not dict:  # a text of which embeddings are wanted
+            parts.add(type(item).__name__)
+            continue
         name = str(item.get("role") or item.get("type"))
         name += " in a namespace" if "namespace" in item else ""
+        if path in CHATS:
+            parts |= {f"{name}.{key}" for key in item.keys() - {"role", "content"}}
         content = item.get("content", item.get("output"))
         parts |= {name} if content is None else {f"{name}: {kind}" for kind in _kinds(content)}
     made["items"] = sorted(parts)
@@ -96,6 +109,10 @@ def _kinds(content: Any) -> set[str]:
 def brings_results(body: Json) -> bool:
     """Whether a request's last turn has results of tools."""
     for item in reversed(body.get("messages") or (body["input"] if type(body.get("input")) is list else [])):
+        if type(item) is not dict:
+            return False
+        if item.get("role") == "tool":
+            return True
         if str(item.get("type")).endswith("_call_output") or "tool_result" in _kinds(item.get("content")):
             return True
         if item.get("role") == "assistant" or str(item.get("type")).endswith("_call"):
@@ -105,9 +122,11 @@ def brings_results(body: Json) -> bool:
 
 def problems_of(path: str, events: Sequence[Json]) -> list[str]:
     """What is wrong with the order of a stream's events."""
-    names = [event["type"] for event in events]
+    names = [event.get("type", event.get("object")) for event in events]
     try:
-        if path == "/v1/messages":
+        if path in CHATS:
+            _check_chunks(events)
+        elif path == "/v1/messages":
             _check_messages(events)
         else:
             _check_responses(events)
@@ -147,6 +166,8 @@ def _check_responses(events: Sequence[Json]) -> None:
     open_id = None
     for event in events[2:-1]:
         kind = event["type"].removeprefix("response.")
+        if kind == "in_progress":  # again, as a sign of life
+            continue
         assert event["output_index"] == len(done)
         if kind == "output_item.added":
             assert open_id is None
@@ -160,6 +181,32 @@ def _check_responses(events: Sequence[Json]) -> None:
         else:
             assert open_id == event["item_id"]
     assert open_id is None and events[-1]["response"]["output"] == done
+
+
+def _check_chunks(chunks: Sequence[Json]) -> None:
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    ended: set[int] = set()
+    arguments: dict[tuple[int, int], str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice.get("delta", {})
+            assert index not in ended
+            for call in delta.get("tool_calls", []):
+                key = (index, call["index"])
+                assert (key in arguments) != ("id" in call)
+                arguments[key] = arguments.get(key, "") + call["function"]["arguments"]
+            ended |= {index} if choice["finish_reason"] else set()
+    assert ended == set(range(len(ended))) and ended
+    for text in arguments.values():
+        json.loads(text)
+
+
+def chunks_of(text: str) -> list[Json]:
+    """The chunks of a stream of completions; comments are left out."""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    if not blocks or blocks[-1] != "data: [DONE]":
+        raise ValueError("the stream has no end")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
 
 
 def events_of(text: str) -> list[Json]:
@@ -181,13 +228,22 @@ def events_of(text: str) -> list[Json]:
 
 @dataclass
 class Session:
-    """What the proxy does with one run of a program. calls: tools that turns to come have to call."""
+    """What the proxy does with one run of a program.
+
+    calls: tools that turns to come have to call. refusals: statuses that are no problem. narrowed: beyond those of all.
+    """
 
     program: str
     changed: bool = True
     may_leave: bool = False
     calls: collections.deque[str] = field(default_factory=collections.deque)
+    refusals: Sequence[int] = ()
+    narrowed: Mapping[str, Json] = field(default_factory=dict)
+    form: Json = field(default_factory=lambda: ANSWER)  # of answers
+    refused: set[int] = field(default_factory=set)
     n_requests: int = 0
+    n_streaming: int = 0  # replies of which something has come
+    n_left: int = 0  # in the middle, by the program
     n_answers: int = 0  # requests that bring what a tool has said
     problems: list[str] = field(default_factory=list)
 
@@ -241,6 +297,7 @@ class Proxy:
         try:
             async for chunk in response.aiter_raw():
                 text += chunk
+                session.n_streaming += path in INFERENCE and len(text) == len(chunk)
                 yield chunk
             whole = True
         finally:
@@ -250,7 +307,10 @@ class Proxy:
             with contextlib.suppress(asyncio.CancelledError):
                 await response.aclose()
                 await client.aclose()
-            if response.status_code >= 400:
+            session.n_left += not whole
+            if response.status_code in session.refusals:
+                session.refused.add(response.status_code)
+            elif response.status_code >= 400:
                 session.problems.append(f"{path}: {response.status_code} {text[:300].decode(errors='replace')}")
             elif not whole and not session.may_leave:
                 session.problems.append(f"{path}: the client left")
@@ -263,15 +323,15 @@ class Proxy:
                 if found["method"] != "HEAD":
                     json.loads(text)
                 return
-            events = events_of(text)
+            events = (chunks_of if path in CHATS else events_of)(text)
         except ValueError as error:
             session.problems.append(f"{path}: the reply cannot be read: {error}")
             return
         session.problems += problems_of(path, events)
-        self.events.update(f"{path} {event['type']}" for event in events)
+        self.events.update(f"{path} {event.get('type', event.get('object'))}" for event in events)
         for event in events:
-            usage = (event.get("response") or event.get("message") or {}).get("usage") or {}
-            n = usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0)
+            usage = (event.get("response") or event.get("message") or event).get("usage") or {}
+            n = usage.get("input_tokens", 0) + usage.get("prompt_tokens", 0) + usage.get("cache_read_input_tokens", 0)
             self.prompt_tokens[session.program] = max(self.prompt_tokens.get(session.program, 0), n)
 
     def _note(self, found: Json, outcome: str) -> None:
@@ -282,34 +342,39 @@ class Proxy:
 
     def _change(self, session: Session, path: str, body: Json) -> Json:
         """Narrow the tools, and have the model call the next one or say something short."""
+        chat = path == "/v1/chat/completions"
         tools: dict[str, Json] = {}
         for tool in body.get("tools") or []:
             inside = {f"{tool['name']}__{inner['name']}": inner for inner in tool.get("tools", [])}
-            tools |= inside or {tool.get("name", ""): tool}
-        for name in tools.keys() & self.narrowed.keys():
-            values = self.narrowed[name]
+            own = tool["function"] if chat else tool
+            tools |= inside or {own.get("name", ""): own}
+        narrowed = {**self.narrowed, **session.narrowed}
+        for name in tools.keys() & narrowed.keys():
+            values = narrowed[name]
             tools[name]["input_schema" if path.startswith("/v1/messages") else "parameters"] = {
                 "type": "object",
                 "properties": {key: {"enum": [value]} for key, value in values.items()},
                 "required": list(values),
                 "additionalProperties": False,
             }
-        if path not in ("/v1/messages", "/v1/responses"):
+        if path not in INFERENCE[:1] + INFERENCE[2:]:
             return body
-        if "thinking" in body:
+        if "thinking" in body or (chat and "reasoning_effort" in body):
             body["thinking"] = {"type": "enabled", "budget_tokens": REASONING_TOKENS}
         elif path == "/v1/responses":
             body["reasoning"] = {**(body.get("reasoning") or {}), "max_tokens": REASONING_TOKENS}
+        form = {"name": "answer", "schema": session.form}
         if session.calls and session.calls[0] in tools:
             name = session.calls.popleft()
-            kind = "tool" if path == "/v1/messages" else tools[name]["type"]
-            body["tool_choice"] = {"type": kind, "name": name}
+            kind = "tool" if path == "/v1/messages" else "function" if chat else tools[name]["type"]
+            body["tool_choice"] = {"type": kind, **({"function": {"name": name}} if chat else {"name": name})}
         elif path == "/v1/messages":
             output = body.setdefault("output_config", {})
-            output.setdefault("format", {"type": "json_schema", "schema": ANSWER})
+            output.setdefault("format", {"type": "json_schema", "schema": session.form})
+        elif chat:
+            body.setdefault("response_format", {"type": "json_schema", "json_schema": form})
         else:
-            form = {"type": "json_schema", "name": "answer", "schema": ANSWER}
-            body["text"] = {"format": form, **(body.get("text") or {})}
+            body["text"] = {"format": {"type": "json_schema", **form}, **(body.get("text") or {})}
         return body
 
 

@@ -3,53 +3,40 @@
     npm install --prefix DIR @anthropic-ai/claude-code @openai/codex
     python benchmarks/clients.py data/nano/nano.gguf --bin DIR/node_modules/.bin --json data/results/clients.json
 
-The programs run in a temporary folder with settings of their own and talk to a proxy in front of the server. The proxy
-notes the shape of each request (names, types, statuses, never a text) and checks the order of the events that come
-back. A small model calls no tool by itself, so that the proxy changes what it passes on: the arguments of the tools
-that may run are narrowed to harmless ones, the turns that a scenario is about get a `tool_choice`, and the others a
-short form for the answer. The program does not notice: it runs the tool and sends the result.
-
-The prompts of these programs are longer than the context of the reference model. It is served as a copy that says it
-has a longer one, and that may have fewer layers (--layers): what the model says is nonsense either way.
+How they are run and made to call tools is in client_runs.py; other_clients.py does the same with other programs.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
-import collections
-import contextlib
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import gguf
-import httpx
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.client_proxy import ANSWER, PATIENCE_S, Json, Proxy, Session, proxied  # noqa: E402
-from benchmarks.driving import note  # noqa: E402
-from benchmarks.figures import json_option  # noqa: E402
-from spark.results import write_json  # noqa: E402
+from benchmarks.client_proxy import ANSWER, Json  # noqa: E402
+from benchmarks.client_runs import (  # noqa: E402
+    Program,
+    Runner,
+    Scenario,
+    drive,
+    lines_of,
+    long_text,
+    options,
+    picture,
+    run_one_by_one,
+    version_of,
+)
 
 PROGRAMS = ("claude", "codex")
 AT_ONCE = 6  # of each program
-LONG_TEXT_LINES = 900
 ASKS_FOR_MODELS = 'model_providers.spark.auth={command="echo",args=["none"]}'
 # A server of the Model Context Protocol with one tool.
 MCP_SERVER = """\
@@ -65,107 +52,6 @@ for line in sys.stdin:
         result = answers.get(asked["method"], {})
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
 """
-
-
-# --- the model ------------------------------------------------------------------------------------
-
-
-def widen(model: Path, out: Path, ctx_tokens: int, n_layer: int | None) -> None:
-    """Copy a model's first layers (None: all), with another length of the context in its metadata."""
-    reader = gguf.GGUFReader(model)
-    arch = reader.fields["general.architecture"].contents()
-    changed = {f"{arch}.context_length": ctx_tokens}
-    if n_layer is not None:
-        changed[f"{arch}.block_count"] = n_layer
-    writer = gguf.GGUFWriter(out, arch)
-    for name, value in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        kind, *inner = value.types
-        writer.add_key_value(name, changed.get(name, value.contents()), kind, inner[-1] if inner else None)
-    kept = [tensor for tensor in reader.tensors if _layer(tensor.name) < (n_layer or sys.maxsize)]
-    for tensor in kept:
-        writer.add_tensor_info(
-            tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in kept:
-        writer.write_tensor_data(np.ascontiguousarray(tensor.data))
-    writer.close()
-
-
-def _layer(name: str) -> int:
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else -1
-
-
-@contextlib.contextmanager
-def serving(model: Path, ctx_tokens: int, log: Path) -> Iterator[str]:
-    """`spark serve` on a free port; its URL."""
-    command = [sys.executable, "-m", "spark.cli", "serve", str(model), "--device", "cpu"]
-    command += ["--ctx", str(ctx_tokens), "--port", "0"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        yield _url(process, log)
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
-    end_s = time.monotonic() + 120
-    while time.monotonic() < end_s and process.poll() is None:
-        found = re.search(r"served at (http://[^/\s]+)", log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
-
-
-# --- the programs ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One run of a program.
-
-    calls: tools that it is made to call. changed: whether the proxy changes anything. may_leave: it may end while a
-    reply of an agent of its is still coming. fails_with: what it says when it has understood why it was refused.
-    """
-
-    name: str
-    program: str
-    arguments: Sequence[str]
-    calls: Sequence[str] = ()
-    stdin: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    changed: bool = True
-    may_leave: bool = False
-    fails_with: str = ""
-
-
-def long_text() -> str:
-    """About 30,000 tokens of the reference model's, or 60 KB."""
-    return "".join(f"line {i}: the value of item {i * 7919 % 1000} is {i * 104729 % 997}, as before\n"
-                   for i in range(LONG_TEXT_LINES))  # fmt: skip
-
-
-def picture() -> bytes:
-    """A PNG of one gray pixel."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        crc = zlib.crc32(kind + data).to_bytes(4, "big")
-        return len(data).to_bytes(4, "big") + kind + data + crc
-
-    head = (1).to_bytes(4, "big") * 2 + bytes([8, 0, 0, 0, 0])
-    parts = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0\x80")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + parts
 
 
 def narrowed(work: Path) -> dict[str, Json]:
@@ -263,83 +149,33 @@ def scenarios(work: Path) -> dict[str, list[list[Scenario]]]:
     }  # fmt: skip
 
 
-class Runner:
-    """Runs programs in a folder of their own."""
-
-    def __init__(self, proxy: Proxy, url: str, home: Path, work: Path, programs: Mapping[str, str], model: str) -> None:
-        self._proxy, self._url, self._home, self._work, self._model = proxy, url, home, work, model
-        self._programs = programs
-        self._number = 0
-
-    def run(self, scenario: Scenario, home: str = "") -> Json:
-        """Run a program; what it did, and what was wrong."""
-        self._number += 1
-        key = f"s{self._number}"
-        session = Session(
-            scenario.program, scenario.changed, scenario.may_leave, collections.deque(scenario.calls)
-        )
-        self._proxy.sessions[key] = session
-        place = self._home / (home or scenario.program)
-        place.mkdir(parents=True, exist_ok=True)
-        arguments, env = list(scenario.arguments), {"PATH": os.environ["PATH"], "HOME": str(place), "TERM": "dumb"}
-        env |= self._settings(scenario.program, f"{self._url}/{key}", place, arguments)
-        began_s = time.monotonic()
-        try:
-            done = subprocess.run(
-                [self._programs[scenario.program], *arguments], input=scenario.stdin, text=True, capture_output=True,
-                cwd=self._work, env={**env, **scenario.env}, timeout=PATIENCE_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            done = subprocess.CompletedProcess([], 124, "", f"not done in {PATIENCE_S:.0f} s")
-        problems, notices = (claude_said if scenario.program == "claude" else codex_said)(done.stdout)
-        if done.returncode and not scenario.fails_with:
-            problems.append(f"exit code {done.returncode}: {done.stderr.strip()[-300:]}")
-        if session.calls:
-            problems.append(f"not asked to call {', '.join(session.calls)}: no request had such a tool")
-        elif session.n_answers < len(scenario.calls) - ("StructuredOutput" in scenario.calls):  # which ends a run
-            problems.append(f"{session.n_answers} results of tools for {len(scenario.calls)} calls")
-        problems = [*session.problems, *problems]
-        if scenario.fails_with:
-            understood = any(scenario.fails_with in problem for problem in problems)
-            problems = [] if understood else [f"nothing said {scenario.fails_with!r}", *problems]
-        made = {
-            "program": scenario.program, "scenario": scenario.name, "requests": session.n_requests,
-            "calls": len(scenario.calls), "results": session.n_answers, "seconds": round(time.monotonic() - began_s, 1),
-            "notices": notices, "problems": problems,
-        }  # fmt: skip
-        note(f"{scenario.program}, {scenario.name}: {session.n_requests} requests, {session.n_answers} with results "
-             f"of tools, {made['seconds']} s {made['problems'] or ''}")  # fmt: skip
-        return made
-
-    def _settings(self, program: str, url: str, place: Path, arguments: list[str]) -> dict[str, str]:
-        if program == "claude":
-            tiers = {f"ANTHROPIC_DEFAULT_{tier}_MODEL": self._model for tier in ("OPUS", "SONNET", "HAIKU")}
-            return {
-                "ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": self._model, **tiers,
-                "CLAUDE_CONFIG_DIR": str(place / ".claude"), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "CLAUDE_CODE_MAX_RETRIES": "0", "DISABLE_AUTOUPDATER": "1",
-            }  # fmt: skip
-        provider = f'{{name="spark",base_url="{url}/v1",wire_api="responses",'
-        provider += "request_max_retries=0,stream_max_retries=0,stream_idle_timeout_ms=900000}"
-        settings = [f"model_providers.spark={provider}", 'model_provider="spark"', f'model="{self._model}"',
-                    'sandbox_mode="danger-full-access"', 'approval_policy="never"']  # fmt: skip
-        arguments[1:1] = [word for setting in settings for word in ("-c", setting)]
-        return {"CODEX_HOME": str(place)}
+def claude_settings(url: str, place: Path, model: str, arguments: list[str]) -> dict[str, str]:
+    """The environment of Claude Code."""
+    tiers = {f"ANTHROPIC_DEFAULT_{tier}_MODEL": model for tier in ("OPUS", "SONNET", "HAIKU")}
+    return {
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": model, **tiers,
+        "CLAUDE_CONFIG_DIR": str(place / ".claude"), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_MAX_RETRIES": "0", "DISABLE_AUTOUPDATER": "1",
+    }  # fmt: skip
 
 
-def _lines(stdout: str) -> tuple[list[Json], list[str]]:
-    try:
-        return [json.loads(line) for line in stdout.splitlines() if line], []
-    except ValueError:
-        return [], ["its output is not JSON"]
+def codex_settings(url: str, place: Path, model: str, arguments: list[str]) -> dict[str, str]:
+    """The environment of Codex; its settings become arguments."""
+    provider = f'{{name="spark",base_url="{url}/v1",wire_api="responses",'
+    provider += "request_max_retries=0,stream_max_retries=0,stream_idle_timeout_ms=900000}"
+    settings = [f"model_providers.spark={provider}", 'model_provider="spark"', f'model="{model}"',
+                'sandbox_mode="danger-full-access"', 'approval_policy="never"']  # fmt: skip
+    arguments[1:1] = [word for setting in settings for word in ("-c", setting)]
+    return {"CODEX_HOME": str(place)}
 
 
 def claude_said(stdout: str) -> tuple[list[str], list[str]]:
     """Problems and notices in the output of Claude Code."""
-    events, problems = _lines(stdout)
+    events, problems = lines_of(stdout)
     finished = [event for event in events if event.get("type") == "result"]
-    if len(finished) != 1:
-        problems.append(f"{len(finished)} results")
+    turns = [event for event in finished if "origin" not in event]  # others answer an agent that has ended
+    if len(turns) != 1:
+        problems.append(f"{len(turns)} results")
     for event in finished:
         if event.get("is_error") or event.get("subtype") != "success":
             problems.append(f"result: {event.get('subtype')}: {str(event.get('result'))[:300]}")
@@ -358,7 +194,7 @@ def claude_said(stdout: str) -> tuple[list[str], list[str]]:
 
 def codex_said(stdout: str) -> tuple[list[str], list[str]]:
     """Problems and notices in the output of Codex."""
-    events, problems = _lines(stdout)
+    events, problems = lines_of(stdout)
     if not any(event["type"] == "turn.completed" for event in events):
         problems.append("no turn.completed")
     items = [event["item"] for event in events if event["type"] == "item.completed"]
@@ -368,70 +204,28 @@ def codex_said(stdout: str) -> tuple[list[str], list[str]]:
     return problems, notices
 
 
-def version_of(program: str) -> str:
-    """What a program says its version is."""
-    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.strip()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    json_option(parser)
+    parser = options(__doc__, PROGRAMS)
     parser.add_argument("--bin", type=Path, metavar="DIR", help="where claude and codex are; else on PATH")
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
-    parser.add_argument("--only", metavar="TEXT", help="scenarios whose name has this")
-    parser.add_argument("--layers", type=int, metavar="N", help="serve the first N layers only")
-    parser.add_argument("--ctx", type=int, default=131072, metavar="N")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help="of each program, at the end")
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="keep the requests, texts and all")
     o = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is stopped too
     search = f"{o.bin}{os.pathsep}{os.environ['PATH']}" if o.bin else os.environ["PATH"]
-    programs = {name: shutil.which(name, path=search) for name in o.programs}
-    if missing := [name for name, found in programs.items() if found is None]:
+    found = {name: shutil.which(name, path=search) for name in o.programs}
+    if missing := [name for name, path in found.items() if path is None]:
         sys.exit(f"not found: {', '.join(missing)} (npm install @anthropic-ai/claude-code @openai/codex)")
-    found = {name: str(Path(path).resolve()) for name, path in programs.items() if path}
-    versions = {name: version_of(path) for name, path in found.items()}
-    if o.dump:
-        o.dump.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="spark-clients-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        work = folder / "work"
-        work.mkdir()
-        (work / "notes.txt").write_text("nothing of note\n")
-        (work / "gray.png").write_bytes(picture())
-        model = folder / o.model.name
-        widen(o.model, model, o.ctx, o.layers)
-        with serving(model, o.ctx, folder / "serve.log") as server:
-            (work / "models.json").write_bytes(httpx.get(f"{server}/v1/models").content)
-            proxy = Proxy(server, narrowed(work), dump=o.dump)
-            with proxied(proxy) as url:
-                runner = Runner(proxy, url, folder / "home", work, found, model.stem)
-                rows = run_all(runner, {p: scenarios(work)[p] for p in o.programs}, o.only, o.at_once)
-                alive = httpx.get(f"{server}/health").json()["daemon"]
-    shapes = sorted(proxy.shapes.values(), key=lambda s: (s["program"], s["path"], -s["count"]))
-    report = {
-        "model": o.model.name, "layers": o.layers, "ctx_tokens": o.ctx, "programs": versions, "rows": rows,
-        "most_at_once": proxy.most_at_once, "longest_prompt_tokens": proxy.prompt_tokens, "shapes": shapes,
-        "events": dict(sorted(proxy.events.items())), "daemon": alive,
-        "problems": sum(len(row["problems"]) for row in rows),
-    }  # fmt: skip
-    if o.json:
-        write_json(o.json, report)
-    note(f"{sum(s['count'] for s in shapes)} requests of {len(shapes)} shapes; at most {proxy.most_at_once} at once; "
-         f"longest prompts {proxy.prompt_tokens}; {report['problems']} problems")  # fmt: skip
-    if report["problems"] or alive != "ready":
-        sys.exit(1)
+    how = {"claude": (claude_settings, claude_said), "codex": (codex_settings, codex_said)}
+    paths = {name: str(Path(path).resolve()) for name, path in found.items() if path}
+    programs = {name: Program([path], version_of(path), *how[name]) for name, path in paths.items()}
+    drive(o, programs, narrowed, lambda runner, work: run_all(
+        runner, {p: scenarios(work)[p] for p in o.programs}, o.only, o.at_once
+    ))  # fmt: skip
 
 
 def run_all(runner: Runner, wanted: Mapping[str, list[list[Scenario]]], only: str | None, at_once: int) -> list[Json]:
     """Run the scenarios one after the other, and some of each program at once in the end."""
-    rows = []
+    rows: list[Json] = []
     for conversations in wanted.values():
-        for conversation in conversations:
-            if only is None or any(only in scenario.name for scenario in conversation):
-                rows += [runner.run(scenario) for scenario in conversation]
+        rows += run_one_by_one(runner, conversations, only)
     if at_once and only is None:
         tools = {"claude": ("three calls", "Bash"), "codex": ("two calls", "exec_command")}
         together = []

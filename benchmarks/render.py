@@ -66,6 +66,12 @@ programs were made to call tools {calls} times; {results} requests brought resul
 400 or more, a reply that cannot be read, events out of order, an error in a program's output, an exit code that is not
 0; there were {problems}. Two things are none: the refusal of a prompt longer than the context, which each program has
 to understand, and the reply to an agent of Codex's that is still coming when Codex ends."""
+OTHER_CLIENTS = """\
+Programs and libraries, headless, against `spark serve` with {model}{layers}, by every API that each speaks: {runs}
+runs, {requests} requests of {shapes} shapes (names and types of all fields). Tools were called {calls} times;
+{results} requests brought results of tools. Pictures come in messages and from tools, and each such conversation goes
+on. *Left by the client*: cancelled in the middle on purpose, after which the server had to be idle. Two refusals are
+expected: 404 for embeddings, and 400 for a reference to what was not kept. Problems, of the kinds above: {problems}."""
 LOAD = """\
 {minutes:.0f} minutes of {clients} clients that stream from all four APIs, on {model} and the {device}; every fifth
 request is left in the middle, and half-way the daemon is killed: {requests:,} requests ({kinds}), {tokens:,} tokens
@@ -434,6 +440,35 @@ def agent_replay(name: str, made: Json) -> list[str]:
 
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
 PARTS = {"policies": "real policies"}  # of a measurement that has a file of its own
+
+
+def requests_of(made: Json) -> list[str]:
+    """A table of what programs asked for, and what became of it."""
+    asked: dict[tuple[str, str], list[Json]] = {}
+    for found in made["shapes"]:
+        asked.setdefault((found["program"], f"{found['method']} {found['path']}"), []).append(found)
+    return table(
+        ["request", "program", "shapes", "requests", "outcomes"],
+        [[f"`{request}`", program, len(found), sum(s["count"] for s in found),
+          ", ".join(f"{n} x {status}" for status, n in sum((Counter(s["outcomes"]) for s in found), Counter()).items())]
+         for (program, request), found in asked.items()],
+    )  # fmt: skip
+
+
+def other_clients(name: str, made: Json) -> list[str]:
+    rows = made["rows"]
+    text = OTHER_CLIENTS.format(
+        model=made["model"], layers="" if made["layers"] is None else f" (its first {made['layers']} layers)",
+        runs=len(rows), requests=sum(s["count"] for s in made["shapes"]), shapes=len(made["shapes"]),
+        calls=sum(r["calls"] for r in rows), results=sum(r["results"] for r in rows),
+        problems=made["problems"] or "none",
+    )  # fmt: skip
+    lines = ["## Other clients", "", *origin(name, made), text, "", *requests_of(made)]
+    for program, version in made["programs"].items():
+        lines += [f"{version}: {'; '.join(r['scenario'] for r in rows if r['program'] == program)}.", ""]
+    return lines
+
+
 def clients(name: str, made: Json) -> list[str]:
     text = CLIENTS.format(
         versions=" and ".join(f"{program} {said.split()[-1] if program == 'codex' else said.split()[0]}"
@@ -444,16 +479,7 @@ def clients(name: str, made: Json) -> list[str]:
         calls=sum(r["calls"] for r in made["rows"]), results=sum(r["results"] for r in made["rows"]),
         problems=made["problems"] or "none",
     )  # fmt: skip
-    asked: dict[tuple[str, str], list[Json]] = {}
-    for found in made["shapes"]:
-        asked.setdefault((found["program"], f"{found['method']} {found['path']}"), []).append(found)
-    lines = ["## Claude Code and Codex", "", *origin(name, made), text, ""]
-    lines += table(
-        ["request", "program", "shapes", "requests", "outcomes"],
-        [[f"`{request}`", program, len(found), sum(s["count"] for s in found),
-          ", ".join(f"{n} x {status}" for status, n in sum((Counter(s["outcomes"]) for s in found), Counter()).items())]
-         for (program, request), found in asked.items()],
-    )  # fmt: skip
+    lines = ["## Claude Code and Codex", "", *origin(name, made), text, "", *requests_of(made)]
     for program in made["programs"]:
         names = [r["scenario"] for r in made["rows"] if r["program"] == program and "at once" not in r["scenario"]]
         n = sum(r["program"] == program for r in made["rows"]) - len(names)
@@ -482,6 +508,7 @@ SECTIONS = {
     "agent_replay-35k.json": agent_replay,
     "agent_replay-94k.json": agent_replay,
     "clients.json": clients,
+    "other_clients.json": other_clients,
     "routing_model.json": routing,
     "cpu_kernels.json": kernels,
     "extract_memory.json": rows_of("Extraction of large logs"),

@@ -223,7 +223,7 @@ def _item(where: str, item: dict[str, Any], turns: _Turns) -> None:
     elif kind == "reasoning":
         turns.think(_reasoning(where, item))
     elif kind == "item_reference":
-        raise c.refusal(where, "nothing is kept here", hint="send the item itself")
+        raise c.refusal(where, "nothing is kept here", hint="send the item itself: `store`: false has clients do so")
 
 
 def _part(where: str, record: dict[str, Any]) -> str:
@@ -276,8 +276,6 @@ class Writer:
     body: of the request, parts of which a response repeats.
     """
 
-    keep_alive = b": nothing new\n\n"
-
     def __init__(self, model: str, body: Mapping[str, Any], conversation: Conversation) -> None:
         self._tools = {tool.definition["function"]["name"]: tool for tool in reversed(_tools(body))}
         self._keep = "reasoning.encrypted_content" in c.get(body, "include", list, [])
@@ -308,6 +306,18 @@ class Writer:
         self._open: Text | WholeCall | None = None  # the item that is being written
         self._logprobs: list[dict[str, Any]] = []  # of its tokens
         self._id = ""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """Write that the reply goes on: an event, since Codex takes no comment for a sign of life.
+
+        What a request can make long is left out: this may come a hundred times.
+        """
+        made = self._response("in_progress") | {"instructions": None, "metadata": {}, "output": [], "tools": []}
+        if type(made["tool_choice"]) is dict:
+            made["tool_choice"] = "auto"
+        del made["text"]
+        return self._event("response.in_progress", response=made)
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
         """Make the object of a reply that is not streamed."""

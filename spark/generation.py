@@ -221,11 +221,14 @@ class Model:
                     # Once something was said a bad form cannot be refused by a status any more, and the first form of
                     # a daemon takes it a second or two to look at.
                     soon = said_s is None and prompt.grammar is None
-                    event = await generation.next(_SOON_S if soon else KEEP_ALIVE_S)
+                    patience_s = _SOON_S if soon else KEEP_ALIVE_S
+                    if said_s is not None:  # events that say nothing to the client do not put off the next sign
+                        patience_s = max(0.0, said_s + KEEP_ALIVE_S - time.monotonic())
+                    event = await generation.next(patience_s)
                     parts = [] if event is None else run.take(event)
                     progress.take(run.used, prompt=first)
                     # A call whose arguments cannot be shown yet is no reason to be silent either.
-                    if parts or said_s is None or time.monotonic() - said_s >= KEEP_ALIVE_S:
+                    if parts or event is None or said_s is None or time.monotonic() - said_s >= KEEP_ALIVE_S:
                         yield parts
                         said_s = time.monotonic()
                 generation.cancel()

@@ -41,7 +41,7 @@ from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
 from spark.events import MAX_WATCHERS, Counters, Feed
-from spark.generation import Model, Prompt
+from spark.generation import KEEP_ALIVE_S, Model, Prompt
 from spark.http import (
     EXCEPTION_HANDLERS,
     Closing,
@@ -496,6 +496,7 @@ class _Service:
         outcome, left, (i, item) = "left", len(writers), first
         try:
             yield b"".join(writer.start(len(prompt.opening.tokens)) for writer in writers)
+            said_s = time.monotonic()
             while True:
                 if isinstance(item, Finish):
                     left -= 1
@@ -505,8 +506,12 @@ class _Service:
                         break
                 else:
                     made = b"".join(map(writers[i].part, item))
-                    if made or not item:
-                        yield made or writers[i].keep_alive
+                    # What a writer keeps until it is whole, as a custom tool's input, is no reason to be silent either.
+                    if not made and (not item or time.monotonic() - said_s >= KEEP_ALIVE_S):
+                        made = writers[i].keep_alive
+                    if made:
+                        yield made
+                        said_s = time.monotonic()
                 i, item = await self.closing.run(anext(replies))
         except SparkError as error:
             outcome = error.code

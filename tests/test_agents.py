@@ -1,4 +1,4 @@
-"""Requests as Claude Code 2.1.197 and Codex 0.169.0 send them, with other texts: every shape that was seen.
+"""Requests as Claude Code 2.1.330 and Codex 0.169.0 send them, with other texts: every shape that was seen.
 
 `benchmarks/clients.py` runs the programs themselves; what it finds them to send is repeated here, without them.
 """
@@ -26,7 +26,7 @@ EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 CLAUDE_HEADERS = {
     "accept": "application/json", "anthropic-beta": "claude-code-20250219,effort-2025-11-24",
     "anthropic-dangerous-direct-browser-access": "true", "anthropic-version": "2023-06-01", "authorization": "Bearer x",
-    "user-agent": "claude-cli/2.1.197 (external, sdk-cli)", "x-app": "cli", "x-claude-code-session-id": "x",
+    "user-agent": "claude-cli/2.1.330 (external, sdk-cli)", "x-app": "cli", "x-claude-code-session-id": "x",
     "x-stainless-retry-count": "0", "x-stainless-timeout": "600",
 }  # fmt: skip
 CODEX_HEADERS = {
@@ -64,7 +64,7 @@ def claude(*messages: Json, **changed: Any) -> Json:
         "model": "nano",
         "messages": list(messages),
         "system": [
-            text("x-anthropic-billing-header: cc_version=2.1.197.abc; cc_entrypoint=sdk-cli; cch=00000;"),
+            text("x-anthropic-billing-header: cc_version=2.1.330.abc; cc_entrypoint=sdk-cli; cch=00000;"),
             text("You are an agent.", **EPHEMERAL),
             text("Be brief.", **EPHEMERAL),
         ],
@@ -91,6 +91,7 @@ FOUND = {
     "type": "tool_result",
     "content": [{"type": "tool_reference", "tool_name": "CronList"}],
 }
+SAFEGUARDS = [{"type": "dangerous_tool_use", "classifier_context": {"v": 1, "permission_mode": "plan"}}]
 CLAUDE: dict[str, Json] = {
     "first turn": claude(FIRST, SECOND),
     "result of a tool": claude(
@@ -113,6 +114,10 @@ CLAUDE: dict[str, Json] = {
         SECOND,
         {"role": "assistant", "content": [text("No response requested.")]},
         {"role": "user", "content": [text("go on")]},
+    ),
+    "a plan": claude(
+        FIRST, {"role": "system", "content": [text("skills")]}, thinking={"display": "updates", "type": "adaptive"},
+        safeguards=SAFEGUARDS,
     ),
     "subagent": claude(FIRST, **NO_THINKING),
     "result of a subagent": claude(
@@ -348,66 +353,3 @@ def test_everything_that_was_seen_is_tested() -> None:
             ours = [one for one in seen if (one["program"], one["path"]) == (program, path)]
             names = {name for one in ours for name in one.get(kind, [])}
             assert names and names <= {name for one in tested for name in one.get(kind, [])}, kind
-
-
-# --- others -----------------------------------------------------------------------------------------
-
-FUNCTION = {"type": "function", "function": {"name": "read", "description": "d", "parameters": SCHEMA, "strict": False}}
-CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
-CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", "detail": "auto"}}
-FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "object"}}}
-ASKED = [{"role": "system", "content": "be"}, {"role": "user", "content": "do it"}]
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-def called(result: Any, *more: Json, **said: Any) -> list[Json]:
-    """A conversation in which a tool was called."""
-    assistant = {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL], **said}
-    return [*ASKED, assistant, {"role": "tool", "tool_call_id": "call_1", "content": result}, *more]
-
-
-# What their sources have them send, where nothing is set otherwise.
-OTHERS: dict[str, Json] = {
-    "opencode": {
-        "messages": called("a", {"role": "user", "content": [text("see"), CHAT_IMAGE]}, reasoning_content="hm"),
-        "model": "m", "max_tokens": 32000, "temperature": 0.55, "top_p": 1, "tools": [FUNCTION], "tool_choice": "auto",
-        "reasoning_effort": "medium", "verbosity": "low", "promptCacheKey": "k", "prompt_cache_key": "k", **USAGE,
-    },
-    "pi": {
-        "messages": [
-            {"role": "developer", "content": "be"},
-            *called("(see attached image)", reasoning_text="hm", content="")[1:],
-            {"role": "user", "content": [text("Attached image(s) from tool result:"), CHAT_IMAGE]},
-        ],
-        "model": "m", "store": False, "max_completion_tokens": 32000, "tools": [FUNCTION], "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h", "reasoning_effort": "high", **USAGE,
-    },
-    "pi with Qwen": {
-        "messages": called("a"), "chat_template_kwargs": {"enable_thinking": True, "preserve_thinking": True}, **USAGE,
-    },
-    "qwen-code": {
-        "messages": called([text("a", **EPHEMERAL), CHAT_IMAGE]), "model": "m", "tools": [{**FUNCTION, **EPHEMERAL}],
-        "metadata": {"sessionId": "x", "promptId": "x"}, "vl_high_resolution_images": True, "preserve_thinking": True,
-        "temperature": 0.3, "top_p": 0.95, "presence_penalty": 0.5, "repetition_penalty": 1.05, **USAGE,
-    },
-    "LangChain": {
-        "messages": called("a", name="agent"), "model": "m", "n": 1, "stream": False, "temperature": 0.0, "seed": 1,
-        "parallel_tool_calls": False, "response_format": FORM, "logprobs": False, "stop": None, "logit_bias": None,
-        "tools": [FUNCTION], "tool_choice": "auto", "frequency_penalty": 0.1, "service_tier": "auto", "user": "u",
-    },
-    "litellm": {
-        "messages": ASKED, "model": "m", "n": 2, "top_logprobs": 3, "logprobs": True, "max_completion_tokens": 9,
-        "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "read"}}, "max_retries": 2,
-        "modalities": ["text"], "prediction": None, "audio": None, "thinking": {"type": "enabled", "budget_tokens": 9},
-        "web_search_options": None, "safety_identifier": "x", "extra_headers": {},
-    },
-    "llm": {"messages": ASKED, "model": "m", "stream": True, "stream_options": {"include_usage": True}},
-    "aider": {"messages": ASKED, "model": "m", "temperature": 0, "stream": True, "cache_control": True},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_other_clients_send(served: Running, name: str) -> None:
-    response = served.http.post("/v1/chat/completions", json={**OTHERS[name], "max_tokens": 50})
-    assert response.status_code == 200, response.text
-    assert '"error"' not in response.text

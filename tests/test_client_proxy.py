@@ -11,10 +11,12 @@ import httpx
 import pytest
 from test_server import PATIENCE_S, running
 
-from benchmarks.client_proxy import Proxy, Session, brings_results, events_of, problems_of, proxied
-from benchmarks.clients import claude_said, codex_said, widen
+from benchmarks.client_proxy import CHATS, Proxy, Session, brings_results, chunks_of, events_of, problems_of, proxied
+from benchmarks.client_runs import widen
+from benchmarks.clients import claude_said, codex_said
+from benchmarks.other_clients import opencode_said, pi_said, qwen_said, script_said
 from engine.gguf import open_model
-from spark import api_messages, api_responses
+from spark import api_chat, api_messages, api_responses
 from spark.conversation import CallArguments, CallEnd, CallStart, Conversation, Finish, Part, Text, Usage
 
 NANO = Path(__file__).parents[1] / "data" / "nano" / "nano.gguf"
@@ -43,12 +45,39 @@ def test_any_event_that_is_missing_is_seen(path: str) -> None:
     assert problems_of(path, [])
 
 
+def test_what_is_wrong_with_chunks_is_seen() -> None:
+    asked = Conversation(choices=2, stream=True)
+    writers = api_chat.writers("m", {"stream": True}, asked)
+    stream = b"".join(writer.start(3) for writer in writers)
+    for writer in writers:
+        stream += b"".join(map(writer.part, PARTS)) + writer.end(Finish("tool_calls", Usage(3, 2)))
+    chunks = chunks_of(": nothing new\n\n" + stream.decode())
+    assert problems_of(CHATS[0], chunks) == []
+    last = [i for i, chunk in enumerate(chunks) if chunk["choices"][0]["finish_reason"]]
+    first = next(i for i, chunk in enumerate(chunks) if "tool_calls" in chunk["choices"][0]["delta"])
+    for broken in (
+        [], chunks[: last[0]], chunks[: last[0]] + chunks[last[0] + 1 :], chunks[:first] + chunks[first + 1 :],
+        [*chunks, chunks[1]], [{**chunks[0], "id": "other"}, *chunks[1:]],
+    ):  # fmt: skip
+        assert problems_of(CHATS[0], broken)
+    with pytest.raises(ValueError, match="no end"):
+        chunks_of(stream.decode().removesuffix("data: [DONE]\n\n"))
+    # Signs of life of /v1/responses are events in the middle.
+    writer: Any = api_responses.Writer("m", {}, Conversation())
+    stream = writer.start(3) + writer.part(PARTS[0]) + writer.keep_alive + writer.part(PARTS[1])
+    events = events_of((stream + writer.end(Finish("stop", Usage(3, 2)))).decode())
+    assert problems_of("/v1/responses", events) == []
+
+
 def test_results_of_tools_are_seen() -> None:
     result = {"role": "user", "content": [{"type": "tool_result"}, {"type": "text", "text": "x"}]}
     assert brings_results({"messages": [result, {"role": "system", "content": "x"}]})
     assert not brings_results({"messages": [result, {"role": "assistant", "content": "x"}]})
     assert brings_results({"input": [{"type": "function_call"}, {"type": "custom_tool_call_output"}]})
     assert not brings_results({"input": "x"}) and not brings_results({})
+    called = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "x"}]
+    assert brings_results({"messages": called}) and not brings_results({"messages": called[:1]})
+    assert not brings_results({"input": ["a text of which embeddings are wanted"]})
 
 
 def test_shapes_without_texts() -> None:
@@ -89,6 +118,33 @@ def test_a_call_is_asked_for_once() -> None:
     assert changed["tool_choice"] == {"type": "function", "name": "ns__f"} and inner["parameters"]["required"] == []
 
 
+def test_a_call_in_chat_completions() -> None:
+    proxy, narrowed = Proxy("", {}), {"bash": {"command": "ls"}}
+    session = Session("pi", calls=collections.deque(["bash"]), narrowed=narrowed)
+    function: dict[str, Any] = {"name": "bash", "parameters": {}}
+    body = {"tools": [{"type": "function", "function": function}], "reasoning_effort": "high", "messages": []}
+    changed = proxy._change(session, CHATS[0], json.loads(json.dumps(body)))
+    assert changed["tool_choice"] == {"type": "function", "function": {"name": "bash"}}
+    assert changed["tools"][0]["function"]["parameters"]["properties"] == {"command": {"enum": ["ls"]}}
+    assert changed["thinking"]["budget_tokens"] < 100 and "response_format" not in changed
+    changed = proxy._change(session, CHATS[0], json.loads(json.dumps(body)))
+    assert "tool_choice" not in changed and changed["response_format"]["type"] == "json_schema"
+    api_chat.parse({**changed, "messages": [{"role": "user", "content": "x"}]})  # which the server takes
+
+
+def test_refusals_that_are_expected_and_those_that_are_not() -> None:
+    with running() as served:
+        proxy = Proxy(f"http://127.0.0.1:{served.port}", {})
+        proxy.sessions["s"] = session = Session("ai", refusals=[404])
+        with proxied(proxy) as url, httpx.Client(base_url=f"{url}/s", timeout=PATIENCE_S) as http:
+            assert http.post("/v1/embeddings", json={"input": [SECRET]}).status_code == 404
+            assert session.refused == {404} and not session.problems
+            assert http.post("/v1/chat/completions", json={"messages": []}).status_code == 400
+            assert session.problems and not session.n_left
+    (embedded, _) = proxy.shapes.values()
+    assert embedded["items"] == ["str"] and embedded["types"] == {"input": "list"} and SECRET not in str(embedded)
+
+
 def test_what_the_programs_say() -> None:
     fine = {"type": "result", "subtype": "success", "is_error": False}
     assert claude_said(json.dumps(fine)) == ([], [])
@@ -96,6 +152,16 @@ def test_what_the_programs_say() -> None:
     assert claude_said(json.dumps({**fine, "is_error": True}))[0]
     assert codex_said('{"type": "turn.completed"}') == ([], [])
     assert codex_said('{"type": "turn.failed"}')[0] and codex_said("")[0]
+    # A turn that answers an agent that has ended has a result of its own.
+    of_agent = json.dumps({**fine, "origin": {"kind": "task"}})
+    assert claude_said(f"{json.dumps(fine)}\n{of_agent}") == ([], []) and claude_said(of_agent)[0]
+    finished = {"type": "step_finish", "part": {}}
+    assert opencode_said(json.dumps(finished)) == ([], []) and opencode_said("")[0]
+    assert opencode_said(json.dumps(finished) + '\n{"type": "error", "error": {}}')[0]
+    assert pi_said('{"type": "turn_end", "message": {"stopReason": "stop"}}') == ([], []) and pi_said("")[0]
+    assert pi_said('{"type": "turn_end", "message": {"stopReason": "error", "errorMessage": "400"}}')[0]
+    assert qwen_said(json.dumps(fine)) == ([], []) and qwen_said(json.dumps({**fine, "is_error": True}))[0]
+    assert script_said("{}\n") == ([], []) and script_said("")[0]
 
 
 def test_a_wider_model(tmp_path: Path) -> None:

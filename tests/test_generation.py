@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,42 @@ class Generation:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+
+class Clocked(Generation):
+    """One whose events come at their times, by a clock of its own."""
+
+    now_s = 0.0
+    at_s = (0.5, 9.9, 19.0, 19.1, 45.0)  # progress, four times, and what follows at once
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        Clocked.now_s = 0.0
+        self.events = [self.events[0]] * len(self.at_s) + self.events[1:]
+        self.times = [*self.at_s, *(self.at_s[-1] for _ in self.events)]
+
+    async def next(self, patience_s: float) -> Any:
+        assert patience_s >= 0
+        if Clocked.now_s + patience_s < self.times[0]:
+            Clocked.now_s += patience_s
+            return None
+        Clocked.now_s = max(Clocked.now_s, self.times.pop(0))
+        return self.events.pop(0)
+
+
+def test_signs_of_life_come_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the daemon's own signs of life, which no client sees, come between."""
+    monkeypatch.setattr(generation, "Generation", Clocked)
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: Clocked.now_s))
+
+    async def said() -> list[float]:
+        model: Any = Model(Backend("so"), FakeTokenizer(), Metrics())  # type: ignore[arg-type]
+        prompt = await model.prompt(Conversation(messages=ASKED))
+        return [Clocked.now_s async for _ in model.reply(prompt)]
+
+    times = asyncio.run(said())
+    assert times[0] <= 1.0 and times[-1] == 45.0
+    assert max(after - before for before, after in pairwise(times)) <= 10.0 and len(times) < 12
 
 
 def template(name: str) -> ChatTemplate:

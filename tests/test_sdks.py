@@ -14,7 +14,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 from test_server import PATIENCE_S, Running, fake, running, wait_until
 
-from spark import server
+from spark import generation, server
 
 CALL = 'Let me see.\n<tool_call>\n{"name": "read", "arguments": {"path": "\u00e9.py", "n": [1, 2]}}\n</tool_call>'
 ARGUMENTS = {"path": "\u00e9.py", "n": [1, 2]}
@@ -88,6 +88,39 @@ def test_responses(openai_client: OpenAI) -> None:
     message, call = final.output
     assert message.type == "message" and call.type == "function_call"
     assert json.loads(call.arguments) == ARGUMENTS and final.output_text == "Let me see."
+
+
+def test_signs_of_life_in_responses_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is read, and while the input of a custom tool is written, which is shown only when it is whole."""
+    for module, name, value in ((generation, "_SOON_S", 0.1), (generation, "KEEP_ALIVE_S", 0.1)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
+    patch: Any = {"type": "custom", "name": "apply_patch", "description": "d" * 1000}
+    call = (
+        '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin Patch of some length"}}\n</tool_call>'
+    )
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
+    with (
+        running(fake(step_s=0.05)) as made,
+        OpenAI(
+            api_key="none", base_url=f"http://127.0.0.1:{made.port}/v1", timeout=PATIENCE_S, max_retries=0
+        ) as client,
+    ):
+        for wish, said_before in (("quiet", "response.created"), (call, "response.output_item.added")):
+            with client.responses.stream(
+                model="any", input=wish, tools=[patch], tool_choice=choice, instructions="i" * 1000,
+                metadata={"k": "v" * 500},
+            ) as stream:  # fmt: skip
+                events = list(stream)
+                final = stream.get_final_response()
+            kinds = [event.type for event in events]
+            assert kinds[:2] == ["response.created", "response.in_progress"] and final.status == "completed"
+            again = [event for event in events[2:] if event.type == "response.in_progress"]
+            assert len(again) >= 2 and "response.in_progress" in kinds[kinds.index(said_before) + 2 :]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            assert all(event.response.id == final.id and len(event.to_json(indent=None)) < 1000 for event in again)
+    (called,) = final.output
+    assert called.type == "custom_tool_call" and called.input == "*** Begin Patch of some length"
 
 
 def test_reasoning_in_responses(openai_client: OpenAI) -> None:
