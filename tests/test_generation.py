@@ -244,7 +244,7 @@ def test_what_a_reply_took_that_did_not_end(
         caplog.clear()
         asyncio.run(leave())
         (record,) = caplog.records
-        lines = metrics.text({}, True, 0).decode().splitlines()
+        lines = metrics.text({}, True, 0, {}).decode().splitlines()
         found = {line.split('"')[1]: float(line.split()[-1]) for line in lines if "tokens_total{" in line}
         return record.getMessage(), found
 
