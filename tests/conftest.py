@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,12 @@ from hypothesis import HealthCheck, settings
 # How long an example takes tells of what else the machine does, two of these processes among it.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+
+def pytest_configure() -> None:
+    # A background shell and nohup ignore these, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

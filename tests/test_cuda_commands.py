@@ -75,11 +75,12 @@ def test_the_pipeline(model: Path, sessions: Path, capsys: pytest.CaptureFixture
         hidden = [part.values["hidden"] for part in iter_parts(trace, file.model_id, ("hidden",))]
     assert sum(map(len, hidden)) == 97 and all(np.isfinite(values).all() for values in hidden)
 
-    made = validate.ValidateOptions(sessions, profile, (), 60.0, prompts=1, generate_tokens=4)
+    made = validate.ValidateOptions(sessions, profile, (), (60.0,), prompts=1, generate_tokens=4)
     report = validate.validate(EngineConfig(model, "auto", threads=1), made, DEADLINES, quiet)
-    assert [row.policy for row in report.rows] == [*validate.LADDER, "belady"]
-    assert [row.identical_tokens for row in report.rows] == [None, True, True, True, True, None]
-    assert all(row.device_bytes for row in report.rows[:-1])
+    (ladder,) = report.ladders
+    assert [row.policy for row in ladder.rows] == [*validate.LADDER, "belady"]
+    assert [row.identical_tokens for row in ladder.rows] == [None, True, True, True, True, None]
+    assert all(row.device_bytes for row in ladder.rows[:-1])
     assert "device" not in capsys.readouterr().err  # said already
 
 

@@ -223,7 +223,8 @@ def test_who_only_watches_keeps_no_server_running(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[tuple[Any, str]]:
     """`spark serve` of the bundled model."""
-    arguments = ["serve", NANO, "--port", "0", "--device", "cpu", "--spark", "--profile", "p.csv", "--residency", "60"]
+    arguments = ["serve", NANO, "--port", "0", "--device", "cpu", "--spark", "--profile", "p.csv", "--residency", "60",
+                 "--cache-slots", "8"]  # fmt: skip
     with started(*arguments, cwd=folder, tmp=folder) as process:
         line = next(line for line in process.stderr if "is served at" in line)
         yield process, line.split()[-1].removesuffix("/v1")
