@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard cpu/*.cpp cpu/*.h cpu/CMakeLists.txt)
 
-.PHONY: help setup demo test lint type bench bench-gpu docs results check clean
+.PHONY: help setup demo test slow lint type bench bench-gpu docs results check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -36,7 +36,10 @@ demo: $(VENV)/.demo ## the whole pipeline on the bundled model and sessions, CPU
 	@$(VENV)/bin/spark demo
 
 test: setup ## the test suite, < 12 minutes on two cores
-	$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_FLAGS)
+
+slow: setup ## the tests that take minutes, which CI runs too
+	$(PY) -m pytest -n 2 --dist loadfile -m slow $(PYTEST_FLAGS)
 
 lint: setup ## ruff: style, imports, docstrings
 	$(VENV)/bin/ruff check .

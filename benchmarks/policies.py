@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note, parse_list  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
 from engine import evidence, placement, policy, simulate  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.evidence import Candidate, Draws  # noqa: E402
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     parser.add_argument("--max-tokens", type=int, help="of each set")
     parser.add_argument("--no-tried", action="store_true", help="leave out the rules that the engine does not have")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    json_option(parser)
     o = parser.parse_args()
     percents = parse_list(o.residency)
     chosen_on = record(o.model, o.choose_on, o.device, o.max_tokens)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import json_option
 from engine import gguf, placement, simulate
 from engine.policy import AGED, LRU
 from engine.trace import RoutingTrace, read_routing
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--test", type=Path, action="append", required=True)
-    parser.add_argument("--json", type=Path)
+    json_option(parser)
     options = parser.parse_args()
     model_id = gguf.open_model(options.model).model_id
     train = read_routing(options.train, model_id)

@@ -84,6 +84,7 @@ LITERALS = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", ["", "a", "A1", " ", "x=", '":"', "\n "])
 def test_no_rule_is_slower_on_longer_text(fill: str) -> None:
     """Each rule's literal over and over: four times the text takes about four times the time, not sixteen times."""

@@ -29,7 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "laguna": {"n_layer": 3, "n_head": (20, 12, 12), "windowed": (False, True, True), "n_expert_used": 2, "n_ff": 512},
     "qwen35": {"n_layer": 3, "n_ff": 512},
 }  # fmt: skip
-BACKENDS = [("reference", "qwen3moe"), *(("cpu", arch) for arch in ARCHS), *(("cuda", arch) for arch in ARCHS)]
+EMULATED = [pytest.param("cuda", arch, marks=pytest.mark.slow) for arch in ARCHS]
+BACKENDS = [("reference", "qwen3moe"), *(("cpu", arch) for arch in ARCHS), *EMULATED]
 
 
 def family(n: int, prompt: tuple[int, ...] = PROMPT, made: int = 9, first: int = 1, **more: Any) -> list[Generate]:

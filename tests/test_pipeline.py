@@ -128,6 +128,7 @@ def test_the_engine_obeys_the_profile(evident: calibrate.CalibrateReport, tmp_pa
     assert any("pin 75%, remember 16 steps" in reason for reason in info["reasons"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judged_on", ["the samples' held-out sessions", "sessions on other subjects"])
 def test_what_was_chosen_is_no_worse_than_lru_or_a_fixed_placement(
     files: Path, tmp_path: Path, evident: calibrate.CalibrateReport, judged_on: str

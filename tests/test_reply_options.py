@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
 
 
-@pytest.fixture(params=["reference", "cpu", "cuda"])
+@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest, model: Path) -> Iterator[Open]:
     """A function that opens an engine on a backend."""
     if request.param == "cuda":
@@ -127,13 +127,15 @@ def test_a_request_that_waits_for_room_keeps_its_counts(opened: Open) -> None:
     engine = opened()
     if engine.runner.device == "cuda":
         pytest.skip("what is fed again as a prompt has other bits there")
-    engine.submit(replace(REQUESTS[0], max_tokens=30))
+    waits = replace(REQUESTS[0], max_tokens=300)  # more than a fast machine draws in one unit of work
+    engine.submit(waits)
     expected = tokens_of(drain(engine), 1)
-    engine.submit(replace(REQUESTS[0], max_tokens=30))
-    engine.submit(replace(REQUESTS[2], max_tokens=100))
+    engine.submit(waits)
+    engine.submit(replace(REQUESTS[2], max_tokens=300))
     events: list[Event] = []
     while not engine._running or engine._ahead or len(engine._running[0].history) < 46:  # type: ignore[union-attr]
         events += engine.step()
+    assert engine._running[0].id == waits.id
     engine._put_back(engine._running[0])  # type: ignore[arg-type]
     assert tokens_of(events + drain(engine), 1) == expected
 
