@@ -180,11 +180,14 @@ class Backend:
         self._seldom.warning(reason, f"the daemon: {message}")
 
 
+Sent = RequestStream | Exception
+
+
 class Generation:
     """A Generate request, followed by a thread of its own, whose events are awaited in the event loop.
 
-    grammar and the fields after it: as `protocol.Generate` has them. sent: its id, once it is sent; None where it
-    cannot be.
+    grammar and the two fields after it: as `protocol.Generate` has them. shared: what was sent of another request with
+    the same prompt; its daemon alone is asked, dead or alive. sent: what was sent of this one, or why it could not be.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class Generation:
         grammar: str | None = None,
         reply_from: int | None = None,
         logprobs: int | None = None,
-        same_prompt_as: int | None = None,
+        shared: RequestStream | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[protocol.Event | BaseException] = asyncio.Queue()
@@ -205,10 +208,10 @@ class Generation:
         self._end_s = None if self._total_s is None else time.monotonic() + self._total_s
         self._stream: RequestStream | None = None
         self._cancelled = self._over = False
-        self.sent: asyncio.Future[int | None] = self._loop.create_future()
+        self.sent: asyncio.Future[Sent] = self._loop.create_future()
         wanted: dict[str, Any] = {"grammar": grammar, "reply_from": reply_from, "logprobs": logprobs}
-        wanted |= {"tokens": tokens, "max_tokens": max_tokens, "sampling": sampling, "same_prompt_as": same_prompt_as}
-        threading.Thread(target=self._follow, args=(backend, wanted), name="generation", daemon=True).start()
+        wanted |= {"tokens": tokens, "max_tokens": max_tokens, "sampling": sampling}
+        threading.Thread(target=self._follow, args=(backend, wanted, shared), name="generation", daemon=True).start()
 
     async def next(self, patience_s: float) -> protocol.Event | None:
         """Wait for the next event, `patience_s` at most (then None); raises what the request failed with."""
@@ -244,22 +247,25 @@ class Generation:
         with contextlib.suppress(SparkError):
             stream.cancel()
 
-    def _follow(self, backend: Backend, wanted: dict[str, Any]) -> None:
+    def _follow(self, backend: Backend, wanted: dict[str, Any], shared: RequestStream | None) -> None:
         try:
-            stream = backend.client().generate(**wanted)
+            if shared is None:
+                stream = backend.client().generate(**wanted)
+            else:
+                stream = shared.client.generate(**wanted, same_prompt_as=shared.id)
             self._stream = stream
-            self._call(self._set_sent, stream.id)
+            self._call(self._set_sent, stream)
             if self._cancelled:
                 self._end(stream)
             for event in stream:
                 self._call(self._events.put_nowait, event)
         except Exception as error:  # raised again by `next`, in the event loop
-            self._call(self._set_sent, None)
+            self._call(self._set_sent, error)
             self._call(self._events.put_nowait, error)
 
-    def _set_sent(self, request_id: int | None) -> None:
+    def _set_sent(self, sent: Sent) -> None:
         if not self.sent.done():
-            self.sent.set_result(request_id)
+            self.sent.set_result(sent)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens

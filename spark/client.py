@@ -400,7 +400,7 @@ class RequestStream(Iterator[protocol.Event]):
 
     def __init__(self, client: DaemonClient, request: protocol.Request) -> None:
         self.id = request.id
-        self._client = client
+        self.client = client
         self._since_s = time.monotonic()
         self._inbox = client._open(request)
         self._over = False
@@ -409,7 +409,7 @@ class RequestStream(Iterator[protocol.Event]):
         if self._over:
             raise StopIteration
         try:
-            event = self._client._receive(self.id, self._inbox, self._since_s, self._client.deadlines.total_s)
+            event = self.client._receive(self.id, self._inbox, self._since_s, self.client.deadlines.total_s)
             if isinstance(event, protocol.Error):
                 raise from_code(event.code, event.message, event.hint)
         except SparkError:
@@ -434,12 +434,12 @@ class RequestStream(Iterator[protocol.Event]):
 
     def cancel(self) -> None:
         """Ask the daemon to end the request; the stream then raises CancelledError."""
-        self._client.cancel(self.id)
+        self.client.cancel(self.id)
 
     def close(self) -> None:
         """Cancel the request unless it is over, and expect nothing more of it."""
         if not self._over:
             self._over = True
-            self._client._forget(self.id)
+            self.client._forget(self.id)
             with contextlib.suppress(SparkError):  # a dead daemon works on nothing
                 self.cancel()

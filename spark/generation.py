@@ -21,7 +21,7 @@ from typing import Any, Literal
 from engine import protocol
 from engine.errors import ContextOverflowError, RequestError, SparkError
 from engine.tokenizer import Tokenizer
-from spark.backend import Backend, Generation
+from spark.backend import Backend, Generation, Sent
 from spark.board import Choice, Row
 from spark.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage, refusal
 from spark.logprobs import Aligner
@@ -184,14 +184,14 @@ class Model:
     async def reply(
         self,
         prompt: Prompt,
-        leader: asyncio.Future[int | None] | None = None,
+        leader: asyncio.Future[Sent | None] | None = None,
         *,
         first: bool = True,
         progress: Choice | None = None,
     ) -> AsyncGenerator[list[Part] | Finish]:
         """The parts of a reply as they come, none where nothing came for a while, and its end.
 
-        leader: what the first of several choices is sent as, which it says and the others wait for. progress: where to
+        leader: what was sent of the first of several choices, which it says and the others wait for. progress: where to
         note how far it is. However this generator is left, the daemon does not go on with the request.
         """
         progress = progress or Choice()
@@ -202,9 +202,12 @@ class Model:
         try:
             while run.left > 0 and not run.reason:
                 run.broken = False
-                same = None
+                shared = None
                 if generation is None and leader is not None and not first:
-                    same = await asyncio.shield(leader)
+                    sent = await asyncio.shield(leader)
+                    if isinstance(sent, Exception):
+                        raise sent
+                    shared = sent
                 generation = Generation(
                     self._backend,
                     run.tokens,
@@ -213,7 +216,7 @@ class Model:
                     grammar=run.grammar_text(),
                     reply_from=run.reply_from,
                     logprobs=prompt.conversation.logprobs,
-                    same_prompt_as=same,
+                    shared=shared,
                 )
                 if leader is not None and first:
                     generation.sent.add_done_callback(functools.partial(_pass_on, leader))
@@ -268,7 +271,7 @@ class Model:
 _Reply = AsyncGenerator[list[Part] | Finish]
 
 
-def _pass_on(leader: asyncio.Future[int | None], sent: asyncio.Future[int | None]) -> None:
+def _pass_on(leader: asyncio.Future[Sent | None], sent: asyncio.Future[Sent]) -> None:
     if not leader.done():
         leader.set_result(sent.result())
 

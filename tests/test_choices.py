@@ -143,7 +143,6 @@ def test_a_client_that_leaves_ends_all(stream: bool) -> None:
         assert [float(line.split()[-1]) for line in text.splitlines() if 'kind="written"' in line] > [0.0]
 
 
-@pytest.mark.xfail(strict=False, reason="a choice that was not sent yet may start the daemon once more; to be mended")
 def test_a_daemon_that_dies_ends_all(served: Running) -> None:
     before = served.backend.restarts
     assert served.ask("crash", n=4).status_code == 503

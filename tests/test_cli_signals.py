@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     spark("extract-sessions", "--out-dir", ".", *LOGS, cwd=folder)
     spark("tokenize", NANO, "train.jsonl", "--out", "train.parquet", "--window", "512", cwd=folder)
-    spark("calibrate", NANO, "train.parquet", "--out", "nano.csv", "--max-tokens", "500", cwd=folder)
+    spark("calibrate", NANO, "train.parquet", "--out", "nano.csv", "--max-tokens", "3000", cwd=folder)
     logs = folder / "logs" / "projects" / "big"
     logs.mkdir(parents=True)
     text = max((SAMPLES / "claude").rglob("*.jsonl"), key=lambda path: path.stat().st_size).read_text()

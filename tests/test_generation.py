@@ -202,7 +202,7 @@ def test_what_later_generations_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     _, finish = run(monkeypatch, "qwen35", backend, conversation)
     prompt = backend.asked[0][0]
     first, second = backend.more
-    same = {"seed": 3, "logprobs": 4, "same_prompt_as": None}
+    same = {"seed": 3, "logprobs": 4, "shared": None}
     assert first == {**same, "reply_from": None} and second == {**same, "reply_from": len(prompt)}
     assert finish.usage.cached == 2 and finish.usage.prompt == len(prompt)  # as the first one said on the way
 
