@@ -149,6 +149,7 @@ def test_a_client_that_leaves_and_a_daemon_that_dies() -> None:
         assert ends == ["daemon", "left"]
 
 
+@pytest.mark.slow
 def test_eight_at_once_and_nothing_of_what_they_say() -> None:
     """No word of a request, a reply, a tool or a model's name is in the events, whoever is at work."""
     secret = "Xyzzy"

@@ -60,6 +60,7 @@ def quiet(label: str, done: int, total: int) -> None:
     assert 0 <= done <= total, label
 
 
+@pytest.mark.slow
 def test_the_pipeline(model: Path, sessions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Calibration with a trace, then validation: every policy gives the tokens of the all-resident run."""
     replay._note_once.cache_clear()
@@ -84,6 +85,7 @@ def test_the_pipeline(model: Path, sessions: Path, capsys: pytest.CaptureFixture
     assert "device" not in capsys.readouterr().err  # said already
 
 
+@pytest.mark.slow
 def test_bench(model: Path) -> None:
     options = bench.BenchOptions((100.0, 50.0), prompts=1, prompt_tokens=34, generate_tokens=4)
     report = bench.bench(EngineConfig(model, "cuda", threads=1), options, DEADLINES, quiet)
@@ -92,6 +94,7 @@ def test_bench(model: Path) -> None:
     assert {settings["chunk_tokens"] for settings in report.settings} == {90}
 
 
+@pytest.mark.slow
 def test_a_daemon_learns_and_plans(model: Path, tmp_path: Path) -> None:
     """What a server asks of it: a profile written and read again, and loading in stages."""
     stages: list[tuple[str, int, int]] = []

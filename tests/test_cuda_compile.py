@@ -116,7 +116,7 @@ def check(arch: str, kernels: Kernels) -> None:
         assert not missing, f"{module} lacks {missing}"
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", ["sm_80", *(pytest.param(a, marks=pytest.mark.slow) for a in GPUS if a != "sm_80")])
 def test_kernels_compile_for_every_architecture(arch: str) -> None:
     check(arch, of_gpu(arch))
 
@@ -126,6 +126,7 @@ def test_kernels_compile_for_every_type(qtype: QType) -> None:
     check("sm_80", of_type(qtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_kernels_of_other_families_compile(arch: str) -> None:
     check(arch, of_families(arch))

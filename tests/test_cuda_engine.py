@@ -114,6 +114,7 @@ POLICIES = [("lru", 30), ("uniform", 60), ("static", 40), ("spark", 60)]
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, seed=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_do_not_depend_on_residency(model: Path, profile: Path, sampling: Sampling) -> None:
     found = {}
@@ -131,6 +132,7 @@ def test_tokens_do_not_depend_on_residency(model: Path, profile: Path, sampling:
         assert tokens == found["all"], name
 
 
+@pytest.mark.slow
 def test_requests_that_share_steps_say_what_they_would_alone(model: Path) -> None:
     """Three at a time, in steps of four: one captured row is nobody's."""
     samplings = (Sampling(), SAMPLED, Sampling(temperature=0.8, repetition_penalty=1.3, seed=2))
@@ -202,6 +204,7 @@ def test_tables_after_decoding_are_the_twins(model: Path) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 def test_nothing_moves_after_a_stop_token(model: Path) -> None:
     engine = Engine(config(model, policy="lru", residency_pct=50))
     tokens, _ = generate(engine, tuple(PROMPT[:35].tolist()), max_tokens=20)
@@ -222,6 +225,7 @@ def test_nothing_moves_after_a_stop_token(model: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_pinned_slots_follow_the_counts(model: Path, profile: Path) -> None:
     engine = Engine(config(model, policy="spark", residency_pct=60, cache_slots=2, profile=profile))
     full = Engine(config(model))
@@ -281,6 +285,7 @@ def test_a_cancelled_request_leaves_no_trace_in_the_next(model: Path, device: An
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_type", "ahead_tokens"), [("f16", 128), ("q8_0", 33)])
 def test_a_prompt_of_several_steps(
     model: Path, monkeypatch: pytest.MonkeyPatch, kv_type: str, ahead_tokens: int

@@ -14,7 +14,7 @@ from engine import models
 from engine.runner import Runner, Span
 from engine.scheduler import Engine
 
-pytestmark = pytest.mark.usefixtures("on_the_device")
+pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 
 PROMPT = np.random.default_rng(50).integers(0, 301, 104).astype(np.int32)
 OPTIONS = {"ctx_tokens": 200, "chunk_tokens": 70}

@@ -16,7 +16,7 @@ from engine.runner import Runner, Span
 
 CHUNK = 64
 TOKENS = np.random.default_rng(8).integers(0, 301, 2 * CHUNK + 9).astype(np.int32)
-pytestmark = pytest.mark.usefixtures("on_the_device")
+pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])

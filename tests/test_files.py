@@ -130,6 +130,7 @@ pq.write_table(pa.table([pa.array(["s"]), pa.array([0], pa.int32()), *lists], sc
 """
 
 
+@pytest.mark.slow
 def test_a_large_window_is_refused_in_little_memory(tmp_path: Path) -> None:
     about = {"format": "tokens", "version": "1", "model_id": "a" * 64, "tokenizer": "b" * 64, "template": "c" * 64}
     metadata = {f"spark.{key}": value for key, value in about.items()} | {"spark.window": "4096"}

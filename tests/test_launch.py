@@ -127,6 +127,7 @@ def test_a_client_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert said == f"error: {name} is not on PATH\nhint: install it: npm install -g {package}\n"
 
 
+@pytest.mark.slow
 def test_what_keeps_the_model_from_being_served(folder: Path) -> None:
     (folder / "bad.gguf").write_bytes(b"GGUF")
     assert "bad.gguf" in refused("launch", "claude", "bad.gguf", cwd=folder)
@@ -206,6 +207,7 @@ def test_nor_do_the_clients_own_children(folder: Path, number: signal.Signals) -
             alone.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["wait", "stubborn"])
 def test_nothing_outlives_a_killed_command(folder: Path, end: str) -> None:
     with launched(folder, end) as (command, processes, _):

@@ -65,6 +65,7 @@ def test_float_model_equals_transformers(name: str) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.known())
 def test_the_twin_of_a_float_model_equals_transformers(name: str) -> None:
     path = tiny_path(name, ALL_F32)

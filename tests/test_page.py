@@ -279,6 +279,7 @@ COLORS = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_server_at_work(browser: Browser, tmp_path: Path) -> None:
     ask = {"messages": [{"role": "user", "content": "def f(x):\n" * 40}], "max_tokens": 300, "temperature": 1}
     done = threading.Event()
@@ -371,6 +372,7 @@ def idle(shown: Page, state: str) -> None:
     wait_until(lambda: shown.evaluate(RATES) == [state, "0", "0", "–", "0"])
 
 
+@pytest.mark.slow
 def test_rates_fall_to_zero_when_nothing_is_counted(browser: Browser, counted: tuple[Running, Counted]) -> None:
     made, counters = counted
     with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):
@@ -382,6 +384,7 @@ def test_rates_fall_to_zero_when_nothing_is_counted(browser: Browser, counted: t
         assert said == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the state of a process is read in /proc")
 def test_rates_of_a_daemon_that_is_stopped_and_of_one_that_is_down(
     browser: Browser, counted: tuple[Running, Counted]
@@ -406,6 +409,7 @@ def test_rates_of_a_daemon_that_is_stopped_and_of_one_that_is_down(
         assert shown.locator("#map").is_visible() and said == []
 
 
+@pytest.mark.slow
 def test_a_long_step_is_said_to_be_one(browser: Browser, counted: tuple[Running, Counted]) -> None:
     made, _ = counted
     with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, _):
@@ -442,6 +446,7 @@ def test_the_time_a_tab_was_hidden_is_not_now(browser: Browser, counted: tuple[R
         assert said == []
 
 
+@pytest.mark.slow
 def test_a_server_that_says_nothing_leaves_no_rates(browser: Browser, counted: tuple[Running, Counted]) -> None:
     made, _ = counted
     with opened(browser, f"http://127.0.0.1:{made.port}") as (shown, _):
@@ -491,6 +496,7 @@ def test_the_meter_tells_requests_from_prefixes(browser: Browser, counted: tuple
         assert meter.get_attribute("aria-valuenow") == "0" and said == []
 
 
+@pytest.mark.slow
 def test_the_list_of_requests(browser: Browser) -> None:
     """Eight at once on a slow daemon, by keyboard and on a phone; then how they ended."""
     with running(fake(step_s=0.02)) as made, opened(browser, f"http://127.0.0.1:{made.port}") as (shown, said):

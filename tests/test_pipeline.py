@@ -174,6 +174,7 @@ def test_counting_all_tokens_counts_all(files: Path, tmp_path: Path) -> None:
     assert made.count == "all"
 
 
+@pytest.mark.slow
 def test_own_continuations_are_counted_too(files: Path, tmp_path: Path) -> None:
     plain = run(files, tmp_path / "a.csv", max_tokens=2000)
     longer = run(files, tmp_path / "b.csv", max_tokens=2000, generate_tokens=7)
@@ -269,6 +270,7 @@ def test_a_damaged_checkpoint_is_explained(files: Path, tmp_path: Path, profile:
         run(files, tmp_path / "p.csv", resume=True)
 
 
+@pytest.mark.slow
 def test_a_dead_daemon_loses_nothing(files: Path, tmp_path: Path) -> None:
     import psutil
 

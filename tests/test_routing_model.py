@@ -8,6 +8,7 @@ import pytest
 from benchmarks.routing import Routing, imposed, missed, rates
 
 
+@pytest.mark.slow
 def test_published_rates_at_40_percent() -> None:
     found = rates(Routing(), 40.0)
     assert 0.68 <= found["static"] <= 0.73
