@@ -341,9 +341,13 @@ class PrefixCache:
             if child is None:
                 length = node.length + self.chunk_tokens
                 child = node.children[key] = Node(node, key, self._name(node.name, key), length)
+            part = slice(i * self._n_blocks, (i + 1) * self._n_blocks)
+            held = [sequence.groups[g].held[part] for g in self._groups]
+            # Blocks of its own, of a sequence that read the chunk again: those would be kept twice, and for long, as
+            # long as the chunks below are in use.
+            if child.blocks is not None and child.blocks != tuple(map(tuple, held)) and self._alone(child):
+                self._give_back(child)
             if child.blocks is None:
-                part = slice(i * self._n_blocks, (i + 1) * self._n_blocks)
-                held = [sequence.groups[g].held[part] for g in self._groups]
                 for group, blocks in zip(self._groups, held, strict=True):
                     for block in blocks:
                         self._kv.pools[group].share(block)
@@ -465,8 +469,14 @@ class PrefixCache:
     def reclaim(self) -> bool:
         """Give up the least recently used chunk's blocks that no sequence uses, else a fork; False: there is none."""
         held = [n for n in self._root.subtree() if n.blocks is not None and self._free(n)]
-        node = next((n for n in sorted(held, key=lambda n: (n.used, -n.length)) if self._idle(n)), None)
+        held.sort(key=lambda n: (n.used, -n.length))
+        node = next(filter(self._idle, held), None)
         if node is None:
+            # Of chunks that sequences use, those that they read for themselves above: the tree can do without.
+            over = next((n for n in held if self._alone(n) and all(map(self._free, n.subtree()))), None)
+            if over is not None:
+                self._drop(over)
+                return True
             fork = next((fork for fork in self._forks if fork is not self._begun), None)
             if fork is not None:
                 self.drop(fork)
@@ -570,11 +580,7 @@ class PrefixCache:
     @property
     def reclaimable_tokens(self) -> int:
         """Positions that `reclaim` would make room for, one call after the other."""
-        can: dict[Node, bool] = {}  # a chunk goes after those that follow it, which come first here
-        for node in self._root.subtree():
-            below = all(child.blocks is None or can[child] for child in node.children.values())
-            can[node] = below and node.blocks is not None and self._alone(node)
-        return self.chunk_tokens * sum(can.values())
+        return self.chunk_tokens * sum(n.blocks is not None and self._alone(n) for n in self._root.subtree())
 
     def stats(self) -> dict[str, int]:
         """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files.

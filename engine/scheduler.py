@@ -268,7 +268,7 @@ class Engine:
             if not form.binds:
                 form.close()
                 form = None
-        return GenerateTask(self.runner, request, form, self._families.of(request.id))
+        return GenerateTask(self.runner, request, form, self._families)
 
     def _finish(self, job: Generate | Score | Task) -> None:
         form = self._forms.pop(job.id, None)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import NumericalError
-from engine.families import Family, Kept
+from engine.families import Families, Family, Kept
 from engine.forms import Form
 from engine.forward import MAX_ROWS
 from engine.kv import Sequence
@@ -40,15 +40,14 @@ class GenerateTask:
     is read. number: its place among those that run, 0, 1, ... turn: when it began, counted. reason: why it ended, None
     until then. read_tokens, reused_tokens: fed in chunks, and begun after, counted again when it is fed again.
     grammar: the form that binds it, if one does. held: logits float32 [V] of the next token, if its mask is late.
-    family: of requests with this prompt, which one of them reads.
     """
 
     def __init__(
-        self, runner: Runner, request: Generate, grammar: Form | None = None, family: Family | None = None
+        self, runner: Runner, request: Generate, grammar: Form | None = None, families: Families | None = None
     ) -> None:
         self.runner = runner
         self.request = request
-        self.family = family
+        self._families = families
         self.number = self.turn = 0
         self.params = request.sampling
         self.reply_from = len(request.tokens) if request.reply_from is None else request.reply_from
@@ -77,6 +76,11 @@ class GenerateTask:
         return self.request.id
 
     @property
+    def family(self) -> Family | None:
+        """Those with this prompt, which one of them reads; others may join while it does."""
+        return None if self._families is None else self._families.of(self.id)
+
+    @property
     def made(self) -> int:
         """Tokens drawn so far."""
         return len(self.history) - len(self.request.tokens)
@@ -95,8 +99,9 @@ class GenerateTask:
         """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
         if self._kept is not None:
             return
-        kept = None if self.sequence is not None or self.family is None else self.family.kept
-        if kept is not None and self.id in self.family.pending:  # type: ignore[union-attr]
+        family = self.family if self.sequence is None else None
+        kept = family.kept if family is not None and self.id in family.pending else None
+        if kept is not None:
             self.sequence = self.runner.begin(kept.fork)
             self._kept = kept.logits
             self.cached_tokens = len(self.request.tokens)
@@ -139,20 +144,22 @@ class GenerateTask:
 
     def _share(self, result: StepResult) -> None:
         """Let the others of the family go on from the prompt that was read."""
-        if self.family is None:
+        family = self.family
+        if family is None:
             return
         assert self.sequence is not None
-        if self.family.wants(self.id):
+        if family.wants(self.id):
             fork = self.runner.fork(self.sequence)
             if fork is not None:
-                self.family.keep(Kept(fork, result.logits[0].copy()))
-        self.family.begun(self.id)
+                family.keep(Kept(fork, result.logits[0].copy()))
+        family.begun(self.id)
 
     def _begin(self, logits: F32) -> list[Event]:
         """Draw the first token after a prompt that another has read."""
-        assert self.family is not None
+        family = self.family
+        assert family is not None
         self._kept, self.decoding = None, True
-        self.family.begun(self.id)
+        family.begun(self.id)
         drawing = self.drawing(logits[None], 0, time.monotonic() + MASK_WAIT_S)
         drawn = [] if drawing is None else self.runner.draw_from(logits, drawing)
         self._read_s = time.perf_counter()

@@ -175,6 +175,41 @@ def test_choices_that_wait_in_the_queue_need_no_second_reading(opened: Open, arc
     assert engine.fed == 2 * N
 
 
+@pytest.mark.parametrize("arch", ["qwen3moe", "gemma4", "qwen35"])
+@pytest.mark.parametrize("late", [1, 2])
+def test_those_that_come_while_the_first_reads_go_beside_it(opened: Open, arch: str, late: int) -> None:
+    """As a server sends them: the first alone, the others when that is known."""
+    engine = opened("cpu", arch)
+    requests = family(4, made=40)
+    expected = alone(engine, requests)
+    engine.fed = 0
+    engine.submit(requests[0])
+    events = [event for _ in range(late) for event in engine.step()]
+    assert 0 < engine.fed < N
+    for request in requests[1:]:
+        engine.submit(request)
+    events += drain(engine)
+    assert replies(events) == expected
+    assert engine.fed == N
+    first_end = next(i for i, e in enumerate(events) if isinstance(e, Done))
+    assert {e.id for e in events[:first_end] if isinstance(e, Tokens)} == {request.id for request in requests}
+
+
+@pytest.mark.parametrize("arch", ["gemma4", "qwen35"])
+def test_a_prompt_that_was_cancelled_runs_when_it_comes_again(opened: Open, arch: str) -> None:
+    """More than half a cache long: what was read of it, without a snapshot, must not stand in its way."""
+    engine = opened("cpu", arch, ctx_tokens=640)
+    (request,) = family(1, tuple(np.random.default_rng(8).integers(0, 301, 500).tolist()), made=4)
+    expected = alone(engine, [request])
+    engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    assert engine.cancel(1)
+    for again in (2, 3):
+        engine.submit(replace(request, id=again))
+        assert replies(drain(engine))[again] == expected[1]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_is_cancelled_the_others_go_on(opened: Open, seed: int) -> None:
     rng = np.random.default_rng(seed)

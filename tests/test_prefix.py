@@ -300,6 +300,41 @@ def test_reclaimable_blocks_are_those_that_reclaiming_frees() -> None:
     assert cache.reclaimable_blocks == cache.stats()["device_blocks"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_read_again_are_not_kept_twice(kind: str) -> None:
+    """By a prompt that begins before chunks which the tree has, with others below them."""
+    kv = make_cache(kind, 8 * 64)
+    cache = PrefixCache(kv, CHUNK, 0)
+    tokens = prompt("abc", 9)
+    serve(kv, cache, tokens[: 2 * CHUNK])
+    sequence = kv.sequence()
+    while sequence.length < len(tokens):
+        compute(kv, sequence, tokens, cache.step_tokens(sequence, tokens))
+        cache.insert(sequence, tokens)
+    assert cache.reclaimable_tokens == 0
+    held = sequence.groups[cache._groups[0]].held
+    assert all(set(node.blocks[0]) <= set(held) for node in nodes(cache))
+    sequence.release()
+    assert cache.reclaimable_tokens == 3 * CHUNK
+
+
+def test_what_a_sequence_holds_below_does_not_hold_what_is_above() -> None:
+    kv = make_cache("full", 20 * 64)
+    cache = PrefixCache(kv, CHUNK, 0)
+    sequence, _ = prefill(kv, cache, prompt("abc"))
+    (first,) = cache._root.children.values()
+    own = []
+    for group, blocks in zip(cache._groups, first.blocks, strict=True):
+        own.append(tuple(kv.pools[group].take() for _ in blocks))
+        kv.pools[group].give_back(list(blocks))
+    first.blocks = tuple(own)  # as if another had remembered the chunk
+    expected, free = cache.reclaimable_blocks, kv.free_blocks
+    assert cache.reclaim() and not cache.reclaim()
+    assert 0 < expected == kv.free_blocks - free and not nodes(cache)
+    sequence.release()
+    assert kv.free_blocks == kv.n_blocks
+
+
 def test_what_was_used_last_stays_longest() -> None:
     kv = make_cache("full", 20 * 64)
     cache = PrefixCache(kv, CHUNK, 0)
