@@ -17,7 +17,7 @@ import numpy as np
 from engine.errors import NumericalError
 from engine.forward import Forward
 from engine.kv import Sequence, block_table
-from engine.models import Step
+from engine.layers import Step
 from engine.ops import F32, I32
 from engine.ops.cuda.device import Array, Graph
 from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler

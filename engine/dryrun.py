@@ -19,7 +19,7 @@ from engine.errors import CapacityError, UnsupportedModelError, UsageError
 from engine.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.gguf import open_model
 from engine.kv import KVCache
-from engine.models import Step
+from engine.layers import Step, Widths
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
 from engine.ops.cuda.device import Module
@@ -242,7 +242,7 @@ def _asked_bytes(options: EngineConfig, experts: plan.Experts) -> int | None:
 
 def limits_of(config: Any, n_ctx: int, max_tokens: int) -> Limits:
     """Bounds of the steps of a model."""
-    w: models.Widths = config.widths
+    w: Widths = config.widths
     return Limits(
         max_tokens=max_tokens,
         n_embd=config.n_embd,

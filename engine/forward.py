@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import layers
 from engine.config import KVType
 from engine.kv import KVCache
-from engine.models import KEPT_TOKENS, Buffers, Step, Widths
+from engine.layers import KEPT_TOKENS, Buffers, Pass, Step, Widths
 from engine.ops import F32, I32, Fetches, Limits
 from engine.quants import QTensor
 from engine.residency import ExpertTensors, Residency
@@ -153,19 +154,19 @@ class Forward:
     def run(self, step: Step, residency: Residency) -> Buffers:
         """Enqueue one step; returns the views of the buffers that it writes."""
         b = self.buffers.first(len(step.tokens), len(step.rows))
-        self.arch.forward(self.config, self.weights, self.ops, self.ws, step, self.kv, residency, self.ropes, b)
+        layers.forward(self.arch, self.weights, self._pass(step, residency, b))
         return b
 
     def replay(self, step: Step) -> None:
         """Enqueue the recurrences of a kept step again, for its first tokens alone (see `Sequence.take_back`)."""
-        b = self.buffers.first(len(step.tokens), 0)
-        self.arch.replay(self.config, self.weights, self.ops, self.ws, step, self.kv, b)
+        self.arch.replay(self._pass(step, None, self.buffers.first(len(step.tokens), 0)), self.weights)
+
+    def _pass(self, step: Step, residency: Residency | None, b: Buffers) -> Pass:
+        return Pass(self.config, self.ops, self.ws, step, self.kv, residency, self.ropes, b)
 
     def head(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step."""
-        out = self.buffers.logits[: len(rows)]
-        self.device.write(self.inputs.rows[: len(rows)], rows)
-        self.arch.head(
-            self.config, self.weights, self.ops, self.ws, self.inputs.rows[: len(rows)], self.buffers.x, out
-        )
+        out, at = self.buffers.logits[: len(rows)], self.inputs.rows[: len(rows)]
+        self.device.write(at, rows)
+        layers.head(self.config, self.weights, self.ops, self.ws, at, self.buffers.x, out)
         return np.asarray(self.device.read(out))

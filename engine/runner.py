@@ -26,7 +26,7 @@ from engine.forms import Form, Forms
 from engine.forward import GRAPH_TOKENS, Forward
 from engine.gguf import GGUFFile, open_model
 from engine.kv import Fork, KVCache, Sequence, block_table
-from engine.models import KEPT_TOKENS, Buffers, Step
+from engine.layers import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, PIECE_TOKENS
 from engine.ops.cpu_library import library_path
 from engine.ops.cuda import library

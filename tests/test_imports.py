@@ -22,6 +22,8 @@ LAYERS = [
     ["decoding"],
     ["forward"],
     ["models"],
+    ["layers"],
+    ["loading"],
     ["slowtier", "prefix", "families"],
     ["residency", "kv", "sampling", "prefix_files"],
     ["ops"],

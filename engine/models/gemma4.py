@@ -11,36 +11,38 @@ Logits are capped by tanh. Reference: `transformers` gemma4.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from engine.errors import ModelFormatError, UnsupportedModelError
 from engine.gguf import GGUFFile
-from engine.kv import DeltaShape, KVCache, KVGroup
-from engine.models import (
-    Buffers,
-    Step,
+from engine.kv import DeltaShape, KVGroup
+from engine.layers import Pass, Widths
+from engine.loading import (
+    AttentionWeights,
+    Dense,
+    Keys,
+    Tensors,
     Weights,
-    Widths,
-    float_matrix,
-    load_ends,
+    attention_shapes,
+    check_experts,
+    check_heads,
+    check_rope,
+    ends,
+    expert_shapes,
+    ffn_shapes,
     matrix,
-    number,
-    per_layer,
-    refuse_unknown,
-    vector,
+    random_tensors,
 )
-from engine.ops import F32, I32, Gating
+from engine.ops import F32, Gating
 from engine.ops.arithmetic import rope_table, rotations
 from engine.quants import QTensor, dequantize
-from engine.residency import ExpertTensors, Residency
 
 ARCH = "gemma4"
-PARTS = ("gate", "up", "down")
 # Of the vision and audio encoders and their projectors, in files that hold a whole multimodal model.
 OTHER_SENSES = ("v.", "a.", "mm.")
+BORROWED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")  # of a layer that reads another's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,74 +83,60 @@ class Config:
     def from_gguf(cls, file: GGUFFile) -> Config:
         """Read and check the metadata; a variant that is not implemented is refused by name."""
 
-        def size(key: str, least: int = 1, default: int | None = None) -> int:
-            return number(file, f"{ARCH}.{key}", least, default)
-
-        if size("embedding_length_per_layer_input", 0, 0):
-            raise UnsupportedModelError(
-                f"{ARCH} with per-layer input embeddings (E2B, E4B) is not implemented",
+        keys = Keys(file)
+        if keys.size("embedding_length_per_layer_input", 0, 0):
+            raise keys.missing(
+                "per-layer input embeddings (E2B, E4B)",
                 hint="the 26B-A4B mixture and the 12B and 31B dense models have none",
             )
-        n_layer, head_dim, head_dim_swa = (
-            size("block_count"), size("attention.key_length", 2), size("attention.key_length_swa", 2),
-        )  # fmt: skip
-        values = (
-            size("attention.value_length", default=head_dim),
-            size("attention.value_length_swa", default=head_dim_swa),
-        )
-        if values != (head_dim, head_dim_swa):
-            raise UnsupportedModelError(f"{ARCH} with value heads of another size than key heads is not implemented")
-        if n_layer > len(file.tensors):
-            raise ModelFormatError(f"{ARCH}.block_count is {n_layer}, the file has {len(file.tensors)} tensors")
-        for name in ("token_embd.weight", "rope_freqs.weight"):
-            if name not in file.tensors:
-                raise ModelFormatError(f"tensor {name} is missing")
-        pattern = [bool(value) for value in file.value(f"{ARCH}.attention.sliding_window_pattern", list)]
+        n_layer, head_dim, head_dim_swa = keys.layers(), keys.head_dim(), keys.head_dim(kind="_swa")
+        n_vocab = keys.vocabulary()
+        if "rope_freqs.weight" not in file.tensors:
+            raise ModelFormatError("tensor rope_freqs.weight is missing")
+        pattern = [bool(value) for value in keys.items("attention.sliding_window_pattern")]
         if len(pattern) < n_layer:
             raise ModelFormatError(f"{ARCH}.attention.sliding_window_pattern has {len(pattern)} values of {n_layer}")
         full = [i for i in range(n_layer) if not pattern[i]]
-        n_expert = size("expert_count", 0, 0)
+        n_expert = keys.size("expert_count", 0, 0)
         factors = dequantize(matrix(file, "rope_freqs.weight", (head_dim // 2,)))
         config = cls(
             n_layer=n_layer,
-            n_embd=size("embedding_length"),
-            n_head=size("attention.head_count"),
-            n_head_kv=per_layer(file, f"{ARCH}.attention.head_count_kv", n_layer),
+            n_embd=keys.size("embedding_length"),
+            n_head=keys.size("attention.head_count"),
+            n_head_kv=keys.sizes("attention.head_count_kv", n_layer),
             head_dim=head_dim,
             head_dim_swa=head_dim_swa,
-            n_ff=per_layer(file, f"{ARCH}.feed_forward_length", n_layer),
-            n_vocab=file.tensors["token_embd.weight"].shape[0],
-            n_ctx_train=size("context_length"),
+            n_ff=keys.sizes("feed_forward_length", n_layer),
+            n_vocab=n_vocab,
+            n_ctx_train=keys.size("context_length"),
             windowed=tuple(pattern[:n_layer]),
-            window=size("attention.sliding_window"),
-            n_shared=size("attention.shared_kv_layers", 0, 0),
-            rope_base=float(file.value(f"{ARCH}.rope.freq_base", float)),
+            window=keys.size("attention.sliding_window"),
+            n_shared=keys.size("attention.shared_kv_layers", 0, 0),
+            rope_base=keys.real("rope.freq_base"),
             rope_factors=tuple(float(x) for x in factors),
-            rope_base_swa=float(file.value(f"{ARCH}.rope.freq_base_swa", float, 10000.0)),
-            rope_dims_swa=size("rope.dimension_count_swa", 2, head_dim_swa),
-            eps=float(file.value(f"{ARCH}.attention.layer_norm_rms_epsilon", float)),
+            rope_base_swa=keys.real("rope.freq_base_swa", 10000.0),
+            rope_dims_swa=keys.size("rope.dimension_count_swa", 2, head_dim_swa),
+            eps=keys.real("attention.layer_norm_rms_epsilon"),
             k_eq_v=bool(full) and f"blk.{full[0]}.attn_v.weight" not in file.tensors,
-            softcap=float(file.value(f"{ARCH}.final_logit_softcapping", float, 0.0)),
+            softcap=keys.real("final_logit_softcapping", 0.0),
             n_expert=n_expert,
-            n_expert_used=size("expert_used_count") if n_expert else 0,
-            n_ff_exp=size("expert_feed_forward_length") if n_expert else 0,
+            n_expert_used=keys.size("expert_used_count") if n_expert else 0,
+            n_ff_exp=keys.size("expert_feed_forward_length") if n_expert else 0,
             fused="blk.0.ffn_gate_up_exps.weight" in file.tensors,
         )
-        config._check(file)
+        config._check(keys)
         return config
 
-    def _check(self, file: GGUFFile) -> None:
-        if file.value(f"{ARCH}.rope.dimension_count", int, self.head_dim) != self.head_dim:
-            raise UnsupportedModelError(
-                f"{ARCH} whose full layers rotate less than the whole head is not implemented",
+    def _check(self, keys: Keys) -> None:
+        if keys.size("rope.dimension_count", 2, self.head_dim) != self.head_dim:
+            raise keys.missing(
+                "full layers that rotate less than the whole head",
                 hint="published files name the unrotated pairs in rope_freqs.weight",
             )
-        if any(self.n_head % n for n in self.n_head_kv):
-            raise ModelFormatError(f"{self.n_head} heads cannot share {self.n_head_kv} KV heads evenly")
-        if self.head_dim % 2 or self.rope_dims_swa % 2 or self.rope_dims_swa > self.head_dim_swa:
-            raise ModelFormatError(f"{self.rope_dims_swa} rotated dimensions of {self.head_dim_swa}")
-        if self.n_expert_used > self.n_expert:
-            raise ModelFormatError(f"{self.n_expert_used} active experts of {self.n_expert}")
+        check_heads(self.n_head, self.n_head_kv)
+        check_rope(self.head_dim, self.head_dim)
+        check_rope(self.rope_dims_swa, self.head_dim_swa)
+        check_experts(self.n_expert_used, self.n_expert)
         own = set(self.windowed[: self.n_layer - self.n_shared])
         if self.n_shared >= self.n_layer or not own >= set(self.windowed):
             raise ModelFormatError(f"the last {self.n_shared} layers share caches that no layer before them owns")
@@ -233,48 +221,28 @@ class Config:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor and its shape, slowest dimension first; `output` (tied) and layer scales may be absent."""
-        D, E, F = self.n_embd, self.n_expert, self.n_ff_exp
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_embd.weight": (self.n_vocab, D),
-            "output_norm.weight": (D,),
-            "rope_freqs.weight": (self.head_dim // 2,),
-        }
+        D, E = self.n_embd, self.n_expert
+        shapes = ends(self.n_vocab, D) | {"rope_freqs.weight": (self.head_dim // 2,)}
+        del shapes["output.weight"]
         for i in range(self.n_layer):
             p, head_dim = f"blk.{i}.", self.head_dim_of(i)
-            q, kv = self.n_head * head_dim, self.n_head_kv[i] * head_dim
-            shapes |= {
-                p + "attn_norm.weight": (D,),
-                p + "attn_q.weight": (q, D),
-                p + "attn_q_norm.weight": (head_dim,),
-                p + "attn_output.weight": (D, q),
-                p + "post_attention_norm.weight": (D,),
-                p + "ffn_norm.weight": (D,),
-                p + "ffn_gate.weight": (self.n_ff[i], D),
-                p + "ffn_up.weight": (self.n_ff[i], D),
-                p + "ffn_down.weight": (D, self.n_ff[i]),
-                p + "post_ffw_norm.weight": (D,),
-                p + "layer_output_scale.weight": (1,),
-            }
-            if self.kv_layer(i) == i:
-                shapes |= {p + "attn_k.weight": (kv, D), p + "attn_k_norm.weight": (head_dim,)}
-                if self.has_v(i):
-                    shapes[p + "attn_v.weight"] = (kv, D)
-            if not E:
-                continue
-            shapes |= {
-                p + "ffn_gate_inp.weight": (E, D),
-                p + "ffn_gate_inp.scale": (D,),
-                p + "pre_ffw_norm_2.weight": (D,),
-                p + "post_ffw_norm_1.weight": (D,),
-                p + "post_ffw_norm_2.weight": (D,),
-                p + "ffn_down_exps.weight": (E, D, F),
-                p + "ffn_down_exps.scale": (E,),
-            }
-            if self.fused:
-                shapes[p + "ffn_gate_up_exps.weight"] = (E, 2 * F, D)
-            else:
-                shapes |= {p + "ffn_gate_exps.weight": (E, F, D), p + "ffn_up_exps.weight": (E, F, D)}
+            shapes |= attention_shapes(p, D, self.n_head * head_dim, self.n_head_kv[i] * head_dim, head_dim)
+            for name in self._without(i):
+                del shapes[p + name]
+            shapes |= ffn_shapes(p, D, self.n_ff[i]) | {p + "layer_output_scale.weight": (1,)}
+            norms = ["post_attention_norm", "ffn_norm", "post_ffw_norm"]
+            if E:
+                shapes |= expert_shapes(p, D, E, self.n_ff_exp, self.fused)
+                shapes |= {p + "ffn_gate_inp.scale": (D,), p + "ffn_down_exps.scale": (E,)}
+                norms += ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"]
+            shapes |= {f"{p}{name}.weight": (D,) for name in norms}
         return shapes
+
+    def _without(self, layer: int) -> tuple[str, ...]:
+        """What a layer's attention does not have."""
+        if self.kv_layer(layer) != layer:
+            return BORROWED
+        return () if self.has_v(layer) else ("attn_v.weight",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,21 +262,12 @@ class MoE:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer, its experts apart (see Residency). wk is None where another layer's cache is read."""
+    """Weights of one layer, its experts apart (see Residency)."""
 
-    attn_norm: F32
-    wq: QTensor
-    wk: QTensor | None
-    wv: QTensor | None
-    wo: QTensor
-    q_norm: F32
-    k_norm: F32 | None
-    v_norm: F32 | None
+    attention: AttentionWeights
     post_attention_norm: F32
     ffn_norm: F32
-    gate: QTensor
-    up: QTensor
-    down: QTensor
+    ffn: Dense
     moe: MoE | None
     post_ffw_norm: F32
     out_scale: float
@@ -318,56 +277,42 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     shapes = config.tensors() | {"output.weight": (config.n_vocab, config.n_embd)}
     borrowers = range(config.n_layer - config.n_shared, config.n_layer)
-    unused = {f"blk.{i}.{name}.weight" for i in borrowers for name in ("attn_k", "attn_v", "attn_k_norm")}
-    refuse_unknown(file, shapes, lambda name: name.startswith(OTHER_SENSES) or name in unused)
-    layers = tuple(_layer(file, config, shapes, i) for i in range(config.n_layer))
-    experts = []
-    for i in config.moe_layers:
-        names = [f"blk.{i}.ffn_{part}_exps.weight" for part in (("gate_up", "down") if config.fused else PARTS)]
-        *first, down = (matrix(file, name, shapes[name]) for name in names)
-        gate, up = first[0].halves() if config.fused else first
-        experts.append(ExpertTensors(gate, up, down, "gelu"))
-    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
-    norm = vector(file, "output_norm.weight", config.n_embd)
-    return Weights(token_embd, layers, norm, output, tuple(experts))
+    unused = {f"blk.{i}.{name}" for i in borrowers for name in BORROWED}
+    tensors = Tensors(file, shapes, lambda name: name.startswith(OTHER_SENSES) or name in unused)
+    layers = [_layer(tensors.layer(i), config, i) for i in range(config.n_layer)]
+    experts = [tensors.layer(i).experts(activation="gelu") for i in config.moe_layers]
+    return tensors.model(layers, experts, embed_scale=config.n_embd**0.5, softcap=config.softcap)
 
 
-def _layer(file: GGUFFile, config: Config, shapes: dict[str, tuple[int, ...]], i: int) -> Layer:
-    def get(name: str) -> QTensor:
-        return matrix(file, f"blk.{i}.{name}", shapes[f"blk.{i}.{name}"])
-
-    def values(name: str) -> F32:
-        return vector(file, f"blk.{i}.{name}", shapes[f"blk.{i}.{name}"][0])
-
+def _layer(t: Tensors, config: Config, i: int) -> Layer:
     owns = config.kv_layer(i) == i
-    gate, up, down = (get(f"ffn_{part}.weight") for part in PARTS)
-    scaled = f"blk.{i}.layer_output_scale.weight" in file.tensors
+    moe = None
+    if config.n_expert:
+        moe = MoE(
+            router_norm=t.values("ffn_gate_inp.scale") * np.float32(config.n_embd**-0.5),
+            router=t.floats("ffn_gate_inp.weight"),
+            gating=Gating(expert_scale=t.values("ffn_down_exps.scale")),
+            pre_norm=t.values("pre_ffw_norm_2.weight"),
+            post_norm=t.values("post_ffw_norm_2.weight"),
+            dense_post_norm=t.values("post_ffw_norm_1.weight"),
+        )
     return Layer(
-        attn_norm=values("attn_norm.weight"),
-        wq=get("attn_q.weight"),
-        wk=get("attn_k.weight") if owns else None,
-        wv=get("attn_v.weight") if owns and config.has_v(i) else None,
-        wo=get("attn_output.weight"),
-        q_norm=values("attn_q_norm.weight"),
-        k_norm=values("attn_k_norm.weight") if owns else None,
-        v_norm=np.ones(config.head_dim_of(i), np.float32) if owns else None,
-        post_attention_norm=values("post_attention_norm.weight"),
-        ffn_norm=values("ffn_norm.weight"),
-        gate=gate,
-        up=up,
-        down=down,
-        moe=None
-        if not config.n_expert
-        else MoE(
-            router_norm=values("ffn_gate_inp.scale") * np.float32(config.n_embd**-0.5),
-            router=float_matrix(file, f"blk.{i}.ffn_gate_inp.weight", (config.n_expert, config.n_embd)),
-            gating=Gating(expert_scale=values("ffn_down_exps.scale")),
-            pre_norm=values("pre_ffw_norm_2.weight"),
-            post_norm=values("post_ffw_norm_2.weight"),
-            dense_post_norm=values("post_ffw_norm_1.weight"),
+        attention=AttentionWeights(
+            norm=t.values("attn_norm.weight"),
+            wq=t.matrix("attn_q.weight"),
+            wk=t.matrix("attn_k.weight") if owns else None,
+            wv=t.matrix("attn_v.weight") if owns and config.has_v(i) else None,
+            wo=t.matrix("attn_output.weight"),
+            q_norm=t.values("attn_q_norm.weight"),
+            k_norm=t.values("attn_k_norm.weight") if owns else None,
+            v_norm=np.ones(config.head_dim_of(i), np.float32) if owns else None,
         ),
-        post_ffw_norm=values("post_ffw_norm.weight"),
-        out_scale=float(values("layer_output_scale.weight")[0]) if scaled else 1.0,
+        post_attention_norm=t.values("post_attention_norm.weight"),
+        ffn_norm=t.values("ffn_norm.weight"),
+        ffn=t.ffn(),
+        moe=moe,
+        post_ffw_norm=t.values("post_ffw_norm.weight"),
+        out_scale=float(t.values("layer_output_scale.weight")[0]) if t.has("layer_output_scale.weight") else 1.0,
     )
 
 
@@ -378,69 +323,28 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     return rotations(n_ctx, full), rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
 
 
-def forward(
-    config: Config,
-    weights: Weights[Layer],
-    ops: ModuleType,
-    ws: Any,
-    step: Step,
-    kv: KVCache,
-    residency: Residency | None,
-    ropes: tuple[F32, ...],
-    b: Buffers,
-) -> None:
-    """One step: `b.logits` for `step.rows`, cache and residency updated."""
-    T = b.x.shape[0]
-    ops.embed(ws, weights.token_embd, step.tokens, b.x, scale=config.n_embd**0.5)
-    if config.n_expert and residency is not None:
-        ops.fetch_ahead(ws, residency.live, 0, residency.banks[0], T)
-    for i, layer in enumerate(weights.layers):
-        if b.hidden is not None:
-            ops.copy(ws, b.x, b.hidden[i])
-        if residency is not None and i + 1 < len(residency.banks):
-            ops.fetch_ahead(ws, residency.live, i + 1, residency.banks[i + 1], T)
-        windowed, group, head_dim = config.windowed[i], kv.group_of[i], config.head_dim_of(i)
-        q, attended = b.heads(config.n_head, head_dim), b.attended(config.n_head * head_dim)
-        ops.attention_input(
-            ws, b.x, layer.attn_norm, config.eps, layer.wq, layer.wk, layer.wv, layer.q_norm, layer.k_norm,
-            ropes[windowed], step.positions, kv.layers[i], step.slots[group], q, v_norm=layer.v_norm,
-        )  # fmt: skip
-        ops.attention(
-            ws, q, kv.layers[i], step.block_table[group], step.sequence, step.positions, 1.0, attended,
-            step.n_positions, window=config.window if windowed else 0,
-        )  # fmt: skip
-        ops.attention_output(ws, attended, layer.wo, b.y, add=False)
-        ops.add_norm(ws, b.y, layer.post_attention_norm, config.eps, b.x)
-        ops.norm(ws, b.x, layer.ffn_norm, config.eps, b.h)
-        ops.dense_ffn(ws, b.h, layer.gate, layer.up, layer.down, b.y, activation="gelu", add=False)
-        mixed = b.y
-        if layer.moe is not None and residency is not None:
-            mixed = add_experts(config, layer.moe, i, ops, ws, step, residency, b)
-        ops.add_norm(ws, mixed, layer.post_ffw_norm, config.eps, b.x, scale=layer.out_scale)
-    if len(step.rows):
-        head(config, weights, ops, ws, step.rows, b.x, b.logits)
+def layer(p: Pass, i: int, w: Layer) -> None:
+    """Layer i of a step."""
+    c: Config = p.config
+    ops, ws, b, windowed = p.ops, p.ws, p.b, c.windowed[i]
+    p.attention(i, w.attention, c.head_dim_of(i), 1.0, rope=windowed, window=c.window if windowed else 0, to=b.y)
+    ops.add_norm(ws, b.y, w.post_attention_norm, c.eps, b.x)
+    ops.norm(ws, b.x, w.ffn_norm, c.eps, b.h)
+    ops.dense_ffn(ws, b.h, w.ffn.gate, w.ffn.up, w.ffn.down, b.y, activation="gelu", add=False)
+    mixed = b.y if w.moe is None else add_experts(p, i, w.moe)
+    ops.add_norm(ws, mixed, w.post_ffw_norm, c.eps, b.x, scale=w.out_scale)
 
 
-def add_experts(
-    config: Config, moe: MoE, m: int, ops: ModuleType, ws: Any, step: Step, residency: Residency, b: Buffers
-) -> F32:
+def add_experts(p: Pass, m: int, w: MoE) -> F32:
     """rms(b.y) + rms(experts), where b.y is the dense FFN's output; a buffer [T, D] that is free after attention."""
-    mixed = b.attended(config.n_embd)
-    ops.norm(ws, b.y, moe.dense_post_norm, config.eps, mixed)
-    ops.router(ws, b.x, moe.router_norm, config.eps, moe.router, b.h, b.router)
-    ops.route(
-        ws, b.router, moe.gating, residency.live, m, step.counted, residency.rule,
-        b.experts[m], b.weights[m], b.fetches,
-    )  # fmt: skip
-    ops.norm(ws, b.x, moe.pre_norm, config.eps, b.h)
-    ops.expert_ffn(ws, b.h, b.experts[m], b.weights[m], residency.banks[m], b.fetches, b.y, add=False)
-    ops.add_norm(ws, b.y, moe.post_norm, config.eps, mixed)
+    ops, ws, b, eps = p.ops, p.ws, p.b, p.config.eps
+    mixed = b.attended(p.config.n_embd)
+    ops.norm(ws, b.y, w.dense_post_norm, eps, mixed)
+    p.route(m, w.router_norm, w.router, w.gating)
+    ops.norm(ws, b.x, w.pre_norm, eps, b.h)
+    p.experts(m, to=b.y)
+    ops.add_norm(ws, b.y, w.post_norm, eps, mixed)
     return mixed
-
-
-def head(config: Config, weights: Weights[Layer], ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
-    """Logits [R, V] of the given rows of the residual stream x [T, D]."""
-    ops.head(ws, x, rows, weights.output_norm, config.eps, weights.output, logits, softcap=config.softcap)
 
 
 def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F32]]:
@@ -455,19 +359,17 @@ def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F3
         n_expert=11, n_expert_used=5, n_ff_exp=512,
     )  # fmt: skip
     config = replace(config, **changes)
-    tensors = {}
-    for name, shape in config.tensors().items():
-        values = rng.standard_normal(shape, dtype=np.float32)
+
+    def own(name: str, values: F32) -> F32 | None:
+        varied = 1 + np.float32(0.3) * values
         if name == "rope_freqs.weight":
-            tensors[name] = np.asarray(config.rope_factors, np.float32)
-        elif name.endswith("ffn_gate_inp.scale"):  # the router's logits have a spread of about one
-            tensors[name] = np.float32(config.n_embd**0.5) * (1 + np.float32(0.3) * values)
-        elif "attn_q_norm" in name or "attn_k_norm" in name:  # nothing else scales the scores
-            tensors[name] = np.float32(shape[0] ** -0.25) * (1 + np.float32(0.3) * values)
-        elif "norm" in name or "scale" in name:
-            tensors[name] = 1 + np.float32(0.3) * values
-        elif name == "token_embd.weight":
-            tensors[name] = values * np.float32(config.n_embd**-0.5)
-        else:
-            tensors[name] = values * np.float32(1.2 / np.sqrt(shape[-1]))
-    return config, tensors
+            return np.asarray(config.rope_factors, np.float32)
+        if name.endswith("ffn_gate_inp.scale"):  # the router's logits have a spread of about one
+            return np.float32(config.n_embd**0.5) * varied
+        if "attn_q_norm" in name or "attn_k_norm" in name:  # nothing else scales the scores
+            return np.float32(values.shape[0] ** -0.25) * varied
+        if name == "token_embd.weight":
+            return values * np.float32(config.n_embd**-0.5)
+        return varied if "scale" in name else None
+
+    return config, random_tensors(config.tensors(), rng, own)

@@ -11,19 +11,32 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelFormatError, UnsupportedModelError
+from engine.errors import ModelFormatError
 from engine.gguf import GGUFFile
-from engine.kv import DeltaShape, KVCache, KVGroup
-from engine.models import Buffers, Step, Weights, Widths, load_ends, matrix, number, refuse_unknown, vector
-from engine.ops import F32, I32
+from engine.kv import DeltaShape, KVGroup
+from engine.layers import Pass, Widths
+from engine.loading import (
+    AttentionWeights,
+    Dense,
+    Keys,
+    Tensors,
+    Weights,
+    attention_shapes,
+    check_experts,
+    check_heads,
+    check_rope,
+    ends,
+    expert_shapes,
+    ffn_shapes,
+    random_tensors,
+)
+from engine.ops import F32
 from engine.ops.arithmetic import rope_table
-from engine.quants import QTensor, dequantize
-from engine.residency import Residency
+from engine.quants import QTensor
 
 ARCH = "qwen35"
 L2_EPS = 1e-6  # of the norms of q and k in a DeltaNet layer; a constant in every implementation
@@ -66,77 +79,58 @@ class Config:
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Config:
         """Read and check the metadata of either architecture; a variant that is not implemented is refused by name."""
-        arch = file.architecture
-
-        def size(key: str, least: int = 1) -> int:
-            return number(file, f"{arch}.{key}", least)
-
-        if file.value(f"{arch}.rope.scaling.type", str, "none") != "none":
-            kind = file.value(f"{arch}.rope.scaling.type", str)
-            raise UnsupportedModelError(f"{arch} with rope scaling {kind!r} is not implemented")
-        if file.value(f"{arch}.expert_weights_scale", float, 1.0) not in (0.0, 1.0):
-            raise UnsupportedModelError(f"{arch} with an expert_weights_scale is not implemented")
-        head_dim, n_head_v, inner = size("attention.key_length"), size("ssm.time_step_rank"), size("ssm.inner_size")
-        if file.value(f"{arch}.attention.value_length", int, head_dim) != head_dim:
-            raise UnsupportedModelError(f"{arch} with value heads of another size than key heads is not implemented")
+        keys = Keys(file)
+        keys.plain()
+        n_head_v, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
         if inner % n_head_v:
-            raise ModelFormatError(f"{arch}.ssm.inner_size is {inner}, which {n_head_v} heads cannot share")
-        if "token_embd.weight" not in file.tensors:
-            raise ModelFormatError("tensor token_embd.weight is missing")
+            raise ModelFormatError(f"{keys.arch}.ssm.inner_size is {inner}, which {n_head_v} heads cannot share")
         # Blocks after the model proper predict further tokens (MTP): see `skipped`.
         config = cls(
-            n_layer=size("block_count") - number(file, f"{arch}.nextn_predict_layers", 0, default=0),
-            n_embd=size("embedding_length"),
-            n_head=size("attention.head_count"),
-            n_head_kv=size("attention.head_count_kv"),
-            head_dim=head_dim,
-            n_vocab=file.tensors["token_embd.weight"].shape[0],
-            n_ctx_train=size("context_length"),
-            rope_base=float(file.value(f"{arch}.rope.freq_base", float)),
-            rope_dims=size("rope.dimension_count", 2),
-            interval=number(file, f"{arch}.full_attention_interval", default=4),
-            kernel=size("ssm.conv_kernel", 2),
-            n_head_k=size("ssm.group_count"),
+            n_layer=keys.layers(keys.size("nextn_predict_layers", 0, 0)),
+            n_embd=keys.size("embedding_length"),
+            n_head=keys.size("attention.head_count"),
+            n_head_kv=keys.size("attention.head_count_kv"),
+            head_dim=keys.head_dim(),
+            n_vocab=keys.vocabulary(),
+            n_ctx_train=keys.size("context_length"),
+            rope_base=keys.real("rope.freq_base"),
+            rope_dims=keys.size("rope.dimension_count", 2),
+            interval=keys.size("full_attention_interval", default=4),
+            kernel=keys.size("ssm.conv_kernel", 2),
+            n_head_k=keys.size("ssm.group_count"),
             n_head_v=n_head_v,
-            d_k=size("ssm.state_size"),
+            d_k=keys.size("ssm.state_size"),
             d_v=inner // n_head_v,
-            eps=float(file.value(f"{arch}.attention.layer_norm_rms_epsilon", float)),
+            eps=keys.real("attention.layer_norm_rms_epsilon"),
         )
-        if arch == ARCH:
-            config = replace(config, n_ff=size("feed_forward_length"))
+        if keys.arch == ARCH:
+            config = replace(config, n_ff=keys.size("feed_forward_length"))
         else:
-            n_ff_exp = size("expert_feed_forward_length")
+            n_ff_exp = keys.size("expert_feed_forward_length")
             config = replace(
                 config,
-                n_expert=size("expert_count"),
-                n_expert_used=size("expert_used_count"),
+                n_expert=keys.size("expert_count"),
+                n_expert_used=keys.size("expert_used_count"),
                 n_ff_exp=n_ff_exp,
-                n_ff_shared=number(file, f"{arch}.expert_shared_feed_forward_length", default=n_ff_exp),
+                n_ff_shared=keys.size("expert_shared_feed_forward_length", default=n_ff_exp),
                 fused="blk.0.ffn_gate_up_exps.weight" in file.tensors,
             )
-        config._check(file)
+        config._check(keys)
         return config
 
-    def _check(self, file: GGUFFile) -> None:
-        arch = self.arch
-        if not self.interval <= self.n_layer <= len(file.tensors):
+    def _check(self, keys: Keys) -> None:
+        if self.interval > self.n_layer:
             raise ModelFormatError(
-                f"{arch} with {self.n_layer} layers, of which every {self.interval}th is full attention, "
-                f"in {len(file.tensors)} tensors"
+                f"{self.arch} with {self.n_layer} layers, of which every {self.interval}th is full attention"
             )
         recurrent = [i in self.delta.layers for i in range(self.n_layer)]
-        if file.value(f"{arch}.attention.recurrent_layers", list, recurrent)[: self.n_layer] != recurrent:
-            raise UnsupportedModelError(
-                f"{arch} whose attention layers are others than every {self.interval}th is not implemented"
-            )
-        if self.n_head % self.n_head_kv:
-            raise ModelFormatError(f"{self.n_head} heads cannot share {self.n_head_kv} KV heads evenly")
+        if keys.items("attention.recurrent_layers", recurrent)[: self.n_layer] != recurrent:
+            raise keys.missing(f"attention layers other than every {self.interval}th")
         if self.n_head_v % self.n_head_k:
             raise ModelFormatError(f"{self.n_head_v} value heads cannot share {self.n_head_k} key heads evenly")
-        if self.rope_dims % 2 or self.rope_dims > self.head_dim:
-            raise ModelFormatError(f"{self.rope_dims} rotated dimensions of {self.head_dim}")
-        if self.n_expert_used > self.n_expert:
-            raise ModelFormatError(f"{self.n_expert_used} active experts of {self.n_expert}")
+        check_heads(self.n_head, self.n_head_kv)
+        check_rope(self.rope_dims, self.head_dim)
+        check_experts(self.n_expert_used, self.n_expert)
 
     @property
     def arch(self) -> str:
@@ -215,25 +209,15 @@ class Config:
         """Every tensor and its shape, slowest dimension first (`output.weight` may be absent: tied)."""
         D, hd = self.n_embd, self.head_dim
         q, kv, z = self.n_head * hd, self.n_head_kv * hd, self.n_head_v * self.d_v
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_embd.weight": (self.n_vocab, D),
-            "output_norm.weight": (D,),
-            "output.weight": (self.n_vocab, D),
-        }
+        shapes = ends(self.n_vocab, D)
         for i in range(self.n_layer):
             p = f"blk.{i}."
-            shapes |= {p + "attn_norm.weight": (D,), p + "post_attention_norm.weight": (D,)}
+            shapes |= {p + "post_attention_norm.weight": (D,)}
             if self.kv_layer(i) is not None:
-                shapes |= {
-                    p + "attn_q.weight": (2 * q, D),
-                    p + "attn_k.weight": (kv, D),
-                    p + "attn_v.weight": (kv, D),
-                    p + "attn_output.weight": (D, q),
-                    p + "attn_q_norm.weight": (hd,),
-                    p + "attn_k_norm.weight": (hd,),
-                }
+                shapes |= attention_shapes(p, D, q, kv, hd) | {p + "attn_q.weight": (2 * q, D)}
             else:
                 shapes |= {
+                    p + "attn_norm.weight": (D,),
                     p + "attn_qkv.weight": (self.n_mixed, D),
                     p + "attn_gate.weight": (z, D),
                     p + "ssm_beta.weight": (self.n_head_v, D),
@@ -244,49 +228,24 @@ class Config:
                     p + "ssm_norm.weight": (self.d_v,),
                     p + "ssm_out.weight": (D, z),
                 }
-            shapes |= self._moe_tensors(p) if self.n_expert else {
-                p + "ffn_gate.weight": (self.n_ff, D),
-                p + "ffn_up.weight": (self.n_ff, D),
-                p + "ffn_down.weight": (D, self.n_ff),
-            }  # fmt: skip
+            if self.n_expert:
+                shapes |= expert_shapes(p, D, self.n_expert, self.n_ff_exp, self.fused)
+                shapes |= ffn_shapes(p, D, self.n_ff_shared, "_shexp") | {p + "ffn_gate_inp_shexp.weight": (D,)}
+            else:
+                shapes |= ffn_shapes(p, D, self.n_ff)
         return shapes
-
-    def _moe_tensors(self, p: str) -> dict[str, tuple[int, ...]]:
-        D, E, F, shared = self.n_embd, self.n_expert, self.n_ff_exp, self.n_ff_shared
-        shapes: dict[str, tuple[int, ...]] = {
-            p + "ffn_gate_inp.weight": (E, D),
-            p + "ffn_down_exps.weight": (E, D, F),
-            p + "ffn_gate_inp_shexp.weight": (D,),
-            p + "ffn_gate_shexp.weight": (shared, D),
-            p + "ffn_up_shexp.weight": (shared, D),
-            p + "ffn_down_shexp.weight": (D, shared),
-        }
-        if self.fused:
-            return shapes | {p + "ffn_gate_up_exps.weight": (E, 2 * F, D)}
-        return shapes | {p + "ffn_gate_exps.weight": (E, F, D), p + "ffn_up_exps.weight": (E, F, D)}
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Weights of a full attention layer's mixer; gate [H * head_dim, D], the other half of `attn_q`."""
-
-    wq: QTensor
-    gate: QTensor
-    wk: QTensor
-    wv: QTensor
-    wo: QTensor
-    q_norm: F32
-    k_norm: F32
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Weights of a DeltaNet layer's mixer, and its number among those layers.
 
-    qkv [C, D]; z [H_v * d_v, D]; beta, alpha [H_v, D]; conv [C, kernel]; dt_bias and a = -exp(A_log) [H_v]; norm [d_v].
+    input_norm [D]; qkv [C, D]; z [H_v * d_v, D]; beta, alpha [H_v, D]; conv [C, kernel]; dt_bias and a = -exp(A_log)
+    [H_v]; norm [d_v].
     """
 
     number: int
+    input_norm: F32
     qkv: QTensor
     z: QTensor
     beta: QTensor
@@ -302,12 +261,9 @@ class Delta:
 class Layer:
     """Weights of one layer."""
 
-    attn_norm: F32
-    mixer: Attention | Delta
+    mixer: AttentionWeights | Delta
     ffn_norm: F32
-    gate: QTensor
-    up: QTensor
-    down: QTensor
+    ffn: Dense
 
 
 def skipped(config: Config, name: str) -> bool:
@@ -316,33 +272,24 @@ def skipped(config: Config, name: str) -> bool:
     return name.startswith(VISION) or (block is not None and int(block[1]) >= config.n_layer)
 
 
-def load_mixer(file: GGUFFile, config: Config, i: int) -> Attention | Delta:
-    """The weights of what mixes tokens in layer i."""
-    shapes, p = config.tensors(), f"blk.{i}."
-
-    def get(name: str) -> QTensor:
-        return matrix(file, p + name, shapes[p + name])
-
-    def values(name: str) -> F32:
-        return np.ascontiguousarray(dequantize(get(name)))
-
+def load_mixer(t: Tensors, config: Config, i: int) -> AttentionWeights | Delta:
+    """The weights of what mixes tokens in layer i; `attn_q` holds the query and the gate of every head."""
     if config.kv_layer(i) is not None:
-        wq, gate = split_heads(get("attn_q.weight"), config.n_head)
-        return Attention(
-            wq, gate, get("attn_k.weight"), get("attn_v.weight"), get("attn_output.weight"),
-            values("attn_q_norm.weight"), values("attn_k_norm.weight"),
-        )  # fmt: skip
+        both = t.attention()
+        wq, gate = split_heads(both.wq, config.n_head)
+        return replace(both, wq=wq, gate=gate)
     return Delta(
         number=config.delta.layers.index(i),
-        qkv=get("attn_qkv.weight"),
-        z=get("attn_gate.weight"),
-        beta=get("ssm_beta.weight"),
-        alpha=get("ssm_alpha.weight"),
-        conv=values("ssm_conv1d.weight"),
-        dt_bias=values("ssm_dt.bias"),
-        a=values("ssm_a"),
-        norm=values("ssm_norm.weight"),
-        out=get("ssm_out.weight"),
+        input_norm=t.values("attn_norm.weight"),
+        qkv=t.matrix("attn_qkv.weight"),
+        z=t.matrix("attn_gate.weight"),
+        beta=t.matrix("ssm_beta.weight"),
+        alpha=t.matrix("ssm_alpha.weight"),
+        conv=t.values("ssm_conv1d.weight"),
+        dt_bias=t.values("ssm_dt.bias"),
+        a=t.values("ssm_a"),
+        norm=t.values("ssm_norm.weight"),
+        out=t.matrix("ssm_out.weight"),
     )
 
 
@@ -359,27 +306,12 @@ def split_heads(packed: QTensor, n_head: int) -> tuple[QTensor, QTensor]:
 
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
-    shapes = config.tensors()
-    refuse_unknown(file, shapes, lambda name: skipped(config, name))
+    tensors = Tensors(file, config.tensors(), lambda name: skipped(config, name))
     layers = []
     for i in range(config.n_layer):
-        p = f"blk.{i}."
-        gate, up, down = (matrix(file, name, shapes[name]) for name in (f"{p}ffn_{part}.weight" for part in PARTS))
-        layers.append(
-            Layer(
-                vector(file, p + "attn_norm.weight", config.n_embd),
-                load_mixer(file, config, i),
-                vector(file, p + "post_attention_norm.weight", config.n_embd),
-                gate,
-                up,
-                down,
-            )
-        )
-    token_embd, output = load_ends(file, config.n_vocab, config.n_embd)
-    return Weights(token_embd, tuple(layers), vector(file, "output_norm.weight", config.n_embd), output)
-
-
-PARTS = ("gate", "up", "down")
+        t = tensors.layer(i)
+        layers.append(Layer(load_mixer(t, config, i), t.values("post_attention_norm.weight"), t.ffn()))
+    return tensors.model(layers, [])
 
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
@@ -387,84 +319,40 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     return (rope_table(n_ctx, config.rope_dims, config.rope_base),)
 
 
-def forward(
-    config: Config,
-    weights: Weights[Layer],
-    ops: ModuleType,
-    ws: Any,
-    step: Step,
-    kv: KVCache,
-    residency: Residency | None,
-    ropes: tuple[F32, ...],
-    b: Buffers,
-) -> None:
-    """One step: `b.logits` for `step.rows`, cache and states updated."""
-    ops.embed(ws, weights.token_embd, step.tokens, b.x)
-    for i, layer in enumerate(weights.layers):
-        if b.hidden is not None:
-            ops.copy(ws, b.x, b.hidden[i])
-        mix(config, layer.attn_norm, layer.mixer, i, ops, ws, step, kv, ropes, b)
-        ops.norm(ws, b.x, layer.ffn_norm, config.eps, b.h)
-        ops.dense_ffn(ws, b.h, layer.gate, layer.up, layer.down, b.x)
-    if len(step.rows):
-        head(config, weights, ops, ws, step.rows, b.x, b.logits)
+def layer(p: Pass, i: int, w: Layer) -> None:
+    """Layer i of a step."""
+    mix(p, i, w.mixer)
+    p.dense(w.ffn_norm, w.ffn)
 
 
-def mix(
-    config: Config,
-    norm: F32,
-    mixer: Attention | Delta,
-    i: int,
-    ops: ModuleType,
-    ws: Any,
-    step: Step,
-    kv: KVCache,
-    ropes: tuple[F32, ...],
-    b: Buffers,
-) -> None:
-    """The first half of layer i: x += mixer(rms(x) * norm)."""
-    (rope,), (slots,), (table,) = ropes, step.slots, step.block_table
-    if isinstance(mixer, Attention):
-        width = config.n_head * config.head_dim
-        q, gate, attended = b.heads(config.n_head, config.head_dim), b.gate(width), b.attended(width)
-        ops.attention_input(
-            ws, b.x, norm, config.eps, mixer.wq, mixer.wk, mixer.wv, mixer.q_norm, mixer.k_norm,
-            rope, step.positions, kv.layers[i], slots, q, gate=mixer.gate, gate_out=gate,
-        )  # fmt: skip
-        ops.attention(
-            ws, q, kv.layers[i], table, step.sequence, step.positions, config.head_dim**-0.5, attended,
-            step.n_positions, gate=gate, gate_kind="sigmoid",
-        )  # fmt: skip
-        ops.attention_output(ws, attended, mixer.wo, b.x)
+def mix(p: Pass, i: int, w: AttentionWeights | Delta) -> None:
+    """The first half of layer i: x += mixer(rms(x))."""
+    c: Config = p.config
+    if isinstance(w, AttentionWeights):
+        p.attention(i, w, c.head_dim, c.head_dim**-0.5, gate_kind="sigmoid")
         return
-    width = config.n_head_v * config.d_v
-    mixed, beta, alpha = b.delta(mixer.number, config.n_mixed, config.n_head_v)
-    ops.delta_input(
-        ws, b.x, norm, config.eps, mixer.qkv, mixer.z, mixer.beta, mixer.alpha, mixed, b.z(width), beta, alpha
-    )
-    recur(config, mixer, i, ops, ws, step, kv, b)
-    ops.delta_output(ws, b.attended(width), b.z(width), mixer.norm, config.eps, mixer.out, b.x)
+    ops, ws, b, width = p.ops, p.ws, p.b, c.n_head_v * c.d_v
+    mixed, beta, alpha = b.delta(w.number, c.n_mixed, c.n_head_v)
+    ops.delta_input(ws, b.x, w.input_norm, c.eps, w.qkv, w.z, w.beta, w.alpha, mixed, b.z(width), beta, alpha)
+    recur(p, i, w)
+    ops.delta_output(ws, b.attended(width), b.z(width), w.norm, c.eps, w.out, b.x)
 
 
-def recur(config: Config, mixer: Delta, i: int, ops: ModuleType, ws: Any, step: Step, kv: KVCache, b: Buffers) -> None:
+def recur(p: Pass, i: int, w: Delta) -> None:
     """The recurrence of DeltaNet layer i over its inputs in the buffers; the state is updated."""
-    mixed, beta, alpha = b.delta(mixer.number, config.n_mixed, config.n_head_v)
-    ops.delta(
-        ws, mixed, beta, alpha, mixer.conv, mixer.dt_bias, mixer.a, L2_EPS, kv.delta[i], step.states,
-        step.sequence, step.positions, step.slots[0], b.attended(config.n_head_v * config.d_v),
+    c: Config = p.config
+    mixed, beta, alpha = p.b.delta(w.number, c.n_mixed, c.n_head_v)
+    p.ops.delta(
+        p.ws, mixed, beta, alpha, w.conv, w.dt_bias, w.a, L2_EPS, p.kv.delta[i], p.step.states, p.step.sequence,
+        p.step.positions, p.step.slots[0], p.b.attended(c.n_head_v * c.d_v),
     )  # fmt: skip
 
 
-def replay(config: Config, weights: Any, ops: ModuleType, ws: Any, step: Step, kv: KVCache, b: Buffers) -> None:
-    """The recurrences of a kept step again, for the tokens of `step` alone: the states follow, nothing else does."""
-    for i, layer in enumerate(weights.layers):
-        if isinstance(layer.mixer, Delta):
-            recur(config, layer.mixer, i, ops, ws, step, kv, b)
-
-
-def head(config: Config, weights: Any, ops: ModuleType, ws: Any, rows: I32, x: F32, logits: F32) -> None:
-    """Logits [R, V] of the given rows of the residual stream x [T, D]."""
-    ops.head(ws, x, rows, weights.output_norm, config.eps, weights.output, logits)
+def replay(p: Pass, weights: Weights[Any]) -> None:
+    """The recurrences of a kept step again, for the tokens of `p.step` alone: the states follow, nothing else does."""
+    for i, w in enumerate(weights.layers):
+        if isinstance(w.mixer, Delta):
+            recur(p, i, w.mixer)
 
 
 def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F32]]:
@@ -477,20 +365,11 @@ def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F3
         rope_dims=96, interval=3, kernel=4, n_head_k=3, n_head_v=6, d_k=32, d_v=128, eps=1e-5, n_ff=1536,
     )  # fmt: skip
     config = replace(config, **changes)
-    return config, random_tensors(config, rng)
+    return config, random_tensors(config.tensors(), rng, own_values)
 
 
-def random_tensors(config: Config, rng: np.random.Generator) -> dict[str, F32]:
-    """Every tensor, of values that keep activations and decays in the range where all of them matter."""
-    tensors = {}
-    for name, shape in config.tensors().items():
-        values = rng.standard_normal(shape, dtype=np.float32)
-        if "norm" in name:
-            tensors[name] = 1 + np.float32(0.3) * values
-        elif name.endswith("ssm_a"):
-            tensors[name] = -np.exp(values)
-        elif name.endswith("ssm_dt.bias"):
-            tensors[name] = values
-        else:
-            tensors[name] = values * np.float32(1.0 if name == "token_embd.weight" else 1.2 / np.sqrt(shape[-1]))
-    return tensors
+def own_values(name: str, values: F32) -> F32 | None:
+    """Decays and their biases, in the range where all of them matter."""
+    if name.endswith("ssm_a"):
+        return -np.exp(values)
+    return values if name.endswith("ssm_dt.bias") else None

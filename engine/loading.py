@@ -1,0 +1,353 @@
+"""How a model file is read: its hyper-parameters, and its tensors with every shape checked.
+
+What all architectures share; what is one's own is in its file (engine/models/).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from engine.errors import ModelFormatError, UnsupportedModelError
+from engine.gguf import GGUFFile
+from engine.ops import F32, SharedExpert
+from engine.quants import QTensor, dequantize, require_native
+from engine.residency import ExpertTensors
+
+PARTS = ("gate", "up", "down")
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Keys:
+    """The metadata of an architecture, each key without the architecture's name before it."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file, self.arch = file, file.architecture
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        return f"{self.arch}.{key}" in self.file.metadata
+
+    def size(self, key: str, least: int = 1, default: int | None = None) -> int:
+        """A whole number, at least `least`; `default` if there is no such key and it is not None."""
+        key = f"{self.arch}.{key}"
+        value = self.file.value(key, int) if default is None else self.file.value(key, int, default)
+        if value < least:
+            raise ModelFormatError(f"{key} is {value}, expected at least {least}")
+        return int(value)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number, as `size`."""
+        key = f"{self.arch}.{key}"
+        return float(self.file.value(key, float) if default is None else self.file.value(key, float, default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Whether something is so."""
+        return bool(self.file.value(f"{self.arch}.{key}", bool, default))
+
+    def word(self, key: str, default: str) -> str:
+        """A name."""
+        return str(self.file.value(f"{self.arch}.{key}", str, default))
+
+    def items(self, key: str, default: list[Any] | None = None) -> list[Any]:
+        """An array."""
+        key = f"{self.arch}.{key}"
+        return list(self.file.value(key, list) if default is None else self.file.value(key, list, default))
+
+    def sizes(self, key: str, n_layer: int) -> tuple[int, ...]:
+        """Whole numbers, one a layer, each at least 1; the file may hold one number for all layers."""
+        if isinstance(self.file.metadata.get(f"{self.arch}.{key}"), int):
+            return (self.size(key),) * n_layer
+        values = [int(value) for value in self.items(key)]
+        if len(values) < n_layer or min(values) < 1:
+            raise ModelFormatError(f"{self.arch}.{key} is {values}, expected {n_layer} numbers of at least 1")
+        return tuple(values[:n_layer])
+
+    def layers(self, skipped: int = 0) -> int:
+        """How many layers there are, without those at the end that are skipped; no more than the file can hold."""
+        n_layer = self.size("block_count")
+        if n_layer > len(self.file.tensors):
+            raise ModelFormatError(
+                f"{self.arch}.block_count is {n_layer}, the file has {len(self.file.tensors)} tensors"
+            )
+        return n_layer - skipped
+
+    def vocabulary(self) -> int:
+        """Tokens of the embedding."""
+        if "token_embd.weight" not in self.file.tensors:
+            raise ModelFormatError("tensor token_embd.weight is missing")
+        return int(self.file.tensors["token_embd.weight"].shape[0])
+
+    def head_dim(self, default: int | None = None, kind: str = "") -> int:
+        """Dimensions of a head, those of values among them."""
+        head_dim = self.size(f"attention.key_length{kind}", 2, default)
+        if self.size(f"attention.value_length{kind}", 1, head_dim) != head_dim:
+            raise self.missing("value heads of another size than key heads")
+        return head_dim
+
+    def plain(self) -> None:
+        """Refuse what architectures without it may not have: scaled RoPE, and a scale of the experts' weights."""
+        if (kind := self.word("rope.scaling.type", "none")) != "none":
+            raise self.missing(f"rope scaling {kind!r}")
+        if self.real("expert_weights_scale", 1.0) not in (0.0, 1.0):
+            raise self.missing("an expert_weights_scale")
+
+    def missing(self, what: str, hint: str = "") -> UnsupportedModelError:
+        """The error for a variant that is not implemented."""
+        return UnsupportedModelError(f"{self.arch} with {what} is not implemented", hint=hint)
+
+
+def check_heads(n_head: int | tuple[int, ...], n_head_kv: int | tuple[int, ...]) -> None:
+    """Refuse query heads that cannot share the KV heads, in any layer."""
+    heads, kv = (n if isinstance(n, tuple) else (n,) for n in (n_head, n_head_kv))
+    if any(n % k for n in heads for k in kv):
+        raise ModelFormatError(f"{n_head} heads cannot share {n_head_kv} KV heads evenly")
+
+
+def check_experts(n_used: int, n_expert: int) -> None:
+    """Refuse more active experts than there are."""
+    if n_used > n_expert:
+        raise ModelFormatError(f"{n_used} active experts of {n_expert}")
+
+
+def check_rope(n_dims: int, head_dim: int) -> None:
+    """Refuse a rotation of an odd number of dimensions, or of more than a head has."""
+    if n_dims % 2 or n_dims > head_dim:
+        raise ModelFormatError(f"{n_dims} rotated dimensions of {head_dim}")
+
+
+# --- shapes -------------------------------------------------------------------------------------------
+
+
+def ends(n_vocab: int, n_embd: int) -> Shapes:
+    """Embedding, last norm and output matrix, which may be absent: tied."""
+    return {"token_embd.weight": (n_vocab, n_embd), "output_norm.weight": (n_embd,), "output.weight": (n_vocab, n_embd)}
+
+
+def attention_shapes(p: str, n_embd: int, q: int, kv: int, head_dim: int) -> Shapes:
+    """Attention with norms of Q and K, of a layer whose tensors' names begin with p."""
+    return {
+        p + "attn_norm.weight": (n_embd,),
+        p + "attn_q.weight": (q, n_embd),
+        p + "attn_k.weight": (kv, n_embd),
+        p + "attn_v.weight": (kv, n_embd),
+        p + "attn_output.weight": (n_embd, q),
+        p + "attn_q_norm.weight": (head_dim,),
+        p + "attn_k_norm.weight": (head_dim,),
+    }
+
+
+def ffn_shapes(p: str, n_embd: int, n_ff: int, kind: str = "") -> Shapes:
+    """A dense FFN, or a shared expert (kind "_shexp")."""
+    return {
+        f"{p}ffn_gate{kind}.weight": (n_ff, n_embd),
+        f"{p}ffn_up{kind}.weight": (n_ff, n_embd),
+        f"{p}ffn_down{kind}.weight": (n_embd, n_ff),
+    }
+
+
+def expert_shapes(p: str, n_embd: int, n_expert: int, n_ff: int, fused: bool = False) -> Shapes:
+    """A router and its experts; fused: gate and up are one tensor."""
+    E, D, F = n_expert, n_embd, n_ff
+    first = (
+        {p + "ffn_gate_up_exps.weight": (E, 2 * F, D)}
+        if fused
+        else {p + "ffn_gate_exps.weight": (E, F, D), p + "ffn_up_exps.weight": (E, F, D)}
+    )
+    return {p + "ffn_gate_inp.weight": (E, D), p + "ffn_down_exps.weight": (E, D, F), **first}
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+def matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
+    """A tensor of a type with kernels and exactly `shape`, or an error that names it."""
+    if name not in file.tensors:
+        raise ModelFormatError(f"tensor {name} is missing; a {file.architecture} model has it")
+    tensor = file.tensor(name)
+    if tensor.shape != shape:
+        raise ModelFormatError(f"tensor {name} has shape {tensor.shape}, the metadata asks for {shape}")
+    require_native(tensor)
+    return tensor
+
+
+def float_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
+    """A router or another matrix whose products are not quantized: F32, F16 or BF16."""
+    tensor = matrix(file, name, shape)
+    if tensor.qtype.name not in ("F32", "F16", "BF16"):
+        raise UnsupportedModelError(f"tensor {name} is {tensor.qtype.name}; a router is F32, F16 or BF16")
+    return tensor
+
+
+def vector(file: GGUFFile, name: str, n: int) -> F32:
+    """A small tensor (a norm) as float32 [n]."""
+    return np.ascontiguousarray(dequantize(matrix(file, name, (n,))))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Attention: norm [D], wq [H * head_dim, D], wk and wv [K * head_dim, D], wo [D, H * head_dim], norms [head_dim].
+
+    Without wk the layer reads another's cache; without wv alone the values are the raw keys. gate [G, D]: what the
+    result is multiplied by, before wo.
+    """
+
+    norm: F32
+    wq: QTensor
+    wk: QTensor | None
+    wv: QTensor | None
+    wo: QTensor
+    q_norm: F32
+    k_norm: F32 | None
+    v_norm: F32 | None = None
+    gate: QTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense FFN: gate, up [F, D], down [D, F]."""
+
+    gate: QTensor
+    up: QTensor
+    down: QTensor
+
+
+LayerT = TypeVar("LayerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[LayerT]):
+    """Everything that is always in fast memory, and where the experts are in the file.
+
+    output: `token_embd` itself where the two are tied. embed_scale multiplies embeddings; softcap > 0: logits go
+    through its tanh.
+    """
+
+    token_embd: QTensor
+    layers: tuple[LayerT, ...]
+    output_norm: F32
+    output: QTensor
+    experts: tuple[ExpertTensors, ...] = ()
+    embed_scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the matrices outside the experts."""
+        return matrix_bytes(self)
+
+
+class Tensors:
+    """The tensors of a file, none of which may be unknown: an ignored bias is a wrong model.
+
+    shapes: of those that an architecture knows. prefix: what `name` stands behind in the methods.
+    """
+
+    def __init__(
+        self, file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], skipped: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        for name in file.tensors:
+            if name not in shapes and not skipped(name):
+                raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
+        self.file, self.shapes, self.prefix = file, shapes, ""
+
+    def layer(self, i: int) -> Tensors:
+        """Those of a layer."""
+        tensors = object.__new__(Tensors)
+        tensors.file, tensors.shapes, tensors.prefix = self.file, self.shapes, f"blk.{i}."
+        return tensors
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor."""
+        return self.prefix + name in self.file.tensors
+
+    def matrix(self, name: str) -> QTensor:
+        """A tensor of a type with kernels, as it is."""
+        return matrix(self.file, self.prefix + name, self.shapes[self.prefix + name])
+
+    def floats(self, name: str) -> QTensor:
+        """A router or another matrix whose products are not quantized."""
+        return float_matrix(self.file, self.prefix + name, self.shapes[self.prefix + name])
+
+    def values(self, name: str) -> F32:
+        """A small tensor (a norm, a convolution) as float32."""
+        return np.ascontiguousarray(dequantize(self.matrix(name)))
+
+    def attention(self, gate: str | None = None) -> AttentionWeights:
+        """Attention with norms of Q and K."""
+        return AttentionWeights(
+            norm=self.values("attn_norm.weight"),
+            wq=self.matrix("attn_q.weight"),
+            wk=self.matrix("attn_k.weight"),
+            wv=self.matrix("attn_v.weight"),
+            wo=self.matrix("attn_output.weight"),
+            q_norm=self.values("attn_q_norm.weight"),
+            k_norm=self.values("attn_k_norm.weight"),
+            gate=None if gate is None else self.matrix(gate),
+        )
+
+    def ffn(self) -> Dense:
+        """A dense FFN."""
+        return Dense(*(self.matrix(f"ffn_{part}.weight") for part in PARTS))
+
+    def shared(self, gate: QTensor | None = None) -> SharedExpert:
+        """A shared expert."""
+        first, up, down = (self.matrix(f"ffn_{part}_shexp.weight") for part in PARTS)
+        return SharedExpert(first, up, down, gate)
+
+    def experts(self, **more: Any) -> ExpertTensors:
+        """The experts, whose gate and up may be one tensor."""
+        if self.prefix + "ffn_gate_up_exps.weight" in self.shapes:
+            gate, up = self.matrix("ffn_gate_up_exps.weight").halves()
+        else:
+            gate, up = self.matrix("ffn_gate_exps.weight"), self.matrix("ffn_up_exps.weight")
+        return ExpertTensors(gate, up, self.matrix("ffn_down_exps.weight"), **more)
+
+    def model(self, layers: list[LayerT], experts: list[ExpertTensors], **more: float) -> Weights[LayerT]:
+        """The whole, with what stands before and after the layers; the output matrix may be the embedding."""
+        token_embd = self.matrix("token_embd.weight")
+        output = self.matrix("output.weight") if self.has("output.weight") else token_embd
+        return Weights(token_embd, tuple(layers), self.values("output_norm.weight"), output, tuple(experts), **more)
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    rng: np.random.Generator,
+    own: Callable[[str, F32], F32 | None] = lambda name, values: None,
+) -> dict[str, F32]:
+    """Every tensor of a tiny model: norms around one, matrices that keep activations in range.
+
+    own: what an architecture makes of the normal values of a tensor instead, or None.
+    """
+    tensors = {}
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape, dtype=np.float32)
+        made = own(name, values)
+        if made is None and "norm" in name:
+            made = 1 + np.float32(0.3) * values
+        elif made is None:
+            made = values * np.float32(1.0 if name == "token_embd.weight" else 1.2 / math.sqrt(shape[-1]))
+        tensors[name] = made
+    return tensors
+
+
+def matrix_bytes(record: Any) -> int:
+    """Bytes of every matrix of a record of weights, one that is named twice once; stacked experts do not count."""
+    found: dict[int, int] = {}
+
+    def visit(item: Any) -> None:
+        if isinstance(item, QTensor):
+            found[id(item)] = item.nbytes if len(item.shape) == 2 else 0
+        elif isinstance(item, tuple):
+            for part in item:
+                visit(part)
+        elif is_dataclass(item):
+            for field in fields(item):
+                visit(getattr(item, field.name))
+
+    visit(record)
+    return sum(found.values())
