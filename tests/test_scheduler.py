@@ -290,7 +290,7 @@ def test_a_nan_is_an_error_of_its_request_alone(engine: Engine) -> None:
 def test_a_nan_in_the_middle_of_a_score_is_an_error(engine: Engine) -> None:
     """Routing by NaN must not become a profile, wherever the NaN arises and whoever asks for logits."""
     good = engine.runner.forward.weights
-    broken = replace(good.layers[0], attn_norm=np.full_like(good.layers[0].attn_norm, np.nan))
+    broken = replace(good.layers[0], ffn_norm=np.full_like(good.layers[0].ffn_norm, np.nan))
     engine.runner.forward.weights = replace(good, layers=(broken, *good.layers[1:]))
     engine.submit(Score(1, PROMPT))
     events = drain(engine)

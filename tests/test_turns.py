@@ -180,7 +180,7 @@ def test_what_was_not_finite_is_not_reused(opened: Any) -> None:
     engine = opened(ctx_tokens=400, chunk_tokens=64)
     forward = engine.runner.forward
     good = forward.weights
-    broken = replace(good.layers[0], attn_norm=np.full_like(good.layers[0].attn_norm, np.nan))
+    broken = replace(good.layers[0], ffn_norm=np.full_like(good.layers[0].ffn_norm, np.nan))
     forward.weights = replace(good, layers=(broken, *good.layers[1:]))
     engine.submit(Generate(1, tokens(1, 130), 4, stop_tokens=()))
     assert isinstance(engine.drain()[-1], Error)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelFormatError
+from engine.errors import ModelFormatError, UnsupportedModelError
 from engine.gguf import GGUFFile
 from engine.kv import DeltaShape, KVGroup
 from engine.layers import Pass, Widths
@@ -125,7 +125,9 @@ class Config:
             )
         recurrent = [i in self.delta.layers for i in range(self.n_layer)]
         if keys.items("attention.recurrent_layers", recurrent)[: self.n_layer] != recurrent:
-            raise keys.missing(f"attention layers other than every {self.interval}th")
+            raise UnsupportedModelError(
+                f"{self.arch} whose attention layers are others than every {self.interval}th is not implemented"
+            )
         if self.n_head_v % self.n_head_k:
             raise ModelFormatError(f"{self.n_head_v} value heads cannot share {self.n_head_k} key heads evenly")
         check_heads(self.n_head, self.n_head_kv)
