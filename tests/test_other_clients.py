@@ -288,10 +288,10 @@ def _names(kind: str, shapes: list[Json]) -> set[Any]:
 
 
 def test_references_to_what_was_not_kept(served: Running) -> None:
-    """Vercel's AI SDK sends them where it is not told `store`: false; the answer says so."""
+    """Vercel's AI SDK sends them where it is not told `store`: false, after the server was started again too."""
     body = responses(asked(), {"type": "item_reference", "id": "msg_1"}, asked())
     response = served.http.post(RESPONSES, json=body)
-    assert response.status_code == 400 and "`store`: false" in response.json()["error"]["message"]
+    assert response.status_code == 404 and "`store`: false" in response.json()["error"]["message"]
 
 
 def test_embeddings_are_a_clean_404(served: Running) -> None:
