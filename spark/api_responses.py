@@ -74,13 +74,11 @@ def resolved(kept: Kept, made: Asked | Refers) -> tuple[functools.partial[Asked]
             name = "previous_response_id"
             raise c.ResponseNotKeptError(f"{name}: {_NOT_KEPT}", hint="send the whole input", field=name)
         keys, before = response
-    items: dict[str, bytes] = {}
+    items = kept.items(item_id for _, item_id in made.references)
     for i, item_id in made.references:
-        data = items.get(item_id) or kept.item(item_id)
-        if data is None:
+        if item_id not in items:
             hint = "send the item itself: `store`: false has clients do so"
             raise c.NotKeptError(f"input[{i}]: {_NOT_KEPT}", hint=hint, field="input")
-        items[item_id] = data
     n = len(before) + len(made.references)
     n_bytes = sum(map(len, before)) + sum(len(items[item_id]) for _, item_id in made.references)
     return functools.partial(parse, found=Found(items, before), before=keys), Size(n_bytes, n, MOST_VALUES * n)
@@ -321,11 +319,9 @@ class Writer:
         """Keep what the conversation is made of by now."""
         if self._kept is None or self._asked is None:
             return
-        keys = list(self._asked.before)
-        for item in self._asked.entries:
-            if isinstance(item, tuple):
-                self._kept.put_item(*item)
-            keys.append(item if isinstance(item, str) else item[0])
+        entries = self._asked.entries
+        self._kept.put_items(item for item in entries if isinstance(item, tuple))
+        keys = [*self._asked.before, *(item if isinstance(item, str) else item[0] for item in entries)]
         self._kept.put_response(str(self._head["id"]), [*keys, *self._keys])
 
     @functools.cached_property
@@ -390,7 +386,7 @@ class Writer:
         made += self._event("response.output_item.done", output_index=len(self._output), item=done)
         self._output.append(done)
         if self._kept is not None and (data := to_keep(done)) is not None:
-            self._kept.put_item(self._id, data)
+            self._kept.put_items([(self._id, data)])
             self._keys.append(self._id)
         self._open = None
         return made

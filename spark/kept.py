@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20
 MAX_ITEM_BYTES = 8 << 20
 MAX_AGE_S = 24 * 3600.0  # since it was last used
 ENTRY_BYTES = 512  # of an entry, beside what is in it
-_KEY_BYTES = 8  # of a key in a response's list, which the item has as well
+_KEY_BYTES = 96  # of a key in a response's list
 
 Key: TypeAlias = str | bytes  # the id that an item was given out with, or the digest of an item of an input
 
@@ -57,23 +57,27 @@ class Kept:
         """How many items and responses there are."""
         return len(self._entries)
 
-    def put_item(self, key: Key, data: bytes) -> None:
-        """Keep an item, unless it is too large by itself."""
-        if len(data) <= self._max_item_bytes:
-            self._put(key, data, len(data))
+    def put_items(self, items: Iterable[tuple[Key, bytes]]) -> None:
+        """Keep items, but for those that are too large by themselves."""
+        with self._lock:
+            for key, data in items:
+                if len(data) <= self._max_item_bytes:
+                    self._put(key, data, len(data))
 
     def put_response(self, response_id: str, keys: Sequence[Key]) -> None:
         """Keep which items a response and what came before it are made of; all count as used now.
 
         Where one of them is not kept, neither is the response: nobody could go on from it.
         """
-        if self._used(keys) is not None:
-            self._put(response_id, tuple(keys), _KEY_BYTES * len(keys))
+        with self._lock:
+            if len(self._used(keys)) == len(keys):
+                self._put(response_id, tuple(keys), _KEY_BYTES * len(keys))
 
-    def item(self, item_id: str) -> bytes | None:
-        """An item that was given out; None where it is not kept, or not any more."""
-        found = self._used([item_id])
-        return None if found is None else found[0]
+    def items(self, ids: Iterable[str]) -> dict[str, bytes]:
+        """Those of some items that were given out and are kept."""
+        with self._lock:
+            self._give_up()
+            return {item_id: data for item_id in set(ids) for data in self._used([item_id])}
 
     def response(self, response_id: str) -> tuple[tuple[Key, ...], list[bytes]] | None:
         """The keys and items of a response and of what came before it; None where one of them is not kept."""
@@ -82,13 +86,12 @@ class Kept:
             entry = self._entries.get(response_id)
             if entry is None or isinstance(entry.value, bytes):
                 return None
-            keys = entry.value
-        items = self._used(keys)
-        if items is None:
-            self.drop(response_id)
-            return None
-        self._touch(response_id)
-        return keys, items
+            items = self._used(entry.value)
+            if len(items) < len(entry.value):
+                self._drop(response_id)
+                return None
+            self._touch(response_id, entry)
+            return entry.value, items
 
     def drop(self, key: Key) -> bool:
         """Give up what a key stands for; whether there was anything."""
@@ -100,36 +103,28 @@ class Kept:
         with self._lock:
             self._give_up()
 
-    def _used(self, keys: Sequence[Key]) -> list[bytes] | None:
-        """The items of keys, which are used now; None where one is missing."""
-        with self._lock:
-            self._give_up()
-            found = [self._entries.get(key) for key in keys]
-            items = [entry.value for entry in found if entry is not None and isinstance(entry.value, bytes)]
-            if len(items) < len(keys):
-                return None
-            now_s = self._clock()
-            for key, entry in zip(keys, found, strict=True):
-                assert entry is not None
-                entry.used_s = now_s
-                self._entries.move_to_end(key)
-            return items
+    def _used(self, keys: Iterable[Key]) -> list[bytes]:
+        """The items of keys that are there; they are used now."""
+        items = []
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and isinstance(entry.value, bytes):
+                self._touch(key, entry)
+                items.append(entry.value)
+        return items
 
-    def _touch(self, key: Key) -> None:
-        with self._lock:
-            if entry := self._entries.get(key):
-                entry.used_s = self._clock()
-                self._entries.move_to_end(key)
+    def _touch(self, key: Key, entry: _Entry) -> None:
+        entry.used_s = self._clock()
+        self._entries.move_to_end(key)
 
     def _put(self, key: Key, value: bytes | tuple[Key, ...], n_bytes: int) -> None:
         n_bytes += ENTRY_BYTES
         if n_bytes > self._max_bytes:
             return
-        with self._lock:
-            self._drop(key)
-            self._entries[key] = _Entry(value, n_bytes, self._clock())
-            self._n_bytes += n_bytes
-            self._give_up()
+        self._drop(key)
+        self._entries[key] = _Entry(value, n_bytes, self._clock())
+        self._n_bytes += n_bytes
+        self._give_up()
 
     def _drop(self, key: Key) -> bool:
         entry = self._entries.pop(key, None)
