@@ -5,8 +5,8 @@ asks for and this server cannot do is refused by name, with these exceptions, wh
 pictures become a note; tools other than functions and custom ones, and items that such tools have left in the input,
 are left out; fields that do not change what a reply says are ignored. Functions that come in a namespace, as those of
 MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
-
 """
+
 from __future__ import annotations
 
 import base64
