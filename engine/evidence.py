@@ -83,9 +83,11 @@ class Draws:
         return self._ratio(misses, self.tokens)
 
     def against(self, misses: Int64s, others: Int64s) -> Interval:
-        """How many more misses one has than another, as a share of the other's: -0.12 is 12% fewer. Paired."""
-        found = self._ratio(misses, others)
-        return Interval(found.value - 1, found.low - 1, found.high - 1)
+        """How many more misses one has than another, as a share of the other's: -0.12 is 12% fewer. Paired.
+
+        Where the other has none it is their number; 0 where neither has any.
+        """
+        return self._ratio(misses - others, others)
 
     def _ratio(self, a: Int64s, b: Int64s) -> Interval:
         drawn = (self._weights @ a) / np.maximum(self._weights @ b, 1)

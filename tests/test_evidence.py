@@ -9,7 +9,7 @@ import pytest
 from test_simulate import make_trace
 
 from engine import evidence, policy
-from engine.evidence import CANDIDATES, Candidate, Draws
+from engine.evidence import CANDIDATES, Candidate, Draws, Interval
 from engine.policy import Rule
 
 E, A, L = 24, 3, 2
@@ -68,6 +68,17 @@ def test_a_gain_in_one_session_of_many_is_noise():
     assert not evidence.beaten(more)
     assert evidence.beaten(draws.against(np.full(10, 103), np.full(10, 100)))
     assert not evidence.beaten(draws.against(np.full(10, 101), np.full(10, 100)))  # sure, and not worth it
+
+
+def test_no_misses_are_not_fewer_than_none():
+    none, some = np.zeros(8, np.int64), np.full(8, 3)
+    draws = Draws(np.full(8, 100))
+    assert draws.against(none, none) == Interval(0, 0, 0)
+    assert draws.against(some, none).low > 0 and evidence.beaten(draws.against(some, none))
+    assert draws.against(none, some) == Interval(-1, -1, -1)
+    alone = np.array([0, 0, 0, 0, 50]), np.array([0, 0, 0, 0, 40])
+    more = Draws(np.full(5, 10)).against(*alone)  # a draw without the last session has no misses at all
+    assert (more.value, more.low, more.high) == (0.25, 0, 0.25)
 
 
 def test_the_simpler_of_two_that_are_as_good_is_taken():

@@ -348,15 +348,19 @@ def test_the_verdict_is_what_the_rows_say(ladder: validate.ValidateReport) -> No
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "others", "words"),
     [
-        (Interval(-0.12, -0.14, -0.1), "12% fewer misses (10 to 14) than"),
-        (Interval(0.03, 0.01, 0.06), "3% more misses (1 to 6) than"),
-        (Interval(-0.01, -0.03, 0.02), "as many misses (-3% to +2%) as"),
+        (Interval(-0.12, -0.14, -0.1), 900, "12% fewer misses (10 to 14) than"),
+        (Interval(0.03, 0.01, 0.06), 900, "3% more misses (1 to 6) than"),
+        (Interval(-0.01, -0.03, 0.02), 900, "as many misses (-3% to +2%) as"),
+        (Interval(-0.003, -0.004, -0.002), 900, "as many misses as"),
+        (Interval(0.004, 0.001, 0.03), 900, "as many misses (+0% to +3%) as"),
+        (Interval(0.0, 0.0, 0.0), 0, "as many misses as"),
+        (Interval(24.0, 18.0, 30.0), 0, "more misses than"),
     ],
 )
-def test_comparisons_in_words(more: Interval, words: str) -> None:
-    assert validate.compared(more) == words
+def test_comparisons_in_words(more: Interval, others: int, words: str) -> None:
+    assert validate.compared(more, others) == words
 
 
 @pytest.mark.parametrize("what", ["calibrating", "recording routing"])
