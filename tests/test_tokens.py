@@ -27,7 +27,16 @@ from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer, load
 from spark.render import Renderer, Turn, _Shield
 from spark.sessions import Message, Session, ToolCall, read_sessions, write_sessions
-from spark.tokens import MIN_WINDOW, Origin, Window, export_tokenizer, read_tokens, tokenize, windows
+from spark.tokens import (
+    MIN_WINDOW,
+    Origin,
+    Window,
+    export_tokenizer,
+    read_tokens,
+    tokenize,
+    windows,
+    write_windows,
+)
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 USER_DEFINED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -545,10 +554,17 @@ def write_table(path: Path, change: dict[str, Any], metadata: dict[str, str | No
         ({}, {"window": None}, "metadata"),
         ({}, {"window": "many"}, "metadata"),
         ({}, {"template": None}, "metadata"),
-        ({"tokens": [[1, 2, 3]]}, {}, "window 0 of session 's'"),
+        ({"tokens": [[1, 2, 3]]}, {}, "as many marks as tokens, found 2 and 3"),
+        ({"generated": [[True] * 200]}, {}, "as many marks as tokens, found 200 and 2"),
+        (
+            {"session_id": ["s"] * 2, "window": [0, 1], "tokens": [[1], [2, 3]], "generated": [[True] * 2, [False]]},
+            {},
+            "window 0 of session 's'",
+        ),
         ({"tokens": [[1, -2]]}, {}, "window 0"),
         ({"tokens": [[1, None]]}, {}, "window 0"),
-        ({"tokens": [None]}, {}, "window 0"),
+        ({"tokens": [None]}, {}, "as many marks"),
+        ({"tokens": [None], "generated": [None]}, {}, "window 0"),
         ({"generated": [[True, None]]}, {}, "window 0"),
         ({"session_id": [None]}, {}, "window 0"),
         ({"tokens": [[]], "generated": [[]]}, {}, "window 0"),
@@ -565,6 +581,30 @@ def test_files_that_are_not_tokens_are_refused(
     bad = write_table(tmp_path / "bad.parquet", change, metadata)
     with pytest.raises(FileFormatError, match=words):
         list(read_tokens(bad))
+
+
+def test_row_groups_beyond_what_is_written_are_refused_unread(tmp_path: Path) -> None:
+    """One row has all the tokens of a hundred windows, and the others none."""
+    n = 3 << 20
+    bounds = pa.array([0] + [n] * 100, pa.int32())
+    change = {
+        "session_id": ["s"] * 100,
+        "window": list(range(100)),
+        "tokens": pa.ListArray.from_arrays(bounds, pa.array(np.zeros(n, np.int32))),
+        "generated": pa.ListArray.from_arrays(bounds, pa.array(np.zeros(n, np.bool_))),
+    }
+    bad = write_table(tmp_path / "bad.parquet", change, {"window": str(1 << 20)})
+    with pytest.raises(FileFormatError, match=f"row groups of at most {(2 << 20) - 1} tokens, found {n + 99} in one"):
+        read_tokens(bad)
+
+
+def test_the_largest_row_group_that_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark.tokens._BATCH_TOKENS", 100)
+    rows = [Window("s", i, np.zeros(n, np.int32), np.zeros(n, np.bool_)) for i, n in enumerate((50, 49, 64, 3))]
+    with (tmp_path / "t.parquet").open("wb") as file:
+        write_windows(file, rows, Origin("m", "t", "c"), 64)
+    assert pq.ParquetFile(tmp_path / "t.parquet").metadata.row_group(0).column(2).num_values == 163
+    assert rows_of(read_tokens(tmp_path / "t.parquet")) == rows_of(rows)
 
 
 @given(st.data())
