@@ -119,6 +119,13 @@ def part_paths(directory: Path) -> list[Path]:
     return found
 
 
+def n_parts(directory: Path, known: int = 0) -> int:
+    """How many parts a trace has, of which so many are known: one look at each that came since."""
+    while (directory / _part_name(known)).exists():
+        known += 1
+    return known
+
+
 class TraceWriter:
     """Adds tokens to a trace folder; a context manager.
 

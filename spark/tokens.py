@@ -258,7 +258,7 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
 
 def _group_tokens(group: pq.RowGroupMetaData, window: int, path: Path) -> int:
     """How many tokens a row group holds: no more than `write_windows` would put there, and as many marks."""
-    tokens, marks = (group.column(_COLUMNS.get_field_index(name)).num_values for name in ("tokens", "generated"))
+    tokens, marks = (int(group.column(_COLUMNS.get_field_index(n)).num_values) for n in ("tokens", "generated"))
     if tokens != marks:
         raise FileFormatError(f"{path}: expected as many marks as tokens, found {marks} and {tokens}", hint=_HINT)
     if tokens > group.num_rows * window:

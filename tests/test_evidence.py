@@ -119,12 +119,70 @@ def test_segments_forks_and_agents_are_judged_with_their_root():
     assert len(evidence.choose(trace, [10] * L, (60.0, 20.0, 20.0))) == 2
 
 
-def test_what_cannot_be_afforded_is_left_out_whole(monkeypatch: pytest.MonkeyPatch):
-    trace = sessions_of([skewed()] * 12, np.random.default_rng(6))
+def of_lengths(lengths, rng):
+    trace = sessions_of([skewed()] * len(lengths), rng)
+    return evidence._select(trace, trace.position < np.array(lengths)[trace.session])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "affordable", "expected"),
+    [
+        ([220] * 12, 220 * 7, [154] * 10),  # a tenth each: few are left out, and none is long
+        ([220] * 12, 220 * 12, [220] * 12),
+        ([220] * 5, 600, [120] * 5),  # all are too long, and all speak
+        ([220, 220, 220, 20, 20, 0], 400, [120, 120, 120, 20, 20]),  # what short ones leave goes to the long
+        ([220, 1, 1, 1, 1], 180, [176, 1, 1, 1, 1]),
+    ],
+)
+def test_of_what_cannot_be_afforded_each_session_has_a_share(
+    monkeypatch: pytest.MonkeyPatch, lengths, affordable, expected
+):
+    trace = of_lengths(lengths, np.random.default_rng(6))
     every = len(evidence.RESIDENCIES) * (len(CANDIDATES) + 1) * L * A
-    monkeypatch.setattr(evidence, "MAX_USES", 220 * 7 * every + every // 2)
-    assert evidence.affordable(L, A) == 220 * 7
-    assert one(trace).sessions == 7 and one(trace).tokens == 220 * 7
+    monkeypatch.setattr(evidence, "MAX_USES", affordable * every + every // 2)
+    assert evidence.affordable(L, A) == affordable
+    root, kept = evidence._enough(trace)
+    assert sorted(kept[kept > 0], reverse=True) == expected
+    for i in np.flatnonzero(kept):  # its beginning
+        assert np.array_equal(np.flatnonzero(root == i), np.flatnonzero(trace.session == i)[: kept[i]])
+    assert (root >= 0).sum() == kept.sum() <= affordable
+    choice = one(trace)
+    assert (choice.sessions, choice.tokens) == (len(expected), sum(expected))
+
+
+def test_beginnings_are_of_roots_in_the_order_of_the_trace():
+    trace = sessions_of([skewed()] * 4, np.random.default_rng(9), 10)
+    family = replace(trace, session_ids=("a", "b", "a/agent", "c"))
+    cut = evidence.beginnings(family, {"a": 14, "b": 3})
+    assert cut.position.tolist() == [*range(10), 0, 1, 2, 0, 1, 2, 3]
+    assert cut.session.tolist() == [0] * 10 + [1] * 3 + [2] * 4
+
+
+def test_placements_are_made_from_what_the_profile_counts(monkeypatch: pytest.MonkeyPatch):
+    trace = sessions_of([skewed()] * 6, np.random.default_rng(10), 40)
+    trace = replace(trace, generated=trace.position % 4 == 0)
+    seen = []
+    place = evidence.place
+    monkeypatch.setattr(evidence, "place", lambda counts, *rest: seen.append(counts) or place(counts, *rest))
+    for count, n_tokens in (("generated", 10), ("all", 40)):
+        (choice,) = evidence.choose(trace, [10] * L, (50.0,), count=count, threads=1)
+        assert choice.tokens == 60
+        assert {int(counts.sum()) // (L * A) for counts in seen} <= {4 * n_tokens, 5 * n_tokens}
+        seen.clear()
+
+
+def test_no_more_threads_than_asked_for(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    class Pool(evidence.ThreadPoolExecutor):
+        def __init__(self, workers):
+            asked.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr(evidence, "ThreadPoolExecutor", Pool)
+    trace = sessions_of([skewed()] * 5, np.random.default_rng(11), 30)
+    assert evidence.choose(trace, [10] * L, (50.0,), threads=1) == evidence.choose(trace, [10] * L, (50.0,), threads=3)
+    assert asked == [1, 3]
 
 
 def test_tokens_that_are_not_generated_move_slots_and_are_not_judged():
