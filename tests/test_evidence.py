@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_simulate import make_trace
 
+from benchmarks import policies
 from engine import evidence, policy
 from engine.evidence import CANDIDATES, Candidate, Draws, Interval
 from engine.policy import Rule
@@ -201,6 +202,30 @@ def test_progress_ends_at_its_total():
     evidence.choose(trace, [10] * L, (50.0,), lambda done, total: seen.append((done, total)))
     n = len(CANDIDATES) + 1
     assert seen == [(i, n) for i in range(1, n + 1)]
+
+
+def test_policies_are_never_judged_on_what_they_were_chosen_on(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(12)
+    train, other = (sessions_of([skewed()] * 5, rng, 30) for _ in range(2))
+    other = replace(other, session_ids=("x", "y", "z", "s1/agent", "w"))
+    assert policies.common_roots(train, replace(train, session_ids=tuple("abcde"))) == []
+    assert policies.common_roots(replace(train, session_ids=("s1#2", *"abcd")), other) == ["s1"]
+    sets = {"train": replace(train, session_ids=("s1#2", *"abcd")), "other": other}
+    monkeypatch.setattr(policies, "record", lambda model, given, *rest: sets[given.name])
+    monkeypatch.setattr("sys.argv", ["policies.py", "m.gguf", "--choose-on", "train", "--judge-on", "other"])
+    with pytest.raises(SystemExit, match="other: 1 of its sessions are among those to choose on, 's1' first"):
+        policies.main()
+
+
+def test_policies_compares_rules_on_the_same_draws():
+    trace = sessions_of([skewed()] * 6, np.random.default_rng(13), 60)
+    sizes = [1] * L
+    choices = {choice.residency_pct: choice for choice in evidence.choose(trace, sizes, (40.0,))}
+    rows = policies.judge("set", trace, trace.counts(), choices, sizes, with_tried=False)
+    by_rule = {row["rule"]: row for row in rows}
+    own = by_rule["lru"]
+    assert own["against_lru_pct"] == own["against_lru_low"] == own["against_lru_high"] == 0  # so it is, if paired
+    assert own["misses_low"] < own["misses_per_token"] < own["misses_high"]
 
 
 def test_candidates_are_distinct_and_begin_with_the_default():
