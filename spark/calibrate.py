@@ -420,10 +420,7 @@ def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> Routin
     """The routing of the sample, whatever else is in the folder; None where none was recorded."""
     if not routing.exists() or not part_paths(routing):
         return None
-    tokens = sample.tokens
-    sessions = {name for part in iter_parts(routing, model["model_id"], ()) for name in part.session_ids}
-    wanted = {name for name in sessions if root_of(name) in tokens}
-    return evidence.beginnings(read_routing(routing, model["model_id"], wanted), tokens)
+    return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
 
 
 def _choices(

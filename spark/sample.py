@@ -59,10 +59,14 @@ class Sample:
         """The roots of the sample, and how many of each one's tokens were taken: the first ones."""
         return {root.name: root.tokens for root in self._roots.values() if root.tokens}
 
+    def __contains__(self, session_id: object) -> bool:
+        """Whether a session is of one of these roots."""
+        return isinstance(session_id, str) and _key(root_of(session_id)) in self._roots
+
     def takes(self, window: Window) -> bool:
         """Whether the next window of the file is recorded."""
         name = root_of(window.session_id)
-        key = hashlib.sha256(name.encode()).digest()
+        key = _key(name)
         if self._bound is not None and key >= self._bound:
             return False
         root = self._roots.setdefault(key, _Root(name))
@@ -92,3 +96,7 @@ class Sample:
             del self._roots[key]
             if more_generated <= 0 and more <= 0:
                 return
+
+
+def _key(root: str) -> bytes:
+    return hashlib.sha256(root.encode()).digest()
