@@ -52,15 +52,28 @@ const scenarios = {
     return said({ text: await made.text, finishReason: await made.finishReason, usage: await made.usage });
   },
   "picture and after": async () => await twoTurns({ openai: { store: false } }),
-  references: async () => {
-    // What it sends where nothing is said: references to what a server is to have kept.
+  // What it sends where nothing is said: references to items that the server has kept.
+  references: async () => await twoTurns({}),
+  "previous response": async () => {
+    const first = await generateText({ ...common, prompt: "Say hello." });
+    const previousResponseId = first.providerMetadata.openai.responseId;
+    if (!previousResponseId) throw new Error("no id of a response");
+    const next = await generateText({ ...common, prompt: "Again.", providerOptions: { openai: { previousResponseId } } });
+    if (!(next.usage.inputTokens > first.usage.inputTokens)) throw new Error("what was before is not in the prompt");
+    return said(next);
+  },
+  "not kept": async () => {
+    // What was not kept is refused, and the message says what to set.
+    const messages = [{ role: "user", content: "Say hello." }];
+    const first = await generateText({ ...common, messages, providerOptions: { openai: { store: false } } });
+    messages.push(...first.response.messages, { role: "user", content: "Again." });
     try {
-      await twoTurns({});
+      await generateText({ ...common, messages });
     } catch (error) {
-      if (error.statusCode === 400 && error.message.includes("nothing is kept here")) return { refused: error.message };
+      if (error.statusCode === 404 && error.message.includes("`store`: false")) return { refused: error.message };
       throw error;
     }
-    throw new Error("references were taken");
+    throw new Error("references to what was not kept were taken");
   },
   "picture by tool": async () => {
     const data = readFileSync(picture).toString("base64");

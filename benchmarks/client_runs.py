@@ -300,6 +300,8 @@ def drive(
     run: gets the folder that the programs work in, which has notes.txt, gray.png and models.json.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is stopped too
+    # A shell has what it runs in the background ignore SIGINT, and the programs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if o.dump:
         o.dump.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="spark-clients-", ignore_cleanup_errors=True) as name:

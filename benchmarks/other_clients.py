@@ -40,7 +40,7 @@ PI, QWEN, LANGCHAIN = (
     ("langchain-openai", "langchain-anthropic"),
 )
 MODEL = "served"  # what programs call it; the server has one
-REFUSED = {"embeddings": [404], "references": [400]}
+REFUSED = {"embeddings": [404], "not kept": [404]}
 LOOK = {"look": {"place": "here"}}
 # APIs that a program speaks, by what it calls them.
 PI_APIS = {"spark": "openai-completions", "spark-responses": "openai-responses", "spark-messages": "anthropic-messages"}
@@ -301,7 +301,7 @@ def of_ai(work: Path) -> list[list[Scenario]]:
     features = ["prompt", "stream", "tools", "picture and after", "picture by tool", "form", "reasoning", "cancelled"]
     asked = [(api, what) for api in AI_APIS for what in features]
     asked += [("chat", "logprobs"), ("responses", "logprobs"), ("compatible", "embeddings")]
-    asked.append(("responses", "references"))
+    asked += [("responses", what) for what in ("references", "previous response", "not kept")]
     return [[script("ai", api, what, str(work / "gray.png"))] for api, what in asked]
 
 

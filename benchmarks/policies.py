@@ -208,6 +208,11 @@ def judge(
     return rows
 
 
+def common_roots(one: RoutingTrace, other: RoutingTrace) -> list[str]:
+    """Root sessions that two sets share: what is judged by the sessions that it was made from says nothing."""
+    return sorted({*roots(one)[1]} & {*roots(other)[1]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
@@ -228,6 +233,8 @@ def main() -> None:
     rows = []
     for given in o.judge_on:
         trace = record(o.model, given, o.device, o.max_tokens)
+        if shared := common_roots(chosen_on, trace):
+            sys.exit(f"{given}: {len(shared)} of its sessions are among those to choose on, {shared[0]!r} first")
         rows += judge(given.stem, trace, chosen_on.counts(), choices, sizes, not o.no_tried)
     if o.json:
         write_json(o.json, {"model": o.model.name, "chosen_on": o.choose_on.stem, "rows": rows})

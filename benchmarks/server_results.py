@@ -18,7 +18,7 @@ Programs and libraries, headless, against `spark serve` with {model}{layers}, by
 runs, {requests} requests of {shapes} shapes (names and types of all fields). Tools were called {calls} times;
 {results} requests brought results of tools. Pictures come in messages and from tools, and each such conversation goes
 on. *Left by the client*: cancelled in the middle on purpose, after which the server had to be idle. Two refusals are
-expected: 404 for embeddings, and 400 for a reference to what was not kept. Problems, of the kinds above: {problems}."""
+expected: 404 for embeddings, and for a reference to what was not kept. Problems, of the kinds above: {problems}."""
 LOAD = """\
 {minutes:.0f} minutes of {clients} clients that stream from all four APIs, on {model} and the {device}; every fifth
 request is left in the middle, and half-way the daemon is killed: {requests:,} requests ({kinds}), {tokens:,} tokens

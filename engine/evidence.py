@@ -8,7 +8,7 @@ again (bootstrap over root sessions), and candidates are compared on the same dr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from engine import placement, policy
 from engine.placement import Placement
 from engine.policy import Rule
-from engine.profile import Choice
+from engine.profile import Choice, Counted
 from engine.simulate import Recording, roots
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ RESIDENCIES = (10.0, 20.0, 30.0, 40.0, 60.0, 80.0)
 FOLDS = 5
 MIN_ROOTS = 5  # of fewer sessions no interval says anything
 # What replaying may cost, in uses of an expert (generated tokens x layers x active experts x candidates): a minute of
-# one core, or two. A count, not a clock: a run that was resumed must choose what an unbroken one chooses.
+# one core, or two; the last 32 tokens of each prefill step come on top. A count, not a clock: a run that was resumed
+# must choose what an unbroken one chooses.
 MAX_USES = 2_000_000_000
 WORTH = 0.02  # of the misses: a smaller gain is no reason to leave a simpler candidate
 DEFAULT_WORDS = f"pin nothing, remember {1 << policy.DEFAULT.memory} steps (the default)"
@@ -83,9 +84,11 @@ class Draws:
         return self._ratio(misses, self.tokens)
 
     def against(self, misses: Int64s, others: Int64s) -> Interval:
-        """How many more misses one has than another, as a share of the other's: -0.12 is 12% fewer. Paired."""
-        found = self._ratio(misses, others)
-        return Interval(found.value - 1, found.low - 1, found.high - 1)
+        """How many more misses one has than another, as a share of the other's: -0.12 is 12% fewer. Paired.
+
+        Where the other has none it is their number; 0 where neither has any.
+        """
+        return self._ratio(misses - others, others)
 
     def _ratio(self, a: Int64s, b: Int64s) -> Interval:
         drawn = (self._weights @ a) / np.maximum(self._weights @ b, 1)
@@ -112,17 +115,22 @@ def choose(
     expert_bytes: Sequence[int],
     residencies: Sequence[float] = RESIDENCIES,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    threads: int | None = None,
+    count: Counted = "generated",
 ) -> tuple[Choice, ...]:
     """What the trace's sessions speak for at each residency (percent), ascending.
 
     expert_bytes: [L], of the trace's layers. Nothing is chosen where fewer than MIN_ROOTS root sessions have generated
     tokens. The first of CANDIDATES is taken that the best one does not beat both beyond doubt (95%) and by WORTH.
-    Sessions beyond what is affordable are left out, whole.
+    What is beyond the affordable is left out (`_enough`). threads: at most; None: as many as there are cores, up to 8.
+    count: whose routing placements are made from, as in the profile that they are chosen for; judged is what is
+    generated.
     """
     root, tokens = _enough(trace)
     if np.count_nonzero(tokens) < MIN_ROOTS:
         return ()
-    folds = [_Fold.of(trace, root, fold, tokens.size) for fold in _deal(tokens)]
+    folds = [_Fold.of(trace, root, fold, tokens.size, count) for fold in _deal(tokens)]
     n_used, n_expert = trace.experts.shape[2], trace.n_expert
     judged = np.flatnonzero(tokens)
     draws = Draws(tokens[judged])
@@ -141,7 +149,7 @@ def choose(
         return misses[judged]
 
     found: list[Int64s] = []
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
         for misses in pool.map(replayed, work):
             found.append(misses)
             progress(len(found), len(work))
@@ -186,22 +194,58 @@ class _Fold:
     counts: Int64s
 
     @classmethod
-    def of(cls, trace: RoutingTrace, root: npt.NDArray[np.int32], fold: set[int], n_roots: int) -> _Fold:
+    def of(
+        cls, trace: RoutingTrace, root: npt.NDArray[np.int32], fold: set[int], n_roots: int, count: Counted
+    ) -> _Fold:
         inside = np.isin(root, sorted(fold))
         others = _select(trace, ~inside & (root >= 0))
+        if count == "all":
+            others = replace(others, generated=np.ones_like(others.generated))
         return cls(Recording(_select(trace, inside), root[inside], n_roots), others.counts())
 
 
+def beginnings(trace: RoutingTrace, tokens: Mapping[str, int]) -> RoutingTrace:
+    """The first so many tokens of each root session, in the order of the trace; of roots not named, none."""
+    root, names = roots(trace)
+    most = np.array([tokens.get(name, 0) for name in names], np.int64)
+    return _select(trace, _before(root, np.ones(root.size, np.bool_)) < most[root])
+
+
 def _enough(trace: RoutingTrace) -> tuple[npt.NDArray[np.int32], Int64s]:
-    """The root of each token, -1 where it is left out, and the generated tokens of each root."""
+    """The root of each token, -1 where it is left out, and the generated tokens of each root.
+
+    Of what cannot all be afforded each root has an equal share, or what it has, and the rest of it is left out. Where
+    that would be little, fewer roots have more: a share is never below 1 / (2 x MIN_ROOTS) of what is affordable.
+    """
     root, names = roots(trace)
     tokens = np.bincount(root[trace.generated], minlength=len(names)).astype(np.int64)
-    most = affordable(len(trace.layers), trace.experts.shape[2])
-    taken, total = np.zeros(tokens.size, np.bool_), 0
+    left = affordable(len(trace.layers), trace.experts.shape[2])
+    share = max(left // (2 * MIN_ROOTS), _level(tokens, left))
+    kept = np.zeros(tokens.size, np.int64)
     for i in np.random.default_rng(_SEED).permutation(tokens.size):  # not the first ones: sessions are in order of time
-        if total + tokens[i] <= most:
-            taken[i], total = True, total + int(tokens[i])
-    return np.where(taken[root], root, -1).astype(np.int32), np.where(taken, tokens, 0)
+        kept[i] = min(int(tokens[i]), share, left)
+        left -= int(kept[i])
+    inside = (kept == tokens)[root] | (_before(root, trace.generated) < kept[root])
+    return np.where(inside, root, -1).astype(np.int32), kept
+
+
+def _level(tokens: Int64s, most: int) -> int:
+    """The largest n for which min(tokens, n) sum to at most `most`; the largest of tokens where all of them do."""
+    for i, n in enumerate(ascending := np.sort(tokens).tolist()):
+        if n * (len(ascending) - i) > most:
+            return most // (len(ascending) - i)
+        most -= n
+    return int(tokens.max(initial=0))
+
+
+def _before(root: npt.NDArray[np.int32], counted: npt.NDArray[np.bool_]) -> Int64s:
+    """How many of the counted tokens of its root come before each token: int64 [T]."""
+    order = np.argsort(root, kind="stable")
+    sums: Int64s = np.cumsum(counted[order]) - counted[order]  # of all roots up to there
+    ordered = root[order]
+    before = np.empty(root.size, np.int64)
+    before[order] = sums - sums[np.searchsorted(ordered, ordered)]
+    return before
 
 
 def _deal(tokens: Int64s) -> list[set[int]]:

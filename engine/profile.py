@@ -285,7 +285,10 @@ def _integer(pairs: dict[str, str], key: str, where: str, *, at_least: int = 0) 
 
 def _count(digits: str) -> int | None:
     """The integer of 0 to 2**63 - 1 that the text is; None if it is none."""
-    if not (digits.isascii() and digits.isdigit()) or len(digits.lstrip("0")) > 19:
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    digits = digits.lstrip("0") or "0"
+    if len(digits) > 19:  # int() itself refuses more than 4,300, leading zeros among them
         return None
     value = int(digits)
     return value if value <= _INT64_MAX else None

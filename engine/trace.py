@@ -7,6 +7,7 @@ layer; the rows of a token follow each other in the order of the layers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Container, Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import FileFormatError, SparkError, WrongModelError
-from engine.files import replacing
+from engine.files import open_regular, replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -118,6 +119,13 @@ def part_paths(directory: Path) -> list[Path]:
     return found
 
 
+def n_parts(directory: Path, known: int = 0) -> int:
+    """How many parts a trace has, of which so many are known: one look at each that came since."""
+    while (directory / _part_name(known)).exists():
+        known += 1
+    return known
+
+
 class TraceWriter:
     """Adds tokens to a trace folder; a context manager.
 
@@ -148,7 +156,8 @@ class TraceWriter:
         parts = part_paths(directory)
         self._next = len(parts)
         if parts:
-            written = _open(parts[-1], model_id)[1]
+            with _opened(parts[-1], model_id) as (_, written):
+                pass
             if replace(written, layers=()) != self._model:
                 raise FileFormatError(
                     f"{directory} has a trace of another kind: expected {self._model}, found {written}",
@@ -266,14 +275,15 @@ def iter_parts(directory: Path, model_id: str, columns: Collection[str]) -> Iter
         raise FileFormatError(f"{directory}: expected the parts of a trace, found none", hint=hint)
     expected: TraceModel | None = None
     for path in paths:
-        file, model = _open(path, model_id)
-        expected = expected or model
-        if model != expected:
-            raise FileFormatError(f"{path}: expected {expected} as in the first part, found {model}")
-        if "hidden" in columns and not model.hidden:
-            hint = "`spark calibrate --trace DIR --hidden` records them"
-            raise FileFormatError(f"{path}: expected hidden states, found none", hint=hint)
-        yield _read(path, file, model, columns)
+        with _opened(path, model_id) as (file, model):
+            expected = expected or model
+            if model != expected:
+                raise FileFormatError(f"{path}: expected {expected} as in the first part, found {model}")
+            if "hidden" in columns and not model.hidden:
+                hint = "`spark calibrate --trace DIR --hidden` records them"
+                raise FileFormatError(f"{path}: expected hidden states, found none", hint=hint)
+            part = _read(path, file, model, columns)
+        yield part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -359,33 +369,43 @@ def _broken(path: Path, found: object) -> FileFormatError:
     return FileFormatError(f"{path}: expected a whole part of a trace, found {found}", hint=hint)
 
 
-def _open(path: Path, model_id: str) -> tuple[pq.ParquetFile, TraceModel]:
+@contextlib.contextmanager
+def _opened(path: Path, model_id: str) -> Iterator[tuple[pq.ParquetFile, TraceModel]]:
     """A part, and what it says about its model."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        metadata = (file.schema_arrow.metadata or {}).get(_METADATA)
-        if metadata is None:
-            raise _broken(path, "another kind of Parquet file")
-        fields = json.loads(metadata)
-        if fields["version"] != VERSION:
-            raise FileFormatError(f"{path}: expected trace version {VERSION}, found {fields['version']!r}")
-        model = TraceModel(**fields | {"layers": tuple(fields["layers"])})
-        sizes = (model.n_layer, model.n_expert, model.n_expert_used, model.n_embd, *model.layers)
-        if not all(type(size) is int and size >= 0 for size in sizes):
-            raise ValueError(f"impossible sizes {sizes}")
-        matches = file.schema_arrow.equals(_schema(model))
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise _broken(path, f"a damaged file ({error})") from error
-    if model.model_id != model_id:
-        raise WrongModelError(
-            f"{path} is of model {model.model_id}, this is model {model_id}", hint="name this model's trace"
-        )
-    if not matches or not model.layers:
-        raise _broken(path, f"other columns: {file.schema_arrow.names}")
-    return file, model
+    with contextlib.ExitStack() as stack:
+        try:
+            file = pq.ParquetFile(stack.enter_context(open_regular(path)), page_checksum_verification=True)
+            model = _described(path, file.schema_arrow)
+            matches = file.schema_arrow.equals(_schema(model))
+        except OSError as error:
+            raise _broken(path, f"a damaged file ({error.strerror or error})") from error
+        except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise _broken(path, f"a damaged file ({error})") from error
+        if model.model_id != model_id:
+            raise WrongModelError(
+                f"{path} is of model {model.model_id}, this is model {model_id}", hint="name this model's trace"
+            )
+        if not matches or not model.layers:
+            raise _broken(path, f"other columns: {file.schema_arrow.names}")
+        yield file, model
+
+
+def _described(path: Path, schema: pa.Schema) -> TraceModel:
+    """What the metadata of a part say; ValueError, KeyError or TypeError where they are none."""
+    metadata = (schema.metadata or {}).get(_METADATA)
+    if metadata is None:
+        raise _broken(path, "another kind of Parquet file")
+    fields = json.loads(metadata)
+    if fields["version"] != VERSION:
+        raise FileFormatError(f"{path}: expected trace version {VERSION}, found {fields['version']!r}")
+    model = TraceModel(**fields | {"layers": tuple(fields["layers"])})
+    sizes = (model.n_layer, model.n_expert, model.n_expert_used, model.n_embd, *model.layers)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"impossible sizes {sizes}")
+    return model
 
 
 def _read(path: Path, file: pq.ParquetFile, model: TraceModel, columns: Collection[str]) -> TracePart:

@@ -1,15 +1,16 @@
-"""OpenAI's responses, as Codex speaks them: the whole conversation in each request, nothing kept here.
+"""OpenAI's responses, as Codex and OpenAI's SDKs speak them.
 
-What a request asks for and this server cannot do is refused by name, with these exceptions, which Codex's sessions take
-for granted: pictures become a note; tools other than functions and custom ones, and items that such tools have left in
-the input, are left out; `store` and other fields that do not change what a reply says are ignored. Functions that come
-in a namespace, as those of MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
+A request has the whole conversation, or refers to items and responses that were kept (`spark/kept.py`). What a request
+asks for and this server cannot do is refused by name, with these exceptions, which Codex's sessions take for granted:
+pictures become a note; tools other than functions and custom ones, and items that such tools have left in the input,
+are left out; fields that do not change what a reply says are ignored. Functions that come in a namespace, as those of
+MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
+import functools
 import json
 import secrets
 import time
@@ -20,43 +21,86 @@ from typing import Any
 from engine.errors import SparkError
 from engine.protocol import MAX_TOP_LOGPROBS
 from spark import conversation as c
+from spark.bodies import Size
 from spark.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage, WholeCall
 from spark.http import explain
+from spark.kept import Kept, Key
 from spark.logprobs import entry
-from spark.sessions import Message, Role, ToolCall
+from spark.response_items import MARK, MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
+from spark.sessions import Message
 
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "previous_response_id": [],
-    "conversation": [],
-    "background": [False],
-    "prompt": [],
-}
-_ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_NOTES = {
-    "input_image": c.IMAGE_NOTE,
-    "computer_screenshot": c.IMAGE_NOTE,
-    "input_file": c.FILE_NOTE,
-    "input_audio": c.AUDIO_NOTE,
-    "input_video": c.VIDEO_NOTE,
-}
+MAX_ECHO_BYTES = 64 << 10  # of JSON: what a response repeats of the request's tools, instructions and the like
+_MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": []}
+_NOT_KEPT = "what it refers to is not kept here, or not any more"
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-_KEPT = "spark1."  # begins reasoning that was given out to come back
 
 
-def parse(body: Mapping[str, Any]) -> Conversation:
-    """Check the body of a request; raises RequestError that names the field."""
-    if body.get("previous_response_id") is not None:
-        raise c.refusal("previous_response_id", "nothing is kept here", hint="send the whole input in each request")
+@dataclass(frozen=True, slots=True)
+class Asked(Conversation):
+    """A checked request. entries: its input's items, where the response is to be kept; before: what they follow."""
+
+    keep: bool = True
+    entries: tuple[Entry, ...] = ()
+    before: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refers:
+    """What a request refers to: a response that it goes on from, and items, by their places in the input."""
+
+    previous: str | None
+    references: Sequence[tuple[int, str]]
+
+
+def ask(body: Mapping[str, Any]) -> Asked | Refers:
+    """Check the body of a request, unless it refers to what is kept; raises RequestError that names the field."""
+    refers = Refers(c.get(body, "previous_response_id", str, None), references(body.get("input")))
+    return refers if refers.previous is not None or refers.references else parse(body)
+
+
+def resolved(kept: Kept, made: Asked | Refers) -> tuple[functools.partial[Asked], Size] | None:
+    """`parse` with what a request refers to, and how much that is; None where it refers to nothing.
+
+    Raises NotKeptError and ResponseNotKeptError.
+    """
+    if isinstance(made, Asked):
+        return None
+    keys: tuple[Key, ...] = ()
+    before: list[bytes] = []
+    if made.previous is not None:
+        response = kept.response(made.previous)
+        if response is None:
+            name = "previous_response_id"
+            raise c.ResponseNotKeptError(f"{name}: {_NOT_KEPT}", hint="send the whole input", field=name)
+        keys, before = response
+    items = kept.items(item_id for _, item_id in made.references)
+    for i, item_id in made.references:
+        if item_id not in items:
+            hint = "send the item itself: `store`: false has clients do so"
+            raise c.NotKeptError(f"input[{i}]: {_NOT_KEPT}", hint=hint, field="input")
+    n = len(before) + len(made.references)
+    n_bytes = sum(map(len, before)) + sum(len(items[item_id]) for _, item_id in made.references)
+    return functools.partial(parse, found=Found(items, before), before=keys), Size(n_bytes, n, MOST_VALUES * n)
+
+
+def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key, ...] = ()) -> Asked:
+    """Check the body of a request; raises RequestError that names the field.
+
+    found: all that the input refers to; before: the keys of what it goes on from.
+    """
     c.refuse(body, _UNSUPPORTED)
+    _check_metadata(body)
     tools = c.unique_tools([tool.definition for tool in _tools(body)])
     text = c.get(body, "text", dict, {})
-    messages = _input(body.get("input"))
+    keep = c.get(body, "store", bool, True)
+    messages, entries = read(body.get("input"), found or Found(), keep)
     if instructions := c.get(body, "instructions", str, ""):
         messages.insert(0, Message("system", instructions))
     if not messages:
         raise c.refusal("input", "expected at least one message")
     choice, tools = _choice(body.get("tool_choice"), tools)
-    return Conversation(
+    return Asked(
         messages=tuple(messages),
         tools=tools,
         tool_choice=choice,
@@ -69,7 +113,23 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         form_field="text.format",
         logprobs=_logprobs(body),
         stream=c.get(body, "stream", bool, False),
+        keep=keep,
+        entries=tuple(entries),
+        before=before,
     )
+
+
+def _check_metadata(body: Mapping[str, Any]) -> None:
+    """Refuse metadata beyond OpenAI's limits: each response repeats it."""
+    given = c.get(body, "metadata", dict, {})
+    if len(given) > _MAX_METADATA:
+        raise c.refusal("metadata", f"{len(given)} pairs; the limit is {_MAX_METADATA}")
+    for key, value in given.items():
+        if len(key) > _MAX_METADATA_KEY:
+            raise c.refusal("metadata", f"a key of {len(key)} characters; the limit is {_MAX_METADATA_KEY}")
+        if type(value) is not str or len(value) > _MAX_METADATA_VALUE:
+            what = f"{len(value)} characters" if type(value) is str else c.shown(value)
+            raise c.refusal("metadata", f"expected strings of at most {_MAX_METADATA_VALUE} characters, found {what}")
 
 
 def _logprobs(body: Mapping[str, Any]) -> int | None:
@@ -115,18 +175,8 @@ def _tool(where: str, record: dict[str, Any], namespace: str | None) -> list[_To
         definition = c.get(form, "definition", str, "", f"{where}.format.")
         description = "\n\n".join(filter(None, (c.get(record, "description", str, "", f"{where}."), definition)))
         parameters = _CUSTOM_SCHEMA
-    made = c.tool(where, _full_name(name, namespace), description, parameters)
+    made = c.tool(where, full_name(name, namespace), description, parameters)
     return [_Tool(made, name, namespace, kind == "custom")]
-
-
-def _full_name(name: str, namespace: str | None) -> str:
-    """The name that the model knows a tool by."""
-    return name if not namespace else f"{namespace}__{name}"
-
-
-def _named(where: str, record: dict[str, Any]) -> str:
-    """The full name of the tool that a record names."""
-    return _full_name(c.get(record, "name", str, where=where), c.get(record, "namespace", str, None, where))
 
 
 def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
@@ -138,123 +188,11 @@ def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[d
             raise c.refusal("tool_choice", "a call is required, and there are no tools")
         return value, tools
     if type(value) is dict and value.get("type") in ("function", "custom"):
-        return c.chosen(_named("tool_choice.", value), tools, "tool_choice.name"), tools
+        return c.chosen(named("tool_choice.", value), tools, "tool_choice.name"), tools
     if type(value) is dict and value.get("type") == "allowed_tools":
         own = [item for item in c.records(value, "tools", c.MAX_TOOLS) if item.get("type") in ("function", "custom")]
-        return c.allowed({**value, "tools": own}, tools, "tool_choice.", _named)
+        return c.allowed({**value, "tools": own}, tools, "tool_choice.", named)
     raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', a function or custom tool, or allowed_tools")
-
-
-# --- input ------------------------------------------------------------------------------------
-
-
-class _Turns:
-    """Messages in the making: the items of one turn of the model become one message."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: list[ToolCall] = []
-
-    def add(self, message: Message) -> None:
-        """Add a message that is not the model's."""
-        self.close()
-        self.messages.append(message)
-
-    def say(self, text: str) -> None:
-        """Add text of the model."""
-        if self._calls:
-            self.close()
-        self._texts.append(text)
-
-    def think(self, text: str) -> None:
-        """Add reasoning, which begins a turn unless one has begun with it."""
-        if self._texts or self._calls:
-            self.close()
-        self._thoughts.append(text)
-
-    def call(self, call: ToolCall) -> None:
-        """Add a call."""
-        self._calls.append(call)
-
-    def close(self) -> None:
-        """End the model's turn."""
-        if self._texts or self._calls:
-            text, thought = "\n".join(self._texts), "\n".join(filter(None, self._thoughts))
-            self.messages.append(Message("assistant", text, thought, tuple(self._calls)))
-        self._texts, self._thoughts, self._calls = [], [], []
-
-
-def _input(value: Any) -> list[Message]:
-    if type(value) is str:
-        return [Message("user", value)] if value else []
-    if type(value) is not list or len(value) > c.MAX_MESSAGES:
-        raise c.refusal("input", f"expected a string or a list of at most {c.MAX_MESSAGES} items")
-    turns = _Turns()
-    for i, item in enumerate(value):
-        _item(f"input[{i}]", c.as_object(f"input[{i}]", item), turns)
-    turns.close()
-    return turns.messages
-
-
-def _item(where: str, item: dict[str, Any], turns: _Turns) -> None:
-    kind = c.get(item, "type", str, "message", f"{where}.")
-    if kind == "message":
-        role = _ROLES.get(c.get(item, "role", str, where=f"{where}."))
-        if role is None:
-            raise c.refusal(f"{where}.role", f"expected one of {', '.join(_ROLES)}")
-        text = c.joined(f"{where}.content", item.get("content"), _part)
-        if role == "assistant":
-            turns.say(text)
-        else:
-            turns.add(Message(role, text))
-    elif kind == "function_call":
-        name = _named(f"{where}.", item)
-        arguments = c.get(item, "arguments", str, "{}", f"{where}.")
-        turns.call(c.call(c.get(item, "call_id", str, where=f"{where}."), name, arguments))
-    elif kind == "custom_tool_call":
-        name = _named(f"{where}.", item)
-        arguments = {"input": c.get(item, "input", str, "", f"{where}.")}
-        turns.call(ToolCall(c.get(item, "call_id", str, where=f"{where}."), name, arguments))
-    elif kind in ("function_call_output", "custom_tool_call_output"):
-        call_id = c.get(item, "call_id", str, where=f"{where}.")
-        turns.add(Message("tool", _output(f"{where}.output", item.get("output")), tool_call_id=call_id))
-    elif kind == "reasoning":
-        turns.think(_reasoning(where, item))
-    elif kind == "item_reference":
-        raise c.refusal(where, "nothing is kept here", hint="send the item itself: `store`: false has clients do so")
-
-
-def _part(where: str, record: dict[str, Any]) -> str:
-    kind = c.get(record, "type", str, where=f"{where}.")
-    if kind in ("input_text", "output_text", "text", "refusal"):
-        text: str = c.get(record, "refusal" if kind == "refusal" else "text", str, where=f"{where}.")
-        return text
-    if kind in _NOTES:
-        return _NOTES[kind]
-    raise c.refusal(f"{where}.type", f"{kind[:40]!r} cannot be read")
-
-
-def _output(where: str, value: Any) -> str:
-    if type(value) is dict:  # what older Codex versions send
-        return c.joined(f"{where}.content", value.get("content"), _part)
-    return c.joined(where, value, _part)
-
-
-def _reasoning(where: str, item: dict[str, Any]) -> str:
-    """The text of a reasoning item: its content, or what was given out as encrypted; summaries are not it."""
-    content = item.get("content")
-    if type(content) is list and content:
-        texts = [c.get(c.as_object(f"{where}.content", part), "text", str, "") for part in content]
-        return "".join(texts)
-    kept = item.get("encrypted_content")
-    if type(kept) is str and kept.startswith(_KEPT):
-        try:
-            return base64.b64decode(kept[len(_KEPT) :], validate=True).decode()
-        except (binascii.Error, ValueError):
-            pass
-    return ""
 
 
 # --- replies ----------------------------------------------------------------------------------
@@ -270,13 +208,23 @@ def _usage(used: Usage) -> dict[str, Any]:
     }
 
 
+_PLAIN = {"format": {"type": "text"}}
+
+
 class Writer:
     """Writes one reply: `whole`, or `start`, parts and `end` of a stream.
 
-    body: of the request, parts of which a response repeats.
+    body: of the request, parts of which a response repeats. kept: where items go as they are given out, and in the end
+    the response, unless the request says otherwise.
     """
 
-    def __init__(self, model: str, body: Mapping[str, Any], conversation: Conversation) -> None:
+    def __init__(
+        self, model: str, body: Mapping[str, Any], conversation: Conversation, kept: Kept | None = None
+    ) -> None:
+        self._asked = conversation if isinstance(conversation, Asked) and conversation.keep else None
+        self._kept = kept if self._asked is not None else None
+        self._keys: list[Key] = []  # of items that were given out
+        echo = _Echo()
         self._tools = {tool.definition["function"]["name"]: tool for tool in reversed(_tools(body))}
         self._keep = "reasoning.encrypted_content" in c.get(body, "include", list, [])
         sampling = conversation.sampling
@@ -286,17 +234,17 @@ class Writer:
             "created_at": int(time.time()),
             "model": model,
             "background": False,
-            "instructions": body.get("instructions"),
+            "instructions": echo.of(body.get("instructions"), None),
             "max_output_tokens": conversation.max_tokens,
-            "metadata": metadata if type(metadata := body.get("metadata")) is dict else {},
+            "metadata": body.get("metadata") or {},
             "parallel_tool_calls": conversation.parallel_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": conversation.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self._asked is not None,
             "temperature": sampling.temperature,
-            "text": body.get("text") or {"format": {"type": "text"}},
-            "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
+            "text": echo.of(body.get("text") or _PLAIN, _PLAIN),
+            "tool_choice": echo.of(body.get("tool_choice") or "auto", "auto"),
+            "tools": echo.of(body.get("tools") or [], []),
             "top_logprobs": conversation.logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -313,23 +261,23 @@ class Writer:
 
         What a request can make long is left out: this may come a hundred times.
         """
-        made = self._response("in_progress") | {"instructions": None, "metadata": {}, "output": [], "tools": []}
-        if type(made["tool_choice"]) is dict:
-            made["tool_choice"] = "auto"
-        del made["text"]
-        return self._event("response.in_progress", response=made)
+        head = self._head | {"instructions": None, "metadata": {}, "tools": []}
+        if type(head["tool_choice"]) is dict:
+            head["tool_choice"] = "auto"
+        del head["text"]
+        return self._event("response.in_progress", response=head | self._state("in_progress") | {"output": []})
 
     def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
         """Make the object of a reply that is not streamed."""
         for part in parts:
             self.part(part)
         self.end(finish)
-        return self._response(_status(finish), finish)
+        return self._head | self._state(_status(finish), finish)
 
     def start(self, prompt_tokens: int) -> bytes:
         """Write the first events."""
-        made = self._response("in_progress")
-        return self._event("response.created", response=made) + self._event("response.in_progress", response=made)
+        state = self._state("in_progress")
+        return self._progress("response.created", state) + self._progress("response.in_progress", state)
 
     def part(self, part: Part) -> bytes:
         """Write the events of a part."""
@@ -359,17 +307,39 @@ class Writer:
         """Write the end."""
         status = _status(finish)
         made = self._close(status)  # an item that is open now is one that was cut
-        return made + self._event(f"response.{status}", response=self._response(status, finish))
+        self._keep_response()
+        return made + self._progress(f"response.{status}", self._state(status, finish))
 
     def failed(self, error: SparkError) -> bytes:
         """Write a failure that came too late for a status."""
         _, message, code = explain(error)
-        failed = self._response("failed") | {"error": {"code": code, "message": message}}
-        return self._event("response.failed", response=failed)
+        return self._progress("response.failed", self._state("failed") | {"error": {"code": code, "message": message}})
 
-    def _response(self, status: str, finish: Finish | None = None) -> dict[str, Any]:
+    def _keep_response(self) -> None:
+        """Keep what the conversation is made of by now."""
+        if self._kept is None or self._asked is None:
+            return
+        entries = self._asked.entries
+        self._kept.put_items(item for item in entries if isinstance(item, tuple))
+        keys = [*self._asked.before, *(item if isinstance(item, str) else item[0] for item in entries)]
+        self._kept.put_response(str(self._head["id"]), [*keys, *self._keys])
+
+    @functools.cached_property
+    def _head_text(self) -> str:
+        """The head as the beginning of an object, which more fields follow."""
+        return json.dumps(self._head)[:-1]
+
+    def _progress(self, kind: str, state: dict[str, Any]) -> bytes:
+        """An event that has the whole response."""
+        begin = json.dumps({"type": kind, "sequence_number": self._number})[:-1]
+        self._number += 1
+        whole = f"{self._head_text}, {json.dumps(state)[1:]}"
+        return f'event: {kind}\ndata: {begin}, "response": {whole}}}\n\n'.encode()
+
+    def _state(self, status: str, finish: Finish | None = None) -> dict[str, Any]:
+        """What changes of a response while it is made."""
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return self._head | {
+        return {
             "status": status,
             "error": None,
             "incomplete_details": incomplete,
@@ -415,6 +385,9 @@ class Writer:
             made = self._inside("response.function_call_arguments.done", name=done["name"], arguments=item.arguments)
         made += self._event("response.output_item.done", output_index=len(self._output), item=done)
         self._output.append(done)
+        if self._kept is not None and (data := to_keep(done)) is not None:
+            self._kept.put_items([(self._id, data)])
+            self._keys.append(self._id)
         self._open = None
         return made
 
@@ -441,13 +414,44 @@ class Writer:
         made |= {"type": "reasoning", "summary": [], "content": content}
         if self._keep:
             kept = base64.b64encode(item.text.encode(errors="replace")).decode()
-            made["encrypted_content"] = _KEPT + kept if status != "in_progress" else None
+            made["encrypted_content"] = MARK + kept if status != "in_progress" else None
         return made
 
     def _content(self, item: Text) -> dict[str, Any]:
         if item.kind == "reasoning":
             return {"type": "reasoning_text", "text": item.text}
         return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": self._logprobs}
+
+
+class _Echo:
+    """Parts of a request that its responses repeat, up to MAX_ECHO_BYTES of JSON in all: three events have them."""
+
+    def __init__(self) -> None:
+        self._left = MAX_ECHO_BYTES
+
+    def of(self, value: Any, default: Any) -> Any:
+        """A part, or what stands for one that is too long; no more of it is looked at than there may be."""
+        left = _left(value, self._left)
+        if left < 0:
+            return default
+        self._left = left
+        return value
+
+
+def _left(value: Any, left: int) -> int:
+    """What is left of a number of bytes behind a value's JSON; negative as soon as it is too long."""
+    if type(value) is str:
+        return left - len(value) if len(value) > left else left - len(json.dumps(value)) - 2
+    if type(value) is not dict and type(value) is not list:
+        return left - len(json.dumps(value)) - 2
+    left -= 2
+    for inner in value:
+        left = _left(inner, left)
+        if type(value) is dict and left >= 0:
+            left = _left(value[inner], left)
+        if left < 0:
+            break
+    return left
 
 
 def _status(finish: Finish) -> str:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 from starlette.exceptions import HTTPException
@@ -41,6 +41,19 @@ _SLICE = 1 << 20
 _SIZES = struct.Struct("<QQ")
 
 _Made = TypeVar("_Made")
+_Parse = Callable[[Mapping[str, Any]], Any]
+
+
+class Size(NamedTuple):
+    """How much JSON there is: bytes, lists and objects, values."""
+
+    n_bytes: int = 0
+    containers: int = 0
+    values: int = 0
+
+
+NOTHING = Size()
+Again = Callable[[Any], tuple[_Parse, Size] | None]
 
 
 class Bodies:
@@ -50,17 +63,31 @@ class Bodies:
         self._n_bytes = 0
         self._large = _Aside()
 
-    async def parsed(self, request: Request, parse: Callable[[Mapping[str, Any]], _Made]) -> tuple[Any, _Made]:
+    async def parsed(self, request: Request, parse: _Parse, again: Again = lambda made: None) -> tuple[Any, Any]:
         """Read a request's body; the object, and what `parse`, a function of a module, makes of it.
 
-        Raises what `parse` does, RequestError for what is no JSON object or has too much in it, OverloadedError where
-        too many bodies are there at once, HTTPException for one that is too large.
+        again: is asked of what was made, on the event loop, whether the body refers to more: what to parse it with then
+        (which has that), and how much it comes to, as often as it is referred to; it counts as if it were in the body.
+        Raises what both do, RequestError for what is no JSON object or has too much in it, OverloadedError where too
+        many bodies are there at once, HTTPException for one that is too large.
         """
         with self._room() as take:
             content = await _received(request, take)
-            if len(content) > LARGE_BYTES:
-                return await self._large.read(parse, content)
-            return await asyncio.to_thread(_read, parse, content)
+            body, made = await self._read(parse, content, NOTHING)
+            more = again(made)
+            if more is None:
+                return body, made
+            parse, added = more
+            if len(content) + added.n_bytes > MAX_BODY_BYTES:
+                found = f"the body has {len(content)} bytes and refers to {added.n_bytes} more"
+                raise RequestError(f"{found}; the limit is {MAX_BODY_BYTES}")
+            take(added.n_bytes)
+            return await self._read(parse, content, added)
+
+    async def _read(self, parse: _Parse, content: bytes, added: Size) -> tuple[Any, Any]:
+        if len(content) + added.n_bytes > LARGE_BYTES:
+            return await self._large.read(parse, content, added)
+        return await asyncio.to_thread(_read, parse, content, added)
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -104,10 +131,11 @@ async def _received(request: Request, take: Callable[[int], None]) -> bytes:
 # --- from bytes to objects ----------------------------------------------------------------------------
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Read a body as a JSON object of bounded depth and contents; raises RequestError."""
-    if len(body) > MAX_CONTAINERS:  # a byte opens no more than one
+def parse_object(body: bytes, added: Size = NOTHING) -> dict[str, Any]:
+    """Read a body as a JSON object of bounded depth and contents; raises RequestError. added: what it refers to."""
+    if len(body) + added.values > MAX_CONTAINERS:  # a byte opens no more than one
         containers, values = count(body)
+        containers, values = containers + added.containers, values + added.values
         if containers > MAX_CONTAINERS:
             raise RequestError(f"the body's JSON has {containers} lists and objects; the limit is {MAX_CONTAINERS}")
         if values > MAX_VALUES:
@@ -163,8 +191,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _read(parse: Callable[[Mapping[str, Any]], _Made], content: bytes) -> tuple[Any, _Made]:
-    body = parse_object(content)
+def _read(parse: Callable[[Mapping[str, Any]], _Made], content: bytes, added: Size) -> tuple[Any, _Made]:
+    body = parse_object(content, added)
     return body, parse(body)
 
 
@@ -182,9 +210,10 @@ class _Aside:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    async def read(self, parse: Callable[[Mapping[str, Any]], _Made], content: bytes) -> tuple[Any, _Made]:
+    async def read(self, parse: _Parse, content: bytes, added: Size = NOTHING) -> tuple[Any, Any]:
         """Have a body read; `_read` in another process."""
-        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, parse, content)
+        asked = (parse, added)
+        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, asked, content)
         failed, made = answer
         if failed:
             raise made
@@ -198,13 +227,13 @@ class _Aside:
             self._process.kill()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, parse: Any, content: bytes) -> _Answer:
+    def _ask(self, asked: tuple[_Parse, Size], content: bytes) -> _Answer:
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # it has just ended for want of work
-                return self._exchange(self._process, parse, content)
+                return self._exchange(self._process, asked, content)
         process = self._start()
         try:
-            return self._exchange(process, parse, content)
+            return self._exchange(process, asked, content)
         except (OSError, EOFError) as error:
             self._end(process)
             raise CapacityError("the body could not be read: the process that does it ended") from error
@@ -222,12 +251,12 @@ class _Aside:
             process.kill()
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], parse: Any, content: bytes) -> _Answer:
+    def _exchange(self, process: subprocess.Popen[bytes], asked: tuple[_Parse, Size], content: bytes) -> _Answer:
         assert process.stdin and process.stdout
         late = threading.Timer(_READ_S, process.kill)
         late.start()
         try:
-            _write(process.stdin, pickle.dumps(parse), content)
+            _write(process.stdin, pickle.dumps(asked), content)
             answer, _ = _receive(process.stdout)
         except EOFError:
             self._end(process)
@@ -274,12 +303,13 @@ def work() -> None:
     os.dup2(2, 1)
     while select.select([sys.stdin.buffer], [], [], _IDLE_S)[0]:
         try:
-            function, content = _receive(sys.stdin.buffer)
+            asked, content = _receive(sys.stdin.buffer)
         except EOFError:
             return
         answer: _Answer
         try:
-            answer = (False, _read(pickle.loads(function), content))
+            parse, added = pickle.loads(asked)
+            answer = (False, _read(parse, content, added))
         except SparkError as error:
             answer = (True, error)
         except MemoryError:

@@ -4,8 +4,8 @@ The counts are exact integers and every window adds to them independently, so a 
 and resumed ends with the profile of one that never was. What is counted is checkpointed beside the
 profile (`PROFILE.partial`, itself a profile) and removed when the profile is written.
 
-The routing of the sessions that the rule of the slots is chosen by (engine/evidence.py) is recorded as they are
-counted, in `PROFILE.partial.routing` or the folder of `--trace`, and goes with the checkpoint.
+The routing of the sessions that the rule of the slots is chosen by (engine/evidence.py, spark/sample.py) is recorded as
+they are counted, in `PROFILE.partial.routing` or the folder of `--trace`, and goes with the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -28,19 +27,20 @@ from engine import evidence
 from engine import profile as profiles
 from engine.config import EngineConfig
 from engine.errors import FileFormatError, SparkError, UsageError
+from engine.files import open_regular
 from engine.gguf import open_model
-from engine.profile import Choice, Profile
+from engine.profile import Choice, Counted, Profile
 from engine.protocol import Sampling
-from engine.trace import estimate_bytes, part_paths, read_routing
+from engine.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths, read_routing
 from spark import replay
 from spark.client import DaemonClient, Deadlines
 from spark.console import note
 from spark.replay import Progress
+from spark.sample import Sample
 from spark.sessions import root_of
 from spark.tokens import TokensFile, Window, opened
 
 CHECKPOINT_EVERY_S = 5.0
-ROUTING_BYTES = 1 << 30  # at most, of the routing that is recorded to choose by
 _CHECKPOINT = "# spark-checkpoint: "
 
 
@@ -67,7 +67,10 @@ class CalibrateOptions:
 
 @dataclass(frozen=True, slots=True)
 class CalibrateReport:
-    """What a calibration read and counted; `to_json` has the keys of `--json`."""
+    """What a calibration read and counted; `to_json` has the keys of `--json`.
+
+    no_choice: why nothing was chosen, where nothing was; empty otherwise.
+    """
 
     model: str
     profile: Path
@@ -78,6 +81,7 @@ class CalibrateReport:
     seconds: float
     resumed_tokens: int
     choices: tuple[Choice, ...]
+    no_choice: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -143,14 +147,19 @@ def _refuse(options: CalibrateOptions) -> None:
     if options.hidden and options.trace_dir is None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
     partial = partial_path(options.out)
-    if partial.exists():
-        if not options.resume and _windows_in(partial) != 0:
+    state = _state_of(partial)
+    if partial.exists() and (state is None or state["windows"]):
+        if not options.resume:
             raise UsageError(
                 f"{partial} holds what an earlier run counted", hint="go on from it with --resume, or remove it"
             )
-    elif options.trace_dir is not None and part_paths(options.trace_dir):
+        return
+    # A run that was killed in its first window has counted nothing, and begun a trace, which can be gone on in.
+    begun = None if state is None else state.get("trace")
+    folder = options.trace_dir
+    if folder is not None and begun != str(folder.resolve()) and part_paths(folder):
         raise UsageError(
-            f"{options.trace_dir} has a trace already, and there is no checkpoint to go on from",
+            f"{folder} has a trace already, and there is no checkpoint to go on from",
             hint="name another folder for --trace",
         )
 
@@ -178,17 +187,18 @@ def _calibrate(
                 f"{client.ready.info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
-        judges = _judges(file, options.max_tokens, model)
-        fingerprint = _fingerprint(options, file, client.ready.info, judges)
+        sample = Sample(len(model["moe_layers"]), model["n_expert_used"])
+        fingerprint = _fingerprint(options, file, client.ready.info, sample)
         checkpoint = _load_checkpoint(options.out, fingerprint)
         tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
-        routing = _routing_folder(options, tally)
+        routing = _routing_folder(options, tally, file, model["model_id"])
         resumed_tokens = tally.tokens
         began = time.monotonic()
-        tally = _count(client, file, options, tally, fingerprint, judges, routing, progress)
+        tally = _count(client, file, options, tally, fingerprint, sample, routing, progress)
         seconds = time.monotonic() - began
         sessions = {w.session_id for w in islice(file, tally.windows)}
-        choices = _choices(routing, model, judges, progress)
+        trace = _recorded(routing, model, sample)
+        choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
         if not counted:
@@ -219,10 +229,11 @@ def _calibrate(
         seconds=seconds,
         resumed_tokens=resumed_tokens,
         choices=choices,
+        no_choice="" if choices else _no_choice(trace, sample, file.window),
     )
 
 
-def _routing_folder(options: CalibrateOptions, tally: _Tally) -> Path:
+def _routing_folder(options: CalibrateOptions, tally: _Tally, file: TokensFile, model_id: str) -> Path:
     """The folder that routing is recorded in, with as many parts as the tally has seen."""
     folder = options.trace_dir or routing_path(options.out)
     if options.trace_dir is None and not tally.windows and folder.exists():
@@ -234,6 +245,8 @@ def _routing_folder(options: CalibrateOptions, tally: _Tally) -> Path:
                 f"{folder} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
                 hint="remove the checkpoint and the trace, and start again",
             )
+        if parts and not tally.windows:
+            _require_first_window(folder, file, model_id)
         # A window that was recorded but not counted will be recorded again.
         for part in parts[tally.trace_parts :]:
             part.unlink()
@@ -243,6 +256,18 @@ def _routing_folder(options: CalibrateOptions, tally: _Tally) -> Path:
             hint=f"remove {partial_path(options.out)} and start again",
         )
     return folder
+
+
+def _require_first_window(folder: Path, file: TokensFile, model_id: str) -> None:
+    """Raise UsageError unless a trace is of the file's first window alone, which will be recorded again as it was."""
+    window, n_tokens = next(iter(file)), 0
+    for part in iter_parts(folder, model_id, ()):
+        n_tokens += len(part.position)
+        if set(part.session_ids) - {window.session_id} or n_tokens > len(window.tokens):
+            raise UsageError(
+                f"{folder} has a trace of more than the window that the checkpoint was made before",
+                hint="name another folder for --trace",
+            )
 
 
 def _context_tokens(model: Path, needed: int) -> int:
@@ -258,7 +283,7 @@ def _count(
     options: CalibrateOptions,
     tally: _Tally,
     fingerprint: dict[str, Any],
-    judges: frozenset[str],
+    sample: Sample,
     routing: Path,
     progress: Progress,
 ) -> _Tally:
@@ -272,10 +297,13 @@ def _count(
     progress("calibrating", min(tally.tokens, total), total)
     saved = time.monotonic()
     try:
-        for window in islice(file, tally.windows, None):
+        for number, window in enumerate(file):
+            if number < tally.windows:  # of an earlier run
+                sample.takes(window)
+                continue
             if tally.tokens >= total:
                 break
-            recorded = routing if options.trace_dir is not None or window.session_id in judges else None
+            recorded = routing if sample.takes(window) or options.trace_dir is not None else None
             replay.score(
                 client, window, trace_dir=recorded, hidden=options.hidden, count=options.count,
                 fed=replay.within(progress, "calibrating", tally.tokens, total),
@@ -289,7 +317,7 @@ def _count(
                 tally.windows + 1,
                 tally.tokens + len(window.tokens),
                 tally.generated_tokens + int(np.count_nonzero(window.generated)),
-                len(part_paths(routing)),
+                n_parts(routing, tally.trace_parts),
             )
             progress("calibrating", min(tally.tokens, total), total)
             if time.monotonic() - saved > CHECKPOINT_EVERY_S:
@@ -314,11 +342,11 @@ def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
 
 
 def _fingerprint(
-    options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any], judges: frozenset[str]
+    options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any], sample: Sample
 ) -> dict[str, Any]:
     """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
-    with file.path.open("rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    with open_regular(file.path) as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()  # type: ignore[arg-type]  # of IO, which is a file
     return {
         "model_file": ready["model"]["file_id"],
         "kv_type": ready["kv_type"],
@@ -328,10 +356,11 @@ def _fingerprint(
         "generate": options.generate_tokens,
         "trace": None if options.trace_dir is None else str(options.trace_dir.resolve()),
         "hidden": options.hidden,
-        "judges": hashlib.sha256("\n".join(sorted(judges)).encode()).hexdigest(),
+        "sample": sample.rule,
     }
 
 
+_DIGESTS = {"model_file": "model file", "token_file": "token file"}  # in words, where values say nothing
 _COUNTERS = ("windows", "tokens", "generated_tokens", "trace_parts")
 
 
@@ -347,72 +376,71 @@ def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any], read
     profiles.save(profile, partial_path(out))
 
 
-def _windows_in(partial: Path) -> int | None:
-    """How many windows a checkpoint counted; None where it is none."""
+def _state_of(partial: Path) -> dict[str, Any] | None:
+    """What a checkpoint says about itself, its number of windows at least; None where it is none."""
     try:
         (line,) = (x for x in profiles.load(partial)[0].extra_lines if x.startswith(_CHECKPOINT))
-        return int(json.loads(line.removeprefix(_CHECKPOINT))["windows"])
-    except (SparkError, ValueError, KeyError, TypeError):
+        state = json.loads(line.removeprefix(_CHECKPOINT))
+        return {**state, "windows": int(state["windows"])}
+    except (SparkError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
+    """What an earlier run counted; None where it counted no window."""
     path = partial_path(out)
     if not path.exists():
         return None
-    profile, _ = profiles.load(path)
     try:
-        line = next(x for x in profile.extra_lines if x.startswith(_CHECKPOINT))
-        state = json.loads(line.removeprefix(_CHECKPOINT))
+        state = _state_of(path)
+        if state is None:
+            raise ValueError("no checkpoint")
+        if not state["windows"]:
+            return None
         done = [int(state[name]) for name in _COUNTERS]
         changed = [key for key, value in fingerprint.items() if state[key] != value]
-    except (StopIteration, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         hint = "remove it and start again"
         raise FileFormatError(f"{path} is not a checkpoint of this version's calibration", hint=hint) from error
     if changed:
+        found = [
+            _DIGESTS.get(key) or f"{key} (found {state[key]}, expected {fingerprint[key]})" for key in changed
+        ]
         raise UsageError(
-            f"{path} was counted with another {', '.join(changed)}: found {[state[k] for k in changed]}, "
-            f"expected {[fingerprint[k] for k in changed]}",
+            f"{path} was counted with another {', another '.join(found)}",
             hint="remove it, or resume with what it was started with",
         )
-    return _Tally(profile.counts, *done)
+    return _Tally(profiles.load(path)[0].counts, *done)
 
 
 # --- what the slots do -------------------------------------------------------------------------------
 
 
-def _judges(file: TokensFile, max_tokens: int | None, model: Mapping[str, Any]) -> frozenset[str]:
-    """The sessions to choose by: all of them, or so many whole roots, in the order of a hash, as can be afforded."""
-    n_layer, n_used = len(model["moe_layers"]), model["n_expert_used"]
-    generated: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
-    names: dict[str, set[str]] = {}
-    for window in file:
-        if max_tokens is not None and tokens.total() >= max_tokens:
-            break
-        root = root_of(window.session_id)
-        generated[root] += int(np.count_nonzero(window.generated))
-        tokens[root] += len(window.tokens)
-        names.setdefault(root, set()).add(window.session_id)
-    left, left_bytes = evidence.affordable(n_layer, n_used), ROUTING_BYTES
-    judges: set[str] = set()
-    for root in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        n_bytes = estimate_bytes(tokens[root], n_layer, n_used, 0, hidden=False)
-        if generated[root] <= left and n_bytes <= left_bytes:
-            left, left_bytes = left - generated[root], left_bytes - n_bytes
-            judges |= names[root]
-    return frozenset(judges)
+def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> RoutingTrace | None:
+    """The routing of the sample, whatever else is in the folder; None where none was recorded."""
+    if not routing.exists() or not part_paths(routing):
+        return None
+    return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
 
 
 def _choices(
-    routing: Path, model: Mapping[str, Any], judges: frozenset[str], progress: Progress
+    trace: RoutingTrace, model: Mapping[str, Any], threads: int | None, count: Counted, progress: Progress
 ) -> tuple[Choice, ...]:
-    """What those sessions speak for at several residencies; nothing where they are too few."""
-    if not routing.exists() or not part_paths(routing):
-        return ()  # no window was counted
-    trace = read_routing(routing, model["model_id"], judges)
+    """What the sample speaks for at several residencies; nothing where its roots are too few."""
     if not trace.generated.any():
         return ()
     return evidence.choose(
-        trace, model["expert_bytes"], progress=lambda done, total: progress("choosing what to pin", done, total)
+        trace, model["expert_bytes"], threads=threads, count=count,
+        progress=lambda done, total: progress("choosing what to pin", done, total),
+    )  # fmt: skip
+
+
+def _no_choice(trace: RoutingTrace | None, sample: Sample, window: int) -> str:
+    """Why nothing was chosen, in a sentence without its full stop."""
+    found = set() if trace is None else set(trace.session[trace.generated].tolist())
+    n = len({root_of(trace.session_ids[i]) for i in found}) if trace is not None else 0
+    why = f", since windows of up to {window:,} tokens are too long to record" if sample.has_too_long else ""
+    return (
+        f"To choose what the slots should do takes generated tokens of {evidence.MIN_ROOTS} sessions (subagents and "
+        f"forks are of one), and there are those of {n}{why}"
     )

@@ -224,6 +224,18 @@ def _together(run: Sequence[Any]) -> Text | WholeCall:
     return Text(first.kind, "".join(part.text for part in run), logprobs, first.at)
 
 
+class NotKeptError(RequestError):
+    """A request that refers to an item that is not kept, or not any more."""
+
+    code = "not_kept"
+
+
+class ResponseNotKeptError(RequestError):
+    """A request that goes on from a response that is not kept, or not any more."""
+
+    code = "response_not_kept"
+
+
 # --- checks -------------------------------------------------------------------------------------
 
 _KINDS = {

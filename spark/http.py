@@ -35,11 +35,13 @@ from engine.errors import (
     UsageError,
 )
 from spark import page
+from spark.conversation import NotKeptError, ResponseNotKeptError
 
 OVERLOADED = 529  # Anthropic's word for 429
 _CLIENT_GONE = 499  # a status that nobody will see
 _KEYLESS = page.PATHS | {"/health"}
-_STATUS: Mapping[type[SparkError], int] = {
+_STATUS: Mapping[type[SparkError], int] = {  # the first that fits
+    NotKeptError: 404,
     RequestError: 400,
     OverloadedError: OVERLOADED,
     CancelledError: 503,  # not by its client: the daemon, or the server, was stopping
@@ -48,7 +50,9 @@ _STATUS: Mapping[type[SparkError], int] = {
     DeadlineError: 504,
 }
 
-_CODES: Mapping[type[SparkError], str] = {  # where OpenAI has a word of its own
+_CODES: Mapping[type[SparkError], str | None] = {  # where OpenAI has a word of its own, or none
+    NotKeptError: None,
+    ResponseNotKeptError: "previous_response_not_found",
     ContextOverflowError: "context_length_exceeded",
     OverloadedError: "rate_limit_exceeded",
 }
@@ -284,7 +288,7 @@ def anthropic_error(status: int, message: str, code: str | None = None) -> dict[
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def explain(error: SparkError) -> tuple[int, str, str]:
+def explain(error: SparkError) -> tuple[int, str, str | None]:
     """Status, text and code for a failure; what the daemon said last is for the log alone."""
     status = next((status for cls, status in _STATUS.items() if isinstance(error, cls)), 500)
     code = next((code for cls, code in _CODES.items() if isinstance(error, cls)), error.code)

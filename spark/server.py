@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import math
 import re
@@ -36,7 +37,7 @@ from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend
 from spark.board import Board, Row
-from spark.bodies import Bodies
+from spark.bodies import Again, Bodies
 from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
@@ -53,6 +54,7 @@ from spark.http import (
     json_response,
     json_unless_left,
 )
+from spark.kept import Kept
 from spark.models import listing
 
 MAX_REPLIES = 64  # being made or waited for
@@ -294,7 +296,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *(Route(api.path, service.endpoint(api), methods=["POST"]) for api in _APIS),
+            *(Route(api.path, service.endpoint(api), methods=["POST"]) for api in _apis(service.kept)),
             Route("/v1/messages/count_tokens", service.count_tokens, methods=["POST"]),
             Route("/v1/models", service.models),
             Route("/v1/models/{model:path}", service.model),
@@ -307,7 +309,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.add_middleware(Guard, api_key=api_key, allow_origins=allow_origins)
-    app.state.feed, app.state.closing = service.feed, service.closing
+    app.state.feed, app.state.closing, app.state.kept = service.feed, service.closing, service.kept
     return app
 
 
@@ -333,9 +335,10 @@ class _Api:
     name: str
     path: str
     prompt: str  # the field that becomes the prompt
-    parse: Callable[[Mapping[str, Any]], Conversation]
+    parse: Callable[[Mapping[str, Any]], Any]  # a Conversation, or what `again` makes one of
     writers: Callable[[str, Mapping[str, Any], Conversation], Sequence[_Writer]]  # one for each choice
     overflow_in_stream: bool = False  # Codex looks for a context that overflows in the stream alone
+    again: Again = lambda made: None
 
 
 def _only(writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]) -> Callable[..., Sequence[_Writer]]:
@@ -343,12 +346,17 @@ def _only(writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]) -> 
     return lambda model, body, conversation: [writer(model, body, conversation)]
 
 
-_APIS = (
-    _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.writers),
-    _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_completions.writers),
-    _Api("responses", "/v1/responses", "input", api_responses.parse, _only(api_responses.Writer), True),
-    _Api("messages", "/v1/messages", "messages", api_messages.parse, _only(api_messages.Writer)),
-)
+def _apis(kept: Kept) -> tuple[_Api, ...]:
+    responses = _only(functools.partial(api_responses.Writer, kept=kept))
+    again = functools.partial(api_responses.resolved, kept)
+    return (
+        _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.writers),
+        _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_completions.writers),
+        _Api("responses", "/v1/responses", "input", api_responses.ask, responses, True, again),
+        _Api("messages", "/v1/messages", "messages", api_messages.parse, _only(api_messages.Writer)),
+    )
+
+
 _Replies = AsyncGenerator[tuple[int, list[Part] | Finish]]
 
 
@@ -367,10 +375,12 @@ class _Service:
         self.feed = Feed(backend, self._counters, lambda: self._replies, name, self._board)
         self.closing = Closing()
         self.bodies = Bodies()
+        self.kept = Kept()
 
     async def save_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
+            self.kept.give_up()
             try:
                 await asyncio.to_thread(self._backend.save)
             except SparkError as error:
@@ -427,7 +437,7 @@ class _Service:
         return answer
 
     async def _answer(self, api: _Api, request: Request) -> Response:
-        body, conversation = await self.bodies.parsed(request, api.parse)
+        body, conversation = await self.bodies.parsed(request, api.parse, api.again)
         writers = api.writers(self._name, body, conversation)
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._places(len(writers)))

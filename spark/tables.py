@@ -71,7 +71,7 @@ def show_calibration(report: CalibrateReport) -> None:
     ]
     table("Calibration", ["", ""], rows)
     if not report.choices:
-        note("The sessions are too few to choose by what the slots should do: the default is served.")
+        note(f"{report.no_choice}: the default is served.")
         return
     found = [
         [f"{c.residency_pct:g}%", c.words, *(f"{x:.2f}" for x in (c.misses, c.low, c.high, c.lru, c.static))]

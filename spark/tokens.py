@@ -198,7 +198,10 @@ class TokensFile:
         self.name = path
 
     def __iter__(self) -> Iterator[Window]:
-        with _reading(self.name), pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+        with (
+            _reading(self.name), open_regular(self.path) as opened_file,
+            pq.ParquetFile(opened_file, page_checksum_verification=True) as file,
+        ):  # fmt: skip
             for batch in file.iter_batches(max(1, min(_BATCH_ROWS, _BATCH_TOKENS // self.window))):
                 for row in range(len(batch)):
                     yield self._window(*(column[row] for column in batch.columns))
@@ -249,14 +252,26 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
                     f"{path} was made for another model: its {name} is {theirs}, this model's is {ours}",
                     hint="tokenize the sessions again with this model",
                 )
-    in_groups = [group.column(_COLUMNS.get_field_index("tokens")).num_values for group in groups]
-    for group, n_tokens in zip(groups, in_groups, strict=True):  # before any of it is in memory
-        if n_tokens > group.num_rows * window:
-            raise FileFormatError(
-                f"{path}: expected windows of at most {window} tokens, found {n_tokens} tokens in {group.num_rows}",
-                hint=_HINT,
-            )
+    in_groups = [_group_tokens(group, window, path) for group in groups]  # before any of them is in memory
     return TokensFile(path, origin, window, rows.num_rows, sum(in_groups))
+
+
+def _group_tokens(group: pq.RowGroupMetaData, window: int, path: Path) -> int:
+    """How many tokens a row group holds: no more than `write_windows` would put there, and as many marks."""
+    tokens, marks = (int(group.column(_COLUMNS.get_field_index(n)).num_values) for n in ("tokens", "generated"))
+    if tokens != marks:
+        raise FileFormatError(f"{path}: expected as many marks as tokens, found {marks} and {tokens}", hint=_HINT)
+    if tokens > group.num_rows * window:
+        raise FileFormatError(
+            f"{path}: expected windows of at most {window} tokens, found {tokens} tokens in {group.num_rows}",
+            hint=_HINT,
+        )
+    most = _BATCH_TOKENS - 1 + window  # the window that fills a group may be a whole one
+    if tokens > most:
+        raise FileFormatError(
+            f"{path}: expected row groups of at most {most} tokens, found {tokens} in one", hint=_HINT
+        )
+    return tokens
 
 
 @contextlib.contextmanager

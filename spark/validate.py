@@ -389,14 +389,21 @@ class _Judge:
         words = evidence.DEFAULT_WORDS if choice is None else choice.words
         if self.n_roots < evidence.MIN_ROOTS:
             return f"{words}: {self.n_roots} held-out sessions are too few to say what it is worth"
-        than = [compared(self.draws.against(missed["spark"], missed[name])) for name in ("lru", "static")]
+        own = missed["spark"]
+        than = [
+            compared(self.draws.against(own, missed[name]), int(missed[name].sum())) for name in ("lru", "static")
+        ]
         return f"{words}: {than[0]} LRU, {than[1]} a fixed placement"
 
 
-def compared(more: Interval) -> str:
-    """`12% fewer misses than` (10 to 14), `as many misses as`, `3% more misses than`."""
-    if more.low <= 0 <= more.high:
-        return f"as many misses ({100 * more.low:+.0f}% to {100 * more.high:+.0f}%) as"
-    low, high = sorted((abs(more.low), abs(more.high)))
-    which = "fewer" if more.value < 0 else "more"
-    return f"{100 * abs(more.value):.0f}% {which} misses ({100 * low:.0f} to {100 * high:.0f}) than"
+def compared(more: Interval, others: int) -> str:
+    """`12% fewer misses than` (10 to 14), `as many misses as`, `3% more misses than`; others: misses of the other."""
+    if not others:  # nothing to be a share of
+        return "more misses than" if more.value > 0 else "as many misses as"
+    value, low, high = (round(100 * x) for x in (more.value, more.low, more.high))
+    if low == high == 0:
+        return "as many misses as"
+    if not value or more.low <= 0 <= more.high:
+        return f"as many misses ({low:+d}% to {high:+d}%) as"
+    low, high = sorted((abs(low), abs(high)))
+    return f"{abs(value)}% {'fewer' if value < 0 else 'more'} misses ({low} to {high}) than"

@@ -84,12 +84,12 @@ def test_a_request_of_codex() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"store": "no"}, "store"),
         ({"input": None}, "input"),
         ({"input": "", "instructions": None}, "input"),
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "hologram"}]}]}, "input[0].content[0].type"),
         ({"background": True}, "background"),

@@ -159,7 +159,7 @@ def test_a_large_body_is_answered_as_a_small_one(made: Running, path: str) -> No
         asking = {"input": "x"}
     else:
         asking["messages"] = [{"role": "user", "content": "x"}]
-    padding = {"metadata": {"p": "\u00e9" * bodies.LARGE_BYTES}}
+    padding = {"client_metadata": {"p": "\u00e9" * bodies.LARGE_BYTES}}
     for more in ({}, padding):
         response = made.http.post(path, json=asking | more)
         assert response.status_code == 200

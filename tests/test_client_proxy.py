@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import httpx
 import pytest
 from test_server import PATIENCE_S, running
 
+from benchmarks import client_runs
 from benchmarks.client_proxy import CHATS, Proxy, Session, brings_results, chunks_of, events_of, problems_of, proxied
 from benchmarks.client_runs import widen
 from benchmarks.clients import claude_said, codex_said
@@ -171,3 +176,25 @@ def test_a_wider_model(tmp_path: Path) -> None:
         assert made.value("qwen3moe.context_length", int) == 50_000 and made.value("qwen3moe.block_count", int) == 2
         assert made.value("tokenizer.ggml.tokens", list) == nano.value("tokenizer.ggml.tokens", list)
         assert bytes(made.tensor("output.weight").data) == bytes(nano.tensor("output.weight").data)
+
+
+def test_programs_can_be_interrupted_whoever_started_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell has what runs in its background ignore SIGINT, and programs would inherit that."""
+    seen: list[Any] = []
+
+    def stop(*given: Any) -> None:
+        code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+        seen.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        raise SystemExit(3)
+
+    monkeypatch.setattr(client_runs, "widen", stop)
+    options = argparse.Namespace(dump=None, model=Path("m.gguf"), ctx=1, layers=None)
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit):
+            client_runs.drive(options, {}, lambda work: {}, lambda runner, work: [])
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert seen == ["True\n"]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from test_simulate import make_trace
 
+from benchmarks import policies
 from engine import evidence, policy
-from engine.evidence import CANDIDATES, Candidate, Draws
+from engine.evidence import CANDIDATES, Candidate, Draws, Interval
 from engine.policy import Rule
 
 E, A, L = 24, 3, 2
@@ -70,6 +71,17 @@ def test_a_gain_in_one_session_of_many_is_noise():
     assert not evidence.beaten(draws.against(np.full(10, 101), np.full(10, 100)))  # sure, and not worth it
 
 
+def test_no_misses_are_not_fewer_than_none():
+    none, some = np.zeros(8, np.int64), np.full(8, 3)
+    draws = Draws(np.full(8, 100))
+    assert draws.against(none, none) == Interval(0, 0, 0)
+    assert draws.against(some, none).low > 0 and evidence.beaten(draws.against(some, none))
+    assert draws.against(none, some) == Interval(-1, -1, -1)
+    alone = np.array([0, 0, 0, 0, 50]), np.array([0, 0, 0, 0, 40])
+    more = Draws(np.full(5, 10)).against(*alone)  # a draw without the last session has no misses at all
+    assert (more.value, more.low, more.high) == (0.25, 0, 0.25)
+
+
 def test_the_simpler_of_two_that_are_as_good_is_taken():
     static, others = CANDIDATES[-1], len(CANDIDATES) - 2
     draws = Draws(np.full(9, 100))
@@ -108,12 +120,70 @@ def test_segments_forks_and_agents_are_judged_with_their_root():
     assert len(evidence.choose(trace, [10] * L, (60.0, 20.0, 20.0))) == 2
 
 
-def test_what_cannot_be_afforded_is_left_out_whole(monkeypatch: pytest.MonkeyPatch):
-    trace = sessions_of([skewed()] * 12, np.random.default_rng(6))
+def of_lengths(lengths, rng):
+    trace = sessions_of([skewed()] * len(lengths), rng)
+    return evidence._select(trace, trace.position < np.array(lengths)[trace.session])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "affordable", "expected"),
+    [
+        ([220] * 12, 220 * 7, [154] * 10),  # a tenth each: few are left out, and none is long
+        ([220] * 12, 220 * 12, [220] * 12),
+        ([220] * 5, 600, [120] * 5),  # all are too long, and all speak
+        ([220, 220, 220, 20, 20, 0], 400, [120, 120, 120, 20, 20]),  # what short ones leave goes to the long
+        ([220, 1, 1, 1, 1], 180, [176, 1, 1, 1, 1]),
+    ],
+)
+def test_of_what_cannot_be_afforded_each_session_has_a_share(
+    monkeypatch: pytest.MonkeyPatch, lengths, affordable, expected
+):
+    trace = of_lengths(lengths, np.random.default_rng(6))
     every = len(evidence.RESIDENCIES) * (len(CANDIDATES) + 1) * L * A
-    monkeypatch.setattr(evidence, "MAX_USES", 220 * 7 * every + every // 2)
-    assert evidence.affordable(L, A) == 220 * 7
-    assert one(trace).sessions == 7 and one(trace).tokens == 220 * 7
+    monkeypatch.setattr(evidence, "MAX_USES", affordable * every + every // 2)
+    assert evidence.affordable(L, A) == affordable
+    root, kept = evidence._enough(trace)
+    assert sorted(kept[kept > 0], reverse=True) == expected
+    for i in np.flatnonzero(kept):  # its beginning
+        assert np.array_equal(np.flatnonzero(root == i), np.flatnonzero(trace.session == i)[: kept[i]])
+    assert (root >= 0).sum() == kept.sum() <= affordable
+    choice = one(trace)
+    assert (choice.sessions, choice.tokens) == (len(expected), sum(expected))
+
+
+def test_beginnings_are_of_roots_in_the_order_of_the_trace():
+    trace = sessions_of([skewed()] * 4, np.random.default_rng(9), 10)
+    family = replace(trace, session_ids=("a", "b", "a/agent", "c"))
+    cut = evidence.beginnings(family, {"a": 14, "b": 3})
+    assert cut.position.tolist() == [*range(10), 0, 1, 2, 0, 1, 2, 3]
+    assert cut.session.tolist() == [0] * 10 + [1] * 3 + [2] * 4
+
+
+def test_placements_are_made_from_what_the_profile_counts(monkeypatch: pytest.MonkeyPatch):
+    trace = sessions_of([skewed()] * 6, np.random.default_rng(10), 40)
+    trace = replace(trace, generated=trace.position % 4 == 0)
+    seen = []
+    place = evidence.place
+    monkeypatch.setattr(evidence, "place", lambda counts, *rest: seen.append(counts) or place(counts, *rest))
+    for count, n_tokens in (("generated", 10), ("all", 40)):
+        (choice,) = evidence.choose(trace, [10] * L, (50.0,), count=count, threads=1)
+        assert choice.tokens == 60
+        assert {int(counts.sum()) // (L * A) for counts in seen} <= {4 * n_tokens, 5 * n_tokens}
+        seen.clear()
+
+
+def test_no_more_threads_than_asked_for(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    class Pool(evidence.ThreadPoolExecutor):
+        def __init__(self, workers):
+            asked.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr(evidence, "ThreadPoolExecutor", Pool)
+    trace = sessions_of([skewed()] * 5, np.random.default_rng(11), 30)
+    assert evidence.choose(trace, [10] * L, (50.0,), threads=1) == evidence.choose(trace, [10] * L, (50.0,), threads=3)
+    assert asked == [1, 3]
 
 
 def test_tokens_that_are_not_generated_move_slots_and_are_not_judged():
@@ -132,6 +202,30 @@ def test_progress_ends_at_its_total():
     evidence.choose(trace, [10] * L, (50.0,), lambda done, total: seen.append((done, total)))
     n = len(CANDIDATES) + 1
     assert seen == [(i, n) for i in range(1, n + 1)]
+
+
+def test_policies_are_never_judged_on_what_they_were_chosen_on(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(12)
+    train, other = (sessions_of([skewed()] * 5, rng, 30) for _ in range(2))
+    other = replace(other, session_ids=("x", "y", "z", "s1/agent", "w"))
+    assert policies.common_roots(train, replace(train, session_ids=tuple("abcde"))) == []
+    assert policies.common_roots(replace(train, session_ids=("s1#2", *"abcd")), other) == ["s1"]
+    sets = {"train": replace(train, session_ids=("s1#2", *"abcd")), "other": other}
+    monkeypatch.setattr(policies, "record", lambda model, given, *rest: sets[given.name])
+    monkeypatch.setattr("sys.argv", ["policies.py", "m.gguf", "--choose-on", "train", "--judge-on", "other"])
+    with pytest.raises(SystemExit, match="other: 1 of its sessions are among those to choose on, 's1' first"):
+        policies.main()
+
+
+def test_policies_compares_rules_on_the_same_draws():
+    trace = sessions_of([skewed()] * 6, np.random.default_rng(13), 60)
+    sizes = [1] * L
+    choices = {choice.residency_pct: choice for choice in evidence.choose(trace, sizes, (40.0,))}
+    rows = policies.judge("set", trace, trace.counts(), choices, sizes, with_tried=False)
+    by_rule = {row["rule"]: row for row in rows}
+    own = by_rule["lru"]
+    assert own["against_lru_pct"] == own["against_lru_low"] == own["against_lru_high"] == 0  # so it is, if paired
+    assert own["misses_low"] < own["misses_per_token"] < own["misses_high"]
 
 
 def test_candidates_are_distinct_and_begin_with_the_default():

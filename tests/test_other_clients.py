@@ -32,6 +32,8 @@ SEEN = Path(__file__).parents[1] / "data" / "results" / "other_clients.json"
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
     with running() as made:
+        made.app.state.kept.put_items([("msg_kept", b'["assistant", "{}"]')])
+        made.app.state.kept.put_response("resp_kept", ["msg_kept"])
         yield made
 
 
@@ -243,6 +245,14 @@ NOT_RUN: dict[str, Json] = {
 CASES = [(client, path, i) for (client, path), bodies in CLIENTS.items() for i in range(len(bodies))]
 
 
+# What the AI SDK sends by default, of items and responses that the server has kept.
+REFERRING: list[Json] = [
+    responses(asked(INPUT_IMAGE), {"type": "item_reference", "id": "msg_kept"}, FUNCTION_CALL, OUTPUT_IMAGE,
+              max_output_tokens=2000, tools=[FLAT], tool_choice="auto"),
+    responses(asked(), max_output_tokens=2000, previous_response_id="resp_kept"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("client", "path", "i"), CASES)
 def test_a_request(served: Running, client: str, path: str, i: int) -> None:
     body = CLIENTS[client, path][i]
@@ -270,7 +280,8 @@ def test_everything_that_was_seen_is_tested(client: str, path: str) -> None:
     """Fields with their types, kinds of items and tools, in the last run of the programs."""
     seen = [s for s in json.loads(SEEN.read_text())["shapes"] if (s["program"], s["path"]) == (client, path)]
     request = Request({"type": "http", "method": "POST", "query_string": b"", "headers": []})
-    tested = [shape(request, path, body) for body in CLIENTS[client, path]]
+    more = REFERRING if (client, path) == ("ai", RESPONSES) else []
+    tested = [shape(request, path, body) for body in [*CLIENTS[client, path], *more]]
     assert seen
     for kind in ("body", "types", "tools", "items"):
         assert _names(kind, seen) <= _names(kind, tested), kind
@@ -280,18 +291,27 @@ def test_everything_that_was_seen_is_tested(client: str, path: str) -> None:
 def _names(kind: str, shapes: list[Json]) -> set[Any]:
     found: set[Any] = set()
     for one in shapes:
-        if "item_reference" in one.get("items", []):  # which is refused
-            continue
         values = one.get(kind, [])
         found |= set(values.items()) if isinstance(values, dict) else set(values)
     return found
 
 
+@pytest.mark.parametrize("body", REFERRING)
+def test_references_to_what_is_kept(served: Running, body: Json) -> None:
+    response = served.http.post(RESPONSES, json=body)
+    assert response.status_code == 200, response.text
+    sent = responses(*([ANSWER] if "previous_response_id" in body else []),
+                     *(ANSWER if item.get("type") == "item_reference" else item for item in body["input"]))  # fmt: skip
+    sent = {**body, "previous_response_id": None, "input": sent["input"]}
+    again = served.http.post(RESPONSES, json=sent).json()
+    assert again["usage"]["input_tokens"] == response.json()["usage"]["input_tokens"]
+
+
 def test_references_to_what_was_not_kept(served: Running) -> None:
-    """Vercel's AI SDK sends them where it is not told `store`: false; the answer says so."""
+    """Vercel's AI SDK sends them where it is not told `store`: false, after the server was started again too."""
     body = responses(asked(), {"type": "item_reference", "id": "msg_1"}, asked())
     response = served.http.post(RESPONSES, json=body)
-    assert response.status_code == 400 and "`store`: false" in response.json()["error"]["message"]
+    assert response.status_code == 404 and "`store`: false" in response.json()["error"]["message"]
 
 
 def test_embeddings_are_a_clean_404(served: Running) -> None:

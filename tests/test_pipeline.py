@@ -195,19 +195,19 @@ def test_interrupted_and_resumed_equals_unbroken(
     if how in ("between windows", "inside the tally"):
         calls = 0
 
-        def interrupt(*args: object) -> list[Path]:
+        def interrupt(*args: object) -> int:
             nonlocal calls
             calls += 1
             if calls == 5:
                 raise KeyboardInterrupt
-            return part_paths(trace)
+            return len(part_paths(trace))
 
         def progress(label: str, done: int, total: int) -> None:
             if label == "calibrating":
                 interrupt()
 
         if how == "inside the tally":
-            monkeypatch.setattr(calibrate, "part_paths", interrupt)
+            monkeypatch.setattr(calibrate, "n_parts", interrupt)
         with pytest.raises(KeyboardInterrupt):
             calibrate.calibrate(CONFIG, options, DEADLINES, progress if how == "between windows" else quiet)
         monkeypatch.undo()
@@ -218,7 +218,9 @@ def test_interrupted_and_resumed_equals_unbroken(
         command += ["--out", str(out), "--max-tokens", str(MAX_TOKENS), "--trace", str(trace), "--device", "cpu"]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
             deadline = time.monotonic() + 60
-            while not calibrate._windows_in(calibrate.partial_path(out)) and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
+                if (calibrate._state_of(calibrate.partial_path(out)) or {"windows": 0})["windows"]:
+                    break
                 time.sleep(0.005)
             os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
         assert process.returncode == (130 if how == "ctrl-c" else -signal.SIGKILL)
@@ -247,6 +249,82 @@ def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -
         calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
     with pytest.raises(UsageError, match="another count"):
         run(files, tmp_path / "p.csv", count="all", resume=True)
+
+
+@pytest.mark.parametrize("first", [6000, 20_000])
+def test_a_calibration_goes_on_to_another_length(files: Path, tmp_path: Path, evident, first: int) -> None:
+    """Which sessions are chosen by does not depend on how far it was to go when it began."""
+    first_run = calibrate.CalibrateOptions(files / "spread-train.parquet", tmp_path / "p.csv", max_tokens=first)
+
+    def interrupt(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and done > 4000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate(CONFIG, first_run, DEADLINES, interrupt)
+    options = replace(first_run, max_tokens=12_000, resume=True)
+    resumed = calibrate.calibrate(CONFIG, options, DEADLINES, quiet)
+    options = replace(options, out=tmp_path / "q.csv", resume=False, trace_dir=tmp_path / "t")
+    unbroken = calibrate.calibrate(CONFIG, options, DEADLINES, quiet)
+    assert 0 < resumed.resumed_tokens < resumed.tokens == unbroken.tokens
+    assert resumed.choices == unbroken.choices != ()
+    assert same_counts(tmp_path / "p.csv", tmp_path / "q.csv")
+
+
+def test_other_sessions_are_named_in_words(files: Path, tmp_path: Path) -> None:
+    def interrupt(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and done > 1024:
+            raise KeyboardInterrupt
+
+    options = calibrate.CalibrateOptions(files / "train.parquet", tmp_path / "p.csv")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate(CONFIG, options, DEADLINES, interrupt)
+    other = replace(options, tokens=files / "test.parquet", count="all", resume=True)
+    words = r"counted with another token file, another count \(found generated, expected all\)"
+    with pytest.raises(UsageError, match=words):
+        calibrate.calibrate(CONFIG, other, DEADLINES, quiet)
+
+
+def test_a_run_that_counted_nothing_stands_in_no_ones_way(files: Path, tmp_path: Path, unbroken: Path) -> None:
+    """It was killed in its first window: its checkpoint is as none, but for the trace that it began."""
+    out, partial = tmp_path / "p.csv", calibrate.partial_path(tmp_path / "p.csv")
+    began = calibrate.CalibrateOptions(files / "train.parquet", out, max_tokens=1500, trace_dir=tmp_path / "t")
+
+    def kill(label: str, done: int, total: int) -> None:
+        if label == "calibrating" and done > 64:
+            raise KeyboardInterrupt
+
+    config = replace(CONFIG, chunk_tokens=64)
+
+    def killed() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            calibrate.calibrate(config, began, DEADLINES, kill)
+        state = calibrate._state_of(partial)
+        assert state is not None and state["windows"] == 0
+
+    killed()
+    run(files, out, max_tokens=1500, count="all")
+    assert profiles.load(out)[0].count == "all" and not partial.exists()
+    killed()
+    run(files, out, max_tokens=1500, trace_dir=tmp_path / "other", resume=True)
+    killed()
+    before = {path: path.read_bytes() for path in part_paths(unbroken / "ta")}
+    for resume in (False, True):
+        with pytest.raises(UsageError, match="has a trace already"):
+            run(files, out, max_tokens=1500, trace_dir=unbroken / "ta", resume=resume)
+    # Another run took the empty folder meanwhile; the checkpoint names it, and what is in it is not its own.
+    for path in before:
+        (tmp_path / "t").mkdir(exist_ok=True)
+        (tmp_path / "t" / path.name).write_bytes(before[path])
+    with pytest.raises(UsageError, match="more than the window"):
+        run(files, out, max_tokens=1500, trace_dir=tmp_path / "t")
+    assert [path.read_bytes() for path in part_paths(tmp_path / "t")] == list(before.values())
+    assert {path: path.read_bytes() for path in part_paths(unbroken / "ta")} == before
+    for path in part_paths(tmp_path / "t"):
+        path.unlink()
+    (tmp_path / "t" / "part-000000.parquet").write_bytes(next(iter(before.values())))  # of the first window, uncounted
+    run(files, out, max_tokens=1500, trace_dir=tmp_path / "t")
+    assert len(part_paths(tmp_path / "t")) == 2 and not partial.exists()
 
 
 def test_a_resume_never_touches_another_trace(files: Path, tmp_path: Path, unbroken: Path) -> None:
@@ -348,15 +426,19 @@ def test_the_verdict_is_what_the_rows_say(ladder: validate.ValidateReport) -> No
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "others", "words"),
     [
-        (Interval(-0.12, -0.14, -0.1), "12% fewer misses (10 to 14) than"),
-        (Interval(0.03, 0.01, 0.06), "3% more misses (1 to 6) than"),
-        (Interval(-0.01, -0.03, 0.02), "as many misses (-3% to +2%) as"),
+        (Interval(-0.12, -0.14, -0.1), 900, "12% fewer misses (10 to 14) than"),
+        (Interval(0.03, 0.01, 0.06), 900, "3% more misses (1 to 6) than"),
+        (Interval(-0.01, -0.03, 0.02), 900, "as many misses (-3% to +2%) as"),
+        (Interval(-0.003, -0.004, -0.002), 900, "as many misses as"),
+        (Interval(0.004, 0.001, 0.03), 900, "as many misses (+0% to +3%) as"),
+        (Interval(0.0, 0.0, 0.0), 0, "as many misses as"),
+        (Interval(24.0, 18.0, 30.0), 0, "more misses than"),
     ],
 )
-def test_comparisons_in_words(more: Interval, words: str) -> None:
-    assert validate.compared(more) == words
+def test_comparisons_in_words(more: Interval, others: int, words: str) -> None:
+    assert validate.compared(more, others) == words
 
 
 @pytest.mark.parametrize("what", ["calibrating", "recording routing"])

@@ -399,3 +399,16 @@ def test_merge_of_counts_near_the_limit_of_int64():
     assert profiles.merge(huge, np.array([[INT64_MAX, 1]]), 1.0).counts.tolist() == [[INT64_MAX, INT64_MAX]]
     # half of the old count and all of the new one would be 1.5 times the limit
     assert profiles.merge(huge, np.array([[INT64_MAX, 1]]), 0.5).counts[0, 0] == INT64_MAX
+
+
+@pytest.mark.parametrize("zeros", [1, 4300, 5000])
+def test_leading_zeros_mean_nothing_however_many(zeros: int) -> None:
+    """int() refuses more than 4,300 digits, whatever they are."""
+    seven, head = "0" * zeros + "7", "# hotness table: n_layer={} n_expert=8 n_expert_used=1\n"
+    rows = f"{seven},1,1,1,1,1,1,{'0' * zeros}\n"
+    assert profiles.parse(head.format(1) + rows).counts.tolist() == [[7, 1, 1, 1, 1, 1, 1, 0]]
+    assert profiles.parse(head.format(seven) + rows * 7).counts.shape == (7, 8)
+    with pytest.raises(FileFormatError, match="expected integers"):
+        profiles.parse(head.format(1) + "9" * 5000 + rows)
+    with pytest.raises(FileFormatError, match="n_layer=N"):
+        profiles.parse(head.format("9" * 5000) + rows)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from gguf_files import write_gguf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
@@ -27,7 +27,15 @@ from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer, load
 from spark.render import Renderer, Turn, _Shield
 from spark.sessions import Message, Session, ToolCall, read_sessions, write_sessions
-from spark.tokens import MIN_WINDOW, Origin, Window, export_tokenizer, read_tokens, tokenize, windows
+from spark.tokens import (
+    MIN_WINDOW,
+    Origin,
+    Window,
+    export_tokenizer,
+    read_tokens,
+    tokenize,
+    windows,
+)
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 USER_DEFINED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -517,71 +525,3 @@ def test_files_of_another_model_are_refused_with_both_ids(tmp_path: Path) -> Non
         with pytest.raises(WrongModelError, match=name) as caught:
             read_tokens(tmp_path / "t.parquet", Origin(**fields | {name: "0" * 64}))
         assert "0" * 64 in caught.value.message and fields[name] in caught.value.message
-
-
-def write_table(path: Path, change: dict[str, Any], metadata: dict[str, str | None]) -> Path:
-    columns: dict[str, Any] = {"session_id": ["s"], "window": [0], "tokens": [[1, 2]], "generated": [[False, True]]}
-    types = {"session_id": pa.string(), "window": pa.int32()}
-    types |= {"tokens": pa.list_(pa.int32()), "generated": pa.list_(pa.bool_())}
-    arrays = {
-        name: change[name] if isinstance(change.get(name), pa.Array) else pa.array(change.get(name, value), types[name])
-        for name, value in columns.items()
-        if name not in change or change[name] is not None
-    }
-    fields = {"format": "tokens", "version": "1", "window": "64", "model_id": "m", "tokenizer": "t", "template": "c"}
-    kept = {f"spark.{k}": v for k, v in (fields | metadata).items() if v is not None}
-    pq.write_table(pa.table(arrays).replace_schema_metadata(kept), path, write_page_checksum=True)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("change", "metadata", "words"),
-    [
-        ({"generated": None}, {}, "not one of tokens"),
-        ({"window": pa.array([0], pa.int64())}, {}, "not one of tokens"),
-        ({}, {"format": "trace"}, "not one of tokens"),
-        ({}, {"format": None}, "not one of tokens"),
-        ({}, {"version": "2"}, "version '2'"),
-        ({}, {"window": None}, "metadata"),
-        ({}, {"window": "many"}, "metadata"),
-        ({}, {"template": None}, "metadata"),
-        ({"tokens": [[1, 2, 3]]}, {}, "window 0 of session 's'"),
-        ({"tokens": [[1, -2]]}, {}, "window 0"),
-        ({"tokens": [[1, None]]}, {}, "window 0"),
-        ({"tokens": [None]}, {}, "window 0"),
-        ({"generated": [[True, None]]}, {}, "window 0"),
-        ({"session_id": [None]}, {}, "window 0"),
-        ({"tokens": [[]], "generated": [[]]}, {}, "window 0"),
-        ({}, {"window": "1"}, "windows of at most 1 tokens, found 2 tokens in 1"),
-        ({}, {"window": "0"}, "windows of 0 tokens"),
-        ({}, {"window": "1048577"}, "windows of 1048577 tokens"),
-    ],
-)
-def test_files_that_are_not_tokens_are_refused(
-    tmp_path: Path, change: dict[str, Any], metadata: dict[str, str | None], words: str
-) -> None:
-    good = write_table(tmp_path / "good.parquet", {}, {})
-    assert rows_of(read_tokens(good)) == [("s", 0, [1, 2], [False, True])]
-    bad = write_table(tmp_path / "bad.parquet", change, metadata)
-    with pytest.raises(FileFormatError, match=words):
-        list(read_tokens(bad))
-
-
-@given(st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_files_are_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
-    good = write_table(tmp_path / "good.parquet", {}, {})
-    raw = bytearray(good.read_bytes())
-    if data.draw(st.booleans()):
-        raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
-    else:
-        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    bad = tmp_path / "bad.parquet"
-    bad.write_bytes(raw)
-    try:
-        rows = list(read_tokens(bad))
-    except FileFormatError as error:
-        assert "bad.parquet" in error.message
-    else:
-        assert len(raw) == good.stat().st_size  # a changed bit that is not in the tokens
-        assert [row.tokens.tolist() for row in rows] in ([[1, 2]], [])

@@ -243,6 +243,16 @@ def test_parts_that_are_well_formed_and_wrong(tmp_path, change, message):
         read_routing(tmp_path, ID)
 
 
+def test_a_pipe_in_the_place_of_a_part_is_refused_at_once(tmp_path):
+    write(tmp_path, [3])
+    (tmp_path / "part-000000.parquet").unlink()
+    os.mkfifo(tmp_path / "part-000000.parquet")
+    with pytest.raises(FileFormatError, match=r"part-000000.parquet.*a damaged file \(expected a regular file"):
+        read_routing(tmp_path, ID)
+    with pytest.raises(FileFormatError, match="expected a regular file"):
+        open_writer(tmp_path)
+
+
 def test_an_expert_twice_in_a_token(tmp_path):
     position, generated, experts, weights, _ = tokens(np.random.default_rng(0), 2, False)
     experts[1, 2, 0] = experts[1, 2, 2]
