@@ -34,7 +34,7 @@ from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, OverloadedError, RequestError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
-from spark.backend import Backend
+from spark.backend import Backend, aside
 from spark.board import Board, Row
 from spark.bodies import Bodies
 from spark.client import Deadlines, OnLoading, engine_command
@@ -372,7 +372,7 @@ class _Service:
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
             try:
-                await asyncio.to_thread(self._backend.save)
+                await aside(self._backend.save)
             except SparkError as error:
                 _log.error("the profile could not be saved: %s", error.message)
 
