@@ -39,6 +39,11 @@ def parse_count(body: Mapping[str, Any]) -> Conversation:
     return _parse(body, None)
 
 
+def kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What writers need of a body: nothing."""
+    return {}
+
+
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     c.refuse(body, _UNSUPPORTED)
     offered = list(enumerate(c.records(body, "tools", c.MAX_TOOLS, [])))

@@ -72,6 +72,12 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     )
 
 
+def kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What writers need of a body, most of which a response repeats."""
+    names = ("include", "instructions", "metadata", "text", "tool_choice", "tools")
+    return {name: body[name] for name in names if name in body}
+
+
 def _logprobs(body: Mapping[str, Any]) -> int | None:
     top = c.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     include = c.get(body, "include", list, [])

@@ -2,15 +2,14 @@
 
 Reading JSON keeps the interpreter's lock for as long as it takes, and so do ten million empty lists that are thrown
 away. So a body of more than `LARGE_BYTES` goes to a process of its own (`python -c`, on demand, which ends when it has
-had nothing to do for a while): it counts what the text would become before it reads it, checks the request, and sends
-back what that makes. A thread waits for it. Smaller bodies cannot hold much; a thread reads them.
+had nothing to do for a while): it counts what the text would become before it reads it, checks the request, measures
+it, and sends back what is needed of it. A thread waits for it. Smaller bodies cannot hold much; a thread reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import pickle
 import select
@@ -20,27 +19,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from engine.errors import CapacityError, OverloadedError, RequestError, SparkError
-from spark.conversation import MAX_DEPTH, too_deep
+from engine.errors import CapacityError, OverloadedError, SparkError
+from spark.conversation import Conversation
+from spark.json_text import one_body, parse_object
 
 MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
 LARGE_BYTES = 256 << 10
-MAX_CONTAINERS = 1 << 16  # lists and objects of one body
-MAX_VALUES = 3 << 19  # a prompt of 2^20 tokens, and half as much
 _READ_S = 60.0  # a process that takes longer is ended
 _IDLE_S = 60.0  # and one that has had nothing to do for so long ends itself
-_SLICE = 1 << 20
+_REAP_S = 1.0
 _SIZES = struct.Struct("<QQ")
-
-_Made = TypeVar("_Made")
 
 
 class Bodies:
@@ -50,17 +46,17 @@ class Bodies:
         self._n_bytes = 0
         self._large = _Aside()
 
-    async def parsed(self, request: Request, parse: Callable[[Mapping[str, Any]], _Made]) -> tuple[Any, _Made]:
-        """Read a request's body; the object, and what `parse`, a function of a module, makes of it.
+    async def parsed(self, request: Request, wanted: Wanted) -> _Made:
+        """Read a request's body, of which nothing but the result is left.
 
-        Raises what `parse` does, RequestError for what is no JSON object or has too much in it, OverloadedError where
-        too many bodies are there at once, HTTPException for one that is too large.
+        Raises what `wanted.parse` does, RequestError for what is no JSON object or has too much in it, OverloadedError
+        where too many bodies are there at once, HTTPException for one that is too large.
         """
         with self._room() as take:
             content = await _received(request, take)
             if len(content) > LARGE_BYTES:
-                return await self._large.read(parse, content)
-            return await asyncio.to_thread(_read, parse, content)
+                return await self._large.read(wanted, content)
+            return await asyncio.to_thread(_read, wanted, content)
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -101,77 +97,31 @@ async def _received(request: Request, take: Callable[[int], None]) -> bytes:
     return bytes(body)
 
 
-# --- from bytes to objects ----------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to make of a body, by functions of modules: a conversation, and what its writers need of the body.
 
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Read a body as a JSON object of bounded depth and contents; raises RequestError."""
-    if len(body) > MAX_CONTAINERS:  # a byte opens no more than one
-        containers, values = count(body)
-        if containers > MAX_CONTAINERS:
-            raise RequestError(f"the body's JSON has {containers} lists and objects; the limit is {MAX_CONTAINERS}")
-        if values > MAX_VALUES:
-            raise RequestError(f"the body's JSON has {values} values; the limit is {MAX_VALUES}")
-    try:
-        # Text of models and users may hold halves of surrogate pairs, in UTF-8 too.
-        text = body.decode("utf-8-sig", "surrogatepass")
-        made = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
-    if type(made) is not dict:
-        raise RequestError("the body is not a JSON object")
-    if too_deep(made):
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
-    return made
-
-
-def count(body: bytes) -> tuple[int, int]:
-    """Lists and objects of a JSON text, and values: what follows `[`, `{`, `,` or `:`, keys too.
-
-    Of a text that is not JSON: at least as many as come before the place where that shows.
+    most_chars: of the conversation; what is longer comes without its contents, which would be refused.
     """
-    # An escaped backslash escapes nothing, and an escaped quote ends nothing; backslashes are in strings alone.
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    containers = values = 0
-    inside = np.uint8(0)  # a string, at the beginning of the slice
-    for at in range(0, len(body), _SLICE):
-        piece = np.frombuffer(body, np.uint8, min(_SLICE, len(body) - at), at)
-        quotes = (piece == ord('"')).view(np.uint8)
-        shut = (np.bitwise_xor.accumulate(quotes) ^ inside) == 0
-        inside ^= np.bitwise_xor.reduce(quotes)
-        opened = int(np.count_nonzero(((piece == ord("[")) | (piece == ord("{"))) & shut))
-        containers += opened
-        values += opened + int(np.count_nonzero(((piece == ord(",")) | (piece == ord(":"))) & shut))
-    return containers, values
+
+    parse: Callable[[Mapping[str, Any]], Conversation]
+    kept: Callable[[Mapping[str, Any]], dict[str, Any]]
+    most_chars: int
 
 
-def _without_text(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"{error}"
+_Made = tuple[dict[str, Any], Conversation]
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _read(parse: Callable[[Mapping[str, Any]], _Made], content: bytes) -> tuple[Any, _Made]:
-    body = parse_object(content)
-    return body, parse(body)
+def _read(wanted: Wanted, content: bytes) -> _Made:
+    with one_body():
+        body = parse_object(content)
+        return wanted.kept(body), wanted.parse(body).measured(wanted.most_chars)
 
 
 # --- the process --------------------------------------------------------------------------------------
 
 _BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from spark import bodies; bodies.work()"
-_Answer = tuple[bool, Any]  # whether it is an error, and what it is
+_Answer = _Made | SparkError
 
 
 class _Aside:
@@ -182,29 +132,29 @@ class _Aside:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    async def read(self, parse: Callable[[Mapping[str, Any]], _Made], content: bytes) -> tuple[Any, _Made]:
+    async def read(self, wanted: Wanted, content: bytes) -> _Made:
         """Have a body read; `_read` in another process."""
-        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, parse, content)
-        failed, made = answer
-        if failed:
-            raise made
-        body, result = made
-        return body, result
+        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, wanted, content)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the process."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_S)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, parse: Any, content: bytes) -> _Answer:
+    def _ask(self, wanted: Wanted, content: bytes) -> _Answer:
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # it has just ended for want of work
-                return self._exchange(self._process, parse, content)
+                return self._exchange(self._process, wanted, content)
         process = self._start()
         try:
-            return self._exchange(process, parse, content)
+            return self._exchange(process, wanted, content)
         except (OSError, EOFError) as error:
             self._end(process)
             raise CapacityError("the body could not be read: the process that does it ended") from error
@@ -222,12 +172,12 @@ class _Aside:
             process.kill()
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], parse: Any, content: bytes) -> _Answer:
+    def _exchange(self, process: subprocess.Popen[bytes], wanted: Wanted, content: bytes) -> _Answer:
         assert process.stdin and process.stdout
         late = threading.Timer(_READ_S, process.kill)
         late.start()
         try:
-            _write(process.stdin, pickle.dumps(parse), content)
+            _write(process.stdin, pickle.dumps(wanted), content)
             answer, _ = _receive(process.stdout)
         except EOFError:
             self._end(process)
@@ -274,16 +224,16 @@ def work() -> None:
     os.dup2(2, 1)
     while select.select([sys.stdin.buffer], [], [], _IDLE_S)[0]:
         try:
-            function, content = _receive(sys.stdin.buffer)
+            wanted, content = _receive(sys.stdin.buffer)
         except EOFError:
             return
         answer: _Answer
         try:
-            answer = (False, _read(pickle.loads(function), content))
+            answer = _read(pickle.loads(wanted), content)
         except SparkError as error:
-            answer = (True, error)
+            answer = error
         except MemoryError:
-            answer = (True, CapacityError("there is not enough memory to read the body"))
+            answer = CapacityError("there is not enough memory to read the body")
         del content
         _write(answers, pickle.dumps(answer, pickle.HIGHEST_PROTOCOL), b"")
         del answer

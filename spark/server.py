@@ -36,7 +36,7 @@ from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
 from spark.backend import Backend, aside
 from spark.board import Board, Row
-from spark.bodies import Bodies
+from spark.bodies import Bodies, Wanted
 from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
@@ -334,6 +334,7 @@ class _Api:
     path: str
     prompt: str  # the field that becomes the prompt
     parse: Callable[[Mapping[str, Any]], Conversation]
+    kept: Callable[[Mapping[str, Any]], dict[str, Any]]  # what its writers need of a body
     writers: Callable[[str, Mapping[str, Any], Conversation], Sequence[_Writer]]  # one for each choice
     overflow_in_stream: bool = False  # Codex looks for a context that overflows in the stream alone
 
@@ -344,10 +345,13 @@ def _only(writer: Callable[[str, Mapping[str, Any], Conversation], _Writer]) -> 
 
 
 _APIS = (
-    _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.writers),
-    _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_completions.writers),
-    _Api("responses", "/v1/responses", "input", api_responses.parse, _only(api_responses.Writer), True),
-    _Api("messages", "/v1/messages", "messages", api_messages.parse, _only(api_messages.Writer)),
+    _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.kept, api_chat.writers),
+    _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_chat.kept, api_completions.writers),
+    _Api(
+        "responses", "/v1/responses", "input", api_responses.parse, api_responses.kept, _only(api_responses.Writer),
+        overflow_in_stream=True,
+    ),
+    _Api("messages", "/v1/messages", "messages", api_messages.parse, api_messages.kept, _only(api_messages.Writer)),
 )
 _Replies = AsyncGenerator[tuple[int, list[Part] | Finish]]
 
@@ -409,8 +413,9 @@ class _Service:
 
     async def count_tokens(self, request: Request) -> Response:
         async def count() -> int:
-            _, conversation = await self.bodies.parsed(request, api_messages.parse_count)
-            return await self._model.count(conversation)
+            wanted = Wanted(api_messages.parse_count, api_messages.kept, self._model.most_chars)
+            _, conversation = await self.bodies.parsed(request, wanted)
+            return await self._model.count(conversation, "messages")
 
         return json_response({"input_tokens": await self.closing.run(count())})
 
@@ -427,15 +432,21 @@ class _Service:
         return answer
 
     async def _answer(self, api: _Api, request: Request) -> Response:
-        body, conversation = await self.bodies.parsed(request, api.parse)
-        writers = api.writers(self._name, body, conversation)
+        wanted = Wanted(api.parse, api.kept, self._model.most_chars)
+        kept, conversation = await self.bodies.parsed(request, wanted)
+        writers = api.writers(self._name, kept, conversation)
+        del kept  # it would live as long as the reply
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._places(len(writers)))
             row = held.enter_context(self._board.request(api.name, len(writers)))
             try:
-                prompts = [await self._model.prompt(one) for one in conversation.apart()]
+                where, apart = api.prompt, conversation.apart()
+                prompts = []
+                for i, one in enumerate(apart):
+                    where = api.prompt if len(apart) == 1 else f"{api.prompt}[{i}]"
+                    prompts.append(await self._model.prompt(one, where))
             except RequestError as error:
-                error.field = error.field or api.prompt
+                error.field = error.field or where
                 if not (isinstance(error, ContextOverflowError) and conversation.stream and api.overflow_in_stream):
                     raise
                 row.fail(error)
