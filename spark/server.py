@@ -40,7 +40,7 @@ from spark.bodies import Bodies, Wanted
 from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
-from spark.events import MAX_WATCHERS, Counters, Feed
+from spark.events import Counters, Feed
 from spark.generation import KEEP_ALIVE_S, Model, Prompt
 from spark.http import (
     EXCEPTION_HANDLERS,
@@ -197,7 +197,7 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette) -> None:
-        self.connections = Connections(room_for())
+        self.connections = Connections(room_for(), app.state.allow_origins)
         http: Any = self.connections.protocol  # what uvicorn wants is called, whatever it is
         config = uvicorn.Config(
             app, http=http, ws="none", backlog=ACCEPTED_AT_ONCE, log_config=None, log_level="error", access_log=False
@@ -308,6 +308,7 @@ def create_app(
     )
     app.add_middleware(Guard, api_key=api_key, allow_origins=allow_origins)
     app.state.feed, app.state.closing = service.feed, service.closing
+    app.state.allow_origins = frozenset(allow_origins)
     return app
 
 
@@ -407,9 +408,11 @@ class _Service:
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:
-        if self.feed.watchers >= MAX_WATCHERS:
-            return error_response(request.scope, 503, f"{MAX_WATCHERS} pages are shown already", "too_many_watchers")
-        return EventStream(self.feed.watch())
+        held = contextlib.AsyncExitStack()
+        try:
+            return EventStream(held.enter_context(self.feed.place()), held)
+        except OverloadedError as error:
+            return error_response(request.scope, 503, error.message, "too_many_watchers")
 
     async def count_tokens(self, request: Request) -> Response:
         async def count() -> int:
