@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from spark.json_text import one_body, parse_object
 
 MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
+SLOW_S = 20.0  # a body that takes longer makes room for others where there is none
 LARGE_BYTES = 256 << 10
 _READ_S = 60.0  # a process that takes longer is ended
 _IDLE_S = 60.0  # and one that has had nothing to do for so long ends itself
@@ -44,6 +46,7 @@ class Bodies:
 
     def __init__(self) -> None:
         self._n_bytes = 0
+        self._received: dict[_Received, None] = {}  # those that hold them, the first that came first
         self._large = _Aside()
 
     async def parsed(self, request: Request, wanted: Wanted) -> _Made:
@@ -52,8 +55,8 @@ class Bodies:
         Raises what `wanted.parse` does, RequestError for what is no JSON object or has too much in it, OverloadedError
         where too many bodies are there at once, HTTPException for one that is too large.
         """
-        with self._room() as take:
-            content = await _received(request, take)
+        with self._room() as received:
+            content = await received.read(request)
             if len(content) > LARGE_BYTES:
                 return await self._large.read(wanted, content)
             return await asyncio.to_thread(_read, wanted, content)
@@ -63,38 +66,77 @@ class Bodies:
         self._large.close()
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[Callable[[int], None]]:
-        """Count bytes that are held until the end."""
-        held = 0
+    def _room(self) -> Iterator[_Received]:
+        """Count the bytes of a body until it is read."""
+        made = _Received(self._take)
+        self._received[made] = None
+        try:
+            yield made
+        finally:
+            self._give_back(made)
 
-        def take(n: int) -> None:
-            nonlocal held
-            if self._n_bytes + n > MAX_ALL_BYTES:
-                raise OverloadedError(
-                    f"the bodies of other requests take up {self._n_bytes >> 20} MiB", hint="try again in 2 s"
-                )
-            held += n
+    def _take(self, received: _Received, n: int) -> None:
+        """Count bytes that have come, if need be in the room of bodies that have been on their way for long."""
+        now_s = time.monotonic()
+        if self._n_bytes + n > MAX_ALL_BYTES:
+            for other in [one for one in self._received if one is not received and one.may_be_left(now_s)]:
+                other.leave()
+                self._give_back(other)
+                if self._n_bytes + n <= MAX_ALL_BYTES:
+                    break
+        if self._n_bytes + n > MAX_ALL_BYTES:
+            message = f"the bodies of other requests take up {self._n_bytes >> 20} MiB"
+            raise OverloadedError(message, hint="try again in 2 s")
+        if received in self._received:
+            received.n_bytes += n
             self._n_bytes += n
 
-        try:
-            yield take
-        finally:
-            self._n_bytes -= held
+    def _give_back(self, received: _Received) -> None:
+        if received in self._received:
+            del self._received[received]
+            self._n_bytes -= received.n_bytes
 
 
-async def _received(request: Request, take: Callable[[int], None]) -> bytes:
-    """Read a body of bounded size; one that says that it is larger is refused unread."""
-    too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        if len(body) + len(chunk) > MAX_BODY_BYTES:
+class _Received:
+    """A body that is being received. n_bytes: what is counted of it; take: counts more before it is kept."""
+
+    def __init__(self, take: Callable[[_Received, int], None]) -> None:
+        self.n_bytes = 0
+        self._take = take
+        self._since_s = time.monotonic()
+        self._limit: asyncio.Timeout | None = None  # while it waits for more
+
+    def may_be_left(self, now_s: float) -> bool:
+        """Whether it is still not there after a time in which most are."""
+        return self._limit is not None and now_s - self._since_s > SLOW_S
+
+    def leave(self) -> None:
+        """Give it up for others."""
+        assert self._limit is not None
+        self._limit.reschedule(0)
+        self._limit = None
+
+    async def read(self, request: Request) -> bytes:
+        """Read a body of bounded size; one that says that it is larger is refused unread."""
+        too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
             raise too_large
-        take(len(chunk))
-        body += chunk
-    return bytes(body)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > MAX_BODY_BYTES:
+                        raise too_large
+                    self._take(self, len(chunk))
+                    body += chunk
+        except TimeoutError:
+            raise OverloadedError(
+                f"the body was not there after {SLOW_S:.0f} s, and others need its room", hint="try again in 2 s"
+            ) from None
+        finally:
+            self._limit = None
+        return bytes(body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,7 +308,7 @@ def create_app(
     )
     app.add_middleware(Guard, api_key=api_key, allow_origins=allow_origins)
     app.state.feed, app.state.closing = service.feed, service.closing
-    app.state.allow_origins = frozenset(allow_origins)
+    app.state.allow_origins, app.state.bodies = frozenset(allow_origins), service.bodies
     return app
 
 

@@ -304,6 +304,24 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_until(lambda: not refused())
 
 
+def test_bodies_that_take_long_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_ALL_BYTES", 100_000)
+    monkeypatch.setattr(bodies, "SLOW_S", 0.5)
+    with running() as made, contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(connected(made.port, post("/v1/messages", b" " * 40_000, length=50_000)))
+            for _ in range(2)
+        ]
+        wait_until(lambda: made.app.state.bodies._n_bytes == 80_000)
+        time.sleep(0.6)
+        assert made.ask("x" * 1200, metadata={"p": "x" * 30_000}).status_code == 200
+        slow[0].settimeout(2.0)
+        assert slow[0].recv(65536).startswith(b"HTTP/1.1 529 ")  # the one that came first, and no more than are needed
+        slow[1].sendall(b"{}" + b" " * 9_998)
+        assert b"max_tokens: missing" in slow[1].recv(65536)
+        wait_until(lambda: made.app.state.bodies._n_bytes == 0)
+
+
 def test_a_process_that_ends_is_started_again(made: Running) -> None:
     large = body("hello", metadata={"p": "x" * bodies.LARGE_BYTES})
     for _ in range(2):
