@@ -379,6 +379,9 @@ def sampling(body: Mapping[str, Any]) -> protocol.Sampling:
     """How tokens are drawn; a seed is made up where none is given."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     given = {name: body[name] for name in names if body.get(name) is not None}
+    for name, value in given.items():
+        if type(value) not in (int, float):
+            raise refusal(name, f"expected a number, found {shown(value)}")
     if given.get("top_k") == -1:  # some clients' word for off
         given["top_k"] = 0
     penalty: Any = given.get("repetition_penalty")
