@@ -308,10 +308,8 @@ def test_bodies_that_take_long_make_room(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bodies, "MAX_ALL_BYTES", 100_000)
     monkeypatch.setattr(bodies, "SLOW_S", 0.5)
     with running() as made, contextlib.ExitStack() as stack:
-        slow = [
-            stack.enter_context(connected(made.port, post("/v1/messages", b" " * 40_000, "connection: close", length=50_000)))
-            for _ in range(2)
-        ]
+        begun = post("/v1/messages", b" " * 40_000, "connection: close", length=50_000)
+        slow = [stack.enter_context(connected(made.port, begun)) for _ in range(2)]
         wait_until(lambda: made.app.state.bodies._n_bytes == 80_000)
         time.sleep(0.6)
         assert made.ask("x" * 1200, metadata={"p": "x" * 30_000}).status_code == 200
