@@ -3,9 +3,10 @@
     python benchmarks/hostile.py data/nano/nano.gguf --json data/results/hostile.json
 
 Each scenario is one kind of client beside a reply that is streamed: bodies near the limit that hold ten million lists,
-text, or a million objects, four of them at once, chunks of a byte, connections that send nothing or half a request, and
-readers that do not read. Measured: the longest gap between two pieces of the watched reply, beside that of a reply that
-nobody disturbs; the most memory of the server and the process that reads large bodies; how the clients were answered.
+text, or a million objects, JSON in the arguments of a call, as many values as there may be, several of them at once,
+chunks of a byte, connections that send nothing or half a request, and readers that do not read. Measured: the longest
+gap between two pieces of the watched reply, beside that of a reply that nobody disturbs; the most memory of the server
+and the process that reads large bodies; how the clients were answered.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.serving import PATHS, Json, RefusedError, Server, ask  # noqa: E402
+from spark.json_text import MAX_VALUES  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 MIB = 1 << 20
-MOST_GAP_S = 0.5
+MOST_GAP_S = 0.3
 PATIENCE_S = 120.0
 
 
@@ -49,12 +51,20 @@ def bodies() -> dict[str, bytes]:
     line = json.dumps('1997,"Ford [E350]",{x},3000.00\n')[1:-1]
     message = '{"role":"user","content":""},'
     listed = 10_000_000
+    strings = ",".join(f'"{i}"' for i in range(MAX_VALUES - 100))
+    arguments = '{\\"a\\":[' + "[]," * 3_000_000 + "[]]}"
     return {
         "10M empty lists": b'{"messages":[' + b"[]," * listed + b"[]]}",
         "CSV in a string": f'{{"messages":[{{"role":"user","content":"{line * (most // len(line) - 9)}"}}]}}'.encode(),
         "1M objects": b'{"messages":[' + message.encode() * 1_000_000 + b"{}]}",
         "64K objects in a tool": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"type":"function","function":'
         b'{"name":"f","parameters":{"enum":[' + b'{"a":{}},' * 32_000 + b"{}]}}}]}",
+        "3M lists in arguments": f'{{"messages":[{{"role":"user","content":"x"}},{{"role":"assistant","tool_calls":['
+        f'{{"id":"c","function":{{"name":"f","arguments":"{arguments}"}}}}]}}]}}'.encode(),
+        "512K strings in metadata": f'{{"max_tokens":1,"messages":[{{"role":"user","content":"x"}}],'
+        f'"metadata":{{"a":[{strings}]}}}}'.encode(),
+        "512K values in a tool": f'{{"messages":[{{"role":"user","content":"x"}}],"tools":[{{"type":"function",'
+        f'"function":{{"name":"f","parameters":{{"enum":[0{",0" * (MAX_VALUES - 100)}]}}}}}}]}}'.encode(),
     }
 
 
@@ -262,7 +272,7 @@ def main() -> None:
         work |= {name: lambda c=content: posting(url, [c]) for name, content in made.items()}
         work |= {
             "four at once: lists": lambda: posting(url, [made["10M empty lists"]] * 4),
-            "four at once: one of each": lambda: posting(url, list(made.values())),
+            "one of each at once": lambda: posting(url, list(made.values())),
             "chunks of a byte": lambda: tiny_chunks(server),
             "half-open connections": lambda: half_open(server, o.connections),
             "clients that do not read": lambda: not_read(server, 20),

@@ -123,6 +123,7 @@ class _Host:
                 if self._control in readable:
                     self._obey()
         finally:
+            signal.set_wakeup_fd(-1)  # its other end may be gone before the signals of those that are killed come
             for pid in self._children.values():
                 os.kill(pid, signal.SIGKILL)
 

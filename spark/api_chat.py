@@ -85,6 +85,11 @@ def stream_options(body: Mapping[str, Any]) -> bool:
     return wanted
 
 
+def kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What writers need of a body."""
+    return {"stream_options": {"include_usage": stream_options(body)}}
+
+
 def _logprobs(body: Mapping[str, Any]) -> int | None:
     top = c.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     if c.get(body, "logprobs", bool, False):

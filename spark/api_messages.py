@@ -24,6 +24,14 @@ _BILLING = "x-anthropic-billing-header"
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {"mcp_servers": [[]], "container": []}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "spark-"
+# Blocks that sessions hold and that must not make them unusable.
+_NOTES = {
+    "image": c.IMAGE_NOTE,
+    "audio": c.AUDIO_NOTE,
+    "video": c.VIDEO_NOTE,
+    "file": c.FILE_NOTE,
+    "container_upload": c.FILE_NOTE,
+}
 
 
 def parse(body: Mapping[str, Any]) -> Conversation:
@@ -37,6 +45,11 @@ def parse(body: Mapping[str, Any]) -> Conversation:
 def parse_count(body: Mapping[str, Any]) -> Conversation:
     """Check the body of a request to count tokens."""
     return _parse(body, None)
+
+
+def kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What writers need of a body: nothing."""
+    return {}
 
 
 def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
@@ -138,8 +151,8 @@ def _text(where: str, block: dict[str, Any]) -> str:
     if kind == "text":
         text: str = c.get(block, "text", str, where=f"{where}.")
         return text
-    if kind == "image":
-        return c.IMAGE_NOTE
+    if kind in _NOTES:
+        return _NOTES[kind]
     if kind == "document":
         source = c.get(block, "source", dict, where=f"{where}.")
         if source.get("type") == "text":

@@ -132,6 +132,12 @@ def _check_metadata(body: Mapping[str, Any]) -> None:
             raise c.refusal("metadata", f"expected strings of at most {_MAX_METADATA_VALUE} characters, found {what}")
 
 
+def kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What writers need of a body, most of which a response repeats."""
+    names = ("include", "instructions", "metadata", "previous_response_id", "text", "tool_choice", "tools")
+    return {name: body[name] for name in names if name in body}
+
+
 def _logprobs(body: Mapping[str, Any]) -> int | None:
     top = c.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     include = c.get(body, "include", list, [])

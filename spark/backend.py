@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from engine import protocol
-from engine.errors import DaemonError, DeadlineError, SparkError
+from engine.errors import CancelledError, DaemonError, DeadlineError, SparkError
 from spark.client import DaemonClient, Deadlines, OnLoading, RequestStream
 from spark.seldom import Seldom
 
 _SOON_S = 2.0  # whoever was heard of so shortly ago need not be asked
 _STUCK_S = 60.0  # a step that computes nothing here and says nothing for so long is no work
+_SAVE_S = 30.0  # how long the end waits for what the daemon has learned
+_LOOK_S = 0.2
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -82,11 +84,13 @@ class Backend:
         self._deadlines = deadlines
         self._learned_profile = learned_profile
         self.restarts = 0  # of the daemon
-        self._served = 0  # requests since the counts were last written
+        self._served = 0  # requests of which the counts are not written yet
         self.warnings: Counter[str] = Counter()  # of the daemons, by reason
         self._seldom = Seldom(_log)
         self._pinging: asyncio.Task[float] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the client, its start, and the counts
+        self._saving = threading.Lock()
+        self._given_up = False  # saving, at the end
         self._client = self._start(on_loading)
 
     @property
@@ -104,9 +108,15 @@ class Backend:
         """How long one request may take."""
         return self._deadlines.total_s
 
-    def client(self) -> DaemonClient:
-        """Return the daemon's client, after a start if it died; counts as a request served."""
-        with self._lock:
+    def client(self, wanted: Callable[[], bool] = lambda: True) -> DaemonClient:
+        """Return the daemon's client, after a start if it died; counts as a request served.
+
+        wanted: asked while another thread starts it; raises CancelledError where it is not any more.
+        """
+        while not self._lock.acquire(timeout=_LOOK_S):
+            if not wanted():
+                raise CancelledError("the request was taken back before it was sent")
+        try:
             if not self._client.alive:
                 self._client.close()
                 _log.warning("the daemon is gone; starting it again")
@@ -122,6 +132,8 @@ class Backend:
                     _log.warning("%s", reason)
             self._served += 1
             return self._client
+        finally:
+            self._lock.release()
 
     async def health(self, patience_s: float) -> Health:
         """Find out how the daemon is, in `patience_s` at most; a ping is answered between two units of work."""
@@ -155,21 +167,38 @@ class Backend:
 
     def save(self) -> None:
         """Write what the daemon has learned, if there is anything new."""
-        with self._lock:
-            if self._learned_profile is not None and self._served and self._client.alive:
-                report = self._client.profile("write", self._learned_profile)
-                self._served = 0
+        with self._saving:  # requests do not wait for it
+            with self._lock:
+                client, served = self._client, self._served
+            if self._learned_profile is not None and served and client.alive:
+                report = client.profile("write", self._learned_profile)
+                with self._lock:
+                    self._served -= served
                 for warning in report.get("warnings", ()):
                     _log.warning("%s", warning)
 
     def close(self) -> None:
-        """Save, and end the daemon."""
+        """Save, and end the daemon; one that does not answer keeps nobody from ending."""
+        try:
+            saving = threading.Thread(target=self._save_last, name="saving", daemon=True)
+            saving.start()
+            end_s = time.monotonic() + _SAVE_S
+            while saving.is_alive() and time.monotonic() < end_s:
+                saving.join(_LOOK_S)
+                if self._client.stopped:
+                    break
+            if saving.is_alive():
+                self._given_up = True
+                _log.error("the profile could not be saved: the daemon does not answer")
+        finally:
+            self._client.close()
+
+    def _save_last(self) -> None:
         try:
             self.save()
         except SparkError as error:
-            _log.error("the profile could not be saved: %s", error.message)
-        finally:
-            self._client.close()
+            if not self._given_up:
+                _log.error("the profile could not be saved: %s", error.message)
 
     def _start(self, on_loading: OnLoading = lambda stage, done, total: None) -> DaemonClient:
         deadlines = replace(self._deadlines, total_s=None)
@@ -213,6 +242,9 @@ class Generation:
         wanted |= {"tokens": tokens, "max_tokens": max_tokens, "sampling": sampling}
         threading.Thread(target=self._follow, args=(backend, wanted, shared), name="generation", daemon=True).start()
 
+    def _is_wanted(self) -> bool:
+        return not self._cancelled
+
     async def next(self, patience_s: float) -> protocol.Event | None:
         """Wait for the next event, `patience_s` at most (then None); raises what the request failed with."""
         left_s = patience_s if self._end_s is None else min(patience_s, self._end_s - time.monotonic())
@@ -240,23 +272,18 @@ class Generation:
         """Have the daemon end it, unless it is over."""
         self._cancelled = True
         if self._stream is not None and not self._over:
-            self._loop.run_in_executor(None, self._end, self._stream)
-
-    @staticmethod
-    def _end(stream: RequestStream) -> None:
-        with contextlib.suppress(SparkError):
-            stream.cancel()
+            self._stream.client.cancel_soon(self._stream.id)
 
     def _follow(self, backend: Backend, wanted: dict[str, Any], shared: RequestStream | None) -> None:
         try:
             if shared is None:
-                stream = backend.client().generate(**wanted)
+                stream = backend.client(self._is_wanted).generate(**wanted, wanted=self._is_wanted)
             else:
-                stream = shared.client.generate(**wanted, same_prompt_as=shared.id)
+                stream = shared.client.generate(**wanted, same_prompt_as=shared.id, wanted=self._is_wanted)
             self._stream = stream
             self._call(self._set_sent, stream)
             if self._cancelled:
-                self._end(stream)
+                stream.client.cancel_soon(stream.id)
             for event in stream:
                 self._call(self._events.put_nowait, event)
         except Exception as error:  # raised again by `next`, in the event loop

@@ -2,15 +2,14 @@
 
 Reading JSON keeps the interpreter's lock for as long as it takes, and so do ten million empty lists that are thrown
 away. So a body of more than `LARGE_BYTES` goes to a process of its own (`python -c`, on demand, which ends when it has
-had nothing to do for a while): it counts what the text would become before it reads it, checks the request, and sends
-back what that makes. A thread waits for it. Smaller bodies cannot hold much; a thread reads them.
+had nothing to do for a while): it counts what the text would become before it reads it, checks the request, measures
+it, and sends back what is needed of it. A thread waits for it. Smaller bodies cannot hold much; a thread reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import pickle
 import select
@@ -18,30 +17,28 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
-import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from engine.errors import CapacityError, OverloadedError, RequestError, SparkError
-from spark.conversation import MAX_DEPTH, too_deep
+from spark.conversation import Conversation
+from spark.json_text import one_body, parse_object
 
 MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
+SLOW_S = 20.0  # a body that takes longer makes room for others where there is none
 LARGE_BYTES = 256 << 10
-MAX_CONTAINERS = 1 << 16  # lists and objects of one body
-MAX_VALUES = 3 << 19  # a prompt of 2^20 tokens, and half as much
 _READ_S = 60.0  # a process that takes longer is ended
 _IDLE_S = 60.0  # and one that has had nothing to do for so long ends itself
-_SLICE = 1 << 20
+_REAP_S = 1.0
 _SIZES = struct.Struct("<QQ")
-
-_Made = TypeVar("_Made")
-_Parse = Callable[[Mapping[str, Any]], Any]
 
 
 class Size(NamedTuple):
@@ -52,8 +49,22 @@ class Size(NamedTuple):
     values: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to make of a body, by functions of modules: a conversation, and what its writers need of the body.
+
+    parse: may give something else that `again` knows. most_chars: of the conversation; what is longer comes without its
+    contents, which would be refused.
+    """
+
+    parse: Callable[[Mapping[str, Any]], Any]
+    kept: Callable[[Mapping[str, Any]], dict[str, Any]]
+    most_chars: int
+
+
 NOTHING = Size()
-Again = Callable[[Any], tuple[_Parse, Size] | None]
+Again = Callable[[Any], tuple[Callable[[Mapping[str, Any]], Any], Size] | None]
+_Made = tuple[dict[str, Any], Any]
 
 
 class Bodies:
@@ -61,145 +72,124 @@ class Bodies:
 
     def __init__(self) -> None:
         self._n_bytes = 0
+        self._received: dict[_Received, None] = {}  # those that hold them, the first that came first
         self._large = _Aside()
 
-    async def parsed(self, request: Request, parse: _Parse, again: Again = lambda made: None) -> tuple[Any, Any]:
-        """Read a request's body; the object, and what `parse`, a function of a module, makes of it.
+    async def parsed(self, request: Request, wanted: Wanted, again: Again = lambda made: None) -> _Made:
+        """Read a request's body, of which nothing but what its writers need and what `wanted` makes of it is left.
 
         again: is asked of what was made, on the event loop, whether the body refers to more: what to parse it with then
         (which has that), and how much it comes to, as often as it is referred to; it counts as if it were in the body.
         Raises what both do, RequestError for what is no JSON object or has too much in it, OverloadedError where too
         many bodies are there at once, HTTPException for one that is too large.
         """
-        with self._room() as take:
-            content = await _received(request, take)
-            body, made = await self._read(parse, content, NOTHING)
+        with self._room() as received:
+            content = await received.read(request)
+            kept, made = await self._read(wanted, content, NOTHING)
             more = again(made)
             if more is None:
-                return body, made
+                return kept, made
             parse, added = more
             if len(content) + added.n_bytes > MAX_BODY_BYTES:
                 found = f"the body has {len(content)} bytes and refers to {added.n_bytes} more"
                 raise RequestError(f"{found}; the limit is {MAX_BODY_BYTES}")
-            take(added.n_bytes)
-            return await self._read(parse, content, added)
+            self._take(received, added.n_bytes)
+            return await self._read(replace(wanted, parse=parse), content, added)
 
-    async def _read(self, parse: _Parse, content: bytes, added: Size) -> tuple[Any, Any]:
+    async def _read(self, wanted: Wanted, content: bytes, added: Size) -> _Made:
         if len(content) + added.n_bytes > LARGE_BYTES:
-            return await self._large.read(parse, content, added)
-        return await asyncio.to_thread(_read, parse, content, added)
+            return await self._large.read(wanted, content, added)
+        return await asyncio.to_thread(_read, wanted, content, added)
 
     def close(self) -> None:
         """End the process, if there is one."""
         self._large.close()
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[Callable[[int], None]]:
-        """Count bytes that are held until the end."""
-        held = 0
+    def _room(self) -> Iterator[_Received]:
+        """Count the bytes of a body until it is read."""
+        made = _Received(self._take)
+        self._received[made] = None
+        try:
+            yield made
+        finally:
+            self._give_back(made)
 
-        def take(n: int) -> None:
-            nonlocal held
-            if self._n_bytes + n > MAX_ALL_BYTES:
-                raise OverloadedError(
-                    f"the bodies of other requests take up {self._n_bytes >> 20} MiB", hint="try again in 2 s"
-                )
-            held += n
+    def _take(self, received: _Received, n: int) -> None:
+        """Count bytes that have come, if need be in the room of bodies that have been on their way for long."""
+        now_s = time.monotonic()
+        if self._n_bytes + n > MAX_ALL_BYTES:
+            for other in [one for one in self._received if one is not received and one.may_be_left(now_s)]:
+                other.leave()
+                self._give_back(other)
+                if self._n_bytes + n <= MAX_ALL_BYTES:
+                    break
+        if self._n_bytes + n > MAX_ALL_BYTES:
+            message = f"the bodies of other requests take up {self._n_bytes >> 20} MiB"
+            raise OverloadedError(message, hint="try again in 2 s")
+        if received in self._received:
+            received.n_bytes += n
             self._n_bytes += n
 
-        try:
-            yield take
-        finally:
-            self._n_bytes -= held
+    def _give_back(self, received: _Received) -> None:
+        if received in self._received:
+            del self._received[received]
+            self._n_bytes -= received.n_bytes
 
 
-async def _received(request: Request, take: Callable[[int], None]) -> bytes:
-    """Read a body of bounded size; one that says that it is larger is refused unread."""
-    too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        if len(body) + len(chunk) > MAX_BODY_BYTES:
+class _Received:
+    """A body that is being received. n_bytes: what is counted of it; take: counts more before it is kept."""
+
+    def __init__(self, take: Callable[[_Received, int], None]) -> None:
+        self.n_bytes = 0
+        self._take = take
+        self._since_s = time.monotonic()
+        self._limit: asyncio.Timeout | None = None  # while it waits for more
+
+    def may_be_left(self, now_s: float) -> bool:
+        """Whether it is still not there after a time in which most are."""
+        return self._limit is not None and now_s - self._since_s > SLOW_S
+
+    def leave(self) -> None:
+        """Give it up for others."""
+        assert self._limit is not None
+        self._limit.reschedule(0)
+        self._limit = None
+
+    async def read(self, request: Request) -> bytes:
+        """Read a body of bounded size; one that says that it is larger is refused unread."""
+        too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
             raise too_large
-        take(len(chunk))
-        body += chunk
-    return bytes(body)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > MAX_BODY_BYTES:
+                        raise too_large
+                    self._take(self, len(chunk))
+                    body += chunk
+        except TimeoutError:
+            raise OverloadedError(
+                f"the body was not there after {SLOW_S:.0f} s, and others need its room", hint="try again in 2 s"
+            ) from None
+        finally:
+            self._limit = None
+        return bytes(body)
 
 
-# --- from bytes to objects ----------------------------------------------------------------------------
-
-
-def parse_object(body: bytes, added: Size = NOTHING) -> dict[str, Any]:
-    """Read a body as a JSON object of bounded depth and contents; raises RequestError. added: what it refers to."""
-    if len(body) + added.values > MAX_CONTAINERS:  # a byte opens no more than one
-        containers, values = count(body)
-        containers, values = containers + added.containers, values + added.values
-        if containers > MAX_CONTAINERS:
-            raise RequestError(f"the body's JSON has {containers} lists and objects; the limit is {MAX_CONTAINERS}")
-        if values > MAX_VALUES:
-            raise RequestError(f"the body's JSON has {values} values; the limit is {MAX_VALUES}")
-    try:
-        # Text of models and users may hold halves of surrogate pairs, in UTF-8 too.
-        text = body.decode("utf-8-sig", "surrogatepass")
-        made = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
-    if type(made) is not dict:
-        raise RequestError("the body is not a JSON object")
-    if too_deep(made):
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
-    return made
-
-
-def count(body: bytes) -> tuple[int, int]:
-    """Lists and objects of a JSON text, and values: what follows `[`, `{`, `,` or `:`, keys too.
-
-    Of a text that is not JSON: at least as many as come before the place where that shows.
-    """
-    # An escaped backslash escapes nothing, and an escaped quote ends nothing; backslashes are in strings alone.
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    containers = values = 0
-    inside = np.uint8(0)  # a string, at the beginning of the slice
-    for at in range(0, len(body), _SLICE):
-        piece = np.frombuffer(body, np.uint8, min(_SLICE, len(body) - at), at)
-        quotes = (piece == ord('"')).view(np.uint8)
-        shut = (np.bitwise_xor.accumulate(quotes) ^ inside) == 0
-        inside ^= np.bitwise_xor.reduce(quotes)
-        opened = int(np.count_nonzero(((piece == ord("[")) | (piece == ord("{"))) & shut))
-        containers += opened
-        values += opened + int(np.count_nonzero(((piece == ord(",")) | (piece == ord(":"))) & shut))
-    return containers, values
-
-
-def _without_text(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"{error}"
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _read(parse: Callable[[Mapping[str, Any]], _Made], content: bytes, added: Size) -> tuple[Any, _Made]:
-    body = parse_object(content, added)
-    return body, parse(body)
+def _read(wanted: Wanted, content: bytes, added: Size = NOTHING) -> _Made:
+    with one_body(added.containers, added.values):
+        body = parse_object(content)
+        made = wanted.parse(body)
+        return wanted.kept(body), made.measured(wanted.most_chars) if isinstance(made, Conversation) else made
 
 
 # --- the process --------------------------------------------------------------------------------------
 
 _BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from spark import bodies; bodies.work()"
-_Answer = tuple[bool, Any]  # whether it is an error, and what it is
+_Answer = _Made | SparkError
 
 
 class _Aside:
@@ -210,24 +200,24 @@ class _Aside:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    async def read(self, parse: _Parse, content: bytes, added: Size = NOTHING) -> tuple[Any, Any]:
+    async def read(self, wanted: Wanted, content: bytes, added: Size = NOTHING) -> _Made:
         """Have a body read; `_read` in another process."""
-        asked = (parse, added)
+        asked = (wanted, added)
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, asked, content)
-        failed, made = answer
-        if failed:
-            raise made
-        body, result = made
-        return body, result
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the process."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_S)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, asked: tuple[_Parse, Size], content: bytes) -> _Answer:
+    def _ask(self, asked: tuple[Wanted, Size], content: bytes) -> _Answer:
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # it has just ended for want of work
                 return self._exchange(self._process, asked, content)
@@ -251,7 +241,7 @@ class _Aside:
             process.kill()
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], asked: tuple[_Parse, Size], content: bytes) -> _Answer:
+    def _exchange(self, process: subprocess.Popen[bytes], asked: tuple[Wanted, Size], content: bytes) -> _Answer:
         assert process.stdin and process.stdout
         late = threading.Timer(_READ_S, process.kill)
         late.start()
@@ -308,12 +298,12 @@ def work() -> None:
             return
         answer: _Answer
         try:
-            parse, added = pickle.loads(asked)
-            answer = (False, _read(parse, content, added))
+            wanted, added = pickle.loads(asked)
+            answer = _read(wanted, content, added)
         except SparkError as error:
-            answer = (True, error)
+            answer = error
         except MemoryError:
-            answer = (True, CapacityError("there is not enough memory to read the body"))
+            answer = CapacityError("there is not enough memory to read the body")
         del content
         _write(answers, pickle.dumps(answer, pickle.HIGHEST_PROTOCOL), b"")
         del answer

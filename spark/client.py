@@ -27,8 +27,8 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 import engine
 from engine import protocol
 from engine.config import EngineConfig
-from engine.errors import DaemonError, DeadlineError, RequestError, SparkError, from_code
-from spark.process import ChildProcess
+from engine.errors import CancelledError, DaemonError, DeadlineError, RequestError, SparkError, from_code
+from spark.process import ChildProcess, UnwantedError
 
 MAX_GARBAGE_LINES = 100
 _LOOK_S = 0.2  # how often a waiting thread looks whether the daemon is still there
@@ -97,6 +97,8 @@ class DaemonClient:
         self._nonsense = ""  # why its output is not read any more, though it has not ended
         self._failure: SparkError | None = None  # why nothing can be asked any more
         self._ending = threading.RLock()
+        self._unneeded: deque[int] = deque()  # requests that are to be cancelled
+        self._cancelling = False  # a thread does it
         try:
             self._process = ChildProcess(command)
         except OSError as error:
@@ -160,8 +162,12 @@ class DaemonClient:
         reply_from: int | None = None,
         logprobs: int | None = None,
         same_prompt_as: int | None = None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> RequestStream:
-        """Continue `tokens`: Progress and Tokens events, then one Done (see `protocol.Generate`)."""
+        """Continue `tokens`: Progress and Tokens events, then one Done (see `protocol.Generate`).
+
+        wanted: asked while the daemon has not begun to read it; raises CancelledError where it is not any more.
+        """
         request = protocol.Generate(
             next(self._ids),
             tuple(tokens),
@@ -173,7 +179,7 @@ class DaemonClient:
             logprobs,
             same_prompt_as,
         )
-        return RequestStream(self, request)
+        return RequestStream(self, request, wanted)
 
     def score(
         self,
@@ -221,16 +227,41 @@ class DaemonClient:
         """End a request, whose stream then raises CancelledError; one that has ended stays as it is."""
         self._send(protocol.Cancel(next(self._ids), request_id))
 
+    def cancel_soon(self, request_id: int) -> None:
+        """The same by a thread, so that a daemon that does not read keeps nobody waiting; raises nothing."""
+        with self._sorting:
+            self._unneeded.append(request_id)
+            if self._cancelling:
+                return
+            self._cancelling = True
+        threading.Thread(target=self._cancel_unneeded, name="cancelling", daemon=True).start()
+
+    def _cancel_unneeded(self) -> None:
+        while True:
+            with self._sorting:
+                if not self._unneeded:
+                    self._cancelling = False
+                    return
+                request_id = self._unneeded.popleft()
+                over = request_id not in self._inboxes
+            if not over:
+                with contextlib.suppress(SparkError):  # a dead daemon works on nothing
+                    self.cancel(request_id)
+
     def close(self) -> None:
-        """End the daemon: its stdin is closed; after the grace comes SIGTERM, after another SIGKILL."""
+        """End the daemon: its stdin is closed; after the grace comes SIGTERM, after another SIGKILL.
+
+        One that the system keeps from running is killed at once: it would do nothing in its grace.
+        """
         with self._ending:
             if self._failure is None:
                 self._failure = DaemonError("the daemon was closed")
+                grace_s = 0.0 if self.stopped else self.deadlines.grace_s
                 try:
-                    self._process.close_stdin(self.deadlines.grace_s)
-                    self._process.status(self.deadlines.grace_s)
+                    self._process.close_stdin(grace_s)
+                    self._process.status(grace_s)
                 finally:
-                    self._process.end(self.deadlines.grace_s)
+                    self._process.end(grace_s)
         atexit.unregister(self.close)
 
     def stderr_tail(self) -> str:
@@ -245,19 +276,21 @@ class DaemonClient:
             raise self._fail(DaemonError(f"the daemon answered {request} with {last}"))
         return last
 
-    def _send(self, request: protocol.Request) -> None:
+    def _send(self, request: protocol.Request, wanted: Callable[[], bool] = lambda: True) -> None:
         line = protocol.format_line(request)
         if not self.alive:
             raise self._died()
         try:
-            self._process.write(line, self.deadlines.silence_s)
+            self._process.write(line, self.deadlines.silence_s, wanted)
+        except UnwantedError:
+            raise CancelledError("the request was taken back before it was sent") from None
         except TimeoutError:
             late = DeadlineError(f"the daemon did not read a request for {self.deadlines.silence_s:g} s")
             raise self._fail(late) from None
         except BrokenPipeError:
             raise self._died() from None
 
-    def _open(self, request: protocol.Request) -> _Inbox:
+    def _open(self, request: protocol.Request, wanted: Callable[[], bool]) -> _Inbox:
         """Send a request; the queue that its events will come to."""
         inbox: _Inbox = SimpleQueue()
         with self._sorting:
@@ -265,7 +298,7 @@ class DaemonClient:
                 self._work = (self._work & self._inboxes.keys()) | {request.id}
             self._inboxes[request.id] = inbox
         try:
-            self._send(request)
+            self._send(request, wanted)
         except BaseException:
             self._forget(request.id)
             raise
@@ -398,11 +431,13 @@ class RequestStream(Iterator[protocol.Event]):
     cancels a request that is left early.
     """
 
-    def __init__(self, client: DaemonClient, request: protocol.Request) -> None:
+    def __init__(
+        self, client: DaemonClient, request: protocol.Request, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         self.id = request.id
         self.client = client
         self._since_s = time.monotonic()
-        self._inbox = client._open(request)
+        self._inbox = client._open(request, wanted)
         self._over = False
 
     def __next__(self) -> protocol.Event:

@@ -16,16 +16,20 @@ import os
 import resource
 import select
 import time
+from collections.abc import Collection
 from typing import Any
 
 import h11
+from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from spark.http import error_response, openai_error
+from spark.http import error_response, openai_error, sharing
 from spark.seldom import Seldom
 
 MAX_CONNECTIONS = 4096
-SPARE_FILES = 64  # descriptors that are not connections: the daemon's pipes, files, connections about to be refused
+SPARE_FILES = 64  # descriptors that are not connections: the daemon's pipes, files, connections that were refused
+LINGERING = SPARE_FILES // 2  # connections that are read on after they were refused, so that their clients read why
+LINGER_S = 1.0
 ACCEPTED_AT_ONCE = 16
 ENDED_AT_ONCE = 32  # many that came together end together: replies go on between
 HEAD_BYTES = 16 << 10
@@ -52,13 +56,17 @@ def room_for(most: int = MAX_CONNECTIONS) -> int:
 
 
 class Connections:
-    """The connections of a server, at most `most`; uvicorn's `http` setting is `protocol`."""
+    """The connections of a server, at most `most`; uvicorn's `http` setting is `protocol`.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    allow_origins: whose web pages may read answers.
+    """
+
+    def __init__(self, most: int, allow_origins: Collection[str] = ()) -> None:
+        self.most, self.allow_origins = most, allow_origins
         self.idle: dict[Connection, None] = {}  # without a request, the one that is so for longest first
         self.behind = False  # `look` has not seen all, and should be called again soon
         self.seldom = Seldom(_log)
+        self.lingering: set[Connection] = set()  # answered and not counted any more
         self._open: set[Any] = set()
 
     def protocol(self, **settings: Any) -> Connection:
@@ -68,7 +76,7 @@ class Connections:
 
     def admits(self, connection: Connection) -> bool:
         """Whether there is room for one more that has come, which may take the place of the one idle for longest."""
-        if len(self._open) <= self.most:
+        if len(self._open) - len(self.lingering) <= self.most:
             return True
         self.seldom.warning("most", f"{self.most} connections are open: no more are taken than make room")
         for other in self.idle:
@@ -124,9 +132,17 @@ class _Reading(h11.Connection):
         super().__init__(h11.SERVER, longest_head)
         self.body_bytes = 0
         self._chunks = self._chunked_bytes = 0
+        self._blank = False  # the empty line was there that clients may send before a request (RFC 9112, 2.2)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Give the next event."""
+        if self.their_state is h11.IDLE and not self._blank:
+            begun = self.trailing_data[0][:2]
+            if begun == b"\r":
+                return h11.NEED_DATA
+            if begun == b"\r\n":
+                self._blank = True
+                self._receive_buffer.maybe_extract_at_most(2)
         event = super().next_event()
         if type(event) is h11.Data:
             self.body_bytes += len(event.data)
@@ -137,6 +153,7 @@ class _Reading(h11.Connection):
                     raise h11.RemoteProtocolError("chunks that are too small")
         elif type(event) is h11.Request:
             self._chunks = self._chunked_bytes = 0
+            self._blank = False
         return event
 
 
@@ -164,17 +181,18 @@ class Connection(H11Protocol):
         if self._all.admits(self):
             self._all.idle[self] = None
             return
-        with contextlib.suppress(OSError):  # what is left unread would take the answer back
-            os.read(transport.get_extra_info("socket").fileno(), 1 << 16)
         self._answer(503, "too many connections; try again in 2 s")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self._all.idle.pop(self, None)
+        self._all.lingering.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Read what came."""
+        if self in self._all.lingering:
+            return
         super().data_received(data)
         self._note()
 
@@ -188,7 +206,7 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client who has shut his side behind a request, until he has the answer."""
-        self._shut = self._working and not self.cycle.more_body
+        self._shut = self not in self._all.lingering and self._working and not self.cycle.more_body
         return self._shut
 
     def send_400_response(self, msg: str) -> None:
@@ -258,15 +276,34 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.abort()
             return
+        shared: dict[str, str] = {}
         if self._working:
             response = error_response(dict(self.scope), status, message)
             body = bytes(response.body)
+            shared = sharing(Headers(scope=dict(self.scope)), self._all.allow_origins)
         else:
             body = json.dumps(openai_error(status, message)).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers += shared.items()
         if status == 503:
             headers.append(("retry-after", "2"))
         output = self.conn.send(h11.Response(status_code=status, headers=headers))
         output = (output or b"") + (self.conn.send(h11.Data(data=body)) or b"")
         self.transport.write(output + (self.conn.send(h11.EndOfMessage()) or b""))
-        self.transport.close()
+        self._part()
+
+    def _part(self) -> None:
+        """Close after an answer; what the client has sent, or is sending, is read first: else it would take it back."""
+        self._all.idle.pop(self, None)
+        if len(self._all.lingering) >= LINGERING:
+            with contextlib.suppress(OSError):
+                os.read(self.transport.get_extra_info("socket").fileno(), 1 << 16)
+            self.transport.close()
+            return
+        self._all.lingering.add(self)
+        if self._working:  # the application is to send nothing more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeAlias
 
 from engine import protocol
 from engine.errors import RequestError
+from spark.json_text import parse_string
 from spark.sessions import Message, ToolCall
 
-MAX_DEPTH = 64  # of JSON
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 1024
 MAX_STOPS = 16
@@ -65,9 +65,11 @@ class Conversation:
     tools: `{"type":"function","function":{"name",...}}`. tool_choice: "auto", "none", "required", or `("name", NAME)`.
     parallel_calls: more than one call in a reply is wanted. max_tokens: None: all that the context leaves.
     response_schema: JSON schema of the reply; `{}`: any object; form_field: the field that it came in. written: how
-    the reply begins, which is not repeated. raw: text or tokens to continue in place of messages; nothing is looked
-    for in that reply. more_raw: further ones, each for itself. choices: replies to each prompt. logprobs: how many
-    likeliest tokens go with each token of visible text, beside its own log-probability; None: neither.
+    the reply begins, which is not repeated. text_chars, tool_chars: how long messages and tools are for a
+    template, with objects as JSON, as `measured` found it. raw: text or tokens to continue in place of messages;
+    nothing is looked for in that reply. more_raw: further ones, each for itself. choices: replies to each prompt.
+    logprobs: how many likeliest tokens go with each token of visible text, beside its own log-probability; None: no
+    token has either.
     """
 
     messages: tuple[Message, ...] = ()
@@ -86,6 +88,28 @@ class Conversation:
     choices: int = 1
     logprobs: int | None = None
     stream: bool = False
+    text_chars: int = 0
+    tool_chars: int = 0
+
+    def measured(self, most_chars: int) -> Conversation:
+        """The conversation with its length; where that is more than `most_chars`, without what is so long.
+
+        Raises RequestError for a form that is longer than any may be.
+        """
+        form_chars = 0 if self.response_schema is None else len(json.dumps(self.response_schema))
+        if form_chars > protocol.MAX_GRAMMAR_CHARS:
+            most = protocol.MAX_GRAMMAR_CHARS
+            raise refusal(self.form_field, f"a schema of {form_chars} characters of JSON; the limit is {most}")
+        tools = self.tools if self.tool_choice != "none" else ()
+        tool_chars = _written_chars(tools)
+        calls = [call for message in self.messages for call in message.tool_calls]
+        texts = [text for m in self.messages for text in (m.content, m.reasoning, m.tool_call_id)]
+        texts += [text for call in calls for text in (call.id, call.name)]
+        text_chars = sum(map(len, texts)) + len(self.written) + sum(_written_chars(call.arguments) for call in calls)
+        made = replace(self, tools=tools, text_chars=text_chars, tool_chars=tool_chars)
+        if text_chars + tool_chars > most_chars:
+            made = replace(made, messages=(), tools=(), written="")
+        return made
 
     @property
     def replies(self) -> int:
@@ -236,6 +260,11 @@ class ResponseNotKeptError(RequestError):
     code = "response_not_kept"
 
 
+def _written_chars(value: object) -> int:
+    """The length of what templates mostly make of an object."""
+    return len(json.dumps(value, ensure_ascii=False))
+
+
 # --- checks -------------------------------------------------------------------------------------
 
 _KINDS = {
@@ -251,17 +280,6 @@ _REQUIRED: Any = object()
 def refusal(name: str, what: str, hint: str = "") -> RequestError:
     """Make the error that refuses a field by its name, as the API writes it: `messages[0].content`."""
     return RequestError(f"{name}: {what}", hint=hint, field=name)
-
-
-def too_deep(made: dict[str, Any]) -> bool:
-    """Whether lists and objects are nested more than MAX_DEPTH levels deep: what walks them calls itself for each."""
-    level: list[Any] = [made]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner for value in level for inner in (value.values() if type(value) is dict else value)
-            if type(inner) is dict or type(inner) is list
-        ]  # fmt: skip
-    return bool(level)
 
 
 def get(record: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRED, where: str = "") -> Any:
@@ -347,11 +365,8 @@ def allowed(
 
 def call(call_id: str, name: str, arguments: str) -> ToolCall:
     """A call of an earlier turn, with the arguments as text."""
-    try:
-        made = json.loads(arguments or "{}", strict=False)
-    except (ValueError, RecursionError):
-        made = None
-    if type(made) is not dict or too_deep(made):  # what a model wrote wrongly must not make its whole session unusable
+    made = parse_string(arguments or "{}")
+    if type(made) is not dict:  # what a model wrote wrongly must not make its whole session unusable
         made = {"input": arguments}
     return ToolCall(call_id, name, made)
 
@@ -376,6 +391,9 @@ def sampling(body: Mapping[str, Any]) -> protocol.Sampling:
     """How tokens are drawn; a seed is made up where none is given."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     given = {name: body[name] for name in names if body.get(name) is not None}
+    for name, value in given.items():
+        if type(value) not in (int, float):
+            raise refusal(name, f"expected a number, found {shown(value)}")
     if given.get("top_k") == -1:  # some clients' word for off
         given["top_k"] = 0
     penalty: Any = given.get("repetition_penalty")

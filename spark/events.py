@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
-from engine.errors import SparkError
+from engine.errors import OverloadedError, SparkError
 from spark.backend import Backend, Health, aside
 from spark.board import Board
 
@@ -61,27 +61,33 @@ class Feed:
         """End it within a second; may be called by a signal handler."""
         self._closed = True
 
-    async def watch(self) -> AsyncGenerator[bytes]:
-        """Give the events to one reader; a slow one misses samples."""
+    @contextlib.contextmanager
+    def place(self) -> Iterator[AsyncGenerator[bytes]]:
+        """Take a place among the readers; its events, and a slow one misses samples. Raises OverloadedError."""
+        if self.watchers >= MAX_WATCHERS:
+            raise OverloadedError(f"{MAX_WATCHERS} pages are shown already")
         self.watchers += 1
         try:
-            if self._sampling is None:
-                self._sampling = asyncio.create_task(self._sample_on())
-            starts = -1
-            while not self._closed:
-                seen = self._number
-                async with self._sampled:
-                    while self._number == seen and not self._closed:
-                        await self._sampled.wait()
-                if starts != self._backend.restarts:
-                    starts = self._backend.restarts
-                    yield _event("model", self._model())
-                yield self._sample
+            yield self._watch()
         finally:
             self.watchers -= 1
             if not self.watchers and self._sampling is not None:
                 self._sampling.cancel()
                 self._sampling = None
+
+    async def _watch(self) -> AsyncGenerator[bytes]:
+        if self._sampling is None:
+            self._sampling = asyncio.create_task(self._sample_on())
+        starts = -1
+        while not self._closed:
+            seen = self._number
+            async with self._sampled:
+                while self._number == seen and not self._closed:
+                    await self._sampled.wait()
+            if starts != self._backend.restarts:
+                starts = self._backend.restarts
+                yield _event("model", self._model())
+            yield self._sample
 
     async def _sample_on(self) -> None:
         while not self._closed:

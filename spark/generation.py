@@ -72,17 +72,25 @@ class Model:
         """The context's length."""
         return int(self._backend.ready.info["ctx_tokens"])
 
-    async def count(self, conversation: Conversation) -> int:
-        """The tokens of a conversation's prompt."""
+    @property
+    def most_chars(self) -> int:
+        """How long a conversation may be."""
+        return _CHARS_A_TOKEN * self.ctx_tokens
+
+    async def count(self, conversation: Conversation, where: str) -> int:
+        """The tokens of a conversation's prompt, which came in the field `where`."""
         async with self._rendering:
-            opening, _ = await asyncio.to_thread(self._open, conversation)
+            opening, _ = await asyncio.to_thread(self._open, conversation, where)
         return len(opening.tokens)
 
-    async def prompt(self, conversation: Conversation) -> Prompt:
-        """Render a conversation; raises PromptTooLongError, and RequestError where the template refuses it."""
+    async def prompt(self, conversation: Conversation, where: str) -> Prompt:
+        """Render a conversation that was `measured` and came in the field `where`.
+
+        Raises PromptTooLongError, and RequestError where the template refuses it.
+        """
         arrived_s = time.monotonic()
         async with self._rendering:  # one after the other: requests must not take all cores
-            opening, budget = await asyncio.to_thread(self._open, conversation)
+            opening, budget = await asyncio.to_thread(self._open, conversation, where)
         assert not conversation.more_raw
         room = self.ctx_tokens - len(opening.tokens)
         if room < 1:
@@ -90,17 +98,19 @@ class Model:
         max_tokens = min(room, conversation.max_tokens or room)
         return Prompt(conversation, opening, max_tokens, budget, self._grammar(conversation, opening), arrived_s)
 
-    def _open(self, conversation: Conversation) -> tuple[Opening, int | None]:
+    def _open(self, conversation: Conversation, where: str) -> tuple[Opening, int | None]:
         raw = conversation.raw
         if isinstance(raw, tuple):
             if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
-                raise refusal("prompt", f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
+                raise refusal(where, f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
             return Opening(list(raw), ""), None
-        most = _CHARS_A_TOKEN * self.ctx_tokens
-        tools = conversation.tools if conversation.tool_choice != "none" else ()
-        n = len(raw or "") + _rendered_chars(conversation, tools)
+        most = self.most_chars
+        n = len(raw or "") + conversation.text_chars + conversation.tool_chars
         if n > most:
-            raise PromptTooLongError(n, most, "characters")
+            too_long = PromptTooLongError(n, most, "characters")
+            too_long.field = "tools" if conversation.tool_chars > most else where
+            raise too_long
+        tools = conversation.tools
         self._refuse_marks(tools)
         if raw is not None:
             tokens = self._tokenizer.encode(raw)
@@ -304,15 +314,6 @@ async def _interleaved(replies: Sequence[_Reply]) -> AsyncGenerator[tuple[int, l
 
 async def _next(reply: _Reply) -> list[Part] | Finish:
     return await anext(reply)
-
-
-def _rendered_chars(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> int:
-    """How much text a template is given; objects are measured as the JSON that templates mostly write."""
-    data: list[Any] = [tools, *(call.arguments for m in conversation.messages for call in m.tool_calls)]
-    texts = [text for m in conversation.messages for text in (m.content, m.reasoning, m.tool_call_id)]
-    texts += [text for m in conversation.messages for call in m.tool_calls for text in (call.id, call.name)]
-    written = (len(json.dumps(item, ensure_ascii=False)) for item in data)
-    return sum(map(len, texts)) + sum(written) + len(conversation.written)
 
 
 def _may_call(conversation: Conversation) -> bool:

@@ -120,22 +120,39 @@ class Guard:
         return not (followed and scope["path"] in page.PATHS)  # a link to the page is no request of another page's
 
     def _allows(self, origin: str) -> bool:
-        return (_origin(origin) or origin) in self._origins
+        return _allows(origin, self._origins)
 
     def _shared(self, headers: Headers, send: Send) -> Send:
         """Send with what lets an allowed origin read the answer."""
-        allowed = [origin for origin in headers.getlist("origin") if self._allows(origin)]
+        shared = sharing(headers, self._origins)
+        vary = shared.pop("vary")
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 made = MutableHeaders(scope=message)
-                made.add_vary_header("Origin")
-                if allowed:
-                    made["access-control-allow-origin"] = allowed[0]
-                    made["access-control-expose-headers"] = "retry-after"
+                made.add_vary_header(vary)
+                made.update(shared)
             await send(message)
 
         return sending
+
+
+def _allows(origin: str, allow_origins: Collection[str]) -> bool:
+    return (_origin(origin) or origin) in allow_origins
+
+
+def sharing(headers: Headers, allow_origins: Collection[str]) -> dict[str, str]:
+    """The headers of an answer that let an allowed origin read it; none where no origin is allowed."""
+    if not allow_origins:
+        return {}
+    allowed = [origin for origin in headers.getlist("origin") if _allows(origin, allow_origins)]
+    if not allowed:
+        return {"vary": "Origin"}
+    return {
+        "vary": "Origin",
+        "access-control-allow-origin": allowed[0],
+        "access-control-expose-headers": "retry-after",
+    }
 
 
 def _preflight(headers: Headers) -> Response:

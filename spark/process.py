@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.protocol import read_lines
@@ -24,6 +24,10 @@ _TAIL_LINES = 12
 _LAST_WORDS_S = 1.0  # how long the rest of a dead child's stderr is waited for
 _REAP_S = 10.0  # a killed process that does not go is stuck in the kernel and is left behind
 _LOOK_S = 0.2
+
+
+class UnwantedError(Exception):
+    """What was to be written was taken back before any of it was."""
 
 
 class ChildProcess:
@@ -84,14 +88,18 @@ class ChildProcess:
             self._drainer.join(_LAST_WORDS_S)
         return "\n".join(self._tail.decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
-    def write(self, data: bytes, patience_s: float) -> None:
+    def write(self, data: bytes, patience_s: float, wanted: Callable[[], bool] = lambda: True) -> None:
         """Write all of `data`, whole even if other threads write too.
 
-        Raises TimeoutError where that takes more than `patience_s`, BrokenPipeError where it cannot be.
+        wanted: asked now and then until the first byte is written. Raises TimeoutError where it takes more than
+        `patience_s`, BrokenPipeError where it cannot be, UnwantedError where it is not wanted any more.
         """
         end_s = time.monotonic() + patience_s
-        if not self._writing.acquire(timeout=patience_s):
-            raise TimeoutError
+        while not self._writing.acquire(timeout=max(0.0, min(_LOOK_S, end_s - time.monotonic()))):
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            if not wanted():
+                raise UnwantedError
         try:
             if self._stdin.closed:
                 raise BrokenPipeError
@@ -101,6 +109,8 @@ class ChildProcess:
             while left:
                 if time.monotonic() > end_s:
                     raise TimeoutError
+                if len(left) == len(data) and not wanted():
+                    raise UnwantedError
                 # A process that the child left behind may hold the pipe open: look at the child itself.
                 if not poll.poll(1000 * _LOOK_S) and self.status() is not None:
                     raise BrokenPipeError

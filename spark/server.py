@@ -35,13 +35,13 @@ from engine.config import EngineConfig
 from engine.errors import ContextOverflowError, OverloadedError, RequestError, SparkError, UsageError
 from engine.tokenizer import Tokenizer, load
 from spark import api_chat, api_completions, api_messages, api_responses, metrics, page
-from spark.backend import Backend
+from spark.backend import Backend, aside
 from spark.board import Board, Row
-from spark.bodies import Again, Bodies
+from spark.bodies import Again, Bodies, Wanted
 from spark.client import Deadlines, OnLoading, engine_command
 from spark.connections import ACCEPTED_AT_ONCE, Connections, room_for
 from spark.conversation import Conversation, Finish, Part
-from spark.events import MAX_WATCHERS, Counters, Feed
+from spark.events import Counters, Feed
 from spark.generation import KEEP_ALIVE_S, Model, Prompt
 from spark.http import (
     EXCEPTION_HANDLERS,
@@ -199,7 +199,7 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette) -> None:
-        self.connections = Connections(room_for())
+        self.connections = Connections(room_for(), app.state.allow_origins)
         http: Any = self.connections.protocol  # what uvicorn wants is called, whatever it is
         config = uvicorn.Config(
             app, http=http, ws="none", backlog=ACCEPTED_AT_ONCE, log_config=None, log_level="error", access_log=False
@@ -310,6 +310,7 @@ def create_app(
     )
     app.add_middleware(Guard, api_key=api_key, allow_origins=allow_origins)
     app.state.feed, app.state.closing, app.state.kept = service.feed, service.closing, service.kept
+    app.state.allow_origins, app.state.bodies = frozenset(allow_origins), service.bodies
     return app
 
 
@@ -336,6 +337,7 @@ class _Api:
     path: str
     prompt: str  # the field that becomes the prompt
     parse: Callable[[Mapping[str, Any]], Any]  # a Conversation, or what `again` makes one of
+    kept: Callable[[Mapping[str, Any]], dict[str, Any]]  # what its writers need of a body
     writers: Callable[[str, Mapping[str, Any], Conversation], Sequence[_Writer]]  # one for each choice
     overflow_in_stream: bool = False  # Codex looks for a context that overflows in the stream alone
     again: Again = lambda made: None
@@ -350,10 +352,10 @@ def _apis(kept: Kept) -> tuple[_Api, ...]:
     responses = _only(functools.partial(api_responses.Writer, kept=kept))
     again = functools.partial(api_responses.resolved, kept)
     return (
-        _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.writers),
-        _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_completions.writers),
-        _Api("responses", "/v1/responses", "input", api_responses.ask, responses, True, again),
-        _Api("messages", "/v1/messages", "messages", api_messages.parse, _only(api_messages.Writer)),
+        _Api("chat", "/v1/chat/completions", "messages", api_chat.parse, api_chat.kept, api_chat.writers),
+        _Api("completions", "/v1/completions", "prompt", api_completions.parse, api_chat.kept, api_completions.writers),
+        _Api("responses", "/v1/responses", "input", api_responses.ask, api_responses.kept, responses, True, again),
+        _Api("messages", "/v1/messages", "messages", api_messages.parse, api_messages.kept, _only(api_messages.Writer)),
     )
 
 
@@ -382,7 +384,7 @@ class _Service:
             await asyncio.sleep(_SAVE_EVERY_S)
             self.kept.give_up()
             try:
-                await asyncio.to_thread(self._backend.save)
+                await aside(self._backend.save)
             except SparkError as error:
                 _log.error("the profile could not be saved: %s", error.message)
 
@@ -413,14 +415,17 @@ class _Service:
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:
-        if self.feed.watchers >= MAX_WATCHERS:
-            return error_response(request.scope, 503, f"{MAX_WATCHERS} pages are shown already", "too_many_watchers")
-        return EventStream(self.feed.watch())
+        held = contextlib.AsyncExitStack()
+        try:
+            return EventStream(held.enter_context(self.feed.place()), held)
+        except OverloadedError as error:
+            return error_response(request.scope, 503, error.message, "too_many_watchers")
 
     async def count_tokens(self, request: Request) -> Response:
         async def count() -> int:
-            _, conversation = await self.bodies.parsed(request, api_messages.parse_count)
-            return await self._model.count(conversation)
+            wanted = Wanted(api_messages.parse_count, api_messages.kept, self._model.most_chars)
+            _, conversation = await self.bodies.parsed(request, wanted)
+            return await self._model.count(conversation, "messages")
 
         return json_response({"input_tokens": await self.closing.run(count())})
 
@@ -437,15 +442,21 @@ class _Service:
         return answer
 
     async def _answer(self, api: _Api, request: Request) -> Response:
-        body, conversation = await self.bodies.parsed(request, api.parse, api.again)
-        writers = api.writers(self._name, body, conversation)
+        wanted = Wanted(api.parse, api.kept, self._model.most_chars)
+        kept, conversation = await self.bodies.parsed(request, wanted, api.again)
+        writers = api.writers(self._name, kept, conversation)
+        del kept  # it would live as long as the reply
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._places(len(writers)))
             row = held.enter_context(self._board.request(api.name, len(writers)))
             try:
-                prompts = [await self._model.prompt(one) for one in conversation.apart()]
+                where, apart = api.prompt, conversation.apart()
+                prompts = []
+                for i, one in enumerate(apart):
+                    where = api.prompt if len(apart) == 1 else f"{api.prompt}[{i}]"
+                    prompts.append(await self._model.prompt(one, where))
             except RequestError as error:
-                error.field = error.field or api.prompt
+                error.field = error.field or where
                 if not (isinstance(error, ContextOverflowError) and conversation.stream and api.overflow_in_stream):
                     raise
                 row.fail(error)

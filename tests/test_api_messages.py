@@ -8,7 +8,10 @@ import pytest
 from engine.errors import ContextOverflowError, DaemonError, RequestError
 from spark.api_messages import Writer, parse, parse_count
 from spark.conversation import (
+    AUDIO_NOTE,
+    FILE_NOTE,
     IMAGE_NOTE,
+    VIDEO_NOTE,
     CallArguments,
     CallEnd,
     CallStart,
@@ -134,7 +137,7 @@ def test_choices_forms_and_beginnings() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]},
@@ -237,3 +240,19 @@ def test_failures_in_a_stream() -> None:
         (event,) = read(Writer("m", {}, Conversation()).failed(error))
         assert event["error"]["type"] == "invalid_request_error"
         assert event["error"]["message"].startswith("prompt is too long: 300 ")
+
+
+def test_recordings_and_videos_become_notes() -> None:
+    blocks = [{"type": kind, "source": {}} for kind in ("audio", "video", "file")]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": blocks}
+    asked = parse({"max_tokens": 1, "messages": [{"role": "user", "content": [*blocks, result]}]})
+    for message in asked.messages:
+        assert all(note in message.content for note in (AUDIO_NOTE, VIDEO_NOTE, FILE_NOTE))
+
+
+@pytest.mark.parametrize("value", ["secret", ["secret"], {"a": "secret"}, True])
+def test_errors_of_sampling_quote_no_text(value: object) -> None:
+    for name in ("temperature", "top_p", "top_k"):
+        with pytest.raises(RequestError) as caught:
+            parse({"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], name: value})
+        assert caught.value.field == name and "secret" not in caught.value.message

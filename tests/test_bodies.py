@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_connections import chat, connected, post, rest
-from test_server import PATIENCE_S, Running, body, events, fake, running, wait_until
+from test_server import PATIENCE_S, Running, body, events, fake, replies, running, wait_until
 
 from engine.errors import CapacityError, RequestError
-from spark import api_messages, bodies
-from spark.bodies import count, parse_object
+from spark import api_chat, api_messages, api_responses, bodies, json_text
+from spark.bodies import Wanted
+from spark.json_text import count, one_body, parse_object
 
 TEXT = st.text(st.sampled_from('\\"[]{},: \n\u00e9\ud800ab') | st.characters(), max_size=8)
 JSON = st.recursive(
@@ -46,12 +48,12 @@ def counted(value: Any) -> tuple[int, int]:
 @given(JSON, st.booleans(), st.sampled_from([None, 0, 2]), st.integers(1, 40))
 def test_what_is_counted_is_what_json_reads(value: Any, ascii_only: bool, indent: int | None, piece: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
-    whole = bodies._SLICE
-    bodies._SLICE = piece  # strings lie across slices
+    whole = json_text._SLICE
+    json_text._SLICE = piece  # strings lie across slices
     try:
         found = count(text)
     finally:
-        bodies._SLICE = whole
+        json_text._SLICE = whole
     read = json.loads(text)
     assert found == counted(read)
     # No container goes uncounted, and no other value: each stands behind a mark, or is the whole text.
@@ -74,15 +76,60 @@ def test_whatever_can_be_read_is_counted(text: str) -> None:
 
 
 def test_too_much_in_a_body() -> None:
-    lists = b'{"a":[' + b"[]," * bodies.MAX_CONTAINERS + b"1]}"
+    lists = b'{"a":[' + b"[]," * json_text.MAX_CONTAINERS + b"1]}"
     with pytest.raises(RequestError, match="lists and objects"):
         parse_object(lists)
-    values = b'{"a":[' + b"1," * bodies.MAX_VALUES + b"1]}"
-    with pytest.raises(RequestError, match="values"):
-        parse_object(values)
-    assert len(parse_object(b'{"a":[' + b"1," * (1 << 20) + b"1]}")["a"]) == (1 << 20) + 1  # the longest prompt
+    for name, most in (("a", json_text.MAX_VALUES), ("prompt", json_text.MAX_READ_VALUES)):
+        values = f'{{"{name}":[{"1," * most}1]}}'.encode()
+        with pytest.raises(RequestError, match=f"values; the limit is {most}"):
+            parse_object(values)
+    longest = "1," * (1 << 20) + "1"
+    assert len(parse_object(f'{{"prompt":[{longest}]}}'.encode())["prompt"]) == (1 << 20) + 1
+    assert len(parse_object(f'{{"prompt":[[{longest}],"a"]}}'.encode())["prompt"]) == 2
     text = '"[{,:\\' * 100_000
     assert parse_object(json.dumps({"a": text}).encode()) == {"a": text}
+
+
+COUNTED = Wanted(api_messages.parse_count, api_messages.kept, 1 << 30)
+
+
+def with_arguments(path: str, *arguments: str) -> dict[str, Any]:
+    if path == "/v1/responses":
+        calls = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": text} for text in arguments]
+        return {"input": [*calls, {"role": "user", "content": "x"}], "max_output_tokens": 1}
+    functions = [{"id": "c", "function": {"name": "f", "arguments": text}} for text in arguments]
+    said = {"role": "assistant", "tool_calls": functions}
+    return {"messages": [said, {"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize("api", [api_chat, api_responses])
+def test_what_is_in_strings_counts_as_the_body_s(api: Any) -> None:
+    path = "/v1/responses" if api is api_responses else ""
+    half = json.dumps({"a": [[]] * (json_text.MAX_CONTAINERS // 2)})
+    with one_body():
+        api.parse(with_arguments(path, half))
+    with one_body(), pytest.raises(RequestError, match="arguments has 65540 lists and objects; the limit is 65536"):
+        api.parse(with_arguments(path, half, half))
+    with one_body(), pytest.raises(RequestError, match="values; the limit is 524288"):
+        api.parse(with_arguments(path, json.dumps({"a": [0] * json_text.MAX_VALUES})))
+    with one_body():  # brackets that are no JSON of a call's are text
+        made = api.parse(with_arguments(path, *[json.dumps({"a": "[{,:" * 200_000})] * 2, "{" * 60_000, "[" * 60_000))
+    assert [call.arguments.keys() for call in made.messages[0].tool_calls] == [{"a"}, {"a"}, {"input"}, {"input"}]
+
+
+def test_nothing_but_what_is_needed_of_a_body_is_left() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 500]}}}]
+    content = json.dumps(body("hello", metadata={"a": [1]}, stream_options={"include_usage": True}, tools=tools))
+    kept, asked = bodies._read(Wanted(api_chat.parse, api_chat.kept, 1000), content.encode())
+    assert kept == {"stream_options": {"include_usage": True}}
+    assert asked.tools and asked.text_chars == 5 and 500 < asked.tool_chars < 700
+    for more in ({}, {"messages": body("h" * 9000)["messages"]}):
+        content = json.dumps(body("hello", tools=tools) | more)
+        kept, asked = bodies._read(Wanted(api_chat.parse, api_chat.kept, 400), content.encode())
+        assert kept == {"stream_options": {"include_usage": False}}
+        assert asked.tools == asked.messages == () and asked.text_chars + asked.tool_chars > 500
+    content = json.dumps(body("hello", tools=tools, tool_choice="none"))
+    assert bodies._read(Wanted(api_chat.parse, api_chat.kept, 400), content.encode())[1].messages
 
 
 def test_other_encodings_are_no_json() -> None:
@@ -150,6 +197,61 @@ def test_hostile_bodies_hold_up_no_stream(made: Running) -> None:
     assert said.count(b"lists and objects; the limit") == 3 and said.count(b"leaves no room in a context") == 1
 
 
+STRINGS = {"a": [str(i) for i in range(json_text.MAX_VALUES - 100)]}
+ENUM = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * (json_text.MAX_VALUES - 100)}}}]
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "metadata", "tools", "schema", "prompt"])
+def test_bodies_at_the_limits_hold_up_no_stream(made: Running, name: str) -> None:
+    path, status = "/v1/chat/completions", 400
+    match name:
+        case "chat" | "responses":
+            path = path if name == "chat" else "/v1/responses"
+            asking = with_arguments(path, '{"a":[' + "[]," * 3_000_000 + "[]]}")
+        case "metadata":
+            path, status = "/v1/messages/count_tokens", 200
+            asking = body("x", metadata=STRINGS)
+        case "tools":
+            asking = body("x", tools=ENUM)
+        case "schema":
+            form = {"name": "f", "schema": {"enum": STRINGS["a"]}}
+            asking = body("x", response_format={"type": "json_schema", "json_schema": form})
+        case _:
+            path, asking = "/v1/completions", {"prompt": [100] * (1 << 20)}
+    content = json.dumps(asking, separators=(",", ":")).encode()
+    answers: list[bytes] = []
+
+    def work() -> None:
+        with connected(made.port, post(path, content, "connection: close")) as one:
+            answers.append(rest(one))
+
+    longest_s = gaps(made, work)
+    assert answers[0].startswith(f"HTTP/1.1 {status} ".encode()), answers
+    assert longest_s < 0.5, longest_s  # 2 s for arguments; 0.1 s where nothing else runs
+    if name == "tools":
+        assert b'"param": "tools"' in answers[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of threads of another system is not so clear")
+def test_a_body_s_objects_are_gone_before_its_reply() -> None:
+    with running(fake(step_s=0.02, ctx=20_000)) as made, contextlib.ExitStack() as stack:
+        content = chat("z" * 3000, metadata={"a": "\U0001f600" + "a" * (8 << 20)})  # 4 bytes a character in memory
+        process = psutil.Process()
+        made.ask("before")
+        before = process.memory_info().rss
+        for i in range(6):
+            stack.enter_context(connected(made.port, post("/v1/chat/completions", content)))
+            wait_until(lambda n=i: replies(made) == n + 1)
+        wait_until(lambda: made.stats()["queued"] >= 6)
+        assert process.memory_info().rss - before < 64 << 20  # 6 x 32 MiB and more, where they were kept
+
+
+def test_bad_tokens_are_named(made: Running) -> None:
+    for prompt, where in (([5, 10**6], "prompt"), ([[5], [10**6]], "prompt[1]"), (["a", [-1]], "prompt[1]")):
+        error = made.http.post("/v1/completions", json={"prompt": prompt}).json()["error"]
+        assert error["param"] == where and error["message"].startswith(f"{where}: "), error
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
 def test_a_large_body_is_answered_as_a_small_one(made: Running, path: str) -> None:
     asking: dict[str, Any] = {"max_tokens": 30}
@@ -202,6 +304,22 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_until(lambda: not refused())
 
 
+def test_bodies_that_take_long_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_ALL_BYTES", 100_000)
+    monkeypatch.setattr(bodies, "SLOW_S", 0.5)
+    with running() as made, contextlib.ExitStack() as stack:
+        begun = post("/v1/messages", b" " * 40_000, "connection: close", length=50_000)
+        slow = [stack.enter_context(connected(made.port, begun)) for _ in range(2)]
+        wait_until(lambda: made.app.state.bodies._n_bytes == 80_000)
+        time.sleep(0.6)
+        assert made.ask("x" * 1200, metadata={"p": "x" * 30_000}).status_code == 200
+        slow[0].settimeout(2.0)
+        assert slow[0].recv(65536).startswith(b"HTTP/1.1 529 ")  # the one that came first, and no more than are needed
+        slow[1].sendall(b"{}" + b" " * 9_998)
+        assert b"max_tokens: missing" in rest(slow[1])
+        wait_until(lambda: made.app.state.bodies._n_bytes == 0)
+
+
 def test_a_process_that_ends_is_started_again(made: Running) -> None:
     large = body("hello", metadata={"p": "x" * bodies.LARGE_BYTES})
     for _ in range(2):
@@ -217,7 +335,7 @@ def test_a_body_whose_reading_takes_too_long(monkeypatch: pytest.MonkeyPatch) ->
     aside = bodies._Aside()
     try:
         with pytest.raises(CapacityError, match="could not be read"):
-            asyncio.run(aside.read(api_messages.parse_count, b" " * bodies.LARGE_BYTES + b"{}"))
+            asyncio.run(aside.read(COUNTED, b" " * bodies.LARGE_BYTES + b"{}"))
     finally:
         aside.close()
 
@@ -225,7 +343,8 @@ def test_a_body_whose_reading_takes_too_long(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_process_ends_with_its_server() -> None:
     code = (
         "import asyncio; from spark import bodies, api_messages; aside = bodies._Aside()\n"
-        "try: asyncio.run(aside.read(api_messages.parse_count, b'{}'))\n"
+        "wanted = bodies.Wanted(api_messages.parse_count, api_messages.kept, 9)\n"
+        "try: asyncio.run(aside.read(wanted, b'{}'))\n"
         "except Exception as error: print(error, aside._process.pid, flush=True)\n"
         "import time; time.sleep(600)"
     )

@@ -295,3 +295,71 @@ def test_garbage_makes_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> 
     lines = [record for record in caplog.records if record.name != "httpx"]
     assert sum("not HTTP" in record.getMessage() for record in lines) == 1
     assert not any(record.exc_info for record in lines)
+
+
+# --- answers that arrive --------------------------------------------------------------------------------
+
+
+def test_who_is_refused_reads_why_whatever_he_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(fake(step_s=0.02)) as made, contextlib.ExitStack() as stack:
+        made.uvicorn.connections.most = 2
+        made.http.close()
+        asking = post("/v1/chat/completions", chat("y" * 1500), "connection: close")
+        for _ in range(2):
+            stack.enter_context(connected(made.port, asking))
+        wait_until(lambda: made.stats()["queued"] == 2)
+        for i in range(20):
+            with connected(made.port) as one:
+                time.sleep(0.01 * (i % 3))
+                for _ in range(40):  # a body that goes on after the answer is there
+                    one.sendall(post("/v1/chat/completions", b"x" * 10_000))
+                one.shutdown(socket.SHUT_WR)
+                said = b""
+                while received := one.recv(65536):  # a reset is an error here
+                    said += received
+            assert said.startswith(b"HTTP/1.1 503 ") and b"too many connections" in said
+        monkeypatch.setattr(connections, "LINGER_S", 0.3)
+        for _ in range(connections.LINGERING + 10):  # who does not leave is kept for a moment, and not all of them
+            stack.enter_context(connected(made.port, b"GET"))
+        assert len(made.uvicorn.connections.lingering) <= connections.LINGERING
+        wait_until(lambda: open_connections(made) == 2)
+        assert not made.uvicorn.connections.lingering
+
+
+def test_who_was_refused_takes_nobody_s_place() -> None:
+    with running() as made, contextlib.ExitStack() as stack:
+        made.uvicorn.connections.most = 2
+        made.http.close()
+        busy = [stack.enter_context(connected(made.port, post("/v1/messages", b"{", length=9))) for _ in range(2)]
+        wait_until(lambda: open_connections(made) == 2)
+        refused = stack.enter_context(connected(made.port, b"GET /health"))
+        assert refused.recv(65536).startswith(b"HTTP/1.1 503 ")
+        busy[0].close()
+        wait_until(lambda: open_connections(made) < 3)
+        with connected(made.port, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n") as one:
+            assert rest(one).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_allowed_origin_reads_answers_that_come_before_the_application_s(hasty: None) -> None:
+    with running(allow_origins=("http://a.example",)) as made:
+        for origin in ("http://a.example", "http://b.example"):
+            with connected(made.port, post("/v1/messages", b"{", f"origin: {origin}", length=1000)) as one:
+                said = rest(one)
+            status = b" 408 " if origin == "http://a.example" else b" 403 "
+            assert status in said.partition(b"\r\n")[0], said
+            shown = b"access-control-allow-origin: http://a.example" in said.lower()
+            assert shown == (origin == "http://a.example") and b"vary: Origin" in said
+    with running() as made, connected(made.port, post("/v1/messages", b"{", length=1000)) as one:
+        said = rest(one)
+        assert b" 408 " in said and b"vary" not in said
+
+
+def test_an_empty_line_before_a_request_is_ignored() -> None:
+    asking = b"GET /health HTTP/1.1\r\nhost: localhost\r\n%b\r\n"
+    with running() as made:
+        with connected(made.port, b"\r") as one:
+            time.sleep(0.05)
+            one.sendall(b"\n" + asking % b"" + b"\r\n" + asking % b"connection: close\r\n")
+            assert rest(one).count(b"HTTP/1.1 200 ") == 2
+        with connected(made.port, b"\r\n\r\n" + asking % b"") as one:
+            assert rest(one).startswith(b"HTTP/1.1 400 ")

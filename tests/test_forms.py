@@ -358,9 +358,10 @@ def test_killed_processes_change_no_token(engine: Engine, seed: int, moments: li
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a parent's death is told on Linux")
-def test_no_process_outlives_a_daemon_that_is_killed() -> None:
+def test_no_process_outlives_a_daemon_that_is_killed(tmp_path: Path) -> None:
     command = client.engine_command(EngineConfig(model=NANO, device="cpu", threads=1, ctx_tokens=512))
-    daemon = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with (tmp_path / "stderr").open("wb") as said:
+        daemon = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said)
     assert daemon.stdin and daemon.stdout
     for request_id, text in ((1, hopeless(1)), (2, LONG)):
         request = Generate(request_id, (5, 6, 7), 400, grammar=text)
@@ -376,5 +377,27 @@ def test_no_process_outlives_a_daemon_that_is_killed() -> None:
     daemon.wait()
     _, alive = psutil.wait_procs(found, timeout=10)
     assert not alive, alive
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
 
 
+HOST_THAT_ENDS = """
+import contextlib, os, signal, socket, time
+from engine import forms_host
+ours, its = socket.socketpair()
+host = forms_host._Host(its, None)
+host._children[1] = os.fork()
+if not host._children[1]:
+    ours.close()
+    time.sleep(60)
+ours.close()
+with contextlib.suppress(EOFError):
+    host.run()
+host._wake.close()
+os.kill(os.getpid(), signal.SIGCHLD)
+time.sleep(0.1)
+"""
+
+
+def test_a_host_whose_daemon_was_killed_ends_in_silence() -> None:
+    done = subprocess.run([sys.executable, "-c", HOST_THAT_ENDS], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -90,7 +90,7 @@ def test_signs_of_life_come_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -
 
     async def said() -> list[float]:
         model: Any = Model(Backend("so"), FakeTokenizer(), Metrics())  # type: ignore[arg-type]
-        prompt = await model.prompt(Conversation(messages=ASKED))
+        prompt = await model.prompt(Conversation(messages=ASKED), "messages")
         return [Clocked.now_s async for _ in model.reply(prompt)]
 
     times = asyncio.run(said())
@@ -115,7 +115,8 @@ def run(
     async def all_of_it() -> tuple[list[Part], Finish]:
         model = Model(backend, tokenizer, Metrics())  # type: ignore[arg-type]
         parts: list[Part] = []
-        async with contextlib.aclosing(model.reply(await model.prompt(conversation))) as reply:
+        prompt = await model.prompt(conversation.measured(model.most_chars), "prompt")
+        async with contextlib.aclosing(model.reply(prompt)) as reply:
             async for item in reply:
                 if isinstance(item, Finish):
                     return parts, item
@@ -234,7 +235,7 @@ def test_what_a_reply_took_that_did_not_end(
 
         async def leave() -> None:
             model = Model(Backend(), FakeTokenizer(), metrics)  # type: ignore[arg-type]
-            prompt = await model.prompt(Conversation((Message("user", "x" * 34),)))
+            prompt = await model.prompt(Conversation((Message("user", "x" * 34),)), "messages")
             assert len(prompt.opening.tokens) == 76
             async with contextlib.aclosing(model.replies([prompt])) as replies:
                 with contextlib.suppress(SparkError):

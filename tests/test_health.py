@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -10,11 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from test_server import Running, body, running, wait_until
+from test_connections import connected, post
+from test_serve import served
+from test_server import PATIENCE_S, Running, body, fake, replies, running, wait_until
 
 from spark import backend, server
 from spark.backend import aside
@@ -124,3 +129,73 @@ def test_what_is_not_there_says_so_in_each_api_s_shape(made: Running) -> None:
         made_error = made.http.post(path, json={}, headers=headers).json()
         assert made_error["type"] == "error" and made_error["error"]["type"] == "not_found_error"
     assert "GET" in made.http.get("/v1/messages").json()["error"]["message"]
+
+
+# --- a daemon that does not read --------------------------------------------------------------------------
+
+LARGE = json.dumps({"prompt": [5] * 4000, "max_tokens": 5}).encode()  # eight of them fill a pipe
+
+
+@pytest.fixture
+def stopped() -> Iterator[tuple[Running, psutil.Process]]:
+    """A server whose daemon is stopped until the end."""
+    with running(fake(ctx=5000)) as found:
+        daemon = psutil.Process(found.backend.client().pid)
+        daemon.suspend()
+        try:
+            yield found, daemon
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                daemon.resume()
+
+
+def followed() -> int:
+    return sum(thread.name == "generation" for thread in threading.enumerate())
+
+
+def leave(made: Running, n: int) -> None:
+    """Ask for more than the pipe to the daemon holds, and leave."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(n):
+            stack.enter_context(connected(made.port, post("/v1/completions", LARGE)))
+        wait_until(lambda: replies(made) == n)
+        wait_until(lambda: followed() >= n)
+        time.sleep(0.3)
+    wait_until(lambda: replies(made) == 0)
+
+
+def test_clients_that_leave_a_stopped_daemon_hold_up_nobody(stopped: tuple[Running, psutil.Process]) -> None:
+    made, daemon = stopped
+    for _ in range(3):
+        leave(made, 24)
+        began_s = time.monotonic()
+        assert made.http.post("/v1/chat/completions", json={"messages": 5}).status_code == 400
+        counted = made.http.post("/v1/messages/count_tokens", json={"messages": body("x")["messages"]})
+        assert counted.status_code == 200
+        assert time.monotonic() - began_s < 5.0
+    # What the daemon never read is forgotten, but for the request that is half in the pipe and those before it.
+    wait_until(lambda: followed() < 24)
+    daemon.resume()
+    wait_until(lambda: made.stats()["queued"] == 0 and followed() == 0)
+    assert made.stats()["served"] == 0  # all were cancelled
+    assert made.ask("still there").status_code == 200
+
+
+@pytest.mark.parametrize("n", [1, 24])
+def test_a_stopped_daemon_keeps_no_server_from_ending(tmp_path: Path, n: int) -> None:
+    with served(tmp_path) as (process, url), contextlib.ExitStack() as stack:
+        port = int(url.rpartition(":")[2])
+        (daemon,) = psutil.Process(process.pid).children()
+        daemon.suspend()
+        for _ in range(n):
+            stack.enter_context(connected(port, post("/v1/completions", LARGE)))
+        time.sleep(1.0)
+        stack.close()
+        time.sleep(1.0)
+        began_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+        assert process.returncode == 0 and time.monotonic() - began_s < 10.0
+        assert not daemon.is_running()
+        said = process.stderr.read()
+    assert "could not be saved: the daemon does not answer" in said and "Traceback" not in said, said

@@ -18,7 +18,7 @@ from openai import OpenAI
 from test_server import PATIENCE_S, Running, fake, running, wait_until
 
 from engine.errors import RequestError
-from spark import bodies
+from spark import bodies, json_text
 from spark.api_responses import MAX_ECHO_BYTES, Asked, Refers, Writer, ask, parse, resolved
 from spark.conversation import CallArguments, CallEnd, CallStart, Finish, NotKeptError, Part, Text, Usage
 from spark.kept import ENTRY_BYTES, Kept
@@ -164,7 +164,7 @@ def test_what_is_kept_is_flat() -> None:
     store = Kept()
     output = answered(store, [Text("reasoning", "[,"), Text("content", "{,"), CallStart("c", "read"), CallEnd()])
     for item in output:
-        containers, values = bodies.count(item_of(store, item["id"]) or b"")
+        containers, values = json_text.count(item_of(store, item["id"]) or b"")
         assert containers == 1 and values <= MOST_VALUES
 
 

@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from test_connections import connected
 from test_server import PATIENCE_S, Running, fake, running, wait_until
 
 from engine.placement import Placement
@@ -164,11 +165,24 @@ def test_one_task_asks_for_all_who_watch(fast: Running, monkeypatch: pytest.Monk
 
 
 def test_not_everybody_can_watch(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark.server.MAX_WATCHERS", 1)
+    monkeypatch.setattr("spark.events.MAX_WATCHERS", 1)
     with fast.http.stream("GET", "/events") as response:
         lines = response.iter_lines()
         read_events(lines, 2)
         assert fast.http.get("/events").status_code == 503
+
+
+def test_many_who_come_at_once_take_no_more_places_than_there_are(fast: Running) -> None:
+    feed = fast.app.state.feed
+    wait_until(lambda: feed.watchers == 0)
+    for _ in range(2):  # and all places are free again
+        with contextlib.ExitStack() as stack:
+            made = [stack.enter_context(connected(fast.port)) for _ in range(40)]
+            for one in made:
+                one.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answers = [one.recv(12).split()[1] for one in made]
+            assert answers.count(b"200") == events.MAX_WATCHERS and answers.count(b"503") == 24, answers
+        wait_until(lambda: feed.watchers == 0)
 
 
 def test_the_key_guards_the_events_and_not_the_page() -> None:
