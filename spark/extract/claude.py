@@ -20,6 +20,7 @@ from spark.extract.attachments import sent_texts, version_of
 from spark.extract.blocks import response_parts, user_parts
 from spark.extract.conversation import Conversation, ToolTable
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, read_records
+from spark.extract.openings import Openings
 from spark.extract.roots import Group, LogFile, plain_id
 from spark.extract.subagents import TaskReport, TaskReports, read_task_report
 from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
@@ -73,6 +74,7 @@ class _Log:
         self._events: list[Node | Boundary | Note] = []
         self._node_of: dict[int, Node | Boundary] = {}  # by record id
         self._links: dict[int, int | None] = {}  # parents of records that are no nodes
+        self._openings = Openings(self._links)
         self._responses: dict[tuple[str, str], Node] = {}  # by thread and message id
         self._callers: dict[str, Node] = {}  # by call id
         self._said: set[tuple[int, int]] = set()  # identity of a response and fingerprint of a line of it
@@ -80,7 +82,7 @@ class _Log:
         self._tools: dict[str, ToolTable] = {}
         self._segments: dict[str, int] = {}  # compactions so far, by thread
         self._linked = False
-        self._attachments: set[int] = set()  # ids of those that became notes
+        self._attachments: dict[int, Note] = {}  # by record id, those that became notes
         self._ahead = TypedAhead()
         self._removals = 0  # from the queue of prompts
         self._responded = 0  # line of the last response in the file's own conversation
@@ -121,6 +123,8 @@ class _Log:
             self._pass_over(reason, record)
         if uuid is not None and uuid not in self._node_of:
             self._links[uuid] = parent
+            if parent is None and "parentUuid" in record:
+                self._openings.add(uuid, record, self._line)
 
     def _pass_over(self, reason: str, record: dict[str, Any]) -> None:
         inner = record.get("subtype") or as_object(record.get("attachment") or record.get("data")).get("type")
@@ -147,9 +151,10 @@ class _Log:
         uuid = _record_id(record.get("uuid"))
         parent = _record_id(record.get("parentUuid"))
         identity = fingerprint(f"record {record['uuid']}") if uuid is not None else 0
-        self._events.append(Note(self._line, self._thread_of(record), parent, identity, at, words))
+        note = Note(self._line, self._thread_of(record), parent, identity, at, words)
+        self._events.append(note)
         if uuid is not None:
-            self._attachments.add(uuid)
+            self._attachments[uuid] = note
 
     def _add_queue_operation(self, record: dict[str, Any]) -> None:
         """A prompt that waits for the model, or that one stopped waiting."""
@@ -309,7 +314,7 @@ class _Log:
         if "toolUseResult" in record and (report := self._read_report(record, message, results)) is not None:
             self._reports.append(report)
         caller = self._callers.get(first_result)
-        if caller is not None and caller.thread == thread and not node.starts:
+        if caller is not None and caller.thread == thread and not self._openings.begins(node):
             self._settle(node, caller)
 
     def _read_report(
@@ -336,6 +341,7 @@ class _Log:
             run=as_text(record.get("parentToolUseID")),
         )
         self._events.append(node)
+        self._openings.add_node(node)
         return node
 
     def _note_id(self, record: dict[str, Any], node: Node) -> None:
@@ -404,7 +410,7 @@ class _Log:
                     event.above = above
                 else:
                     event.segment = above.segment if above is not None else 0
-                event.before = tuple(waiting.pop(event.thread, ()))
+                event.before = self._notes_before(event, waiting.pop(event.thread, []))
                 last[event.thread] = event
                 nodes.append(event)
         for thread, notes in waiting.items():
@@ -428,7 +434,7 @@ class _Log:
         for event in self._events:
             if not isinstance(event, Node) or not event.results or event.response or event.home is not None:
                 continue
-            if event.starts and self._linked:
+            if self._linked and self._openings.begins(event):
                 for _ in event.results:
                     self._intake.drop("orphan_result")
                 event.results.clear()
@@ -451,10 +457,22 @@ class _Log:
         if above is not None and above.thread == node.thread and above is not node:
             kept_at = self._kept.get(node.parent) if node.parent is not None else None
             return last if kept_at is not None and node.order > kept_at else above
-        starts_over = node.starts and self._linked and not node.response and not node.results
-        if starts_over and above is None and not isinstance(last, Boundary):
-            return None  # the user went back to before the first message
-        return last
+        if above is not None or not self._linked or node.response or node.results:
+            return last
+        opening = self._openings.find(node)
+        if opening is not None and opening.first is not None and opening.first.thread == node.thread:
+            return opening.first.above  # the user went back to before that one
+        begins = self._openings.begins(node) and not isinstance(last, Boundary)
+        if opening is not None:
+            opening.first = node
+        return None if begins else last  # the user went back to before the first message
+
+    def _notes_before(self, node: Node, waiting: list[Note]) -> tuple[Note, ...]:
+        """The notes before a node: those that waited for it, and what it shares with the first node of its opening."""
+        if self._openings.find(node) is None:
+            return tuple(waiting)
+        chain = [self._attachments[uuid] for uuid in self._openings.chain(node) if uuid in self._attachments]
+        return (*(note for note in reversed(chain) if note not in waiting and not note.dropped), *waiting)
 
     def _resolve(self, uuid: int | None) -> Node | Boundary | None:
         """The node or compaction that a record id leads to, through records that are neither."""
