@@ -90,3 +90,26 @@ def test_a_restart_whose_first_record_is_a_hook_drops_its_orphan(tmp_path: Path,
     assert words(sessions[SESSION]) == [hook_words(name), "u: Implement", "a: implementing"]
     assert words(sessions[f"{SESSION}~1"]) == ["u: plan", 'a: ExitPlanMode({"plan": "x"})']
     assert report.dropped_blocks == {"orphan_result": 1}
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_restart_after_a_compaction_is_in_the_segment_after_it(tmp_path: Path, hooked: bool) -> None:
+    """The first segment keeps its id: what took the place of the plan is the last of the second."""
+    records = [
+        user("u1", None, "go"),
+        answer("a1", "u1", "msg_A", text("done")),
+        record("system", "b1", None, subtype="compact_boundary"),
+        user("s1", "b1", "Summary.", isCompactSummary=True),
+        answer("a2", "s1", "msg_B", call("t9", "ExitPlanMode", plan="x")),
+        *([hook("p0", None, "SessionStart:clear")] if hooked else []),
+        result("r1", "p0" if hooked else None, "t9", "approved"),
+        user("u2", "r1", "Implement"),
+        answer("a3", "u2", "msg_C", text("implementing")),
+    ]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    note = [hook_words("SessionStart:clear")] if hooked else []
+    assert {name: words(session) for name, session in run(tmp_path)[0].items()} == {
+        SESSION: ["u: go", "a: done"],
+        f"{SESSION}#2": [*note, "u: Implement", "a: implementing"],
+        f"{SESSION}#2~1": ["u: Summary.", 'a: ExitPlanMode({"plan": "x"})'],
+    }

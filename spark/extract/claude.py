@@ -391,6 +391,7 @@ class _Log:
         self._count_prompts()
         nodes: list[Node] = []
         last: dict[str, Node | Boundary] = {}  # by thread
+        segments: dict[str, int] = {}  # compactions so far, by thread
         waiting: dict[str, list[Note]] = {}  # notes for the next node, by thread
         after: dict[int, tuple[Node, list[Note]]] = {}  # notes of nodes, by id()
         for event in self._events:
@@ -404,12 +405,13 @@ class _Log:
                 if isinstance(before := last.get(event.thread), Node):
                     after.setdefault(id(before), (before, []))[1].extend(waiting.pop(event.thread, []))
                 last[event.thread] = event
+                segments[event.thread] = event.segment
             elif event.home is None:
                 above = self._above(event, last.get(event.thread))
                 if isinstance(above, Node):
                     event.above = above
                 else:
-                    event.segment = above.segment if above is not None else 0
+                    event.segment = above.segment if above is not None else segments.get(event.thread, 0)
                 event.before = self._notes_before(event, waiting.pop(event.thread, []))
                 last[event.thread] = event
                 nodes.append(event)
