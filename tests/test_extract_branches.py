@@ -6,7 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.claude_logs import SESSION, Record, answer, attachment, call, record, result, run, text, user, words, write
+from tests.claude_logs import (
+    OTHER,
+    SESSION,
+    Record,
+    answer,
+    attachment,
+    call,
+    record,
+    result,
+    run,
+    text,
+    user,
+    words,
+    write,
+)
 
 HOOK = "SessionStart:startup"
 
@@ -113,3 +127,52 @@ def test_a_restart_after_a_compaction_is_in_the_segment_after_it(tmp_path: Path,
         f"{SESSION}#2": [*note, "u: Implement", "a: implementing"],
         f"{SESSION}#2~1": ["u: Summary.", 'a: ExitPlanMode({"plan": "x"})'],
     }
+
+
+START = [user("u1", None, "go"), answer("a1", "u1", "msg_01AAAAAAAAAAAA", call("t1", cmd="ls"))]
+REFUSED = result("r1", "a1", "t1", "refused")["message"]["content"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_fork_keeps_the_words_beside_a_result_of_a_copied_call(tmp_path: Path, told: bool) -> None:
+    """The response is its parent's, what the user then said is its own; a result alone is no beginning."""
+    copied = [r | {"sessionId": OTHER, "forkedFrom": {"sessionId": SESSION, "messageUuid": r["uuid"]}} for r in START]
+    own = [
+        user("r2", "a1", [*REFUSED, *([text("use git")] if told else [])], sessionId=OTHER),
+        answer("a3", "r2", "msg_01CCCCCCCCCCCC", text("I use git.")),
+    ]
+    end = [result("r1", "a1", "t1", "a.py"), answer("a2", "r1", "msg_01BBBBBBBBBBBB", text("One file."))]
+    write(tmp_path, f"{SESSION}.jsonl", [*START, *end])
+    write(tmp_path, f"{OTHER}.jsonl", [*copied, *own])
+    sessions, report = run(tmp_path)
+    assert words(sessions[SESSION]) == ["u: go", 'a: Bash({"cmd": "ls"})', "t: a.py", "a: One file."]
+    assert words(sessions[f"{SESSION}/{OTHER}"]) == [*(["u: use git"] if told else []), "a: I use git."]
+    assert report.skipped_lines == {"replay": 2 if told else 3}
+
+
+def test_a_fork_of_a_fork_has_the_words_beside_a_result_once(tmp_path: Path) -> None:
+    asked = [*START, user("r1", "a1", [*REFUSED, text("use git")])]
+    write(tmp_path, f"{SESSION}.jsonl", [*asked, answer("a2", "r1", "msg_01BBBBBBBBBBBB", text("I use git."))])
+    fork = {"sessionId": OTHER, "forkedFrom": {"sessionId": SESSION}}
+    again = answer("a3", "r1", "msg_01CCCCCCCCCCCC", text("No git here."))
+    for renamed in (False, True):  # versions gave copies ids of their own
+        copied = [r | fork | ({"uuid": f"n{r['uuid']}"} if renamed and r is not START[1] else {}) for r in asked]
+        write(tmp_path, f"{OTHER}.jsonl", [*copied, again | ({"parentUuid": copied[-1]["uuid"]})])
+        sessions, _ = run(tmp_path)
+        assert words(sessions[SESSION])[-2:] == ["u: use git", "a: I use git."]
+        assert words(sessions[f"{SESSION}/{OTHER}"]) == ["a: No git here."]
+
+
+def test_a_subagent_that_is_a_fork_begins_with_what_it_was_told(tmp_path: Path) -> None:
+    """Its log repeats its parent's messages; the task stands beside a result that says that it is a fork."""
+    task = answer("a1", "u1", "msg_01AAAAAAAAAAAA", call("t1", "Task", prompt="count"))
+    write(
+        tmp_path,
+        f"{SESSION}.jsonl",
+        [START[0], task, result("r1", "a1", "t1", "Two."), answer("a2", "r1", "m", text("2"))],
+    )
+    fork = {"isSidechain": True, "agentId": "ab12"}
+    begun = result("v1", "a1", "t1", "Fork started")["message"]["content"]
+    own = [user("v1", "a1", [*begun, text("count")], **fork), answer("b1", "v1", "msg_01BB", text("Two."), **fork)]
+    write(tmp_path, f"{SESSION}/subagents/agent-ab12.jsonl", [START[0] | fork, task | fork, *own])
+    assert words(run(tmp_path)[0][f"{SESSION}/agent-ab12"]) == ["u: count", "a: Two."]

@@ -305,7 +305,12 @@ class _Log:
         node = self._new_node(record, thread, False, fingerprint(identity))
         if texts:
             node.words = words
-            (node.after if results else node.parts).append(at)
+            if results:
+                node.after.append(
+                    Note(self._line, thread, None, fingerprint(f"record {uuid}") if uuid else 0, at, words)
+                )
+            else:
+                node.parts.append(at)
             if texts[0].typed and not thread:
                 self._ahead.repeat(_prompt_key(message.get("content")), self._responded)
         for call_id, part in results.items():
@@ -380,10 +385,13 @@ class _Log:
                         yield self._conversation(session_id + suffix, thread, kept)
         seen.nodes.update(node.identity for node in nodes)
         seen.words.update(node.words for node in nodes if node.words)
-        for event in self._events:
-            if isinstance(event, Note):
-                seen.nodes.add(event.identity)
-                seen.words.add(event.words)
+        for note in (
+            *(event for event in self._events if isinstance(event, Note)),
+            *(n for x in nodes for n in x.after),
+        ):
+            seen.nodes.add(note.identity)
+            seen.words.add(note.words)
+        seen.nodes.discard(0)
 
     def _linked_nodes(self) -> list[Node]:
         """The nodes in file order, each with the node above it, its segment and its notes."""
@@ -491,14 +499,16 @@ class _Log:
     def _without_replays(self, path: list[Node], seen: _Seen) -> list[Node]:
         """The nodes of a path that no earlier file has; up to the last copy, user messages go by their words.
 
-        New notes on a copy come before what follows it.
+        New notes on a copy, and new words beside a result of its calls, come before what follows it.
         """
         last_copy = max((i for i, node in enumerate(path) if node.identity in seen.nodes), default=-1)
         kept: list[Node] = []
         carried: list[Note] = []
         for i, node in enumerate(path):
             if node.identity in seen.nodes or (i < last_copy and node.words in seen.words):
-                self._intake.skip("replay", node.lines)
+                said = [note for note in node.after if note.identity not in seen.nodes and note.words not in seen.words]
+                self._intake.skip("replay", node.lines - len(said))
+                carried += said
                 for note in (*node.before, *node.notes):
                     if note.identity in seen.nodes or note.words in seen.words:
                         self._intake.skip("replay")
@@ -528,9 +538,9 @@ class _Log:
                 yield from self._spool.get(note.at)
             answered = [call_id for call_id in node.calls if call_id in node.results]
             stray = [call_id for call_id in node.results if call_id not in node.calls]
-            for at in (*node.parts, *(node.results[call_id] for call_id in answered + stray), *node.after):
+            for at in (*node.parts, *(node.results[call_id] for call_id in answered + stray)):
                 yield from self._spool.get(at)
-            for note in node.notes:
+            for note in (*node.after, *node.notes):
                 yield from self._spool.get(note.at)
 
 
