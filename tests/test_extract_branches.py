@@ -176,3 +176,20 @@ def test_a_subagent_that_is_a_fork_begins_with_what_it_was_told(tmp_path: Path) 
     own = [user("v1", "a1", [*begun, text("count")], **fork), answer("b1", "v1", "msg_01BB", text("Two."), **fork)]
     write(tmp_path, f"{SESSION}/subagents/agent-ab12.jsonl", [START[0] | fork, task | fork, *own])
     assert words(run(tmp_path)[0][f"{SESSION}/agent-ab12"]) == ["u: count", "a: Two."]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_response_may_say_the_same_twice(tmp_path: Path, linked: bool) -> None:
+    """A line that comes again hangs off the same line as before, or off a copy of it; without links it is a copy."""
+    lines = [text("Checking."), call("t1", cmd="ls"), text("Checking."), call("t2", cmd="pwd")]
+    said = [answer(f"a{i}", f"a{i - 1}" if i else "u1", "msg_A", line) for i, line in enumerate(lines)]
+    copies = [answer(f"b{i}", f"b{i - 1}" if i else "u1", "msg_A", line) for i, line in enumerate(lines)]
+    records = [START[0], *said, *copies[:2], result("r1", "a3", "t1", "x"), answer("a9", "r1", "msg_B", text("Done."))]
+    if not linked:
+        records = [{key: value for key, value in r.items() if key not in ("uuid", "parentUuid")} for r in records]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    sessions, report = run(tmp_path)
+    said_words = "".join(m.content for m in sessions[SESSION].messages)
+    assert said_words.count("Checking.") == (2 if linked else 1)
+    assert [c.id for m in sessions[SESSION].messages for c in m.tool_calls] == ["t1", "t2"]
+    assert report.skipped_lines == {"replay": 2 if linked else 3}

@@ -78,6 +78,7 @@ class _Log:
         self._responses: dict[tuple[str, str], Node] = {}  # by thread and message id
         self._callers: dict[str, Node] = {}  # by call id
         self._said: set[tuple[int, int]] = set()  # identity of a response and fingerprint of a line of it
+        self._said_under: set[tuple[int, int | None]] = set()  # and parents of its lines
         self._kept: dict[int, int] = {}  # by id of the last record that a compaction kept: the compaction's line
         self._tools: dict[str, ToolTable] = {}
         self._segments: dict[str, int] = {}  # compactions so far, by thread
@@ -190,7 +191,7 @@ class _Log:
     def _send(self, prompt: Prompt, record: dict[str, Any]) -> None:
         """A waiting prompt went into the turn that was running."""
         identity = fingerprint(f"queue {record.get('timestamp')} {prompt.words}")
-        note = Note(self._line, "", None, identity, prompt.at, prompt.words)
+        note = Note(self._line, "", None, identity, prompt.at, prompt.words, sent=True)
         known = self._ahead.send(prompt, note)
         # A notification of the program may have gone to a subagent, whose log then has it.
         note.dropped = not known or (not prompt.typed and self._version >= _ATTACHED)
@@ -264,13 +265,15 @@ class _Log:
             node = self._new_node(record, thread, True, fingerprint(identity))
             if message_id:
                 self._responses[thread, message_id] = node
-        elif (node.identity, words) in self._said:
+        elif (node.identity, words) in self._said and (node.identity, parent) in self._said_under:
             self._intake.skip("replay")
+            self._said_under.add((node.identity, _record_id(uuid)))  # what hangs off the copy may be copies, too
             self._note_id(record, node)
             return
         else:
             node.lines += 1
         self._said.add((node.identity, words))
+        self._said_under.add((node.identity, parent))
         node.parts.append(at)
         self._note_id(record, node)
         if not thread:
@@ -420,6 +423,12 @@ class _Log:
                     event.above = above
                 else:
                     event.segment = above.segment if above is not None else segments.get(event.thread, 0)
+                before = last.get(event.thread)
+                if isinstance(before, Node) and above is not before and (left := waiting.get(event.thread)):
+                    # A prompt that was sent into a turn is read there, also where the user then went back.
+                    sent = [note for note in left if note.sent]
+                    after.setdefault(id(before), (before, []))[1].extend(sent)
+                    waiting[event.thread] = [note for note in left if not note.sent]
                 event.before = self._notes_before(event, waiting.pop(event.thread, []))
                 last[event.thread] = event
                 nodes.append(event)

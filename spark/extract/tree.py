@@ -44,7 +44,8 @@ class Note:
 
     It belongs to what it follows and is no node: where it hangs in the log, beside results or after them,
     says nothing about what the model answered. identity: the same in every copy, 0 if there is none.
-    at, words: place in the spool and fingerprint of its text.
+    at, words: place in the spool and fingerprint of its text. sent: a prompt of the user that no record but the
+    queue's has, which does not say what it follows.
     """
 
     order: int
@@ -54,6 +55,7 @@ class Note:
     at: int
     words: int
     dropped: bool = False
+    sent: bool = False
 
 
 @dataclass(slots=True, eq=False)
