@@ -371,11 +371,11 @@ def test_damage_is_counted_by_reason_and_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
-    nan = item("function_call", name="f", arguments='{"x": NaN, "y": "\\ud83d"}', call_id="c1")
+    nan = item("function_call", name="f", arguments='{"x": [NaN, 1e999, -1E400, 1.5e3], "y": "\\ud83d"}', call_id="c1")
     write(tmp_path, THREAD, [meta(), said("user", "go"), nan])
     call = run(tmp_path)[0][THREAD].messages[1].tool_calls[0]
-    assert call.arguments == {"x": None, "y": "\ufffd"}
-    assert "NaN" not in (tmp_path / "out" / "train.jsonl").read_text()
+    assert call.arguments == {"x": [None, None, None, 1500.0], "y": "\ufffd"}
+    json.loads((tmp_path / "out" / "train.jsonl").read_text(), parse_constant=pytest.fail)
 
 
 junk = st.recursive(

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -25,7 +26,13 @@ MAX_LINE_BYTES = 32 << 20
 KNOWN_CHARACTERS = 1 << 20  # of texts whose redaction is kept: logs say most things twice, one after the other
 SPOOL_MEMORY_BYTES = 32 << 20
 
-_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinities are not JSON
+
+def _finite(number: str) -> float | None:
+    return value if isfinite(value := float(number)) else None
+
+
+# NaN and infinities are not JSON; a number may be too large for a float.
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 _JSON_SPACE = " \t\n\r"
 _KNOWN_EXTRA = 200  # characters that a text's place there counts for, beside its own
 _STEP_BYTES = 64 << 10  # of progress
