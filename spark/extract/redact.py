@@ -1,9 +1,9 @@
 """Redaction: secrets in session text become `[REDACTED:kind]`.
 
 Tokens of a known shape (API keys with a vendor's prefix, JSON web tokens) are replaced wherever they stand
-(`secret_tokens.py`); passwords in URLs, headers, commands and files of a known form, and values given to a name such as
-`password`, `token` or `api_key`, by their place (`secret_places.py`). The same text always gives the same result, and
-redacting twice is redacting once: finders run until they find nothing, and none takes a placeholder.
+(`secret_tokens.py`); by their place passwords in URLs, headers, commands and files of a known form (`secret_places.py`)
+and values given to a name such as `password`, `token` or `api_key` (`secret_names.py`). The same text always gives the
+same result, and redacting twice is redacting once: finders run until they find nothing, and none takes a placeholder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any
 
-from spark.extract.secret_places import find_by_place, is_auth, is_secret, kind_of, secret_name
+from spark.extract.secret_names import is_auth, is_secret, kind_of, secret_name
+from spark.extract.secret_places import find_by_place
 from spark.extract.secret_tokens import Secret, find_tokens, one_byte_each
 
 

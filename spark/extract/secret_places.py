@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from spark.extract.secret_names import assignments, is_literal, looks_random
 from spark.extract.secret_tokens import Secret, is_mixed
 
 Finder = Callable[[str, int], Iterator[Secret]]  # asked about a place where one of its literals begins
@@ -40,24 +41,6 @@ def _pattern(kind: str, pattern: str, accept: Callable[[str], bool] | None = Non
 
     return find
 
-
-_TEMPLATE = re.compile(  # what stands for a secret in documentation, in code or in a redacted text
-    r"\$\w+|%\(?\w*\)?[sdr]|%\w+%|[*.xX_-]+|<.*|\[[\w -]*\]|.*(?:\{.*\}|\$\(|\$\{|\[REDACTED:).*|(?i:your[-_ ].*)",
-    re.DOTALL,
-)
-
-
-def is_literal(secret: str) -> bool:
-    """Whether a value is itself, rather than what stands for one."""
-    return _TEMPLATE.fullmatch(secret) is None
-
-
-def _looks_random(secret: str) -> bool:
-    """Whether a value is no word of any language, nor words joined, nor a path or a version."""
-    return is_literal(secret) and is_mixed(secret) and not _VERSION.search(secret)
-
-
-_VERSION = re.compile(r"(?:^|[-_.v:@])\d+(?:\.\d+)+(?:[-+.]?[A-Za-z]{0,8}\d*)?$")
 
 # --- URLs: a password before the host, a key in the user's place, webhooks whose path is the secret ---
 
@@ -113,7 +96,7 @@ def _authorization(text: str, at: int) -> Iterator[Secret]:
     elif scheme == "bearer":
         accepted = len(value) >= 16 and _is_header_value(value)
     else:
-        accepted = _looks_random(value) and "=" not in value.rstrip("=")[:12]
+        accepted = looks_random(value) and "=" not in value.rstrip("=")[:12]
     if accepted:
         yield Secret(*match.span("secret"), "authorization")
 
@@ -359,121 +342,9 @@ def _pgpass(text: str, at: int) -> Iterator[Secret]:
 
 # --- Assignments: the value of a name such as `password`, in code, JSON, a shell, a URL or XML ---
 
-_SECRET_NAME = re.compile(  # at the end of a longer name: DB_PASSWORD, githubToken, x-api-key
-    r"(?i)(?:password|passwd|passphrase|pwd|[_-]pass|secret|secret[_-]?(?:string|value)|token|cred(?:ential)?s?|authorization"
-    r"|(?<![a-z])auth|(?:api|access|secret|private|account|encryption|signing|session|master|auth|app|client|shared|nonce"
-    r"|logged[_-]in|webhook|storage|subscription|admin|hmac|jwt|license)[_-]?key(?:[_-]?(?:id|data|base))?|_salt)$"
-)
-_BARE = r"""[^\s"'`,;&|<>(){}\[\]\\]{4,500}"""
-_Q = r"""\\{0,3}["'`]"""  # a quote, in JSON within JSON too
-_ASSIGNMENT = re.compile(
-    r"""(?i)(?P<name>password|passwd|passphrase|pwd|pass|secret(?:[_-]?(?:string|value))?|token|key(?:[_-]?(?:id|data|base))?"""
-    r"""|credentials?|creds?|authorization|auth|_salt)"""
-    rf"""(?:(?:{_Q})?\]?\s{{0,3}}(?:=>|:=|==?|:)\s{{0,3}}(?:[bru]{{1,2}}(?={_Q}))?"""
-    rf"""|{_Q}\s{{1,3}}value=(?={_Q})|{_Q},\s{{0,3}}{_Q}value{_Q}\s{{0,3}}:\s{{0,3}}|{_Q}?\s{{0,3}}\n\s{{0,20}}value:\s{{0,3}}"""
-    rf"""|(?P<listed>{_Q}\s{{0,3}},\s{{0,3}}(?={_Q}))|(?P<gap>[ \t]+|>|\s{{1,8}}(?=\S)))"""
-    rf"""(?P<quote>{_Q})?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n]){{1,500}}"""
-    rf"""|{_BARE}))(?(quote)(?:(?P=quote)|(?=\n|\Z)))"""
-)
-_WORDS = frozenset(
-    "none null true false undefined string bytes integer number boolean object any optional required default "  # noqa: SIM905
-    "empty value prompt example changeme password passwd passphrase secret token".split()
-)
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
-_NETRC = re.compile(r"(?:^|\s)login\s{1,8}\S{1,100}\s{1,8}(?:account\s{1,8}\S{1,100}\s{1,8})?\Z")
-_SALTED = re.compile(  # the keys of WordPress, whose values have spaces
-    r"""(?i)(?:key|_salt)["']\s{0,3},\s{0,20}(?P<quote>["'])(?P<secret>(?:(?!(?P=quote))[^\n]){32,120})(?P=quote)\s{0,3}\)"""
-)
-_SALTED_NAME = re.compile(r"(?i)define\(\s{0,3}[\"'](?:auth|secure_auth|logged_in|nonce)_?\Z")
-
-
-def kind_of(name: str) -> str:
-    """Kind of the placeholder for the value of `name`."""
-    return "password" if re.search("(?i)pass|pwd", name) else "secret"
-
-
-def secret_name(name: str) -> str | None:
-    """What makes `name` that of a secret, or nothing."""
-    match = _SECRET_NAME.search(name)
-    return match[0] if match else None
-
-
-def _assignments(text: str, at: int) -> Iterator[Secret]:
-    match = _ASSIGNMENT.match(text, at)
-    if match and _is_assigned_secret(match):
-        yield Secret(*match.span("secret"), kind_of(match["name"]))
-    elif (match := _SALTED.match(text, at)) and _SALTED_NAME.search(text, max(at - 40, 0), at):
-        yield Secret(*match.span("secret"), "secret")
-
-
-def _is_assigned_secret(match: re.Match[str]) -> bool:
-    text, begin, after = match.string, match.start("name"), match.string[match.end() : match.end() + 2]
-    limit = max(begin - 100, 0)
-    while begin > limit and (text[begin - 1].isalnum() or text[begin - 1] in "_-"):
-        begin -= 1
-    name = text[begin : match.end("name")]
-    if not _SECRET_NAME.search(name):
-        return False
-    kind, value = kind_of(match["name"]), match["secret"]
-    if gap := match["gap"]:
-        if name.lower() in ("password", "passwd") and _NETRC.search(text, max(begin - 240, 0), begin):
-            return is_literal(value)
-        argument = (begin > 0 and text[begin - 1] == "<" and after == "</") if gap == ">" else name.startswith("--")
-        return argument and "\n" not in gap and value[0] != "-" and is_secret(kind, value, quoted=True)
-    if match["listed"]:
-        return len(value) >= 8 and not any(c.isspace() for c in value) and _looks_random(value)
-    if name.lower().endswith("auth"):
-        return is_auth(value) or text[max(begin - 2, 0) : begin] == "/:"
-    if match["quote"]:
-        return is_secret(kind, value, quoted=True)
-    if after[:1] in ("(", "["):
-        return False  # a call or an item: an expression
-    before = text[max(begin - 40, 0) : begin].rstrip(" \t")[-1:]
-    if text[max(begin - 2, 0) : begin] == "/:" and name.startswith("_"):
-        return is_literal(value)  # npm's settings, which are never code
-    code = before in ("(", ",") or after[:1] in (",", ")")
-    whole = before in ("'", '"') and after[:1] == before  # "X-Api-Key: value", a header
-    return is_secret(kind, value, code=code, bold=before in ("?", "&") or whole or (name == name.upper() and not code))
-
-
-_AUTH = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
-
-
-def is_auth(value: str) -> bool:
-    """Whether the value of `auth` is a user and a password in base64, or a key."""
-    return _AUTH.fullmatch(value) is not None and is_literal(value) and (is_mixed(value) or value[-1] == "=")
-
-
-def is_secret(kind: str, value: str, *, quoted: bool = False, code: bool = False, bold: bool = False) -> bool:
-    """Whether a value looks like a secret rather than like code or prose.
-
-    code: it stands where an expression may, so an identifier is a variable.
-    bold: its name is in capitals or in a URL's query, so a plain word is a value.
-    """
-    if len(value) < 4 or value.lower() in _WORDS or not is_literal(value) or any(c.isspace() for c in value):
-        return False
-    digits = sum(c.isdigit() for c in value)
-    identifier = _IDENTIFIER.fullmatch(value) is not None
-    if kind == "password":
-        if value[0] in "/~" and not quoted:
-            return False  # PWD, the working directory
-        return quoted or bold or not identifier or (digits > 0 and not code)
-    if digits == 0 or digits == len(value) or (value[0] in "/.~" and not _is_base64_key(value)):
-        return False
-    if quoted or bold:
-        return len(value) >= 8
-    return len(value) >= 12 and digits >= (3 if identifier else 1) and not _VERSION.search(value)
-
-
-def _is_base64_key(value: str) -> bool:
-    """Whether what begins as a path does is a key of 40 or more characters, as AWS has them."""
-    capitals, small = sum(c.isupper() for c in value), sum(c.islower() for c in value)
-    return re.fullmatch(r"[A-Za-z0-9+/]{40,}={0,2}", value) is not None and capitals >= 6 and small >= 6
-
-
 _SIGNATURE = r"(?<![\w=%.])(?i:sig|signature)=(?P<secret>[A-Za-z0-9%+/_=-]{20,1200})"
 _FOLDED: tuple[tuple[str, Finder], ...] = (
-    *((literal, _assignments) for literal in ("pass", "pwd", "secret", "token", "key", "cred", "auth", "_salt")),
+    *((literal, assignments) for literal in ("pass", "pwd", "secret", "token", "key", "cred", "auth", "_salt")),
     ("bearer", _pattern("authorization", _BEARER, _is_header_value)),
     ("authorization", _authorization),
     ("cookie", _cookies),
