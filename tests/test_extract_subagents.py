@@ -105,8 +105,10 @@ def test_a_report_that_is_there_already_is_not_doubled(tmp_path: Path, late: boo
     assert words(run(tmp_path)[0][AGENT]) == [*step_words("1"), "a: Two.\n"]
 
 
-def test_a_report_twice_in_the_log_is_kept_once(tmp_path: Path) -> None:
-    write(tmp_path, f"{SESSION}.jsonl", [*START, *steps("1"), report("r1", "t1", "Two."), report("r2", "t1", "Two.")])
+@pytest.mark.parametrize("again", ["Two.", "Two, I think."])
+def test_a_call_has_one_report(tmp_path: Path, again: str) -> None:
+    """A second result of it, in the same words or in others, is no part of the first one's turn."""
+    write(tmp_path, f"{SESSION}.jsonl", [*START, *steps("1"), report("r1", "t1", "Two."), report("r2", "t1", again)])
     assert words(run(tmp_path)[0][AGENT]) == [*step_words("1"), "a: Two."]
 
 
