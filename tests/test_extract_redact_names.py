@@ -47,3 +47,62 @@ def test_what_follows_a_quoted_value_stays() -> None:
     assert redact('f(password="ab\\"cd9", x="it")') == 'f(password="[REDACTED:password]", x="it")'
     assert redact('password = "ab9xyz\\\\"; y = "z"') == 'password = "[REDACTED:password]"; y = "z"'
     assert redact("x = {'password': 'ab9xyz', 'y': ''}") == "x = {'password': '[REDACTED:password]', 'y': ''}"
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("DB_PASSWORD=Ab1(cd)9x", "Ab1(cd)9x"),
+        ("db:\n  password: ab,cd&ef;12\n", "ab,cd&ef;12"),
+        ("PASSWORD=aa1<bb>cc2", "aa1<bb>cc2"),
+        ("export DB_PASSWORD=abc{9}x1", "abc{9}x1"),
+        ("DB_PASSWORD=$ecret99x", "ecret99x"),
+        ("password: Xk9#mm;zz|Q2", "Xk9#mm;zz|Q2"),
+        ("- API_TOKEN=ab12[cd]34,ef56", "ab12[cd]34,ef56"),
+        ("HOST=x\nDB_PASSWORD=Ab1(cd)9x\nUSER=y", "Ab1(cd)9x"),
+        ("    12→DB_PASSWORD=Ab1(cd)9x", "Ab1(cd)9x"),
+    ],
+)
+def test_the_value_of_a_setting_goes_to_the_end_of_its_line(text: str, secret: str) -> None:
+    check_gone(text, secret)
+
+
+SETTINGS_LIKE = """\
+password=get_password()
+password=get_password2(a)
+password: get_password2(user),
+PASSWORD=${VAR}
+PASSWORD=${VAR2:-x}y
+PASSWORD=$VAR_2
+PASSWORD=<placeholder1>
+password: <your-password-2>
+password: f"{user2}:{x}"
+password: {user2}_suffix
+password: string[2];
+password: Option<[u8;32]>,
+password: Vec<u8>
+secret_key: Option<[u8;32]>
+password: z.string().min(8),
+password: data[0].pass2
+token: opts.token1||other
+password: hash2(pw + salt)
+password: {{ vault_pw2 }}
+password: 8,16
+PASSWORD_KEY=foo(bar2)
+token: &[u8;16]
+secret: Buffer.from([1,2,3,4,5])
+const x = { password: ab,c2d }
+TOKEN=$(cat x2)
+password: (v1,v2)
+secret: ['a1', 'b2']"""
+
+
+@pytest.mark.parametrize("line", SETTINGS_LIKE.split("\n"))
+def test_code_that_looks_like_a_setting_stays(line: str) -> None:
+    for form in forms(line):
+        assert redact(form) == form
+
+
+def test_what_follows_a_setting_on_its_line_stays() -> None:
+    assert redact("API_TOKEN=ab12;cd34ef56&&run it") == "API_TOKEN=[REDACTED:secret]&&run it"
+    assert redact("PASSWORD=ab1;cd9&USER=bob") == "PASSWORD=[REDACTED:password]&USER=bob"

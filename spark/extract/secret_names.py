@@ -70,6 +70,10 @@ def secret_name(name: str) -> str | None:
 
 def assignments(text: str, at: int) -> Iterator[Secret]:
     """Secrets given to the name that ends in the word at `at`."""
+    line = _LINE.match(text, at)
+    if line is not None and (end := _end_of_line_value(line)):
+        yield Secret(line.start("secret"), end, kind_of(line["name"]))
+        return
     match = _ASSIGNMENT.match(text, at)
     if match and _is_assigned_secret(match):
         yield Secret(*match.span("secret"), kind_of(match["name"]))
@@ -77,11 +81,62 @@ def assignments(text: str, at: int) -> Iterator[Secret]:
         yield Secret(*match.span("secret"), "secret")
 
 
-def _is_assigned_secret(match: re.Match[str]) -> bool:
-    text, begin, after = match.string, match.start("name"), match.string[match.end() : match.end() + 2]
+# --- Settings, a line each: the value is all of the line, whatever characters are in it ---
+
+_NAMES = r"(?P<name>password|passwd|passphrase|pwd|pass|secret|token|key|credentials?|creds?)"
+_LINE = re.compile(  # with a character in the value at which it would end in code
+    rf"""(?i){_NAMES}(?P<is>=|:[ ]{{1,3}})"""
+    r"""(?P<secret>[^\s"'`\\,;&|<>(){}\[\]$]{0,200}[,;&|<>(){}\[\]$][^\s"'`\\]{0,200})"""
+    r"""(?=\s|\\{1,3}[nrt"']|["'`]|\Z)"""
+)
+_LINE_BEGIN = re.compile(  # of a file, of one with numbers, of a difference, in a string
+    r"""(?:\A|\n|\\n|\\{0,3}["'])[ \t]*(?:\d{1,6}(?:→|\\{1,3}u2192|\t|\\{1,3}t))?[ \t]*[-+]?[ \t]*"""
+    r"""(?:(?:export|set|ENV)[ \t]+)?\Z"""
+)
+_LINE_END = re.compile(
+    r"&&|\|\||[&;,]\w+=|;(?:export|then|do|done|fi)\b|;\Z"
+)  # of a value that another command follows
+_CODE = re.compile(  # references, templates and placeholders; calls, items and types at the end or before what goes on
+    r"""[<&*|>!%@({\[].*|.*(?:\$\(|\$\{|\{\{|\{[A-Za-z_$%]|\[REDACTED:).*|\$\w+|.*[,;({\[<&|]"""
+    r"""|.*(?:=>|->|\w\([^()]*\)|\w\[[^\[\]]*\]|\w<[^<>]*>)(?:[.,;:?)\]}].*)?|.*\w\([^)]*"""
+)
+_ESCAPE = re.compile(r"[nrt]|u2192")
+_NO_VARIABLE = re.compile(r"\$[A-Za-z]+\d{2,}[A-Za-z]{1,2}")
+
+
+def _end_of_line_value(match: re.Match[str]) -> int:
+    """Where the value of a setting that has a line of its own ends; 0 if it is none, or no secret."""
+    begin = _begin_of_name(match)
+    if begin and match.string[begin - 1] == "\\" and (escape := _ESCAPE.match(match.string, begin, match.end("name"))):
+        begin = escape.end()  # in JSON, after the end of the line before
+    name = match.string[begin : match.end("name")]
+    capitals = name == name.upper()
+    if not (capitals or match["is"][0] == ":") or not _SECRET_NAME.search(name):
+        return 0
+    if not _LINE_BEGIN.search(match.string[max(begin - 60, 0) : begin]):
+        return 0
+    value = match["secret"]
+    if cut := _LINE_END.search(value):
+        value = value[: cut.start()]
+    digits, letters = sum(c.isdigit() for c in value), any(c.isalpha() for c in value)
+    least = 6 if kind_of(match["name"]) == "password" else 8 if capitals else 12
+    if not digits or not letters or len(value) < least or not (set(value) & set("&|;,<>(){}[]$")):
+        return 0
+    if _CODE.fullmatch(value) and not (capitals and _NO_VARIABLE.fullmatch(value)):
+        return 0
+    return match.start("secret") + len(value)
+
+
+def _begin_of_name(match: re.Match[str]) -> int:
+    text, begin = match.string, match.start("name")
     limit = max(begin - 100, 0)
     while begin > limit and (text[begin - 1].isalnum() or text[begin - 1] in "_-"):
         begin -= 1
+    return begin
+
+
+def _is_assigned_secret(match: re.Match[str]) -> bool:
+    text, begin, after = match.string, _begin_of_name(match), match.string[match.end() : match.end() + 2]
     name = text[begin : match.end("name")]
     if not _SECRET_NAME.search(name):
         return False
