@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from spark.extract.redact import redact
+from spark.extract.redact import redact, redact_value
 
 
 def forms(text: str) -> list[str]:
@@ -106,3 +106,46 @@ def test_code_that_looks_like_a_setting_stays(line: str) -> None:
 def test_what_follows_a_setting_on_its_line_stays() -> None:
     assert redact("API_TOKEN=ab12;cd34ef56&&run it") == "API_TOKEN=[REDACTED:secret]&&run it"
     assert redact("PASSWORD=ab1;cd9&USER=bob") == "PASSWORD=[REDACTED:password]&USER=bob"
+
+
+STAYS = [
+    {"PWD": "/home/u1"},
+    {"OLDPWD": "~/x2"},
+    {"pageToken": "CAUQAA1234"},
+    {"next_token": "abcd1234efgh"},
+    {"page_token": "abcd1234efgh"},
+    {"nextPageToken": "abcd1234efgh"},
+    {"cursor": "abcd1234efgh"},
+    {"session_key": "user:42:prefs"},
+]
+
+
+@pytest.mark.parametrize("value", STAYS, ids=str)
+def test_names_like_a_secrets_whose_values_are_none(value: dict[str, str]) -> None:
+    assert redact_value(value) == value
+    for form in forms(json.dumps(value)):
+        assert redact(form) == form
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--page-token CAUQAA1234",
+        "--page-token=CAUQAA1234",
+        "--secret=projects/acme-1/secrets/db-pass/versions/1",
+        "password = random_password.db.result",
+        "token: 0.0012345678901",
+        "password = hunter.two",
+    ],
+)
+def test_text_that_is_all_of_a_string_is_no_header(text: str) -> None:
+    for form in forms(text):
+        assert redact(form) == form
+
+
+def test_names_beside_those_still_name_secrets() -> None:
+    assert redact('"DB_PWD": "/x9secret"') == '"DB_PWD": "[REDACTED:password]"'
+    assert redact_value({"DB_PWD": "/x9secret"}) == {"DB_PWD": "[REDACTED:password]"}
+    assert redact('{"refresh_token": "abcd1234efgh"}') == '{"refresh_token": "[REDACTED:secret]"}'
+    assert redact("'X-Auth-Token: abcd1234efgh'") == "'X-Auth-Token: [REDACTED:secret]'"
+    check_gone('MNEMONIC="test walk nut penalty hip pave soap entry language right filter choice"', "penalty hip")

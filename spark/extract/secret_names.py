@@ -65,7 +65,21 @@ def kind_of(name: str) -> str:
 def secret_name(name: str) -> str | None:
     """What makes `name` that of a secret, or nothing."""
     match = _SECRET_NAME.search(name)
-    return match[0] if match else None
+    return match[0] if match and not _PLACE_IN_PAGES.search(name) else None
+
+
+_PLACE_IN_PAGES = re.compile(r"(?i)(?:page|next|previous|prev|continuation|pagination|cursor)[_-]?token$")
+_FOLDER_NAME = re.compile(r"(?i)(?:old)?pwd")
+_NAMED = re.compile(  # a key made of words and numbers, the name of a stored secret
+    r"[a-z][a-z_-]*(?::(?:[a-z][a-z_-]*|\d{1,10}))+|projects/[^\s/]{1,60}/[^\s]{0,120}|arn:aws[\w-]*:[^\s]{1,200}"
+)
+
+
+def names_no_secret(name: str, value: str) -> bool:
+    """Whether the value of a name such as a secret has is a folder, or only says where a secret is."""
+    return (value[:1] in ("/", "~") and _FOLDER_NAME.fullmatch(name) is not None) or (
+        kind_of(name) == "secret" and _NAMED.fullmatch(value) is not None
+    )
 
 
 def assignments(text: str, at: int) -> Iterator[Secret]:
@@ -111,7 +125,7 @@ def _end_of_line_value(match: re.Match[str]) -> int:
         begin = escape.end()  # in JSON, after the end of the line before
     name = match.string[begin : match.end("name")]
     capitals = name == name.upper()
-    if not (capitals or match["is"][0] == ":") or not _SECRET_NAME.search(name):
+    if not (capitals or match["is"][0] == ":") or not secret_name(name):
         return 0
     if not _LINE_BEGIN.search(match.string[max(begin - 60, 0) : begin]):
         return 0
@@ -138,7 +152,7 @@ def _begin_of_name(match: re.Match[str]) -> int:
 def _is_assigned_secret(match: re.Match[str]) -> bool:
     text, begin, after = match.string, _begin_of_name(match), match.string[match.end() : match.end() + 2]
     name = text[begin : match.end("name")]
-    if not _SECRET_NAME.search(name):
+    if not secret_name(name) or names_no_secret(name.lstrip("-"), match["secret"]):
         return False
     kind, value = kind_of(match["name"]), match["secret"]
     if gap := match["gap"]:
@@ -158,7 +172,8 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
     if text[max(begin - 2, 0) : begin] == "/:" and name.startswith("_"):
         return is_literal(value)  # npm's settings, which are never code
     code = before in ("(", ",") or after[:1] in (",", ")")
-    whole = before in ("'", '"') and after[:1] == before  # "X-Api-Key: value", a header
+    colon = ":" in text[match.end("name") : match.start("secret")]
+    whole = "-" in name and colon and before in ("'", '"') and after[:1] == before  # "X-Api-Key: value", a header
     return is_secret(kind, value, code=code, bold=before in ("?", "&") or whole or (name == name.upper() and not code))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from spark.extract.secret_names import assignments, is_literal, looks_random
+from spark.extract.secret_names import QUOTE, assignments, is_literal, looks_random
 from spark.extract.secret_tokens import Secret, is_mixed
 
 Finder = Callable[[str, int], Iterator[Secret]]  # asked about a place where one of its literals begins
@@ -249,7 +249,11 @@ def _crypt(text: str, at: int) -> Iterator[Secret]:
 
 _WORDS_12_TO_24 = r"(?:[a-z]{3,8} ){11}(?:[a-z]{3,8}(?: [a-z]{3,8} [a-z]{3,8} [a-z]{3,8}){0,4})"
 _SEED_PHRASE = (
-    r"(?i:mnemonic|phrase|seed[ _-]?words|seed)s?(?:\\?[\"'])?\s{0,3}[:=]\s{0,3}(?:\\?[\"'`])?(?P<secret>"
+    r"(?i:mnemonic|phrase|seed[ _-]?words|seed)s?(?:"
+    + QUOTE
+    + r")?\s{0,3}[:=]\s{0,3}(?:"
+    + QUOTE
+    + r")?(?P<secret>"
     + _WORDS_12_TO_24
     + r")(?![ ]?[A-Za-z])"
 )
