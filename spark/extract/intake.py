@@ -181,7 +181,17 @@ def as_text(value: object) -> str:
 
 
 _64_BITS = 2**64 - 1
-_INSERTED = re.compile(r"\s*(?:<[A-Za-z][A-Za-z_ -]*>|# AGENTS\.md|Caveat: |\[Request interrupted)")
+# Tags that the programs write around what they put in: what the user types may begin with a tag, too.
+_TAGS = (
+    "environment_context environments user_instructions INSTRUCTIONS permissions\\sinstructions collaboration_mode "
+    "turn_aborted user_shell_command user_action subagent_notification skill skills_instructions model_switch "
+    "personality_spec ide_context hook_prompt "
+    "command-(?:name|message|args|contents) local-command-(?:stdout|stderr|caveat) bash-(?:input|stdout|stderr) "
+    "system-reminder system_reminder user-prompt-submit-hook session-start-hook post-tool-use-hook user-memory-input "
+    "ide_opened_file ide_selection ide_diagnostics new-diagnostics teammate-message task-notification "
+    "background-task-[a-z]+ tick"
+)
+_INSERTED = re.compile(rf"\s*(?:<(?:{'|'.join(_TAGS.split())})[ >]|# AGENTS\.md|Caveat: |\[Request interrupted)")
 
 
 def is_inserted(text: str) -> bool:
