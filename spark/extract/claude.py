@@ -50,7 +50,7 @@ class _Seen:
 def read_group(group: Group, intake: Intake) -> Iterator[Conversation]:
     """The conversations of one root session; each must be consumed before the next is asked for."""
     seen = _Seen()
-    own_logs = frozenset(file.agent for file in group.files if file.agent)
+    own_logs = frozenset(file.agent for file in group.files if file.agent and file.readable)
     for file in group.files:
         with Spool(intake.spool_dir) as spool:
             log = _Log(file, own_logs, intake, spool)
