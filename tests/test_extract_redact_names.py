@@ -149,3 +149,45 @@ def test_names_beside_those_still_name_secrets() -> None:
     assert redact('{"refresh_token": "abcd1234efgh"}') == '{"refresh_token": "[REDACTED:secret]"}'
     assert redact("'X-Auth-Token: abcd1234efgh'") == "'X-Auth-Token: [REDACTED:secret]'"
     check_gone('MNEMONIC="test walk nut penalty hip pave soap entry language right filter choice"', "penalty hip")
+
+
+HEX, WORD = "9f3c" * 10, "kw9Secr3tXyz"
+COMMANDS = """\
+CREATE USER 'app'@'%' IDENTIFIED BY '{w}';
+ALTER ROLE app WITH PASSWORD '{w}';
+ENV API_KEY {h}
+set -x API_TOKEN {h}
+AWS Secret Access Key [None]: {h}
+AZURE_OPENAI_KEY: {h}
+    DEPLOY_KEY: {h}
+ psk="{w}"
+echo "{w}" | docker login -u bob --password-stdin ghcr.io
+wandb login {h}
+gpg --batch --passphrase 'my long words 9' -d f.gpg
+openssl enc -aes-256-cbc -k {w} -in a
+gh secret set PROD_TOKEN --body "{w}"
+net use Z: //srv/share /user:corp/bob {w}"""
+
+
+@pytest.mark.parametrize("line", COMMANDS.split("\n"))
+def test_secrets_in_statements_and_commands_go(line: str) -> None:
+    secret = WORD if "{w}" in line else HEX if "{h}" in line else "long words 9"
+    check_gone(line.format(w=WORD, h=HEX), secret)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ENV API_KEY ${API_KEY}",
+        "IDENTIFIED BY '<password>'",
+        "wandb login --relogin",
+        "set -x PATH_KEY value",
+        "echo $PASS | docker login --password-stdin",
+        "gpg --passphrase-file key1",
+        "curl -k https://example.org/a1",
+        "ALTER ROLE app WITH PASSWORD '%s'",
+    ],
+)
+def test_such_commands_without_a_secret_stay(line: str) -> None:
+    for form in forms(line):
+        assert redact(form) == form

@@ -29,7 +29,7 @@ _VERSION = re.compile(r"(?:^|[-_.v:@])\d+(?:\.\d+)+(?:[-+.]?[A-Za-z]{0,8}\d*)?$"
 _SECRET_NAME = re.compile(  # at the end of a longer name: DB_PASSWORD, githubToken, x-api-key
     r"(?i)(?:password|passwd|passphrase|pwd|[_-]pass|secret|secret[_-]?(?:string|value)|token|cred(?:ential)?s?|authorization"
     r"|(?<![a-z])auth|(?:api|access|secret|private|account|encryption|signing|session|master|auth|app|client|shared|nonce"
-    r"|logged[_-]in|webhook|storage|subscription|admin|hmac|jwt|license)[_-]?key(?:[_-]?(?:id|data|base))?|_salt)$"
+    r"|logged[_-]in|webhook|storage|subscription|openai|deploy|admin|hmac|jwt|license)[_-]?key(?:[_-]?(?:id|data|base))?|_salt)$"
 )
 _BARE = r"""[^\s"'`,;&|<>(){}\[\]\\]{4,500}"""
 QUOTE = r"""\\{0,3}["'`]"""  # a quote, in JSON within JSON too
@@ -158,6 +158,11 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
     if gap := match["gap"]:
         if name.lower() in ("password", "passwd") and _NETRC.search(text, max(begin - 240, 0), begin):
             return is_literal(value)
+        near = text[max(begin - 40, 0) : begin]
+        if _DECLARED.search(near) and name == name.upper():
+            return "\n" not in gap and is_secret(kind, value, quoted=bool(match["quote"]), bold=True)
+        if kind == "password" and match["quote"] and _IN_SQL.search(near):
+            return is_secret(kind, value, quoted=True)
         argument = (begin > 0 and text[begin - 1] == "<" and after == "</") if gap == ">" else name.startswith("--")
         return argument and "\n" not in gap and value[0] != "-" and is_secret(kind, value, quoted=True)
     if match["listed"]:
@@ -177,6 +182,8 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
     return is_secret(kind, value, code=code, bold=before in ("?", "&") or whole or (name == name.upper() and not code))
 
 
+_DECLARED = re.compile(r"""(?:\A|[\n"'`;&|]|\\n)[ \t]*(?:ENV|ARG|setenv|set(?:[ \t]+-\w+)+)[ \t]+\Z""")
+_IN_SQL = re.compile(r"(?i)\b(?:with|login|encrypted|superuser|createdb|createrole)\s{1,8}\Z")
 _AUTH = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 
 

@@ -136,6 +136,7 @@ _COMMAND_WORDS = {  # of which one is in every command that the option's pattern
     " -a": ("redis",),
     " -w": ("ldap",),
     " -b": ("curl",),
+    " -k": ("openssl",),
 }
 _REACH = 400  # characters before an option in which its command is looked for
 _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, what follows the option
@@ -149,6 +150,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, wha
     (" -a", r"redis-cli(?:\s|\Z)", rf"a {_ARGUMENT}"),
     (" -w", r"ldap\w+(?:\s|\Z)", rf"w {_ARGUMENT}"),
     (" -b", r"curl(?:\s|\Z)", r"b ?"),
+    (" -k", r"openssl\s+(?:enc|aes|des|cms)", rf"k {_ARGUMENT}"),
 )
 
 
@@ -225,6 +227,25 @@ _HTPASSWD = (
 def _sudo(text: str, at: int) -> Iterator[Secret]:
     begin = max(at - 160, 0)
     if (match := _SUDO.search(text, begin, at)) and is_literal(match["secret"]):
+        yield Secret(*match.span("secret"), "password")
+
+
+_GIVEN = rf"""(?:(?P<quote>{QUOTE})(?P<secret>(?:(?!(?P=quote))[^\n]){{4,200}})(?P=quote))"""  # in quotes
+_PIPED = re.compile(
+    r"""(?:echo|printf)\s{1,3}(?:-n\s)?(?:\\{0,3}["'])?(?P<secret>[^\s"'|$`\\]{4,100})(?:\\{0,3}["'])?\s{0,3}\|[^\n|;]{1,200}\Z"""
+)
+_NET_USE = r"net\s+use\s(?:[^\n]{0,120}?\s)?/user:\S{1,80}\s+(?P<secret>[^\s/*\"'\\]{3,100})"
+_WANDB = r"wandb login\s+(?:--\S+\s+){0,3}(?P<secret>[0-9a-fA-F]{40,80})(?![0-9A-Za-z])"
+_NUGET = r"nuget\s+push\s[^\n|;&]{0,200}?(?P<secret>oy2[a-z2-7]{43})(?![a-z0-9])"
+_GITHUB_SECRET = rf"gh secret set\s[^\n|;&]{{0,120}}?(?:--body|-b)[ =]{_GIVEN}"
+_AWS_PROMPT = r"secret access key \[[^\]\n]{0,40}\]:[ \t]{0,3}(?P<secret>[A-Za-z0-9/+=]{16,100})"
+_FERNET = rf"fernet\(\s{{0,3}}b?(?:{QUOTE})(?P<secret>[A-Za-z0-9_-]{{43}}=)"
+_PSK = rf"psk[ \t]?=[ \t]?(?:(?P<quote>{QUOTE})(?P<secret>(?:(?!(?P=quote))[^\n]){{8,63}})(?P=quote))"
+
+
+def _piped(text: str, at: int) -> Iterator[Secret]:
+    """A password that is written to a command which reads it from its input."""
+    if (match := _PIPED.search(text, max(at - 300, 0), at)) and is_literal(match["secret"]):
         yield Secret(*match.span("secret"), "password")
 
 
@@ -352,9 +373,19 @@ _FOLDED: tuple[tuple[str, Finder], ...] = (
     ("bearer", _pattern("authorization", _BEARER, _is_header_value)),
     ("authorization", _authorization),
     ("cookie", _cookies),
-    *((option, _option(option)) for option in (" -p", " -a", " -w", " -b")),
+    *((option, _option(option)) for option in (" -p", " -a", " -w", " -b", " -k")),
     *((option, _user_and_password) for option in (" -u", " --user", " --proxy-user", " --auth")),
     ("pass:", _openssl),
+    ("identified by", _pattern("password", rf"(?i:identified by)\s+(?i:password\s+)?{_GIVEN}", is_literal)),
+    ("--password-stdin", _piped),
+    ("--passphrase", _pattern("password", rf"(?i:--passphrase)[ =]{_GIVEN}", is_literal)),
+    ("psk", _pattern("password", f"(?i:{_PSK})", is_literal)),
+    ("wandb login", _pattern("secret", f"(?i:{_WANDB})")),
+    ("nuget", _pattern("api-key", f"(?i:{_NUGET})")),
+    ("net use", _pattern("password", f"(?i:{_NET_USE})", is_literal)),
+    ("gh secret set", _pattern("secret", f"(?i:{_GITHUB_SECRET})", is_literal)),
+    ("secret access key [", _pattern("secret", f"(?i:{_AWS_PROMPT})")),
+    ("fernet(", _pattern("secret", f"(?i:{_FERNET})")),
     ("| sudo -s", lambda text, at: _sudo(text, at + 2)),
     ("passwd -", _pattern("password", "(?i:" + _HTPASSWD + ")", is_literal)),
     (
