@@ -163,7 +163,7 @@ AZURE_OPENAI_KEY: {h}
  psk="{w}"
 echo "{w}" | docker login -u bob --password-stdin ghcr.io
 wandb login {h}
-gpg --batch --passphrase 'my long words 9' -d f.gpg
+gpg --batch --passphrase 'my long key 9x8y' -d f.gpg
 openssl enc -aes-256-cbc -k {w} -in a
 gh secret set PROD_TOKEN --body "{w}"
 net use Z: //srv/share /user:corp/bob {w}"""
@@ -171,7 +171,7 @@ net use Z: //srv/share /user:corp/bob {w}"""
 
 @pytest.mark.parametrize("line", COMMANDS.split("\n"))
 def test_secrets_in_statements_and_commands_go(line: str) -> None:
-    secret = WORD if "{w}" in line else HEX if "{h}" in line else "long words 9"
+    secret = WORD if "{w}" in line else HEX if "{h}" in line else "long key 9x8y"
     check_gone(line.format(w=WORD, h=HEX), secret)
 
 
