@@ -191,3 +191,16 @@ def test_secrets_in_statements_and_commands_go(line: str) -> None:
 def test_such_commands_without_a_secret_stay(line: str) -> None:
     for form in forms(line):
         assert redact(form) == form
+
+
+def test_a_word_in_a_file_of_settings_is_a_password() -> None:
+    """And in a call of a function, whose arguments have lines of their own, it is a variable."""
+    settings = "[client]\n# mine\nuser=root\npassword=rootpw\nhost=x\n"
+    assert redact(settings) == settings.replace("rootpw", "[REDACTED:password]")
+    for code in ("f(\nuser=root\npassword=rootpw\n)", "[a]\nf(x,\npassword=rootpw\n)", "[client]\npassword=none\n"):
+        assert redact(code) == code
+
+
+def test_the_keys_of_accounts_go() -> None:
+    check_gone(f"accounts: ['0x{HEX[:32] * 2}']", HEX[:32] * 2)
+    assert redact("accounts: ['0xabc', 'x']") == "accounts: ['0xabc', 'x']"

@@ -177,11 +177,19 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
     if text[max(begin - 2, 0) : begin] == "/:" and name.startswith("_"):
         return is_literal(value)  # npm's settings, which are never code
     code = before in ("(", ",") or after[:1] in (",", ")")
-    colon = ":" in text[match.end("name") : match.start("secret")]
-    whole = "-" in name and colon and before in ("'", '"') and after[:1] == before  # "X-Api-Key: value", a header
+    assigned = text[match.end("name") : match.start("secret")]
+    if kind == "password" and assigned == "=" and before == "\n" and after[:1] in ("", "\n", "\r"):
+        bare = _SECTION.search(text, max(begin - 400, 0), begin) is not None
+        return is_secret(kind, value, bold=bare or (name == name.upper() and not code))
+    whole = (
+        "-" in name and ":" in assigned and before in ("'", '"') and after[:1] == before
+    )  # "X-Api-Key: value", a header
     return is_secret(kind, value, code=code, bold=before in ("?", "&") or whole or (name == name.upper() and not code))
 
 
+_SECTION = re.compile(  # of a file of settings: its title, and nothing but settings without quotes up to here
+    r"""(?:\A|\n)\[[\w.:-]{1,40}\]\r?\n(?:[\w.-]{1,40}[ \t]?=[^\n"'(),;]{0,120}\n|[#;][^\n]{0,120}\n|\r?\n){0,12}\Z"""
+)
 _DECLARED = re.compile(r"""(?:\A|[\n"'`;&|]|\\n)[ \t]*(?:ENV|ARG|setenv|set(?:[ \t]+-\w+)+)[ \t]+\Z""")
 _IN_SQL = re.compile(r"(?i)\b(?:with|login|encrypted|superuser|createdb|createrole)\s{1,8}\Z")
 _AUTH = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")

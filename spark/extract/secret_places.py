@@ -279,6 +279,7 @@ _SEED_PHRASE = (
     + r")(?![ ]?[A-Za-z])"
 )
 _LISTED_KEYS = re.compile(r"(?i)private[ _-]?keys?\b[^\n]{0,20}\n?[\s=-]{0,60}")
+_ACCOUNTS = rf"(?i:accounts)\s{{0,3}}[:=]\s{{0,3}}\[\s{{0,20}}{QUOTE}(?P<secret>0x[0-9a-fA-F]{{64}})(?![0-9a-zA-Z])"
 _LISTED_KEY = re.compile(r"\s{0,4}(?:\(?\d{1,3}[).]\s{0,4})?(?P<secret>(?:0x)?[0-9a-fA-F]{64})(?![0-9a-zA-Z])")
 
 
@@ -396,6 +397,7 @@ _FOLDED: tuple[tuple[str, Finder], ...] = (
     ),
     *((literal, _pattern("seed-phrase", _SEED_PHRASE)) for literal in ("mnemonic", "phrase", "seed")),
     ("private key", _listed_keys),
+    ("accounts", _pattern("private-key", _ACCOUNTS)),
     ("data:\n", _kubernetes_data),
     ("sig=", _pattern("signature", _SIGNATURE, is_mixed)),
     ("signature=", _pattern("signature", _SIGNATURE, is_mixed)),
