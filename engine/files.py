@@ -34,12 +34,12 @@ def replacing(path: Path, what: str, *, mode: int = 0o644, hint: str = "") -> It
             with path.open("wb") as file:
                 yield file
             return
-        _remove_stale(target)
+        remove_stale(target)
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                _try_lock(descriptor)
+                try_lock(descriptor)
                 yield file
                 file.flush()
                 os.fchmod(file.fileno(), mode)
@@ -64,7 +64,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return file
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
     """Hold a file for as long as it is open; whether it is held, or cannot be where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,9 +73,12 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_stale(target: Path) -> None:
-    """Remove the temporary files of `target` that no process writes any more."""
+def remove_stale(target: Path) -> None:
+    """Remove the temporary files `.NAME.XXXXXXXX.tmp` of `target` that no process writes any more.
+
+    Those are the ones that are older than a minute and that nobody holds by `try_lock`.
+    """
     for found in target.parent.glob(f".{glob.escape(target.name)}.????????.tmp"):
         with contextlib.suppress(OSError), found.open("rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_S and _try_lock(file.fileno()):
+            if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_S and try_lock(file.fileno()):
                 found.unlink()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from engine.errors import FileFormatError, SparkError
-from engine.files import open_regular
+from engine.files import open_regular, remove_stale, try_lock
 
 EXTRACT_HINT = "make session files with `spark extract-sessions`"
 
@@ -129,7 +129,8 @@ def write_sessions(path: Path, sessions: Iterable[Session]) -> None:
 class SessionWriter:
     """A file of sessions under construction, which takes its name only when it is whole.
 
-    Use as a context manager: `write` sessions, `seal`, `publish`; whatever was not published is removed on leaving.
+    Use as a context manager: `write` sessions, `seal`, `publish`; whatever was not published is removed on leaving,
+    and what a process that was killed left of the same file on entering.
     Sealing and publishing are two steps so that two files can be made sure of before either of them appears.
     Raises SparkError, naming the file, when the disk does not take it.
     """
@@ -141,10 +142,13 @@ class SessionWriter:
         self._published = False
 
     def __enter__(self) -> SessionWriter:
+        remove_stale(self.path)
         try:
             handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent)
         except OSError as error:
             raise _write_error(self.path, error) from error
+        try_lock(handle)
+        self._held = os.dup(handle)  # holds the lock until the file has its name, or is gone
         self._file = os.fdopen(handle, "wb")  # mkstemp made it with mode 0600
         self._temporary = Path(name)
         return self
@@ -155,6 +159,7 @@ class SessionWriter:
                 self._file.close()
         if not self._published:
             self._temporary.unlink(missing_ok=True)
+        os.close(self._held)
 
     def write(self, head: Session, messages: Iterable[Message]) -> None:
         """Append one session: the head's fields with `messages` in place of its own, which need not fit in memory."""

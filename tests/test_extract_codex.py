@@ -371,11 +371,11 @@ def test_damage_is_counted_by_reason_and_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
-    nan = item("function_call", name="f", arguments='{"x": NaN, "y": "\\ud83d"}', call_id="c1")
+    nan = item("function_call", name="f", arguments='{"x": [NaN, 1e999, -1E400, 1.5e3], "y": "\\ud83d"}', call_id="c1")
     write(tmp_path, THREAD, [meta(), said("user", "go"), nan])
     call = run(tmp_path)[0][THREAD].messages[1].tool_calls[0]
-    assert call.arguments == {"x": None, "y": "\ufffd"}
-    assert "NaN" not in (tmp_path / "out" / "train.jsonl").read_text()
+    assert call.arguments == {"x": [None, None, None, 1500.0], "y": "\ufffd"}
+    json.loads((tmp_path / "out" / "train.jsonl").read_text(), parse_constant=pytest.fail)
 
 
 junk = st.recursive(
@@ -414,3 +414,23 @@ def test_no_value_in_any_place_breaks_it(tmp_path_factory: pytest.TempPathFactor
     write(home, THREAD, records)
     for session in run(home)[0].values():
         assert any(m.role == "assistant" for m in session.messages)
+
+
+def test_a_prompt_that_begins_with_a_tag_is_a_turn(tmp_path: Path) -> None:
+    """What the program put in begins with tags of its own, and is taken back with the turn before it."""
+    records = [
+        meta(),
+        said("user", "<environment_context>\n<cwd>/p</cwd></environment_context>"),
+        said("user", "one"),
+        said("assistant", "1"),
+        said("user", "<div> is broken"),
+        said("assistant", "2"),
+        said("user", "<turn_aborted>\nThe user interrupted.\n</turn_aborted>"),
+        event("thread_rolled_back", num_turns=1),
+        said("user", "two"),
+        said("assistant", "3"),
+    ]
+    write(tmp_path, THREAD, records)
+    sessions, _ = run(tmp_path)
+    assert words(sessions[THREAD])[1:] == ["u: one", "a: 1", "u: two", "a: 3"]
+    assert words(sessions[f"{THREAD}~1"])[0] == "u: <div> is broken"

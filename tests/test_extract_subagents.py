@@ -105,8 +105,10 @@ def test_a_report_that_is_there_already_is_not_doubled(tmp_path: Path, late: boo
     assert words(run(tmp_path)[0][AGENT]) == [*step_words("1"), "a: Two.\n"]
 
 
-def test_a_report_twice_in_the_log_is_kept_once(tmp_path: Path) -> None:
-    write(tmp_path, f"{SESSION}.jsonl", [*START, *steps("1"), report("r1", "t1", "Two."), report("r2", "t1", "Two.")])
+@pytest.mark.parametrize("again", ["Two.", "Two, I think."])
+def test_a_call_has_one_report(tmp_path: Path, again: str) -> None:
+    """A second result of it, in the same words or in others, is no part of the first one's turn."""
+    write(tmp_path, f"{SESSION}.jsonl", [*START, *steps("1"), report("r1", "t1", "Two."), report("r2", "t1", again)])
     assert words(run(tmp_path)[0][AGENT]) == [*step_words("1"), "a: Two."]
 
 
@@ -246,3 +248,13 @@ def test_every_report_is_there_once(tmp_path_factory: pytest.TempPathFactory, da
     sessions, _ = run(home)
     found = {name.rpartition("-")[2]: words(s) for name, s in sessions.items() if "/" in name}
     assert found == expected
+
+
+@pytest.mark.parametrize("line", ['{"parentUu', "[1]", ""])
+def test_a_log_of_its_own_that_cannot_be_read_is_none(tmp_path: Path, line: str) -> None:
+    """What its parent has of the subagent is all that there is."""
+    write(tmp_path, f"{SESSION}.jsonl", [*START, *steps("1"), report("r1", "t1", "Two."), END])
+    write(tmp_path, f"{SESSION}/subagents/agent-ab12.jsonl", [line])
+    sessions, _ = run(tmp_path)
+    assert words(sessions[AGENT]) == [*step_words("1"), "a: Two."]
+    assert set(sessions) == {SESSION, AGENT}

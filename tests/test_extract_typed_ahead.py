@@ -197,3 +197,22 @@ def test_no_sequence_of_movements_breaks_it(
     assert [w for w in found if not w.startswith("u:")] == [*SAID[1:], "a: Done."]
     enqueued = sum(operation == "enqueue" for operation in operations)
     assert len(found) - 4 <= enqueued + sum(operation == "remove" for operation in operations)
+
+
+def test_a_prompt_stays_in_its_turn_when_the_user_goes_back(tmp_path: Path) -> None:
+    """Also without a record of an interruption; what the user typed instead did not have it."""
+    records = [
+        *START[:1],
+        answer("a0", "u1", "msg_0", text("Yes?")),
+        user("u2", "a0", "list"),
+        answer("a1", "u2", "msg_A", call("t1", cmd="ls")),
+        queue("enqueue", "also b"),
+        RESULT,
+        queue("remove"),
+        user("u3", "a0", "count"),
+        answer("a3", "u3", "msg_C", text("Two.")),
+    ]
+    write(tmp_path, f"{SESSION}.jsonl", records)
+    sessions, _ = run(tmp_path)
+    assert words(sessions[SESSION]) == ["u: go", "a: Yes?", "u: count", "a: Two."]
+    assert words(sessions[f"{SESSION}~1"]) == ["u: list", 'a: Bash({"cmd": "ls"})', "t: a.py", "u: also b"]

@@ -64,7 +64,7 @@ def test_what_is_still_written_stays(tmp_path: Path) -> None:
                 second.write(b"2")
             file.write(b"1")
         assert slow.exists() and (tmp_path / "p.csv").read_bytes() == b"1"
-    files._remove_stale(tmp_path / "p.csv")
+    files.remove_stale(tmp_path / "p.csv")
     assert not slow.exists()
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,22 @@ def test_a_writer_that_is_left_early_leaves_nothing(tmp_path: Path) -> None:
         writer.write(Session("a", "codex", "", (), ()), forever())
     assert path.read_text() == "before\n"
     assert [p.name for p in tmp_path.iterdir()] == ["s.jsonl"]
+
+
+def test_what_a_killed_writer_left_goes_and_what_one_writes_stays(tmp_path: Path) -> None:
+    path, old = tmp_path / "s.jsonl", time.time() - 3600
+    left = tmp_path / ".s.jsonl.abcdefgh.tmp"
+    left.write_text("half")
+    os.utime(left, (old, old))
+    with SessionWriter(path) as slow:
+        assert not left.exists()
+        slow.seal()  # and then takes its time until it is published
+        (ours,) = tmp_path.iterdir()
+        os.utime(ours, (old, old))
+        write_sessions(path, [])
+        assert ours.exists()
+        slow.publish()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from spark.extract.attachments import sent_texts, version_of
 from spark.extract.blocks import response_parts, user_parts
 from spark.extract.conversation import Conversation, ToolTable
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, read_records
+from spark.extract.openings import Openings
 from spark.extract.roots import Group, LogFile, plain_id
 from spark.extract.subagents import TaskReport, TaskReports, read_task_report
 from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
@@ -49,7 +50,7 @@ class _Seen:
 def read_group(group: Group, intake: Intake) -> Iterator[Conversation]:
     """The conversations of one root session; each must be consumed before the next is asked for."""
     seen = _Seen()
-    own_logs = frozenset(file.agent for file in group.files if file.agent)
+    own_logs = frozenset(file.agent for file in group.files if file.agent and file.readable)
     for file in group.files:
         with Spool(intake.spool_dir) as spool:
             log = _Log(file, own_logs, intake, spool)
@@ -73,14 +74,16 @@ class _Log:
         self._events: list[Node | Boundary | Note] = []
         self._node_of: dict[int, Node | Boundary] = {}  # by record id
         self._links: dict[int, int | None] = {}  # parents of records that are no nodes
+        self._openings = Openings(self._links)
         self._responses: dict[tuple[str, str], Node] = {}  # by thread and message id
         self._callers: dict[str, Node] = {}  # by call id
         self._said: set[tuple[int, int]] = set()  # identity of a response and fingerprint of a line of it
+        self._said_under: set[tuple[int, int | None]] = set()  # and parents of its lines
         self._kept: dict[int, int] = {}  # by id of the last record that a compaction kept: the compaction's line
         self._tools: dict[str, ToolTable] = {}
         self._segments: dict[str, int] = {}  # compactions so far, by thread
         self._linked = False
-        self._attachments: set[int] = set()  # ids of those that became notes
+        self._attachments: dict[int, Note] = {}  # by record id, those that became notes
         self._ahead = TypedAhead()
         self._removals = 0  # from the queue of prompts
         self._responded = 0  # line of the last response in the file's own conversation
@@ -121,6 +124,8 @@ class _Log:
             self._pass_over(reason, record)
         if uuid is not None and uuid not in self._node_of:
             self._links[uuid] = parent
+            if parent is None and "parentUuid" in record:
+                self._openings.add(uuid, record, self._line)
 
     def _pass_over(self, reason: str, record: dict[str, Any]) -> None:
         inner = record.get("subtype") or as_object(record.get("attachment") or record.get("data")).get("type")
@@ -147,9 +152,10 @@ class _Log:
         uuid = _record_id(record.get("uuid"))
         parent = _record_id(record.get("parentUuid"))
         identity = fingerprint(f"record {record['uuid']}") if uuid is not None else 0
-        self._events.append(Note(self._line, self._thread_of(record), parent, identity, at, words))
+        note = Note(self._line, self._thread_of(record), parent, identity, at, words)
+        self._events.append(note)
         if uuid is not None:
-            self._attachments.add(uuid)
+            self._attachments[uuid] = note
 
     def _add_queue_operation(self, record: dict[str, Any]) -> None:
         """A prompt that waits for the model, or that one stopped waiting."""
@@ -185,7 +191,7 @@ class _Log:
     def _send(self, prompt: Prompt, record: dict[str, Any]) -> None:
         """A waiting prompt went into the turn that was running."""
         identity = fingerprint(f"queue {record.get('timestamp')} {prompt.words}")
-        note = Note(self._line, "", None, identity, prompt.at, prompt.words)
+        note = Note(self._line, "", None, identity, prompt.at, prompt.words, sent=True)
         known = self._ahead.send(prompt, note)
         # A notification of the program may have gone to a subagent, whose log then has it.
         note.dropped = not known or (not prompt.typed and self._version >= _ATTACHED)
@@ -259,13 +265,15 @@ class _Log:
             node = self._new_node(record, thread, True, fingerprint(identity))
             if message_id:
                 self._responses[thread, message_id] = node
-        elif (node.identity, words) in self._said:
+        elif (node.identity, words) in self._said and (node.identity, parent) in self._said_under:
             self._intake.skip("replay")
+            self._said_under.add((node.identity, _record_id(uuid)))  # what hangs off the copy may be copies, too
             self._note_id(record, node)
             return
         else:
             node.lines += 1
         self._said.add((node.identity, words))
+        self._said_under.add((node.identity, parent))
         node.parts.append(at)
         self._note_id(record, node)
         if not thread:
@@ -300,7 +308,12 @@ class _Log:
         node = self._new_node(record, thread, False, fingerprint(identity))
         if texts:
             node.words = words
-            (node.after if results else node.parts).append(at)
+            if results:
+                node.after.append(
+                    Note(self._line, thread, None, fingerprint(f"record {uuid}") if uuid else 0, at, words)
+                )
+            else:
+                node.parts.append(at)
             if texts[0].typed and not thread:
                 self._ahead.repeat(_prompt_key(message.get("content")), self._responded)
         for call_id, part in results.items():
@@ -309,7 +322,7 @@ class _Log:
         if "toolUseResult" in record and (report := self._read_report(record, message, results)) is not None:
             self._reports.append(report)
         caller = self._callers.get(first_result)
-        if caller is not None and caller.thread == thread and not node.starts:
+        if caller is not None and caller.thread == thread and not self._openings.begins(node):
             self._settle(node, caller)
 
     def _read_report(
@@ -336,6 +349,7 @@ class _Log:
             run=as_text(record.get("parentToolUseID")),
         )
         self._events.append(node)
+        self._openings.add_node(node)
         return node
 
     def _note_id(self, record: dict[str, Any], node: Node) -> None:
@@ -374,10 +388,13 @@ class _Log:
                         yield self._conversation(session_id + suffix, thread, kept)
         seen.nodes.update(node.identity for node in nodes)
         seen.words.update(node.words for node in nodes if node.words)
-        for event in self._events:
-            if isinstance(event, Note):
-                seen.nodes.add(event.identity)
-                seen.words.add(event.words)
+        for note in (
+            *(event for event in self._events if isinstance(event, Note)),
+            *(n for x in nodes for n in x.after),
+        ):
+            seen.nodes.add(note.identity)
+            seen.words.add(note.words)
+        seen.nodes.discard(0)
 
     def _linked_nodes(self) -> list[Node]:
         """The nodes in file order, each with the node above it, its segment and its notes."""
@@ -385,6 +402,7 @@ class _Log:
         self._count_prompts()
         nodes: list[Node] = []
         last: dict[str, Node | Boundary] = {}  # by thread
+        segments: dict[str, int] = {}  # compactions so far, by thread
         waiting: dict[str, list[Note]] = {}  # notes for the next node, by thread
         after: dict[int, tuple[Node, list[Note]]] = {}  # notes of nodes, by id()
         for event in self._events:
@@ -398,13 +416,20 @@ class _Log:
                 if isinstance(before := last.get(event.thread), Node):
                     after.setdefault(id(before), (before, []))[1].extend(waiting.pop(event.thread, []))
                 last[event.thread] = event
+                segments[event.thread] = event.segment
             elif event.home is None:
                 above = self._above(event, last.get(event.thread))
                 if isinstance(above, Node):
                     event.above = above
                 else:
-                    event.segment = above.segment if above is not None else 0
-                event.before = tuple(waiting.pop(event.thread, ()))
+                    event.segment = above.segment if above is not None else segments.get(event.thread, 0)
+                before = last.get(event.thread)
+                if isinstance(before, Node) and above is not before and (left := waiting.get(event.thread)):
+                    # A prompt that was sent into a turn is read there, also where the user then went back.
+                    sent = [note for note in left if note.sent]
+                    after.setdefault(id(before), (before, []))[1].extend(sent)
+                    waiting[event.thread] = [note for note in left if not note.sent]
+                event.before = self._notes_before(event, waiting.pop(event.thread, []))
                 last[event.thread] = event
                 nodes.append(event)
         for thread, notes in waiting.items():
@@ -428,7 +453,7 @@ class _Log:
         for event in self._events:
             if not isinstance(event, Node) or not event.results or event.response or event.home is not None:
                 continue
-            if event.starts and self._linked:
+            if self._linked and self._openings.begins(event):
                 for _ in event.results:
                     self._intake.drop("orphan_result")
                 event.results.clear()
@@ -451,10 +476,22 @@ class _Log:
         if above is not None and above.thread == node.thread and above is not node:
             kept_at = self._kept.get(node.parent) if node.parent is not None else None
             return last if kept_at is not None and node.order > kept_at else above
-        starts_over = node.starts and self._linked and not node.response and not node.results
-        if starts_over and above is None and not isinstance(last, Boundary):
-            return None  # the user went back to before the first message
-        return last
+        if above is not None or not self._linked or node.response or node.results:
+            return last
+        opening = self._openings.find(node)
+        if opening is not None and opening.first is not None and opening.first.thread == node.thread:
+            return opening.first.above  # the user went back to before that one
+        begins = self._openings.begins(node) and not isinstance(last, Boundary)
+        if opening is not None:
+            opening.first = node
+        return None if begins else last  # the user went back to before the first message
+
+    def _notes_before(self, node: Node, waiting: list[Note]) -> tuple[Note, ...]:
+        """The notes before a node: those that waited for it, and what it shares with the first node of its opening."""
+        if self._openings.find(node) is None:
+            return tuple(waiting)
+        chain = [self._attachments[uuid] for uuid in self._openings.chain(node) if uuid in self._attachments]
+        return (*(note for note in reversed(chain) if note not in waiting and not note.dropped), *waiting)
 
     def _resolve(self, uuid: int | None) -> Node | Boundary | None:
         """The node or compaction that a record id leads to, through records that are neither."""
@@ -471,14 +508,16 @@ class _Log:
     def _without_replays(self, path: list[Node], seen: _Seen) -> list[Node]:
         """The nodes of a path that no earlier file has; up to the last copy, user messages go by their words.
 
-        New notes on a copy come before what follows it.
+        New notes on a copy, and new words beside a result of its calls, come before what follows it.
         """
         last_copy = max((i for i, node in enumerate(path) if node.identity in seen.nodes), default=-1)
         kept: list[Node] = []
         carried: list[Note] = []
         for i, node in enumerate(path):
             if node.identity in seen.nodes or (i < last_copy and node.words in seen.words):
-                self._intake.skip("replay", node.lines)
+                said = [note for note in node.after if note.identity not in seen.nodes and note.words not in seen.words]
+                self._intake.skip("replay", node.lines - len(said))
+                carried += said
                 for note in (*node.before, *node.notes):
                     if note.identity in seen.nodes or note.words in seen.words:
                         self._intake.skip("replay")
@@ -508,9 +547,9 @@ class _Log:
                 yield from self._spool.get(note.at)
             answered = [call_id for call_id in node.calls if call_id in node.results]
             stray = [call_id for call_id in node.results if call_id not in node.calls]
-            for at in (*node.parts, *(node.results[call_id] for call_id in answered + stray), *node.after):
+            for at in (*node.parts, *(node.results[call_id] for call_id in answered + stray)):
                 yield from self._spool.get(at)
-            for note in node.notes:
+            for note in (*node.after, *node.notes):
                 yield from self._spool.get(note.at)
 
 

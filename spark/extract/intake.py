@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -25,7 +26,13 @@ MAX_LINE_BYTES = 32 << 20
 KNOWN_CHARACTERS = 1 << 20  # of texts whose redaction is kept: logs say most things twice, one after the other
 SPOOL_MEMORY_BYTES = 32 << 20
 
-_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and infinities are not JSON
+
+def _finite(number: str) -> float | None:
+    return value if isfinite(value := float(number)) else None
+
+
+# NaN and infinities are not JSON; a number may be too large for a float.
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 _JSON_SPACE = " \t\n\r"
 _KNOWN_EXTRA = 200  # characters that a text's place there counts for, beside its own
 _STEP_BYTES = 64 << 10  # of progress
@@ -174,7 +181,17 @@ def as_text(value: object) -> str:
 
 
 _64_BITS = 2**64 - 1
-_INSERTED = re.compile(r"\s*(?:<[A-Za-z][A-Za-z_ -]*>|# AGENTS\.md|Caveat: |\[Request interrupted)")
+# Tags that the programs write around what they put in: what the user types may begin with a tag, too.
+_TAGS = (
+    "environment_context environments user_instructions INSTRUCTIONS permissions\\sinstructions collaboration_mode "
+    "turn_aborted user_shell_command user_action subagent_notification skill skills_instructions model_switch "
+    "personality_spec ide_context hook_prompt "
+    "command-(?:name|message|args|contents) local-command-(?:stdout|stderr|caveat) bash-(?:input|stdout|stderr) "
+    "system-reminder system_reminder user-prompt-submit-hook session-start-hook post-tool-use-hook user-memory-input "
+    "ide_opened_file ide_selection ide_diagnostics new-diagnostics teammate-message task-notification "
+    "background-task-[a-z]+ tick"
+)
+_INSERTED = re.compile(rf"\s*(?:<(?:{'|'.join(_TAGS.split())})[ >]|# AGENTS\.md|Caveat: |\[Request interrupted)")
 
 
 def is_inserted(text: str) -> bool:

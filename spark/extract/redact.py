@@ -1,9 +1,9 @@
 """Redaction: secrets in session text become `[REDACTED:kind]`.
 
 Tokens of a known shape (API keys with a vendor's prefix, JSON web tokens) are replaced wherever they stand
-(`secret_tokens.py`); passwords in URLs, headers, commands and files of a known form, and values given to a name such as
-`password`, `token` or `api_key`, by their place (`secret_places.py`). The same text always gives the same result, and
-redacting twice is redacting once: finders run until they find nothing, and none takes a placeholder.
+(`secret_tokens.py`); by their place passwords in URLs, headers, commands and files of a known form (`secret_places.py`)
+and values given to a name such as `password`, `token` or `api_key` (`secret_names.py`). The same text always gives the
+same result, and redacting twice is redacting once: finders run until they find nothing, and none takes a placeholder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any
 
-from spark.extract.secret_places import find_by_place, is_auth, is_secret, kind_of, secret_name
+from spark.extract.secret_names import is_auth, is_secret, kind_of, names_no_secret, secret_name
+from spark.extract.secret_places import find_by_place
 from spark.extract.secret_tokens import Secret, find_tokens, one_byte_each
 
 
@@ -88,7 +89,11 @@ def _redact_entry(key: str, value: Any, found: Counter[str] | None) -> Any:
         return [_redact_entry(key, item, found) for item in value]
     if isinstance(value, str):
         name, header = _key_kind(key) if len(key) <= _KEY_LENGTH else _read_key(key)
-        if name and (is_auth(value) if name.lower() == "auth" else _is_secret(name, value)):
+        if (
+            name
+            and not names_no_secret(key, value)
+            and (is_auth(value) if name.lower() == "auth" else _is_secret(name, value))
+        ):
             if found is not None:
                 found[kind_of(name)] += 1
             return _placeholder(kind_of(name))

@@ -28,7 +28,7 @@ class LogFile:
     """One log file.
 
     session_id: id of the session in it, which begins with its root's.
-    agent: id of the subagent whose log it is, else empty.
+    agent: id of the subagent whose log it is, else empty. readable: its first lines have a record.
     """
 
     path: Path
@@ -36,6 +36,7 @@ class LogFile:
     session_id: str
     agent: str = ""
     started_at: str = ""
+    readable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class _Head:
     """What the first records of one of Claude Code's logs say, and its place.
 
     name: the file's. owner: the session that a subagent belongs to, empty for other logs. relatives:
-    sessions that its records name. fork: it says that it is one.
+    sessions that its records name. fork: it says that it is one. readable: there is a record.
     """
 
     path: Path
@@ -106,6 +107,7 @@ class _Head:
     started_at: str
     relatives: tuple[str, ...]
     fork: bool
+    readable: bool
 
 
 def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group]:
@@ -139,7 +141,7 @@ def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group
         root = root_of_family.setdefault(families.find(head.owner), head.owner)
         parent = root if head.owner == root else f"{root}/{head.owner}"
         agent = head.name.removeprefix("agent-")
-        log = LogFile(head.path, head.size, f"{parent}/agent-{agent}", agent, head.started_at)
+        log = LogFile(head.path, head.size, f"{parent}/agent-{agent}", agent, head.started_at, head.readable)
         grouped.setdefault(root, []).append(log)
     return [Group("claude", root, tuple(files)) for root, files in sorted(grouped.items())]
 
@@ -147,13 +149,14 @@ def group_claude(logs: Sequence[tuple[Path, int]], intake: Intake) -> list[Group
 def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
     named: list[str] = []
     forks: list[str] = []
-    started_at = ""
+    started_at, readable = "", False
     told: set[bytes] = set()  # ids of sessions, as they stand in lines that were read
     for line in islice(read_lines(path, intake), HEAD_RECORDS):
         ids = _SESSION_ID.findall(line)
         if started_at and told.issuperset(ids) and b"forkedFrom" not in line:
             continue  # it says nothing new; most lines are like that
         if (record := read_record(line, intake)) is not None:
+            readable = True
             told.update(ids)
             started_at = started_at or as_text(record.get("timestamp"))
             named += [plain_id(s) for s in (as_text(record.get("sessionId")),) if s]
@@ -172,6 +175,7 @@ def _claude_head(path: Path, size: int, intake: Intake) -> _Head:
         started_at=started_at,
         relatives=(*named, *forks),
         fork=bool(forks),
+        readable=readable,
     )
 
 

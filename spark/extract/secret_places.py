@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from spark.extract.secret_names import QUOTE, assignments, is_literal, looks_random
 from spark.extract.secret_tokens import Secret, is_mixed
 
 Finder = Callable[[str, int], Iterator[Secret]]  # asked about a place where one of its literals begins
@@ -40,24 +41,6 @@ def _pattern(kind: str, pattern: str, accept: Callable[[str], bool] | None = Non
 
     return find
 
-
-_TEMPLATE = re.compile(  # what stands for a secret in documentation, in code or in a redacted text
-    r"\$\w+|%\(?\w*\)?[sdr]|%\w+%|[*.xX_-]+|<.*|\[[\w -]*\]|.*(?:\{.*\}|\$\(|\$\{|\[REDACTED:).*|(?i:your[-_ ].*)",
-    re.DOTALL,
-)
-
-
-def is_literal(secret: str) -> bool:
-    """Whether a value is itself, rather than what stands for one."""
-    return _TEMPLATE.fullmatch(secret) is None
-
-
-def _looks_random(secret: str) -> bool:
-    """Whether a value is no word of any language, nor words joined, nor a path or a version."""
-    return is_literal(secret) and is_mixed(secret) and not _VERSION.search(secret)
-
-
-_VERSION = re.compile(r"(?:^|[-_.v:@])\d+(?:\.\d+)+(?:[-+.]?[A-Za-z]{0,8}\d*)?$")
 
 # --- URLs: a password before the host, a key in the user's place, webhooks whose path is the secret ---
 
@@ -113,7 +96,7 @@ def _authorization(text: str, at: int) -> Iterator[Secret]:
     elif scheme == "bearer":
         accepted = len(value) >= 16 and _is_header_value(value)
     else:
-        accepted = _looks_random(value) and "=" not in value.rstrip("=")[:12]
+        accepted = looks_random(value) and "=" not in value.rstrip("=")[:12]
     if accepted:
         yield Secret(*match.span("secret"), "authorization")
 
@@ -153,6 +136,7 @@ _COMMAND_WORDS = {  # of which one is in every command that the option's pattern
     " -a": ("redis",),
     " -w": ("ldap",),
     " -b": ("curl",),
+    " -k": ("openssl",),
 }
 _REACH = 400  # characters before an option in which its command is looked for
 _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, what follows the option
@@ -166,6 +150,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, wha
     (" -a", r"redis-cli(?:\s|\Z)", rf"a {_ARGUMENT}"),
     (" -w", r"ldap\w+(?:\s|\Z)", rf"w {_ARGUMENT}"),
     (" -b", r"curl(?:\s|\Z)", r"b ?"),
+    (" -k", r"openssl\s+(?:enc|aes|des|cms)", rf"k {_ARGUMENT}"),
 )
 
 
@@ -245,6 +230,25 @@ def _sudo(text: str, at: int) -> Iterator[Secret]:
         yield Secret(*match.span("secret"), "password")
 
 
+_GIVEN = rf"""(?:(?P<quote>{QUOTE})(?P<secret>(?:(?!(?P=quote))[^\n]){{4,200}})(?P=quote))"""  # in quotes
+_PIPED = re.compile(
+    r"""(?:echo|printf)\s{1,3}(?:-n\s)?(?:\\{0,3}["'])?(?P<secret>[^\s"'|$`\\]{4,100})(?:\\{0,3}["'])?\s{0,3}\|[^\n|;]{1,200}\Z"""
+)
+_NET_USE = r"net\s+use\s(?:[^\n]{0,120}?\s)?/user:\S{1,80}\s+(?P<secret>[^\s/*\"'\\]{3,100})"
+_WANDB = r"wandb login\s+(?:--\S+\s+){0,3}(?P<secret>[0-9a-fA-F]{40,80})(?![0-9A-Za-z])"
+_NUGET = r"nuget\s+push\s[^\n|;&]{0,200}?(?P<secret>oy2[a-z2-7]{43})(?![a-z0-9])"
+_GITHUB_SECRET = rf"gh secret set\s[^\n|;&]{{0,120}}?(?:--body|-b)[ =]{_GIVEN}"
+_AWS_PROMPT = r"secret access key \[[^\]\n]{0,40}\]:[ \t]{0,3}(?P<secret>[A-Za-z0-9/+=]{16,100})"
+_FERNET = rf"fernet\(\s{{0,3}}b?(?:{QUOTE})(?P<secret>[A-Za-z0-9_-]{{43}}=)"
+_PSK = rf"psk[ \t]?=[ \t]?(?:(?P<quote>{QUOTE})(?P<secret>(?:(?!(?P=quote))[^\n]){{8,63}})(?P=quote))"
+
+
+def _piped(text: str, at: int) -> Iterator[Secret]:
+    """A password that is written to a command which reads it from its input."""
+    if (match := _PIPED.search(text, max(at - 300, 0), at)) and is_literal(match["secret"]):
+        yield Secret(*match.span("secret"), "password")
+
+
 # --- Hashes of passwords, and words that are a wallet's key ---
 
 _CRYPT = re.compile(
@@ -266,11 +270,16 @@ def _crypt(text: str, at: int) -> Iterator[Secret]:
 
 _WORDS_12_TO_24 = r"(?:[a-z]{3,8} ){11}(?:[a-z]{3,8}(?: [a-z]{3,8} [a-z]{3,8} [a-z]{3,8}){0,4})"
 _SEED_PHRASE = (
-    r"(?i:mnemonic|phrase|seed[ _-]?words|seed)s?(?:\\?[\"'])?\s{0,3}[:=]\s{0,3}(?:\\?[\"'`])?(?P<secret>"
+    r"(?i:mnemonic|phrase|seed[ _-]?words|seed)s?(?:"
+    + QUOTE
+    + r")?\s{0,3}[:=]\s{0,3}(?:"
+    + QUOTE
+    + r")?(?P<secret>"
     + _WORDS_12_TO_24
     + r")(?![ ]?[A-Za-z])"
 )
 _LISTED_KEYS = re.compile(r"(?i)private[ _-]?keys?\b[^\n]{0,20}\n?[\s=-]{0,60}")
+_ACCOUNTS = rf"(?i:accounts)\s{{0,3}}[:=]\s{{0,3}}\[\s{{0,20}}{QUOTE}(?P<secret>0x[0-9a-fA-F]{{64}})(?![0-9a-zA-Z])"
 _LISTED_KEY = re.compile(r"\s{0,4}(?:\(?\d{1,3}[).]\s{0,4})?(?P<secret>(?:0x)?[0-9a-fA-F]{64})(?![0-9a-zA-Z])")
 
 
@@ -359,127 +368,25 @@ def _pgpass(text: str, at: int) -> Iterator[Secret]:
 
 # --- Assignments: the value of a name such as `password`, in code, JSON, a shell, a URL or XML ---
 
-_SECRET_NAME = re.compile(  # at the end of a longer name: DB_PASSWORD, githubToken, x-api-key
-    r"(?i)(?:password|passwd|passphrase|pwd|[_-]pass|secret|secret[_-]?(?:string|value)|token|cred(?:ential)?s?|authorization"
-    r"|(?<![a-z])auth|(?:api|access|secret|private|account|encryption|signing|session|master|auth|app|client|shared|nonce"
-    r"|logged[_-]in|webhook|storage|subscription|admin|hmac|jwt|license)[_-]?key(?:[_-]?(?:id|data|base))?|_salt)$"
-)
-_BARE = r"""[^\s"'`,;&|<>(){}\[\]\\]{4,500}"""
-_Q = r"""\\{0,3}["'`]"""  # a quote, in JSON within JSON too
-_ASSIGNMENT = re.compile(
-    r"""(?i)(?P<name>password|passwd|passphrase|pwd|pass|secret(?:[_-]?(?:string|value))?|token|key(?:[_-]?(?:id|data|base))?"""
-    r"""|credentials?|creds?|authorization|auth|_salt)"""
-    rf"""(?:(?:{_Q})?\]?\s{{0,3}}(?:=>|:=|==?|:)\s{{0,3}}(?:[bru]{{1,2}}(?={_Q}))?"""
-    rf"""|{_Q}\s{{1,3}}value=(?={_Q})|{_Q},\s{{0,3}}{_Q}value{_Q}\s{{0,3}}:\s{{0,3}}|{_Q}?\s{{0,3}}\n\s{{0,20}}value:\s{{0,3}}"""
-    rf"""|(?P<listed>{_Q}\s{{0,3}},\s{{0,3}}(?={_Q}))|(?P<gap>[ \t]+|>|\s{{1,8}}(?=\S)))"""
-    rf"""(?P<quote>{_Q})?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n]){{1,500}}"""
-    rf"""|{_BARE}))(?(quote)(?:(?P=quote)|(?=\n|\Z)))"""
-)
-_WORDS = frozenset(
-    "none null true false undefined string bytes integer number boolean object any optional required default "  # noqa: SIM905
-    "empty value prompt example changeme password passwd passphrase secret token".split()
-)
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
-_NETRC = re.compile(r"(?:^|\s)login\s{1,8}\S{1,100}\s{1,8}(?:account\s{1,8}\S{1,100}\s{1,8})?\Z")
-_SALTED = re.compile(  # the keys of WordPress, whose values have spaces
-    r"""(?i)(?:key|_salt)["']\s{0,3},\s{0,20}(?P<quote>["'])(?P<secret>(?:(?!(?P=quote))[^\n]){32,120})(?P=quote)\s{0,3}\)"""
-)
-_SALTED_NAME = re.compile(r"(?i)define\(\s{0,3}[\"'](?:auth|secure_auth|logged_in|nonce)_?\Z")
-
-
-def kind_of(name: str) -> str:
-    """Kind of the placeholder for the value of `name`."""
-    return "password" if re.search("(?i)pass|pwd", name) else "secret"
-
-
-def secret_name(name: str) -> str | None:
-    """What makes `name` that of a secret, or nothing."""
-    match = _SECRET_NAME.search(name)
-    return match[0] if match else None
-
-
-def _assignments(text: str, at: int) -> Iterator[Secret]:
-    match = _ASSIGNMENT.match(text, at)
-    if match and _is_assigned_secret(match):
-        yield Secret(*match.span("secret"), kind_of(match["name"]))
-    elif (match := _SALTED.match(text, at)) and _SALTED_NAME.search(text, max(at - 40, 0), at):
-        yield Secret(*match.span("secret"), "secret")
-
-
-def _is_assigned_secret(match: re.Match[str]) -> bool:
-    text, begin, after = match.string, match.start("name"), match.string[match.end() : match.end() + 2]
-    limit = max(begin - 100, 0)
-    while begin > limit and (text[begin - 1].isalnum() or text[begin - 1] in "_-"):
-        begin -= 1
-    name = text[begin : match.end("name")]
-    if not _SECRET_NAME.search(name):
-        return False
-    kind, value = kind_of(match["name"]), match["secret"]
-    if gap := match["gap"]:
-        if name.lower() in ("password", "passwd") and _NETRC.search(text, max(begin - 240, 0), begin):
-            return is_literal(value)
-        argument = (begin > 0 and text[begin - 1] == "<" and after == "</") if gap == ">" else name.startswith("--")
-        return argument and "\n" not in gap and value[0] != "-" and is_secret(kind, value, quoted=True)
-    if match["listed"]:
-        return len(value) >= 8 and not any(c.isspace() for c in value) and _looks_random(value)
-    if name.lower().endswith("auth"):
-        return is_auth(value) or text[max(begin - 2, 0) : begin] == "/:"
-    if match["quote"]:
-        return is_secret(kind, value, quoted=True)
-    if after[:1] in ("(", "["):
-        return False  # a call or an item: an expression
-    before = text[max(begin - 40, 0) : begin].rstrip(" \t")[-1:]
-    if text[max(begin - 2, 0) : begin] == "/:" and name.startswith("_"):
-        return is_literal(value)  # npm's settings, which are never code
-    code = before in ("(", ",") or after[:1] in (",", ")")
-    whole = before in ("'", '"') and after[:1] == before  # "X-Api-Key: value", a header
-    return is_secret(kind, value, code=code, bold=before in ("?", "&") or whole or (name == name.upper() and not code))
-
-
-_AUTH = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
-
-
-def is_auth(value: str) -> bool:
-    """Whether the value of `auth` is a user and a password in base64, or a key."""
-    return _AUTH.fullmatch(value) is not None and is_literal(value) and (is_mixed(value) or value[-1] == "=")
-
-
-def is_secret(kind: str, value: str, *, quoted: bool = False, code: bool = False, bold: bool = False) -> bool:
-    """Whether a value looks like a secret rather than like code or prose.
-
-    code: it stands where an expression may, so an identifier is a variable.
-    bold: its name is in capitals or in a URL's query, so a plain word is a value.
-    """
-    if len(value) < 4 or value.lower() in _WORDS or not is_literal(value) or any(c.isspace() for c in value):
-        return False
-    digits = sum(c.isdigit() for c in value)
-    identifier = _IDENTIFIER.fullmatch(value) is not None
-    if kind == "password":
-        if value[0] in "/~" and not quoted:
-            return False  # PWD, the working directory
-        return quoted or bold or not identifier or (digits > 0 and not code)
-    if digits == 0 or digits == len(value) or (value[0] in "/.~" and not _is_base64_key(value)):
-        return False
-    if quoted or bold:
-        return len(value) >= 8
-    return len(value) >= 12 and digits >= (3 if identifier else 1) and not _VERSION.search(value)
-
-
-def _is_base64_key(value: str) -> bool:
-    """Whether what begins as a path does is a key of 40 or more characters, as AWS has them."""
-    capitals, small = sum(c.isupper() for c in value), sum(c.islower() for c in value)
-    return re.fullmatch(r"[A-Za-z0-9+/]{40,}={0,2}", value) is not None and capitals >= 6 and small >= 6
-
-
 _SIGNATURE = r"(?<![\w=%.])(?i:sig|signature)=(?P<secret>[A-Za-z0-9%+/_=-]{20,1200})"
 _FOLDED: tuple[tuple[str, Finder], ...] = (
-    *((literal, _assignments) for literal in ("pass", "pwd", "secret", "token", "key", "cred", "auth", "_salt")),
+    *((literal, assignments) for literal in ("pass", "pwd", "secret", "token", "key", "cred", "auth", "_salt")),
     ("bearer", _pattern("authorization", _BEARER, _is_header_value)),
     ("authorization", _authorization),
     ("cookie", _cookies),
-    *((option, _option(option)) for option in (" -p", " -a", " -w", " -b")),
+    *((option, _option(option)) for option in (" -p", " -a", " -w", " -b", " -k")),
     *((option, _user_and_password) for option in (" -u", " --user", " --proxy-user", " --auth")),
     ("pass:", _openssl),
+    ("identified by", _pattern("password", rf"(?i:identified by)\s+(?i:password\s+)?{_GIVEN}", is_literal)),
+    ("--password-stdin", _piped),
+    ("--passphrase", _pattern("password", rf"(?i:--passphrase)[ =]{_GIVEN}", is_literal)),
+    ("psk", _pattern("password", f"(?i:{_PSK})", is_literal)),
+    ("wandb login", _pattern("secret", f"(?i:{_WANDB})")),
+    ("nuget", _pattern("api-key", f"(?i:{_NUGET})")),
+    ("net use", _pattern("password", f"(?i:{_NET_USE})", is_literal)),
+    ("gh secret set", _pattern("secret", f"(?i:{_GITHUB_SECRET})", is_literal)),
+    ("secret access key [", _pattern("secret", f"(?i:{_AWS_PROMPT})")),
+    ("fernet(", _pattern("secret", f"(?i:{_FERNET})")),
     ("| sudo -s", lambda text, at: _sudo(text, at + 2)),
     ("passwd -", _pattern("password", "(?i:" + _HTPASSWD + ")", is_literal)),
     (
@@ -490,6 +397,7 @@ _FOLDED: tuple[tuple[str, Finder], ...] = (
     ),
     *((literal, _pattern("seed-phrase", _SEED_PHRASE)) for literal in ("mnemonic", "phrase", "seed")),
     ("private key", _listed_keys),
+    ("accounts", _pattern("private-key", _ACCOUNTS)),
     ("data:\n", _kubernetes_data),
     ("sig=", _pattern("signature", _SIGNATURE, is_mixed)),
     ("signature=", _pattern("signature", _SIGNATURE, is_mixed)),

@@ -95,6 +95,7 @@ class TaskReports:
                 text = "".join(part.text for part in spool.get(first.parts[0]))
                 self._asked.setdefault(fingerprint(text), []).append(thread)
         self._added: dict[int, list[Node]] = {}  # by id() of the node before
+        self._reported: set[str] = set()  # calls that have their report
 
     def close(self, reports: list[TaskReport], has_own_log: Callable[[str], bool]) -> list[Node]:
         """The nodes with the reports that they lacked, without threads that a log of their own has."""
@@ -120,6 +121,9 @@ class TaskReports:
         return (self._asked.get(report.asked) or [""]).pop() if report.asked else ""
 
     def _add(self, report: TaskReport, thread: str) -> None:
+        if report.call_id in self._reported:
+            return
+        self._reported.update([report.call_id] if report.call_id else [])
         members = self._threads[thread]
         run = self._runs.get(report.call_id)
         # Of a run whose call no record names, where records name calls, the report is all that there is.

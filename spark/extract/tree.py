@@ -10,8 +10,8 @@ class Node:
     """A response with the results of its calls, or a user message.
 
     order: line in the file. thread: empty for the file's own conversation. identity: the same in every
-    copy of the node. parts, after: places in the spool of the node's parts and of user text that came
-    with the results. results: places of results by call id. calls: call ids in order.
+    copy of the node. parts: places in the spool of the node's parts. after: user text that came with the
+    results. results: places of results by call id. calls: call ids in order.
     above: the node that this one answers, once links are resolved; segment: compactions before it.
     run: id of the call that started a subagent, where its records say so. before, notes: what stands
     before the node and after it.
@@ -27,7 +27,7 @@ class Node:
     lines: int = 1
     words: int = 0
     parts: list[int] = field(default_factory=list)
-    after: list[int] = field(default_factory=list)
+    after: list[Note] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     results: dict[str, int] = field(default_factory=dict)
     home: Node | None = None
@@ -44,7 +44,8 @@ class Note:
 
     It belongs to what it follows and is no node: where it hangs in the log, beside results or after them,
     says nothing about what the model answered. identity: the same in every copy, 0 if there is none.
-    at, words: place in the spool and fingerprint of its text.
+    at, words: place in the spool and fingerprint of its text. sent: a prompt of the user that no record but the
+    queue's has, which does not say what it follows.
     """
 
     order: int
@@ -54,6 +55,7 @@ class Note:
     at: int
     words: int
     dropped: bool = False
+    sent: bool = False
 
 
 @dataclass(slots=True, eq=False)
