@@ -261,13 +261,18 @@ def _routing_folder(options: CalibrateOptions, tally: _Tally, file: TokensFile, 
 def _require_first_window(folder: Path, file: TokensFile, model_id: str) -> None:
     """Raise UsageError unless a trace is of the file's first window alone, which will be recorded again as it was."""
     window, n_tokens = next(iter(file)), 0
-    for part in iter_parts(folder, model_id, ()):
-        n_tokens += len(part.position)
-        if set(part.session_ids) - {window.session_id} or n_tokens > len(window.tokens):
-            raise UsageError(
-                f"{folder} has a trace of more than the window that the checkpoint was made before",
-                hint="name another folder for --trace",
-            )
+    try:
+        for part in iter_parts(folder, model_id, ()):
+            n_tokens += len(part.position)
+            if set(part.session_ids) - {window.session_id} or n_tokens > len(window.tokens):
+                raise UsageError(
+                    f"{folder} has a trace of more than the window that the checkpoint was made before",
+                    hint="name another folder for --trace",
+                )
+    except FileFormatError:
+        if len(part_paths(folder)) > 1:
+            raise
+        # A machine that went down may leave a part that is not whole.
 
 
 def _context_tokens(model: Path, needed: int) -> int:

@@ -116,11 +116,13 @@ def check(arch: str, kernels: Kernels) -> None:
         assert not missing, f"{module} lacks {missing}"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", *(pytest.param(a, marks=pytest.mark.slow) for a in GPUS if a != "sm_80")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
 def test_kernels_compile_for_every_architecture(arch: str) -> None:
     check(arch, of_gpu(arch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
 def test_kernels_compile_for_every_type(qtype: QType) -> None:
     check("sm_80", of_type(qtype))

@@ -70,6 +70,7 @@ def test_logits_with_the_same_routing_are_near_the_cpu_backends(model: Path, tmp
     cuda.close()
 
 
+@pytest.mark.slow
 def test_imposed_choices_are_taken_one_by_one_from_request_to_request(model: Path, tmp_path: Path) -> None:
     choices = np.stack([np.stack([np.arange(t + layer, t + layer + A) % E for layer in range(L)]) for t in range(17)])
     np.save(tmp_path / "choices.npy", choices)
@@ -96,6 +97,7 @@ def test_prefill_is_near_float64(model: Path) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 def test_a_row_of_eight_is_a_row_of_one(model: Path) -> None:
     one, eight = Runner(config(model)), Runner(config(model))
     a, b = feed(one, PROMPT[:8], [1] * 8)[0], feed(eight, PROMPT[:8], [8])[0]
@@ -317,6 +319,7 @@ def test_one_engine_after_the_other(model: Path) -> None:
 # --- loading ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cap_is_kept_and_used(tmp_path: Path, device: Any) -> None:
     # Of two layers staging would hold all that is missing, and nothing would be saved.
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, n_expert_used=A)

@@ -191,6 +191,7 @@ def test_what_is_too_large_is_refused_by_its_size(wanted: Any, named: str, forms
     assert time.monotonic() - began_s < 5
 
 
+@pytest.mark.slow
 def test_many_hopeless_forms_let_another_through_and_are_refused(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family_computes_sane_numbers(tmp_path: Path, name: str) -> None:
     arch, config = SHAPES[name]

@@ -301,6 +301,7 @@ def calls_of(text: str, form: Any, tools: list[Any]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("own", ["bpe", "gemma"])
 def test_calls_are_read_back(form: str, own: str, request: pytest.FixtureRequest) -> None:
@@ -518,6 +519,7 @@ class Bytes:
         return bytes(ids) if ids != [256] else b"<end>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_device_draws_as_the_host_would(
     device: Any, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

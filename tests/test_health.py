@@ -164,6 +164,7 @@ def leave(made: Running, n: int) -> None:
     wait_until(lambda: replies(made) == 0)
 
 
+@pytest.mark.slow
 def test_clients_that_leave_a_stopped_daemon_hold_up_nobody(stopped: tuple[Running, psutil.Process]) -> None:
     made, daemon = stopped
     for _ in range(3):
@@ -181,6 +182,7 @@ def test_clients_that_leave_a_stopped_daemon_hold_up_nobody(stopped: tuple[Runni
     assert made.ask("still there").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 24])
 def test_a_stopped_daemon_keeps_no_server_from_ending(tmp_path: Path, n: int) -> None:
     with served(tmp_path) as (process, url), contextlib.ExitStack() as stack:

@@ -190,6 +190,7 @@ wait
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nor_do_the_clients_own_children(folder: Path, number: signal.Signals) -> None:
     (folder / "bin" / "codex").write_text(PARENT)

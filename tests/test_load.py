@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agent_replay, load, render
+from benchmarks import agent_replay, load, server_results
 from benchmarks.serving import Call, RefusedError, Server, ask, quantiles, sample_sessions
 from spark.sessions import Message, Session, ToolCall
 
@@ -26,6 +26,7 @@ def samples() -> list[Session]:
     return sample_sessions()
 
 
+@pytest.mark.slow
 def test_clients_come_and_go_and_the_daemon_is_killed(samples: list[Session]) -> None:
     text = "".join(m.content for s in samples for m in s.messages if m.role == "tool")
     made = load.run_load(
@@ -34,7 +35,7 @@ def test_clients_come_and_go_and_the_daemon_is_killed(samples: list[Session]) ->
     assert made["problems"] == []
     assert made["outcomes"]["ok"] > 0 and made["left_over"]["restarts"] == 1
     assert made["time_to_first_token_s"]["all"]["n"] > 0
-    assert render.load("load.json", {"load": made, "model": "nano.gguf", "device": "cpu", **PROVENANCE})
+    assert server_results.load("load.json", {"load": made, "model": "nano.gguf", "device": "cpu", **PROVENANCE})
 
 
 PROVENANCE = {
@@ -42,6 +43,7 @@ PROVENANCE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "messages"])
 def test_a_session_is_replayed_turn_by_turn(server: Server, samples: list[Session], api: str) -> None:
     session = next(s for s in samples if 8 < len(s.messages) < 24 and any(m.reasoning for m in s.messages))
@@ -57,7 +59,7 @@ def test_a_session_is_replayed_turn_by_turn(server: Server, samples: list[Sessio
     assert total["turns"] == len(rows) == sum(b["turns"] for b in agent_replay.bands(rows))
     made = {"total": total, "bands": agent_replay.bands(rows), "sessions": 1, "model": "nano.gguf", "max_tokens": 6,
             "api": api, "refused": {}, **PROVENANCE}  # fmt: skip
-    assert f"| all | {len(rows)} |" in "\n".join(render.agent_replay("agent_replay.json", made))
+    assert f"| all | {len(rows)} |" in "\n".join(server_results.agent_replay("agent_replay.json", made))
 
 
 def test_a_required_call_is_a_valid_one(server: Server, samples: list[Session]) -> None:

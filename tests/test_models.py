@@ -98,6 +98,7 @@ def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
         assert np.array_equal(getattr(cpu.residency.state, field), getattr(twin.residency.state, field)), field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_model_is_near_its_dequantized_float_model(name: str, record_property: Any) -> None:
     path = tiny_path(name)

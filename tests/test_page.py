@@ -435,6 +435,7 @@ def test_a_long_step_is_said_to_be_one(browser: Browser, counted: tuple[Running,
         asking.join()
 
 
+@pytest.mark.slow
 def test_the_time_a_tab_was_hidden_is_not_now(browser: Browser, counted: tuple[Running, Counted]) -> None:
     made, counters = counted
     hide = """(hidden) => {

@@ -185,6 +185,7 @@ def test_own_continuations_are_counted_too(files: Path, tmp_path: Path) -> None:
     assert same_counts(tmp_path / "b.csv", tmp_path / "c.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["between windows", "inside the tally", "ctrl-c", "kill"])
 def test_interrupted_and_resumed_equals_unbroken(
     files: Path, tmp_path: Path, how: str, unbroken: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +252,7 @@ def test_a_checkpoint_of_other_options_is_refused(files: Path, tmp_path: Path) -
         run(files, tmp_path / "p.csv", count="all", resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [6000, 20_000])
 def test_a_calibration_goes_on_to_another_length(files: Path, tmp_path: Path, evident, first: int) -> None:
     """Which sessions are chosen by does not depend on how far it was to go when it began."""

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
 
 
-@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "cuda"))])
 def opened(request: pytest.FixtureRequest, model: Path) -> Iterator[Open]:
     """A function that opens an engine on a backend."""
     if request.param == "cuda":

@@ -92,6 +92,7 @@ def test_a_penalty_that_overflows_is_an_error() -> None:
         sample(LOGITS, SamplingParams(repetition_penalty=1e-300), 0, [1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

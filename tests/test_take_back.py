@@ -39,6 +39,7 @@ def feed(runner: Runner, sequence: Sequence, tokens: np.ndarray) -> np.ndarray:
     return result.logits[0].copy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropped", [0, 1, 3, 5])
 def test_a_token_taken_back_never_was(runner: Runner, dropped: int) -> None:
     sequence, other = runner.new_sequence(), runner.new_sequence()

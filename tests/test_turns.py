@@ -84,6 +84,7 @@ def opened(folder: Path) -> Iterator[Any]:
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma4", "laguna"])
 def test_prompts_read_in_turn_share_the_pool_of_a_window(opened: Any, arch: str) -> None:
     engine = opened(arch, ctx_tokens=4096, chunk_tokens=256)
