@@ -19,7 +19,7 @@ from engine.install import requirement
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "data" / "nano" / "nano.gguf"
-pytestmark = pytest.mark.slow  # a wheel is built
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a wheel is built
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 BUILD = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
 
