@@ -28,10 +28,6 @@ class Keys:
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.arch = file, file.architecture
 
-    def has(self, key: str) -> bool:
-        """Whether there is such a key."""
-        return f"{self.arch}.{key}" in self.file.metadata
-
     def size(self, key: str, least: int = 1, default: int | None = None) -> int:
         """A whole number, at least `least`; `default` if there is no such key and it is not None."""
         key = f"{self.arch}.{key}"
@@ -181,11 +177,6 @@ def float_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
     if tensor.qtype.name not in ("F32", "F16", "BF16"):
         raise UnsupportedModelError(f"tensor {name} is {tensor.qtype.name}; a router is F32, F16 or BF16")
     return tensor
-
-
-def vector(file: GGUFFile, name: str, n: int) -> F32:
-    """A small tensor (a norm) as float32 [n]."""
-    return np.ascontiguousarray(dequantize(matrix(file, name, (n,))))
 
 
 @dataclass(frozen=True, slots=True)
