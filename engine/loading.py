@@ -269,15 +269,18 @@ class Tensors:
         return np.ascontiguousarray(dequantize(self.matrix(name)))
 
     def attention(self, gate: str | None = None) -> AttentionWeights:
-        """Attention with norms of Q and K."""
+        """Attention with norms of Q and K; without K, or V alone, where `shapes` has none."""
+        k, v, k_norm = (
+            self.prefix + name in self.shapes for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        )
         return AttentionWeights(
             norm=self.values("attn_norm.weight"),
             wq=self.matrix("attn_q.weight"),
-            wk=self.matrix("attn_k.weight"),
-            wv=self.matrix("attn_v.weight"),
+            wk=self.matrix("attn_k.weight") if k else None,
+            wv=self.matrix("attn_v.weight") if v else None,
             wo=self.matrix("attn_output.weight"),
             q_norm=self.values("attn_q_norm.weight"),
-            k_norm=self.values("attn_k_norm.weight"),
+            k_norm=self.values("attn_k_norm.weight") if k_norm else None,
             gate=None if gate is None else self.matrix(gate),
         )
 

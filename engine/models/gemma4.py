@@ -297,16 +297,7 @@ def _layer(t: Tensors, config: Config, i: int) -> Layer:
             dense_post_norm=t.values("post_ffw_norm_1.weight"),
         )
     return Layer(
-        attention=AttentionWeights(
-            norm=t.values("attn_norm.weight"),
-            wq=t.matrix("attn_q.weight"),
-            wk=t.matrix("attn_k.weight") if owns else None,
-            wv=t.matrix("attn_v.weight") if owns and config.has_v(i) else None,
-            wo=t.matrix("attn_output.weight"),
-            q_norm=t.values("attn_q_norm.weight"),
-            k_norm=t.values("attn_k_norm.weight") if owns else None,
-            v_norm=np.ones(config.head_dim_of(i), np.float32) if owns else None,
-        ),
+        attention=replace(t.attention(), v_norm=np.ones(config.head_dim_of(i), np.float32) if owns else None),
         post_attention_norm=t.values("post_attention_norm.weight"),
         ffn_norm=t.values("ffn_norm.weight"),
         ffn=t.ffn(),
