@@ -38,7 +38,7 @@ from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.serving import Json, RefusedError, Reply, Server, ask, function_tools, quantiles, sample_sessions  # noqa: E402
 from spark.results import write_json  # noqa: E402
-from spark.sessions import Message, Session, ToolCall, read_sessions  # noqa: E402
+from spark.speech.sessions import Message, Session, ToolCall, read_sessions  # noqa: E402
 
 HELD_OUT = 0.2  # share of the sample sessions
 RESULT_TOKENS = (30, 4000)  # of a tool, in synthetic sessions

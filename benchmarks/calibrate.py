@@ -1,8 +1,8 @@
 """Calibration speed of a model on a GPU: all experts resident, and at a part of them.
 
-Random tokens in windows of 4,096, half of them marked as generated, are counted by `spark.calibrate` itself, each
-residency on windows of its own. Routing of random tokens through random weights is nearly even, so every expert that
-is not resident is streamed for every window: the hardest case.
+Random tokens in windows of 4,096, half of them marked as generated, are counted by `spark.pipeline.calibrate`,
+each residency on windows of its own. Routing of random tokens through random weights is nearly even, so every expert
+that is not resident is streamed for every window: the hardest case.
 
     python benchmarks/calibrate.py MODEL.gguf --json data/results/calibrate.json
 """
@@ -22,12 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note, shape_of  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
-from engine.config import EngineConfig  # noqa: E402
-from engine.gguf import open_model  # noqa: E402
-from spark.calibrate import CalibrateOptions, calibrate  # noqa: E402
-from spark.client import Deadlines  # noqa: E402
+from engine.formats.gguf import open_model  # noqa: E402
+from engine.ground.config import EngineConfig  # noqa: E402
+from engine.placing import policies  # noqa: E402
+from spark.daemon.client import Deadlines  # noqa: E402
+from spark.pipeline.calibrate import CalibrateOptions, calibrate  # noqa: E402
+from spark.pipeline.tokens import Origin, Window, write_windows  # noqa: E402
 from spark.results import provenance, write_json  # noqa: E402
-from spark.tokens import Origin, Window, write_windows  # noqa: E402
 
 WINDOW_TOKENS = 4096
 
@@ -58,7 +59,7 @@ def main() -> None:
                 origin = Origin(model_id, "0" * 64, "0" * 64)
                 write_windows(sink, windows(arguments.windows, shape.n_vocab, seed), origin, WINDOW_TOKENS)
             config = EngineConfig(
-                arguments.model, device=arguments.device, policy="uniform", residency_pct=percent,
+                arguments.model, device=arguments.device, policy=policies.UNIFORM.name, residency_pct=percent,
                 ctx_tokens=WINDOW_TOKENS,
             )  # fmt: skip
             options = CalibrateOptions(tokens, Path(folder) / f"{percent:g}.spark.csv")

@@ -21,10 +21,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.full_shape import SHAPES, first_layers, mix_of, write_model  # noqa: E402
-from engine import dryrun, models  # noqa: E402
-from engine.gguf import open_model  # noqa: E402
+from engine import models  # noqa: E402
+from engine.formats.gguf import open_model  # noqa: E402
 from engine.ops.cuda import library  # noqa: E402
 from engine.ops.cuda.counting import CountingDevice  # noqa: E402
+from engine.running import dryrun  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 N_LAYERS = {"laguna-xs2": 3, "qwen3.6-35b-a3b": 4, "qwen3.6-27b": 4, "gemma-4-26b-a4b": 6}  # others: 2

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from gguf_files import random_blocks  # noqa: E402
-
 from benchmarks.figures import json_option  # noqa: E402
+from engine.formats.block_types import NATIVE_TYPES  # noqa: E402
+from engine.formats.quants import QTensor, row_bytes  # noqa: E402
 from engine.ops import Limits, cpu  # noqa: E402
-from engine.quants import NATIVE_TYPES, QTensor, row_bytes  # noqa: E402
-from engine.runner import physical_cores  # noqa: E402
+from engine.running.loaded import physical_cores  # noqa: E402
 from spark.results import write_json  # noqa: E402
+from tests.gguf_files import random_blocks  # noqa: E402
 
 COLS = 2048
 MIB = 1 << 20

@@ -10,11 +10,12 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.cuda_kernels import KernelCase
-from engine import policy
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Fetches, Gating, Limits
 from engine.ops.cuda import ops
-from engine.quants import QTensor, row_bytes
+from engine.placing import policy
 from tests.gguf_files import random_blocks
+from tests.op_cases import bank_of
 
 EPS = 1e-6
 ROTATED_BYTES = 150_000_000
@@ -62,8 +63,10 @@ def _route(device: Any, name: str, gating: Gating, T: int) -> KernelCase:
     empty = policy.SlotState.empty([E // 2] * L, E)
     state = policy.SlotState(*(device.upload(getattr(empty, f)) for f in policy.SlotState.__slots__))
 
+    banks = [bank_of(state, layer) for layer in range(L)]
+
     def launch(i: int) -> None:
-        ops.route(ws, logits[i % 64], gating, state, i % L, counted, policy.DEFAULT, experts, weights, fetches)
+        ops.route(ws, logits[i % 64], gating, state, banks[i % L], counted, policy.DEFAULT, experts, weights, fetches)
 
     return KernelCase(f"route {name} E={E} T={T}", launch, T * (E + 2 * A) * 4 + E // 2 * 13)
 

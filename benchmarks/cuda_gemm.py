@@ -10,9 +10,10 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.cuda_kernels import KernelCase
+from data.nano.quantizer import quantize
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Experts, Limits
 from engine.ops.cuda.gemm import Gemm, Halves
-from engine.quants import QTensor, quantize, row_bytes
 
 D, HEADS, QKV, F, E, A, VOCAB = 2048, 4096, 5120, 768, 128, 8, 151936
 TOKENS = (64, 512, 4096)
@@ -84,7 +85,7 @@ def expert_cases(device: Any) -> Iterator[KernelCase]:
     for down_type in (QType.Q4_K, QType.Q6_K):
         parts = (*gate_up, matrix(device, down_type, E * D, F))
         sizes = (parts[0].nbytes // E, parts[1].nbytes // E, parts[2].nbytes // E)
-        bank = Experts(QType.Q4_K, QType.Q4_K, down_type, D, F, sizes, none, none, none)
+        bank = Experts(QType.Q4_K, QType.Q4_K, down_type, D, F, sizes, none, none, none, layer=0)
         at = [[device.pointer(p.data) + e * n for p, n in zip(parts, sizes, strict=True)] for e in range(E)]
         source = device.upload(np.array(at, np.uint64))
         for T in TOKENS:

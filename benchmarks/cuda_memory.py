@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import json_option
-from engine import slowtier
+from engine.memory import slowtier
 from engine.ops.cuda import gpu, memory
 from spark.results import write_json
 

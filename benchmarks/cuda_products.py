@@ -10,12 +10,12 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.cuda_kernels import KernelCase
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Experts, Limits
 from engine.ops.cuda import experts as experts_module
 from engine.ops.cuda import products as products_module
 from engine.ops.cuda.experts import SmallExperts
 from engine.ops.cuda.products import Products
-from engine.quants import QTensor, row_bytes
 from tests.gguf_files import random_blocks
 
 D, ATTENTION, KV, F, VOCAB, E, A = 2048, 4096, 512, 768, 151936, 128, 8
@@ -114,7 +114,7 @@ class Cases:
                 memory = self.device.upload(data)
             pointers[:, part] = self.device.pointer(memory) + size * np.arange(E, dtype=np.uint64)
         nowhere = self.device.upload(pointers)
-        return Experts(*types, D, F, (sizes[0], sizes[1], sizes[2]), nowhere, nowhere, nowhere), pointers
+        return Experts(*types, D, F, (sizes[0], sizes[1], sizes[2]), nowhere, nowhere, nowhere, layer=0), pointers
 
     def table(
         self, T: int, pointers: np.ndarray, rng: np.random.Generator, host: np.ndarray | None = None, misses: int = 0

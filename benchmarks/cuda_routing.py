@@ -9,13 +9,13 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.cuda_kernels import KernelCase
-from engine import policy
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Experts, Fetches, Gating, Limits
 from engine.ops.cuda.routing import Routing, Staging, embed, staging_bytes
 from engine.ops.cuda.sampling import Sampler
-from engine.placement import Placement
-from engine.quants import QTensor, row_bytes
-from engine.sampling import SamplingParams
+from engine.placing import policy
+from engine.placing.placement import Placement
+from engine.running.sampling import SamplingParams
 
 L, D, F, VOCAB, E, A = 48, 2048, 768, 151936, 128, 8
 CHUNK = 4096
@@ -95,7 +95,7 @@ def _bank(device: Any) -> tuple[policy.SlotState, Experts]:
     policy.fill(state, Placement((E - MISSING,), (tuple(range(E - MISSING)),), ((),), (1,)))
     tables = policy.SlotState(*(device.upload(getattr(state, name)) for name in policy.SlotState.__slots__))
     pointers = (tables.expert_ptr[0], tables.home_ptr[0], tables.slot_ptr)
-    return tables, Experts(QType.Q4_K, QType.Q4_K, QType.Q6_K, D, F, PART_BYTES, *pointers)
+    return tables, Experts(QType.Q4_K, QType.Q4_K, QType.Q6_K, D, F, PART_BYTES, *pointers, layer=0)
 
 
 def _copies(device: Any) -> Iterator[KernelCase]:

@@ -43,14 +43,15 @@ from benchmarks.driving import (
 )
 from benchmarks.figures import json_option
 from benchmarks.routing import Routing, imposed, missed
-from engine import evidence, placement, simulate
-from engine import profile as profiles
-from engine.config import CachePolicy, EngineConfig
-from engine.gguf import open_model
-from engine.profile import Profile
-from spark.client import DaemonClient
+from engine.formats import profile as profiles
+from engine.formats.gguf import open_model
+from engine.formats.profile import Profile
+from engine.ground.config import EngineConfig
+from engine.placing import evidence, placement, simulate
+from engine.placing.policies import ALL, UNIFORM, find
+from spark.daemon.client import DaemonClient
+from spark.pipeline.validate import place
 from spark.results import write_json
-from spark.validate import place
 
 RATES_PCT = "0,1,2,5,6.6,10,20,40"
 PCIE_GB_PER_S = 51.4  # zero-copy reads, measured on the machine of the published figures
@@ -169,7 +170,7 @@ def curve_row(samples: list[Sample], rate: float, shape: Shape, depth: int) -> d
 
 
 def policies(
-    config: EngineConfig, shape: Shape, prompts: Prompts, names: list[CachePolicy], percents: list[float],
+    config: EngineConfig, shape: Shape, prompts: Prompts, names: list[str], percents: list[float],
     n_tokens: int, runs: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each policy at each residency, serving sessions of the model of routing.
@@ -194,14 +195,15 @@ def policies(
         np.save(paths[0], test.experts.astype(np.int32))
         profiles.save(profile, paths[1])
         for percent, name in product(percents, names):
-            made_by = None if name == "lru" else paths[1]
+            rung = find(name)
+            made_by = paths[1] if rung.by_profile else None
             asked = replace(config, policy=name, residency_pct=percent, profile=made_by, replay=paths[0])
             with open_checked(asked) as client:
                 samples = measure(client, prompts, 3, n_tokens, runs, 1)
                 slots = client.ready.info["slots_per_layer"], client.ready.info["cache_slots"]
             row = curve_row(samples, 0.0, shape, 3)
             del row["asked_miss_pct"], row["prefill_tokens_per_s"]
-            placed, rule = place(name, train.counts(), profile, shape.expert_bytes, shape.n_expert_used, percent)
+            placed, rule, _ = place(rung, train.counts(), profile, shape.expert_bytes, shape.n_expert_used, percent)
             simulated = simulate.simulate(test, placed, rule)
             choice = profile.choice_for(percent)
             rows.append({
@@ -209,7 +211,7 @@ def policies(
                 "simulated_miss_pct": 100 * (1 - simulated.hit_rate),
                 "simulated_moves_per_token": float(simulated.root_moves.sum()) / len(test.experts),
                 "slots": sum(slots[0]), "cache_slots": sum(slots[1]),
-                "choice": choice.words if name == "spark" and choice is not None else None,
+                "choice": choice.words if rung.by_evidence and choice is not None else None,
             })  # fmt: skip
             note(
                 f"{name}, {percent:g}% resident: {row['miss_pct']:.2f}% missed, "
@@ -243,13 +245,13 @@ def main() -> None:
     }  # fmt: skip
     common = {"model": o.model, "device": o.device, "kv_type": o.kv_type, "prefix_gib": 0.0}  # no prompt comes again
     if depths:
-        config = EngineConfig(**common, policy="all", ctx_tokens=max(depths) + o.tokens)
+        config = EngineConfig(**common, policy=ALL.name, ctx_tokens=max(depths) + o.tokens)
         report["all_resident"], report["all_resident_settings"] = all_resident(
             config, prompts, depths, o.tokens, o.runs
         )
         write(o.json, report)
     if rates:
-        config = EngineConfig(**common, policy="uniform", residency_pct=o.residency, ctx_tokens=o.depth + o.tokens)
+        config = EngineConfig(**common, policy=UNIFORM.name, residency_pct=o.residency, ctx_tokens=o.depth + o.tokens)
         report["curve"], report["curve_settings"] = curve(
             config, shape, prompts, rates, o.depth, o.tokens, o.runs, o.pcie_gb_per_s
         )

@@ -17,16 +17,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engine import models  # noqa: E402
-from engine.config import EngineConfig  # noqa: E402
-from engine.gguf import open_model  # noqa: E402
-from engine.protocol import Done, Sampling  # noqa: E402
-from engine.residency import slot_bytes  # noqa: E402
-from spark import replay  # noqa: E402
-from spark.bench import check_settings  # noqa: E402
-from spark.client import DaemonClient, Deadlines  # noqa: E402
+from engine.formats.gguf import open_model  # noqa: E402
+from engine.ground.config import EngineConfig  # noqa: E402
+from engine.ground.protocol import Done  # noqa: E402
+from engine.ground.sampling import Sampling  # noqa: E402
+from engine.memory.residency import slot_bytes  # noqa: E402
+from engine.placing import policies  # noqa: E402
+from spark.daemon.client import DaemonClient, Deadlines  # noqa: E402
+from spark.pipeline import replay  # noqa: E402
+from spark.pipeline.bench import check_settings  # noqa: E402
 
 DEADLINES = Deadlines(ready_s=300, silence_s=120, total_s=300)
 GIB = 1 << 30
+# Policies that hold a part of the experts and can do without a profile.
+PARTIAL = tuple(p.name for p in policies.POLICIES if not (p.whole or p.needs_profile))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

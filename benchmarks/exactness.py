@@ -23,15 +23,18 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
-from engine.config import EngineConfig  # noqa: E402
-from engine.profile import Profile  # noqa: E402
-from engine.profile import save as save_profile  # noqa: E402
-from engine.protocol import Generate, Sampling, Tokens  # noqa: E402
-from engine.runner import Runner, Span  # noqa: E402
-from engine.scheduler import Engine  # noqa: E402
+from engine.formats.profile import Profile  # noqa: E402
+from engine.formats.profile import save as save_profile  # noqa: E402
+from engine.ground.config import EngineConfig  # noqa: E402
+from engine.ground.protocol import Generate, Tokens  # noqa: E402
+from engine.ground.sampling import Sampling  # noqa: E402
+from engine.placing import policies  # noqa: E402
+from engine.running.loaded import Loaded, load  # noqa: E402
+from engine.running.stepping import Span  # noqa: E402
+from engine.serving.scheduler import Engine  # noqa: E402
 from spark.extract import ExtractOptions, extract  # noqa: E402
+from spark.pipeline.tokens import read_tokens, tokenize  # noqa: E402
 from spark.results import write_json  # noqa: E402
-from spark.tokens import read_tokens, tokenize  # noqa: E402
 
 NANO = ROOT / "data" / "nano" / "nano.gguf"
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, top_k=50, seed=11)
@@ -66,7 +69,7 @@ def tokens_of(config: EngineConfig, requests: Sequence[tuple[Prompt, Sampling]],
             events += engine.step()
         found.append([t for e in events if isinstance(e, Tokens) for t in e.tokens])
         assert len(found[-1]) == n, events[-1]
-    misses = engine.runner.residency.totals()["misses"]
+    misses = engine.loaded.residency.totals()["misses"]
     engine.close()
     return found, int(misses)
 
@@ -95,19 +98,19 @@ def against_the_cpu(prompt: Prompt, folder: Path, device: str) -> dict[str, Any]
     """NMSE of logits with the CPU's choices imposed, and how often the GPU's own choices agree."""
     tokens = np.array(prompt, np.int32)
 
-    def run(runner: Runner) -> tuple[np.ndarray, np.ndarray]:
-        sequence, logits, experts = runner.new_sequence(), [], []
+    def run(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
+        sequence, logits, experts = loaded.kv.sequence(), [], []
         for token in tokens:
-            result = runner.run([Span(sequence, np.array([token], np.int32), np.ones(1, bool), (0,))])
+            result = loaded.steps.run([Span(sequence, np.array([token], np.int32), np.ones(1, bool), (0,))])
             logits.append(result.logits[0].copy())
             experts.append(result.experts[:, 0].copy())
-        runner.close()
+        loaded.close()
         return np.stack(logits), np.stack(experts)
 
-    expected, choices = run(Runner(EngineConfig(NANO, device="cpu")))
-    _, own = run(Runner(EngineConfig(NANO, device=device)))
+    expected, choices = run(load(EngineConfig(NANO, device="cpu")))
+    _, own = run(load(EngineConfig(NANO, device=device)))
     np.save(folder / "choices.npy", choices)
-    found, _ = run(Runner(EngineConfig(NANO, device=device, replay=folder / "choices.npy")))
+    found, _ = run(load(EngineConfig(NANO, device=device, replay=folder / "choices.npy")))
     row = {
         "tokens": len(tokens),
         "logits_nmse": float(((found - expected) ** 2).sum() / (expected**2).sum()),
@@ -138,9 +141,10 @@ def main() -> None:
         requests = [(p, s) for p in prompts for s in (Sampling(), SAMPLED)]
         base = EngineConfig(NANO, device=o.device, ctx_tokens=2048, chunk_tokens=512, poison=True)
         others = [
-            {"policy": policy, "residency_pct": percent, "profile": profile if policy in ("static", "spark") else None}
+            {"policy": p.name, "residency_pct": percent, "profile": profile if p.by_profile else None}
             for percent in percents
-            for policy in ("uniform", "static", "lru", "spark")
+            for p in policies.POLICIES
+            if not p.whole
         ]
         report["rows"] += compare("spark-nano", base, others, requests, o.tokens)
         if o.device == "cuda":
@@ -152,7 +156,7 @@ def main() -> None:
         base = EngineConfig(
             o.full_shape, device=o.device, ctx_tokens=max(lengths) + o.tokens, chunk_tokens=4096, poison=True
         )
-        others = [{"policy": "lru", "residency_pct": percent} for percent in percents]
+        others = [{"policy": policies.LRU.name, "residency_pct": percent} for percent in percents]
         report["rows"] += compare(o.full_shape.stem, base, others, long, o.tokens)
     if o.json:
         write_json(o.json, report)

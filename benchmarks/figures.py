@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.errors import UsageError
+from engine.ground.errors import UsageError
 from spark.results import require_clean
 
 

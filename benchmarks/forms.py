@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.driving import note
 from benchmarks.figures import json_option
-from engine.config import EngineConfig
-from engine.errors import SparkError
-from engine.protocol import Done, Tokens
-from spark.client import DaemonClient, engine_command
+from engine.ground.config import EngineConfig
+from engine.ground.errors import SparkError
+from engine.ground.protocol import Done, Tokens
+from spark.daemon.client import DaemonClient, engine_command
 from spark.results import write_json
 
 PROMPT, LENGTH = list(range(40, 60)), 300

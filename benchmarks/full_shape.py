@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from data.nano.quantizer import quantize  # noqa: E402
+from engine.formats.quants import row_bytes  # noqa: E402
 from engine.models import gemma4, laguna, qwen3moe, qwen35, qwen35moe  # noqa: E402
-from engine.quants import quantize, row_bytes  # noqa: E402
 
 QWEN35: dict[str, Any] = {
     "head_dim": 256, "n_vocab": 248320, "n_ctx_train": 262144, "rope_base": 1e7, "rope_dims": 64, "interval": 4,

@@ -34,8 +34,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.serving import PATHS, Json, RefusedError, Server, ask  # noqa: E402
-from spark.json_text import MAX_VALUES  # noqa: E402
 from spark.results import write_json  # noqa: E402
+from spark.speech.json_text import MAX_VALUES  # noqa: E402
 
 MIB = 1 << 20
 MOST_GAP_S = 0.3

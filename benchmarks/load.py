@@ -50,10 +50,11 @@ from benchmarks.serving import (  # noqa: E402
     sample,
     sample_sessions,
 )
-from engine.config import Device, EngineConfig  # noqa: E402
-from engine.protocol import Done  # noqa: E402
-from engine.tokenizer import load as load_tokenizer  # noqa: E402
-from spark.client import DaemonClient, engine_command  # noqa: E402
+from engine.ground.config import Device, EngineConfig  # noqa: E402
+from engine.ground.protocol import Done  # noqa: E402
+from engine.placing import policies  # noqa: E402
+from engine.text.tokenizer import load as load_tokenizer  # noqa: E402
+from spark.daemon.client import DaemonClient, engine_command  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 APIS = ("chat", "completions", "responses", "messages")
@@ -87,7 +88,7 @@ def overhead(
 ) -> Json:
     """Tokens/s of the same requests through a server and through a daemon alone."""
     options = options_of(device, threads)
-    config = EngineConfig(model=model, device=device, policy="lru", threads=threads)
+    config = EngineConfig(model=model, device=device, policy=policies.LRU.name, threads=threads)
     tokenizer = load_tokenizer(model)
     start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     rng = np.random.default_rng(21)

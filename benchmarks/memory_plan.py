@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.driving import (
     GIB,
+    PARTIAL,
     Prompts,
     device_process_bytes,
     device_used_bytes,
@@ -29,9 +30,10 @@ from benchmarks.driving import (
     shape_of,
 )
 from benchmarks.figures import json_option
-from engine.config import EngineConfig
-from engine.protocol import Sampling
-from spark.client import DaemonClient
+from engine.ground.config import EngineConfig
+from engine.ground.sampling import Sampling
+from engine.placing import policies
+from spark.daemon.client import DaemonClient
 from spark.results import write_json
 
 MIB = 1 << 20
@@ -81,7 +83,7 @@ def main() -> None:
     json_option(parser)
     parser.add_argument("--vram", default="8,12,16,24", help="caps in GiB")
     parser.add_argument("--ctx", type=int, default=16384)
-    parser.add_argument("--policy", default="spark", choices=("spark", "lru", "uniform"))
+    parser.add_argument("--policy", default=policies.SPARK.name, choices=PARTIAL)
     parser.add_argument("--tolerance-mib", type=float, default=128.0, help="how far the plan may be off")
     o = parser.parse_args()
     prompts = Prompts(shape_of(o.model).n_vocab, seed=3)

@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.figures import json_option
-from engine.quants import row_bytes
+from engine.formats.quants import row_bytes
 from spark.results import write_json
 
 VOCAB = 151_936
@@ -88,7 +88,7 @@ def qwen3_30b(path: Path) -> None:
 MEASURE = """
 import resource, sys, time, tracemalloc
 from pathlib import Path
-from engine.gguf import open_model
+from engine.formats.gguf import open_model
 import gguf
 
 path, what, trace = sys.argv[1:]

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import json_option  # noqa: E402
+from engine.placing import policies  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 NANO = ROOT / "data" / "nano" / "nano.gguf"
@@ -164,7 +165,7 @@ def main() -> None:
             "first_s": spread([r["first_s"] for r in replies]),
         }
         decode = next(
-            r for r in results["validate"]["residencies"][-1]["rows"] if r["policy"] == "all"
+            r for r in results["validate"]["residencies"][-1]["rows"] if r["policy"] == policies.ALL.name
         )["decode_tokens_per_s"]
     report = {"rows": rows, "decode_tokens_per_s": decode, "results": results}
     write_json(args.json, report)

@@ -4,7 +4,7 @@
         --judge-on other.parquet --json data/results/policies.json
 
 A set is a token file, sessions (JSONL), or the trace folder of an earlier `spark calibrate --trace`. Placements are
-made from the counts of the sessions to choose on, and `spark` is what engine/evidence.py makes of them. Beside the
+made from the counts of the sessions to choose on, and `spark` is what placing/evidence.py makes of them. Beside the
 rules that the engine has (nothing pinned, 2**k steps remembered) stand those that were tried and dropped: a bucket in
 each slot that leaks one a step, and heat that the profile warms. These run in NumPy, and slowly; --no-tried leaves
 them out.
@@ -27,19 +27,20 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note, parse_list  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
-from engine import evidence, placement, policy, simulate  # noqa: E402
-from engine.config import EngineConfig  # noqa: E402
-from engine.evidence import Candidate, Draws  # noqa: E402
-from engine.gguf import open_model  # noqa: E402
-from engine.placement import Placement  # noqa: E402
-from engine.policy import RECENT_TOKENS, USE, Rule  # noqa: E402
-from engine.profile import Choice  # noqa: E402
-from engine.simulate import Recording, roots  # noqa: E402
-from engine.trace import RoutingTrace, part_paths, read_routing  # noqa: E402
-from spark import replay  # noqa: E402
-from spark.client import Deadlines  # noqa: E402
+from engine.formats.gguf import open_model  # noqa: E402
+from engine.formats.profile import Choice  # noqa: E402
+from engine.formats.trace import RoutingTrace, part_paths, read_routing  # noqa: E402
+from engine.ground.config import EngineConfig  # noqa: E402
+from engine.placing import evidence, placement, policy, simulate  # noqa: E402
+from engine.placing.evidence import Candidate, Draws  # noqa: E402
+from engine.placing.placement import Placement  # noqa: E402
+from engine.placing.policies import LRU, SPARK, STATIC  # noqa: E402
+from engine.placing.policy import RECENT_TOKENS, USE, Rule  # noqa: E402
+from engine.placing.simulate import Recording, roots  # noqa: E402
+from spark.daemon.client import Deadlines  # noqa: E402
+from spark.pipeline import replay  # noqa: E402
+from spark.pipeline.tokens import opened  # noqa: E402
 from spark.results import write_json  # noqa: E402
-from spark.tokens import opened  # noqa: E402
 
 MEMORIES = (0, 4, 5, 6, 7, 8)
 BUCKETS = ((4, 32), (8, 64), (16, 256))
@@ -168,10 +169,10 @@ def judge(
             result = recording.replay(placed, rule)
             found.append((label, result.root_misses, result.root_moves))
 
-        engine("lru", placement.lru(trace.n_expert, sizes, budget), policy.LRU)
+        engine(LRU.name, placement.lru(trace.n_expert, sizes, budget), LRU.rule)
         for label, candidate in (
-            ("static", Candidate(0.0, policy.LRU)),
-            (f"spark: {choice.words}", Candidate(choice.cache_fraction, Rule(choice.memory))),
+            (STATIC.name, Candidate(0.0, STATIC.rule)),
+            (f"{SPARK.name}: {choice.words}", Candidate(choice.cache_fraction, Rule(choice.memory))),
         ):
             engine(label, evidence.place(counts, sizes, budget, n_used, candidate), candidate.rule)
         for memory in MEMORIES:

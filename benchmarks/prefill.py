@@ -24,14 +24,26 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cuda_kernels import in_child
-from benchmarks.driving import Prompts, generate, note, open_checked, parse_list, settings, shape_of, spread
+from benchmarks.driving import (
+    PARTIAL,
+    Prompts,
+    generate,
+    note,
+    open_checked,
+    parse_list,
+    settings,
+    shape_of,
+    spread,
+)
 from benchmarks.figures import json_option
-from engine.config import EngineConfig
-from engine.kv import Sequence
+from engine.ground.config import EngineConfig
+from engine.memory.blocks import Sequence
 from engine.ops import KV_BLOCK_TOKENS
-from engine.runner import Runner, Span
-from engine.scheduler import Engine
-from spark.bench import check_settings
+from engine.placing import policies
+from engine.running.loaded import Loaded
+from engine.running.stepping import Span
+from engine.serving.scheduler import Engine
+from spark.pipeline.bench import check_settings
 from spark.results import write_json
 
 
@@ -50,14 +62,14 @@ def prompts_through_daemon(config: EngineConfig, prompts: Prompts, lengths: list
         return rows, settings(client)
 
 
-def feed(runner: Runner, sequence: Sequence, tokens: list[int]) -> float:
+def feed(loaded: Loaded, sequence: Sequence, tokens: list[int]) -> float:
     """Seconds until the logits of the last of `tokens` are here; chunks lie on the grid of absolute positions."""
-    ids, size = np.asarray(tokens, np.int32), runner.chunk_tokens
+    ids, size = np.asarray(tokens, np.int32), loaded.limits.max_tokens
     began, at, result = time.perf_counter(), 0, None
     while at < len(ids):
         n = min(size - sequence.length % size, len(ids) - at)
         want = (n - 1,) if at + n == len(ids) else ()
-        result = runner.run([Span(sequence, ids[at : at + n], np.zeros(n, np.bool_), want)])
+        result = loaded.steps.run([Span(sequence, ids[at : at + n], np.zeros(n, np.bool_), want)])
         at += n
     assert result is not None
     if not np.isfinite(result.logits).all():
@@ -71,19 +83,19 @@ def turns(config: EngineConfig, prompts: Prompts, prefix: int, lengths: list[int
     try:
         info = engine.ready()
         check_settings(config, info)
-        runner = engine.runner
-        sequence = runner.new_sequence()
-        prefix_s = feed(runner, sequence, prompts.next(prefix))
+        loaded = engine.loaded
+        sequence = loaded.kv.sequence()
+        prefix_s = feed(loaded, sequence, prompts.next(prefix))
         rows = []
         for length in lengths:
             times, cold = [], []
             for _ in range(runs + 1):
                 sequence.length = prefix
-                times.append(feed(runner, sequence, prompts.next(length)))
+                times.append(feed(loaded, sequence, prompts.next(length)))
             sequence.length = prefix
             for _ in range(runs + 1):
-                other = runner.new_sequence()
-                cold.append(feed(runner, other, prompts.next(length)))
+                other = loaded.kv.sequence()
+                cold.append(feed(loaded, other, prompts.next(length)))
                 other.release()
             seconds = spread(times[1:])
             rows.append({
@@ -108,7 +120,7 @@ def main() -> None:
     parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
     parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill step (default: the engine's)")
     parser.add_argument("--residency", default="100,60", help="percentages of the expert bytes")
-    parser.add_argument("--policy", default="spark", choices=("spark", "lru", "uniform"), help="below 100 percent")
+    parser.add_argument("--policy", default=policies.SPARK.name, choices=PARTIAL, help="below 100 percent")
     parser.add_argument("--lengths", default="512,4096", help="prompt tokens; empty: leave prompts out")
     parser.add_argument("--turns", default="64,512", help="new tokens on the prefix; empty: leave turns out")
     parser.add_argument("--prefix", type=int, default=16384)
@@ -125,7 +137,7 @@ def main() -> None:
     if o.chunk is not None:
         base = replace(base, chunk_tokens=o.chunk)
     for percent in parse_list(o.residency):
-        config = replace(base, policy="all" if percent == 100 else o.policy, residency_pct=percent)
+        config = replace(base, policy=policies.ALL.name if percent == 100 else o.policy, residency_pct=percent)
         for part, function, arguments, ctx in (
             ("prompts", prompts_through_daemon, (lengths,), max(lengths, default=0) + 2),
             # Room for the turn with a prefix and without one, each in whole blocks.

@@ -34,13 +34,17 @@ from benchmarks.cuda_kernels import time_launches
 from benchmarks.driving import Prompts
 from benchmarks.figures import json_option
 from benchmarks.prefill import feed
-from engine.config import EngineConfig
-from engine.decoding import AHEAD_STEPS
+from engine.ground.config import EngineConfig
 from engine.ops.cuda.device import Module
-from engine.runner import Span
-from engine.sampling import SamplingParams
-from engine.scheduler import Engine
-from spark.bench import check_settings
+from engine.placing import policies
+from engine.running.ahead import AHEAD_STEPS, AheadOfHost
+from engine.running.drawing import DeviceDrawer
+from engine.running.loaded import Loaded
+from engine.running.reply import Reply
+from engine.running.sampling import SamplingParams
+from engine.running.stepping import Span
+from engine.serving.scheduler import Engine
+from spark.pipeline.bench import check_settings
 from spark.results import write_json
 
 MATRIX_BYTES = 1 << 16  # a smaller array of bytes is a flag or a mask
@@ -171,18 +175,13 @@ def by_kind(step: list[Launch], times: list[tuple[str, float, float]]) -> tuple[
 STAMP_TICKS, TICK_NS = 1 << 19, 32  # of the ring of stamps: 17 ms
 
 
-def forget(runner: Any) -> None:
-    """What is launched next is captured again."""
-    runner.graphs._decode.clear()
-    runner.graphs._steps.clear()
-
-
-def path_times(runner: Any, step: list[Launch], decode: Callable[[int], float]) -> dict[str, list[float]]:
+def path_times(loaded: Loaded, step: list[Launch], decode: Callable[[int], float]) -> dict[str, list[float]]:
     """Microseconds on the path of each kind of kernel, of one that does not wait in those of the one ahead of it.
 
     decode(n): n tokens, well within the ring, from graphs that are captured again.
     """
-    device = runner.backend.device
+    device, graphs = loaded.backend.device, loaded.steps.graphs
+    assert graphs is not None
     log = device.cupy.zeros((STAMP_TICKS, 2), np.uint64)
     numbers: dict[Module, int] = {}
 
@@ -195,7 +194,7 @@ def path_times(runner: Any, step: list[Launch], decode: Callable[[int], float]) 
     for launch in step:
         kernel(stamped(launch.module), launch.name)  # nothing is loaded within a capture
     device.kernel = lambda module, name: kernel(stamped(module), name)
-    forget(runner)
+    graphs.forget()
     try:
         decode(2)
         for _ in range(12):
@@ -208,7 +207,7 @@ def path_times(runner: Any, step: list[Launch], decode: Callable[[int], float]) 
             samples.append(stamps[stamps[:, 1] > 0])
     finally:
         del device.kernel  # the class's own is back
-        forget(runner)
+        graphs.forget()
     return on_path(step, numbers, samples)
 
 
@@ -282,36 +281,40 @@ def main() -> None:
     o = parser.parse_args()
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
-        policy="all" if o.residency == 100 else "uniform", ctx_tokens=o.depth + o.steps + 1024,
+        policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name, ctx_tokens=o.depth + o.steps + 1024,
     )  # fmt: skip
     engine = Engine(config)
     check_settings(config, engine.ready())
-    runner = engine.runner
-    device, A = runner.backend.device, runner.config.n_expert_used
-    sequence = runner.new_sequence()
-    history = Prompts(runner.config.n_vocab, seed=4).next(o.depth)
-    feed(runner, sequence, history[:-1])
+    loaded = engine.loaded
+    device, A = loaded.backend.device, loaded.source.config.n_expert_used
+    graphs, drawer = loaded.steps.graphs, loaded.drawer
+    assert graphs is not None and isinstance(drawer, DeviceDrawer)
+    sequence = loaded.kv.sequence()
+    history = Prompts(loaded.source.config.n_vocab, seed=4).next(o.depth)
+    feed(loaded, sequence, history[:-1])
 
     def decode(n: int) -> float:
         """Seconds of n tokens after whatever was decoded before."""
         last = np.asarray(history[-1:], np.int32)
-        result = runner.run([Span(sequence, last, np.zeros(1, np.bool_), (0,))])
+        result = loaded.steps.run([Span(sequence, last, np.zeros(1, np.bool_), (0,))])
+        reply = Reply(history, SamplingParams(), n, sequence=sequence)
+        ahead = AheadOfHost(loaded.steps, drawer, reply, result)
         began = time.perf_counter()
-        for _ in runner.decode(sequence, history, result, SamplingParams(), frozenset(), n):
-            pass
+        while not ahead.ended:
+            ahead.advance()
         return (time.perf_counter() - began) / (n - 1)
 
     decode(16)
     step_us = 1e6 * statistics.median(decode(64) for _ in range(5))
-    forget(runner)
-    recorder = Recorder(device, [[A * n for n in e.part_bytes] for e in runner.weights.experts])
+    graphs.forget()
+    recorder = Recorder(device, [[A * n for n in e.part_bytes] for e in loaded.source.weights.experts])
     with recorder.recording():
         decode(2)
     step = recorder.steps[-1]
-    path = path_times(runner, step, decode)
+    path = path_times(loaded, step, decode)
     # CUPTI's time of a kernel that begins early contains its waiting: kernels are timed one after the other.
     device.launch_overlapping = None
-    forget(runner)
+    graphs.forget()
     decode(16)
     apart_us = 1e6 * statistics.median(decode(64) for _ in range(5))
     events = [] if o.alone else kernel_times(lambda: (decode(o.steps + 1), device.synchronize())[1])

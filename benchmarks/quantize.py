@@ -15,7 +15,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.figures import json_option
-from engine.quants import QTensor, dequantize, quantize
+from data.nano.quantizer import quantize
+from engine.formats.quants import QTensor, dequantize
 from spark.results import write_json
 
 ROWS, COLS, REPEATS = 1024, 4096, 5

@@ -15,11 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import robustness, server_results  # noqa: E402
+from benchmarks import mutant_results, robustness, server_results  # noqa: E402
 from benchmarks.markdown import Json, origin, percent, spread, table  # noqa: E402
+from engine.placing.policies import POLICIES as RUNGS  # noqa: E402
+from engine.placing.policies import UNIFORM  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
 BEGIN, END = "<!-- begin: results -->", "<!-- end: results -->"
+FAULTS_BEGIN, FAULTS_END = "<!-- begin: mutants -->", "<!-- end: mutants -->"
 
 LADDER = """\
 Held-out sessions, replayed under each policy; the same accesses for all. One unit is one active expert of one layer
@@ -39,7 +42,7 @@ misses is checked layer by layer. *Line*: the time without misses plus the misse
 what a system takes that overlaps nothing."""
 SESSIONS = """\
 Sessions of the synthetic routing, one a request, under real policies; the profile is of other sessions. *Simulated*:
-the misses of the same sessions by `engine/simulate.py`, the warm-up included."""
+the misses of the same sessions by `engine/placing/simulate.py`, the warm-up included."""
 TURNS = """\
 New tokens on a prefix that is in the KV cache, and as many without one; in one process, on the engine itself."""
 ROUTING = """\
@@ -65,10 +68,7 @@ run hold, absolute times are of that day.
 """
 
 
-NAMES = {
-    "all": "all resident", "uniform": "uniform", "static": "calibrated, fixed", "lru": "LRU, no profile",
-    "spark": "calibrated, following (`--spark`)", "belady": "bound (Belady)",
-}  # fmt: skip
+NAMES = {each.name: each.label for each in RUNGS} | {"belady": "bound (Belady)"}
 
 
 def misses_of(row: Json) -> str:
@@ -105,11 +105,11 @@ def pipeline(name: str, made: Json) -> list[str]:
     for family in ("claude", "codex"):
         (report,) = results[f"cross {family}"]["residencies"]
         rates = {r["policy"]: r for r in report["rows"]}
-        for policy in ("static", "spark"):
+        for policy in dict.fromkeys(r["policy"] for r in report["cross"]):
             crossed = [r for r in report["cross"] if r["policy"] == policy]
             rows.append([f"{family} sessions, {policy}", *(percent(1 - r["hit_rate"]) for r in (
-                rates["uniform"], rates[policy], *crossed))])  # fmt: skip
-    columns = ["misses of active experts", "uniform", "own logs' profile", "the other's", "both logs' profile"]
+                rates[UNIFORM.name], rates[policy], *crossed))])  # fmt: skip
+    columns = ["misses of active experts", UNIFORM.name, "own logs' profile", "the other's", "both logs' profile"]
     lines += table(columns, rows)
     lines += ["### Time and memory of each command", ""]
     lines += table(
@@ -309,6 +309,22 @@ def memory_plan(name: str, made: Json) -> list[str]:
     )]  # fmt: skip
 
 
+def next_turn(name: str, made: Json) -> list[str]:
+    def ms(figure: Json) -> str:
+        return f"{1e3 * figure['median']:.1f} ({1e3 * figure['min']:.1f} to {1e3 * figure['max']:.1f})"
+
+    text = (
+        f"A prompt of {made['prompt']:,} tokens, a reply of {made['reply']:,}, and both again with {made['more']:,} "
+        "tokens more: time to the first token of that second turn. A reply was computed in the steps of decoding; "
+        "`--exact-prefixes` reuses it only after idle time has read it again as a prompt."
+    )
+    return ["## The next turn", "", *origin(name, made), text, "", *table(
+        ["reply", "first token, ms", "idle time used, ms", "inexact tokens", "logits as without prefixes"],
+        [[r["way"], ms(r["seconds"]), f"{1e3 * r['idle_s']['median']:.1f}", f"{r['inexact_tokens']:,}", r["logits"]]
+         for r in made["rows"]],
+    )]  # fmt: skip
+
+
 def soak(name: str, made: Json) -> list[str]:
     grown = ", ".join(f"{key.removesuffix('_bytes').replace('_', ' ')} {n / 2**20:+.0f} MiB"
                       for key, n in made["growth_bytes"].items() if n is not None)  # fmt: skip
@@ -336,6 +352,7 @@ SECTIONS = {
     "cuda_kernels.json": cuda_kernels,
     "profile_step.json": profile_step,
     **{f"profile_step-{key}.json": profile_step for key in FAMILIES},
+    "next_turn.json": next_turn,
     "memory_plan.json": memory_plan,
     "exactness.json": rows_of("Exactness on the GPU"),
     "calibrate.json": rows_of("Calibration on the GPU"),
@@ -406,11 +423,11 @@ def real_policies(made: Json | None) -> list[str]:
     if made is None:
         return []
     speed = {(r["residency_pct"], r["policy"]): spread(r["decode_tokens_per_s"], 1) for r in made["policies"]}
-    percents = list(dict.fromkeys(percent for percent, _ in speed))
+    percents, served = (list(dict.fromkeys(key)) for key in zip(*speed, strict=True))
     text = "The same, tokens/s under real policies on sessions of the model of routing that they were not fitted to:"
     return [text, "", *table(
         ["policy", *(f"{percent:g}% resident" for percent in percents)],
-        [[NAMES[policy], *(speed[percent, policy] for percent in percents)] for policy in ("lru", "static", "spark")],
+        [[NAMES[policy], *(speed[percent, policy] for percent in percents)] for policy in served],
     )]  # fmt: skip
 
 
@@ -421,11 +438,22 @@ def documents() -> dict[Path, str]:
     for name, section in SECTIONS.items():
         if name in made:
             lines += section(name, made[name])
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    middle = "\n".join([*gpu_table(made), *readme_table(made["pipeline.json"])])
-    return {ROOT / "RESULTS.md": "\n".join(lines), readme: f"{before}{BEGIN}\n{middle}{END}{after}"}
+    readme, faults = ROOT / "README.md", ROOT / "docs" / "mutation.md"
+    rendered = {
+        ROOT / "RESULTS.md": "\n".join(lines),
+        readme: between(readme, BEGIN, END, [*gpu_table(made), *readme_table(made["pipeline.json"])]),
+    }
+    if (planted := RESULTS / "mutants.json").exists():
+        lines = mutant_results.page(json.loads(planted.read_text()))
+        rendered[faults] = between(faults, FAULTS_BEGIN, FAULTS_END, lines)
+    return rendered
+
+
+def between(path: Path, begin: str, end: str, lines: list[str]) -> str:
+    """A file's text with other lines between two marks."""
+    before, _, rest = path.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n" + "\n".join(lines) + f"{end}{after}"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ tokens, and what its last sentences are about. `noise` is Gumbel's, new for ever
 then is drawing without replacement in proportion to exp(z - noise).
 
 The constants are fitted so that, with Qwen3-30B-A3B's shapes and 40% of the expert bytes in slots, the rates are those
-that have been published for such models (docs/routing-model.md; tests/test_routing_model.py asserts them):
+that have been published for such models (docs/routing-model.md; tests/figures/test_routing_model.py asserts them):
 a placement from other sessions hits 68-73%, LRU 90-95%, the best placement for each prompt about 92%.
 
     python benchmarks/routing.py [--json FILE]      # the rates, at several residencies
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import json_option  # noqa: E402
-from engine import placement, policy, simulate  # noqa: E402
-from engine.trace import RoutingTrace  # noqa: E402
+from engine.formats.trace import RoutingTrace  # noqa: E402
+from engine.placing import placement, policy, simulate  # noqa: E402
 
 ZIPF = 1.1
 TOPIC_STD, TOPIC_TOKENS = 1.75, 1200.0

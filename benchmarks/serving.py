@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from spark.extract import ExtractOptions, extract  # noqa: E402
-from spark.sessions import Session, read_sessions  # noqa: E402
+from spark.speech.sessions import Session, read_sessions  # noqa: E402
 
 READY_S = 600.0
 FEW_TOKENS = 16  # come in too few groups for a rate

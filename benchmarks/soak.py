@@ -24,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.driving import (
+    PARTIAL,
     device_process_bytes,
     device_used_bytes,
     note,
@@ -33,10 +34,12 @@ from benchmarks.driving import (
     shape_of,
 )
 from benchmarks.figures import json_option
-from engine.config import EngineConfig
-from engine.errors import CancelledError, ContextOverflowError
-from engine.protocol import Done, Sampling, Tokens
-from spark.client import DaemonClient
+from engine.ground.config import EngineConfig
+from engine.ground.errors import CancelledError, ContextOverflowError
+from engine.ground.protocol import Done, Tokens
+from engine.ground.sampling import Sampling
+from engine.placing import policies
+from spark.daemon.client import DaemonClient
 from spark.results import write_json
 
 EVERY_S = 10.0
@@ -138,7 +141,7 @@ def main() -> None:
     json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--residency", type=float, default=60.0)
-    parser.add_argument("--policy", default="spark", choices=("spark", "lru", "uniform"))
+    parser.add_argument("--policy", default=policies.SPARK.name, choices=PARTIAL)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--longest", type=int, default=6000, help="tokens of the longest prompt")

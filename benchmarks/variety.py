@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import json_option
-from engine import gguf, placement, simulate
-from engine.policy import AGED, LRU
-from engine.trace import RoutingTrace, read_routing
+from engine.formats import gguf
+from engine.formats.trace import RoutingTrace, read_routing
+from engine.placing import placement, simulate
+from engine.placing.policy import DEFAULT, LRU
 from spark.results import write_json
 
 RESIDENCIES = (60, 30, 10)
@@ -72,7 +73,7 @@ def misses(train: RoutingTrace, test: RoutingTrace, residency: int) -> dict[str,
         "static": simulate.simulate(test, fixed, LRU),
         "static_of_own_counts": simulate.simulate(test, own, LRU),
         "lru": simulate.simulate(test, empty, LRU),
-        "aged": simulate.simulate(test, empty, AGED),
+        "default": simulate.simulate(test, empty, DEFAULT),
         "belady": bound,
     }
     return {name: int(result.misses.sum()) / tokens for name, result in results.items()}

@@ -216,6 +216,8 @@ void attend(const AttentionTile &tile) {
             seen |= start <= tile.position[t] && spark::window_begin(tile.position[t], tile.window) < start + kKVBlock;
         if (!seen)
             continue; // between the windows of two tokens
+        if (tile.table[start / kKVBlock] < 0)
+            continue; // not there: as if masked
         const int64_t filled = least(kKVBlock, longest - start);
         const int64_t base = int64_t(tile.table[start / kKVBlock]) * kKVBlock;
         auto row = [&](int64_t j) { return (base + j) * kv.n_head_kv + tile.kv_head; };

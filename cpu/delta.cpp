@@ -56,6 +56,8 @@ extern "C" {
 int32_t spark_delta_input(spark_workspace *ws, const float *x, int64_t T, const float *norm, float eps,
                           const spark_matrix *w_qkv, const spark_matrix *w_z, const spark_matrix *w_beta,
                           const spark_matrix *w_alpha, float *mixed, float *z, float *beta, float *alpha) {
+    if (!known(w_qkv, w_z, w_beta, w_alpha))
+        return SPARK_BAD_TYPE;
     const Weights parts[4] = {weights_of(*w_qkv), weights_of(*w_z), weights_of(*w_beta), weights_of(*w_alpha)};
     float *const outputs[4] = {mixed, z, beta, alpha};
     int64_t total = 0;
@@ -151,6 +153,8 @@ int32_t spark_delta(spark_workspace *ws, const float *mixed, int64_t T, const fl
 
 int32_t spark_delta_output(spark_workspace *ws, const float *y, int64_t T, const float *z, const float *norm,
                            int64_t d_v, float eps, const spark_matrix *w_out, float *x) {
+    if (!known(w_out))
+        return SPARK_BAD_TYPE;
     const Weights w = weights_of(*w_out);
     const Kernels &k = ws->kernels;
     float *const h = ws->normed.get();

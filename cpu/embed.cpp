@@ -8,13 +8,19 @@ namespace spark {
 
 namespace {
 
-void dequantize_q8_0(const uint8_t *b, float *y) {
+// dequantize_<name> of a record of block_types.h: one block.
+
+void dequantize_F32(const uint8_t *b, float *y) { std::memcpy(y, b, 4); }
+void dequantize_F16(const uint8_t *b, float *y) { *y = half_to_float(load_u16(b)); }
+void dequantize_BF16(const uint8_t *b, float *y) { *y = bf16_to_float(load_u16(b)); }
+
+void dequantize_Q8_0(const uint8_t *b, float *y) {
     const float d = half_to_float(load_u16(b));
     for (int i = 0; i < 32; i++)
         y[i] = float(int8_t(b[2 + i])) * d;
 }
 
-void dequantize_q4_0(const uint8_t *b, float *y) {
+void dequantize_Q4_0(const uint8_t *b, float *y) {
     const float d = half_to_float(load_u16(b));
     for (int i = 0; i < 16; i++) {
         y[i] = d * float((b[2 + i] & 15) - 8);
@@ -52,7 +58,10 @@ void dequantize_q45_k(const uint8_t *b, const uint8_t *high, const uint8_t *nibb
     }
 }
 
-void dequantize_q6_k(const uint8_t *b, float *y) {
+void dequantize_Q4_K(const uint8_t *b, float *y) { dequantize_q45_k(b, nullptr, b + 16, y); }
+void dequantize_Q5_K(const uint8_t *b, float *y) { dequantize_q45_k(b, b + 16, b + 48, y); }
+
+void dequantize_Q6_K(const uint8_t *b, float *y) {
     const float d = half_to_float(load_u16(b + 208));
     for (int i = 0; i < 256; i++) {
         const int half = i >> 7, quarter = i >> 5 & 3, l = i & 31;
@@ -62,7 +71,7 @@ void dequantize_q6_k(const uint8_t *b, float *y) {
     }
 }
 
-void dequantize_iq4_xs(const uint8_t *b, float *y) {
+void dequantize_IQ4_XS(const uint8_t *b, float *y) {
     static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const float d = half_to_float(load_u16(b));
     const int high = load_u16(b + 2);
@@ -77,44 +86,15 @@ void dequantize_iq4_xs(const uint8_t *b, float *y) {
     }
 }
 
-struct Format {
-    int64_t elements, bytes;
-};
-
-Format format_of(int64_t type) {
-    switch (type) {
-    case SPARK_F32: return {1, 4};
-    case SPARK_F16:
-    case SPARK_BF16: return {1, 2};
-    case SPARK_Q8_0: return {32, 34};
-    case SPARK_Q4_0: return {32, 18};
-    case SPARK_Q4_K: return {256, 144};
-    case SPARK_Q5_K: return {256, 176};
-    case SPARK_Q6_K: return {256, 210};
-    default: return {256, 136}; // IQ4_XS
-    }
-}
-
 } // namespace
 
-int64_t row_bytes(int64_t type, int64_t cols) {
-    const Format f = format_of(type);
-    return cols / f.elements * f.bytes;
-}
-
 void dequantize_row(int64_t type, const uint8_t *row, int64_t cols, float *y) {
-    const Format f = format_of(type);
-    for (int64_t i = 0; i < cols; i += f.elements, row += f.bytes, y += f.elements)
+    const BlockType block = block_type(type);
+    for (int64_t i = 0; i < cols; i += block.elements, row += block.bytes, y += block.elements)
         switch (type) {
-        case SPARK_F32: std::memcpy(y, row, 4); break;
-        case SPARK_F16: *y = half_to_float(load_u16(row)); break;
-        case SPARK_BF16: *y = bf16_to_float(load_u16(row)); break;
-        case SPARK_Q8_0: dequantize_q8_0(row, y); break;
-        case SPARK_Q4_0: dequantize_q4_0(row, y); break;
-        case SPARK_Q4_K: dequantize_q45_k(row, nullptr, row + 16, y); break;
-        case SPARK_Q5_K: dequantize_q45_k(row, row + 16, row + 48, y); break;
-        case SPARK_Q6_K: dequantize_q6_k(row, y); break;
-        case SPARK_IQ4_XS: dequantize_iq4_xs(row, y); break;
+#define SPARK_CASE(name, ...) case SPARK_##name: dequantize_##name(row, y); break;
+            BLOCK_TYPES(SPARK_CASE)
+#undef SPARK_CASE
         }
 }
 
@@ -123,6 +103,8 @@ void dequantize_row(int64_t type, const uint8_t *row, int64_t cols, float *y) {
 extern "C" int32_t spark_embed(spark_workspace *ws, const spark_matrix *table, const int32_t *tokens, int64_t T,
                                float *x, float scale) {
     using namespace spark;
+    if (!known(table))
+        return SPARK_BAD_TYPE;
     if (out_of_range(tokens, T, table->rows))
         return SPARK_BAD_INDEX;
     const Weights w = weights_of(*table);

@@ -66,6 +66,9 @@ auto activation_of(const Kernels &k, int64_t activation) { return activation == 
 extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t T, int64_t n_used,
                                     const int32_t *experts, const float *weights, const spark_experts *bank,
                                     const int32_t *fetch_rows, const int32_t *fetch_count, float *x, int32_t add) {
+    for (int64_t type : bank->type)
+        if (!is_known(type))
+            return SPARK_BAD_TYPE;
     const Kernels &k = ws->kernels;
     const auto activate = activation_of(k, bank->activation);
     const int64_t D = bank->n_embd, F = bank->n_ff, n_fetch = *fetch_count, ff_supers = supers(F);
@@ -131,6 +134,8 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
 extern "C" int32_t spark_dense_ffn(spark_workspace *ws, const float *h, int64_t T, const spark_matrix *gate,
                                    const spark_matrix *up, const spark_matrix *down, const spark_matrix *shared_gate,
                                    int32_t activation, float *x, int32_t add) {
+    if (!known(gate, up, down) || !known_float(shared_gate))
+        return SPARK_BAD_TYPE;
     const Kernels &k = ws->kernels;
     const auto activate = activation_of(k, activation);
     const Weights gates = weights_of(*gate), ups = weights_of(*up), downs = weights_of(*down);

@@ -16,6 +16,12 @@ struct Lanes {
     F acc[2]; // by parity of the block
 };
 
+// A panel's format: its record of block_types.h.
+template <int64_t type> struct Record {
+    static constexpr int64_t kType = type;
+    static constexpr int kBytes = spark::block_type(type).bytes, kElements = spark::block_type(type).elements;
+};
+
 inline B group_constant(int32_t a, int32_t b, int32_t c, int32_t d) {
     const int32_t values[4] = {a, b, c, d};
     return repeat_bytes(values);
@@ -50,20 +56,18 @@ template <int wide, int shift> struct ScaledPanel {
 };
 constexpr int kSignedShift = kBiasedDot ? 7 : -1;
 
-struct Q8_0 : ScaledPanel<0, kSignedShift> {
-    static constexpr int kBytes = 34, kElements = 32;
-
+struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
     void load(const uint8_t *const *rows, size_t offset) {
         for (int p = 0; p < 2; p++) {
             for (int half = 0; half < 2; half++) {
                 B in[4];
                 for (int g = 0; g < 4; g++)
-                    in[g] = load_rows(rows, offset + 34 * (2 * g + p) + 2 + 16 * half);
+                    in[g] = load_rows(rows, offset + kBytes * (2 * g + p) + 2 + 16 * half);
                 transpose(in, w[p] + 4 * half);
             }
             for (int i = 0; i < 8; i++)
                 w[p][i] = biased(w[p][i]);
-            scale[p] = strided_halves(rows, offset + 34 * p, 68);
+            scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
         }
     }
     static float term(const uint8_t *block, const int8_t *q) {
@@ -76,20 +80,18 @@ struct Q8_0 : ScaledPanel<0, kSignedShift> {
     }
 };
 
-struct Q4_0 : ScaledPanel<8, 3> {
-    static constexpr int kBytes = 18, kElements = 32;
-
+struct Q4_0 : Record<SPARK_Q4_0>, ScaledPanel<8, 3> {
     void load(const uint8_t *const *rows, size_t offset) {
         for (int p = 0; p < 2; p++) {
             B in[4], packed[4];
             for (int g = 0; g < 4; g++)
-                in[g] = load_rows(rows, offset + 18 * (2 * g + p) + 2);
+                in[g] = load_rows(rows, offset + kBytes * (2 * g + p) + 2);
             transpose(in, packed);
             for (int i = 0; i < 4; i++) {
                 w[p][i] = low_nibbles(packed[i]);
                 w[p][4 + i] = high_nibbles(packed[i]);
             }
-            scale[p] = strided_halves(rows, offset + 18 * p, 36);
+            scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
         }
     }
     static float term(const uint8_t *block, const int8_t *q) {
@@ -102,9 +104,7 @@ struct Q4_0 : ScaledPanel<8, 3> {
 
 constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-struct IQ4_XS : ScaledPanel<0, kSignedShift> {
-    static constexpr int kBytes = 136, kElements = 256;
-
+struct IQ4_XS : Record<SPARK_IQ4_XS>, ScaledPanel<0, kSignedShift> {
     void load(const uint8_t *const *rows, size_t offset) {
         const B table = biased(repeat_bytes(kIQ4Values));
         load_scales(rows, offset);
@@ -185,18 +185,14 @@ template <int wide> struct MinimumPanel {
     }
 };
 
-struct Q4_K : MinimumPanel<8> {
-    static constexpr int kBytes = 144, kElements = 256;
-
+struct Q4_K : Record<SPARK_Q4_K>, MinimumPanel<8> {
     void load(const uint8_t *const *rows, size_t offset) {
         load_scales(rows, offset);
         load_nibbles(rows, offset + 16);
     }
 };
 
-struct Q5_K : MinimumPanel<4> {
-    static constexpr int kBytes = 176, kElements = 256;
-
+struct Q5_K : Record<SPARK_Q5_K>, MinimumPanel<4> {
     void load(const uint8_t *const *rows, size_t offset) {
         load_scales(rows, offset);
         load_nibbles(rows, offset + 48);
@@ -219,8 +215,8 @@ struct Q5_K : MinimumPanel<4> {
 
 // --- integer scales of half blocks: Q6_K
 
-struct Q6_K {
-    static constexpr int kBytes = 210, kElements = 256, kScales = 192;
+struct Q6_K : Record<SPARK_Q6_K> {
+    static constexpr int kScales = 192;
     B w[2][8];
     F scale, half_scale[2][2]; // [half][p]; exact integers
 

@@ -112,8 +112,37 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512vnni;
 int best_isa();
 const Kernels *choose_kernels(int isa); // nullptr: this machine or this build lacks it
 
-int64_t row_bytes(int64_t type, int64_t cols);
-inline bool is_float(int64_t type) { return type == SPARK_F32 || type == SPARK_F16 || type == SPARK_BF16; }
+// A record of block_types.h. Internal linkage all along, as kernels.cpp asks for.
+#define SPARK_NAME(name) name,
+enum class Kind { BLOCK_KINDS(SPARK_NAME) };
+#undef SPARK_NAME
+
+struct BlockType {
+    Kind kind;
+    int elements, bytes;
+};
+
+// Ends the process. The operations refuse such a type before anything asks for its record (`known`, workspace.h).
+[[noreturn]] void no_such_type(int64_t type);
+
+#define SPARK_CASE(name, id, elements, bytes, kind, ...) case id: return {Kind::kind, elements, bytes};
+static constexpr BlockType block_type(int64_t type) {
+    switch (type) { BLOCK_TYPES(SPARK_CASE) }
+    no_such_type(type);
+}
+#undef SPARK_CASE
+
+#define SPARK_CASE(name, id, ...) case id:
+static constexpr bool is_known(int64_t type) {
+    switch (type) { BLOCK_TYPES(SPARK_CASE) return true; }
+    return false;
+}
+#undef SPARK_CASE
+
+static constexpr bool is_float(int64_t type) { return block_type(type).kind == Kind::PLAIN; }
+static constexpr int64_t row_bytes(int64_t type, int64_t cols) {
+    return cols / block_type(type).elements * block_type(type).bytes;
+}
 
 void dequantize_row(int64_t type, const uint8_t *row, int64_t cols, float *y);
 

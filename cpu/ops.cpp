@@ -10,6 +10,8 @@ using namespace spark;
 extern "C" {
 
 int32_t spark_product(spark_workspace *ws, const spark_matrix *w, const float *x, int64_t T, float *y) {
+    if (!known(w))
+        return SPARK_BAD_TYPE;
     product(*ws, weights_of(*w), quantized(*ws, x, T, w->cols, !is_float(w->type)), T, y);
     return SPARK_OK;
 }
@@ -20,7 +22,9 @@ int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, co
                               int64_t n_positions, int64_t n_rot, const int32_t *positions, const spark_kv *kv,
                               const int32_t *slots, float *q, int64_t head_dim, const spark_matrix *gate,
                               float *gate_out) {
-    if (out_of_range(positions, T, n_positions) || (wk && out_of_range(slots, T, kv->n_slots)))
+    if (!known(wq, wk, wv, gate))
+        return SPARK_BAD_TYPE;
+    if (out_of_range(positions, T, n_positions) || (wk && out_of_range(slots, T, kv->n_slots, -1)))
         return SPARK_BAD_INDEX;
     struct Part {
         Weights w;
@@ -69,6 +73,8 @@ int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, co
                     std::memcpy(value, key, size_t(n) * sizeof(float));
                 if (v_norm)
                     k.rms_norm(value, v_norm, n, eps, value);
+                if (slots[t] < 0)
+                    continue;
                 finish(key, k_norm);
                 const int64_t row = slots[t] * kv_heads + h;
                 if (kv->k_scale) {
@@ -94,7 +100,7 @@ int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t 
         const int64_t first = window_begin(positions[t], window) / kKVBlock;
         if ((window || t + 1 == T || sequence[t + 1] != sequence[t] || positions[t + 1] < positions[t]) &&
             out_of_range(block_table + sequence[t] * max_blocks + first, positions[t] / kKVBlock + 1 - first,
-                         kv->n_slots / kKVBlock))
+                         kv->n_slots / kKVBlock, -1))
             return SPARK_BAD_INDEX;
     }
     // A tile takes a few tokens of one sequence with every query head of a KV head; with few tokens, the
@@ -138,6 +144,8 @@ int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t 
 
 int32_t spark_attention_output(spark_workspace *ws, const float *attended, int64_t T, const spark_matrix *wo,
                                float *x, int32_t add) {
+    if (!known(wo))
+        return SPARK_BAD_TYPE;
     const Weights w = weights_of(*wo);
     const Inputs in = quantized(*ws, attended, T, w.cols, !is_float(w.type));
     float *y = ws->normed.get();
@@ -151,6 +159,8 @@ int32_t spark_attention_output(spark_workspace *ws, const float *attended, int64
 
 int32_t spark_router(spark_workspace *ws, const float *x, int64_t T, const float *norm, float eps,
                      const spark_matrix *gate, float *h, float *logits) {
+    if (!known_float(gate))
+        return SPARK_BAD_TYPE;
     const Weights w = weights_of(*gate);
     ws->rows(T, double(w.cols) / 4 + row_ns(w, 1) * double(w.rows), [&](int64_t first, int64_t last, int) {
         for (int64_t t = first; t < last; t++)
@@ -183,6 +193,8 @@ int32_t spark_add_norm(spark_workspace *ws, const float *y, int64_t T, int64_t c
 
 int32_t spark_head(spark_workspace *ws, const float *x, int64_t T, const int32_t *rows, int64_t n_rows,
                    const float *norm, float eps, const spark_matrix *output, float *logits, float softcap) {
+    if (!known(output))
+        return SPARK_BAD_TYPE;
     if (out_of_range(rows, n_rows, T))
         return SPARK_BAD_INDEX;
     const Weights w = weights_of(*output);

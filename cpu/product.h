@@ -153,26 +153,31 @@ void product_of_one(const Weights &w, int64_t first, int64_t last, const Activat
             out[row - first + i] = sums[4 * (i % 4) + i / 4];
     }
 }
+
+// Whether the format has a variant for one row, which then ran.
+template <class Format>
+bool product_with_one(const Weights &w, int64_t first, int64_t last, const Activations *a, float *out) {
+    if constexpr (Single<Format>::kExists)
+        product_of_one<Single<Format>>(w, first, last, a, out);
+    return Single<Format>::kExists;
+}
 #endif
 
-struct F32 {
+struct F32 : Record<SPARK_F32> {
     static F load_some(const uint8_t *p) { return load(reinterpret_cast<const float *>(p)); }
     static float one(const uint8_t *p) {
         float f;
         std::memcpy(&f, p, 4);
         return f;
     }
-    static constexpr int kBytes = 4;
 };
-struct F16 {
+struct F16 : Record<SPARK_F16> {
     static F load_some(const uint8_t *p) { return load_half(p); }
     static float one(const uint8_t *p) { return half_to_float(load_u16(p)); }
-    static constexpr int kBytes = 2;
 };
-struct BF16 {
+struct BF16 : Record<SPARK_BF16> {
     static F load_some(const uint8_t *p) { return load_bf16(p); }
     static float one(const uint8_t *p) { return bf16_to_float(load_u16(p)); }
-    static constexpr int kBytes = 2;
 };
 
 template <class Format>
@@ -210,30 +215,40 @@ void float_product_of(const Weights &w, int64_t first, int64_t last, const Input
     }
 }
 
+template <class Format, int64_t type>
+void product_with(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
+                  float *out, int64_t stride) {
+    static_assert(Format::kType == type, "a format of this name has another type's record");
+    if constexpr (spark::is_float(type))
+        float_product_of<Format>(w, first, last, in, index, n, out, stride);
+    else
+        product_of<Format>(w, first, last, in, index, n, out, stride);
+}
+
+// A case for each record of block_types.h: one without a format of its name in formats.h does not compile.
 void product(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
              float *out, int64_t stride) {
 #if defined(__AVX512BW__)
     if (n == 1 && w.cols % kSuper == 0 && in.supers <= kMostSpread) {
         const Activations *a = in.quantized + (index ? *index : 0) * in.supers;
         switch (w.type) {
-        case SPARK_Q4_K: return product_of_one<Single4K>(w, first, last, a, out);
-        case SPARK_Q5_K: return product_of_one<Single5K>(w, first, last, a, out);
-        case SPARK_Q6_K: return product_of_one<Single6K>(w, first, last, a, out);
-        case SPARK_IQ4_XS: return product_of_one<SingleIQ4>(w, first, last, a, out);
+#define SPARK_CASE(name, ...)                                                                                          \
+    case SPARK_##name:                                                                                                 \
+        if (product_with_one<name>(w, first, last, a, out))                                                              \
+            return;                                                                                                    \
+        break;
+            BLOCK_TYPES(SPARK_CASE)
+#undef SPARK_CASE
         }
     }
 #endif
     switch (w.type) {
-    case SPARK_F32: return float_product_of<F32>(w, first, last, in, index, n, out, stride);
-    case SPARK_F16: return float_product_of<F16>(w, first, last, in, index, n, out, stride);
-    case SPARK_BF16: return float_product_of<BF16>(w, first, last, in, index, n, out, stride);
-    case SPARK_Q4_0: return product_of<Q4_0>(w, first, last, in, index, n, out, stride);
-    case SPARK_Q8_0: return product_of<Q8_0>(w, first, last, in, index, n, out, stride);
-    case SPARK_Q4_K: return product_of<Q4_K>(w, first, last, in, index, n, out, stride);
-    case SPARK_Q5_K: return product_of<Q5_K>(w, first, last, in, index, n, out, stride);
-    case SPARK_Q6_K: return product_of<Q6_K>(w, first, last, in, index, n, out, stride);
-    case SPARK_IQ4_XS: return product_of<IQ4_XS>(w, first, last, in, index, n, out, stride);
+#define SPARK_CASE(name, ...)                                                                                          \
+    case SPARK_##name: return product_with<name, SPARK_##name>(w, first, last, in, index, n, out, stride);
+        BLOCK_TYPES(SPARK_CASE)
+#undef SPARK_CASE
     }
+    spark::no_such_type(w.type);
 }
 
 } // namespace

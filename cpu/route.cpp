@@ -1,5 +1,5 @@
 // The choice of experts and what the slots make of it. Twins: route of engine/ops/reference.py and
-// advance of engine/policy.py, which specifies every decision (docs/residency.md).
+// advance of engine/placing/policy.py, which specifies every decision (docs/residency.md).
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// One layer's slots on recorded routing. Twin: `advance` of engine/policy.py, step by step (docs/residency.md).
+// One layer's slots on recorded routing. Twin: `advance` of engine/placing/policy.py, step by step (docs/residency.md).
 //
 // Calibration replays a hundred candidates on every generated token that it has, so a step does no more than it must: one
 // pass over the layer's heat, which the compiler makes vectors of, and a search of the slots for each expert that enters.

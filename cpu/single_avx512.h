@@ -62,7 +62,14 @@ inline void spread_columns(const Activations &a, Spread &s) {
 inline B high_codes(B v) { return kBiasedDot ? _mm512_and_si512(v, _mm512_set1_epi8(char(0xf0))) : high_nibbles(v); }
 inline I of_high_codes(I sum) { return kBiasedDot ? shift_right_signed<4>(sum) : sum; }
 
-struct Single4K : Q4_K {
+// The one-row variant of a format, where there is one.
+template <class Format> struct Single {
+    static constexpr bool kExists = false;
+};
+
+template <> struct Single<Q4_K> : Q4_K {
+    static constexpr bool kExists = true;
+
     static void prepare(const Activations &a, Spread &s) { spread_columns(a, s); }
 
     void add(const uint8_t *const *rows, size_t offset, const Activations &a, const Spread &s, Lanes &lanes) {
@@ -85,7 +92,9 @@ struct Single4K : Q4_K {
     }
 };
 
-struct Single5K : Q5_K {
+template <> struct Single<Q5_K> : Q5_K {
+    static constexpr bool kExists = true;
+
     static void prepare(const Activations &a, Spread &s) { spread_columns(a, s); }
 
     void add(const uint8_t *const *rows, size_t offset, const Activations &a, const Spread &s, Lanes &lanes) {
@@ -114,7 +123,9 @@ struct Single5K : Q5_K {
     }
 };
 
-struct Single6K : Q6_K {
+template <> struct Single<Q6_K> : Q6_K {
+    static constexpr bool kExists = true;
+
     // Pieces of half n of a panel are (s, h): half h of block 4n + s (low nibbles) or 4n + 2 + s (high ones). So
     // s is the parity and 2n + high the column.
     static void prepare(const Activations &a, Spread &spread) {
@@ -170,7 +181,9 @@ struct Single6K : Q6_K {
     }
 };
 
-struct SingleIQ4 : IQ4_XS {
+template <> struct Single<IQ4_XS> : IQ4_XS {
+    static constexpr bool kExists = true;
+
     // Pieces are blocks 4k .. 4k + 3: low nibbles their first half, high ones their second.
     static void prepare(const Activations &a, Spread &spread) {
         for (int half = 0; half < 2; half++) {

@@ -1,9 +1,9 @@
-/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate, engine/simulate.py).
+/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate, engine/placing/simulate.py).
  *
  * Every operation has a twin of the same name in engine/ops/reference.py and computes its bits
  * (docs/arithmetic.md). Arrays are dense and row-major; the caller has checked types and shapes.
- * Indices inside arrays (tokens, slots, blocks, experts) are checked here, before anything is
- * written: an operation returns SPARK_OK, or SPARK_BAD_INDEX and leaves its outputs alone.
+ * Indices inside arrays (tokens, slots, blocks, experts) and types of weights are checked here, before anything
+ * is written: an operation returns SPARK_OK, or SPARK_BAD_INDEX or SPARK_BAD_TYPE and leaves its outputs alone.
  *
  * A workspace belongs to one thread at a time. Two workspaces may be used side by side.
  */
@@ -11,6 +11,8 @@
 #define SPARK_CPU_H
 
 #include <stdint.h>
+
+#include "block_types.h"
 
 #if defined(__GNUC__)
 #define SPARK_API __attribute__((visibility("default")))
@@ -22,9 +24,9 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 3 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 4 /* raised with every incompatible change; the binding compares it */
 
-enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1 };
+enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2 };
 
 enum { SPARK_SILU = 0, SPARK_GELU = 1 };
 enum { SPARK_BY_SOFTMAX = 0, SPARK_BY_SIGMOID = 1 }; /* scores of a router */
@@ -32,18 +34,10 @@ enum { SPARK_BY_SOFTMAX = 0, SPARK_BY_SIGMOID = 1 }; /* scores of a router */
 /* Instruction sets, worst first. */
 enum { SPARK_ISA_PORTABLE = 0, SPARK_ISA_AVX2 = 1, SPARK_ISA_AVX512 = 2, SPARK_ISA_AVX512_VNNI = 3 };
 
-/* Types of weights: the numbers of the GGUF format. */
-enum {
-    SPARK_F32 = 0,
-    SPARK_F16 = 1,
-    SPARK_Q4_0 = 2,
-    SPARK_Q8_0 = 8,
-    SPARK_Q4_K = 12,
-    SPARK_Q5_K = 13,
-    SPARK_Q6_K = 14,
-    SPARK_IQ4_XS = 23,
-    SPARK_BF16 = 30
-};
+/* Types of weights, SPARK_Q4_K and so on: the numbers of the GGUF format. */
+#define SPARK_TYPE(name, id, ...) SPARK_##name = id,
+enum { BLOCK_TYPES(SPARK_TYPE) };
+#undef SPARK_TYPE
 
 /* What a gate goes through. */
 enum { SPARK_GATE_SOFTPLUS = 0, SPARK_GATE_SIGMOID = 1 };
@@ -95,7 +89,7 @@ typedef struct spark_delta_layer {
     int64_t n_states, kernel, n_mixed, n_head_v, d_v, d_k;
 } spark_delta_layer;
 
-/* engine.policy.SlotState */
+/* engine.placing.policy.SlotState */
 typedef struct spark_slots {
     const int32_t *slot_begin;
     int32_t *slot_of, *expert_of;
@@ -108,6 +102,8 @@ typedef struct spark_slots {
 } spark_slots;
 
 SPARK_API int32_t spark_abi(void);
+/* The records of block_types.h that the library was built with: a line each, the fields with ", " between. */
+SPARK_API const char *spark_block_types(void);
 /* The best instruction set of this machine that the library was built with. */
 SPARK_API int32_t spark_best_isa(void);
 

@@ -1,6 +1,8 @@
 #include "workspace.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <new>
 
@@ -36,6 +38,11 @@ int detect() {
 
 } // namespace
 #endif
+
+void no_such_type(int64_t type) {
+    std::fprintf(stderr, "spark_cpu: a matrix of type %lld, which has no kernels\n", static_cast<long long>(type));
+    std::abort();
+}
 
 int best_isa() {
 #if defined(SPARK_X86)
@@ -79,6 +86,12 @@ spark_workspace::spark_workspace(const spark_limits &l, int threads, const Kerne
 extern "C" {
 
 int32_t spark_abi(void) { return SPARK_CPU_ABI; }
+
+const char *spark_block_types(void) {
+#define SPARK_LINE(...) #__VA_ARGS__ "\n"
+    return BLOCK_TYPES(SPARK_LINE);
+#undef SPARK_LINE
+}
 
 int32_t spark_best_isa(void) { return best_isa(); }
 

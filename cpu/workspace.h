@@ -85,6 +85,12 @@ struct spark_workspace {
 
 namespace spark {
 
+// Whether the types of all matrices that are there have kernels: the first question of every operation.
+template <class... Matrix> bool known(const Matrix *...m) { return ((!m || is_known(m->type)) && ...); }
+
+// The same of a matrix whose activations are never quantized: a router's, a shared gate.
+inline bool known_float(const spark_matrix *m) { return !m || (is_known(m->type) && is_float(m->type)); }
+
 inline Weights weights_of(const spark_matrix &m) {
     return {static_cast<const uint8_t *>(m.data), m.rows, m.cols, row_bytes(m.type, m.cols), m.type};
 }
@@ -92,10 +98,11 @@ inline Weights weights_of(const spark_matrix &m) {
 // A guess of what a row of a product takes on one thread; it only shapes chunks.
 inline double row_ns(const Weights &w, int64_t n) { return 1.0 + double(w.row_bytes) / 12 + double(n * w.cols) / 64; }
 
-inline bool out_of_range(const int32_t *index, int64_t n, int64_t end) {
+// least: -1 where that is a block or slot that is not there.
+inline bool out_of_range(const int32_t *index, int64_t n, int64_t end, int64_t least = 0) {
     bool bad = false;
     for (int64_t i = 0; i < n; i++)
-        bad |= index[i] < 0 || index[i] >= end;
+        bad |= index[i] < least || index[i] >= end;
     return bad;
 }
 

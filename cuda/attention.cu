@@ -14,8 +14,8 @@
 // Grid (K, n_workers), any n_workers, blocks of THREADS; dynamic shared memory
 // 2 * STAGES * (KV_TILE_BYTES + KV_TILE_SCALE_BYTES) + Q_ROWS * Q_STRIDE * 2 + 4 * MERGE_ROWS * MERGE_STRIDE * 4
 // bytes. q [T, H, HEAD_DIM] is aligned to 16 bytes. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H,
-// max_splits, 2]. A negative block in `table` is read as zeros; positions are clamped to the table. May overlap the
-// kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
+// max_splits, 2]. Tiles of a negative block in `table` are passed over; positions are clamped to the table. May overlap
+// the kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
 // that is read here.
 #include "arithmetic.cuh"
 #include "kv.cuh"
@@ -379,6 +379,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     // Turns before STAGES - 1 copy what is older than this step, of the first tiles; then, with the kernel ahead at its
     // end, as many the rest of these tiles where there is any; then each turn copies one tile and works on another.
     bool missing = false;
+    u32 absent = 0; // a bit a slot: its tile is of a negative block
     i32 slot = 0, chunk = -1;
 #pragma unroll 1
     for (i32 turn = 0;; turn++) {
@@ -424,6 +425,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             const i32 fresh = from.fresh - loading.block * KV_TILE;
             const i64 first_slot = (i64)max(physical, 0) * KV_BLOCK + loading.block % SHARES * KV_TILE;
             missing |= early && fresh < KV_TILE;
+            absent = (absent & ~(1u << loading_slot)) | (u32)(physical < 0) << loading_slot;
             copy_kv_rows<GROUP, WINDOW != 0>(
                 kv_tiles(memory + loading_slot * SLOT), k, v, k_scale, v_scale, first_slot, position0,
                 late ? fresh : 0, early ? fresh : KV_TILE, fresh < KV_TILE ? !early : !late,
@@ -453,7 +455,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             take_out_values(taken_out[part], tiles.v, tiles.v_scale, position0, head, n_head_kv);
         if (GROUP > WARP ? ragged_tile : ragged)
             part_barrier();
-        if (tile * 16 < n_rows && base + position0 <= chunks[chunk].last) {
+        if (tile * 16 < n_rows && base + position0 <= chunks[chunk].last && !(absent >> slot & 1u)) {
             // Scores.
             float s[2][2 * OWN], top[OWN];
             bool higher = false;
@@ -565,11 +567,12 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 #pragma unroll
                     for (i32 j = 1; j < PARTS; j++)
                         top = fmaxf(top, part_m[j][row]);
+                    const float above = top == -INFINITE ? 0.0f : top; // where no block of the split is there
                     float sum = 0.0f;
                     float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
                     for (i32 j = 0; j < PARTS; j++) {
-                        const float weight = exp2_fast(part_m[j][row] - top);
+                        const float weight = exp2_fast(part_m[j][row] - above);
                         const float4 y = *(const float4*)(
                             merged + ((of * PARTS + j) * MERGE_ROWS + row) * MERGE_STRIDE + dimension);
                         sum = __fmaf_rn(part_l[j][row], weight, sum);

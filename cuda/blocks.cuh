@@ -4,26 +4,7 @@
 // read from shared memory, at any offset that is a multiple of two bytes: formats of 18, 34 and 210 bytes give no more.
 #pragma once
 
-#include "ptx.cuh"
-
-enum Type { F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS };
-
-DEVICE constexpr bool is_float(Type type) { return type == F32 || type == F16 || type == BF16; }
-
-// Bytes of a row of k weights.
-DEVICE constexpr i32 row_bytes_of(Type type, i32 k) {
-    switch (type) {
-    case F32: return k * 4;
-    case F16:
-    case BF16: return k * 2;
-    case Q8_0: return k / 32 * 34;
-    case Q4_0: return k / 32 * 18;
-    case Q4_K: return k / 256 * 144;
-    case Q5_K: return k / 256 * 176;
-    case Q6_K: return k / 256 * 210;
-    default: return k / 256 * 136;
-    }
-}
+#include "types.cuh"
 
 // A weight of a float type.
 template <Type type>
@@ -32,11 +13,13 @@ DEVICE float weight_of(const u8* row, i32 i) {
         return ((const float*)row)[i];
     else if constexpr (type == F16)
         return half_to_float(((const u16*)row)[i]);
-    else
+    else {
+        static_assert(type == BF16, "weight_of: no code for this type");
         return bfloat_to_float(((const u16*)row)[i]);
+    }
 }
 
-// 32 activations: q packed by fours in order, their scale, their sum, and the sum of the first 16 (Q6_K only).
+// 32 activations: q packed by fours in order, their scale, their sum, and the sum of the first 16 (for HALVES only).
 struct Activations {
     i32 q[8];
     float d;
@@ -45,7 +28,8 @@ struct Activations {
 };
 
 // 32 weights ready for dot products. q: bytes, signed in Q8_0 and IQ4_XS, else unsigned. scale, minimum: as in
-// BlockTerms of the twin. factor: of the two halves (Q6_K). shift: q holds the weights times 2^shift (Q4_K).
+// BlockTerms of the twin. factor: of the two halves (HALVES). shift: where there is a minimum, q holds the weights times
+// 2^shift.
 struct Block {
     u32 q[8];
     float scale, minimum;
@@ -97,12 +81,22 @@ DEVICE u32 iq4_values(u32 index) {
     return __byte_perm(low, high, 0x3210u | ((index & 0x8888u) >> 1));
 }
 
-// Block b of the row at `offset` of `stage` (16-byte aligned).
+// What the types differ in, a specialization each: a type without one does not compile.
+//   SIGNED   q are signed bytes
+//   OFFSET   what is taken off every one of them
+//   MINIMUM  there is a minimum
+//   load     block b of the row at `offset` of `stage` (16-byte aligned)
 template <Type type>
-DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
-    const i32 s = b & 7;
-    if constexpr (type == Q4_K) {
-        const i32 at = offset + (b >> 3) * 144;
+struct BlockCode;
+
+template <>
+struct BlockCode<Q4_K> : BlockType<Q4_K> {
+    static constexpr bool SIGNED = false, MINIMUM = true;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BLOCK_BYTES;
         load_k_scales(stage, at, s, w);
         load_32_bytes(stage, at + 16 + 32 * (s >> 1), w.q);
         w.shift = 4 * (s & 1);
@@ -110,17 +104,36 @@ DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
 #pragma unroll
         for (i32 i = 0; i < 8; i++)
             w.q[i] &= mask;
-    } else if constexpr (type == Q5_K) {
-        const i32 at = offset + (b >> 3) * 176;
+    }
+};
+
+template <>
+struct BlockCode<Q5_K> : BlockType<Q5_K> {
+    static constexpr bool SIGNED = false, MINIMUM = true;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BLOCK_BYTES;
         load_k_scales(stage, at, s, w);
+        w.shift = 0;
         load_32_bytes(stage, at + 48 + 32 * (s >> 1), w.q);
         u32 high[8];
         load_32_bytes(stage, at + 16, high);
 #pragma unroll
         for (i32 i = 0; i < 8; i++)
             w.q[i] = ((w.q[i] >> (4 * (s & 1))) & 0x0f0f0f0fu) | (((high[i] >> s) & 0x01010101u) << 4);
-    } else if constexpr (type == Q6_K) {
-        const i32 at = offset + (b >> 3) * 210;
+    }
+};
+
+template <>
+struct BlockCode<Q6_K> : BlockType<Q6_K> {
+    static constexpr bool SIGNED = false, MINIMUM = false;
+    static constexpr i32 OFFSET = 32;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BLOCK_BYTES;
         u32 low[9], high[9];
         load_words(stage, at + 64 * (s >> 2) + 32 * (s & 1), low);
         const i32 low_shift = (at & 2) * 8 + 2 * (s & 2);
@@ -135,16 +148,32 @@ DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
         w.factor[0] = (i8)factors;
         w.factor[1] = (i8)(factors >> 8);
         w.scale = half_to_float(load_half(stage, at + 208));
-    } else if constexpr (type == Q8_0) {
-        const i32 at = offset + b * 34;
+    }
+};
+
+template <>
+struct BlockCode<Q8_0> : BlockType<Q8_0> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + b * BLOCK_BYTES;
         u32 words[9];
         load_words(stage, at + 2, words);
 #pragma unroll
         for (i32 i = 0; i < 8; i++)
             w.q[i] = __funnelshift_r(words[i], words[i + 1], (at + 2 & 2) * 8);
         w.scale = half_to_float(load_half(stage, at));
-    } else if constexpr (type == Q4_0) {
-        const i32 at = offset + b * 18;
+    }
+};
+
+template <>
+struct BlockCode<Q4_0> : BlockType<Q4_0> {
+    static constexpr bool SIGNED = false, MINIMUM = false;
+    static constexpr i32 OFFSET = 8;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + b * BLOCK_BYTES;
         u32 words[5];
         load_words(stage, at + 2, words);
 #pragma unroll
@@ -154,8 +183,17 @@ DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
             w.q[i + 4] = (v >> 4) & 0x0f0f0f0fu;
         }
         w.scale = half_to_float(load_half(stage, at));
-    } else if constexpr (type == IQ4_XS) {
-        const i32 at = offset + (b >> 3) * 136;
+    }
+};
+
+template <>
+struct BlockCode<IQ4_XS> : BlockType<IQ4_XS> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BLOCK_BYTES;
         const uint2 head = *(const uint2*)(stage + at);
         const u32 scale = ((head.y >> (4 * s)) & 15) | (((head.x >> (16 + 2 * s)) & 3) << 4);
         w.scale = half_to_float((u16)head.x) * (float)((i32)scale - 32);
@@ -169,30 +207,36 @@ DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
             w.q[i + 4] = __byte_perm(a, c, 0x7531);
         }
     }
+};
+
+template <Type type>
+DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
+    BlockCode<type>::load(stage, offset, b, w);
 }
 
 // The block's term u (docs/arithmetic.md).
 template <Type type>
 DEVICE float block_term(const Block& w, const Activations& x) {
+    typedef BlockCode<type> Code;
     i32 sum[2] = {0, 0};
-    if constexpr (type == Q4_0)
-        sum[0] = -8 * x.sum;
-    if constexpr (type == Q6_K) {
-        sum[0] = -32 * x.first;
-        sum[1] = -32 * (x.sum - x.first);
+    if constexpr (has_halves(type)) {
+        sum[0] = -Code::OFFSET * x.first;
+        sum[1] = -Code::OFFSET * (x.sum - x.first);
+    } else if constexpr (Code::OFFSET != 0) {
+        sum[0] = -Code::OFFSET * x.sum;
     }
 #pragma unroll
     for (i32 i = 0; i < 8; i++)
-        if constexpr (type == Q8_0 || type == IQ4_XS)
+        if constexpr (Code::SIGNED)
             sum[i / 4] = __dp4a((i32)w.q[i], x.q[i], sum[i / 4]);
         else
             sum[i / 4] = dot4_unsigned(w.q[i], x.q[i], sum[i / 4]);
-    if constexpr (type == Q6_K)
+    if constexpr (has_halves(type)) {
+        static_assert(!Code::MINIMUM, "block_term: a minimum besides factors of halves has no code");
         return w.scale * (float)(w.factor[0] * sum[0] + w.factor[1] * sum[1]);
-    if constexpr (type == Q4_K)
+    }
+    if constexpr (Code::MINIMUM)
         return __fmaf_rn(w.scale, (float)((sum[0] + sum[1]) >> w.shift), -(w.minimum * (float)x.sum));
-    if constexpr (type == Q5_K)
-        return __fmaf_rn(w.scale, (float)(sum[0] + sum[1]), -(w.minimum * (float)x.sum));
     return w.scale * (float)(sum[0] + sum[1]);
 }
 
@@ -201,11 +245,18 @@ DEVICE float block_term(const Block& w, const Activations& x) {
 // Two blocks share 32 bytes, one has the low halves, the other the high ones. Two neighboring lanes read 16 of the
 // bytes each, add up both blocks' products there, and exchange one sum: half the loads and no shifts.
 
+#define RECORD(name, id, elements, bytes, kind, ...) \
+    static_assert(Kind::kind != Kind::PAIRS || name == Q4_K, #name ": split_term has the layout of Q4_K");
+BLOCK_TYPES(RECORD)
+#undef RECORD
+
 // What a lane takes of the activations for block b: 16 elements of the block, the same 16 of its neighbor b ^ 1.
 struct SplitActivations {
     i32 own[4], other[4];
     float d, sum;
 };
+
+constexpr i32 SPLIT_BYTES = 4 * BlockType<Q4_K>::BLOCK_BYTES; // that a warp reads at a time
 
 // What differs among lanes. Lane j reads piece j % 8 of superblock j / 8 of four.
 struct SplitLane {
@@ -220,7 +271,7 @@ DEVICE SplitLane split_lane() {
     const u32 s = lane % 8, j = s % 4;
     const bool odd = s & 1, first = s < 4;
     SplitLane l;
-    l.head = lane / 8 * 144;
+    l.head = lane / 8 * BlockType<Q4_K>::BLOCK_BYTES;
     l.at = l.head + 16 + 16 * s;
     l.own = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
     l.other = ~l.own;

@@ -39,10 +39,11 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
 #pragma unroll
     for (i32 i = 1; i < MINE; i++)
         m = fmaxf(m, ml[i].x); // beyond the last split, the last again
+    const float above = m == -INFINITE ? 0.0f : m; // where no block of these splits is there
 #pragma unroll
     for (i32 i = 0; i < MINE; i++)
         if (warp + i * WARPS < n) {
-            const float weight = exp2_fast(ml[i].x - m);
+            const float weight = exp2_fast(ml[i].x - above);
             l = __fmaf_rn(ml[i].y, weight, l);
             o = __fmaf_rn(x[i], weight, o);
         }

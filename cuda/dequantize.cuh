@@ -8,7 +8,7 @@
 //   Format<type>::ELEMENTS     weights of a stage: a superblock, or several blocks
 //   Format<type>::BYTES        the same in bytes
 //   Format<type>::ALIGN        a row begins at a multiple of so many bytes (16 at most)
-//   Format<type>::SCALES       words of scales of a stage, one for 32 weights; 0: none
+//   Format<type>::SCALES       words of scales of a stage, one for 32 weights; 0: none (these four are the record's)
 //   Format<type>::INTERLEAVED  unit u of a step has weights 16u..16u+15 and 32+16u..32+16u+15, else 32u..32u+31
 //   scales(raw, at, out, stride)             a stage's scales to out[0], out[stride]...
 //   weights(raw, at, s, j, u, c, left, w)    unit u of step j: w[half unit][pair]; s: the scales of the two half
@@ -18,9 +18,7 @@
 // relative error 2^-11. F32 and BF16 weights above 65504 become infinite.
 #pragma once
 
-#include "ptx.cuh"
-
-enum { F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS };
+#include "types.cuh"
 
 // Pairs of halves.
 #define HALF2_1024 0x64006400u      // 1024: its low mantissa bits count units
@@ -46,8 +44,18 @@ DEVICE u32 both_high(u32 pair) { return __byte_perm(pair, pair, 0x3232); }
 DEVICE u32 even_bytes(u32 v) { return __byte_perm(v, 0x64646464u, 0x4240); }
 DEVICE u32 odd_bytes(u32 v) { return __byte_perm(v, 0x64646464u, 0x4341); }
 
-template <int type>
-struct Format;
+template <Type type>
+struct Format; // a type without a specialization does not compile
+
+// The part of it that the record says.
+template <Type type>
+struct Stage {
+    typedef BlockType<type> R;
+    static constexpr int ELEMENTS = R::STAGE, BYTES = R::STAGE / R::BLOCK_ELEMENTS * R::BLOCK_BYTES, SCALES = R::WORDS;
+    static constexpr int DIVISOR = R::BLOCK_BYTES & -R::BLOCK_BYTES, ALIGN = DIVISOR < 16 ? DIVISOR : 16;
+    static constexpr bool ONE_BLOCK = R::BLOCK_ELEMENTS == R::STAGE;  // so a row is a whole number of stages
+    static_assert(R::STAGE % 64 == 0 && R::STAGE % R::BLOCK_ELEMENTS == 0, "a stage has whole steps and whole blocks");
+};
 
 // The header that Q4_K and Q5_K share: d, dmin, and eight pairs of 6-bit numbers in 12 bytes.
 DEVICE void k_scales(const u8* raw, u32 at, u32* out, i32 stride) {
@@ -65,8 +73,7 @@ DEVICE void k_scales(const u8* raw, u32 at, u32* out, i32 stride) {
 }
 
 template <>
-struct Format<Q4_K> {
-    static constexpr int ELEMENTS = 256, BYTES = 144, ALIGN = 16, SCALES = 8;
+struct Format<Q4_K> : Stage<Q4_K> {
     static constexpr bool INTERLEAVED = true;
 
     DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) { k_scales(raw, at, out, stride); }
@@ -85,8 +92,7 @@ struct Format<Q4_K> {
 };
 
 template <>
-struct Format<Q5_K> {
-    static constexpr int ELEMENTS = 256, BYTES = 176, ALIGN = 16, SCALES = 8;
+struct Format<Q5_K> : Stage<Q5_K> {
     static constexpr bool INTERLEAVED = true;
 
     DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) { k_scales(raw, at, out, stride); }
@@ -107,8 +113,7 @@ struct Format<Q5_K> {
 };
 
 template <>
-struct Format<Q6_K> {
-    static constexpr int ELEMENTS = 256, BYTES = 210, ALIGN = 2, SCALES = 8;
+struct Format<Q6_K> : Stage<Q6_K> {
     static constexpr bool INTERLEAVED = true;
 
     // Two scales a word: each is for 16 weights.
@@ -147,8 +152,7 @@ struct Format<Q6_K> {
 };
 
 template <>
-struct Format<Q8_0> {
-    static constexpr int ELEMENTS = 128, BYTES = 4 * 34, ALIGN = 2, SCALES = 4;
+struct Format<Q8_0> : Stage<Q8_0> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
@@ -170,8 +174,7 @@ struct Format<Q8_0> {
 };
 
 template <>
-struct Format<Q4_0> {
-    static constexpr int ELEMENTS = 256, BYTES = 8 * 18, ALIGN = 2, SCALES = 8;
+struct Format<Q4_0> : Stage<Q4_0> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
@@ -196,8 +199,7 @@ struct Format<Q4_0> {
 };
 
 template <>
-struct Format<IQ4_XS> {
-    static constexpr int ELEMENTS = 256, BYTES = 136, ALIGN = 8, SCALES = 8;
+struct Format<IQ4_XS> : Stage<IQ4_XS> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
@@ -235,8 +237,7 @@ struct Format<IQ4_XS> {
 
 // Float types: 64 weights a stage, no scales; weights past the row's end are zeros.
 template <>
-struct Format<F16> {
-    static constexpr int ELEMENTS = 64, BYTES = 128, ALIGN = 2, SCALES = 0;
+struct Format<F16> : Stage<F16> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8*, u32, u32*, i32) {}
@@ -257,8 +258,7 @@ struct Format<F16> {
 };
 
 template <>
-struct Format<BF16> {
-    static constexpr int ELEMENTS = 64, BYTES = 128, ALIGN = 2, SCALES = 0;
+struct Format<BF16> : Stage<BF16> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8*, u32, u32*, i32) {}
@@ -278,8 +278,7 @@ struct Format<BF16> {
 };
 
 template <>
-struct Format<F32> {
-    static constexpr int ELEMENTS = 64, BYTES = 256, ALIGN = 4, SCALES = 0;
+struct Format<F32> : Stage<F32> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8*, u32, u32*, i32) {}

@@ -2,21 +2,46 @@
 //
 // -DTYPE=Q4_K and so on, a native type. Grid (T, ceil(D / 256)), blocks of 256 threads, an element each: a row is
 // read once and is small beside what a layer reads. The table is aligned to 2 bytes, float tables to their type.
-#include "ptx.cuh"
-
-#define F32 0
-#define F16 1
-#define Q4_0 2
-#define Q8_0 8
-#define Q4_K 12
-#define Q5_K 13
-#define Q6_K 14
-#define IQ4_XS 23
-#define BF16 30
+#include "types.cuh"
 
 DEVICE float half_at(const u8* p) { return half_to_float(*(const u16*)p); }
 
-#if TYPE == Q4_K || TYPE == Q5_K
+// Element i of a row, a specialization each: a type without one does not compile.
+template <Type type>
+struct Element;
+
+template <>
+struct Element<F32> {
+    DEVICE float of(const u8* row, int i) { return ((const float*)row)[i]; }
+};
+
+template <>
+struct Element<F16> {
+    DEVICE float of(const u8* row, int i) { return half_to_float(((const u16*)row)[i]); }
+};
+
+template <>
+struct Element<BF16> {
+    DEVICE float of(const u8* row, int i) { return bfloat_to_float(((const u16*)row)[i]); }
+};
+
+template <>
+struct Element<Q8_0> : BlockType<Q8_0> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        return half_at(block) * (float)(i8)block[2 + i % 32];
+    }
+};
+
+template <>
+struct Element<Q4_0> : BlockType<Q4_0> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        const u32 code = block[2 + i % 16] >> (i % 32 / 16 * 4) & 15u;
+        return half_at(block) * (float)((int)code - 8);
+    }
+};
+
 // Sub-block j of 8 in the 12 bytes of packed 6-bit scales and minimums.
 DEVICE void scale_and_minimum(const u8* packed, int j, float& scale, float& minimum) {
     u32 sc, mn;
@@ -30,54 +55,55 @@ DEVICE void scale_and_minimum(const u8* packed, int j, float& scale, float& mini
     scale = (float)sc;
     minimum = (float)mn;
 }
-#endif
 
-// Element i of a row.
-DEVICE float element(const u8* row, int i) {
-#if TYPE == F32
-    return ((const float*)row)[i];
-#elif TYPE == F16
-    return half_to_float(((const u16*)row)[i]);
-#elif TYPE == BF16
-    return bfloat_to_float(((const u16*)row)[i]);
-#elif TYPE == Q8_0
-    const u8* const block = row + (i64)(i / 32) * 34;
-    return half_at(block) * (float)(i8)block[2 + i % 32];
-#elif TYPE == Q4_0
-    const u8* const block = row + (i64)(i / 32) * 18;
-    const u32 code = block[2 + i % 16] >> (i % 32 / 16 * 4) & 15u;
-    return half_at(block) * (float)((int)code - 8);
-#elif TYPE == Q4_K || TYPE == Q5_K
-    const int j = i % 256 / 32; // bytes 32m..32m+31 hold sub-blocks 2m (low halves) and 2m + 1
-    const u8* const block = row + (i64)(i / 256) * (TYPE == Q4_K ? 144 : 176);
-    const u8* const codes = block + (TYPE == Q4_K ? 16 : 48);
-    float scale, minimum;
-    scale_and_minimum(block + 4, j, scale, minimum);
-    u32 code = codes[j / 2 * 32 + i % 32] >> (j % 2 * 4) & 15u;
-    if (TYPE == Q5_K)
-        code |= (block[16 + i % 32] >> j & 1u) << 4;
-    return half_at(block) * scale * (float)code - half_at(block + 2) * minimum;
-#elif TYPE == Q6_K
-    const int half = i % 256 / 128, quarter = i % 128 / 32, k = i % 32;
-    const u8* const block = row + (i64)(i / 256) * 210;
-    const u32 low = block[half * 64 + quarter % 2 * 32 + k] >> (quarter / 2 * 4) & 15u;
-    const u32 high = block[128 + half * 32 + k] >> (quarter * 2) & 3u;
-    const float scale = half_at(block + 208) * (float)(i8)block[192 + i % 256 / 16];
-    return scale * (float)((int)(low | high << 4) - 32);
-#elif TYPE == IQ4_XS
-    constexpr i8 values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-    const int j = i % 256 / 32;
-    const u8* const block = row + (i64)(i / 256) * 136;
-    const u32 low = block[4 + j / 2] >> (j % 2 * 4) & 15u, high = *(const u16*)(block + 2) >> (j * 2) & 3u;
-    const u32 code = block[8 + j * 16 + i % 16] >> (i % 32 / 16 * 4) & 15u;
-    return half_at(block) * (float)((int)(low | high << 4) - 32) * (float)values[code];
-#else
-#error "TYPE: not a native type"
-#endif
-}
+// Q4_K, and Q5_K with a fifth bit.
+template <Type type, int codes_at, bool fifth>
+struct KElement : BlockType<type> {
+    DEVICE float of(const u8* row, int i) {
+        const int j = i % 256 / 32; // bytes 32m..32m+31 hold sub-blocks 2m (low halves) and 2m + 1
+        const u8* const block = row + (i64)(i / 256) * BlockType<type>::BLOCK_BYTES;
+        const u8* const codes = block + codes_at;
+        float scale, minimum;
+        scale_and_minimum(block + 4, j, scale, minimum);
+        u32 code = codes[j / 2 * 32 + i % 32] >> (j % 2 * 4) & 15u;
+        if (fifth)
+            code |= (block[16 + i % 32] >> j & 1u) << 4;
+        return half_at(block) * scale * (float)code - half_at(block + 2) * minimum;
+    }
+};
+
+template <>
+struct Element<Q4_K> : KElement<Q4_K, 16, false> {};
+
+template <>
+struct Element<Q5_K> : KElement<Q5_K, 48, true> {};
+
+template <>
+struct Element<Q6_K> : BlockType<Q6_K> {
+    DEVICE float of(const u8* row, int i) {
+        const int half = i % 256 / 128, quarter = i % 128 / 32, k = i % 32;
+        const u8* const block = row + (i64)(i / 256) * BLOCK_BYTES;
+        const u32 low = block[half * 64 + quarter % 2 * 32 + k] >> (quarter / 2 * 4) & 15u;
+        const u32 high = block[128 + half * 32 + k] >> (quarter * 2) & 3u;
+        const float scale = half_at(block + 208) * (float)(i8)block[192 + i % 256 / 16];
+        return scale * (float)((int)(low | high << 4) - 32);
+    }
+};
+
+template <>
+struct Element<IQ4_XS> : BlockType<IQ4_XS> {
+    DEVICE float of(const u8* row, int i) {
+        constexpr i8 values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        const int j = i % 256 / 32;
+        const u8* const block = row + (i64)(i / 256) * BLOCK_BYTES;
+        const u32 low = block[4 + j / 2] >> (j % 2 * 4) & 15u, high = *(const u16*)(block + 2) >> (j * 2) & 3u;
+        const u32 code = block[8 + j * 16 + i % 16] >> (i % 32 / 16 * 4) & 15u;
+        return half_at(block) * (float)((int)(low | high << 4) - 32) * (float)values[code];
+    }
+};
 
 KERNEL embed(const u8* table, i64 row_bytes, const i32* tokens, int D, float scale, float* x) {
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < D)
-        x[(i64)blockIdx.x * D + i] = element(table + tokens[blockIdx.x] * row_bytes, i) * scale;
+        x[(i64)blockIdx.x * D + i] = Element<TYPE>::of(table + tokens[blockIdx.x] * row_bytes, i) * scale;
 }

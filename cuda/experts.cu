@@ -1,36 +1,50 @@
 // The expert FFN of at most 32 tokens, and the first half of a dense one. Twins: expert_ffn, dense_ffn.
 //
-// active: records of 64 bytes { u64 source[3], target[3]; i32 expert, first, count, 0 } of gate, up and down,
-// n_active[0] of them; pairs: t * n_used + a of the (token, rank) that use an expert, at first .. first + count;
-// with one token, record a is that of rank a. A record is worked on once for all its tokens, so a byte of its
-// source, which may be host memory, is read once; where target is not 0, it is written there too. Sources and
-// targets are 16-byte aligned and padded to 16.
+// Inputs. An expert that a step uses is a record of 64 bytes in `active`, n_active[0] of them:
+//   u64 source[3]        where gate, up and down are read, which may be host memory
+//   u64 target[3]        where they are written, too, as they enter a slot; 0: nowhere
+//   i32 expert
+//   i32 first, count     pairs[first .. first + count]: the (token, rank) that use it, as t * n_used + a
+//   i32 0
+// With one token, record a is that of rank a. A record is worked on once for all its tokens, so a byte of its source is
+// read once. Sources and targets are 16-byte aligned and padded to 16.
 //
-// gate_up (macros GATE, UP: types, both float or neither; DOWN_FLOAT; COLS = D; ROWS, 1, 2 or 4, of each matrix at a
-// time a warp, STAGES of those in flight; TOKENS, 1 or 4, at a time; ROWS is 1 with 4; WARPS, at most 8): z [T * A, F]
-// = act(gate h) * (up h), act silu or with GELU = 1 gelu, in 8 bits (zq, zd, zsums) or, with DOWN_FLOAT 1, as z. Grid
-// (records, copiers + F / 32 rounded up), block WARPS warps. What enters a slot is copied there first: a block's own rows
-// of gate and up before it reads them there, and the down part by the first `copiers` blocks of a record meanwhile. Shared
-// memory: with TOKENS = 1, unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes a warp,
-// each at least ROWS rows and 32 bytes. With BESIDE = 1 the grid has one record more, of the same F: an expert that every
-// token uses, of matrices beside_gate and beside_up, whose z follow those of the pairs; where it has a gate of its own
-// (SHARED, a float type), the record's copiers make row_scale [T] = sigmoid(shared_gate h), h [T, D] as floats, in 8 * D
-// bytes of shared memory.
+// Kernels.
+//   kernel          writes                                           grid                                block
+//   gate_up         z [T * A, F] = act(gate h) * (up h)              (records, copiers + ceil(F / 32))   WARPS warps
+//   gate_up_dense   z [T, F] of the matrices `gate` and `up`         ceil(F / Z_ROWS), SHARED: + T       WARPS warps
+//   down_one        x [D] += the fold over ranks, for one token      ceil(D / 8)                         a warp a rank
+//   down            y [T * A, D]                                     (ceil(D / 8 / warps), records)      up to 8 warps
+//   combine         x [T, D] += the fold of y over ranks             (ceil(D / block), T)                any
+// act is silu, or with GELU = 1 gelu. z is in 8 bits (zq, zd, zsums), or floats with DOWN_FLOAT = 1. Where `add` is 0,
+// x becomes the fold. What enters a slot is copied there first: a block's own rows of gate and up before it reads them
+// there, and the down part by the first `copiers` blocks of a record meanwhile.
 //
-// gate_up_dense (the same macros, no BESIDE): z [T, F] of every token and the matrices `gate` and `up`. Grid F / Z_ROWS
-// rounded up, and with SHARED T blocks more, which make row_scale. Z_ROWS: 32, or with DOWN_FLOAT a smaller multiple of
-// ROWS * WARPS, so that few rows spread over many multiprocessors.
+// Macros.
+//   GATE, UP, DOWN   types of the matrices; GATE and UP are both float or neither
+//   COLS             columns: D in gate_up and gate_up_dense, F in down_one and down
+//   ROWS             of each matrix at a time a warp: 1, 2 or 4; 1 where TOKENS is 4
+//   STAGES           of those in flight
+//   TOKENS           at a time: 1 or 4
+//   WARPS            at most 8
+//   USED             experts a token: A (down_one)
+//   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
+//   BESIDE           1: the grid has one record more, of the same F: an expert that every token uses, of matrices
+//                    beside_gate and beside_up. Its z follow those of the pairs
+//   SHARED           the type of its gate, a float type: the record's copiers (in gate_up_dense T more blocks) make
+//                    row_scale [T] = sigmoid(shared_gate h), from h [T, D] as floats
+//   BESIDE_DOWN      its type in down_one, a float one if DOWN is: a warp more, and then x += row_scale[0], if any,
+//                    times the matrix `beside` times the last z
 //
-// down_one (macros DOWN: type, COLS = F, STAGES, USED = A): one token. x [D] += the fold over ranks. Grid D / 8
-// rounded up, block a warp for each rank. Shared memory a warp: its z as in product.cu, COLS / 2 bytes rounded up to
-// 16, then STAGES * stage_bytes, each four rows and 32. With BESIDE_DOWN, a type that is a float one if DOWN is, a warp
-// more for the expert beside the others: then x += row_scale[0], if any, times its matrix `beside` times the last z.
-// down (DOWN, COLS, STAGES, TOKENS): y [T * A, D]. Grid (D / 8 / warps rounded up, records), block at most 8 warps,
-// shared memory STAGES * stage_bytes a warp, each two rows and 32. combine: x [T, D] += the fold of y over ranks.
-// Grid (D / block, T). Where `add` is 0, x becomes the fold.
+// Shared memory.
+//   gate_up          with TOKENS = 1, unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes
+//                    a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D bytes at least
+//   down_one         a warp: its z as in product.cu, COLS / 2 bytes rounded up to 16; then STAGES * stage_bytes, each
+//                    four rows and 32
+//   down             a warp: STAGES * stage_bytes, each two rows and 32
 #include "rows.cuh"
 
-struct Record {
+struct ActiveExpert {
     const u8* source[3];
     u8* target[3];
     i32 first, count;
@@ -47,7 +61,7 @@ DEVICE void fetch_record(u64* words, const u8* active, const i32* n_active, i32 
         words[thread] = i < load_fresh(n_active);
 }
 
-DEVICE bool read_record(const u64* words, Record& record) {
+DEVICE bool read_record(const u64* words, ActiveExpert& record) {
 #pragma unroll
     for (i32 part = 0; part < 3; part++) {
         record.source[part] = (const u8*)words[part];
@@ -155,7 +169,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
     constexpr bool IN_REGISTERS =
-        TOKENS == 1 && !is_float(GATE) && (GATE == Q4_K) == (UP == Q4_K) && COLS <= 1024 * n_held(GATE, COLS);
+        TOKENS == 1 && !is_float(GATE) && is_paired(GATE) == is_paired(UP) && COLS <= 1024 * n_held(GATE, COLS);
     __shared__ float gs[MAX_COUNT][33], us[MAX_COUNT][33];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -176,7 +190,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     dependency_wait();
     dependency_release();
     const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
-    Record record = {{beside_gate, beside_up}, {}, 0, n_tokens};
+    ActiveExpert record = {{beside_gate, beside_up}, {}, 0, n_tokens};
     if (!beside) {
         __shared__ u64 words[RECORD_WORDS];
         fetch_record(words, active, n_active, blockIdx.x, threadIdx.x);
@@ -225,14 +239,14 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     Input input = global_input(x, q, d, sums);
     typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
     if constexpr (IN_REGISTERS) {
-        hold_activations<GATE == Q6_K || UP == Q6_K>(input, COLS, held);
+        hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
     } else if constexpr (TOKENS == 1) {
         const Input local = shared_input<GATE>(shared, COLS);
         copy_input<GATE>(local, 0, input, 0, COLS, threadIdx.x, blockDim.x);
         __syncthreads();
         input = local;
         if constexpr (!is_float(GATE))
-            hold_activations<GATE == Q6_K || UP == Q6_K>(input, COLS, held);
+            hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
     }
 
     // The token of the expert's i-th row, and where its z goes.
@@ -376,7 +390,7 @@ struct Rank {
         if constexpr (P::APPLIES)
             hold_packed<type, COLS, ROWS>(input, held, ds);
         else if constexpr (!is_float(type))
-            hold_activations<type == Q6_K>(input, COLS, held);
+            hold_activations<has_halves(type)>(input, COLS, held);
         const i32 token[1] = {0};
 #pragma unroll
         for (i32 i = 0; i < UNITS; i++) {
@@ -466,7 +480,7 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     __shared__ u64 words[RECORD_WORDS];
     fetch_record(words, active, n_active, blockIdx.y, threadIdx.x);
     __syncthreads();
-    Record record;
+    ActiveExpert record;
     if (!read_record(words, record) || row0 >= D)
         return;
     const u8* const part = record.target[2] ? record.target[2] : record.source[2];

@@ -13,8 +13,9 @@
 // q [T, H, HEAD_DIM]; k, v by slot [n_slots, K, HEAD_DIM], halves, or bytes with scales [n_slots, K, HEAD_DIM / 32];
 // block_table [n_sequence, max_blocks]; sequence, positions [T], in spans of one sequence with positions that ascend by
 // one; out [T, H * HEAD_DIM]. Slots past the last position of a span are not read, nor tiles before the window of its
-// first row. A NaN in a value reaches every row that sees it, and may reach other rows of the same block (0 * NaN). q
-// 32-byte, the rest 16-byte aligned. gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM].
+// first row; tiles of a negative block are passed over. A NaN in a value reaches every row that sees it, and may reach
+// other rows of the same block (0 * NaN). q 32-byte, the rest 16-byte aligned. gate [T, H] or, unless GATE_BY_HEAD, [T,
+// H * HEAD_DIM].
 // Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + 4 * TILE_BYTES (at most 96 KB), or
 // Q_BYTES + 2 * TILE_BYTES + 2 * RAW_BYTES + 4 * SCALES with a q8_0 cache.
 // Split z covers the KV blocks from z * split_blocks on. With `partial` it is given unnormalized, partial
@@ -210,10 +211,12 @@ KERNEL __launch_bounds__(THREADS, 2)
         }
 
         int next_block = blocks[split_begin * TILE / KV_BLOCK];
+        bool loaded = false;  // whether the tile that was to be loaded last is of a block that is there
         // Start to load a tile; the block that the next call needs is looked up ahead.
         auto load = [&](int tile, int stage) {
-            size_t slot = (size_t)next_block * KV_BLOCK + tile * TILE % KV_BLOCK;
-            int n_valid = n_positions - tile * TILE;
+            loaded = next_block >= 0;
+            size_t slot = (size_t)max(next_block, 0) * KV_BLOCK + tile * TILE % KV_BLOCK;
+            int n_valid = loaded ? n_positions - tile * TILE : 0;
             const u8 *k_from = cache.k + slot * cache.row_bytes, *v_from = cache.v + slot * cache.row_bytes;
 #if KV_Q8
             const int chunks = HEAD_DIM / 16;
@@ -237,6 +240,7 @@ KERNEL __launch_bounds__(THREADS, 2)
         load(split_begin, 0);
 
         for (int tile = split_begin, stage = 0; tile < tile_end; tile++) {
+            const bool there = loaded;
             copies_wait<0>();
 #if KV_Q8
             store_scales(scales, k_scales);
@@ -253,6 +257,7 @@ KERNEL __launch_bounds__(THREADS, 2)
             const u8* k_rows = tiles + stage * 2 * TILE_BYTES + row_b * STRIDE;
             const u8* v_rows = tiles + stage * 2 * TILE_BYTES + TILE_BYTES + row_a * STRIDE + share * (O_STEPS * 32);
             if (!KV_Q8) stage ^= 1;
+            if (!there) continue;
 
             // Scores.
             float s[M_TILES][2 * N_STEPS][4];

@@ -13,6 +13,7 @@
 
 DEVICE float load_weight(const u8* w, u64 i) {
     if (TYPE == F32) return ((const float*)w)[i];
+    static_assert(TYPE == F32 || TYPE == F16 || TYPE == BF16, "TYPE: not a float type");
     const u16 bits = ((const u16*)w)[i];
     return TYPE == F16 ? half_to_float(bits) : bfloat_to_float(bits);
 }

@@ -21,13 +21,13 @@
 #define BLOCKS (WARPS == 8 ? 1 : TOKENS > 64 ? 2 : 3)  // of a multiprocessor, as far as registers go
 
 // Shared memory of a tile; tile_bytes in engine/ops/cuda/gemm.py has the same sum.
-template <int type, int matrices, int tokens>
+template <Type type, int matrices, int tokens>
 struct Tile {
     using Weights = Format<type>;
     static constexpr int ROWS = WARPS * 16 * matrices;
     static constexpr int STEPS = Weights::ELEMENTS / STEP;  // of a stage of weights
     static constexpr int WANTED = tokens > 64 ? 2 : tokens > 32 ? 3 : 4;
-    static constexpr bool WHOLE = Weights::ELEMENTS == 256 && type != Q4_0;  // a row is a number of stages
+    static constexpr bool WHOLE = Weights::ELEMENTS == 256 && Weights::ONE_BLOCK;  // a row is a number of stages
     static constexpr int TURN = WARPS == 8 && WHOLE ? 2 : 1;  // steps between barriers
     static constexpr int TURNS = STEPS / TURN;
     static constexpr int STAGES = WANTED < TURNS ? WANTED : TURNS < 2 ? 2 : TURNS;  // turns of activations in memory
@@ -89,7 +89,7 @@ DEVICE void copy_pieces(u8* to, const Rows& w, i32 stage) {
 // sum[matrix][8 tokens][4] of this thread, fragments of mma.m16n8k16: rows lane / 4 and + 8, tokens 2 * (lane % 4) +
 // 0, 1. token_rows: the rows of x, in shared memory. The block's threads all call this; shared memory is theirs until
 // then.
-template <int type, int matrices, int tokens>
+template <Type type, int matrices, int tokens>
 DEVICE void multiply(float (*sum)[tokens / 8][4], u8* shared, const i32* token_rows, const Rows& w, const u16* x,
                      i32 x_stride, i32 K) {
     using T = Tile<type, matrices, tokens>;

@@ -1,5 +1,5 @@
 // How likely the token was that the sampler drew, and which were the likeliest, from the same logits [V]: two kernels
-// behind those of sample.cu, for requests that ask. Twin: `likelihood` of engine/sampling.py, the same numbers
+// behind those of sample.cu, for requests that ask. Twin: `likelihood` of engine/running/sampling.py, the same numbers
 // (docs/arithmetic.md, "Log-probabilities"); the logarithm is the host's.
 //
 //   top_logits   the N_TOP largest of each block, at least one

@@ -29,7 +29,7 @@ constexpr bool LOCAL = TOKENS == 1 || (SHARED && !FLOATS); // the input is in sh
 #define OF_FOURTH
 #define TYPE3 TYPE2
 #endif
-constexpr bool FIRST = TYPE0 == Q6_K || TYPE1 == Q6_K || TYPE2 == Q6_K || TYPE3 == Q6_K;
+constexpr bool FIRST = has_halves(TYPE0) || has_halves(TYPE1) || has_halves(TYPE2) || has_halves(TYPE3);
 
 constexpr i32 BYTES0 = row_bytes_of(TYPE0, COLS), BYTES1 = row_bytes_of(TYPE1, COLS);
 constexpr i32 BYTES2 = row_bytes_of(TYPE2, COLS), BYTES3 = row_bytes_of(TYPE3, COLS);

@@ -1,5 +1,5 @@
 // The choice of experts and what the slots make of it, for one MoE layer. Twins: `route` of engine/ops/reference.py
-// and `advance` of engine/policy.py; the decisions are those of docs/residency.md, bit for bit.
+// and `advance` of engine/placing/policy.py; the decisions are those of docs/residency.md, bit for bit.
 //
 // -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |heat| < 2^53.
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
@@ -232,7 +232,7 @@ KERNEL choose(const float* logits, int T, int renormalize, const float* bias, fl
 
 // --- the tables -------------------------------------------------------------------------------------
 
-// engine.policy.SlotState of one layer: what is indexed by expert begins at the layer, by slot at slot 0.
+// engine.placing.policy.SlotState of one layer: what is indexed by expert begins at the layer, by slot at slot 0.
 struct Slots {
     i32 *slot_of, *expert_of;
     i64* heat;

@@ -106,12 +106,12 @@ DEVICE void load_activations(const Input& x, i32 k, i32 b, SplitActivations& a) 
 }
 
 // The one row of activations as a lane keeps it for all rows of a type that the warp multiplies: its first N blocks.
-template <Type type>
+template <Type type, bool paired = is_paired(type)>
 struct HeldOf {
     typedef Activations Block;
 };
-template <>
-struct HeldOf<Q4_K> {
+template <Type type>
+struct HeldOf<type, true> {
     typedef SplitActivations Block;
 };
 template <class Block>
@@ -170,7 +170,7 @@ DEVICE void hold_activations(const Input& x, i32 k, SplitActivations (&held)[N])
 
 // N: what registers allow.
 DEVICE constexpr i32 n_held(Type type, i32 k) {
-    return is_float(type) ? 1 : type == Q4_K ? (k > 3072 ? 4 : (k + 1023) / 1024) : k > 1024 ? 2 : 1;
+    return is_float(type) ? 1 : is_paired(type) ? (k > 3072 ? 4 : (k + 1023) / 1024) : k > 1024 ? 2 : 1;
 }
 
 // n_threads threads copy row t in global memory, quantized or for a float type x, to row `to_t` in shared memory.
@@ -262,7 +262,7 @@ DEVICE void multiply_block(float* acc, const u8* stage, i32 offset, i32 k, i32 b
         if (tokens == 1 || t < n) {
             Activations loaded;
             if (!held)
-                load_activations<type == Q6_K>(x, token[t], k, b, loaded);
+                load_activations<has_halves(type)>(x, token[t], k, b, loaded);
             const Activations& a = held ? *held : loaded;
 #pragma unroll
             for (i32 r = 0; r < rows; r++)
@@ -277,7 +277,7 @@ DEVICE void multiply_split(float* acc, const u8* stage, i32 offset, i32 k, const
     const u8* const base = stage + offset;
     auto add = [&](i32 i, const SplitActivations& a) {
         const bool valid = k % 1024 == 0 || i * WARP + (i32)threadIdx.x % WARP < k / 32;
-        const i32 head = valid ? i * 576 + l.head : 0, piece = valid ? i * 576 + l.at : 0;
+        const i32 head = valid ? i * SPLIT_BYTES + l.head : 0, piece = valid ? i * SPLIT_BYTES + l.at : 0;
 #pragma unroll
         for (i32 r = 0; r < rows; r++) {
             const u8* const row = base + r * row_bytes_of(Q4_K, k);
@@ -306,7 +306,7 @@ template <Type type, i32 rows, i32 tokens, class H, i32 N>
 DEVICE void multiply(float* acc, const u8* stage, i32 offset, i32 k, const Input& x, const H (&held)[N],
                      const i32 (&token)[tokens], i32 n) {
     const i32 lane = threadIdx.x % WARP;
-    if constexpr (type == Q4_K && tokens == 1) {
+    if constexpr (is_paired(type) && tokens == 1) {
         multiply_split<rows>(acc, stage, offset, k, x, held);
     } else if constexpr (is_float(type)) {
 #pragma unroll 8
@@ -357,10 +357,10 @@ DEVICE void hold_packed(const Input& x, H (&held)[N], float (&d)[Packed<type, k,
 #pragma unroll
     for (i32 i = 0; i < N; i++) {
         const i32 b = (lane + i * WARP) % P::BLOCKS;
-        if constexpr (type == Q4_K)
+        if constexpr (is_paired(type))
             load_activations(x, k, b, held[i]);
         else
-            load_activations<type == Q6_K>(x, 0, k, b, held[i]);
+            load_activations<has_halves(type)>(x, 0, k, b, held[i]);
     }
 #pragma unroll
     for (i32 i = 0; i < P::STEPS; i++)
@@ -384,9 +384,9 @@ DEVICE void multiply_packed(float (&acc)[rows], const u8* stage, i32 offset, con
 #pragma unroll
     for (i32 i = 0; i < rows * P::BLOCKS / WARP; i++) {
         const i32 task = lane + i * WARP; // its rows are contiguous, so is whatever K format: block `task` of them all
-        if constexpr (type == Q4_K) {
+        if constexpr (is_paired(type)) {
             const SplitLane l = split_lane();
-            const u8* const base = stage + offset + i * 576;
+            const u8* const base = stage + offset + i * SPLIT_BYTES;
             terms[task] = split_term(base + l.head, base + l.at, l, held[i % N]);
         } else {
             Block w;

@@ -1,4 +1,4 @@
-// From logits [V] to a token, and to the inputs of the next step. Twin: `sample` of engine/sampling.py, the same token
+// From logits [V] to a token, and to the inputs of the next step. Twin: `sample` of engine/running/sampling.py, the same token
 // (docs/arithmetic.md, "Sampling"); weights are integers, so sums may be taken in any order, by atomics too.
 //
 //   largest   penalties, mask, finite check and the maximum; greedy decoding ends here

@@ -1,5 +1,5 @@
-// Control of decoding on the device: what a sampled token does to the next step. Twin: the loop of `_generate` in
-// engine/scheduler.py.
+// Control of decoding on the device: what a sampled token does to the next step. Its twin is what the host does after a
+// step that decodes nothing ahead: draw, end at a stop token or the limit, or feed the token (engine/running/).
 //
 // `control` is an array of int32, written by Sampler.prepare (engine/ops/cuda/sampling.py names the same fields):
 //   ACTIVE     1 while a request runs; 0 makes every later step a no-op (the flag that `route` looks at, too)

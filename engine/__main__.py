@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine import daemon
-from engine.config import EngineConfig
+from engine.ground.config import EngineConfig
 
 
-def _open_engine(config: EngineConfig, progress: daemon.Loading) -> daemon.Engine:
+def _open_engine(config: EngineConfig, progress: daemon.Loading) -> daemon.Driven:
     # Imported only now: whatever the engine's libraries print when they load must not reach stdout.
-    from engine.scheduler import Engine
+    from engine.serving.scheduler import Engine
 
     return Engine(config, progress)
 
 
 def _plan(config: EngineConfig) -> Mapping[str, Any]:
-    from engine.dryrun import plan_only
+    from engine.running.dryrun import plan_only
 
     return plan_only(config)
 

@@ -23,9 +23,9 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Protocol
 
-from engine import protocol
-from engine.config import DEVICES, KV_TYPES, POLICIES, EngineConfig
-from engine.errors import (
+from engine.ground import protocol
+from engine.ground.config import DEVICES, KV_TYPES, EngineConfig
+from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
     CapacityError,
@@ -44,12 +44,16 @@ _WORKING_EVERY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """What the daemon drives; `engine.scheduler.Engine` is the real one."""
+class Driven(Protocol):
+    """What the daemon drives; `engine.serving.scheduler.Engine` is the real one."""
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do something."""
+        """Whether any request is unfinished."""
+
+    @property
+    def idle_work(self) -> bool:
+        """Whether a step would do something though no request is unfinished."""
 
     def hello(self) -> dict[str, Any]:
         """Say what was loaded, for the Ready event."""
@@ -80,7 +84,7 @@ class Engine(Protocol):
 
 
 Loading = Callable[[protocol.Stage, int, int], None]  # a stage, how much of it is done, of how much
-OpenEngine = Callable[[EngineConfig, Loading], Engine]
+OpenEngine = Callable[[EngineConfig, Loading], Driven]
 MakePlan = Callable[[EngineConfig], Mapping[str, Any]]
 
 
@@ -225,7 +229,7 @@ class _Output:
         self.emitted_s = time.monotonic()
 
 
-def _load(open_engine: OpenEngine, config: EngineConfig, inbox: _Inbox, output: _Output) -> Engine:
+def _load(open_engine: OpenEngine, config: EngineConfig, inbox: _Inbox, output: _Output) -> Driven:
     """Announce the daemon, open the engine and announce that too."""
     output.emit(protocol.Hello(protocol.PROTOCOL, {"model": str(config.model), "pid": os.getpid()}))
     reported_s, reported = 0.0, ""
@@ -248,7 +252,7 @@ def _load(open_engine: OpenEngine, config: EngineConfig, inbox: _Inbox, output: 
     return engine
 
 
-def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
+def _serve(engine: Driven, inbox: _Inbox, output: _Output) -> None:
     """Answer requests until there is a reason to stop; cancels what then still runs.
 
     A device that is lost is one: every running request ends with that error, which is raised again.
@@ -256,10 +260,10 @@ def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
     running: set[int] = set()
     try:
         while True:
-            for line in inbox.take(wait=not engine.busy):
+            for line in inbox.take(wait=not (engine.busy or engine.idle_work)):
                 for event in [line] if isinstance(line, protocol.Warned) else _answer(line, engine, running):
                     output.emit(event)
-            events = engine.step() if engine.busy else []
+            events = engine.step() if engine.busy or engine.idle_work else []
             for event in events:
                 if isinstance(event, protocol.Done | protocol.Error) and event.id is not None:
                     running.discard(event.id)
@@ -277,7 +281,7 @@ def _serve(engine: Engine, inbox: _Inbox, output: _Output) -> None:
         raise
 
 
-def _answer(line: bytes | None, engine: Engine, running: set[int]) -> Iterator[protocol.Event]:
+def _answer(line: bytes | None, engine: Driven, running: set[int]) -> Iterator[protocol.Event]:
     """Handle one line; gives the events that answer it at once, if any."""
     given: dict[str, Any] = {}
     try:
@@ -294,7 +298,7 @@ def _answer(line: bytes | None, engine: Engine, running: set[int]) -> Iterator[p
             raise
 
 
-def _handle(request: protocol.Request, engine: Engine, running: set[int]) -> Iterator[protocol.Event]:
+def _handle(request: protocol.Request, engine: Driven, running: set[int]) -> Iterator[protocol.Event]:
     match request:
         case protocol.Generate() | protocol.Score():
             if request.id in running:
@@ -368,14 +372,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL.gguf", help="the model; of a split one, its first part")
     add("--device", choices=DEVICES, help="where to compute (default: auto, CUDA where there is a GPU)")
-    add("--policy", choices=POLICIES, help="what the slots do (default: all)")
+    # Which there are, the engine knows; this module does without NumPy.
+    add("--policy", help=f"what the slots do, a name of docs/residency.md (default: {default.policy})")
     add("--profile", type=Path, help="routing counts to place experts by")
     add("--residency-pct", type=_percentage, help="share of all expert bytes held in slots (default: 100)")
     add("--vram-gib", type=_gib, help="GiB that all of it may take on a GPU (default: what is free)")
     add(
         "--cache-slots",
         type=_at_least(0),
-        help="slots of each layer that are cache, under the policy spark (default: chosen)",
+        help="slots of each layer that are cache, under a policy that a profile adjusts (default: chosen)",
     )
     add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
     add("--kv-type", choices=KV_TYPES, help="type of the KV cache (default: f16)")
@@ -385,6 +390,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--prefix-gib", type=_gib_or_zero, help="GiB of host memory for prefixes that may come again (default: 2)")
     add("--cache-dir", type=Path, help="folder that keeps prefixes from one start to the next (default: none)")
     add("--cache-dir-gib", type=_gib, help="GiB of files in that folder (default: 32)")
+    add("--exact-prefixes", action="store_true", help="reuse no decoded tokens before they were read as a prompt")
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
     add("--plan-only", action="store_true", help="write one event, the memory plan, and end")
     parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)[1:]})

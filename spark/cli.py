@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.config import EngineConfig
-from engine.errors import EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
-from spark.console import is_stdout, note, progress_bars
-from spark.ending import end
-from spark.options import (
+from engine.ground.config import EngineConfig
+from engine.ground.errors import EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
+from spark.commands.ending import end
+from spark.commands.options import (
     AllowOriginOption,
     CacheDirGibOption,
     CacheDirOption,
@@ -24,6 +23,7 @@ from spark.options import (
     ContextOption,
     Data,
     DeviceOption,
+    ExactOption,
     GenOption,
     JsonOption,
     KVOption,
@@ -40,7 +40,8 @@ from spark.options import (
     serving,
     slots,
 )
-from spark.outputs import Reads, Writes, checked
+from spark.commands.outputs import Reads, Writes, checked
+from spark.console import is_stdout, note, progress_bars
 
 app = typer.Typer(
     name="spark",
@@ -122,8 +123,8 @@ def extract_sessions(
     session that they came from. Tool calls, tool results and reasoning are kept. What cannot be read is skipped and
     counted.
     """
+    from spark.commands.tables import show_extraction
     from spark.extract import ExtractOptions, extract
-    from spark.tables import show_extraction
 
     options = ExtractOptions(
         out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact
@@ -150,9 +151,9 @@ def tokenize(
 
     The token file marks what the model itself would have decoded. It is for one model: its template, its tokenizer.
     """
-    from engine import tokenizer
-    from spark import tokens
-    from spark.tables import show_tokens
+    from engine.text import tokenizer
+    from spark.commands.tables import show_tokens
+    from spark.pipeline import tokens
 
     if (sessions is None) != (out is None) or (sessions is None and export_tokenizer is None):
         raise UsageError("expected SESSIONS.jsonl with --out, or --export-tokenizer, or all three")
@@ -204,14 +205,15 @@ def calibrate(
     interrupted run keeps what it counted in PROFILE.partial; --resume goes on from there and ends with the same
     profile as a run that was never interrupted.
     """
-    from engine.profile import default_path
-    from spark import calibrate as calibration
-    from spark.client import Deadlines
-    from spark.tables import show_calibration
+    from engine.formats.profile import default_path
+    from engine.placing import policies
+    from spark.commands.tables import show_calibration
+    from spark.daemon.client import Deadlines
+    from spark.pipeline import calibrate as calibration
 
     target = out or default_path(model)
     # No placement changes what is counted; as many experts are resident as fit.
-    config = EngineConfig(model=model, device=device, policy="uniform", vram_gib=vram, threads=threads)
+    config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     try:
         with progress_bars() as progress:
@@ -259,10 +261,10 @@ def validate(
     policy also serves prompts for real: its tokens must be those of the all-resident run. A verdict says what the
     profile has the slots do at each residency, and what that is worth.
     """
-    from engine.profile import default_path
-    from spark import validate as validation
-    from spark.client import Deadlines
-    from spark.tables import show_validation
+    from engine.formats.profile import default_path
+    from spark.commands.tables import show_validation
+    from spark.daemon.client import Deadlines
+    from spark.pipeline import validate as validation
 
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
@@ -298,8 +300,8 @@ def train_pregate(
     They look at the residual that enters a layer and guess its experts and the next layer's, early enough to fetch
     what is not resident. Printed beside guesses that need no training. Needs PyTorch: the extra `train`.
     """
-    from spark import pregate
-    from spark.tables import show_pregate
+    from spark.commands.tables import show_pregate
+    from spark.pipeline import pregate
 
     options = pregate.PregateOptions(epochs=epochs, seed=seed, threads=threads)
     with progress_bars() as progress:
@@ -323,6 +325,7 @@ def serve(
     prefix: PrefixOption = 2.0,
     cache_dir: CacheDirOption = None,
     cache_dir_gib: CacheDirGibOption = 32.0,
+    exact_prefixes: ExactOption = False,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")] = 8080,
     api_key: Annotated[
@@ -343,13 +346,14 @@ def serve(
     merged into the profile. Without it there is no profile and all slots are an LRU cache. SIGTERM gives
     replies half a minute to end, Ctrl-C three seconds.
     """
-    from spark.client import Deadlines
-    from spark.server import ServeOptions
-    from spark.server import serve as run_server
+    from spark.daemon.client import Deadlines
+    from spark.server.app import ServeOptions
+    from spark.server.app import serve as run_server
 
     config, learned = serving(
         model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
         kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
+        exact_prefixes=exact_prefixes,
         device=device, threads=threads,
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
@@ -378,6 +382,7 @@ def launch(
     prefix: PrefixOption = 2.0,
     cache_dir: CacheDirOption = None,
     cache_dir_gib: CacheDirGibOption = 32.0,
+    exact_prefixes: ExactOption = False,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -388,13 +393,14 @@ def launch(
     The model is served on a free port of this machine, as serve would with these options, for as long as the client
     runs. Its exit status is the client's. The client's own settings are left as they are.
     """
-    from spark import launch as launching
-    from spark.client import Deadlines
-    from spark.server import ServeOptions
+    from spark.commands import launch as launching
+    from spark.daemon.client import Deadlines
+    from spark.server.app import ServeOptions
 
     config, learned = serving(
         model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
         kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
+        exact_prefixes=exact_prefixes,
         device=device, threads=threads,
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
@@ -420,8 +426,9 @@ def plan(
     No weights are read. A cap that is too small is refused with the smallest that would do. Without a GPU the size of
     its context is an estimate.
     """
-    from spark import plan as planning
-    from spark.tables import show_plan
+    from engine.placing import policies
+    from spark.commands.tables import show_plan
+    from spark.pipeline import plan as planning
 
     path = placed_by(model, spark, profile)
     known = path is not None and path.exists()
@@ -430,7 +437,7 @@ def plan(
     config = EngineConfig(
         model=model,
         device="cuda",
-        policy="spark" if spark else "lru",
+        policy=policies.served(spark).name,
         profile=path if known else None,
         cache_slots=slots(cache_slots),
         ctx_tokens=ctx,
@@ -475,9 +482,9 @@ def bench(
     Every residency serves the same prompts, each once, so no expert is there because it was just used for the same
     text. The tokens must be the same at all of them.
     """
-    from spark import bench as benchmark
-    from spark.client import Deadlines
-    from spark.tables import show_bench
+    from spark.commands.tables import show_bench
+    from spark.daemon.client import Deadlines
+    from spark.pipeline import bench as benchmark
 
     config = EngineConfig(
         model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_type=kv_type,
@@ -514,7 +521,7 @@ def demo(
 
     On the CPU, in under two minutes, with a few words on each table.
     """
-    from spark import demo as demonstration
+    from spark.commands import demo as demonstration
 
     save(json_file, demonstration.run(out_dir, threads, device))
 

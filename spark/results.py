@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UsageError
-from engine.files import replacing
+from engine.ground.errors import UsageError
+from engine.ground.files import replacing
 from spark import __version__
 from spark.console import is_stdout
 

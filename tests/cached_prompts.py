@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from engine.errors import CapacityError
-from engine.kv import DeltaShape, KVCache, KVGroup, Sequence
+from engine.ground.errors import CapacityError
+from engine.memory.blocks import Sequence
+from engine.memory.host import HostTier
+from engine.memory.kv import DeltaShape, KVCache, KVGroup
+from engine.memory.prefix import PrefixCache
 from engine.ops.host import HostDevice
 
 FULL, FULL2, NARROW = KVGroup((0,), 1, 32), KVGroup((1,), 2, 32), KVGroup((2,), 1, 64, window=150)
@@ -54,6 +58,12 @@ def make_cache(kind: str, n_tokens: int, kv_type: str = "f16", device: HostDevic
     own = {layer for g in groups for layer in g.layers}
     config = SimpleNamespace(n_layer=4, kv_groups=groups, kv_layer=lambda i: i if i in own else None, delta=delta)
     return KVCache(device or LateDevice(), config, n_tokens, kv_type, CHUNK, 4)
+
+
+def prefix_cache(kv: KVCache, chunk: int, host_bytes: int, *options: Any, **named: Any) -> PrefixCache:
+    """Prefixes with a budget of host memory."""
+    kv.host = HostTier(kv.device, host_bytes)
+    return PrefixCache(kv, chunk, *options, **named)
 
 
 def hashes(tokens: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spark.extract import ExtractOptions, Report, extract
-from spark.sessions import Session, read_sessions
+from spark.speech.sessions import Session, read_sessions
 
 Record = dict[str, Any]
 SESSION = "11111111-1111-4111-8111-111111111111"

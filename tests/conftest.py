@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A fresh device: emulated, or the GPU with --gpu."""
     if request.config.getoption("--gpu"):
-        from engine.errors import SparkError
+        from engine.ground.errors import SparkError
         from engine.ops.cuda import gpu
 
         try:
@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     elif not sys.platform.startswith("linux") or shutil.which("g++") is None:
         pytest.skip("the CUDA emulator takes g++ on Linux")
     else:
-        from emulated_device import EmulatedDevice
+        from tests.emulated_device import EmulatedDevice
 
         found = EmulatedDevice()
     yield found
@@ -52,9 +52,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 def on_the_device(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine finds and opens the device of the tests."""
     if device.name == "emulated":
-        from engine import probe
         from engine.ops.cuda import gpu
+        from engine.running import probe
 
         found = probe.Found(0, device.name, (8, 0), device.n_sm, device.max_shared_bytes, "", 1 << 34, None, (12, 8))
         monkeypatch.setattr(probe, "probe", lambda: found)
         monkeypatch.setattr(gpu, "open_device", lambda _: type(device)())
+
+
+@pytest.fixture
+def short_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit of decoding is a step or two, however fast the machine is."""
+    from engine.serving import scheduler, tasks
+
+    monkeypatch.setattr(scheduler, "SLICE_S", 1e-4)
+    monkeypatch.setattr(tasks, "SLICE_S", 1e-4)

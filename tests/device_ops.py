@@ -12,10 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from engine import policy
-from engine.ops import SMALL_TOKENS, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits, SharedExpert
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor
+from engine.ops import (
+    SMALL_TOKENS,
+    AttentionInput,
+    DeltaInput,
+    DeltaLayer,
+    Experts,
+    Fetches,
+    Gating,
+    KVLayer,
+    Limits,
+    SharedExpert,
+)
 from engine.ops.cuda import ops
-from engine.quants import QTensor
+from engine.placing.policy import SlotState
+
+RECORDS = (AttentionInput, DeltaInput, KVLayer, DeltaLayer, Fetches, Gating, SharedExpert, SlotState)
 
 
 class DeviceOps:
@@ -55,7 +69,7 @@ class DeviceOps:
         if len(x) > SMALL_TOKENS:
             self.ws.gemm.product(there, self.ws.gemm.to_halves(values), y)
         else:
-            is_float = w.qtype.name in ops.FLOAT_TYPES
+            is_float = w.qtype in FLOAT_TYPES
             self.ws.products.product(there, values if is_float else self.ws.products.quantize(values), y)
         return self.device.read(y)
 
@@ -127,14 +141,14 @@ class DeviceOps:
             return replace(value, data=self.device.upload(value.data))
         if isinstance(value, np.ndarray):
             return self.device.upload(value)
-        if isinstance(value, KVLayer | DeltaLayer | Fetches | Gating | SharedExpert | policy.SlotState):
+        if isinstance(value, RECORDS):
             return type(value)(*(self._to(getattr(value, f.name)) for f in fields(value)))
         return value
 
     def _back(self, value: Any, there: Any) -> None:
         if isinstance(value, np.ndarray) and value.size and value.flags.writeable:
             value[...] = self.device.read(there)
-        elif isinstance(value, KVLayer | DeltaLayer | Fetches | policy.SlotState):
+        elif isinstance(value, KVLayer | DeltaLayer | Fetches | SlotState):
             for f in fields(value):
                 if getattr(value, f.name) is not None:
                     self._back(getattr(value, f.name), getattr(there, f.name))

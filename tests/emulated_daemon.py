@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from emulated_device import EmulatedDevice
-
-from engine import __main__, daemon, probe
+from engine import __main__, daemon
 from engine.ops.cuda import gpu
+from engine.running import probe
+from tests.emulated_device import EmulatedDevice
 
 
 def found() -> probe.Found:

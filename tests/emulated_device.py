@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import CapacityError
+from engine.ground.errors import CapacityError
 from engine.ops.cuda import library
 from engine.ops.cuda.device import Dim, Module
 
@@ -244,7 +244,7 @@ class EmulatedDevice:
     """The `Device` of engine/ops/cuda/device.py on one thread of the CPU."""
 
     def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30) -> None:
-        self.name = "emulated"
+        self.name, self.compiler = "emulated", "g++"
         self.arch = arch
         self.n_sm = n_sm
         self.max_shared_bytes = 99 * 1024

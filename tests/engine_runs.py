@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.protocol import Event, Generate, Tokens
-from engine.runner import Runner, Span
-from engine.scheduler import Engine
+from engine.ground.config import EngineConfig
+from engine.ground.protocol import Event, Generate, Tokens
+from engine.running.loaded import Loaded
+from engine.running.stepping import Span
+from engine.serving.scheduler import Engine
 
 PROMPT = np.random.default_rng(50).integers(0, 301, 97).astype(np.int32)
 
@@ -30,12 +31,12 @@ def generate(engine: Engine, prompt: tuple[int, ...], **options: Any) -> tuple[l
     return [t for e in events if isinstance(e, Tokens) for t in e.tokens], events
 
 
-def feed(runner: Runner, tokens: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def feed(loaded: Loaded, tokens: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Logits [T, V] (of 64 tokens at the end of a longer chunk) and experts [L, T, A] of tokens fed in chunks."""
-    sequence, start, logits, experts = runner.new_sequence(), 0, [], []
+    sequence, start, logits, experts = loaded.kv.sequence(), 0, [], []
     for n in chunks:
         part = tokens[start : start + n]
-        result = runner.run([Span(sequence, part, np.ones(n, bool), tuple(range(max(0, n - 64), n)))])
+        result = loaded.steps.run([Span(sequence, part, np.ones(n, bool), tuple(range(max(0, n - 64), n)))])
         logits.append(result.logits.copy())
         experts.append(result.experts.copy())
         start += n

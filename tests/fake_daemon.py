@@ -4,11 +4,10 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from fake_engine import FakeEngine
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine import daemon
+from tests.fake_engine import FakeEngine
 
 if __name__ == "__main__":
     step_s, load_s, *arguments = sys.argv[1:]

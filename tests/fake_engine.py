@@ -19,9 +19,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.errors import ContextOverflowError, DeviceLostError, ModelFormatError, NumericalError, RequestError
-from engine.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
+from engine.ground.config import EngineConfig
+from engine.ground.errors import ContextOverflowError, DeviceLostError, ModelFormatError, NumericalError, RequestError
+from engine.ground.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
 
 END, SAY, SAID = 256, 257, 258
 CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW, WARN = range(300, 310)
@@ -60,6 +60,10 @@ class FakeEngine:
     @property
     def busy(self) -> bool:
         return bool(self.jobs)
+
+    @property
+    def idle_work(self) -> bool:
+        return False
 
     def hello(self) -> dict:
         return {"architecture": "fake"}

@@ -6,9 +6,8 @@ import codecs
 import re
 from collections.abc import Iterable
 
-import fake_engine
-
-from engine.template import ChatTemplate
+from engine.text.template import ChatTemplate
+from tests import fake_engine
 
 NAMES = {
     "<|end|>": fake_engine.END,

@@ -1,5 +1,5 @@
 """Qwen3.5-MoE in `transformers`: see family_qwen35."""
 
-from family_qwen35 import build, parameter
+from tests.family_qwen35 import build, parameter
 
 __all__ = ["build", "parameter"]

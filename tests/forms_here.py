@@ -8,7 +8,7 @@ import numpy as np
 
 
 class FormHere:
-    """grammar: has `mask`, `accept` and `is_done`, as `engine.grammar.Grammar`."""
+    """grammar: has `mask`, `accept` and `is_done`, as `engine.text.grammar.Grammar`."""
 
     binds = is_ready = True
     is_late = False

@@ -12,7 +12,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 from gguf import GGUFValueType as ValueType
 
-from engine.quants import QTensor, quantize, row_bytes
+from data.nano.quantizer import quantize
+from engine.formats.quants import QTensor, row_bytes
 
 _VALUE_TYPES = {
     "uint8": ValueType.UINT8, "int8": ValueType.INT8, "uint16": ValueType.UINT16, "int16": ValueType.INT16,
@@ -21,12 +22,12 @@ _VALUE_TYPES = {
 }  # fmt: skip
 
 # Where a block keeps its binary16 scales, and a size of them that makes weights of about +-0.05.
-_BLOCK_SCALES = {
+BLOCK_SCALES = {
     QType.Q8_0: ((0, 4e-4),), QType.Q4_0: ((0, 6e-3),), QType.Q4_K: ((0, 2e-4), (2, 1.5e-3)),
     QType.Q5_K: ((0, 1e-4), (2, 1.5e-3)), QType.Q6_K: ((208, 3e-5),), QType.IQ4_XS: ((0, 4e-5),),
 }  # fmt: skip
 # For floats: the bits that stay random (sign, mantissa, one of the exponent) and the others.
-_FLOAT_BITS = {
+FLOAT_BITS = {
     QType.F32: (np.uint32, np.uint32(0x80FFFFFF), np.uint32(0x3C000000)),
     QType.F16: (np.uint16, np.uint16(0x87FF), np.uint16(0x2000)),
     QType.BF16: (np.uint16, np.uint16(0x80FF), np.uint16(0x3C00)),
@@ -86,14 +87,14 @@ def random_blocks(qtype: QType, rows: int, cols: int, rng: np.random.Generator) 
     n_bytes = row_bytes(qtype, cols, "random")
     size = rows * n_bytes
     data = rng.integers(0, 1 << 64, -(-size // 8), np.uint64).view(np.uint8)[:size]
-    if qtype in _FLOAT_BITS:
-        word, kept, exponent = _FLOAT_BITS[qtype]
+    if qtype in FLOAT_BITS:
+        word, kept, exponent = FLOAT_BITS[qtype]
         words = data.view(word)
         words &= kept
         words |= exponent
     else:
         blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])
-        for at, scale in _BLOCK_SCALES[qtype]:
+        for at, scale in BLOCK_SCALES[qtype]:
             scales = rng.uniform(0.5, 1.5, len(blocks)) * scale
             blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return data.reshape(rows, n_bytes)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 from typing import Any
 
 import gguf
 import numpy as np
-from device_ops import DeviceOps
 from gguf import GGMLQuantizationType as QType
-from gguf_files import random_blocks
 
-from engine import policy
+from engine.formats.block_types import FLOAT_TYPES, RECORDS
+from engine.formats.quants import QTensor
 from engine.ops import (
     KV_BLOCK_TOKENS,
     SMALL_TOKENS,
     Activation,
+    AttentionInput,
     Experts,
     Fetches,
     Gating,
@@ -29,7 +28,9 @@ from engine.ops import (
     cpu,
     reference,
 )
-from engine.quants import QTensor
+from engine.placing import policy
+from tests.device_ops import DeviceOps
+from tests.gguf_files import BLOCK_SCALES, random_blocks
 
 Outputs = dict[str, np.ndarray]
 
@@ -37,38 +38,49 @@ LIMITS = Limits(
     max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=1280, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
     n_head_kv=4, head_dim=512,
 )  # fmt: skip
-FLOATS = (QType.F32, QType.F16, QType.BF16)
-SMALL_BLOCKS = (QType.Q8_0, QType.Q4_0)
+FLOATS = FLOAT_TYPES
+SMALL_BLOCKS = tuple(qtype for qtype, t in RECORDS.items() if t.elements == 32)
 CUDA_NMSE = 1e-5  # of tensor cores with half-precision operands, against float64
-BYTES_OF = {QType.F32: 4, QType.F16: 2, QType.BF16: 2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """run(ops, ws) -> what the op wrote; oracle() -> the same in float64, to within `nmse`."""
+    """run(ops, ws) -> what `op` wrote; oracle() -> the same in float64, to within `nmse`.
 
-    name: str
+    label: what tells the case from others of its op. tokens: of the step, which decides what CUDA runs. types: of the
+    matrices, gate and up first. head_dim: of attention. experts: of the layer, of a token; what CUDA's kernels are
+    compiled for.
+    """
+
+    op: str
+    label: str
     run: Callable[[ModuleType, Any], Outputs]
     oracle: Callable[[], Outputs] | None = None
     nmse: float = 0.0
-    experts: tuple[int, int] = (17, 5)  # of the layer, of a token; what CUDA's kernels are compiled for
+    _: KW_ONLY
+    tokens: int
+    types: tuple[QType, ...] = ()
+    head_dim: int = 0
+    experts: tuple[int, int] = (17, 5)
+
+    @property
+    def name(self) -> str:
+        """What the test is called."""
+        return f"{self.op} {self.label}"
 
     @property
     def refused_on_cuda(self) -> str:
         """What the CUDA wrappers say of a case that they have no kernel for; empty where they have one."""
-        heads = re.search(r"head_dim=(\d+)", self.name)
-        if heads is not None and int(heads[1]) % 8:
-            return f"for heads of {heads[1]}"
-        return "both types must be alike" if self.name.startswith("expert_ffn Q4_0/F16") else ""
+        if self.head_dim % 8:
+            return f"for heads of {self.head_dim}"
+        mixed = self.op == "expert_ffn" and (self.types[0] in FLOATS) != (self.types[1] in FLOATS)
+        return "both types must be alike" if mixed else ""
 
     @property
     def exact_on_cuda(self) -> bool:
         """Whether docs/arithmetic.md fixes the bits there too: not in attention, nor in long steps but for routing."""
-        tokens = re.search(r"T=(\d+)", self.name)
-        long = tokens is not None and int(tokens[1]) > SMALL_TOKENS
-        return not self.name.startswith("attention ") and (
-            not long or self.name.startswith(("route ", "add_norm "))
-        )
+        short = self.tokens <= SMALL_TOKENS
+        return self.op != "attention" and (short or self.op in ("route", "add_norm"))
 
 
 def weights(qtype: QType, rows: int, cols: int, seed: int) -> QTensor:
@@ -116,10 +128,12 @@ def rounding(*types: QType) -> float:
 def product_case(qtype: QType, rows: int, cols: int, T: int) -> Case:
     w, x = weights(qtype, rows, cols, 1), floats(2, T, cols)
     return Case(
-        f"product {qtype.name} [{rows}, {cols}] T={T}",
+        "product",
+        f"{qtype.name} [{rows}, {cols}] T={T}",
         lambda ops, ws: {"y": product(ops, ws, w, x)},
         lambda: {"y": x.astype(np.float64) @ exact(w).T},
         rounding(qtype),
+        tokens=T,
     )
 
 
@@ -128,20 +142,20 @@ def extreme_product_case(qtype: QType) -> Case:
     rows, cols, T = 7, 768, 3
     w = weights(qtype, rows, cols, 3)
     rng = np.random.default_rng(4)
-    n_elements, n_bytes = gguf.GGML_QUANT_SIZES[qtype]
-    data = w.data.reshape(-1, n_bytes).copy()
-    first, last = {QType.Q6_K: (0, 208), QType.IQ4_XS: (2, n_bytes)}.get(
-        qtype, (4 if n_elements == 256 else 2, n_bytes)
-    )
-    codes = data[:, first:last]
-    codes[:] = rng.choice(np.array([0x00, 0x7F, 0x80, 0x88, 0xFF], np.uint8), (len(data), 1))
+    data = w.data.reshape(-1, RECORDS[qtype].n_bytes).copy()
+    codes = np.ones(data.shape[1], bool)
+    for at, _ in BLOCK_SCALES[qtype]:
+        codes[at : at + 2] = False
+    data[:, codes] = rng.choice(np.array([0x00, 0x7F, 0x80, 0x88, 0xFF], np.uint8), (len(data), 1))
     w = QTensor(w.name, qtype, w.shape, data.reshape(-1))
     x = rng.choice(np.array([-3, 3], np.float32), (T, cols // 32, 1)).repeat(32, axis=2).reshape(T, cols)
     return Case(
-        f"product {qtype.name} extremes",
+        "product",
+        f"{qtype.name} extremes",
         lambda ops, ws: {"y": product(ops, ws, w, x)},
         lambda: {"y": x.astype(np.float64) @ exact(w).T},
         1e-10,  # these activations are exact in 8 bits
+        tokens=T,
     )
 
 
@@ -159,7 +173,8 @@ def odd_activations_case(qtype: QType) -> Case:
     x[7] *= np.float32(2.0**-101)
     x[8, ::2] = -0.0
     w = weights(qtype, 5, cols, 6)
-    return Case(f"product {qtype.name} odd activations", lambda ops, ws: {"y": product(ops, ws, w, x)})
+    label = f"{qtype.name} odd activations"
+    return Case("product", label, lambda ops, ws: {"y": product(ops, ws, w, x)}, tokens=len(x))
 
 
 def embed_case(qtype: QType) -> Case:
@@ -171,7 +186,7 @@ def embed_case(qtype: QType) -> Case:
         ops.embed(ws, table, tokens, x)
         return {"x": x}
 
-    return Case(f"embed {qtype.name}", run, lambda: {"x": exact(table)[tokens]})
+    return Case("embed", qtype.name, run, lambda: {"x": exact(table)[tokens]}, tokens=len(tokens))
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -194,9 +209,12 @@ def cache_values(cache: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
 
 def attention_input_case(
     types: tuple[QType, ...], kv_type: str, T: int, H: int, K: int, head_dim: int, n_rot: int, norms: bool,
-    gate_type: QType | None = None, v_normed: bool = False,
+    gate_type: QType | None = None, v_normed: bool = False, unstored: int = 0,
 ) -> Case:  # fmt: skip
-    """types: of Q, K and V; one for a layer that reads another's cache, two for one whose values are its raw keys."""
+    """types: of Q, K and V; one for a layer that reads another's cache, two for one whose values are its raw keys.
+
+    unstored: of the first tokens, which have no slot.
+    """
     all_types = types if gate_type is None else (*types, gate_type)
     D, eps = (77 if set(all_types) <= set(FLOATS) else 768), 1e-5
     rng = np.random.default_rng(8)
@@ -209,12 +227,13 @@ def attention_input_case(
     rope = arithmetic.rope_table(300, n_rot, 10000.0)
     positions = np.sort(rng.choice(300, T, replace=False)).astype(np.int32)
     slots = rng.choice(3 * KV_BLOCK_TOKENS, T, replace=False).astype(np.int32)
+    slots[:unstored] = -1
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
         kv, q = empty_cache(kv_type, 3, K, head_dim), np.full((T, H, head_dim), np.nan, np.float32)
         gates = None if gate is None else np.full((T, H + 3), np.nan, np.float32)
-        more = {} if gate is None and v_norm is None else {"v_norm": v_norm, "gate": gate, "gate_out": gates}
-        ops.attention_input(ws, x, norm, eps, wq, wk, wv, q_norm, k_norm, rope, positions, kv, slots, q, **more)
+        inputs = AttentionInput(norm, wq, wk, wv, q_norm, k_norm, v_norm, gate)
+        ops.attention_input(ws, x, inputs, eps, rope, positions, kv, slots, q, gates)
         arrays = {"q": q, "k": kv.k, "v": kv.v} | ({} if gates is None else {"gate": gates})
         return arrays if kv.k_scale is None else arrays | {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
 
@@ -234,24 +253,28 @@ def attention_input_case(
             first, second = a[..., : n_rot // 2].copy(), a[..., n_rot // 2 : n_rot].copy()
             a[..., : n_rot // 2], a[..., n_rot // 2 : n_rot] = first * c - second * s, first * s + second * c
         keys, values = (np.zeros((3 * KV_BLOCK_TOKENS, K, head_dim)) for _ in "kv")
-        keys[slots], values[slots] = k, v
+        keys[slots[unstored:]], values[slots[unstored:]] = k[unstored:], v[unstored:]
         found = {"q": q} if gate is None else {"q": q, "gate": h @ exact(gate).T}
         return found if kv_type == "q8_0" else found | {"k": keys, "v": values}
 
     names = "/".join(t.name for t in types)
-    name = f"attention_input {names} {kv_type} T={T} head_dim={head_dim}"
+    label = f"{names} {kv_type} T={T} head_dim={head_dim}"
     if gate_type is not None or v_normed:
-        name += f" gate={gate_type.name if gate_type is not None else None} v_norm={v_normed}"
-    return Case(name, run, oracle, max(rounding(*all_types), 1e-6))
+        label += f" gate={gate_type.name if gate_type is not None else None} v_norm={v_normed}"
+    if unstored:
+        label += f" unstored={unstored}"
+    nmse = max(rounding(*all_types), 1e-6)
+    return Case("attention_input", label, run, oracle, nmse, tokens=T, head_dim=head_dim)
 
 
 def attention_case(
     kv_type: str, lengths: tuple[int, ...], new: tuple[int, ...], H: int, K: int, head_dim: int, odd: bool = False,
-    window: int = 0, gate_kind: str = "", by_head: bool = True,
+    window: int = 0, gate_kind: str = "", by_head: bool = True, absent: tuple[tuple[int, int], ...] = (),
 ) -> Case:  # fmt: skip
     """Sequences of `lengths` positions, the last `new` of which are the step's tokens; blocks shuffled.
 
-    Blocks before all windows of a sequence are none at all, or not its own and poisoned.
+    Blocks before all windows of a sequence are none at all, or not its own and poisoned. absent: (sequence, block) that
+    are seen and not there.
     """
     rng = np.random.default_rng(16)
     blocks = [-(-n // KV_BLOCK_TOKENS) for n in lengths]
@@ -269,6 +292,8 @@ def attention_case(
         table[s, :n] = order[sum(blocks[:s]) : sum(blocks[:s]) + n]
     sequence = np.repeat(np.arange(len(lengths)), new).astype(np.int32)
     positions = np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, new, strict=True)]).astype(np.int32)
+    for s, b in absent:
+        table[s, b] = -1
     used = {int(b) for row in table for b in row if b >= 0}
     for block in set(range(n_blocks)) - used:  # what no table names must not matter
         kv.v[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan if kv_type == "f16" else 77
@@ -299,6 +324,7 @@ def attention_case(
         k, v = cache_values(kv.k, kv.k_scale), cache_values(kv.v, kv.v_scale)
         for t in range(T):
             at = np.arange(max(positions[t] + 1 - window, 0) if window else 0, positions[t] + 1)
+            at = at[table[sequence[t], at // KV_BLOCK_TOKENS] >= 0]
             slots = table[sequence[t], at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
             for h in range(H):
                 s = k[slots, h * K // H] @ q[t, h].astype(np.float64) * scale
@@ -311,12 +337,14 @@ def attention_case(
             out *= factor.reshape(T, H, -1)
         return {"out": out.reshape(T, -1)}
 
-    name = f"attention {kv_type} lengths={lengths} new={new} H={H} K={K} head_dim={head_dim}{' odd' if odd else ''}"
+    label = f"{kv_type} lengths={lengths} new={new} H={H} K={K} head_dim={head_dim}{' odd' if odd else ''}"
     if window or gate_kind:
-        name += f" window={window} gate={gate_kind}{' by head' if by_head and gate_kind else ''}"
+        label += f" window={window} gate={gate_kind}{' by head' if by_head and gate_kind else ''}"
+    if absent:
+        label += f" absent={absent}"
     if sum(new) > SMALL_TOKENS:
-        name += f" T={sum(new)}"
-    return Case(name, run, None if odd else oracle, 1e-10)
+        label += f" T={sum(new)}"
+    return Case("attention", label, run, None if odd else oracle, 1e-10, tokens=sum(new), head_dim=head_dim)
 
 
 def attention_output_case(qtype: QType, T: int, add: bool = True) -> Case:
@@ -329,10 +357,12 @@ def attention_output_case(qtype: QType, T: int, add: bool = True) -> Case:
         return {"x": x}
 
     return Case(
-        f"attention_output {qtype.name} T={T}{'' if add else ' add=False'}",
+        "attention_output",
+        f"{qtype.name} T={T}{'' if add else ' add=False'}",
         run,
         lambda: {"x": residual * add + attended.astype(np.float64) @ exact(wo).T},
         max(rounding(qtype), 1e-12),
+        tokens=T,
     )
 
 
@@ -352,7 +382,7 @@ def router_case(qtype: QType, T: int) -> Case:
         h = rms(x, norm, eps)
         return {"h": h, "logits": h @ exact(gate).T}
 
-    return Case(f"router {qtype.name} T={T}", run, oracle, 1e-11)
+    return Case("router", f"{qtype.name} T={T}", run, oracle, 1e-11, tokens=T)
 
 
 def slot_state(slots: tuple[int, ...], E: int, seed: int) -> policy.SlotState:
@@ -370,6 +400,14 @@ def slot_state(slots: tuple[int, ...], E: int, seed: int) -> policy.SlotState:
         state.pinned[at[: n // 3]] = 1
     state.heat[:] = rng.choice([-3, 0, 40, 65536, 65537, 1 << 18], state.heat.shape)  # equals among them
     return state
+
+
+def bank_of(state: policy.SlotState, layer: int) -> Experts:
+    """The experts of a layer, of whose matrices nobody reads a byte."""
+    Q8 = QType.Q8_0
+    return Experts(
+        Q8, Q8, Q8, 32, 32, (1088,) * 3, state.expert_ptr[layer], state.home_ptr[layer], state.slot_ptr, layer=layer
+    )
 
 
 def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: int, odd: bool = False) -> Case:
@@ -390,7 +428,7 @@ def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: 
             fetches = Fetches(np.full((E, 3), -7, np.int32), np.zeros(1, np.int32))
             counted = (np.arange(T) % 3 != step % 3).astype(np.uint8)
             gating = Gating(renormalize=renormalize)
-            ops.route(ws, logits(step), gating, state, layer, counted, rule, experts, w, fetches)
+            ops.route(ws, logits(step), gating, state, bank_of(state, layer), counted, rule, experts, w, fetches)
             outputs |= {f"experts {step}": experts, f"weights {step}": w}
             outputs |= {f"fetches {step}": fetches.rows[: fetches.count[0]].copy()}
         names = ("slot_of", "expert_of", "heat", "pinned", "clock", "counts", "hits", "misses", "expert_ptr")
@@ -406,8 +444,8 @@ def route_case(slots: tuple[int, ...], rule: policy.Rule, renormalize: bool, T: 
             outputs |= {f"experts {step}": experts, f"weights {step}": chosen / total}
         return outputs
 
-    name = f"route slots={slots} {rule} renormalize={renormalize} T={T}{' odd' if odd else ''}"
-    return Case(name, run, None if odd else oracle, 1e-12)
+    label = f"slots={slots} {rule} renormalize={renormalize} T={T}{' odd' if odd else ''}"
+    return Case("route", label, run, None if odd else oracle, 1e-12, tokens=T)
 
 
 def activate(x: np.ndarray, gelu: bool) -> np.ndarray:
@@ -449,7 +487,7 @@ def expert_case(
         rows = np.full((E, 3), -1, np.int32)
         rows[:2] = [[fetched[0], 0, -1], [fetched[1], 1, E - 1]]
         activation: Activation = "gelu" if gelu else "silu"
-        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True, activation=activation)
+        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True, activation=activation, layer=0)
         x = residual.copy() if add else np.full_like(residual, np.nan)
         ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x, add, beside)
         return {"x": x, "arena": arena}
@@ -469,11 +507,12 @@ def expert_case(
         arena = np.stack([np.concatenate([parts[p][e].data for p in range(3)]) for e in fetched])
         return {"x": x, "arena": arena}
 
-    name = f"expert_ffn {'/'.join(t.name for t in types)} D={D} F={F} T={T}{' gelu' if gelu else ''}"
-    name += "" if add else " add=False"
+    label = f"{'/'.join(t.name for t in types)} D={D} F={F} T={T}{' gelu' if gelu else ''}"
+    label += "" if add else " add=False"
     if shared is not None:
-        name += f" beside {'/'.join(t.name for t in shared)} F={shared_F} gate={shared_gate and shared_gate.name}"
-    return Case(name, run, oracle, rounding(*types, *(shared or ())), (E, A))
+        label += f" beside {'/'.join(t.name for t in shared)} F={shared_F} gate={shared_gate and shared_gate.name}"
+    nmse = rounding(*types, *(shared or ()))
+    return Case("expert_ffn", label, run, oracle, nmse, tokens=T, types=types, experts=(E, A))
 
 
 def head_case(qtype: QType, rows: tuple[int, ...]) -> Case:
@@ -487,10 +526,12 @@ def head_case(qtype: QType, rows: tuple[int, ...]) -> Case:
         return {"logits": logits}
 
     return Case(
-        f"head {qtype.name} rows={rows}",
+        "head",
+        f"{qtype.name} rows={rows}",
         run,
         lambda: {"logits": rms(x[index], norm, eps) @ exact(output).T},
         rounding(qtype),
+        tokens=len(rows),
     )
 
 

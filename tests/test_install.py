@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.install import requirement
+from engine.ground.install import requirement
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "data" / "nano" / "nano.gguf"
@@ -26,8 +26,8 @@ BUILD = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-in
 ROUND_TRIP = """
 import sys
 from pathlib import Path
-from engine.config import EngineConfig
-from spark.client import DaemonClient, engine_command
+from engine.ground.config import EngineConfig
+from spark.daemon.client import DaemonClient, engine_command
 config = EngineConfig(model=Path(sys.argv[1]), device="cpu", threads=1)
 with DaemonClient(engine_command(config)) as client:
     done = client.generate([1, 2, 3], max_tokens=4, stop_tokens=[]).result()
@@ -35,7 +35,7 @@ print(done.usage.completion_tokens)
 """
 WHERE = """
 import engine, spark
-from engine.ops import cpu_library
+from engine.ground import cpu_library
 print(engine.__file__, spark.__file__, cpu_library.load()._name, sep="\\n")
 """
 
@@ -100,7 +100,7 @@ def test_an_extra_comes_from_where_the_program_did(
 
 
 def test_the_extra_of_this_installation_can_be_asked_for(installed: Path, wheel: Path, tmp_path: Path) -> None:
-    code = "from engine.install import requirement; print(requirement('cuda13'))"
+    code = "from engine.ground.install import requirement; print(requirement('cuda13'))"
     said = run([installed / "python", "-c", code], tmp_path).stdout
     assert said == f"'spark-moe[cuda13] @ {wheel.as_uri()}'\n"
 
@@ -119,11 +119,11 @@ def test_what_the_wheel_is_and_holds(wheel: Path) -> None:
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
         (license_name,) = (n for n in names if n.endswith("/LICENSE"))
         assert b"Spark contributors" in archive.read(license_name)
-    assert names >= {"engine/lib/libspark_cpu.so", "engine/__main__.py", "spark/cli.py"}
+    assert names >= {"engine/lib/libspark_cpu.so", "engine/formats/block_types.h", "engine/__main__.py", "spark/cli.py"}
     kernels = {f"engine/cuda/{path.name}" for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh")}
     assert {name for name in names if name.startswith("engine/cuda/")} == kernels and len(kernels) > 20
-    static = {f"spark/static/{path.name}" for path in (ROOT / "spark" / "static").iterdir()}
-    assert {name for name in names if name.startswith("spark/static/")} == static and len(static) > 3
+    static = {f"spark/server/static/{path.name}" for path in (ROOT / "spark" / "server" / "static").iterdir()}
+    assert {name for name in names if name.startswith("spark/server/static/")} == static and len(static) > 3
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"engine", "spark"}
     assert {name for name in names if name.endswith(".py")} == {
         str(path.relative_to(ROOT)) for package in ("engine", "spark") for path in (ROOT / package).rglob("*.py")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine import profile as profiles
-from engine.gguf import open_model
-from engine.trace import read_routing
-from spark.calibrate import partial_path
-from spark.sessions import read_sessions
-from spark.tokens import read_tokens
-from tests.commands import NANO, refused, spark
+from engine.formats import profile as profiles
+from engine.formats.gguf import open_model
+from engine.formats.trace import read_routing
+from spark.pipeline.calibrate import partial_path
+from spark.pipeline.tokens import read_tokens
+from spark.speech.sessions import read_sessions
+from tests.command_line import NANO, refused, spark
 
 OLD = Path(__file__).parent / "old"
 

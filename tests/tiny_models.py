@@ -18,12 +18,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from family_qwen3moe import float_logits
 from gguf import GGMLQuantizationType as QType
-from gguf_files import write_gguf
 
 from engine import models
 from engine.models import qwen3moe
+from tests.family_qwen3moe import float_logits
+from tests.gguf_files import write_gguf
 
 __all__ = [
     "ALL_F32", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "read_weights", "tiny_path",
@@ -132,7 +132,7 @@ def transformers_choices(
     imposed: experts [L, T, A] used in place of that choice (their weights are still computed).
     """
     name = getattr(config, "arch", type(config).__module__.split(".")[-1])
-    family = importlib.import_module(f"family_{name}")
+    family = importlib.import_module(f"tests.family_{name}")
     model = family.build(config).double().eval()
     recorder = _Recorder(weights)
     with torch.no_grad():

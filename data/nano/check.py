@@ -97,7 +97,7 @@ def transformers_nmse(path: Path, tokens: Tokens) -> float:
 
 def encoding_differences(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
     """How many of the texts the engine's tokenizer encodes or decodes differently from the one we trained."""
-    from engine.tokenizer import load
+    from engine.text.tokenizer import load
 
     ours = load(path)
     different = 0

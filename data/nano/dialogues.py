@@ -15,7 +15,7 @@ from typing import Any
 
 from corpus import FIXED_NAMES, IDENTIFIER, Definition, Module
 
-from engine.template import ChatTemplate
+from engine.text.template import ChatTemplate
 
 Message = dict[str, Any]
 

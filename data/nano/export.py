@@ -13,10 +13,9 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as QType
 from model import COARSE, Config, Model, q4_k_values
+from quantizer import quantize
 from streams import CONTROL_TOKENS, END, MARKUP_TOKENS, PRE, merges_of
 from tokenizers import Tokenizer
-
-from engine.quants import quantize
 
 NAME = "spark-nano"
 PART_BYTES = 15 << 20

@@ -19,8 +19,8 @@ from corpus import Module, is_held_out, module_paths, parse_module, read_module,
 from dialogues import dialogues
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.pretokenizers import pre_tokenizer
-from engine.template import ChatTemplate
+from engine.text.pretokenizers import pre_tokenizer
+from engine.text.template import ChatTemplate
 
 Tokens = npt.NDArray[np.uint16]
 

@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # the repository: engine.quants
+sys.path.insert(0, str(HERE.parents[1]))  # the repository: engine
 
 from check import transformers_nmse  # noqa: E402
 from evaluate import (  # noqa: E402

@@ -15,20 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelFormatError, UnsupportedModelError
-from engine.gguf import GGUFFile
-from engine.kv import DeltaShape, KVGroup
-from engine.layers import Pass, Widths
-from engine.loading import (
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor, dequantize
+from engine.ground.errors import ModelFormatError, UnsupportedModelError
+from engine.memory.kv import KVGroup
+from engine.models.config import Common, Keys, check_heads, check_rope
+from engine.models.layers import Pass, Widths
+from engine.models.loading import (
     AttentionWeights,
     Dense,
-    Keys,
     Tensors,
     Weights,
     attention_shapes,
-    check_experts,
-    check_heads,
-    check_rope,
     ends,
     expert_shapes,
     ffn_shapes,
@@ -37,7 +35,6 @@ from engine.loading import (
 )
 from engine.ops import F32, Gating
 from engine.ops.arithmetic import rope_table, rotations
-from engine.quants import QTensor, dequantize
 
 ARCH = "gemma4"
 # Of the vision and audio encoders and their projectors, in files that hold a whole multimodal model.
@@ -46,7 +43,7 @@ BORROWED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")  # of a laye
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Common):
     """Hyper-parameters. windowed: which layers see only `window` positions; those have the sizes named _swa.
 
     n_head_kv: of every layer. n_ff: of every layer's dense FFN. n_shared: last layers that read another layer's cache.
@@ -55,73 +52,50 @@ class Config:
     tensor.
     """
 
-    n_layer: int
-    n_embd: int
     n_head: int
     n_head_kv: tuple[int, ...]
-    head_dim: int
     head_dim_swa: int
     n_ff: tuple[int, ...]
-    n_vocab: int
-    n_ctx_train: int
     windowed: tuple[bool, ...]
     window: int
     n_shared: int
-    rope_base: float
     rope_factors: tuple[float, ...]
     rope_base_swa: float
     rope_dims_swa: int
-    eps: float
     k_eq_v: bool = True
     softcap: float = 0.0
-    n_expert: int = 0
-    n_expert_used: int = 0
-    n_ff_exp: int = 0
     fused: bool = True
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Config:
         """Read and check the metadata; a variant that is not implemented is refused by name."""
-
         keys = Keys(file)
         if keys.size("embedding_length_per_layer_input", 0, 0):
             raise keys.missing(
                 "per-layer input embeddings (E2B, E4B)",
                 hint="the 26B-A4B mixture and the 12B and 31B dense models have none",
             )
-        n_layer, head_dim, head_dim_swa = keys.layers(), keys.head_dim(), keys.head_dim(kind="_swa")
-        n_vocab = keys.vocabulary()
+        common = keys.common(experts=keys.size("expert_count", 0, 0) > 0)
+        n_layer, head_dim, head_dim_swa = common["n_layer"], common["head_dim"], keys.head_dim(kind="_swa")
         if "rope_freqs.weight" not in file.tensors:
             raise ModelFormatError("tensor rope_freqs.weight is missing")
-        pattern = [bool(value) for value in keys.items("attention.sliding_window_pattern")]
-        if len(pattern) < n_layer:
-            raise ModelFormatError(f"{ARCH}.attention.sliding_window_pattern has {len(pattern)} values of {n_layer}")
-        full = [i for i in range(n_layer) if not pattern[i]]
-        n_expert = keys.size("expert_count", 0, 0)
+        windowed = keys.flags("attention.sliding_window_pattern", n_layer)
+        full = [i for i in range(n_layer) if not windowed[i]]
         factors = dequantize(matrix(file, "rope_freqs.weight", (head_dim // 2,)))
         config = cls(
-            n_layer=n_layer,
-            n_embd=keys.size("embedding_length"),
+            **common,
             n_head=keys.size("attention.head_count"),
             n_head_kv=keys.sizes("attention.head_count_kv", n_layer),
-            head_dim=head_dim,
             head_dim_swa=head_dim_swa,
             n_ff=keys.sizes("feed_forward_length", n_layer),
-            n_vocab=n_vocab,
-            n_ctx_train=keys.size("context_length"),
-            windowed=tuple(pattern[:n_layer]),
+            windowed=windowed,
             window=keys.size("attention.sliding_window"),
             n_shared=keys.size("attention.shared_kv_layers", 0, 0),
-            rope_base=keys.real("rope.freq_base"),
             rope_factors=tuple(float(x) for x in factors),
             rope_base_swa=keys.real("rope.freq_base_swa", 10000.0),
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, head_dim_swa),
-            eps=keys.real("attention.layer_norm_rms_epsilon"),
             k_eq_v=bool(full) and f"blk.{full[0]}.attn_v.weight" not in file.tensors,
             softcap=keys.real("final_logit_softcapping", 0.0),
-            n_expert=n_expert,
-            n_expert_used=keys.size("expert_used_count") if n_expert else 0,
-            n_ff_exp=keys.size("expert_feed_forward_length") if n_expert else 0,
             fused="blk.0.ffn_gate_up_exps.weight" in file.tensors,
         )
         config._check(keys)
@@ -136,7 +110,6 @@ class Config:
         check_heads(self.n_head, self.n_head_kv)
         check_rope(self.head_dim, self.head_dim)
         check_rope(self.rope_dims_swa, self.head_dim_swa)
-        check_experts(self.n_expert_used, self.n_expert)
         own = set(self.windowed[: self.n_layer - self.n_shared])
         if self.n_shared >= self.n_layer or not own >= set(self.windowed):
             raise ModelFormatError(f"the last {self.n_shared} layers share caches that no layer before them owns")
@@ -147,40 +120,22 @@ class Config:
     def metadata(self) -> dict[str, Any]:
         """The GGUF keys that `from_gguf` reads back (tests and the writer of full-shape models)."""
         values: dict[str, Any] = {
-            "block_count": self.n_layer,
-            "context_length": self.n_ctx_train,
-            "embedding_length": self.n_embd,
             "embedding_length_per_layer_input": 0,
             "feed_forward_length": self.n_ff[0] if len(set(self.n_ff)) == 1 else list(self.n_ff),
             "attention.head_count": self.n_head,
             "attention.head_count_kv": list(self.n_head_kv),
-            "attention.key_length": self.head_dim,
-            "attention.value_length": self.head_dim,
             "attention.key_length_swa": self.head_dim_swa,
             "attention.value_length_swa": self.head_dim_swa,
             "attention.sliding_window": self.window,
             "attention.sliding_window_pattern": list(self.windowed),
             "attention.shared_kv_layers": self.n_shared,
-            "attention.layer_norm_rms_epsilon": self.eps,
-            "rope.freq_base": self.rope_base,
             "rope.freq_base_swa": self.rope_base_swa,
             "rope.dimension_count": self.head_dim,
             "rope.dimension_count_swa": self.rope_dims_swa,
         }
         if self.softcap:
             values["final_logit_softcapping"] = self.softcap
-        if self.n_expert:
-            values |= {
-                "expert_count": self.n_expert,
-                "expert_used_count": self.n_expert_used,
-                "expert_feed_forward_length": self.n_ff_exp,
-            }
-        return {f"{ARCH}.{key}": value for key, value in values.items()}
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with experts: all, or none in a dense model."""
-        return tuple(range(self.n_layer)) if self.n_expert else ()
+        return self.written(ARCH, values)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -196,11 +151,6 @@ class Config:
         """The layer whose cache a layer reads: its own, or that of the last owner of its kind."""
         owners = range(self.n_layer - self.n_shared)
         return layer if layer in owners else max(i for i in owners if self.windowed[i] == self.windowed[layer])
-
-    @property
-    def delta(self) -> DeltaShape | None:
-        """No layer is recurrent."""
-        return None
 
     @property
     def widths(self) -> Widths:
@@ -296,8 +246,9 @@ def _layer(t: Tensors, config: Config, i: int) -> Layer:
             post_norm=t.values("post_ffw_norm_2.weight"),
             dense_post_norm=t.values("post_ffw_norm_1.weight"),
         )
+    attention, v_norm = t.attention(), np.ones(config.head_dim_of(i), np.float32) if owns else None
     return Layer(
-        attention=replace(t.attention(), v_norm=np.ones(config.head_dim_of(i), np.float32) if owns else None),
+        attention=replace(attention, inputs=replace(attention.inputs, v_norm=v_norm)),
         post_attention_norm=t.values("post_attention_norm.weight"),
         ffn_norm=t.values("ffn_norm.weight"),
         ffn=t.ffn(),
@@ -314,9 +265,9 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     return rotations(n_ctx, full), rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
 
 
-def layer(p: Pass, i: int, w: Layer) -> None:
+def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
-    c: Config = p.config
+    c = p.config
     ops, ws, b, windowed = p.ops, p.ws, p.b, c.windowed[i]
     p.attention(i, w.attention, c.head_dim_of(i), 1.0, rope=windowed, window=c.window if windowed else 0, to=b.y)
     ops.add_norm(ws, b.y, w.post_attention_norm, c.eps, b.x)
@@ -326,7 +277,7 @@ def layer(p: Pass, i: int, w: Layer) -> None:
     ops.add_norm(ws, mixed, w.post_ffw_norm, c.eps, b.x, scale=w.out_scale)
 
 
-def add_experts(p: Pass, m: int, w: MoE) -> F32:
+def add_experts(p: Pass[Config], m: int, w: MoE) -> F32:
     """rms(b.y) + rms(experts), where b.y is the dense FFN's output; a buffer [T, D] that is free after attention."""
     ops, ws, b, eps = p.ops, p.ws, p.b, p.config.eps
     mixed = b.attended(p.config.n_embd)

@@ -8,39 +8,35 @@ corrects, and one shared expert. Reference: `transformers` laguna.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from engine.errors import ModelFormatError
-from engine.gguf import GGUFFile
-from engine.kv import DeltaShape, KVGroup
-from engine.layers import Pass, Widths
-from engine.loading import (
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor
+from engine.ground.errors import ModelFormatError
+from engine.memory.kv import KVGroup
+from engine.models.config import Common, Keys, check_heads, check_rope
+from engine.models.layers import Pass, Widths
+from engine.models.loading import (
     AttentionWeights,
     Dense,
-    Keys,
     Tensors,
     Weights,
     attention_shapes,
-    check_experts,
-    check_heads,
-    check_rope,
     ends,
     expert_shapes,
     ffn_shapes,
     random_tensors,
 )
-from engine.ops import F32, Gating, SharedExpert
-from engine.ops.arithmetic import rope_table, rotations
-from engine.quants import QTensor
+from engine.models.yarn import Yarn
+from engine.ops import F32, Gating, GatingKind, SharedExpert
+from engine.ops.arithmetic import rope_table
 
 ARCH = "laguna"
 PERIOD = 4  # of full attention layers, where the file does not say which they are
-GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid"}  # GGUF's numbers
+GATING_FUNCTIONS: dict[int, GatingKind] = {1: "softmax", 2: "sigmoid"}  # GGUF's numbers
 # What no published model has; engines that know one of these keys write it with the value that changes nothing.
 UNSUPPORTED = (
     "attention.sink_enabled", "attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping",
@@ -48,64 +44,25 @@ UNSUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Yarn:
-    """YaRN (arXiv 2309.00071): frequencies of slow rotations are divided by `factor`, those of fast ones kept."""
-
-    factor: float
-    n_ctx: int  # that the model was first trained on
-    beta_fast: float = 32.0  # rotations within n_ctx
-    beta_slow: float = 1.0
-
-    @property
-    def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
-        return 1.0 + 0.1 * math.log(self.factor)
-
-    def frequencies(self, n_rot: int, base: float) -> NDArray[np.float64]:
-        """Radians a position, float64 [n_rot / 2]."""
-
-        def pair(rotations: float) -> float:
-            """The pair of dimensions that turns so often within n_ctx."""
-            return n_rot * math.log(self.n_ctx / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-        low = max(math.floor(pair(self.beta_fast)), 0)
-        high = min(math.ceil(pair(self.beta_slow)), n_rot - 1)
-        plain = base ** (-2.0 * np.arange(n_rot // 2) / n_rot)
-        slow = np.clip((np.arange(n_rot // 2) - low) / max(high - low, 0.001), 0, 1)
-        mixed: NDArray[np.float64] = plain * (1 - slow) + plain / self.factor * slow
-        return mixed
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Common):
     """Hyper-parameters. n_head: of every layer. windowed: which layers see only `window` positions.
 
     n_dense: leading layers with an FFN of n_ff. rope_base, rope_dims, yarn: of full layers; the _swa ones of window
     layers. elements: the attention gate has a value an element, not a head.
     """
 
-    n_layer: int
-    n_embd: int
     n_head: tuple[int, ...]
     n_head_kv: int
-    head_dim: int
     n_dense: int
     n_ff: int
-    n_expert: int
-    n_expert_used: int
-    n_ff_exp: int
     n_ff_shared: int
-    n_vocab: int
-    n_ctx_train: int
     windowed: tuple[bool, ...]
     window: int
-    rope_base: float
     rope_dims: int
     yarn: Yarn | None
     rope_base_swa: float
     rope_dims_swa: int
-    eps: float
-    gating: str = "sigmoid"
+    gating: GatingKind = "sigmoid"
     expert_scale: float = 1.0
     renormalize: bool = True
     elements: bool = False
@@ -113,7 +70,6 @@ class Config:
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Config:
         """Read and check the metadata; a variant that is not implemented is refused by name."""
-
         keys = Keys(file)
         for key in UNSUPPORTED:
             if file.metadata.get(f"{ARCH}.{key}", 0):
@@ -123,34 +79,25 @@ class Config:
         function = keys.size("expert_gating_func", default=2)
         if function not in GATING_FUNCTIONS:
             raise keys.missing(f"expert_gating_func {function}")
-        n_layer, head_dim = keys.layers(), keys.head_dim()
+        common = keys.common()
+        n_layer, head_dim, rope_base = common["n_layer"], common["head_dim"], common["rope_base"]
         n_head = keys.sizes("attention.head_count", n_layer)
-        window = keys.size("attention.sliding_window", 0, 0)
-        rope_base, rope_dims = keys.real("rope.freq_base"), keys.size("rope.dimension_count", 2)
+        window, rope_dims = keys.size("attention.sliding_window", 0, 0), keys.size("rope.dimension_count", 2)
         gate = file.tensors.get("blk.0.attn_gate.weight")
         n_dense = keys.size("leading_dense_block_count", 0)
         config = cls(
-            n_layer=n_layer,
-            n_embd=keys.size("embedding_length"),
+            **common,
             n_head=n_head,
             n_head_kv=keys.size("attention.head_count_kv"),
-            head_dim=head_dim,
             n_dense=n_dense,
             n_ff=keys.size("feed_forward_length") if n_dense else 0,
-            n_expert=keys.size("expert_count"),
-            n_expert_used=keys.size("expert_used_count"),
-            n_ff_exp=keys.size("expert_feed_forward_length"),
             n_ff_shared=keys.size("expert_shared_feed_forward_length"),
-            n_vocab=keys.vocabulary(),
-            n_ctx_train=keys.size("context_length"),
             windowed=_windowed(keys, n_layer, window),
             window=window,
-            rope_base=rope_base,
             rope_dims=rope_dims,
-            yarn=_yarn(keys),
+            yarn=Yarn.of(keys),
             rope_base_swa=keys.real("rope.freq_base_swa", rope_base),
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, rope_dims),
-            eps=keys.real("attention.layer_norm_rms_epsilon"),
             gating=GATING_FUNCTIONS[function],
             expert_scale=keys.real("expert_weights_scale", 1.0) or 1.0,
             renormalize=keys.flag("expert_weights_norm", True),
@@ -159,7 +106,6 @@ class Config:
         if n_dense >= n_layer:
             raise ModelFormatError(f"{n_dense} dense layers of {n_layer}")
         check_heads(config.n_head, config.n_head_kv)
-        check_experts(config.n_expert_used, config.n_expert)
         for n in (config.rope_dims, config.rope_dims_swa):
             check_rope(n, head_dim)
         return config
@@ -167,22 +113,12 @@ class Config:
     def metadata(self) -> dict[str, Any]:
         """The GGUF keys that `from_gguf` reads back (tests and the writer of full-shape models)."""
         values: dict[str, Any] = {
-            "block_count": self.n_layer,
-            "context_length": self.n_ctx_train,
-            "embedding_length": self.n_embd,
             "vocab_size": self.n_vocab,
             "feed_forward_length": self.n_ff,
             "attention.head_count": list(self.n_head),
             "attention.head_count_kv": self.n_head_kv,
-            "attention.key_length": self.head_dim,
-            "attention.value_length": self.head_dim,
-            "attention.layer_norm_rms_epsilon": self.eps,
-            "rope.freq_base": self.rope_base,
             "rope.dimension_count": self.rope_dims,
             "leading_dense_block_count": self.n_dense,
-            "expert_count": self.n_expert,
-            "expert_used_count": self.n_expert_used,
-            "expert_feed_forward_length": self.n_ff_exp,
             "expert_shared_feed_forward_length": self.n_ff_shared,
             "expert_gating_func": next(n for n, name in GATING_FUNCTIONS.items() if name == self.gating),
             "expert_weights_scale": self.expert_scale,
@@ -196,14 +132,8 @@ class Config:
                 "rope.dimension_count_swa": self.rope_dims_swa,
             }
         if self.yarn is not None:
-            values |= {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": self.yarn.factor,
-                "rope.scaling.original_context_length": self.yarn.n_ctx,
-                "rope.scaling.yarn_beta_fast": self.yarn.beta_fast,
-                "rope.scaling.yarn_beta_slow": self.yarn.beta_slow,
-            }
-        return {f"{ARCH}.{key}": value for key, value in values.items()}
+            values |= self.yarn.written()
+        return self.written(ARCH, values)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -221,15 +151,6 @@ class Config:
             KVGroup(windowed, self.n_head_kv, self.head_dim, self.window),
         )
         return tuple(group for group in groups if group.layers)
-
-    def kv_layer(self, layer: int) -> int | None:
-        """The layer whose cache a layer reads: its own."""
-        return layer
-
-    @property
-    def delta(self) -> DeltaShape | None:
-        """No layer is recurrent."""
-        return None
 
     @property
     def widths(self) -> Widths:
@@ -261,31 +182,9 @@ def _windowed(keys: Keys, n_layer: int, window: int) -> tuple[bool, ...]:
     if not window:
         return (False,) * n_layer
     if not isinstance(keys.file.metadata.get(f"{ARCH}.{key}", PERIOD), int):
-        pattern = [bool(value) for value in keys.items(key)]
-        if len(pattern) < n_layer:
-            raise ModelFormatError(f"{ARCH}.{key} has {len(pattern)} values, expected {n_layer}")
-        return tuple(pattern[:n_layer])
+        return keys.flags(key, n_layer)
     period = keys.size(key, default=PERIOD)
     return tuple(i % period != 0 for i in range(n_layer))
-
-
-def _yarn(keys: Keys) -> Yarn | None:
-    p = "rope.scaling."
-    kind = keys.word(p + "type", "none")
-    if kind == "none":
-        return None
-    if kind != "yarn":
-        raise keys.missing(f"rope scaling {kind!r}")
-    # Engines disagree whether this factor replaces YaRN's magnitude or multiplies it.
-    for key in ("attn_factor", "yarn_attn_factor"):
-        if keys.real(p + key, 1.0) != 1.0:
-            raise keys.missing(f"a rope.scaling.{key}")
-    # Two converters, two names.
-    fast, slow = (
-        keys.real(f"{p}yarn_beta_{speed}", keys.real(f"{p}beta_{speed}", default))
-        for speed, default in (("fast", 32.0), ("slow", 1.0))
-    )
-    return Yarn(keys.real(p + "factor"), keys.size(p + "original_context_length"), fast, slow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +208,6 @@ class Layer:
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     tensors = Tensors(file, config.tensors())
-    kind: Any = config.gating
     layers, experts = [], []
     for i in range(config.n_layer):
         t = tensors.layer(i)
@@ -317,7 +215,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
         if i < config.n_dense:
             ffn = t.ffn()
         else:
-            gating = Gating(kind, config.renormalize, config.expert_scale, bias=t.values("exp_probs_b.bias"))
+            gating = Gating(config.gating, config.renormalize, config.expert_scale, bias=t.values("exp_probs_b.bias"))
             ffn = MoE(t.floats("ffn_gate_inp.weight"), gating, t.shared())
             experts.append(t.experts())
         layers.append(Layer(t.attention("attn_gate.weight"), t.values("ffn_norm.weight"), ffn))
@@ -326,16 +224,14 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     """A table for full layers, and one for window layers."""
-    if config.yarn is None:
-        full = rope_table(n_ctx, config.rope_dims, config.rope_base)
-    else:
-        full = rotations(n_ctx, config.yarn.frequencies(config.rope_dims, config.rope_base), config.yarn.magnitude)
+    of_full = rope_table if config.yarn is None else config.yarn.rope_table
+    full = of_full(n_ctx, config.rope_dims, config.rope_base)
     return full, rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
 
 
-def layer(p: Pass, i: int, w: Layer) -> None:
+def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
-    c: Config = p.config
+    c = p.config
     windowed, m = c.windowed[i], i - c.n_dense
     window = c.window if windowed else 0
     p.attention(i, w.attention, c.head_dim, c.head_dim**-0.5, rope=windowed, window=window, gate_kind="softplus")

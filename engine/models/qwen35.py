@@ -15,28 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelFormatError, UnsupportedModelError
-from engine.gguf import GGUFFile
-from engine.kv import DeltaShape, KVGroup
-from engine.layers import Pass, Widths
-from engine.loading import (
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor
+from engine.ground.errors import ModelFormatError, UnsupportedModelError
+from engine.memory.kv import DeltaShape, KVGroup
+from engine.models.config import Common, Keys, check_heads, check_rope
+from engine.models.layers import Pass, Widths
+from engine.models.loading import (
     AttentionWeights,
     Dense,
-    Keys,
     Tensors,
     Weights,
     attention_shapes,
-    check_experts,
-    check_heads,
-    check_rope,
     ends,
     expert_shapes,
     ffn_shapes,
     random_tensors,
 )
-from engine.ops import F32
+from engine.ops import F32, DeltaInput
 from engine.ops.arithmetic import rope_table
-from engine.quants import QTensor
 
 ARCH = "qwen35"
 L2_EPS = 1e-6  # of the norms of q and k in a DeltaNet layer; a constant in every implementation
@@ -45,7 +42,7 @@ VISION = ("v.", "mm.")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Common):
     """Hyper-parameters of qwen35 (n_expert 0) and qwen35moe (n_ff 0).
 
     interval: layer i is full attention if interval divides i + 1. DeltaNet layers have n_head_k heads of d_k for q
@@ -53,14 +50,8 @@ class Config:
     up of the experts are one tensor.
     """
 
-    n_layer: int
-    n_embd: int
     n_head: int
     n_head_kv: int
-    head_dim: int
-    n_vocab: int
-    n_ctx_train: int
-    rope_base: float
     rope_dims: int
     interval: int
     kernel: int
@@ -68,32 +59,23 @@ class Config:
     n_head_v: int
     d_k: int
     d_v: int
-    eps: float
     n_ff: int = 0
-    n_expert: int = 0
-    n_expert_used: int = 0
-    n_ff_exp: int = 0
     n_ff_shared: int = 0
     fused: bool = False
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Config:
         """Read and check the metadata of either architecture; a variant that is not implemented is refused by name."""
-        keys = Keys(file)
-        keys.plain()
+        keys = Keys(file).plain()
+        moe = keys.arch != ARCH
         n_head_v, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
         if inner % n_head_v:
             raise ModelFormatError(f"{keys.arch}.ssm.inner_size is {inner}, which {n_head_v} heads cannot share")
         # Blocks after the model proper predict further tokens (MTP): see `skipped`.
         config = cls(
-            n_layer=keys.layers(keys.size("nextn_predict_layers", 0, 0)),
-            n_embd=keys.size("embedding_length"),
+            **keys.common(skipped=keys.size("nextn_predict_layers", 0, 0), experts=moe),
             n_head=keys.size("attention.head_count"),
             n_head_kv=keys.size("attention.head_count_kv"),
-            head_dim=keys.head_dim(),
-            n_vocab=keys.vocabulary(),
-            n_ctx_train=keys.size("context_length"),
-            rope_base=keys.real("rope.freq_base"),
             rope_dims=keys.size("rope.dimension_count", 2),
             interval=keys.size("full_attention_interval", default=4),
             kernel=keys.size("ssm.conv_kernel", 2),
@@ -101,20 +83,12 @@ class Config:
             n_head_v=n_head_v,
             d_k=keys.size("ssm.state_size"),
             d_v=inner // n_head_v,
-            eps=keys.real("attention.layer_norm_rms_epsilon"),
+            n_ff=0 if moe else keys.size("feed_forward_length"),
+            fused=moe and "blk.0.ffn_gate_up_exps.weight" in file.tensors,
         )
-        if keys.arch == ARCH:
-            config = replace(config, n_ff=keys.size("feed_forward_length"))
-        else:
-            n_ff_exp = keys.size("expert_feed_forward_length")
-            config = replace(
-                config,
-                n_expert=keys.size("expert_count"),
-                n_expert_used=keys.size("expert_used_count"),
-                n_ff_exp=n_ff_exp,
-                n_ff_shared=keys.size("expert_shared_feed_forward_length", default=n_ff_exp),
-                fused="blk.0.ffn_gate_up_exps.weight" in file.tensors,
-            )
+        if moe:
+            n_ff_shared = keys.size("expert_shared_feed_forward_length", default=config.n_ff_exp)
+            config = replace(config, n_ff_shared=n_ff_shared)
         config._check(keys)
         return config
 
@@ -132,7 +106,6 @@ class Config:
             raise ModelFormatError(f"{self.n_head_v} value heads cannot share {self.n_head_k} key heads evenly")
         check_heads(self.n_head, self.n_head_kv)
         check_rope(self.rope_dims, self.head_dim)
-        check_experts(self.n_expert_used, self.n_expert)
 
     @property
     def arch(self) -> str:
@@ -143,15 +116,8 @@ class Config:
         """The GGUF keys that `from_gguf` reads back (tests and the writer of full-shape models)."""
         pairs = self.rope_dims // 2
         values = {
-            "block_count": self.n_layer,
-            "context_length": self.n_ctx_train,
-            "embedding_length": self.n_embd,
             "attention.head_count": self.n_head,
             "attention.head_count_kv": self.n_head_kv,
-            "attention.key_length": self.head_dim,
-            "attention.value_length": self.head_dim,
-            "attention.layer_norm_rms_epsilon": self.eps,
-            "rope.freq_base": self.rope_base,
             "rope.dimension_count": self.rope_dims,
             "rope.dimension_sections": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0],
             "full_attention_interval": self.interval,
@@ -162,20 +128,10 @@ class Config:
             "ssm.inner_size": self.n_head_v * self.d_v,
         }
         if self.n_expert:
-            values |= {
-                "expert_count": self.n_expert,
-                "expert_used_count": self.n_expert_used,
-                "expert_feed_forward_length": self.n_ff_exp,
-                "expert_shared_feed_forward_length": self.n_ff_shared,
-            }
+            values["expert_shared_feed_forward_length"] = self.n_ff_shared
         else:
             values["feed_forward_length"] = self.n_ff
-        return {f"{self.arch}.{key}": value for key, value in values.items()}
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with experts: all of qwen35moe, none of qwen35."""
-        return tuple(range(self.n_layer)) if self.n_expert else ()
+        return self.written(self.arch, values)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -242,16 +198,11 @@ class Config:
 class Delta:
     """Weights of a DeltaNet layer's mixer, and its number among those layers.
 
-    input_norm [D]; qkv [C, D]; z [H_v * d_v, D]; beta, alpha [H_v, D]; conv [C, kernel]; dt_bias and a = -exp(A_log)
-    [H_v]; norm [d_v].
+    conv [C, kernel]; dt_bias and a = -exp(A_log) [H_v]; norm [d_v]; out [D, H_v * d_v].
     """
 
     number: int
-    input_norm: F32
-    qkv: QTensor
-    z: QTensor
-    beta: QTensor
-    alpha: QTensor
+    inputs: DeltaInput
     conv: F32
     dt_bias: F32
     a: F32
@@ -278,15 +229,17 @@ def load_mixer(t: Tensors, config: Config, i: int) -> AttentionWeights | Delta:
     """The weights of what mixes tokens in layer i; `attn_q` holds the query and the gate of every head."""
     if config.kv_layer(i) is not None:
         both = t.attention()
-        wq, gate = split_heads(both.wq, config.n_head)
-        return replace(both, wq=wq, gate=gate)
+        wq, gate = split_heads(both.inputs.wq, config.n_head)
+        return replace(both, inputs=replace(both.inputs, wq=wq, gate=gate))
     return Delta(
         number=config.delta.layers.index(i),
-        input_norm=t.values("attn_norm.weight"),
-        qkv=t.matrix("attn_qkv.weight"),
-        z=t.matrix("attn_gate.weight"),
-        beta=t.matrix("ssm_beta.weight"),
-        alpha=t.matrix("ssm_alpha.weight"),
+        inputs=DeltaInput(
+            norm=t.values("attn_norm.weight"),
+            qkv=t.matrix("attn_qkv.weight"),
+            z=t.matrix("attn_gate.weight"),
+            beta=t.matrix("ssm_beta.weight"),
+            alpha=t.matrix("ssm_alpha.weight"),
+        ),
         conv=t.values("ssm_conv1d.weight"),
         dt_bias=t.values("ssm_dt.bias"),
         a=t.values("ssm_a"),
@@ -321,36 +274,38 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     return (rope_table(n_ctx, config.rope_dims, config.rope_base),)
 
 
-def layer(p: Pass, i: int, w: Layer) -> None:
+def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
     mix(p, i, w.mixer)
     p.dense(w.ffn_norm, w.ffn)
 
 
-def mix(p: Pass, i: int, w: AttentionWeights | Delta) -> None:
+def mix(p: Pass[Config], i: int, w: AttentionWeights | Delta) -> None:
     """The first half of layer i: x += mixer(rms(x))."""
-    c: Config = p.config
+    c = p.config
     if isinstance(w, AttentionWeights):
         p.attention(i, w, c.head_dim, c.head_dim**-0.5, gate_kind="sigmoid")
         return
     ops, ws, b, width = p.ops, p.ws, p.b, c.n_head_v * c.d_v
     mixed, beta, alpha = b.delta(w.number, c.n_mixed, c.n_head_v)
-    ops.delta_input(ws, b.x, w.input_norm, c.eps, w.qkv, w.z, w.beta, w.alpha, mixed, b.z(width), beta, alpha)
+    ops.delta_input(ws, b.x, w.inputs, c.eps, mixed, b.z(width), beta, alpha)
     recur(p, i, w)
     ops.delta_output(ws, b.attended(width), b.z(width), w.norm, c.eps, w.out, b.x)
 
 
-def recur(p: Pass, i: int, w: Delta) -> None:
+def recur(p: Pass[Config], i: int, w: Delta) -> None:
     """The recurrence of DeltaNet layer i over its inputs in the buffers; the state is updated."""
-    c: Config = p.config
+    c = p.config
     mixed, beta, alpha = p.b.delta(w.number, c.n_mixed, c.n_head_v)
+    state = p.kv.delta[i]
+    assert state is not None, f"layer {i} has no state"
     p.ops.delta(
-        p.ws, mixed, beta, alpha, w.conv, w.dt_bias, w.a, L2_EPS, p.kv.delta[i], p.step.states, p.step.sequence,
+        p.ws, mixed, beta, alpha, w.conv, w.dt_bias, w.a, L2_EPS, state, p.step.states, p.step.sequence,
         p.step.positions, p.step.slots[0], p.b.attended(c.n_head_v * c.d_v),
     )  # fmt: skip
 
 
-def replay(p: Pass, weights: Weights[Any]) -> None:
+def replay(p: Pass[Config], weights: Weights[Any]) -> None:
     """The recurrences of a kept step again, for the tokens of `p.step` alone: the states follow, nothing else does."""
     for i, w in enumerate(weights.layers):
         if isinstance(w.mixer, Delta):

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.gguf import GGUFFile
-from engine.layers import Pass
-from engine.loading import AttentionWeights, Tensors, Weights, random_tensors
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor
+from engine.models.layers import Pass
+from engine.models.loading import AttentionWeights, Tensors, Weights, random_tensors
 from engine.models.qwen35 import Config, Delta, load_mixer, mix, own_values, replay, rope_tables, skipped
 from engine.ops import F32, Gating, SharedExpert
-from engine.quants import QTensor
 
 __all__ = ["ARCH", "Config", "Layer", "layer", "load", "replay", "rope_tables", "tiny"]
 
@@ -47,7 +47,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     return tensors.model(layers, experts)
 
 
-def layer(p: Pass, i: int, w: Layer) -> None:
+def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
     mix(p, i, w.mixer)
     p.route(i, w.ffn_norm, w.router, GATING)

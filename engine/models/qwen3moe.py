@@ -6,116 +6,68 @@ softmax over all experts, the A largest, renormalized. Reference: `transformers`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from engine.gguf import GGUFFile
-from engine.kv import DeltaShape, KVGroup
-from engine.layers import Pass, Widths
-from engine.loading import (
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor
+from engine.memory.kv import KVGroup
+from engine.models.config import Common, Keys, check_heads, check_rope
+from engine.models.layers import Pass, Widths
+from engine.models.loading import (
     AttentionWeights,
-    Keys,
     Tensors,
     Weights,
     attention_shapes,
-    check_experts,
-    check_heads,
-    check_rope,
     ends,
     expert_shapes,
     random_tensors,
 )
 from engine.ops import F32, Gating
 from engine.ops.arithmetic import rope_table
-from engine.quants import QTensor
 
 ARCH = "qwen3moe"
 GATING = Gating()
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Common):
     """Hyper-parameters, named as in GGUF."""
 
-    n_layer: int
-    n_embd: int
     n_head: int
     n_head_kv: int
-    head_dim: int
-    n_expert: int
-    n_expert_used: int
-    n_ff_exp: int
-    n_vocab: int
-    n_ctx_train: int
-    rope_base: float
-    eps: float
     gating: Gating = GATING
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Config:
         """Read and check the metadata; a variant that is not implemented is refused by name."""
-
-        keys = Keys(file)
-        keys.plain()
-        n_head, n_embd = keys.size("attention.head_count"), keys.size("embedding_length")
+        keys = Keys(file).plain()
+        n_head = keys.size("attention.head_count")
         config = cls(
-            n_layer=keys.layers(),
-            n_embd=n_embd,
+            **keys.common(head_dim=keys.size("embedding_length") // n_head, rope_base=10000.0),
             n_head=n_head,
             n_head_kv=keys.size("attention.head_count_kv"),
-            head_dim=keys.head_dim(n_embd // n_head),
-            n_expert=keys.size("expert_count"),
-            n_expert_used=keys.size("expert_used_count"),
-            n_ff_exp=keys.size("expert_feed_forward_length"),
-            n_vocab=keys.vocabulary(),
-            n_ctx_train=keys.size("context_length"),
-            rope_base=keys.real("rope.freq_base", 10000.0),
-            eps=keys.real("attention.layer_norm_rms_epsilon"),
             gating=Gating(renormalize=keys.flag("expert_weights_norm", True)),
         )
         check_heads(config.n_head, config.n_head_kv)
-        check_experts(config.n_expert_used, config.n_expert)
         check_rope(config.head_dim, config.head_dim)
         return config
 
     def metadata(self) -> dict[str, Any]:
         """The GGUF keys that `from_gguf` reads back (tests and the writer of full-shape models)."""
-        return {
-            f"{ARCH}.block_count": self.n_layer,
-            f"{ARCH}.context_length": self.n_ctx_train,
-            f"{ARCH}.embedding_length": self.n_embd,
-            f"{ARCH}.feed_forward_length": self.n_ff_exp * self.n_expert_used,
-            f"{ARCH}.attention.head_count": self.n_head,
-            f"{ARCH}.attention.head_count_kv": self.n_head_kv,
-            f"{ARCH}.attention.key_length": self.head_dim,
-            f"{ARCH}.attention.value_length": self.head_dim,
-            f"{ARCH}.attention.layer_norm_rms_epsilon": self.eps,
-            f"{ARCH}.rope.freq_base": self.rope_base,
-            f"{ARCH}.expert_count": self.n_expert,
-            f"{ARCH}.expert_used_count": self.n_expert_used,
-            f"{ARCH}.expert_feed_forward_length": self.n_ff_exp,
+        own = {
+            "feed_forward_length": self.n_ff_exp * self.n_expert_used,
+            "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv,
         }
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with experts: all of them."""
-        return tuple(range(self.n_layer))
+        return self.written(ARCH, own)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Caches of one kind: every layer sees all positions."""
         return (KVGroup(self.moe_layers, self.n_head_kv, self.head_dim),)
-
-    def kv_layer(self, layer: int) -> int | None:
-        """The layer whose cache a layer reads: its own."""
-        return layer
-
-    @property
-    def delta(self) -> DeltaShape | None:
-        """No layer is recurrent."""
-        return None
 
     @property
     def widths(self) -> Widths:
@@ -157,15 +109,15 @@ def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     return (rope_table(n_ctx, config.head_dim, config.rope_base),)
 
 
-def layer(p: Pass, i: int, w: Layer) -> None:
+def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
-    c: Config = p.config
+    c = p.config
     p.attention(i, w.attention, c.head_dim, 1.0 / float(np.sqrt(c.head_dim)))
     p.route(i, w.ffn_norm, w.router, c.gating)
     p.experts(i)
 
 
-def tiny(rng: np.random.Generator) -> tuple[Config, dict[str, F32]]:
+def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F32]]:
     """A small configuration with every parameter random and no two dimensions equal.
 
     Rows are multiples of 256, so that every block type can hold them. Norms are random around one.
@@ -174,4 +126,5 @@ def tiny(rng: np.random.Generator) -> tuple[Config, dict[str, F32]]:
         n_layer=3, n_embd=256, n_head=8, n_head_kv=4, head_dim=96, n_expert=11, n_expert_used=5, n_ff_exp=512,
         n_vocab=301, n_ctx_train=640, rope_base=50000.0, eps=1e-5,
     )  # fmt: skip
+    config = replace(config, **changes)
     return config, random_tensors(config.tensors(), rng)

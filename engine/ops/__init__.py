@@ -9,14 +9,14 @@ Axis letters: T tokens, D embd, F ff, E experts, A active, H heads, K kv heads, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.quants import QTensor
+from engine.formats.quants import QTensor
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -24,6 +24,7 @@ U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 
 Activation = Literal["silu", "gelu"]  # gelu: the approximation by tanh
+GatingKind = Literal["softmax", "sigmoid"]
 
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
@@ -77,6 +78,40 @@ class KVLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionInput:
+    """Weights of what enters attention: norm [D]; wq [H * head_dim, D], wk and wv [K * head_dim, D]; norms [head_dim].
+
+    Without wk the layer reads another's cache; without wv alone the values are the raw keys. gate [G, D]: what the
+    result of attention is multiplied by.
+    """
+
+    norm: F32
+    wq: QTensor
+    wk: QTensor | None = None
+    wv: QTensor | None = None
+    q_norm: F32 | None = None
+    k_norm: F32 | None = None
+    v_norm: F32 | None = None
+    gate: QTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInput:
+    """Weights of what enters a gated DeltaNet: norm [D]; qkv [C, D], z [H_v * d_v, D], beta and alpha [H_v, D]."""
+
+    norm: F32
+    qkv: QTensor
+    z: QTensor
+    beta: QTensor
+    alpha: QTensor
+
+    @property
+    def matrices(self) -> tuple[QTensor, QTensor, QTensor, QTensor]:
+        """The four products, in the order of what they give."""
+        return self.qkv, self.z, self.beta, self.alpha
+
+
+@dataclass(frozen=True, slots=True)
 class Fetches:
     """Experts that enter slots in a step: rows (expert, slot, evicted or -1), `count[0]` of them."""
 
@@ -88,7 +123,8 @@ class Fetches:
 class Experts:
     """The experts of one MoE layer: types and shapes of the three matrices, and where they are.
 
-    gate, up: matrices [F, D]; down: [D, F]; `part_bytes` the size of one expert's gate, up, down.
+    gate, up: matrices [F, D]; down: [D, F]; `part_bytes` the size of one expert's gate, up, down. layer: its number
+    among the MoE layers.
     expert_ptr: uint64 [E, 3] where an expert is read from now, a view of the residency state.
     home_ptr: uint64 [E, 3] its place in the slow tier. slot_ptr: uint64 [N, 3] all slots.
     poison: fill a slot with 0xFF (NaN scales in every block format) before a fetch refills it.
@@ -106,6 +142,7 @@ class Experts:
     slot_ptr: U64
     poison: bool = False
     activation: Activation = "silu"
+    layer: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +167,7 @@ class Gating:
     expert_scale, float32 [E] or None, each expert's own.
     """
 
-    kind: Literal["softmax", "sigmoid"] = "softmax"
+    kind: GatingKind = "softmax"
     renormalize: bool = True
     scale: float = 1.0
     bias: F32 | None = None

@@ -8,15 +8,14 @@ correctly rounded result (Boldo and Melquiond, "Emulation of FMA and correctly r
 from __future__ import annotations
 
 import numpy as np
-from gguf import GGMLQuantizationType as QType
 from numpy.typing import NDArray
 
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor
 from engine.ops import F32
 from engine.ops.blocks import BlockTerms, float_rows, integer_blocks
-from engine.quants import QTensor
 
 LANES = 32
-FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
 
 _EXP_C = [
     np.full(1, float.fromhex(h), np.float32)

@@ -6,15 +6,16 @@ rebuild every weight from these parts and compare).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 from numpy.typing import NDArray
 
-from engine import quants
+from engine.formats import block_types, quants
+from engine.formats.quants import QTensor
 from engine.ops import F32, U8
-from engine.quants import QTensor
 
 IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
@@ -108,22 +109,22 @@ def _iq4_xs(raw: U8) -> BlockTerms:
     return BlockTerms(q, d * (ls - 32).astype(np.float32))
 
 
-# type: (bytes of a block, elements of a block, its taker-apart)
-_FORMATS = {
-    QType.Q8_0: (34, 32, _q8_0),
-    QType.Q4_0: (18, 32, _q4_0),
-    QType.Q4_K: (144, 256, _q4_k),
-    QType.Q5_K: (176, 256, _q5_k),
-    QType.Q6_K: (210, 256, _q6_k),
-    QType.IQ4_XS: (136, 256, _iq4_xs),
+# The twin of each block type: uint8 [N, blocks of a row, bytes of a block] to terms.
+TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
+    QType.Q8_0: _q8_0,
+    QType.Q4_0: _q4_0,
+    QType.Q4_K: _q4_k,
+    QType.Q5_K: _q5_k,
+    QType.Q6_K: _q6_k,
+    QType.IQ4_XS: _iq4_xs,
 }
 
 
 def integer_blocks(w: QTensor) -> BlockTerms:
-    """Take a quantized matrix [N, K] apart; `w.qtype` is a native block type."""
-    n_bytes, n_elements, take_apart = _FORMATS[w.qtype]
+    """Take a quantized matrix [N, K] apart; a type without kernels is an UnsupportedModelError."""
+    record = block_types.record(w.qtype, w.name)
     N, K = w.shape
-    terms = take_apart(w.data.reshape(N, K // n_elements, n_bytes))
+    terms = TWINS[w.qtype](w.data.reshape(N, K // record.elements, record.n_bytes))
 
     def rows(a: NDArray[np.float32]) -> F32:
         return a.reshape(N, K // 32)

@@ -11,9 +11,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import policy
-from engine.ops import F32, I32, U8, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits, SharedExpert
-from engine.ops.cpu_library import ISAS
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor
+from engine.ground.cpu_library import ISAS as ISAS
+from engine.ops import (
+    F32,
+    I32,
+    U8,
+    Activation,
+    AttentionInput,
+    DeltaInput,
+    DeltaLayer,
+    Experts,
+    Fetches,
+    Gating,
+    KVLayer,
+    Limits,
+    SharedExpert,
+)
 from engine.ops.cpu_workspace import (
     ACTIVATIONS,
     FLOAT32,
@@ -25,11 +40,9 @@ from engine.ops.cpu_workspace import (
     check,
     input_of,
     output_of,
-    supported_isas,
 )
-from engine.quants import QTensor
-
-__all__ = ["ISAS", "supported_isas"]
+from engine.ops.cpu_workspace import supported_isas as supported_isas
+from engine.placing import policy
 
 
 def workspace(limits: Limits, threads: int, isa: str | None = None) -> Workspace:
@@ -46,7 +59,7 @@ def _rows(ws: Workspace, array: NDArray[Any], name: str) -> int:
 
 
 def _require_float(gate: QTensor) -> None:
-    if gate.qtype not in (0, 1, 30):  # F32, F16, BF16
+    if gate.qtype not in FLOAT_TYPES:
         raise ValueError(f"{gate.name}: a router is F32, F16 or BF16, not {gate.qtype.name}")
 
 
@@ -114,27 +127,20 @@ def add_norm(ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: floa
 def attention_input(
     ws: Workspace,
     x: F32,
-    norm: F32,
+    w: AttentionInput,
     eps: float,
-    wq: QTensor,
-    wk: QTensor | None,
-    wv: QTensor | None,
-    q_norm: F32 | None,
-    k_norm: F32 | None,
     rope: F32,
     positions: I32,
     kv: KVLayer,
     slots: I32,
     q: F32,
-    v_norm: F32 | None = None,
-    gate: QTensor | None = None,
     gate_out: F32 | None = None,
 ) -> None:
     """Norm, Q, K, V, per-head norms and RoPE; keys and values go to the cache, Q to `q`.
 
     Shapes as in `reference.attention_input`.
     """
-    (T, D), (_, n_head, head_dim) = (_rows(ws, x, "x"), x.shape[1]), q.shape
+    (T, D), (_, n_head, head_dim), wk, wv, gate = (_rows(ws, x, "x"), x.shape[1]), q.shape, w.wk, w.wv, w.gate
     record, n_head_kv, kv_dim = (None, 0, head_dim) if wk is None else ws.cache(kv)
     if kv_dim != head_dim or (wv is not None and wk is None):
         raise ValueError(f"q: heads of {head_dim}, of {kv_dim} in the cache")
@@ -144,7 +150,7 @@ def attention_input(
     _within(2 * half, head_dim, "rotated dimensions")
     norms = [
         None if weight is None else input_of(ws, weight, FLOAT32, (head_dim,), name)
-        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm), ("v_norm", v_norm))
+        for name, weight in (("q_norm", w.q_norm), ("k_norm", w.k_norm), ("v_norm", w.v_norm))
     ]
     if gate is None or gate_out is None:
         gating: tuple[int | None, int | None] = (None, None)
@@ -155,9 +161,9 @@ def attention_input(
         ws.handle,
         input_of(ws, x, FLOAT32, (T, D), "x"),
         T,
-        input_of(ws, norm, FLOAT32, (D,), "norm"),
+        input_of(ws, w.norm, FLOAT32, (D,), "norm"),
         eps,
-        ws.matrix(wq, n_head * head_dim, D),
+        ws.matrix(w.wq, n_head * head_dim, D),
         None if wk is None else ws.matrix(wk, n_head_kv * head_dim, D),
         None if wv is None else ws.matrix(wv, n_head_kv * head_dim, D),
         *norms,
@@ -225,8 +231,8 @@ def copy(ws: Workspace, x: F32, to: F32) -> None:
     to[...] = x
 
 
-def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Experts, n_tokens: int) -> None:
-    """A hint that `layer` comes soon in a step of n_tokens; here nothing can be had ahead of time."""
+def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
+    """A hint that the experts of `bank` are wanted soon in a step of n_tokens; nothing can be had ahead of time."""
 
 
 def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:
@@ -264,18 +270,18 @@ def route(
     logits: F32,
     gating: Gating,
     state: policy.SlotState,
-    layer: int,
+    bank: Experts,
     counted: U8,
     rule: policy.Rule,
     experts: I32,
     weights: F32,
     fetches: Fetches,
 ) -> None:
-    """Choose experts and weights for each row, and let the slots of `layer` follow (docs/residency.md).
+    """Choose experts and weights for each row, and let the slots of the layer of `bank` follow (docs/residency.md).
 
     Shapes as in `reference.route`.
     """
-    T, A = _rows(ws, logits, "logits"), experts.shape[1]
+    T, A, layer = _rows(ws, logits, "logits"), experts.shape[1], bank.layer
     L, E = state.slot_of.shape
     _within(E, ws.limits.n_expert, "experts")
     _within(A, min(E, ws.limits.n_expert_used), "active experts")
@@ -393,12 +399,8 @@ def head(
 def delta_input(
     ws: Workspace,
     x: F32,
-    norm: F32,
+    w: DeltaInput,
     eps: float,
-    w_qkv: QTensor,
-    w_z: QTensor,
-    w_beta: QTensor,
-    w_alpha: QTensor,
     mixed: F32,
     z: F32,
     beta: F32,
@@ -407,15 +409,15 @@ def delta_input(
     """Four products of the normed residual; shapes as in `reference.delta_input`."""
     T, D = _rows(ws, x, "x"), x.shape[1]
     _within(D, ws.widest, "columns of x")
-    weights, outputs = (w_qkv, w_z, w_beta, w_alpha), (mixed, z, beta, alpha)
+    weights, outputs = w.matrices, (mixed, z, beta, alpha)
     ws.kernels.spark_delta_input(
         ws.handle,
         input_of(ws, x, FLOAT32, (T, D), "x"),
         T,
-        input_of(ws, norm, FLOAT32, (D,), "norm"),
+        input_of(ws, w.norm, FLOAT32, (D,), "norm"),
         eps,
-        *(ws.matrix(w, w.shape[0], D) for w in weights),
-        *(output_of(ws, y, FLOAT32, (T, w.shape[0]), w.name) for w, y in zip(weights, outputs, strict=True)),
+        *(ws.matrix(m, m.shape[0], D) for m in weights),
+        *(output_of(ws, y, FLOAT32, (T, m.shape[0]), m.name) for m, y in zip(weights, outputs, strict=True)),
     )
 
 

@@ -6,17 +6,19 @@ expert banks are looked up once and kept by the workspace.
 
 from __future__ import annotations
 
-from ctypes import addressof, c_int64
+import ctypes
+import functools
+from ctypes import Structure, addressof, c_int64
 from operator import is_
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import policy, quants
-from engine.errors import CapacityError, SparkError
-from engine.ops import KV_BLOCK_TOKENS, DeltaLayer, Experts, Gating, KVLayer, Limits
-from engine.ops.cpu_library import (
+from engine.formats import block_types, quants
+from engine.formats.quants import QTensor
+from engine.ground.cpu_library import (
+    BAD_TYPE,
     ISAS,
     LIMITS,
     DeltaRecord,
@@ -28,13 +30,17 @@ from engine.ops.cpu_library import (
     SlotsRecord,
     load,
 )
-from engine.quants import QTensor
+from engine.ground.errors import CapacityError, SparkError, UnsupportedModelError
+from engine.ops import KV_BLOCK_TOKENS, DeltaLayer, Experts, Gating, KVLayer, Limits
+from engine.placing import policy
 
 MAX_HEAD_DIM = 512
+MAX_RECORDS = 1 << 14  # of a kind that are known: some callers make new ones all the time
 MAX_TAPS = 16  # of a convolution
 GATE_KINDS = ("softplus", "sigmoid")  # by their numbers in the header
 ACTIVATIONS = ("silu", "gelu")
 GATINGS = ("softmax", "sigmoid")
+_REINSTALL = "run `make setup` in Spark's source tree, or reinstall spark-moe"
 
 FLOAT32 = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
@@ -45,9 +51,20 @@ INT64 = np.dtype(np.int64)
 UINT64 = np.dtype(np.uint64)
 
 
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    """The library; a SparkError where it was built with other block types than this program knows."""
+    library = load()
+    differing = set(library.spark_block_types().decode().splitlines()) ^ {str(t) for t in block_types.RECORDS.values()}
+    if differing:
+        names = ", ".join(sorted({line.partition(",")[0] for line in differing}))
+        raise SparkError(f"{library._name} was built with other block types; they differ in {names}", hint=_REINSTALL)
+    return library
+
+
 def supported_isas() -> tuple[str, ...]:
     """The instruction sets that this machine and this build of the kernels have, best last."""
-    return ISAS[: int(load().spark_best_isa()) + 1]
+    return ISAS[: int(kernels().spark_best_isa()) + 1]
 
 
 def address_of(array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> int:
@@ -82,7 +99,9 @@ def output_of(ws: Workspace, array: NDArray[Any], dtype: np.dtype[Any], shape: t
 
 
 def check(result: int, what: str) -> None:
-    """Raise IndexError for what a kernel refused."""
+    """Raise what a kernel refused: IndexError, or UnsupportedModelError for a type without kernels."""
+    if result == BAD_TYPE:
+        raise UnsupportedModelError(f"{what}: a matrix of the call has a type without kernels")
     if result:
         raise IndexError(f"{what}: an index lies outside its table")
 
@@ -105,7 +124,7 @@ class Workspace:
         self.limits = limits
         self.threads = threads
         self.widest = max(limits.n_embd, limits.n_head_dim, limits.n_ff, limits.n_z)
-        self.kernels = load()
+        self.kernels = kernels()
         sizes = LimitsRecord(*(getattr(limits, name) for name in LIMITS))
         self.handle = self.kernels.spark_workspace_create(addressof(sizes), threads, ISAS.index(self.isa))
         if not self.handle:
@@ -115,7 +134,9 @@ class Workspace:
             )
         # By identity, what was seen before and what the kernels get of it. The object is kept, so that it
         # lives as long as its address is known; an array's memory cannot move while it is held.
-        self._seen: dict[int, tuple[Any, Any, int]] = {}
+        self._seen: dict[int, tuple[object, Structure, int]] = {}
+        self._caches: dict[int, tuple[KVLayer, KVRecord, int]] = {}
+        self._states: dict[int, tuple[policy.SlotState, tuple[NDArray[Any], ...], SlotsRecord, int]] = {}
         self.arrays: dict[int, tuple[NDArray[Any], np.dtype[Any], tuple[int, ...], int]] = {}
 
     def close(self) -> None:
@@ -123,8 +144,8 @@ class Workspace:
         if self.handle:
             self.kernels.spark_workspace_destroy(self.handle)
             self.handle = None
-            self._seen.clear()
-            self.arrays.clear()
+            for known in (self._seen, self._caches, self._states, self.arrays):
+                known.clear()
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -136,8 +157,8 @@ class Workspace:
             self.arrays.clear()
         self.arrays[id(array)] = (array, dtype, shape, address)
 
-    def _remember(self, record: Any, structure: Any) -> int:
-        if len(self._seen) >= 1 << 14:  # a caller that makes new records all the time
+    def _remember(self, record: object, structure: Structure) -> int:
+        if len(self._seen) >= MAX_RECORDS:
             self._seen.clear()
         address = addressof(structure)
         self._seen[id(record)] = (record, structure, address)
@@ -155,10 +176,13 @@ class Workspace:
 
     def cache(self, kv: KVLayer) -> tuple[int, int, int]:
         """Address of the record of a layer's cache, its heads and their dimension."""
-        if id(kv) not in self._seen:
-            self._remember(kv, _cache_record(kv))
-        _, record, address = self._seen[id(kv)]
-        return address, record.n_head_kv, record.head_dim
+        seen = self._caches.get(id(kv))
+        if seen is None:
+            if len(self._caches) >= MAX_RECORDS:
+                self._caches.clear()
+            record = _cache_record(kv)
+            seen = self._caches[id(kv)] = (kv, record, addressof(record))
+        return seen[2], seen[1].n_head_kv, seen[1].head_dim
 
     def experts(self, bank: Experts) -> int:
         """Address of the record of a layer's experts."""
@@ -184,12 +208,13 @@ class Workspace:
             state.slot_begin, state.slot_of, state.expert_of, state.heat, state.pinned, state.clock, state.counts,
             state.hits, state.misses, state.expert_ptr, state.home_ptr, state.slot_ptr,
         )  # fmt: skip
-        seen = self._seen.get(id(state))
-        if seen is not None and all(map(is_, seen[0][1], arrays)):
-            return seen[2]
-        address = self._remember(state, structure := _slots_record(state))
-        self._seen[id(state)] = ((state, arrays), structure, address)
-        return address
+        seen = self._states.get(id(state))
+        if seen is None or not all(map(is_, seen[1], arrays)):
+            if len(self._states) >= MAX_RECORDS:
+                self._states.clear()
+            record = _slots_record(state)
+            seen = self._states[id(state)] = (state, arrays, record, addressof(record))
+        return seen[3]
 
 
 def _cache_record(kv: KVLayer) -> KVRecord:
@@ -220,8 +245,9 @@ def _expert_record(bank: Experts) -> ExpertsRecord:
     rows = (bank.n_ff, bank.n_ff, bank.n_embd)
     cols = (bank.n_embd, bank.n_embd, bank.n_ff)
     for qtype, n, k, size in zip(types, rows, cols, bank.part_bytes, strict=True):
-        if qtype not in quants.NATIVE_TYPES or n * quants.row_bytes(qtype, k, "experts") != size:
-            raise ValueError(f"experts: {size} bytes are not a matrix {(n, k)} of a native type, {qtype.name}")
+        block_types.record(qtype, "experts")
+        if n * quants.row_bytes(qtype, k, "experts") != size:
+            raise ValueError(f"experts: {size} bytes are not a matrix {(n, k)} of type {qtype.name}")
     return ExpertsRecord(
         (c_int64 * 3)(*types),
         (c_int64 * 3)(*bank.part_bytes),

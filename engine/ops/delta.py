@@ -10,20 +10,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.ops import F32, I32, DeltaLayer
+from engine.formats.quants import QTensor
+from engine.ops import F32, I32, DeltaInput, DeltaLayer
 from engine.ops.arithmetic import dot32, exp, fma, product, rms_norm, sigmoid, silu, softplus
-from engine.quants import QTensor
 
 
 def delta_input(
     ws: object,
     x: F32,
-    norm: F32,
+    w: DeltaInput,
     eps: float,
-    w_qkv: QTensor,
-    w_z: QTensor,
-    w_beta: QTensor,
-    w_alpha: QTensor,
     mixed: F32,
     z: F32,
     beta: F32,
@@ -31,12 +27,11 @@ def delta_input(
 ) -> None:
     """Four products of the normed residual.
 
-    x [T, D]; w_qkv [C, D], w_z [H_v * d_v, D], w_beta, w_alpha [H_v, D] of any native type; mixed [T, C],
-    z [T, H_v * d_v], beta, alpha [T, H_v] are written.
+    x [T, D]; matrices of any native type; mixed [T, C], z [T, H_v * d_v], beta, alpha [T, H_v] are written.
     """
-    h = rms_norm(x, norm, eps)
-    for w, y in ((w_qkv, mixed), (w_z, z), (w_beta, beta), (w_alpha, alpha)):
-        y[:] = product(w, h)
+    h = rms_norm(x, w.norm, eps)
+    for matrix, y in zip(w.matrices, (mixed, z, beta, alpha), strict=True):
+        y[:] = product(matrix, h)
 
 
 def delta(

@@ -1,7 +1,7 @@
 """Host memory as a device: what the CPU and the reference backend compute on.
 
-It has the part of `engine/ops/cuda/device.py` that the engine uses outside ops, so that the runner, the
-cache and the residency are written once. Nothing is copied that already lies in host memory.
+It is a `Memory` (device.py), which is all that loading, the cache and the residency use outside ops, so they are
+written once. Nothing is copied that already lies in host memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from engine.ops.device import Dim
+
 
 class HostDevice:
     """Arrays are NumPy's, a copy is a memmove, and everything has happened when a call returns."""
 
     name = "host memory"
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    def empty(self, shape: Dim, dtype: DTypeLike) -> NDArray[Any]:
         """An array of zeros: pages that nobody writes cost nothing."""
         return np.zeros(shape, dtype)
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import policy, quants
+from engine.formats import quants
+from engine.formats.quants import QTensor
 from engine.ops import (
     F32,
     I32,
     KV_BLOCK_TOKENS,
     U8,
     Activation,
+    AttentionInput,
     Experts,
     Fetches,
     Gating,
@@ -39,7 +41,7 @@ from engine.ops.arithmetic import (
 from engine.ops.delta import delta as delta
 from engine.ops.delta import delta_input as delta_input
 from engine.ops.delta import delta_output as delta_output
-from engine.quants import QTensor
+from engine.placing import policy
 
 Cached = NDArray[np.float16] | NDArray[np.int8]
 LEAST_SUM = np.float32(6.1e-5)  # of the scores by sigmoid that are renormalized
@@ -65,6 +67,7 @@ def workspace(limits: Limits, threads: int) -> Workspace:
 
 def embed(ws: Workspace, table: QTensor, tokens: I32, x: F32, scale: float = 1.0) -> None:
     """Rows of the embedding table: x [T, D] = scale * table[tokens]; table [V, D] of any native type."""
+    quants.require_native(table)
     raw = table.data.reshape(table.shape[0], -1)[tokens]
     rows = QTensor(table.name, table.qtype, (len(tokens), table.shape[1]), np.ascontiguousarray(raw).reshape(-1))
     x[:] = quants.dequantize(rows) * np.float32(scale)
@@ -93,6 +96,7 @@ def _rotate(x: F32, table: F32, positions: I32) -> F32:
 
 
 def _store(cache: Cached, scale: NDArray[np.float16] | None, slots: I32, x: F32) -> None:
+    x, slots = x[slots >= 0], slots[slots >= 0]
     if scale is None:
         with np.errstate(over="ignore"):
             cache[slots] = x.astype(np.float16)
@@ -113,45 +117,37 @@ def _load(cache: Cached, scale: NDArray[np.float16] | None, slots: I32) -> F32:
 def attention_input(
     ws: Workspace,
     x: F32,
-    norm: F32,
+    w: AttentionInput,
     eps: float,
-    wq: QTensor,
-    wk: QTensor | None,
-    wv: QTensor | None,
-    q_norm: F32 | None,
-    k_norm: F32 | None,
     rope: F32,
     positions: I32,
     kv: KVLayer,
     slots: I32,
     q: F32,
-    v_norm: F32 | None = None,
-    gate: QTensor | None = None,
     gate_out: F32 | None = None,
 ) -> None:
     """Norm, Q, K, V, per-head norms and RoPE; keys and values go to the cache, Q to `q`.
 
-    x [T, D]; norm [D]; wq [H * head_dim, D]; wk, wv [K * head_dim, D]; q_norm, k_norm, v_norm [head_dim] or
-    None; rope from `rope_table`; positions, slots int32 [T]; q [T, H, head_dim] is written. Without wk the layer
-    reads another's cache: kv and slots are not touched. Without wv alone the values are the keys as they are before
-    their norm. gate [G, D]: gate_out [T, G] is its product with the normed x.
+    x [T, D]; rope from `rope_table`; positions, slots int32 [T], where a slot of -1 stores nothing; q [T, H, head_dim]
+    is written. Without `w.wk` kv and slots are not touched; without `w.wv` alone the values are the keys as they are
+    before their norm. With `w.gate` [G, D] gate_out [T, G] is its product with the normed x.
     """
     T, head_dim = len(x), q.shape[2]
-    h = rms_norm(x, norm, eps)
-    query = product(wq, h).reshape(T, -1, head_dim)
-    if q_norm is not None:
-        query = rms_norm(query, q_norm, eps)
+    h = rms_norm(x, w.norm, eps)
+    query = product(w.wq, h).reshape(T, -1, head_dim)
+    if w.q_norm is not None:
+        query = rms_norm(query, w.q_norm, eps)
     q[:] = _rotate(query, rope, positions)
-    if gate is not None and gate_out is not None:
-        gate_out[:] = product(gate, h)
-    if wk is None:
+    if w.gate is not None and gate_out is not None:
+        gate_out[:] = product(w.gate, h)
+    if w.wk is None:
         return
-    key = product(wk, h).reshape(T, -1, head_dim)
-    value = key if wv is None else product(wv, h).reshape(T, -1, head_dim)
-    if k_norm is not None:
-        key = rms_norm(key, k_norm, eps)
-    if v_norm is not None:
-        value = rms_norm(value, v_norm, eps)
+    key = product(w.wk, h).reshape(T, -1, head_dim)
+    value = key if w.wv is None else product(w.wv, h).reshape(T, -1, head_dim)
+    if w.k_norm is not None:
+        key = rms_norm(key, w.k_norm, eps)
+    if w.v_norm is not None:
+        value = rms_norm(value, w.v_norm, eps)
     _store(kv.k, kv.k_scale, slots, _rotate(key, rope, positions))
     _store(kv.v, kv.v_scale, slots, value)
 
@@ -173,8 +169,9 @@ def attention(
     """Causal attention over cached blocks, in logical order.
 
     q [T, H, head_dim]; block_table int32 [n_sequence, max_blocks], physical block of each logical
-    one; sequence, positions int32 [T]: row t sees positions 0..positions[t] of sequence[t], or the last `window` of
-    them, and reads no block before; query head h reads kv head h * K // H; out [T, H * head_dim] is written. gate
+    one, or -1: its positions are passed over as if they were masked; sequence, positions int32 [T]: row t sees
+    positions 0..positions[t] of sequence[t], or the last `window` of them, and reads no block before; query head h
+    reads kv head h * K // H; out [T, H * head_dim] is written. gate
     [T, H] or [T, H * head_dim]: the result is multiplied by "softplus" or "sigmoid" (gate_kind) of it.
     """
     T, H, head_dim = q.shape
@@ -186,6 +183,8 @@ def attention(
         total = np.zeros(H, np.float32)
         o = np.zeros((H, head_dim), np.float32)
         for b in range(begin // KV_BLOCK_TOKENS, -(-n // KV_BLOCK_TOKENS)):
+            if block_table[sequence[t], b] < 0:
+                continue
             first = max(begin - b * KV_BLOCK_TOKENS, 0)
             valid = min(KV_BLOCK_TOKENS, n - b * KV_BLOCK_TOKENS)
             slots = block_table[sequence[t], b] * KV_BLOCK_TOKENS + np.arange(first, valid, dtype=np.int32)
@@ -215,8 +214,8 @@ def copy(ws: Workspace, x: F32, to: F32) -> None:
     to[...] = x
 
 
-def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Experts, n_tokens: int) -> None:
-    """A hint that `layer` comes soon in a step of n_tokens; here nothing can be had ahead of time."""
+def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
+    """A hint that the experts of `bank` are wanted soon in a step of n_tokens; nothing can be had ahead of time."""
 
 
 def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:
@@ -245,17 +244,17 @@ def route(
     logits: F32,
     gating: Gating,
     state: policy.SlotState,
-    layer: int,
+    bank: Experts,
     counted: U8,
     rule: policy.Rule,
     experts: I32,
     weights: F32,
     fetches: Fetches,
 ) -> None:
-    """Choose experts and weights for each row, and let the slots of `layer` follow (docs/residency.md).
+    """Choose experts and weights for each row, and let the slots of the layer of `bank` follow (docs/residency.md).
 
     logits [T, E]; counted uint8 [T]; experts int32 [T, A], weights float32 [T, A] and `fetches` are
-    written; `state` changes. `layer` indexes MoE layers.
+    written; `state` changes.
     """
     n_used = experts.shape[1]
     with np.errstate(all="ignore"):
@@ -279,7 +278,7 @@ def route(
             p = p / sum32(scores)[:, None]
         p = p * np.float32(gating.scale)
         weights[:] = p if gating.expert_scale is None else p * gating.expert_scale[experts]
-    rows = policy.advance(state, layer, experts, counted != 0, rule)
+    rows = policy.advance(state, bank.layer, experts, counted != 0, rule)
     fetches.count[0] = len(rows)
     fetches.rows[: len(rows)] = rows
 

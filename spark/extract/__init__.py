@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.errors import FileFormatError, SparkError, UsageError
+from engine.ground.errors import FileFormatError, SparkError, UsageError
 from spark.extract import claude, codex
-from spark.extract.conversation import Conversation, messages
 from spark.extract.intake import Intake
+from spark.extract.messages import Outgoing, messages
 from spark.extract.report import ESTIMATE, Report, Tally, estimate_tokens
 from spark.extract.roots import Group, group_claude, group_codex, list_logs
-from spark.sessions import Message, SessionWriter, root_of, split_rank
+from spark.speech.sessions import Message, SessionWriter, root_of, split_rank
 
 __all__ = ["ExtractOptions", "Report", "extract"]
 
@@ -146,7 +146,7 @@ def _default_codex_dirs() -> list[Path]:
     return [Path(named).expanduser() if named else Path.home() / ".codex"]
 
 
-def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> Iterator[Conversation]:
+def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> Iterator[Outgoing]:
     """Every conversation of the logs, in an order that depends on nothing but them."""
     groups: list[Group] = []
     if "claude" in logs:
@@ -159,13 +159,15 @@ def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> I
 
 
 def _write(
-    options: ExtractOptions, conversations: Iterator[Conversation], tally: Tally, intake: Intake
+    options: ExtractOptions, conversations: Iterator[Outgoing], tally: Tally, intake: Intake
 ) -> dict[str, int]:
     """Write the conversations to the two files, split by root session; returns how many went to each."""
     with ExitStack() as stack:
 
         def writer(name: str) -> SessionWriter:
-            return stack.enter_context(SessionWriter(options.out_dir / name))
+            made = stack.enter_context(SessionWriter(options.out_dir / name))
+            made.open()
+            return made
 
         train, test = map(writer, _FILES)
         used: set[str] = set()
@@ -194,7 +196,7 @@ def _write(
         return {"train": len(train.session_ids), "test": len(test.session_ids)}
 
 
-def _counted(conversation: Conversation, tally: Tally) -> Iterator[Message]:
+def _counted(conversation: Outgoing, tally: Tally) -> Iterator[Message]:
     tally.begin_session()
     for message, typed in messages(conversation.parts):
         tally.add(message, typed)

@@ -18,14 +18,14 @@ from typing import Any
 
 from spark.extract.attachments import sent_texts, version_of
 from spark.extract.blocks import response_parts, user_parts
-from spark.extract.conversation import Conversation, ToolTable
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, read_records
+from spark.extract.messages import Outgoing, ToolTable
 from spark.extract.openings import Openings
 from spark.extract.roots import Group, LogFile, plain_id
 from spark.extract.subagents import TaskReport, TaskReports, read_task_report
 from spark.extract.tree import Boundary, Node, Note, settle_segment, split_paths
-from spark.extract.typed_ahead import SENT, Prompt, TypedAhead
-from spark.sessions import Session
+from spark.extract.typed_ahead import SENT, TypedAhead, TypedPrompt
+from spark.speech.sessions import Session
 
 # Records that hold nothing the model saw, or only copies of it.
 _BOOKKEEPING = frozenset(
@@ -47,7 +47,7 @@ class _Seen:
     words: set[int] = field(default_factory=set)
 
 
-def read_group(group: Group, intake: Intake) -> Iterator[Conversation]:
+def read_group(group: Group, intake: Intake) -> Iterator[Outgoing]:
     """The conversations of one root session; each must be consumed before the next is asked for."""
     seen = _Seen()
     own_logs = frozenset(file.agent for file in group.files if file.agent and file.readable)
@@ -180,15 +180,15 @@ class _Log:
         else:
             self._intake.kinds.add(f"queue-operation/{as_text(operation)}", record.get("content"))
 
-    def _read_prompt(self, content: object) -> Prompt | None:
+    def _read_prompt(self, content: object) -> TypedPrompt | None:
         quiet = self._intake.quiet()  # the message or attachment that follows may have the prompt, too
         parts, _ = user_parts({"content": content}, quiet, inserted=False)
         if not parts:
             return None
         at, words = self._spool.put(parts)
-        return Prompt(_prompt_key(content), at, words, parts[0].typed, quiet.redacted)
+        return TypedPrompt(_prompt_key(content), at, words, parts[0].typed, quiet.redacted)
 
-    def _send(self, prompt: Prompt, record: dict[str, Any]) -> None:
+    def _send(self, prompt: TypedPrompt, record: dict[str, Any]) -> None:
         """A waiting prompt went into the turn that was running."""
         identity = fingerprint(f"queue {record.get('timestamp')} {prompt.words}")
         note = Note(self._line, "", None, identity, prompt.at, prompt.words, sent=True)
@@ -369,7 +369,7 @@ class _Log:
 
     # --- Order ---
 
-    def conversations(self, seen: _Seen) -> Iterator[Conversation]:
+    def conversations(self, seen: _Seen) -> Iterator[Outgoing]:
         """The file's conversations: threads in order of appearance, segments, then what was taken back."""
         nodes = self._linked_nodes()
         threads: dict[str, dict[int, list[Node]]] = {}
@@ -529,7 +529,7 @@ class _Log:
                 kept.append(node)
         return kept
 
-    def _conversation(self, session_id: str, thread: str, nodes: list[Node]) -> Conversation:
+    def _conversation(self, session_id: str, thread: str, nodes: list[Node]) -> Outgoing:
         table = self._tools.get(thread)
         head = Session(
             session_id=session_id,
@@ -538,7 +538,7 @@ class _Log:
             tools=table.definitions() if table else (),
             messages=(),
         )
-        return Conversation(head, self._parts(nodes))
+        return Outgoing(head, self._parts(nodes))
 
     def _parts(self, nodes: list[Node]) -> Iterator[Part | None]:
         for node in nodes:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark.extract.conversation import Conversation, ToolTable
 from spark.extract.intake import Intake, Part, Spool, as_object, as_text, fingerprint, is_inserted, read_records
 from spark.extract.items import item_parts, text_parts
+from spark.extract.messages import Outgoing, ToolTable
 from spark.extract.roots import Group, LogFile, codex_meta
-from spark.sessions import Session
+from spark.speech.sessions import Session
 
 _BOOKKEEPING = frozenset(("turn_context", "world_state", "inter_agent_communication_metadata", "token_usage_record"))
 _MIRRORS = ("user_message", "agent_message", "agent_reasoning")
@@ -63,7 +63,7 @@ class _Sequence:
         return len(prints)
 
 
-def read_group(group: Group, intake: Intake) -> Iterator[Conversation]:
+def read_group(group: Group, intake: Intake) -> Iterator[Outgoing]:
     """The conversations of one root thread; each must be consumed before the next is asked for."""
     earlier: list[_Sequence] = []
     for file in group.files:
@@ -223,7 +223,7 @@ class _Log:
 
     # --- Writing ---
 
-    def conversations(self, copied: int) -> Iterator[Conversation]:
+    def conversations(self, copied: int) -> Iterator[Outgoing]:
         """The thread's conversations without the first `copied` items: segments, each with its branches.
 
         An opening without a response is no copy: instructions and the environment are the same in every thread.
@@ -240,7 +240,7 @@ class _Log:
                 else:
                     yield self._conversation(mark + (f"~{branch}" if branch else ""), kept)
 
-    def _conversation(self, suffix: str, items: list[_Item]) -> Conversation:
+    def _conversation(self, suffix: str, items: list[_Item]) -> Outgoing:
         head = Session(
             session_id=self._file.session_id + suffix,
             source="codex",
@@ -248,7 +248,7 @@ class _Log:
             tools=self._tools.definitions(),
             messages=(),
         )
-        return Conversation(head, self._read_back(items))
+        return Outgoing(head, self._read_back(items))
 
     def _read_back(self, items: list[_Item]) -> Iterator[Part | None]:
         if self._instructions:

@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from spark.extract.dropped import Dropped
 from spark.extract.redact import redact, redact_value
-from spark.sessions import Role
+from spark.speech.sessions import Role
 
 MAX_LINE_BYTES = 32 << 20
 KNOWN_CHARACTERS = 1 << 20  # of texts whose redaction is kept: logs say most things twice, one after the other

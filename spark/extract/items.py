@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spark.extract.conversation import ToolTable
 from spark.extract.intake import Intake, Part, as_object, as_text, is_inserted, parse_json
+from spark.extract.messages import ToolTable
 
 _EXTRA_KEYS = ("type", "id", "call_id", "status", "timestamp", "ordinal", "internal_chat_message_metadata_passthrough")
 

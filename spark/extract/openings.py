@@ -18,7 +18,7 @@ _HOOKS = "SessionStart:"
 
 
 @dataclass(slots=True, eq=False)
-class Opening:
+class FirstRecord:
     """A record without a parent that is no message.
 
     order: its line. anew: a conversation begins there. attached: it is an attachment that may be such a record.
@@ -37,7 +37,7 @@ class Openings:
     def __init__(self, links: Mapping[int, int | None]) -> None:
         """links: parents of the records that are no messages, as far as they are read."""
         self._links = links
-        self._openings: dict[int, Opening] = {}
+        self._openings: dict[int, FirstRecord] = {}
         self._first: dict[str, int] = {}  # line of the first node, by thread
 
     def add(self, uuid: int, record: dict[str, Any], order: int) -> None:
@@ -45,13 +45,13 @@ class Openings:
         inner = as_object(record.get("attachment") or record.get("data"))
         hook = as_text(inner.get("hookName"))
         attached = record.get("type") == "attachment" and not hook.startswith(_HOOKS)
-        self._openings[uuid] = Opening(order, hook in _BEGINNING, attached)
+        self._openings[uuid] = FirstRecord(order, hook in _BEGINNING, attached)
 
     def add_node(self, node: Node) -> None:
         """Take a node as it is read."""
         self._first.setdefault(node.thread, node.order)
 
-    def find(self, node: Node) -> Opening | None:
+    def find(self, node: Node) -> FirstRecord | None:
         """The opening that a node hangs off."""
         if not self._openings or node.parent not in self._links:
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spark.sessions import Message
+from spark.speech.sessions import Message
 
 ESTIMATE = "estimate: UTF-8 bytes / 4"
 _to_json = json.JSONEncoder(ensure_ascii=False).encode

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spark.extract.intake import Intake, as_object, as_text, read_lines, read_record, read_records
-from spark.sessions import Source
+from spark.speech.sessions import Source
 
 HEAD_RECORDS = 50  # where a file says what it is and what it continues
 

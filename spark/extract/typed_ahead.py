@@ -16,7 +16,7 @@ SENT = ("", "absorbed_mid_turn", "consumed")  # reasons of such a removal; versi
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TypedPrompt:
     """A prompt in the queue: a fingerprint of its words, and where they are in the spool."""
 
     key: int
@@ -29,34 +29,34 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class _Sent:
     note: Note
-    prompt: Prompt
+    prompt: TypedPrompt
 
 
 class TypedAhead:
     """The queue of one log, replayed."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, Prompt | None] = OrderedDict()
+        self._waiting: OrderedDict[int, TypedPrompt | None] = OrderedDict()
         self._places: dict[int, deque[int]] = {}  # of waiting prompts, by key
         self._count = 0
         self._sent: dict[int, list[_Sent]] = {}  # by key: what no other record has
         self._attached: Counter[int] = Counter()  # by key: attachments that came before their removal
 
-    def enqueue(self, prompt: Prompt | None) -> None:
+    def enqueue(self, prompt: TypedPrompt | None) -> None:
         """Put a prompt in the queue; None if it has no words."""
         self._count += 1
         self._waiting[self._count] = prompt
         if prompt is not None:
             self._places.setdefault(prompt.key, deque()).append(self._count)
 
-    def leave(self, prompt: Prompt | None) -> Prompt | None:
+    def leave(self, prompt: TypedPrompt | None) -> TypedPrompt | None:
         """What leaves the queue: the prompt that the record names, else the oldest."""
         if prompt is None:
             return self._pop(next(iter(self._waiting))) if self._waiting else None
         places = self._places.get(prompt.key)
         return self._pop(places[0]) if places else prompt
 
-    def take_back(self, prompt: Prompt | None) -> None:
+    def take_back(self, prompt: TypedPrompt | None) -> None:
         """The user took back the prompt that the record names, else all."""
         places = self._places.get(prompt.key) if prompt is not None else None
         if places:
@@ -65,7 +65,7 @@ class TypedAhead:
             self._waiting.clear()
             self._places.clear()
 
-    def _pop(self, place: int) -> Prompt | None:
+    def _pop(self, place: int) -> TypedPrompt | None:
         prompt = self._waiting.pop(place)
         if prompt is not None:
             places = self._places[prompt.key]
@@ -74,7 +74,7 @@ class TypedAhead:
                 del self._places[prompt.key]
         return prompt
 
-    def send(self, prompt: Prompt, note: Note) -> bool:
+    def send(self, prompt: TypedPrompt, note: Note) -> bool:
         """Note that a prompt went into the turn; whether the note has to say so, as far as is known."""
         if self._attached[prompt.key]:
             self._attached[prompt.key] -= 1
@@ -99,6 +99,6 @@ class TypedAhead:
         if sent and sent[-1].note.order > since:
             sent.pop().note.dropped = True
 
-    def read(self) -> list[tuple[Note, Prompt]]:
+    def read(self) -> list[tuple[Note, TypedPrompt]]:
         """The prompts that only the queue has, with their notes."""
         return [(sent.note, sent.prompt) for found in self._sent.values() for sent in found]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.errors import CapacityError
-from engine.ops.cuda.device import Array, Device, Dim, Module
+from engine.ground.errors import CapacityError
+from engine.ops.cuda.device import Argument, Array, Device, Dim, Module
 
 ALIGN_BYTES = 256  # of every array on a device
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
@@ -26,7 +26,7 @@ class _Nothing:
     """A kernel, a graph, a stream: whatever is asked of it is done at once."""
 
     def __call__(
-        self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+        self, grid: Dim, block: Dim, args: Sequence[Argument], shared_bytes: int = 0, overlap: bool = False
     ) -> None:
         """Launch nothing."""
 
@@ -46,6 +46,7 @@ class CountingDevice:
     """
 
     name = "counting"
+    compiler = "none"
 
     def __init__(self, arch: str = "sm_80", n_sm: int = 108, max_shared_bytes: int = 99 << 10) -> None:
         self.arch = arch

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from engine.formats import block_types
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import SMALL_TOKENS, Activation, Experts, Limits, SharedExpert
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import (
-    FLOAT_TYPES,
     STATIC_SHARED,
     WARP,
     WARPS,
@@ -21,7 +23,6 @@ from engine.ops.cuda.products import (
     shared_input_bytes,
     stage_bytes,
 )
-from engine.quants import QTensor, row_bytes
 
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
 SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
@@ -230,7 +231,8 @@ def _first_half(
     T, D = (h.q if isinstance(h, Quantized) else h).shape
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
     tokens = 1 if T == 1 else TOKENS
-    held = gate not in FLOAT_TYPES and (gate == QType.Q4_K) == (up == QType.Q4_K) and held_columns(gate) >= D
+    paired = [block_types.record(t).kind == "PAIRS" for t in (gate, up)]
+    held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
     fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if tokens == 1 and not held else 0
     results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
     # With one token, all rows of a block at once, if two blocks then share a multiprocessor.

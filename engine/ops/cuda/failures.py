@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.errors import CapacityError, DeviceLostError, SparkError
+from engine.ground.errors import CapacityError, DeviceLostError, SparkError
 
 _OUT_OF_MEMORY = 2
 _NO_DEVICE = (100, 101, 802, 803, 804)  # none, invalid, not ready, driver and library do not match

@@ -14,29 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from engine.formats import block_types
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Activation, Experts, Limits
 from engine.ops.cuda.device import Array, Device, Module
-from engine.quants import QTensor, row_bytes
 
-FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
 STEP = 64  # of cuda/gemm_tile.cuh: activations are padded to multiples
 TILE_TOKENS = (128, 64, 32)  # that a block can hold
 FOLD_COLUMNS = 128  # the results per (token, rank) that wait for their sum come in multiples of so many columns...
 FOLD_BYTES = 64 << 20  # ... and in as many at once as take up to so much memory
 FILLED = 0.75  # blocks per multiprocessor that a dense product should have, before its tiles are large
-
-# type: weights of a stage, their bytes, alignment of a row in bytes, words of scales (Format in cuda/dequantize.cuh)
-_FORMATS = {
-    QType.F32: (64, 256, 4, 0),
-    QType.F16: (64, 128, 2, 0),
-    QType.BF16: (64, 128, 2, 0),
-    QType.Q8_0: (128, 136, 2, 4),
-    QType.Q4_0: (256, 144, 2, 8),
-    QType.Q4_K: (256, 144, 16, 8),
-    QType.Q5_K: (256, 176, 16, 8),
-    QType.Q6_K: (256, 210, 2, 8),
-    QType.IQ4_XS: (256, 136, 8, 8),
-}
 
 
 def _padded(n: int, multiple: int = STEP) -> int:
@@ -45,13 +33,13 @@ def _padded(n: int, multiple: int = STEP) -> int:
 
 def tile_bytes(qtype: QType, matrices: int, tokens: int, warps: int) -> int:
     """Dynamic shared memory of a block: Tile::BYTES of cuda/gemm_tile.cuh and its tokens' rows."""
-    elements, n_bytes, align, words = _FORMATS[qtype]
-    rows, steps = 16 * warps * matrices, elements // STEP
-    turn = 2 if warps == 8 and elements == 256 and qtype != QType.Q4_0 else 1
+    record = block_types.record(qtype)
+    rows, steps = 16 * warps * matrices, record.stage // STEP
+    turn = 2 if warps == 8 and record.stage == record.elements == 256 else 1
     stages = max(2, min(2 if tokens > 64 else 3 if tokens > 32 else 4, steps // turn))
-    pieces = (n_bytes + 16 - align + 15) // 16
+    pieces = (record.stage_bytes + 16 - record.align + 15) // 16
     raw = rows * pieces * 16 + (0 if pieces % 2 else rows // 4 * 16)
-    return tokens * 4 + 2 * raw + stages * turn * tokens * STEP * 2 + 2 * words * rows * 4
+    return tokens * 4 + 2 * raw + stages * turn * tokens * STEP * 2 + 2 * record.scales * rows * 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.errors import CapacityError, DeviceLostError, MissingExtraError, SparkError
-from engine.install import requirement
+from engine.ground.errors import CapacityError, DeviceLostError, MissingExtraError, SparkError
+from engine.ground.install import requirement
 from engine.ops.cuda import library, memory
-from engine.ops.cuda.device import Array, Dim, Module
+from engine.ops.cuda.device import Argument, Array, Dim, Module
 from engine.ops.cuda.failures import explained
 
 ALIGN_BYTES = 256
@@ -96,7 +96,7 @@ class GpuKernel:
         self._lock = threading.Lock()  # of the slots: the driver copies them during a launch
 
     def __call__(
-        self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, overlap: bool = False
+        self, grid: Dim, block: Dim, args: Sequence[Argument], shared_bytes: int = 0, overlap: bool = False
     ) -> None:
         """Enqueue on the device's current stream."""
         types = tuple(map(type, args))
@@ -231,6 +231,7 @@ class GpuDevice:
         self.n_sm = int(properties["multiProcessorCount"])
         self.max_shared_bytes = int(properties["sharedMemPerBlockOptin"])
         self._compiler = library.Compiler(arch, library.find_nvrtc(self.runtime.driverGetVersion() // 1000))
+        self.compiler = self._compiler.about
         self._closed = False
         self._modules: dict[Module, int] = {}
         self._kernels: dict[tuple[Module, str], GpuKernel] = {}

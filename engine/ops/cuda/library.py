@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine.errors import MissingExtraError, SparkError
-from engine.files import replacing
-from engine.install import requirement
+from engine.formats import block_types
+from engine.ground.errors import MissingExtraError, SparkError
+from engine.ground.files import replacing
+from engine.ground.install import requirement
 from engine.ops.cuda.device import Module
 
 # No contraction of a * b + c: the kernels say where an fma is meant, as docs/arithmetic.md does.
@@ -46,8 +47,8 @@ def folder() -> Path:
 def source(module: Module, folders: Sequence[Path] | None = None) -> str:
     """One text without includes: the module's macros, then its file with every header in its place, once.
 
-    `folders` are searched in order (the kernels' folder by default). SparkError: a file that is missing, a
-    header that includes itself.
+    `folders` are searched in order (the kernels' folder by default), then that of block_types.h. SparkError: a file
+    that is missing, a header that includes itself.
     """
     lines = [f"#define {name} {value}\n" for name, value in module.defines]
     return "".join([*lines, _inlined(module.file, folders or (folder(),), set(), ())])
@@ -56,7 +57,7 @@ def source(module: Module, folders: Sequence[Path] | None = None) -> str:
 def _inlined(name: str, folders: Sequence[Path], done: set[str], above: tuple[str, ...]) -> str:
     if name in above:
         raise SparkError(f"a CUDA source includes itself: {' -> '.join((*above, name))}")
-    path = next((f / name for f in folders if (f / name).is_file()), None)
+    path = next((f / name for f in (*folders, block_types.FOLDER) if (f / name).is_file()), None)
     if path is None:
         by = f", which {above[-1]} includes," if above else ""
         raise SparkError(f"the CUDA source {name}{by} is missing in {folders[-1]}", hint="reinstall spark-moe")
@@ -201,6 +202,11 @@ class Compiler:
         self._lock = threading.Lock()
         self._images: dict[Module, bytes] = {}
 
+    @property
+    def about(self) -> str:
+        """All but the sources that machine code follows from."""
+        return repr((self.nvrtc.version, OPTIONS, self.nvrtc.target(self.arch)))
+
     def image(self, module: Module) -> bytes:
         """What the driver loads."""
         image = self._images.get(module)
@@ -229,8 +235,7 @@ class Compiler:
 
     def _compiled(self, module: Module) -> bytes:
         text = source(module)
-        about = repr((self.nvrtc.version, OPTIONS, self.nvrtc.target(self.arch)))
-        key = hashlib.sha256(f"{about}\n{text}".encode()).hexdigest()
+        key = hashlib.sha256(f"{self.about}\n{text}".encode()).hexdigest()
         path = self.cache / f"{Path(module.file).stem}-{key[:40]}.bin"
         with contextlib.suppress(OSError):
             entry = path.read_bytes()

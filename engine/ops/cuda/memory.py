@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.errors import CapacityError
+from engine.ground.errors import CapacityError
 from engine.ops import U8
 
 HUGE_PAGE_BYTES = 2 << 20

@@ -8,12 +8,25 @@ device, allocates, or decides by what an array holds, so a whole step can be cap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as QType
 
-from engine import policy
-from engine.ops import SMALL_TOKENS, Activation, DeltaLayer, Experts, Fetches, Gating, KVLayer, Limits, SharedExpert
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor
+from engine.ops import (
+    SMALL_TOKENS,
+    Activation,
+    AttentionInput,
+    DeltaInput,
+    DeltaLayer,
+    Experts,
+    Fetches,
+    Gating,
+    KVLayer,
+    Limits,
+    SharedExpert,
+)
 from engine.ops.cuda import routing
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.delta import Delta
@@ -24,21 +37,24 @@ from engine.ops.cuda.gemm import Gemm, Halves
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
-from engine.quants import QTensor
+from engine.placing import policy
 
 # From so many tokens on a prefill step brings in a layer's missing experts while the layer before it computes; a
 # shorter one waits for its own choice and brings in no other experts. At 128 tokens both take about as long.
 AHEAD_TOKENS = 128
-FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """A float array in the form in which the next op reads it, so that the kernel which made it wrote both."""
+    """A float array in the form in which the next op reads it, so that the kernel which made it wrote both.
 
-    pointer: int
+    first, end: addresses of the array's memory.
+    """
+
+    first: int
+    end: int
     shape: tuple[int, ...]
-    value: Any
+    value: Quantized | Halves | None
 
 
 class Workspace:
@@ -101,17 +117,28 @@ class Workspace:
         self.streaming = Streaming(self.device, self.limits, n_bytes)
         self.routing.pass_through(part_bytes)
 
-    def prepare(self, array: Array, value: Any) -> None:
-        """Remember what an op made of `array` for those that read it before another one is prepared."""
-        self._prepared = _Prepared(self.device.pointer(array), array.shape, value)
+    def prepare(self, array: Array, value: Quantized | Halves | None) -> None:
+        """Remember what an op made of `array` for those that read it before anything writes it."""
+        first = self.device.pointer(array)
+        self._prepared = _Prepared(first, first + int(array.nbytes), array.shape, value)
 
-    def prepared(self, array: Array) -> Any:
-        """What was prepared last, if it was `array`; None if not.
+    def writes(self, *arrays: Array | None) -> None:
+        """Forget what was prepared of memory that an op writes: each says so (tests/ops/test_cuda_prepared.py)."""
+        for array in arrays:
+            known = self._prepared
+            if known is not None and array is not None:
+                first = self.device.pointer(array)
+                if first < known.end and known.first < first + int(array.nbytes):
+                    self._prepared = None
 
-        Whoever writes to an array that was prepared prepares it again: `router` and `norm` do, and `attention`.
-        """
+    def forget(self) -> None:
+        """Forget whatever was prepared: a step begins, and captured ones may have run since the last."""
+        self._prepared = None
+
+    def prepared(self, array: Array) -> Quantized | Halves | None:
+        """What was prepared last, if it was `array` and nothing has written there since; None if not."""
         known = self._prepared
-        if known is None or known.pointer != self.device.pointer(array) or known.shape != array.shape:
+        if known is None or known.first != self.device.pointer(array) or known.shape != array.shape:
             return None
         if isinstance(known.value, Halves) and known.value is not self.gemm.newest:
             return None  # another array's halves have taken their place
@@ -120,10 +147,9 @@ class Workspace:
     def halves(self, array: Array) -> Halves:
         """`array` [T, K] for a product of a long step."""
         known = self.prepared(array)
-        if known is None:
+        if not isinstance(known, Halves):
             self.prepare(array, known := self.gemm.to_halves(array))
-        halves: Halves = known
-        return halves
+        return known
 
     def close(self) -> None:
         """The device releases everything at once when it closes."""
@@ -135,10 +161,6 @@ class Streaming:
     def __init__(self, device: Device, limits: Limits, n_bytes: int) -> None:
         self.staging = Staging(device, limits, n_bytes)
         self.stream = device.stream(priority=-1)
-        self.banks: dict[int, Experts] = {}
-        self.ahead = False
-        self.newest = 0  # the layer whose experts were asked for last
-        self.layer = 0
 
 
 def workspace(limits: Limits, device: Device) -> Workspace:
@@ -151,6 +173,7 @@ def embed(ws: Workspace, table: QTensor, tokens: Array, x: Array, scale: float =
 
     The first op of a step: if that has one token, the next recorded choices become those that `route` imposes.
     """
+    ws.forget()
     if ws.replay is not None and len(tokens) == 1:
         ws.replay.next(ws.active_step)
     routing.embed(ws.device, table, tokens, x, scale)
@@ -166,68 +189,67 @@ def norm(ws: Workspace, x: Array, weight: Array, eps: float, out: Array) -> None
 
 def add_norm(ws: Workspace, y: Array, weight: Array, eps: float, x: Array, scale: float = 1.0) -> None:
     """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D])."""
+    ws.writes(x)
     ws.products.add_norm(y, weight, eps, x, scale)
 
 
 def copy(ws: Workspace, x: Array, to: Array) -> None:
     """The array `to`, on the device or page-locked, becomes equal to x."""
+    ws.writes(to)
     ws.device.copy(ws.device.pointer(to), ws.device.pointer(x), x.nbytes)
 
 
-def fetch_ahead(ws: Workspace, state: policy.SlotState, layer: int, bank: Experts, n_tokens: int) -> None:
-    """Begin to bring in the missing experts of `layer`, which a long step will need soon."""
+def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
+    """Begin to bring in the missing experts of `bank`, which a long step needs soon.
+
+    Of every MoE layer, in their order, each before the one ahead of it routes.
+    """
     s = ws.streaming
-    if s is None or n_tokens <= SMALL_TOKENS:
+    if s is None or n_tokens < AHEAD_TOKENS:
         return
-    s.banks[layer], s.ahead = bank, n_tokens >= AHEAD_TOKENS
-    if s.ahead:
-        # A wait is for all that is enqueued: the main stream must wait for the layer at hand before the next one's
-        # copies are enqueued behind it, or it would wait for those, too.
-        if layer:
-            ws.device.wait(None, s.stream)
-        ws.device.wait(s.stream, None)  # the buffer was read two layers ago
-        with ws.device.on(s.stream):
-            s.staging.gather(state, layer, bank, layer % 2)
-        s.newest = layer
+    # A wait is for all that is enqueued: the main stream must wait for the layer at hand before the next one's
+    # copies are enqueued behind it, or it would wait for those, too.
+    if bank.layer:
+        ws.device.wait(None, s.stream)
+    ws.device.wait(s.stream, None)  # the buffer was read two layers ago
+    with ws.device.on(s.stream):
+        s.staging.gather(state, bank.layer, bank, bank.layer % 2)
 
 
 def attention_input(
     ws: Workspace,
     x: Array,
-    norm: Array,
+    w: AttentionInput,
     eps: float,
-    wq: QTensor,
-    wk: QTensor | None,
-    wv: QTensor | None,
-    q_norm: Array | None,
-    k_norm: Array | None,
     rope: Array,
     positions: Array,
     kv: KVLayer,
     slots: Array,
     q: Array,
-    v_norm: Array | None = None,
-    gate: QTensor | None = None,
     gate_out: Array | None = None,
 ) -> None:
     """Norm, Q, K, V, per-head norms and RoPE; keys and values go to the cache, Q to `q`.
 
     Shapes as in `reference.attention_input`; a slot of -1 stores nothing.
     """
+    ws.writes(q, gate_out)
     T = x.shape[0]
     raw_q, raw_k, raw_v = (
-        None if w is None else _rows_of(a, T, w.shape[0]) for a, w in ((ws.raw_q, wq), (ws.raw_k, wk), (ws.raw_v, wv))
+        None if m is None else _rows_of(a, T, m.shape[0])
+        for a, m in ((ws.raw_q, w.wq), (ws.raw_k, w.wk), (ws.raw_v, w.wv))
     )
-    products = [(w, y) for w, y in ((wq, raw_q), (wk, raw_k), (wv, raw_v), (gate, gate_out)) if w is not None]
+    products = [
+        (m, y) for m, y in ((w.wq, raw_q), (w.wk, raw_k), (w.wv, raw_v), (w.gate, gate_out)) if m is not None
+    ]
     if T <= SMALL_TOKENS:
         matrices, outputs = zip(*products, strict=True)
-        ws.products.norm_several(x, norm, eps, matrices, outputs, _rows_of(ws.normed, *x.shape))
+        ws.products.norm_several(x, w.norm, eps, matrices, outputs, _rows_of(ws.normed, *x.shape))
     else:
-        halves = ws.gemm.norm_to_halves(x, norm, eps)
-        for w, y in products:
-            ws.gemm.product(w, halves, y)
-    values = raw_k if wv is None else raw_v
-    ws.attention.input(raw_q, raw_k, values, q_norm, k_norm, eps, rope, positions, kv, slots, q, v_norm)
+        halves = ws.gemm.norm_to_halves(x, w.norm, eps)
+        for m, y in products:
+            ws.gemm.product(m, halves, y)
+    values = raw_k if w.wv is None else raw_v
+    ws.attention.input(raw_q, raw_k, values, w.q_norm, w.k_norm, eps, rope, positions, kv, slots, q, w.v_norm)
 
 
 def _rows_of(array: Array, n_rows: int, width: int) -> Array:
@@ -253,6 +275,7 @@ def attention(
 
     n_positions: one more than the largest position, which a long step needs from the host.
     """
+    ws.writes(out)
     if q.shape[0] <= SMALL_TOKENS:
         T, width = out.shape
         quantized = ws.attended.rows(T, width) if width % 32 == 0 else None
@@ -272,14 +295,16 @@ def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array, add:
     """x [T, D] += wo [D, H * head_dim] @ attended [T, H * head_dim], or = it without `add`."""
     if attended.shape[0] <= SMALL_TOKENS:
         prepared = ws.prepared(attended)
-        is_float = wo.qtype.name in FLOAT_TYPES
+        is_float = wo.qtype in FLOAT_TYPES
         ws.products.product(wo, attended if is_float or prepared is None else prepared, x, add=add)
     else:
         ws.gemm.product(wo, ws.gemm.to_halves(attended), x, add=add)
+    ws.writes(x)
 
 
 def router(ws: Workspace, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array) -> None:
     """The normed residual h [T, D] and the router's logits [T, E]; gate [E, D] of a float type."""
+    ws.writes(logits)
     if x.shape[0] <= SMALL_TOKENS:
         ws.prepare(h, ws.products.router(x, norm, eps, gate, h, logits))
     else:
@@ -292,32 +317,32 @@ def route(
     logits: Array,
     gating: Gating,
     state: policy.SlotState,
-    layer: int,
+    bank: Experts,
     counted: Array,
     rule: policy.Rule,
     experts: Array,
     weights: Array,
     fetches: Fetches,
 ) -> None:
-    """Choose experts and weights for each row, and let the slots of `layer` follow (docs/residency.md).
+    """Choose experts and weights for each row, and let the slots of the layer of `bank` follow (docs/residency.md).
 
     Shapes as in `reference.route`.
     """
-    T, r, s = logits.shape[0], ws.routing, ws.streaming
+    ws.writes(weights)
+    T, r, s, layer = logits.shape[0], ws.routing, ws.streaming, bank.layer
     imposed = None if ws.replay is None or T > 1 else ws.replay.imposed[layer]
     if T <= SMALL_TOKENS or s is None:
         r.route(
             logits, gating, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed
         )  # fmt: skip
         return
-    s.layer = layer
     r.choose(logits, gating, experts, weights)
-    if s.ahead:
-        if s.newest == layer:
+    if T >= AHEAD_TOKENS:
+        if layer == state.slot_of.shape[0] - 1:  # for the others `fetch_ahead` of the next layer has waited
             ws.device.wait(None, s.stream)
     else:
         ws.device.wait(None, s.stream)  # only a step that failed half-way can have left copies under way
-        s.staging.gather(state, layer, s.banks[layer], layer % 2, experts)
+        s.staging.gather(state, layer, bank, layer % 2, experts)
     r.advance(experts, counted, state, layer, rule, fetches)
 
 
@@ -335,15 +360,16 @@ def dense_ffn(
     """x [T, D] += s * down (act(gate h) * (up h)), or becomes it; shapes as in `reference.dense_ffn`."""
     shared = None if shared_gate is None else (shared_gate, h)
     if h.shape[0] <= SMALL_TOKENS:
-        values = _small_input(ws, h, gate.qtype.name)
+        values = _small_input(ws, h, gate.qtype)
         ws.small_dense(values, gate, up, down, x, activation, add, shared)
     else:
         ws.gemm.dense(ws.halves(h), gate, up, down, x, activation, add, shared)
+    ws.writes(x)
 
 
-def _small_input(ws: Workspace, h: Array, type_name: str) -> Quantized | Array:
+def _small_input(ws: Workspace, h: Array, qtype: QType) -> Quantized | Array:
     """h as an FFN of a short step reads it, whose gate is of a type."""
-    if type_name in FLOAT_TYPES:
+    if qtype in FLOAT_TYPES:
         return h
     prepared = ws.prepared(h)
     return ws.products.quantize(h) if prepared is None else prepared
@@ -368,16 +394,18 @@ def expert_ffn(
     if h.shape[0] <= SMALL_TOKENS:
         if bank.poison and s is not None:
             s.staging.poison(fetches, bank)
-        values = _small_input(ws, h, bank.gate_type.name)
+        values = _small_input(ws, h, bank.gate_type)
         beside = (shared, h) if shared is not None and runs_beside(shared, bank) else None
         ws.small_experts(
             values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside
         )  # fmt: skip
+        ws.writes(x)
         if shared is not None and beside is None:
             dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
         return
-    source = r.source if s is None else s.staging.source[s.layer % 2]
+    source = r.source if s is None else s.staging.source[bank.layer % 2]
     ws.gemm.experts(ws.halves(h), experts, weights, bank, source, x, add)
+    ws.writes(x)
     if s is not None:
         if bank.poison:
             s.staging.poison(fetches, bank)
@@ -397,6 +425,7 @@ def head(
     softcap: float = 0.0,
 ) -> None:
     """Final norm and output matrix for the chosen rows: logits [len(rows), V]; softcap > 0: through its tanh."""
+    ws.writes(logits)
     if not rows.shape[0]:
         return
     if rows.shape[0] <= SMALL_TOKENS:
@@ -408,25 +437,22 @@ def head(
 def delta_input(
     ws: Workspace,
     x: Array,
-    norm: Array,
+    w: DeltaInput,
     eps: float,
-    w_qkv: QTensor,
-    w_z: QTensor,
-    w_beta: QTensor,
-    w_alpha: QTensor,
     mixed: Array,
     z: Array,
     beta: Array,
     alpha: Array,
 ) -> None:
     """Four products of the normed residual; shapes as in `reference.delta_input`."""
-    weights, outputs = (w_qkv, w_z, w_beta, w_alpha), (mixed, z, beta, alpha)
+    outputs = (mixed, z, beta, alpha)
+    ws.writes(*outputs)
     if x.shape[0] <= SMALL_TOKENS:
-        ws.products.norm_several(x, norm, eps, weights, outputs, _rows_of(ws.normed, *x.shape))
+        ws.products.norm_several(x, w.norm, eps, w.matrices, outputs, _rows_of(ws.normed, *x.shape))
     else:
-        halves = ws.gemm.norm_to_halves(x, norm, eps)
-        for w, y in zip(weights, outputs, strict=True):
-            ws.gemm.product(w, halves, y)
+        halves = ws.gemm.norm_to_halves(x, w.norm, eps)
+        for matrix, y in zip(w.matrices, outputs, strict=True):
+            ws.gemm.product(matrix, halves, y)
 
 
 def delta(
@@ -446,13 +472,15 @@ def delta(
     out: Array,
 ) -> None:
     """Convolution, gates and the gated delta rule; shapes as in `reference.delta`."""
+    ws.writes(out)
     ws.delta(mixed, beta, alpha, conv, dt_bias, a, eps, layer, states, sequence, positions, slots, out)
 
 
 def delta_output(ws: Workspace, y: Array, z: Array, norm: Array, eps: float, w_out: QTensor, x: Array) -> None:
     """x += w_out of the normed and gated y; shapes as in `reference.delta_output`."""
+    ws.writes(x)
     if y.shape[0] <= SMALL_TOKENS:
-        gated = ws.delta.gate(y, z, norm, eps, w_out.qtype.name in FLOAT_TYPES)
+        gated = ws.delta.gate(y, z, norm, eps, w_out.qtype in FLOAT_TYPES)
         ws.products.product(w_out, gated, x, add=True)
     else:
         halves = ws.gemm.halves(*y.shape)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from engine.formats import block_types
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.device import Array, Device, Module
-from engine.quants import QTensor
 
-FLOAT_TYPES = (QType.F32, QType.F16, QType.BF16)
 WARP = 32
 WARPS = 8  # of a block
 STAGE_SLACK = 32  # bytes that a warp's staged rows take besides their own (rows.cuh)
@@ -75,7 +76,7 @@ def stage_bytes(rows: int, row_bytes: int) -> int:
 
 def held_columns(qtype: QType) -> int:
     """Columns of a row of activations that a warp can hold in registers for matrices of a type (n_held of rows.cuh)."""
-    return 4096 if qtype == QType.Q4_K else 2048
+    return 4096 if block_types.record(qtype).kind == "PAIRS" else 2048
 
 
 def _target_bytes(rows: int) -> int:
@@ -259,7 +260,8 @@ class Products:
         shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), fixed, tokens, repeated)
 
         n_matrices = max(len(ws), 3)
-        types = [w.qtype.name for w in ws] + [ws[0].qtype.name] * (n_matrices - len(ws))
+        types = [block_types.record(w.qtype, w.name).name for w in ws]
+        types += types[:1] * (n_matrices - len(ws))
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
         numbers["WARPS"] = shape.warps
         defines = [(f"TYPE{i}", name) for i, name in enumerate(types)] + [(name, str(n)) for name, n in numbers.items()]

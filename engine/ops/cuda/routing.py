@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine import policy
+from engine.formats import block_types
+from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Experts, Fetches, Gating, Limits
 from engine.ops.cuda.device import Array, Device, Module
-from engine.quants import QTensor
+from engine.placing import policy
 
 MAX_EXPERTS = 512
 MAX_USED = 16
@@ -30,7 +31,8 @@ def embed(device: Device, table: QTensor, tokens: Array, x: Array, scale: float 
     T, D = x.shape
     if table.shape[1] != D or tokens.shape != (T,):
         raise ValueError(f"embed: rows of {table.shape[1]} and {tokens.shape} tokens for x {x.shape}")
-    kernel = device.kernel(Module("embed.cu", (("TYPE", table.qtype.name),)), "embed")
+    record = block_types.record(table.qtype, table.name)
+    kernel = device.kernel(Module("embed.cu", (("TYPE", record.name),)), "embed")
     kernel((T, -(-D // 256)), 256, (table.data, np.int64(table.row_bytes), tokens, D, float(scale), x))
 
 

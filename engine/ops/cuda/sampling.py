@@ -1,4 +1,4 @@
-"""Sampling and step control on the device: the token of `engine.sampling.sample`, and the inputs of the next step.
+"""Sampling and step control on the device: the token of `running.sampling.sample`, and the inputs of the next step.
 
 Nothing about a request is an argument of a kernel: parameters, history and stop tokens lie in device memory, so one
 captured graph serves every request, and steps can be enqueued ahead. After a stop token, the last token or an error
@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.ground.protocol import MAX_STOP_TOKENS
+from engine.ground.sampling import Sampling
 from engine.ops import Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.likelihood import Likelihood, log_likelihood
-from engine.protocol import MAX_STOP_TOKENS, Sampling
 
-HISTORY_TOKENS = 256  # PENALTY_TOKENS of engine/sampling.py
+HISTORY_TOKENS = 256  # PENALTY_TOKENS of engine/running/sampling.py
 MAX_VOCAB = 1 << 20
 RING_ENTRIES = 4096
 RUNNING, STOPPED, LENGTH, FAILED = range(4)  # Status of cuda/step.cuh
@@ -109,7 +110,7 @@ class Sampler:
         """Begin a request, in stream order: the next draw is for `position`, the number of tokens so far.
 
         history: those tokens, oldest first, or the last HISTORY_TOKENS of them. stop: at most MAX_STOP_TOKENS ids.
-        limit: tokens that may be emitted, at least 1. allowed: as in `engine.sampling.sample`. With a frequency or
+        limit: tokens that may be emitted, at least 1. allowed: as in `running.sampling.sample`. With a frequency or
         presence penalty, `count` says what is in the reply so far. logprobs: how many likeliest tokens `describe`
         is to find with each draw; None: it will not be called.
         """

@@ -1,0 +1,1 @@
+"""Files: models in GGUF, quantized tensors, profiles, traces."""

@@ -1,0 +1,58 @@
+"""What the engine was asked for: one frozen record, shared by the daemon and its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["auto", "cuda", "cpu", "reference"]
+KVType = Literal["f16", "q8_0"]
+
+DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
+KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that the daemon's command line sets.
+
+    model: path of the GGUF file (the first part of a split one).
+    device: `reference` is the NumPy oracle; `auto` takes CUDA where there is a GPU, else the CPU.
+    policy: what the slots do, by the name of its record (engine/placing/policies.py).
+    profile: routing counts to place by; None where the policy needs none.
+    residency_pct: share of all expert bytes held in slots, pinned and cache together, 0..100. On a GPU, 100 is as
+        much as fits, unless the policy has every expert in a slot; a smaller share that does not fit is refused.
+    vram_gib: GiB that the whole process may take on a GPU; None: what is free there.
+    cache_slots: slots of each layer that are cache, under a policy that goes by evidence; None chooses.
+    ctx_tokens: context length; None takes the model's own, bounded by what is sensible.
+    kv_type, chunk_tokens: type of the KV cache, tokens a prefill step; None: as many as the backend likes.
+    threads: CPU threads; None takes the physical cores.
+    poison: fill evicted slots with NaN (tests of the exactness invariant).
+    replay: expert choices (.npy, integers [n_tokens, L, A]) that steps of one token take in place of the router's, one
+        after the other and then from the first again: benchmarks at a chosen miss rate.
+    prefix_gib: GiB of host memory for prefixes that may come again; 0: what the KV cache itself keeps of them, no more.
+    cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.
+    cache_dir_gib: GiB of files in that folder.
+    exact_prefixes: prompts reuse nothing that was decoded before it has been read as a prompt.
+    plan_only: say what memory it would take, and end; no weights are read.
+    """
+
+    model: Path
+    device: Device = "auto"
+    policy: str = "all"
+    profile: Path | None = None
+    residency_pct: float = 100.0
+    vram_gib: float | None = None
+    cache_slots: int | None = None
+    ctx_tokens: int | None = None
+    kv_type: KVType = "f16"
+    chunk_tokens: int | None = None
+    threads: int | None = None
+    poison: bool = False
+    replay: Path | None = None
+    prefix_gib: float = 2.0
+    cache_dir: Path | None = None
+    cache_dir_gib: float = 32.0
+    exact_prefixes: bool = False
+    plan_only: bool = False

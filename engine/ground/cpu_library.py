@@ -1,0 +1,168 @@
+"""The shared library of `cpu/`: where it lies, its records and the signatures of its functions.
+
+The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, and engine/placing/simulate.py for its one function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.resources
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+from engine.ground.errors import SparkError
+
+ABI = 4  # SPARK_CPU_ABI
+BAD_TYPE = 2  # SPARK_BAD_TYPE
+ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
+LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
+
+
+# The fields of engine.ops.Limits that the kernels need.
+LIMITS = (
+    "max_tokens", "n_embd", "n_head_dim", "n_ff", "n_vocab", "n_expert", "n_expert_used", "n_ff_exp", "n_mixed", "n_z",
+    "n_head_v",
+)  # fmt: skip
+
+
+class LimitsRecord(ctypes.Structure):
+    """spark_limits: engine.ops.Limits."""
+
+    _fields_ = tuple((name, c_int64) for name in LIMITS)
+
+
+class MatrixRecord(ctypes.Structure):
+    """spark_matrix: a weight matrix."""
+
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int64))
+
+
+class KVRecord(ctypes.Structure):
+    """spark_kv: engine.ops.KVLayer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        *((name, c_int64) for name in ("n_slots", "n_head_kv", "head_dim")),
+    )
+
+
+class ExpertsRecord(ctypes.Structure):
+    """spark_experts: engine.ops.Experts."""
+
+    _fields_ = (
+        ("type", c_int64 * 3),
+        ("part_bytes", c_int64 * 3),
+        *((name, c_int64) for name in ("n_embd", "n_ff", "n_expert", "n_slots")),
+        *((name, c_void_p) for name in ("expert_ptr", "home_ptr", "slot_ptr")),
+        ("poison", c_int64),
+        ("activation", c_int64),
+    )
+
+
+class GatingRecord(ctypes.Structure):
+    """spark_gating: engine.ops.Gating."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("renormalize", c_int64),
+        ("bias", c_void_p),
+        ("expert_scale", c_void_p),
+        ("scale", c_float),
+    )
+
+
+class DeltaRecord(ctypes.Structure):
+    """spark_delta_layer: engine.ops.DeltaLayer."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("state", c_void_p),
+        *((name, c_int64) for name in ("n_states", "kernel", "n_mixed", "n_head_v", "d_v", "d_k")),
+    )
+
+
+STATE_ARRAYS = (
+    "slot_begin", "slot_of", "expert_of", "heat", "pinned", "clock", "counts", "hits", "misses",
+    "expert_ptr", "home_ptr", "slot_ptr",
+)  # fmt: skip
+
+
+class SlotsRecord(ctypes.Structure):
+    """spark_slots: engine.placing.policy.SlotState."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in STATE_ARRAYS),
+        ("n_layer", c_int64),
+        ("n_expert", c_int64),
+    )
+
+
+# P: a pointer; i: int64; w: int32; f: float. Every function takes the workspace first and returns int32.
+_SIGNATURES = {
+    "spark_product": "PPiP",
+    "spark_embed": "PPiPf",
+    "spark_norm": "PiiPfP",
+    "spark_add_norm": "PiiPfPf",
+    "spark_attention_input": "PiPfPPPPPPPiiPPPPiPP",
+    "spark_attention": "PiiPPiiPPfPiPww",
+    "spark_attention_output": "PiPPw",
+    "spark_router": "PiPfPPP",
+    "spark_route": "PiiPPiPiPPPP",
+    "spark_expert_ffn": "PiiPPPPPPw",
+    "spark_dense_ffn": "PiPPPPwPw",
+    "spark_delta_input": "PiPfPPPPPPPP",
+    "spark_delta": "PiPPPPPfPPiPPPP",
+    "spark_delta_output": "PiPPifPP",
+    "spark_head": "PiPiPfPPf",
+}
+_CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
+
+
+def library_path() -> Path:
+    """Where the compiled kernels are; SparkError where they are not."""
+    # An installed wheel has the library inside the package; an editable install only beside its metadata.
+    places = [Path(str(importlib.resources.files("engine"))) / "lib"]
+    try:
+        installed = importlib.metadata.distribution("spark-moe")
+        places.append(Path(str(installed.locate_file("engine/lib"))))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    for place in places:
+        for name in LIBRARY_NAMES:
+            if (place / name).is_file():
+                return place / name
+    raise SparkError(
+        f"the CPU kernels are not built: no {LIBRARY_NAMES[0]} in {' or '.join(str(p) for p in places)}",
+        hint="run `make setup` in Spark's source tree, or `pip install .` there (a C++17 compiler is needed)",
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library with its signatures set; a SparkError when it is missing or of another version."""
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise SparkError(f"the CPU kernels cannot be loaded: {error}", hint="reinstall spark-moe") from error
+    found = int(library.spark_abi())
+    if found != ABI:
+        raise SparkError(f"{path} has interface {found}, this version needs {ABI}", hint="reinstall spark-moe")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = [c_void_p, *(_CTYPES[a] for a in arguments)]
+        function.restype = c_int32
+    library.spark_block_types.restype = c_char_p
+    library.spark_workspace_create.argtypes = [c_void_p, c_int32, c_int32]
+    library.spark_workspace_create.restype = c_void_p
+    library.spark_workspace_destroy.argtypes = [c_void_p]
+    library.spark_workspace_destroy.restype = None
+    library.spark_simulate.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiPiiiPP"]
+    library.spark_simulate.restype = c_int32
+    library.spark_exp.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
+    library.spark_exp.restype = None
+    library.spark_read.argtypes = [c_void_p, c_void_p, c_int64]
+    library.spark_read.restype = c_uint64
+    return library

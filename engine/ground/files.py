@@ -1,0 +1,97 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from engine.ground.errors import SparkError
+
+_STALE_S = 60.0  # a temporary file that is older, and that nobody holds, is of a process that was killed
+
+
+@contextlib.contextmanager
+def replacing(path: Path, what: str, *, mode: int = 0o644, hint: str = "") -> Iterator[IO[bytes]]:
+    """A binary file that takes the place of `path` when the block ends without an exception.
+
+    It is written under a temporary name in the same folder, synced and renamed, so a reader, a crash or a
+    full disk never meets half a file; what was there before stays until then. A symbolic link stays one.
+    What a process that was killed left of the same file is removed.
+    A device or a pipe, which nothing can take the place of, is written to as it is. An OSError becomes a
+    SparkError that names `what` and the path.
+    """
+    target = path.resolve()
+    try:
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
+        remove_stale(target)
+        temporary = temporary_name(target)
+        try:
+            with make_private(temporary) as file:
+                yield file
+                file.flush()
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise SparkError(
+            f"cannot write {what} {path}: {error.strerror or error}",
+            hint=hint or "is there such a folder, may you write there, and is there room?",
+        ) from error
+
+
+def temporary_name(target: Path) -> Path:
+    """A name beside `target` that no file has.
+
+    It is known before the file is there, so a Ctrl-C at any moment leaves none behind.
+    """
+    return target.parent / f".{target.name}.{secrets.token_urlsafe(6)}.tmp"
+
+
+def make_private(path: Path) -> IO[bytes]:
+    """Make a file that only its owner may read, open to be written, and hold it by `try_lock`."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    try_lock(file.fileno())
+    return file
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to be read; OSError for a pipe or a device, which may never begin, never end or not come twice."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(None, "expected a regular file, found a pipe, a device or a folder")
+    return file
+
+
+def try_lock(descriptor: int) -> bool:
+    """Hold a file for as long as it is open; whether it is held, or cannot be where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def remove_stale(target: Path) -> None:
+    """Remove the temporary files `.NAME.XXXXXXXX.tmp` of `target` that no process writes any more.
+
+    Those are the ones that are older than a minute and that nobody holds by `try_lock`.
+    """
+    for found in target.parent.glob(f".{glob.escape(target.name)}.????????.tmp"):
+        with contextlib.suppress(OSError), found.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_S and try_lock(file.fileno()):
+                found.unlink()

@@ -1,0 +1,1 @@
+"""What lies where: the cache and its prefixes, slots of experts, and the slow tier."""

@@ -1,0 +1,461 @@
+"""Reuse of prefixes: what was computed for the first tokens of one request is there for the next.
+
+A sequence goes on after a chunk of the tree (engine/memory/prefix_tree.py), in steps of which what follows has the same
+bits as without reuse. Of a chunk there are
+
+    blocks      of the groups without a window, on the device, shared with the sequences that use them
+    data        the same bytes in host memory, when the pool needed the blocks
+    snapshot    recurrent states and the windows' blocks after its last token, in host memory, of some chunks only
+
+and any of it may be in a file. A model with recurrent layers or windows can go on only after a chunk with a snapshot.
+Where decoded tokens have other bits than a prompt's, chunks with them are *inexact* until they have been read again.
+Blocks are given up when a pool runs short, host memory when its budget does (engine/memory/host.py), always the least
+recently used first, and never a chunk before those that follow it. A *fork* is a prompt of any length, whole, that
+requests which are known to come go on from (engine/serving/families.py). No tensor is looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.ground.errors import CapacityError
+from engine.memory.blocks import Sequence
+from engine.memory.host import Claim
+from engine.memory.kv import Data, Fork, KVCache, Snapshot
+from engine.memory.prefix_files import PrefixFiles
+from engine.memory.prefix_tree import Match, Node, PrefixTree
+from engine.ops import I32, KV_BLOCK_TOKENS
+
+
+class PrefixCache:
+    """The tree, over the pools of `kv` and its host memory.
+
+    chunk_tokens: the least multiple of it that is whole blocks is a chunk. With no budget in `kv.host` a model that
+    needs snapshots reuses nothing that is not in files. files: None without `--cache-dir`. step_tokens: where prefill
+    steps end by themselves, multiples of it; None: of chunk_tokens. cuts: whether one may end earlier for a snapshot,
+    which costs a step more; not worth it where every step brings in experts. decoded_differ: whether decoded tokens
+    have other bits than those of a prompt. exact: then, chunks with them are not gone on after.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        chunk_tokens: int,
+        files: PrefixFiles | None = None,
+        step_tokens: int | None = None,
+        cuts: bool = True,
+        decoded_differ: bool = False,
+        exact: bool = False,
+    ) -> None:
+        self._kv, self._host, self._files = kv, kv.host, files
+        self._groups = kv.full_groups
+        self._needs_snapshot = kv.shape is not None or len(self._groups) < len(kv.groups)
+        self._cuts = cuts and self._needs_snapshot
+        self.decoded_differ, self._exact = decoded_differ, exact
+        self._inexact_tokens = 0
+        pools = [kv.pools[group] for group in self._groups]
+        self.tree = PrefixTree(
+            chunk_tokens, step_tokens or chunk_tokens, pools, self._needs_snapshot,
+            *(() if files is None else (files.root, files.has)),
+        )  # fmt: skip
+        self.chunk_tokens = self.tree.chunk_tokens
+        self._n_blocks = self.tree.chunk_blocks
+        self._data_bytes = [self._n_blocks * kv.block_bytes(group) for group in self._groups]
+        self._forks: dict[Fork, Claim | None] = {}  # the oldest first
+        self._begun: Fork | None = None  # that a sequence is being begun from
+        for pool in pools:
+            pool.reclaim = self.reclaim
+
+    # --- looking up -------------------------------------------------------------------------------
+
+    def match(self, tokens: I32, exact: bool = False) -> Match:
+        """Find the longest prefix of `tokens`, not all of them, after which a sequence can go on.
+
+        exact: it ends before the first chunk that is not exact, whatever the cache was told.
+        """
+        return self.tree.match(tokens, exact or self._exact)
+
+    def step_tokens(self, sequence: Sequence, tokens: I32) -> int:
+        """How many tokens the next prefill step of a prompt has: less than it could, where a snapshot is wanted."""
+        begin = sequence.length
+        end = self.tree.step_end(begin, tokens, cuts=False)
+        if self._cuts and (self._files or self._kv.snapshot_bytes(end) <= self._host.budget_bytes):
+            end = self.tree.step_end(begin, tokens, cuts=True)
+        return end - begin
+
+    def attach(self, sequence: Sequence, match: Match, again: bool = False) -> int:
+        """Let an empty sequence begin after the matched prefix, or a shorter one where that turns out to be gone.
+
+        Returns its length; with 0 the sequence is still empty. again: as of `insert`.
+        """
+        self.tree.in_use = set(self.tree.path(match.keys))
+        path: list[Node] = []  # as far as it is on the device
+        try:
+            node = self.tree.root
+            for i, key in enumerate(match.keys):
+                child = self._fetched(node, key)
+                if child is None:
+                    self._doubt(node.name, match.keys[i:])
+                    break
+                path.append(node := child)
+            while path:
+                node = path[-1]
+                snapshot = self._snapshot(node) if self._needs_snapshot else None
+                if self._needs_snapshot and snapshot is None:
+                    path.pop()
+                    continue
+                blocks = [[b for n in path for b in (n.blocks or ())[i]] for i in range(len(self._groups))]
+                self._kv.begin(sequence, node.length, blocks, snapshot)
+                odd = next((n for n in path if not n.exact), None)
+                if odd is not None:
+                    sequence.exact = odd.length - self.chunk_tokens
+                    self._inexact_tokens += node.length - sequence.exact
+                if not again:
+                    self._touch(path, node)
+                return node.length
+        except CapacityError:  # the pool of a window is short
+            pass
+        finally:
+            self.tree.in_use = set()
+        return 0
+
+    def _fetched(self, parent: Node, key: bytes) -> Node | None:
+        """The node of a chunk with its blocks on the device, in use, or None where they cannot be had."""
+        node = parent.children.get(key)
+        if node is not None and node.blocks is not None:
+            return node
+        data: Many[NDArray[Any]] | None = None
+        if node is not None:
+            data = node.data
+        elif self._files is not None:
+            data = self._hosted(f"{self.tree.name(parent.name, key)}.blocks", self._data_bytes)
+        blocks = None if data is None else self._on_device(data)
+        if blocks is None:
+            return None
+        node = self.tree.child(parent, key)
+        self.tree.in_use.add(node)
+        node.blocks = blocks
+        self._drop_data(node)
+        return node
+
+    def _doubt(self, name: str, keys: Many[bytes]) -> None:
+        """Let files be written again that lie behind one that is damaged: nobody has looked at them."""
+        names = [name := self.tree.name(name, key) for key in keys]
+        if self._files is not None and not self._files.has(f"{names[0]}.blocks"):
+            self._files.doubt(f"{name}.{kind}" for name in names for kind in ("blocks", "state"))
+
+    def _on_device(self, data: Many[NDArray[np.uint8]]) -> tuple[tuple[int, ...], ...] | None:
+        taken: list[list[int]] = [[] for _ in self._groups]
+        try:
+            for group, blocks in zip(self._groups, taken, strict=True):
+                for _ in range(self._n_blocks):
+                    blocks.append(self._kv.pools[group].take())
+        except CapacityError:
+            for group, blocks in zip(self._groups, taken, strict=True):
+                self._kv.pools[group].give_back(blocks)
+            return None
+        for group, blocks, part in zip(self._groups, taken, data, strict=True):
+            self._kv.write_blocks(group, blocks, part)
+        return tuple(map(tuple, taken))
+
+    def _snapshot(self, node: Node) -> Snapshot | None:
+        if node.snapshot is not None or self._files is None:
+            return node.snapshot
+        arrays = self._hosted(f"{node.name}.state", [self._kv.snapshot_bytes(node.length)])
+        if arrays is None:
+            return None
+        n_windows = len(self._kv.groups) - len(self._groups)
+        cut = len(arrays) - n_windows
+        snapshot = Snapshot(node.length, arrays[:cut], arrays[cut:])
+        claim = self._claim_snapshot(node, snapshot.nbytes)
+        if claim is not None:
+            node.snapshot, node.snapshot_claim = snapshot, claim
+        return snapshot
+
+    def _claim_snapshot(self, node: Node, n_bytes: int) -> Claim | None:
+        return self._host.claim("snapshots", n_bytes, partial(self._give_up_snapshot, node), node.length)
+
+    def _hosted(self, name: str, n_bytes: list[int]) -> list[NDArray[Any]] | None:
+        """The arrays of a file, where they have these sizes, or all together the only one of these."""
+        assert self._files is not None
+        arrays = self._files.get(name)
+        if arrays is None or n_bytes not in ([a.nbytes for a in arrays], [sum(a.nbytes for a in arrays)]):
+            return None
+        try:
+            return self._kv.hosted(arrays)
+        except CapacityError:
+            self._host.short()
+            return None
+
+    # --- remembering ------------------------------------------------------------------------------
+
+    def insert(self, sequence: Sequence, tokens: I32, again: bool = False) -> None:
+        """Remember the whole chunks of a sequence, whose blocks are shared from now on.
+
+        tokens: those of the sequence, and those that are known to follow: they tell where a snapshot is worth its
+        memory. Call it after every prefill step and at the end, but not between a kept step and its taking back.
+        What is exact takes the place of what is not, and never the other way round. again: nobody asked for this, so it
+        is no use of the chunks, and whoever comes goes on behind all of `tokens`.
+        """
+        assert len(tokens) >= sequence.length
+        if not self._groups:  # blocks are what is counted; no model has windows and recurrent layers alone
+            return
+        path: list[Node] = []
+        node = self.tree.root
+        n_read = sequence.length if sequence.exact is None else sequence.exact
+        n_exact = n_read if self.decoded_differ else sequence.length
+        for i, key in enumerate(self.tree.keys(tokens[: sequence.length])):
+            child = self.tree.child(node, key)
+            node = child
+            path.append(child)
+            exact = child.length <= n_exact
+            held_any = child.blocks is not None or child.data is not None
+            if held_any and child.exact and not exact:
+                continue
+            if exact and not child.exact:
+                self._forget(child)
+            child.exact = exact
+            part = slice(i * self._n_blocks, (i + 1) * self._n_blocks)
+            held = [sequence.groups[g].held[part] for g in self._groups]
+            # Blocks of its own, of a sequence that read the chunk again: those would be kept twice, and for long, as
+            # long as the chunks below are in use.
+            if child.blocks is not None and child.blocks != tuple(map(tuple, held)) and self.tree.alone(child):
+                self._give_back(child)
+            if child.blocks is None:
+                for group, blocks in zip(self._groups, held, strict=True):
+                    for block in blocks:
+                        self._kv.pools[group].share(block)
+                child.blocks = tuple(map(tuple, held))
+                self._drop_data(child)
+        if not path:
+            return
+        if not again:
+            self._touch(path, None)
+        # Decoding leaves none, wherever it ends: where snapshots lie follows from the tokens.
+        if sequence.length == node.length == n_read and self.tree.wants_snapshot(node, tokens, again):
+            self._take_snapshot(node, sequence)
+        self._write_files(path)
+
+    def _take_snapshot(self, node: Node, sequence: Sequence) -> None:
+        n_bytes = self._kv.snapshot_bytes(node.length)
+        name = f"{node.name}.state"
+        claim = self._claim_snapshot(node, n_bytes)
+        if claim is None and (self._files is None or not self._files.wants(name, n_bytes)):
+            return
+        try:  # a file's writer reads it; else nobody does but the device
+            snapshot = self._kv.save(sequence, windows=True, wait=self._files is not None)
+        except CapacityError:
+            if claim is not None:
+                self._host.drop(claim)
+            self._host.short()
+            return
+        if claim is not None:
+            node.snapshot, node.snapshot_claim = snapshot, claim
+        if self._files is not None:
+            self._files.put(name, [*snapshot.states, *snapshot.windows])
+
+    def _write_files(self, path: list[Node]) -> None:
+        """Save what is not in files yet, as far as the writing keeps up."""
+        if self._files is None:
+            return
+        for node in path:
+            if not node.exact or node.blocks is None:
+                continue
+            if node.snapshot is not None:
+                self._files.put(f"{node.name}.state", [*node.snapshot.states, *node.snapshot.windows])
+            if self._files.wants(f"{node.name}.blocks", sum(self._data_bytes)):
+                try:
+                    self._files.put(f"{node.name}.blocks", self._read(node, wait=True))
+                except CapacityError:
+                    return
+
+    def _read(self, node: Node, wait: bool) -> Data:
+        assert node.blocks is not None
+        pairs = zip(self._groups, node.blocks, strict=True)
+        return tuple(self._kv.read_blocks(group, blocks, wait) for group, blocks in pairs)
+
+    def _touch(self, path: list[Node], resumed: Node | None) -> None:
+        now = self._host.tick()
+        for node in path:
+            node.used = now
+        if resumed is not None and resumed.snapshot_claim is not None:
+            resumed.snapshot_claim.used = now
+        if self._files is not None:
+            states = [] if resumed is None else [f"{resumed.name}.state"]
+            self._files.touch([*(f"{n.name}.blocks" for n in path), *states])
+
+    # --- forks ------------------------------------------------------------------------------------
+
+    def fork(self, sequence: Sequence) -> Fork | None:
+        """What others go on from, after all tokens of a sequence; None where there is no room for it.
+
+        It is held until `drop`, or until blocks are short and no chunk can be given up.
+        """
+        n_bytes = self._kv.snapshot_bytes(sequence.length) if self._needs_snapshot else 0
+        claim = self._host.claim("forks", n_bytes) if n_bytes else None
+        if n_bytes and claim is None:
+            return None
+        try:
+            fork = self._kv.fork(sequence)
+        except CapacityError:
+            if claim is not None:
+                self._host.drop(claim)
+            return None
+        self._forks[fork] = claim
+        return fork
+
+    def begin(self, sequence: Sequence, fork: Fork) -> None:
+        """Let an empty sequence go on from a fork that is not gone; CapacityError where a pool is short."""
+        self._begun = fork
+        try:
+            self._kv.begin(sequence, fork.length, fork.shared, fork.snapshot, fork.rest)
+            sequence.exact = fork.exact
+        finally:
+            self._begun = None
+
+    def drop(self, fork: Fork) -> None:
+        """Give up a fork, if that has not been done."""
+        if not fork.gone:
+            claim = self._forks.pop(fork)
+            if claim is not None:
+                self._host.drop(claim)
+            self._kv.drop(fork)
+
+    # --- giving up --------------------------------------------------------------------------------
+
+    def reclaim(self) -> bool:
+        """Give up the least recently used chunk's blocks that no sequence uses, else a fork; False: there is none."""
+        found = self.tree.least_used()
+        if found is None:
+            fork = next((fork for fork in self._forks if fork is not self._begun), None)
+            if fork is not None:
+                self.drop(fork)
+            return fork is not None
+        node, worth_keeping = found
+        if not worth_keeping or not self._move_out(node):
+            self._drop(node)
+        return True
+
+    def _move_out(self, node: Node) -> bool:
+        """Move a chunk from the device to host memory; False where there is no room for it."""
+        claim = self._host.claim(
+            "chunks", sum(self._data_bytes), partial(self._give_up_data, node), node.length, node.used
+        )
+        if claim is None:
+            return False
+        if not self.tree.useful(node):  # for lack of a snapshot that went to make that room
+            self._host.drop(claim)
+            return False
+        try:
+            node.data = self._read(node, wait=False)
+        except CapacityError:
+            self._host.drop(claim)
+            self._host.short()
+            return False
+        node.data_claim = claim
+        self._give_back(node)
+        return True
+
+    def _give_up_data(self, node: Node) -> bool:
+        if not self.tree.free(node) or node.children:
+            return False
+        self._drop(node)
+        return True
+
+    def _give_up_snapshot(self, node: Node) -> bool:
+        if not self.tree.free(node):
+            return False
+        self._drop_snapshot(node)
+        # What can only be reached through that snapshot is worth nothing any more.
+        while node.parent is not None and node.blocks is None and self.tree.free(node) and not self.tree.useful(node):
+            above = node.parent
+            self._drop(node)
+            node = above
+        return True
+
+    def inexact(self) -> I32 | None:
+        """The tokens of chunks to be read again, of those used last, and all before; None: there are none."""
+        node = self.tree.inexact()
+        return None if node is None else node.tokens
+
+    def clear(self) -> None:
+        """Give up everything but files; sequences keep what they use."""
+        for node in list(self.tree.root.children.values()):
+            self._drop(node)
+        for fork in list(self._forks):
+            self.drop(fork)
+
+    def close(self) -> None:
+        """Give up everything and wait until files are written."""
+        self.clear()
+        if self._files is not None:
+            self._files.close()
+
+    def _drop(self, node: Node) -> None:
+        """Take a node and all below it out of the tree."""
+        for below in node.subtree():
+            self._forget(below)
+        assert node.parent is not None
+        del node.parent.children[node.key]
+
+    def _give_back(self, node: Node) -> None:
+        for group, blocks in zip(self._groups, node.blocks or (), strict=node.blocks is not None):
+            self._kv.pools[group].give_back(list(blocks))
+        node.blocks = None
+
+    def _forget(self, node: Node) -> None:
+        """Give up what is held of a node that stays."""
+        self._give_back(node)
+        self._drop_data(node)
+        self._drop_snapshot(node)
+
+    def _drop_data(self, node: Node) -> None:
+        if node.data_claim is not None:
+            self._host.drop(node.data_claim)
+        node.data = node.data_claim = None
+
+    def _drop_snapshot(self, node: Node) -> None:
+        if node.snapshot_claim is not None:
+            self._host.drop(node.snapshot_claim)
+        node.snapshot = node.snapshot_claim = None
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is claimed, by whomever."""
+        return self._host.n_bytes
+
+    @property
+    def reclaimable_blocks(self) -> int:
+        """Blocks, of all groups, that nobody but the tree holds and that `reclaim` would free."""
+        return self.reclaimable_tokens // KV_BLOCK_TOKENS * len(self._groups)
+
+    @property
+    def reclaimable_tokens(self) -> int:
+        """Positions that `reclaim` would make room for, one call after the other."""
+        return self.tree.reclaimable_tokens
+
+    def stats(self) -> dict[str, int]:
+        """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files.
+
+        chunk_tokens: of a chunk. device_blocks: KV blocks of those on the device. inexact_chunks: to be read again;
+        inexact_tokens: reused of such chunks since the start.
+        """
+        nodes = list(self.tree.nodes())
+        return {
+            "chunk_tokens": self.chunk_tokens,
+            "device_chunks": sum(n.blocks is not None for n in nodes),
+            "device_blocks": sum(len(blocks) for n in nodes for blocks in n.blocks or ()),
+            "host_chunks": sum(n.data is not None for n in nodes),
+            "snapshots": sum(n.snapshot is not None for n in nodes),
+            "inexact_chunks": sum(not n.exact for n in nodes),
+            "inexact_tokens": self._inexact_tokens,
+            "host_bytes": self.host_bytes,
+            "file_bytes": 0 if self._files is None else self._files.n_bytes,
+        }

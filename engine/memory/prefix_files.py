@@ -1,0 +1,226 @@
+"""Prefixes on disk: a folder with a file for the blocks of each chunk of tokens, and one for each snapshot.
+
+A name is a hash of all that the content depends on, so a file is never stale nor overwritten with something else; the
+folder needs no index, and several daemons and models can share one. Files appear whole or not at all, end in a
+checksum, and the least recently used go first. The format is in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.ground.errors import SparkError, UsageError
+from engine.ground.files import replacing
+
+FORMAT = 1  # to be raised when what a file holds changes; the code that computed it is part of the key
+WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is not saved this time
+_STALE_S = 3600.0  # a temporary file that nobody has written to for so long was left behind by a crash
+_DIGEST_BYTES = 32
+_HEADER_BYTES = 1 << 16
+_NAME = re.compile(r"[0-9a-f]{64}\.(blocks|state)")
+_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\..*\.tmp")
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixFiles:
+    """The files of one model in a folder that may hold those of others.
+
+    key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. A thread writes; `get` and the
+    rest are for one other thread. Nothing but the constructor raises: what fails is a warning with a `reason`.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, str | int], budget_bytes: int) -> None:
+        self._folder, self._key, self._budget = folder, {"format": FORMAT, **key}, budget_bytes
+        self.root = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}  # the least recently used first
+        self._doubted: set[str] = set()  # take room until they are written again
+        self._waiting: dict[str, int] = {}
+        self._queue: Queue[tuple[str, list[NDArray[Any]]] | None] = Queue()
+        self._thread: threading.Thread | None = None
+        self._full = False
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._scan()
+        except OSError as error:
+            raise UsageError(
+                f"--cache-dir {folder}: {error.strerror or error}", hint="name a folder that you may write to"
+            ) from error
+
+    def _scan(self) -> None:
+        found, foreign = [], 0
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another daemon's
+                    status = entry.stat(follow_symlinks=False)
+                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        found.append((status.st_mtime_ns, entry.name, status.st_size))
+                    elif not _TEMPORARY.fullmatch(entry.name):
+                        foreign += 1
+                    elif time.time() - status.st_mtime > _STALE_S:
+                        Path(entry.path).unlink()
+        self._sizes = {name: n_bytes for _, name, n_bytes in sorted(found)}
+        if foreign:
+            _warn("foreign_files", f"{self._folder}: {foreign} files that are not Spark's are left alone")
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the files in the folder, of all models."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file, though it may turn out damaged."""
+        with self._lock:
+            return name in self._sizes and name not in self._doubted
+
+    def wants(self, name: str, n_bytes: int) -> bool:
+        """Whether `put` would save it: it is not there, and there is room for it to wait."""
+        with self._lock:
+            waiting = sum(self._waiting.values())
+            room = n_bytes <= self._budget and (not waiting or waiting + n_bytes <= WAITING_BYTES)
+            there = name in self._waiting or (name in self._sizes and name not in self._doubted)
+            return room and not self._full and not there
+
+    def put(self, name: str, arrays: Many[NDArray[Any]]) -> None:
+        """Write a file soon; the arrays must not change any more."""
+        n_bytes = sum(a.nbytes for a in arrays)
+        if not self.wants(name, n_bytes):
+            return
+        with self._lock:
+            self._waiting[name] = n_bytes
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="prefix files", daemon=True)
+            self._thread.start()
+        self._queue.put((name, list(arrays)))
+
+    def get(self, name: str) -> list[NDArray[Any]] | None:
+        """The arrays of a file, or None where there is none or it is not what its name says."""
+        if not self.has(name):
+            return None
+        try:
+            return self._parse(name, np.fromfile(self._folder / name, np.uint8))
+        except FileNotFoundError:  # another daemon needed the room
+            with self._lock:
+                self._sizes.pop(name, None)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.doubt([name])
+            _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {error}")
+        return None
+
+    def doubt(self, names: Iterable[str]) -> None:
+        """Let files be as if they were not there until they are written again."""
+        with self._lock:
+            self._doubted.update(names)
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Say that files were used; the first name is the last to go."""
+        for name in reversed(list(names)):
+            with self._lock:
+                if name not in self._sizes:
+                    continue
+                self._sizes[name] = self._sizes.pop(name)
+            with contextlib.suppress(OSError):
+                now = time.time_ns()  # finer than the clock that files are written by
+                os.utime(self._folder / name, ns=(now, now))
+
+    def flush(self) -> None:
+        """Wait until everything that was put is written."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Write what waits and stop."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # --- writing, in the thread -------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            name, arrays = job
+            written = 0
+            try:
+                written = self._write(name, arrays)
+            except (OSError, MemoryError, SparkError) as error:  # no reason to stop serving
+                message = error.message if isinstance(error, SparkError) else repr(error)
+                if not self._full:
+                    _warn("files_not_written", f"no more prefixes are saved: {message}")
+                self._full = True
+            with self._lock:
+                del self._waiting[name]
+                if written:
+                    self._doubted.discard(name)
+                    self._sizes.pop(name, None)
+                    self._sizes[name] = written
+            del job, arrays
+            self._queue.task_done()
+        self._queue.task_done()
+
+    def _write(self, name: str, arrays: list[NDArray[Any]]) -> int:
+        described = [[a.dtype.str, list(a.shape)] for a in arrays]
+        header = json.dumps({"spark": "prefix", "name": name, "key": self._key, "arrays": described}).encode() + b"\n"
+        n_bytes = len(header) + sum(a.nbytes for a in arrays) + _DIGEST_BYTES
+        if not self._make_room(n_bytes):
+            return 0
+        digest = hashlib.sha256(header)
+        with replacing(self._folder / name, "a cached prefix", mode=0o600) as file:
+            file.write(header)
+            for array in arrays:
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                digest.update(data.data)
+                file.write(data.data)
+            file.write(digest.digest())
+        return n_bytes
+
+    def _make_room(self, n_bytes: int) -> bool:
+        with self._lock:
+            total = sum(self._sizes.values())
+            gone = []
+            while total + n_bytes > self._budget and self._sizes:
+                gone.append(next(iter(self._sizes)))
+                total -= self._sizes.pop(gone[-1])
+        for name in gone:
+            (self._folder / name).unlink(missing_ok=True)
+        return total + n_bytes <= self._budget
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _parse(self, name: str, whole: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        data, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
+        if hashlib.sha256(data.data).digest() != digest.tobytes():
+            raise ValueError("its checksum is wrong")
+        line = data[:_HEADER_BYTES].tobytes().partition(b"\n")[0]
+        header = json.loads(line)
+        if (header["spark"], header["name"], header["key"]) != ("prefix", name, self._key):
+            raise ValueError("it was made for something else")
+        arrays, at = [], len(line) + 1
+        for kind, shape in header["arrays"]:
+            dtype = np.dtype(kind)
+            n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            arrays.append(data[at : at + n_bytes].view(dtype).reshape(shape))
+            at += n_bytes
+        if at != len(data):
+            raise ValueError("its length is wrong")
+        return arrays
+
+
+def _warn(reason: str, message: str) -> None:
+    _log.warning("%s", message, extra={"reason": reason})

@@ -1,0 +1,340 @@
+"""What a step of a model is made of, and the loop over its layers, written once for all architectures.
+
+An architecture gives `layer`, which is a list of ops and of the parts below; the loop embeds, goes through the layers
+and makes logits. What concerns every layer of every model is done here: the residual that is kept for others, the
+experts that a long step brings in ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor
+from engine.memory.kv import CacheShape, KVCache
+from engine.memory.residency import Residency
+from engine.models.loading import AttentionWeights, Dense, LayerT, Weights
+from engine.ops import F32, I32, U8, Fetches, Gating, SharedExpert
+from engine.ops.device import Array
+from engine.ops.interface import Ops, Workspace
+
+KEPT_TOKENS = 8  # of a step after which some can be taken back
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """The largest of any layer, which buffers are sized by; 0 where no layer has such a thing.
+
+    n_head query heads, n_head_dim their dimensions together, n_head_kv and head_dim; n_ff of a dense or expert FFN;
+    n_gate values of an attention gate; of DeltaNet layers n_mixed channels before the convolution, n_z values of the
+    output gate, n_head_v heads of n_z / n_head_v dimensions.
+    """
+
+    n_head: int
+    n_head_dim: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int
+    n_gate: int = 0
+    n_mixed: int = 0
+    n_z: int = 0
+    n_head_v: int = 0
+
+
+class ModelConfig(CacheShape, Protocol):
+    """What is read of any architecture's configuration, besides what the cache reads of it."""
+
+    @property
+    def n_embd(self) -> int:
+        """D, the width of the residual stream."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the vocabulary."""
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Positions that the model was trained on."""
+
+    @property
+    def n_expert(self) -> int:
+        """E, 0 in a model without experts."""
+
+    @property
+    def n_expert_used(self) -> int:
+        """A of a token, 0 in a model without experts."""
+
+    @property
+    def n_ff_exp(self) -> int:
+        """F of an expert, 0 in a model without experts."""
+
+    @property
+    def eps(self) -> float:
+        """Of the RMS norms."""
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts, in order; an MoE layer's number is its place here."""
+
+    @property
+    def widths(self) -> Widths:
+        """The widest of any layer."""
+
+    def metadata(self) -> dict[str, Any]:
+        """The GGUF keys that `from_gguf` reads back."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor and its shape, slowest dimension first."""
+
+
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Inputs of one forward pass: T tokens of one or more sequences, arrays of the backend's device.
+
+    tokens, positions, sequence: int32 [T]: token id, position in its sequence, row of the block tables. slots[g]: int32
+    [T], slot in the cache of KV group g. block_table[g]: int32 [n_sequence, max_blocks]. states: int32 [n_sequence, 2],
+    the recurrent state to read and to write. counted: uint8 [T], whose routing enters the counters. rows: int32 [R],
+    the tokens whose logits are wanted. n_positions: one more than the largest position, as the host knows it (0 in a
+    captured graph).
+    """
+
+    tokens: I32
+    positions: I32
+    sequence: I32
+    slots: tuple[I32, ...]
+    block_table: tuple[I32, ...]
+    states: I32
+    counted: U8
+    rows: I32
+    n_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a forward pass writes; allocated once for the largest step, `first(T, R)` views it.
+
+    x, h, y: float32 [T, D]; router [T, E]; experts int32 and weights float32 [L, T, A], L the MoE layers; logits
+    [R, V]; hidden: float32 [n_layer, T, D], the residual entering each layer, or None when nobody asked for it.
+    The rest is scratch of the widest layer, which `heads`, `attended`, `gate`, `z` and `delta` view in a layer's shape.
+    """
+
+    x: F32
+    h: F32
+    y: F32
+    scratch_q: F32
+    scratch_attended: F32
+    scratch_gate: F32
+    scratch_z: F32
+    scratch_delta: F32
+    router: F32
+    experts: I32
+    weights: F32
+    logits: F32
+    fetches: Fetches
+    hidden: F32 | None = None
+    # Views are made once: where an op keeps what it knows of an array, a new view costs it more than its address.
+    _views: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def first(self, T: int, R: int) -> Buffers:
+        """Contiguous views for a step of T tokens, R of which want logits."""
+        if T > KEPT_TOKENS:
+            return self._first(T, R)
+        if (-1, T, R) not in self._views:
+            self._views[-1, T, R] = self._first(T, R)
+        made: Buffers = self._views[-1, T, R]
+        return made
+
+    def _first(self, T: int, R: int) -> Buffers:
+        return replace(
+            self, x=self.x[:T], h=self.h[:T], y=self.y[:T], router=self.router[:T],
+            experts=_layers_of(self.experts, T), weights=_layers_of(self.weights, T), logits=self.logits[:R],
+            hidden=None if self.hidden is None else _layers_of(self.hidden, T),
+        )  # fmt: skip
+
+    def heads(self, n_head: int, head_dim: int) -> F32:
+        """Queries [T, n_head, head_dim]."""
+        return self._view(0, self.scratch_q, n_head, head_dim)
+
+    def attended(self, width: int) -> F32:
+        """What attention or a recurrence gives, [T, width]."""
+        return self._view(1, self.scratch_attended, width)
+
+    def gate(self, width: int) -> F32:
+        """Values of an attention gate, [T, width]."""
+        return self._view(2, self.scratch_gate, width)
+
+    def z(self, width: int) -> F32:
+        """Values of a DeltaNet output gate, [T, width]."""
+        return self._view(3, self.scratch_z, width)
+
+    def delta(self, layer: int, n_mixed: int, n_head_v: int) -> tuple[F32, F32, F32]:
+        """Inputs of the recurrence of the DeltaNet layer of that number: [T, n_mixed], twice [T, n_head_v].
+
+        In a step of at most KEPT_TOKENS they are the layer's own, so that tokens can be taken back.
+        """
+        T, width = len(self.x), n_mixed + 2 * n_head_v
+        first = layer * KEPT_TOKENS * width if T <= KEPT_TOKENS else 0
+        memory = self.scratch_delta.reshape(-1)[first : first + T * width]
+        at = T * n_mixed, T * (n_mixed + n_head_v)
+        mixed, beta, alpha = memory[: at[0]], memory[at[0] : at[1]], memory[at[1] :]
+        return mixed.reshape(T, n_mixed), beta.reshape(T, n_head_v), alpha.reshape(T, n_head_v)
+
+    def chosen(self, m: int) -> tuple[I32, F32]:
+        """The experts of MoE layer m and their weights, [T, A] each."""
+        key = (4, m)
+        if key not in self._views:
+            self._views[key] = self.experts[m], self.weights[m]
+        made: tuple[I32, F32] = self._views[key]
+        return made
+
+    def _view(self, which: int, scratch: F32, *shape: int) -> F32:
+        key = (which, *shape)
+        if key not in self._views:
+            T = len(self.x)
+            self._views[key] = scratch.reshape(-1)[: T * prod(shape)].reshape(T, *shape)
+        made: F32 = self._views[key]
+        return made
+
+
+def _layers_of(array: Array, T: int) -> Array:
+    """[L, max T, n] as a contiguous [L, T, n] at the beginning of the same memory."""
+    L, _, n = array.shape
+    return array.reshape(-1)[: L * T * n].reshape(L, T, n)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass(Generic[ConfigT]):
+    """One forward pass: what the layers of a model compute with.
+
+    ops, ws: the backend and its workspace. residency: None in a model without experts. ropes: what the architecture's
+    `rope_tables` gave, on the device.
+    """
+
+    config: ConfigT
+    ops: Ops
+    ws: Workspace
+    step: Step
+    kv: KVCache
+    residency: Residency | None
+    ropes: tuple[F32, ...]
+    b: Buffers
+
+    def attention(
+        self,
+        i: int,
+        w: AttentionWeights,
+        head_dim: int,
+        scale: float,
+        *,
+        rope: int = 0,
+        window: int = 0,
+        gate_kind: str = "",
+        to: F32 | None = None,
+    ) -> None:
+        """Attention of layer i: x += W_o attention(rms(x)), or `to` = it; rope: which of `ropes`."""
+        ops, ws, b, step, kv = self.ops, self.ws, self.b, self.step, self.kv.layers[i]
+        assert kv is not None, f"layer {i} has no cache"
+        inputs, group = w.inputs, self.kv.group_of[i]
+        width = inputs.wq.shape[0]
+        q, attended = b.heads(width // head_dim, head_dim), b.attended(width)
+        gate = None if inputs.gate is None else b.gate(inputs.gate.shape[0])
+        ops.attention_input(
+            ws, b.x, inputs, self.config.eps, self.ropes[rope], step.positions, kv, step.slots[group], q, gate
+        )
+        ops.attention(
+            ws, q, kv, step.block_table[group], step.sequence, step.positions, scale, attended, step.n_positions,
+            window=window, gate=gate, gate_kind=gate_kind,
+        )  # fmt: skip
+        ops.attention_output(ws, attended, w.wo, b.x if to is None else to, add=to is None)
+
+    def dense(self, norm: F32, w: Dense) -> None:
+        """A dense FFN: x += ffn(rms(x))."""
+        self.ops.norm(self.ws, self.b.x, norm, self.config.eps, self.b.h)
+        self.ops.dense_ffn(self.ws, self.b.h, w.gate, w.up, w.down, self.b.x)
+
+    def route(self, m: int, norm: F32, router: QTensor, gating: Gating) -> None:
+        """Choose the experts of MoE layer m by rms(x) * norm, which is left in `b.h`."""
+        b, r = self.b, self.residency
+        assert r is not None
+        self.ops.router(self.ws, b.x, norm, self.config.eps, router, b.h, b.router)
+        self.ops.route(
+            self.ws, b.router, gating, r.live, r.banks[m], self.step.counted, r.rule, *b.chosen(m), b.fetches
+        )
+
+    def experts(self, m: int, shared: SharedExpert | None = None, to: F32 | None = None) -> None:
+        """Experts of MoE layer m, as they were chosen: x += experts(h), or `to` = it."""
+        b, r = self.b, self.residency
+        assert r is not None
+        self.ops.expert_ffn(
+            self.ws, b.h, *b.chosen(m), r.banks[m], b.fetches, b.x if to is None else to,
+            add=to is None, shared=shared,
+        )  # fmt: skip
+
+
+class ConfigClass(Protocol):
+    """The class of an architecture's configurations."""
+
+    def from_gguf(self, file: GGUFFile) -> ModelConfig:
+        """Read and check the metadata; a variant that is not implemented is refused by name."""
+
+
+class Architecture(Protocol):
+    """A model file of this room: a module with these functions; config and weights are its own kinds."""
+
+    @property
+    def ARCH(self) -> str:  # noqa: N802
+        """What `general.architecture` says of it."""
+
+    @property
+    def Config(self) -> ConfigClass:  # noqa: N802
+        """Its hyper-parameters."""
+
+    def load(self, file: GGUFFile, config: Any) -> Weights[Any]:
+        """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
+
+    def rope_tables(self, config: Any, n_ctx: int) -> tuple[F32, ...]:
+        """Tables of RoPE for n_ctx positions, which `layer` finds as `Pass.ropes`."""
+
+    def layer(self, p: Pass[Any], i: int, w: Any) -> None:
+        """Layer i of a step, as ops and parts of `Pass`."""
+
+    def tiny(self, rng: np.random.Generator, **changes: Any) -> tuple[ModelConfig, dict[str, F32]]:
+        """A small configuration with `changes` of its fields, and random tensors, for tests."""
+
+
+class Recurrent(Architecture, Protocol):
+    """An architecture with layers whose state is replayed where tokens are taken back."""
+
+    def replay(self, p: Pass[Any], weights: Weights[Any]) -> None:
+        """The recurrences of a kept step again, for the tokens of `p.step` alone."""
+
+
+def head(
+    config: ModelConfig, weights: Weights[LayerT], ops: Ops, ws: Workspace, rows: I32, x: F32, logits: F32
+) -> None:
+    """Logits [R, V] of the given rows of the residual stream x [T, D]."""
+    ops.head(ws, x, rows, weights.output_norm, config.eps, weights.output, logits, softcap=weights.softcap)
+
+
+def forward(arch: Architecture, weights: Weights[LayerT], p: Pass[ConfigT]) -> None:
+    """One step: `p.b.logits` for `p.step.rows`; cache, states and residency are updated."""
+    ops, ws, b, r, T = p.ops, p.ws, p.b, p.residency, p.b.x.shape[0]
+    moe = {i: m for m, i in enumerate(p.config.moe_layers)}
+    ops.embed(ws, weights.token_embd, p.step.tokens, b.x, scale=weights.embed_scale)
+    if r is not None and moe:
+        ops.fetch_ahead(ws, r.live, r.banks[0], T)
+    for i, layer in enumerate(weights.layers):
+        if b.hidden is not None:
+            ops.copy(ws, b.x, b.hidden[i])
+        if r is not None and i in moe and moe[i] + 1 < len(r.banks):
+            ops.fetch_ahead(ws, r.live, r.banks[moe[i] + 1], T)
+        arch.layer(p, i, layer)
+    if len(p.step.rows):
+        head(p.config, weights, ops, ws, p.step.rows, b.x, b.logits)

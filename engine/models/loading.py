@@ -1,0 +1,243 @@
+"""How the tensors of a model file are read, with every shape checked.
+
+What all architectures share; what is one's own is in its file (engine/models/).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.gguf import GGUFFile
+from engine.formats.quants import QTensor, dequantize, require_native
+from engine.ground.errors import ModelFormatError, UnsupportedModelError
+from engine.memory.residency import ExpertTensors
+from engine.ops import F32, Activation, AttentionInput, SharedExpert
+
+PARTS = ("gate", "up", "down")
+Shapes = dict[str, tuple[int, ...]]
+
+
+# --- shapes -------------------------------------------------------------------------------------------
+
+
+def ends(n_vocab: int, n_embd: int) -> Shapes:
+    """Embedding, last norm and output matrix, which may be absent: tied."""
+    return {"token_embd.weight": (n_vocab, n_embd), "output_norm.weight": (n_embd,), "output.weight": (n_vocab, n_embd)}
+
+
+def attention_shapes(p: str, n_embd: int, q: int, kv: int, head_dim: int) -> Shapes:
+    """Attention with norms of Q and K, of a layer whose tensors' names begin with p."""
+    return {
+        p + "attn_norm.weight": (n_embd,),
+        p + "attn_q.weight": (q, n_embd),
+        p + "attn_k.weight": (kv, n_embd),
+        p + "attn_v.weight": (kv, n_embd),
+        p + "attn_output.weight": (n_embd, q),
+        p + "attn_q_norm.weight": (head_dim,),
+        p + "attn_k_norm.weight": (head_dim,),
+    }
+
+
+def ffn_shapes(p: str, n_embd: int, n_ff: int, kind: str = "") -> Shapes:
+    """A dense FFN, or a shared expert (kind "_shexp")."""
+    return {
+        f"{p}ffn_gate{kind}.weight": (n_ff, n_embd),
+        f"{p}ffn_up{kind}.weight": (n_ff, n_embd),
+        f"{p}ffn_down{kind}.weight": (n_embd, n_ff),
+    }
+
+
+def expert_shapes(p: str, n_embd: int, n_expert: int, n_ff: int, fused: bool = False) -> Shapes:
+    """A router and its experts; fused: gate and up are one tensor."""
+    E, D, F = n_expert, n_embd, n_ff
+    first = (
+        {p + "ffn_gate_up_exps.weight": (E, 2 * F, D)}
+        if fused
+        else {p + "ffn_gate_exps.weight": (E, F, D), p + "ffn_up_exps.weight": (E, F, D)}
+    )
+    return {p + "ffn_gate_inp.weight": (E, D), p + "ffn_down_exps.weight": (E, D, F), **first}
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+def matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
+    """A tensor of a type with kernels and exactly `shape`, or an error that names it."""
+    if name not in file.tensors:
+        raise ModelFormatError(f"tensor {name} is missing; a {file.architecture} model has it")
+    tensor = file.tensor(name)
+    if tensor.shape != shape:
+        raise ModelFormatError(f"tensor {name} has shape {tensor.shape}, the metadata asks for {shape}")
+    require_native(tensor)
+    return tensor
+
+
+def float_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
+    """A router or another matrix whose products are not quantized: F32, F16 or BF16."""
+    tensor = matrix(file, name, shape)
+    if tensor.qtype not in FLOAT_TYPES:
+        raise UnsupportedModelError(f"tensor {name} is {tensor.qtype.name}; a router is F32, F16 or BF16")
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Attention: what enters it, and wo [D, H * head_dim]."""
+
+    inputs: AttentionInput
+    wo: QTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense FFN: gate, up [F, D], down [D, F]."""
+
+    gate: QTensor
+    up: QTensor
+    down: QTensor
+
+
+LayerT = TypeVar("LayerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[LayerT]):
+    """Everything that is always in fast memory, and where the experts are in the file.
+
+    output: `token_embd` itself where the two are tied. embed_scale multiplies embeddings; softcap > 0: logits go
+    through its tanh.
+    """
+
+    token_embd: QTensor
+    layers: tuple[LayerT, ...]
+    output_norm: F32
+    output: QTensor
+    experts: tuple[ExpertTensors, ...] = ()
+    embed_scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the matrices outside the experts."""
+        return matrix_bytes(self)
+
+
+class Tensors:
+    """The tensors of a file, none of which may be unknown: an ignored bias is a wrong model.
+
+    shapes: of those that an architecture knows. prefix: what `name` stands behind in the methods.
+    """
+
+    def __init__(
+        self, file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], skipped: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        for name in file.tensors:
+            if name not in shapes and not skipped(name):
+                raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
+        self.file, self.shapes, self.prefix = file, shapes, ""
+
+    def layer(self, i: int) -> Tensors:
+        """Those of a layer."""
+        tensors = object.__new__(Tensors)
+        tensors.file, tensors.shapes, tensors.prefix = self.file, self.shapes, f"blk.{i}."
+        return tensors
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor."""
+        return self.prefix + name in self.file.tensors
+
+    def matrix(self, name: str) -> QTensor:
+        """A tensor of a type with kernels, as it is."""
+        return matrix(self.file, self.prefix + name, self.shapes[self.prefix + name])
+
+    def floats(self, name: str) -> QTensor:
+        """A router or another matrix whose products are not quantized."""
+        return float_matrix(self.file, self.prefix + name, self.shapes[self.prefix + name])
+
+    def values(self, name: str) -> F32:
+        """A small tensor (a norm, a convolution) as float32."""
+        return np.ascontiguousarray(dequantize(self.matrix(name)))
+
+    def attention(self, gate: str | None = None) -> AttentionWeights:
+        """Attention with norms of Q and K; without K, or V alone, where `shapes` has none."""
+        k, v, k_norm = (
+            self.prefix + name in self.shapes for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        )
+        inputs = AttentionInput(
+            norm=self.values("attn_norm.weight"),
+            wq=self.matrix("attn_q.weight"),
+            wk=self.matrix("attn_k.weight") if k else None,
+            wv=self.matrix("attn_v.weight") if v else None,
+            q_norm=self.values("attn_q_norm.weight"),
+            k_norm=self.values("attn_k_norm.weight") if k_norm else None,
+            gate=None if gate is None else self.matrix(gate),
+        )
+        return AttentionWeights(inputs, self.matrix("attn_output.weight"))
+
+    def ffn(self) -> Dense:
+        """A dense FFN."""
+        return Dense(*(self.matrix(f"ffn_{part}.weight") for part in PARTS))
+
+    def shared(self, gate: QTensor | None = None) -> SharedExpert:
+        """A shared expert."""
+        first, up, down = (self.matrix(f"ffn_{part}_shexp.weight") for part in PARTS)
+        return SharedExpert(first, up, down, gate)
+
+    def experts(self, activation: Activation = "silu") -> ExpertTensors:
+        """The experts, whose gate and up may be one tensor."""
+        if self.prefix + "ffn_gate_up_exps.weight" in self.shapes:
+            gate, up = self.matrix("ffn_gate_up_exps.weight").halves()
+        else:
+            gate, up = self.matrix("ffn_gate_exps.weight"), self.matrix("ffn_up_exps.weight")
+        return ExpertTensors(gate, up, self.matrix("ffn_down_exps.weight"), activation)
+
+    def model(self, layers: list[LayerT], experts: list[ExpertTensors], **more: float) -> Weights[LayerT]:
+        """The whole, with what stands before and after the layers; the output matrix may be the embedding."""
+        token_embd = self.matrix("token_embd.weight")
+        output = self.matrix("output.weight") if self.has("output.weight") else token_embd
+        return Weights(token_embd, tuple(layers), self.values("output_norm.weight"), output, tuple(experts), **more)
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    rng: np.random.Generator,
+    own: Callable[[str, F32], F32 | None] = lambda name, values: None,
+) -> dict[str, F32]:
+    """Every tensor of a tiny model: norms around one, matrices that keep activations in range.
+
+    own: what an architecture makes of the normal values of a tensor instead, or None.
+    """
+    tensors = {}
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape, dtype=np.float32)
+        made = own(name, values)
+        if made is None and "norm" in name:
+            made = 1 + np.float32(0.3) * values
+        elif made is None:
+            made = values * np.float32(1.0 if name == "token_embd.weight" else 1.2 / math.sqrt(shape[-1]))
+        tensors[name] = made
+    return tensors
+
+
+def matrix_bytes(record: object) -> int:
+    """Bytes of every matrix of a record of weights, one that is named twice once; stacked experts do not count."""
+    found: dict[int, int] = {}
+
+    def visit(item: object) -> None:
+        if isinstance(item, QTensor):
+            found[id(item)] = item.nbytes if len(item.shape) == 2 else 0
+        elif isinstance(item, tuple):
+            for part in item:
+                visit(part)
+        elif is_dataclass(item):
+            for field in fields(item):
+                visit(getattr(item, field.name))
+
+    visit(record)
+    return sum(found.values())

@@ -1,0 +1,113 @@
+"""What a backend of ops is: a module with the functions of `Ops`, and the workspace that they share.
+
+The shapes are those of `reference.py`, which computes what the others must. `tests/test_protocols.py` has mypy compare
+the backends with this page.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from engine.formats.quants import QTensor
+from engine.ops import (
+    F32,
+    I32,
+    U8,
+    Activation,
+    AttentionInput,
+    DeltaInput,
+    DeltaLayer,
+    Experts,
+    Fetches,
+    Gating,
+    KVLayer,
+    Limits,
+    SharedExpert,
+)
+from engine.placing import policy
+
+Scratch = Any  # a backend's own `Workspace`, which no other backend's ops take
+
+
+class Workspace(Protocol):
+    """Scratch memory of a backend's ops for steps within `limits`; isa: what its kernels were compiled for."""
+
+    limits: Limits
+    isa: str
+
+    def close(self) -> None:
+        """Release the memory, and threads where there are any."""
+
+
+class Ops(Protocol):
+    """The ops of a backend, in the order in which a step uses them."""
+
+    def embed(self, ws: Scratch, table: QTensor, tokens: I32, x: F32, scale: float = 1.0) -> None:
+        """Rows of the embedding table; the first op of a step."""
+
+    def fetch_ahead(self, ws: Scratch, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
+        """A hint that the experts of `bank` are wanted soon: of every MoE layer, before the one ahead of it routes."""
+
+    def copy(self, ws: Scratch, x: F32, to: F32) -> None:
+        """Copy an array."""
+
+    def norm(self, ws: Scratch, x: F32, weight: F32, eps: float, out: F32) -> None:
+        """The RMS norm."""
+
+    def add_norm(self, ws: Scratch, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0) -> None:
+        """Add the RMS norm of y to x."""
+
+    def attention_input(
+        self, ws: Scratch, x: F32, w: AttentionInput, eps: float, rope: F32, positions: I32, kv: KVLayer, slots: I32,
+        q: F32, gate_out: F32 | None = None,
+    ) -> None:  # fmt: skip
+        """Norm, Q, K, V, per-head norms and RoPE; keys and values to the cache."""
+
+    def attention(
+        self, ws: Scratch, q: F32, kv: KVLayer, block_table: I32, sequence: I32, positions: I32, scale: float, out: F32,
+        n_positions: int = 0, window: int = 0, gate: F32 | None = None, gate_kind: str = "",
+    ) -> None:  # fmt: skip
+        """Causal attention over cached blocks."""
+
+    def attention_output(self, ws: Scratch, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:
+        """What attention gives, back to the residual."""
+
+    def delta_input(
+        self, ws: Scratch, x: F32, w: DeltaInput, eps: float, mixed: F32, z: F32, beta: F32, alpha: F32
+    ) -> None:
+        """Four products of the normed residual."""
+
+    def delta(
+        self, ws: Scratch, mixed: F32, beta: F32, alpha: F32, conv: F32, dt_bias: F32, a: F32, eps: float,
+        layer: DeltaLayer, states: I32, sequence: I32, positions: I32, slots: I32, out: F32,
+    ) -> None:  # fmt: skip
+        """Convolution, gates and the gated delta rule."""
+
+    def delta_output(self, ws: Scratch, y: F32, z: F32, norm: F32, eps: float, w_out: QTensor, x: F32) -> None:
+        """What the recurrence gives, normed and gated, back to the residual."""
+
+    def dense_ffn(
+        self, ws: Scratch, h: F32, gate: QTensor, up: QTensor, down: QTensor, x: F32,
+        activation: Activation = "silu", add: bool = True, shared_gate: QTensor | None = None,
+    ) -> None:  # fmt: skip
+        """A dense FFN, or a shared expert."""
+
+    def router(self, ws: Scratch, x: F32, norm: F32, eps: float, gate: QTensor, h: F32, logits: F32) -> None:
+        """The normed residual and the router's logits."""
+
+    def route(
+        self, ws: Scratch, logits: F32, gating: Gating, state: policy.SlotState, bank: Experts, counted: U8,
+        rule: policy.Rule, experts: I32, weights: F32, fetches: Fetches,
+    ) -> None:  # fmt: skip
+        """Choose experts, and let the slots of the layer of `bank` follow."""
+
+    def expert_ffn(
+        self, ws: Scratch, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32,
+        add: bool = True, shared: SharedExpert | None = None,
+    ) -> None:  # fmt: skip
+        """The chosen experts, and a shared one."""
+
+    def head(
+        self, ws: Scratch, x: F32, rows: I32, norm: F32, eps: float, output: QTensor, logits: F32, softcap: float = 0.0
+    ) -> None:
+        """Logits of the chosen rows."""

@@ -1,0 +1,1 @@
+"""Which experts lie in fast memory: policies, placements, plans, and what traces say of them. All of it is pure."""

@@ -1,0 +1,129 @@
+"""Tokens drawn from rows of logits: on the host, or by samplers on the device, which draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from engine.ground.errors import NumericalError
+from engine.ops import F32
+from engine.ops.cuda.device import Device
+from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler
+from engine.ops.device import Array
+from engine.ops.likelihood import likelihood
+from engine.running.forward import Forward
+from engine.running.sampling import Drawing, Drawn, counts_reply, sample
+from engine.running.stepping import StepResult
+
+
+class Drawer(Protocol):
+    """Who draws."""
+
+    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
+        """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite."""
+
+    def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
+        """As `draw`, from a row of an earlier step that was kept, float32 [V] in host memory."""
+
+
+class HostDrawer:
+    """Draws on the host."""
+
+    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
+        """As `Drawer.draw`."""
+        logits = result.logits
+        return [self.draw_from(logits[d.row], d) for d in drawings]
+
+    def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
+        """As `Drawer.draw_from`."""
+        d = drawing
+        reply = d.history[d.reply_from :] if counts_reply(d.params) else ()
+        try:
+            token = sample(logits, d.params, len(d.history), d.history, d.allowed, reply)
+        except NumericalError:
+            return None
+        return Drawn(token, None if d.logprobs is None else likelihood(logits, token, d.logprobs))
+
+
+class _Request(NamedTuple):
+    """What a sampler has of a request: tokens, the last of them, draws since it was prepared, whether with a mask."""
+
+    request: int = -1
+    n_tokens: int = 0
+    token: int = -1
+    draws: int = 0
+    masked: bool = False
+
+
+_NOTHING = _Request()
+
+
+class DeviceDrawer:
+    """Draws on the device, that of `forward`, with a sampler for each sequence of a step."""
+
+    def __init__(self, forward: Forward, device: Device) -> None:
+        self.forward, self.device = forward, device
+        self._samplers = [Sampler(device, forward.limits) for _ in range(forward.limits.max_sequences)]
+        self._known = [_NOTHING] * len(self._samplers)
+        self._nowhere = device.empty((2 + len(forward.kv.groups), 1), np.int32)
+        self._row = device.empty((1, forward.limits.n_vocab), np.float32)
+
+    def lend(self, number: int = 0) -> Sampler:
+        """A sampler for somebody who prepares it; what it had of a request is forgotten."""
+        self._known[number] = _NOTHING
+        return self._samplers[number]
+
+    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
+        """As `Drawer.draw`; waits for the tokens.
+
+        A sampler goes on by itself with the request it had, without a mask.
+        """
+        for d in drawings:
+            self._draw(d, self._aligned(result.at(d.row)))
+        return self._drawn(drawings)
+
+    def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
+        """As `Drawer.draw_from`."""
+        self.device.write(self._row, logits[None])
+        self._draw(drawing, self._row)
+        return self._drawn([drawing])[0]
+
+    def _draw(self, d: Drawing, logits: Array) -> None:
+        """Enqueue the draw of a token from logits float32 [1, V]."""
+        f, sampler, nowhere = self.forward, self._samplers[d.number], self._nowhere
+        n = len(d.history)
+        known = self._known[d.number]
+        draws, goes_on = known.draws, (known.request, known.n_tokens, known.token) == (d.request, n, d.history[-1])
+        masked = d.allowed is not None
+        if masked or known.masked or not goes_on or draws == RING_ENTRIES - 1:
+            sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed, d.logprobs)
+            draws = 0
+        if counts_reply(d.params) and not goes_on:  # a grammar's are prepared for each token, and their counts go on
+            sampler.count(d.history[d.reply_from :])
+        self._known[d.number] = _Request(d.request, n + 1, -1, draws + 1, masked)
+        sampler.step(logits, nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0)
+        if d.logprobs is not None:
+            sampler.describe(logits)
+
+    def _drawn(self, drawings: Many[Drawing]) -> list[Drawn | None]:
+        self.device.synchronize()
+        tokens: list[Drawn | None] = []
+        for d in drawings:
+            sampler, known = self._samplers[d.number], self._known[d.number]
+            drawn = sampler.drawn(known.draws)
+            assert drawn is not None
+            failed = drawn.status == FAILED
+            self._known[d.number] = _NOTHING if failed else known._replace(token=drawn.token)
+            found = None if failed or d.logprobs is None else sampler.likelihood(known.draws)
+            tokens.append(None if failed else Drawn(drawn.token, found))
+        return tokens
+
+    def _aligned(self, row: int) -> Array:
+        """A row of the last step's logits, where vectors of four can be read."""
+        logits = self.forward.buffers.logits[row : row + 1]
+        if row * logits.shape[1] % 4 == 0:
+            return logits
+        self.device.copy(self.device.pointer(self._row), self.device.pointer(logits), logits.nbytes)
+        return self._row

@@ -1,0 +1,355 @@
+"""A model run on a device that only counts: what it would allocate, and which kernels it would launch.
+
+The constructors and the forward pass are the real ones, so the count is exact; only weights, caches and kernels are
+not there. No GPU is needed. On the count stands the decision how much of a GPU goes to what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engine import models
+from engine.formats.gguf import open_model
+from engine.formats.profile import Profile
+from engine.formats.profile import load as load_profile
+from engine.ground.config import EngineConfig, KVType
+from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
+from engine.memory.kv import KVCache
+from engine.memory.residency import Piece, Progress, Residency, largest_parts, slot_bytes
+from engine.memory.slowtier import tier_bytes
+from engine.models.layers import Architecture, ModelConfig, Step
+from engine.models.loading import Weights
+from engine.ops import SMALL_TOKENS, Limits
+from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
+from engine.ops.cuda.device import Module
+from engine.ops.cuda.memory import available_bytes
+from engine.ops.cuda.routing import staging_bytes
+from engine.ops.cuda.sampling import Sampler
+from engine.placing import placement, plan, policies, policy
+from engine.placing.placement import Experts
+from engine.placing.policies import Placed
+from engine.running import probe
+from engine.running.drawing import DeviceDrawer
+from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
+from engine.running.stepping import Graphs, Steps
+
+DEFAULT_CTX_TOKENS = 32768
+_ROUNDING_BYTES = 1024  # of arrays whose size the count does not know yet
+
+_LONG_STEPS = (33, 64, 128, 256, 512, 1024, 2048, 4096)  # kernels are chosen by the length of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Bytes of device memory by purpose, slots and staging buffers apart, and every kernel that is launched."""
+
+    dense_bytes: int
+    kv_bytes: int
+    buffers_bytes: int
+    kernels: tuple[tuple[Module, str], ...]
+
+
+class _NoTier:
+    """A slow tier that is nowhere: experts are neither placed nor loaded."""
+
+    n_bytes = 0
+
+    def locate(self, state: policy.SlotState) -> None:
+        """Leave all homes at 0."""
+
+    def load(self, pieces: Sequence[Piece], progress: Progress) -> None:
+        """Load nothing."""
+
+    def exchange(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
+        """Nothing is pinned."""
+
+    def rehome(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
+        """Nothing is pinned."""
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+def count(
+    device: CountingDevice,
+    arch: Architecture,
+    config: ModelConfig,
+    weights: Weights[Any],
+    limits: Limits,
+    kv_type: KVType,
+    *,
+    run: bool = True,
+) -> Counted:
+    """Allocate and run a model on `device`, which must be fresh.
+
+    arch, config, weights: as `Forward` takes them. The tables are counted for all experts in slots, the most there
+    can be. run: without it `kernels` is incomplete, and the count takes a third of the time.
+    """
+    from engine.ops.cuda import ops
+
+    dense, kv = CountingDevice.like(device), CountingDevice.like(device)
+    placed(weights, dense.upload)
+    KVCache(kv, config, limits.n_ctx, kv_type, limits.max_tokens, limits.max_sequences)
+    ws = ops.workspace(limits, device)
+    if weights.experts:
+        ws.stream_experts(0, largest_parts(weights.experts))
+    forward = Forward(device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type)
+    sizes = [slot_bytes(e) for e in weights.experts]
+    empty = placement.empty([config.n_expert] * len(sizes), sizes)
+    before = device.n_bytes
+    residency = Residency(weights.experts, empty, policy.LRU, device=device, tier=_NoTier())
+    arena = -(-residency.arena_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    assert device.n_bytes - before >= arena
+    device.empty(max((max(e.part_bytes) for e in weights.experts), default=0), np.uint8)  # PageLockedTier's passage
+    drawer = DeviceDrawer(forward, device)
+    if run:
+        _run(Steps(forward, residency, Graphs(device)), drawer.lend())
+    buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
+    return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)))
+
+
+def _run(steps: Steps, sampler: Sampler) -> None:
+    """Every kind of step."""
+    forward, limits = steps.forward, steps.forward.limits
+    most = limits.max_tokens
+    for n in GRAPH_TOKENS:
+        if n <= most:
+            steps.launch(n)
+    i, logits = forward.inputs, forward.buffers.logits
+    for greedy in (True, False):
+        sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)
+    sampler.describe(logits[:1])
+    lengths = {n for n in (1, 2, SMALL_TOKENS, *_LONG_STEPS, most) if n <= most}
+    for n in sorted(lengths):
+        for wanted in (1, min(n, limits.max_rows)):
+            _step(forward, steps.residency, n, wanted)
+
+
+def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
+    zeros, groups = np.zeros(n, np.int32), forward.kv.groups
+    step = forward.feed(
+        Step(
+            tokens=zeros, positions=np.arange(n, dtype=np.int32), sequence=zeros, slots=tuple(zeros for _ in groups),
+            block_table=tuple(np.zeros((1, forward.table_width), np.int32) for _ in groups),
+            states=np.zeros((1, 2), np.int32), counted=np.ones(n, np.uint8), rows=np.zeros(wanted, np.int32),
+        )
+    )  # fmt: skip
+    forward.run(step, residency)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How a GPU is shared out.
+
+    plan: all of it. limits: of a step. kernels: to be compiled and loaded. reasons: why what was
+    not asked for was chosen.
+    """
+
+    plan: plan.MemoryPlan
+    limits: Limits
+    placement: placement.Placement
+    rule: policy.Rule
+    kernels: tuple[tuple[Module, str], ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The modules of the kernels, each once."""
+        return tuple(sorted({module for module, _ in self.kernels}))
+
+    @property
+    def arena_bytes(self) -> int:
+        """What the device has to reserve: all but the context."""
+        return self.plan.device_bytes - self.plan.fixed.context_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of each of the two staging buffers; 0 where nothing ever misses."""
+        return self.plan.share.staging_bytes // 2
+
+
+class Sharing:
+    """How a model shares out a device: what no cap and no context changes is worked out once, however often it decides.
+
+    profile: to place by, of this model. like: stands for the device.
+    """
+
+    def __init__(
+        self,
+        options: EngineConfig,
+        arch: Architecture,
+        config: ModelConfig,
+        weights: Weights[Any],
+        n_ctx: int,
+        profile: Profile | None,
+        like: CountingDevice,
+    ) -> None:
+        self.options, self.arch, self.config, self.weights = options, arch, config, weights
+        self.n_ctx, self.profile, self.like = n_ctx, profile, like
+        self.policy = policies.find(options.policy)
+        self.experts = Experts(
+            self.policy.counts(profile, config.moe_layers, config.n_expert),
+            [slot_bytes(e) for e in weights.experts],
+            [staging_bytes(e.part_bytes) for e in weights.experts],
+            n_used=config.n_expert_used,
+        )
+        self._counted: dict[tuple[int, bool], Counted] = {}
+
+    def decide(self, *, cap_bytes: int, context_bytes: int, context_measured: bool = True) -> Decision:
+        """Share out `cap_bytes` of the device, of which `context_bytes` are gone.
+
+        CapacityError where it is too little, naming what would do; UnsupportedModelError where the kernels do not run
+        the model.
+        """
+        asked_chunk, experts = self.options.chunk_tokens, self.experts
+        tries = [asked_chunk] if asked_chunk else self._chunks(cap_bytes - context_bytes)
+        for chunk in tries:
+            found = self._count(chunk)
+            fixed = plan.Fixed(context_bytes, found.dense_bytes, found.kv_bytes, found.buffers_bytes)
+            try:
+                share = self._share(fixed.bytes, cap_bytes)
+                break
+            except CapacityError:  # a shorter chunk may yet fit
+                if chunk == tries[-1]:
+                    raise
+        limits = limits_of(self.config, self.n_ctx, min(chunk, self.n_ctx))
+        reasons = []
+        if asked_chunk is None:
+            reasons.append(
+                f"prefill steps of {limits.max_tokens} tokens: the longest that leaves the memory to experts"
+            )
+        made = self._asked or self._place(share.slots_bytes, resident=share.resident)
+        host_bytes = tier_bytes(self.weights.experts, made.placement.pinned)
+        whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured)
+        return Decision(whole, limits, made.placement, made.rule, found.kernels, (*reasons, *made.reasons))
+
+    def _chunks(self, room_bytes: int) -> list[int]:
+        """Tokens of a prefill step, in the order to try; room_bytes: of all but the context."""
+        ends = (plan.CHUNKS[-1], plan.CHUNKS[0])
+        few, many = (self._count(n, run=False) for n in ends)
+        room = room_bytes - few.dense_bytes - few.kv_bytes
+        # Buffers grow in proportion to the tokens, near enough for a choice.
+        return plan.chunks(room, lambda n: int(np.interp(n, ends, (few.buffers_bytes, many.buffers_bytes))))
+
+    def _count(self, chunk_tokens: int, run: bool = True) -> Counted:
+        n = min(chunk_tokens, self.n_ctx)
+        if (n, run) not in self._counted:
+            device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n)
+            try:
+                self._counted[n, run] = count(
+                    device, self.arch, self.config, self.weights, limits, self.options.kv_type, run=run
+                )
+            except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
+                raise UnsupportedModelError(
+                    f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
+                ) from error
+        return self._counted[n, run]
+
+    def _share(self, fixed_bytes: int, cap_bytes: int) -> plan.Share:
+        if self._asked is None:
+            return plan.most_slots(fixed_bytes, cap_bytes, self.experts)
+        share = plan.share_of(self._asked.placement, self.experts)
+        plan.require(fixed_bytes, share, cap_bytes)
+        return share
+
+    @cached_property
+    def _asked(self) -> Placed | None:
+        """The placement of the share that was asked for; None: as many slots as fit."""
+        percent = self.options.residency_pct
+        if not self.policy.whole and percent >= 100.0:
+            return None
+        return self._place(placement.residency_budget(self.experts.n_expert, self.experts.slot_bytes, percent))
+
+    def _place(self, budget_bytes: int, *, resident: bool = False) -> Placed:
+        return policies.place(
+            self.policy, self.experts, budget_bytes, self.profile, self.options.cache_slots, resident=resident
+        )
+
+
+def limits_of(config: ModelConfig, n_ctx: int, max_tokens: int) -> Limits:
+    """Bounds of the steps of a model."""
+    w = config.widths
+    return Limits(
+        max_tokens=max_tokens,
+        n_embd=config.n_embd,
+        n_head_dim=w.n_head_dim,
+        n_ff=w.n_ff,
+        n_vocab=config.n_vocab,
+        n_expert=config.n_expert,
+        n_expert_used=config.n_expert_used,
+        n_head=w.n_head,
+        n_head_kv=w.n_head_kv,
+        head_dim=w.head_dim,
+        n_ctx=n_ctx,
+        max_rows=MAX_ROWS,
+        n_ff_exp=config.n_ff_exp,
+        n_mixed=w.n_mixed,
+        n_z=w.n_z,
+        n_head_v=w.n_head_v,
+        d_k=0 if config.delta is None else config.delta.d_k,
+        d_v=0 if config.delta is None else config.delta.d_v,
+    )
+
+
+def context_tokens(options: EngineConfig, n_ctx_train: int) -> int:
+    """The context that is asked for, or the model's own, bounded."""
+    if options.ctx_tokens is None:
+        return min(n_ctx_train, DEFAULT_CTX_TOKENS)
+    if not 1 <= options.ctx_tokens <= n_ctx_train:
+        raise UsageError(f"--ctx {options.ctx_tokens}: the model's context is 1 to {n_ctx_train} tokens")
+    return options.ctx_tokens
+
+
+def plan_only(options: EngineConfig) -> dict[str, Any]:
+    """What the Plan event says: settings as in Ready, and the memory plan, with an estimated context.
+
+    Without a GPU and without a cap there is nothing to plan for: `gpu` and `plan` are None.
+    """
+    found = probe.probe()
+    gpu = found.reason if isinstance(found, probe.Found) else None
+    cap = None if options.vram_gib is None else plan.cap_bytes(options.vram_gib)
+    like = CountingDevice()
+    if isinstance(found, probe.Found):
+        like = CountingDevice(found.arch, found.n_sm, found.shared_bytes)
+        if cap is None:
+            cap = (found.free_bytes or found.total_bytes) - plan.SPARE_BYTES
+    with open_model(options.model) as file:
+        arch = models.find(file.architecture)
+        config = arch.Config.from_gguf(file)
+        if cap is None:
+            return {"gpu": None, "plan": None}
+        n_ctx = context_tokens(options, config.n_ctx_train)
+        profile: Profile | None = None
+        warnings: tuple[str, ...] = ()
+        if options.profile is not None:
+            profile, warnings = load_profile(
+                options.profile, model_id=file.model_id, shape=(config.n_layer, config.n_expert)
+            )
+        sharing = Sharing(options, arch, config, arch.load(file, config), n_ctx, profile, like)
+        decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
+    placed, made = decision.placement, decision.plan
+    free = available_bytes()
+    if free is not None and made.host_bytes > free:
+        few = (
+            f"{made.host_bytes / plan.GIB:.1f} GiB of host memory are to be locked, {free / plan.GIB:.1f} GiB are free"
+        )
+        warnings = (*warnings, few)
+    return {
+        "gpu": gpu,
+        "device": "cuda",
+        "ctx_tokens": n_ctx,
+        "chunk_tokens": decision.limits.max_tokens,
+        "kv_type": options.kv_type,
+        "policy": options.policy,
+        "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
+        "slots_per_layer": list(placed.slots_per_layer),
+        "cache_slots": list(placed.cache_slots),
+        "reasons": list(decision.reasons),
+        "warnings": list(warnings),
+        "plan": made.to_json(),
+    }

@@ -1,0 +1,174 @@
+"""A model laid out on a device: placed weights, cache, workspace and buffers, and one function that runs a step.
+
+Everything is allocated in the constructor, in an order and in sizes that depend on the configuration alone; so
+the same constructor over a device that only counts is the memory plan (engine/placing/plan.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.quants import QTensor
+from engine.ground.config import KVType
+from engine.memory.kv import KVCache
+from engine.memory.residency import ExpertTensors, Residency
+from engine.models import layers
+from engine.models.layers import KEPT_TOKENS, Architecture, Buffers, ModelConfig, Pass, Recurrent, Step
+from engine.models.loading import Weights
+from engine.ops import F32, I32, Fetches, Limits
+from engine.ops.device import Memory
+from engine.ops.interface import Ops, Workspace
+
+GRAPH_TOKENS = (1, 2, 4, 8)  # tokens of a step that a device with graphs captures
+MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
+
+
+Put = Callable[[NDArray[Any]], Any]
+
+
+def placed(record: Any, put: Put) -> Any:
+    """A record of weights with `put` of every matrix and norm; stacked experts stay where they are."""
+    if isinstance(record, QTensor):
+        return dataclasses.replace(record, data=put(record.data))
+    if isinstance(record, np.ndarray):
+        return put(record)
+    if isinstance(record, tuple):
+        return tuple(placed(item, put) for item in record)
+    if dataclasses.is_dataclass(record) and not isinstance(record, ExpertTensors | type):
+        values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+        new: dict[str, Any] = {}
+        for name, value in values.items():
+            # A tied output matrix is one array under two names, before and after.
+            twin = next((n for n in new if values[n] is value), None)
+            new[name] = placed(value, put) if twin is None else new[twin]
+        return type(record)(**new)
+    return record
+
+
+class Forward:
+    """Weights, cache, workspace and buffers of a model on one device.
+
+    arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
+    backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
+    whose bytes may come later; by default `device.upload`. Inputs of a step are copied to the same device arrays
+    every time, so that a captured graph finds them.
+    """
+
+    def __init__(
+        self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
+        limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.ops, self.ws = device, ops, ws
+        self.arch, self.config, self.limits = arch, config, limits
+        self.weights: Weights[Any] = placed(weights, put or device.upload)
+        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.max_sequences)
+        self.ropes = tuple(device.upload(table) for table in arch.rope_tables(config, limits.n_ctx))
+        self._hidden: F32 | None = None
+        T, c = limits.max_tokens, config
+        L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)
+        w = c.widths
+        n_delta = 0 if c.delta is None else len(c.delta.layers)
+        delta_width = w.n_mixed + 2 * w.n_head_v
+        self.buffers = Buffers(
+            x=device.empty((T, c.n_embd), np.float32),
+            h=device.empty((T, c.n_embd), np.float32),
+            y=device.empty((T, c.n_embd), np.float32),
+            scratch_q=device.empty(T * w.n_head_dim, np.float32),
+            scratch_attended=device.empty(T * max(w.n_head_dim, w.n_z), np.float32),
+            scratch_gate=device.empty(T * w.n_gate, np.float32),
+            scratch_z=device.empty(T * w.n_z, np.float32),
+            scratch_delta=device.empty(max(T, n_delta * KEPT_TOKENS) * delta_width, np.float32),
+            router=device.empty((T, c.n_expert), np.float32),
+            experts=device.empty((L, T, c.n_expert_used), np.int32),
+            weights=device.empty((L, T, c.n_expert_used), np.float32),
+            logits=device.empty((limits.max_rows, c.n_vocab), np.float32),
+            fetches=Fetches(device.empty((c.n_expert, 3), np.int32), device.empty(1, np.int32)),
+        )
+        # One array for the slots of all groups, and one for their tables: sampling writes and reads them by stride.
+        G = len(self.kv.groups)
+        self.slots = device.empty((G, T), np.int32)
+        self.block_tables = device.empty((G, limits.max_sequences, n_blocks), np.int32)
+        self.inputs = Step(
+            tokens=device.empty(T, np.int32),
+            positions=device.empty(T, np.int32),
+            sequence=device.empty(T, np.int32),
+            slots=tuple(self.slots[g] for g in range(G)),
+            block_table=tuple(self.block_tables[g] for g in range(G)),
+            states=device.empty((limits.max_sequences, 2), np.int32),
+            counted=device.empty(T, np.uint8),
+            rows=device.empty(limits.max_rows, np.int32),
+        )
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Bytes of what a step writes and reads besides weights and cache."""
+        b = self.buffers
+        arrays = (
+            b.x, b.h, b.y, b.scratch_q, b.scratch_attended, b.scratch_gate, b.scratch_z, b.scratch_delta, b.router,
+            b.experts, b.weights, b.logits, *self.ropes,
+        )  # fmt: skip
+        return sum(int(a.nbytes) for a in arrays)
+
+    def capture_hidden(self, wanted: bool) -> None:
+        """Keep the residual stream entering each layer in later steps, or stop keeping it.
+
+        It is kept in host memory: 1.6 GB for a step of 4,096 tokens of a model of 48 layers.
+        """
+        if wanted and self._hidden is None:
+            shape = (self.config.n_layer, self.limits.max_tokens, self.config.n_embd)
+            memory: NDArray[np.uint8] = self.device.page_locked(4 * shape[0] * shape[1] * shape[2])
+            self._hidden = memory.view(np.float32).reshape(shape)
+        self.buffers = dataclasses.replace(self.buffers, hidden=self._hidden if wanted else None)
+
+    def inputs_of(self, T: int, n_sequences: int, R: int) -> Step:
+        """Views of the inputs for T tokens of so many sequences, R of which want logits."""
+        i = self.inputs
+        return Step(
+            i.tokens[:T], i.positions[:T], i.sequence[:T], tuple(slots[:T] for slots in i.slots),
+            tuple(table[:n_sequences] for table in i.block_table), i.states[:n_sequences], i.counted[:T], i.rows[:R],
+        )  # fmt: skip
+
+    def feed(self, step: Step) -> Step:
+        """Copy a step's inputs, NumPy arrays, to the device; the views of them that `run` takes.
+
+        Every table of `step.block_table` has the cache's whole width.
+        """
+        views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
+        for field in dataclasses.fields(Step):
+            array, host = getattr(views, field.name), getattr(step, field.name)
+            if field.name != "n_positions":
+                pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
+                for to, values in pairs:
+                    if len(values):
+                        self.device.write(to, values)
+        return dataclasses.replace(views, n_positions=int(step.positions.max()) + 1)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a context: the width of every block table."""
+        return int(self.block_tables.shape[2])
+
+    def run(self, step: Step, residency: Residency) -> Buffers:
+        """Enqueue one step; returns the views of the buffers that it writes."""
+        b = self.buffers.first(len(step.tokens), len(step.rows))
+        layers.forward(self.arch, self.weights, self._pass(step, residency, b))
+        return b
+
+    def replay(self, step: Step) -> None:
+        """Enqueue the recurrences of a kept step again, for its first tokens alone (see `Sequence.take_back`)."""
+        cast(Recurrent, self.arch).replay(self._pass(step, None, self.buffers.first(len(step.tokens), 0)), self.weights)
+
+    def _pass(self, step: Step, residency: Residency | None, b: Buffers) -> Pass[ModelConfig]:
+        return Pass(self.config, self.ops, self.ws, step, self.kv, residency, self.ropes, b)
+
+    def head(self, rows: I32) -> F32:
+        """Logits [len(rows), V] of more rows of the last step."""
+        out, at = self.buffers.logits[: len(rows)], self.inputs.rows[: len(rows)]
+        self.device.write(at, rows)
+        layers.head(self.config, self.weights, self.ops, self.ws, at, self.buffers.x, out)
+        return np.asarray(self.device.read(out))

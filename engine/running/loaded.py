@@ -1,0 +1,221 @@
+"""A model that is loaded: a record of parts, made stage by stage, each from what the one before it gave.
+
+    options -> source -> backend -> shares -> forward, residency -> steps, drawer, prefixes, forms
+
+What a stage opened is closed when a later one fails, by the same list that closes everything in the end.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.ground.config import EngineConfig
+from engine.memory import swap
+from engine.memory.blocks import Sequence
+from engine.memory.host import HostTier
+from engine.memory.kv import Fork, KVCache
+from engine.memory.prefix import PrefixCache
+from engine.memory.prefix_files import PrefixFiles
+from engine.memory.residency import Residency, largest_parts
+from engine.memory.slowtier import loaded_bytes
+from engine.memory.swap import Swapped
+from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
+from engine.ops.cuda.failures import translated
+from engine.ops.cuda.ops import Workspace
+from engine.placing import plan
+from engine.running import dryrun
+from engine.running.backend import Backend, open_backend
+from engine.running.decoding import Decoder
+from engine.running.digest import code_digest
+from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
+from engine.running.forward import Forward
+from engine.running.shares import Progress, Shares, share_out
+from engine.running.source import Source, open_source
+from engine.running.stepping import Graphs, Steps
+from engine.text.forms import Forms
+
+HOST_PREFIX_TOKENS = 128  # a chunk of prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything that a forward pass needs, allocated once, and who uses it.
+
+    source: what the files hold. shares: what is resident. forward, residency: the model on the backend's device.
+    steps, drawer, decoder: they run steps, draw from them, and do both. kv, prefixes: the cache, and what is kept of it
+    for other requests. forms: of replies. threads: of the host. reasons: why what was not asked for was chosen.
+    """
+
+    options: EngineConfig
+    source: Source
+    backend: Backend
+    shares: Shares
+    forward: Forward
+    residency: Residency
+    kv: KVCache
+    prefixes: PrefixCache
+    steps: Steps
+    drawer: Drawer
+    decoder: Decoder
+    forms: Forms
+    threads: int
+    reasons: tuple[str, ...]
+    _opened: ExitStack
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of a step, and of a sequence."""
+        return self.shares.limits
+
+    def resume(self, tokens: I32, exact: bool = False, again: bool = False) -> tuple[Sequence, int]:
+        """Begin a sequence after the longest prefix of a prompt that is remembered; the sequence, the prefix's length.
+
+        At least one token is left to be fed, in steps as `PrefixCache.step_tokens` has them; then all bits are those
+        of a prompt that was fed from its first token on, but for what `Sequence.exact` says. exact: it says nothing.
+        again: as of `PrefixCache.insert`.
+        """
+        sequence = self.kv.sequence()
+        try:
+            return sequence, self.prefixes.attach(sequence, self.prefixes.match(tokens, exact), again)
+        except BaseException:
+            sequence.release()
+            raise
+
+    def begin(self, fork: Fork) -> Sequence:
+        """Begin a sequence from a fork."""
+        sequence = self.kv.sequence()
+        try:
+            self.prefixes.begin(sequence, fork)
+        except BaseException:
+            sequence.release()
+            raise
+        return sequence
+
+    def swap_in(self, swapped: Swapped) -> Sequence:
+        """Go on as a sequence that was moved out; CapacityError where there is no room, and it stays out."""
+        sequence = self.kv.sequence()
+        try:
+            swap.swap_in(self.kv, sequence, swapped)
+        except BaseException:
+            sequence.release()
+            raise
+        return sequence
+
+    def plan(self) -> dict[str, int | bool]:
+        """Bytes by purpose: what is in fast memory, and what the slow tier takes."""
+        if self.shares.decision is not None:
+            return self.shares.decision.plan.to_json()
+        made = {
+            "dense_bytes": int(self.source.weights.dense_bytes),
+            "kv_bytes": self.kv.nbytes,
+            "slots_bytes": self.residency.arena_bytes,
+            "buffers_bytes": self.forward.buffers_bytes,
+        }
+        return made | {"device_bytes": sum(made.values()), "experts_bytes": self.residency.experts_bytes}
+
+    def close(self) -> None:
+        """Write out what is to be kept, stop all threads, release the device and unmap the file; twice does no harm."""
+        self._opened.close()
+
+
+def load(options: EngineConfig, progress: Progress = lambda stage, done, total: None) -> Loaded:
+    """Open, decide, allocate and load; a SparkError says why not, and leaves nothing open."""
+    with ExitStack() as opened:
+        source = open_source(options)
+        opened.callback(source.file.close)
+        threads = options.threads or physical_cores()
+        backend = open_backend(options.device, threads)
+        opened.callback(backend.device.close)
+        n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
+        with translated("loading the model"):
+            shares = share_out(options, source, backend, n_ctx, progress)
+            forward, residency = _lay_out(options, source, backend, shares, progress, opened)
+            gpu = backend.gpu
+            steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
+            drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
+            prefixes = _remember(options, source, backend, shares, forward.kv)
+            opened.callback(prefixes.close)
+        forms = Forms(options.model, lambda: source.file.file_id, source.config.n_vocab)
+        opened.callback(forms.close)
+        reasons = (
+            f"device {backend.name}: {backend.reason}",
+            f"{threads} threads: " + ("asked for" if options.threads else "one for each physical core"),
+            f"context of {n_ctx} tokens: "
+            + ("asked for" if options.ctx_tokens else f"the model was trained on {source.config.n_ctx_train}"),
+            *shares.reasons,
+        )
+        return Loaded(
+            options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
+            Decoder(steps, drawer), forms, threads, reasons, opened.pop_all(),
+        )  # fmt: skip
+
+
+def _lay_out(
+    options: EngineConfig, source: Source, backend: Backend, shares: Shares, progress: Progress, opened: ExitStack
+) -> tuple[Forward, Residency]:
+    """Allocate everything of the device, in the order of the dry run, and load what is resident."""
+    device, weights = backend.device, source.weights
+    uploader = backend.uploader()
+    ws = backend.workspace(shares.limits)
+    opened.callback(ws.close)
+    forward = Forward(
+        device, backend.ops, ws, source.arch, source.config, weights, shares.limits,
+        kv_tokens=shares.limits.n_ctx, kv_type=options.kv_type, put=None if uploader is None else uploader.put,
+    )  # fmt: skip
+    tier = backend.tier(weights.experts, shares.placement, uploader)
+    opened.callback(tier.close)
+    dense_bytes = 0
+    if uploader is not None:
+        dense_bytes = uploader.waiting_bytes
+        total = dense_bytes + loaded_bytes(weights.experts, shares.placement)
+        uploader.flush(lambda done, _: progress("loading", done, total))
+    residency = Residency(
+        weights.experts, shares.placement, shares.rule, device=device, tier=tier, poison=options.poison,
+        progress=lambda done, n_bytes: progress("loading", dense_bytes + done, dense_bytes + n_bytes),
+    )  # fmt: skip
+    if isinstance(ws, Workspace):
+        ws.replay = shares.replay
+        if shares.staging_bytes:
+            ws.stream_experts(shares.staging_bytes, largest_parts(weights.experts))
+    return forward, residency
+
+
+def _remember(options: EngineConfig, source: Source, backend: Backend, shares: Shares, kv: KVCache) -> PrefixCache:
+    """The tree of prefixes, and its files."""
+    step_tokens = shares.limits.max_tokens
+    # On the host a row's bits depend on no other row. Several steps of an odd length are left whole.
+    piece = HOST_PREFIX_TOKENS if backend.name == "cpu" else PIECE_TOKENS
+    if step_tokens < shares.limits.n_ctx and step_tokens % piece:
+        piece = step_tokens
+    kv.host = HostTier(backend.device, int(options.prefix_gib * plan.GIB))
+    files = None
+    if options.cache_dir is not None and options.replay is None:  # what replayed choices leave, nobody would compute
+        key: dict[str, str | int] = {
+            "file_id": source.file.file_id,
+            "kv_type": options.kv_type,
+            "chunk_tokens": piece,
+            "device": f"{backend.name}: {backend.device.name}",
+            "code": code_digest(backend.compiler),
+        }
+        files = PrefixFiles(options.cache_dir, key, int(options.cache_dir_gib * plan.GIB))
+    return PrefixCache(
+        kv, piece, files, step_tokens, cuts=not shares.staging_bytes,
+        decoded_differ=backend.name == "cuda" and step_tokens > SMALL_TOKENS, exact=options.exact_prefixes,
+    )  # fmt: skip
+
+
+def physical_cores() -> int:
+    """Cores that this process may use, hyper-threads of one core counted once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            package = (topology / "physical_package_id").read_text().strip()
+            cores.add((package, (topology / "core_id").read_text().strip()))
+        except OSError:
+            return len(allowed)
+    return max(1, len(cores))

@@ -1,0 +1,210 @@
+"""Steps of a model that is laid out: spans of tokens go in, logits come out, and some tokens may be taken back.
+
+A step is a list of spans, each of a sequence: a chunk of a prompt, a decoded token, tokens that are only proposed.
+Several sequences can share a step. Where the device has graphs, steps of GRAPH_TOKENS are captured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.ground.errors import CapacityError
+from engine.memory.blocks import Sequence, block_table
+from engine.memory.residency import Residency
+from engine.models.layers import KEPT_TOKENS, Buffers, Step
+from engine.ops import F32, I32
+from engine.ops.cuda.device import Device, Graph
+from engine.ops.device import Memory
+from engine.running.forward import GRAPH_TOKENS, Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens that continue a sequence. counted: whose routing is counted, bool [T].
+
+    want: indices within the span whose logits are wanted, MAX_ROWS in a step at most. keep: some of the tokens, of a
+    step of at most KEPT_TOKENS, may be taken back.
+    """
+
+    sequence: Sequence
+    tokens: I32
+    counted: NDArray[np.bool_]
+    want: tuple[int, ...] = ()
+    keep: bool = False
+
+
+class StepResult:
+    """What a step computed, read from the device when asked for; the next step overwrites it.
+
+    logits float32 [R, V] in order of the spans' wants. experts int32, weights float32 [L, T, A]; hidden
+    float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads. rows: of the wanted logits in the
+    buffer, where it has others, too; T: tokens of the step, where it has been filled up.
+    """
+
+    def __init__(self, device: Memory, buffers: Buffers, rows: Many[int] | None = None, T: int | None = None) -> None:
+        self._device, self._buffers, self.rows, self._T = device, buffers, rows, T
+
+    @property
+    def logits(self) -> F32:
+        """Logits of the wanted tokens."""
+        logits: F32 = self._device.read(self._buffers.logits)
+        return logits if self.rows is None else logits[list(self.rows)]
+
+    def at(self, row: int) -> int:
+        """Where the logits of a wanted token are in the buffer."""
+        return row if self.rows is None else self.rows[row]
+
+    @property
+    def experts(self) -> I32:
+        """The chosen experts."""
+        return np.asarray(self._device.read(self._buffers.experts))[:, : self._T]
+
+    @property
+    def weights(self) -> F32:
+        """Their weights."""
+        return np.asarray(self._device.read(self._buffers.weights))[:, : self._T]
+
+    @property
+    def hidden(self) -> F32 | None:
+        """The residual entering each layer, where it was captured."""
+        if self._buffers.hidden is None:
+            return None
+        self._device.synchronize()
+        return self._buffers.hidden
+
+    @property
+    def last_residual(self) -> F32:
+        """The last token's, float32 [D]: whatever is not finite in a cache or a state reaches it."""
+        T = len(self._buffers.x) if self._T is None else self._T
+        return np.asarray(self._device.read(self._buffers.x[T - 1 : T])[0])
+
+    @property
+    def residual(self) -> F32:
+        """The residual that leaves the last layer."""
+        return np.asarray(self._device.read(self._buffers.x))[: self._T]
+
+
+class Graphs:
+    """Captured work of a device, each piece under a name."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._captured: dict[Hashable, Graph] = {}
+
+    def get(self, name: Hashable, work: Callable[[], None]) -> Graph:
+        """The graph of that name, captured from `work` when it is asked for first."""
+        graph = self._captured.get(name)
+        if graph is None:
+            graph = self._captured[name] = self._device.capture(work)
+        return graph
+
+    def forget(self) -> None:
+        """What is asked for next is captured again."""
+        self._captured.clear()
+
+
+class Steps:
+    """Runs steps of `forward`. graphs: None where nothing is captured."""
+
+    def __init__(self, forward: Forward, residency: Residency, graphs: Graphs | None = None) -> None:
+        self.forward, self.residency, self.graphs = forward, residency, graphs
+        self._device, self._limits = forward.device, forward.limits
+
+    def run(self, spans: list[Span]) -> StepResult:
+        """Run one step; sequences grow by their spans' tokens."""
+        T = sum(len(s.tokens) for s in spans)
+        self._check(spans, T)
+        offsets = np.cumsum([0, *(len(s.tokens) for s in spans)])
+        rows = [o + w for o, s in zip(offsets, spans, strict=False) for w in s.want]
+        width = self._width(spans, T)
+        captured = self._captured(width)
+        step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
+        if captured:
+            self.launch(width)
+            result = StepResult(self._device, self.forward.buffers.first(width, width), rows, T)
+        else:
+            result = StepResult(self._device, self.forward.run(step, self.residency))
+        for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
+            span.sequence.reserve(0)
+        return result
+
+    def launch(self, T: int) -> None:
+        """Enqueue a captured step of T tokens, one of GRAPH_TOKENS, on what was fed; all rows get logits."""
+        assert self.graphs is not None
+
+        def work() -> None:
+            self.forward.run(self.captured_inputs(T), self.residency)
+
+        self.graphs.get(T, work).launch()
+
+    def captured_inputs(self, T: int) -> Step:
+        """The inputs that a captured step of T tokens reads, of as many sequences as it can have."""
+        return self.forward.inputs_of(T, min(T, self._limits.max_sequences), T)
+
+    def take_back(self, spans: list[Span], n_tokens: list[int]) -> None:
+        """Drop the last n_tokens[i] tokens of spans[i], those of the last step; 0 of one that was not kept.
+
+        Sequences are as if the dropped tokens had never been: what they wrote to caches is written over before it is
+        seen again, and recurrent states are replayed from before the step.
+        """
+        lengths = [len(s.tokens) for s in spans]
+        states = [s.sequence.take_back(n, m) for s, n, m in zip(spans, n_tokens, lengths, strict=True)]
+        if not any(states):
+            return
+        stay = [m - n if pair else 0 for pair, n, m in zip(states, n_tokens, lengths, strict=True)]
+        # The other inputs of the step are still there; a slot of -1 is a token that is not.
+        step = self.forward.inputs_of(sum(lengths), len(spans), 0)
+        slots = [np.where(np.arange(m) < n, 0, -1) for n, m in zip(stay, lengths, strict=True)]
+        pairs = [pair or (s.sequence.state, s.sequence.state) for pair, s in zip(states, spans, strict=True)]
+        self._device.write(step.slots[0], np.concatenate(slots).astype(np.int32))
+        self._device.write(step.states, np.array(pairs, np.int32))
+        self.forward.replay(step)
+
+    def _check(self, spans: list[Span], T: int) -> None:
+        assert 0 < T <= self._limits.max_tokens
+        assert len(spans) <= self._limits.max_sequences
+        assert T <= KEPT_TOKENS or not any(s.keep for s in spans)
+        for span in spans:
+            end = span.sequence.length + len(span.tokens)
+            if end > self._limits.n_ctx:
+                raise CapacityError(f"{end} tokens in a context of {self._limits.n_ctx}")
+
+    def _inputs(self, spans: list[Span], width: int, rows: list[int] | None) -> Step:
+        """What a step of `width` tokens is fed, NumPy arrays; rows: those whose logits are wanted, None: all.
+
+        What fills a step up is the last token again, that is stored nowhere and routed where it was.
+        """
+        starts = [s.sequence.length for s in spans]
+        slots = [s.sequence.extend(len(s.tokens)) for s in spans]
+        positions = [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
+        sequences, groups = [s.sequence for s in spans], range(len(self.forward.kv.groups))
+
+        def padded(values: Many[NDArray[Any]], dtype: type, last: int | None = None) -> NDArray[Any]:
+            row: NDArray[Any] = np.concatenate(values).astype(dtype)
+            return np.concatenate([row, np.full(width - len(row), row[-1] if last is None else last, dtype)])
+
+        return Step(
+            tokens=padded([s.tokens for s in spans], np.int32),
+            positions=padded(positions, np.int32),
+            sequence=padded([np.full(len(s.tokens), i) for i, s in enumerate(spans)], np.int32),
+            slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
+            block_table=tuple(block_table(sequences, g, self.forward.table_width) for g in groups),
+            states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
+            counted=padded([s.counted for s in spans], np.uint8, 0),
+            rows=np.arange(width, dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32),
+        )
+
+    def _captured(self, T: int) -> bool:
+        """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""
+        return self.graphs is not None and T in GRAPH_TOKENS and self.forward.buffers.hidden is None
+
+    def _width(self, spans: list[Span], T: int) -> int:
+        """Tokens of the step that T are run in: more where one token each of several sequences make up no graph."""
+        larger = (n for n in GRAPH_TOKENS if T <= n <= self._limits.max_tokens and self._captured(n))
+        return next(larger, T) if 1 < len(spans) == T else T

@@ -1,0 +1,1 @@
+"""Requests: who is served next, and what one does in its turn."""

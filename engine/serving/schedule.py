@@ -1,0 +1,224 @@
+"""Who is served next: a pure function from what runs, what waits, the room and the time owed to the next unit of work.
+
+Nothing here knows a model, a cache or a clock. `decide` names a unit, the loop (scheduler.py) does it and looks again;
+whoever has to make room is named by `gives_way`. The rules, in the order in which they are asked:
+
+1. Who has waited longest begins as soon as there is room, as long as there are places. One whose form is being compiled
+   or whose prompt another is to read is passed over. A score runs alone. Pinned slots follow the counts only before one
+   begins beside nobody.
+2. A token whose mask was late is drawn as soon as the mask has come.
+3. Who runs ahead of the host stops when anybody else wants a step.
+4. Prompts are read in turn, a chunk each; then those that decode get the time that it took before the next chunk.
+5. What was decoded is read again as a prompt when nothing runs and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
+
+State: TypeAlias = Literal["reading", "decoding", "held", "due"]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One that runs.
+
+    number: its place, 0, 1, ... turn: when it began, counted. state: its prompt is read, or it decodes, or its next
+    token is held for a mask that is late, or that has come. to_read, left: tokens of its own to be in the cache before
+    the next is drawn, all of them, and those that may still be drawn. cached: positions in the cache; None: it holds
+    nothing. formed: a form binds its reply, so it never runs ahead.
+    """
+
+    id: int
+    number: int
+    turn: int
+    state: State
+    to_read: int
+    left: int
+    cached: int | None
+    score: bool = False
+    formed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One that waits. to_read, left: as of `Running`. ready: its form is compiled. reader: who reads its prompt."""
+
+    id: int
+    to_read: int
+    left: int
+    score: bool = False
+    ready: bool = True
+    reader: int | None = None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether it waits for nothing but its turn and room."""
+        return self.ready and self.reader in (None, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Blocks of `block_tokens` positions that are free, or would be if prefixes gave theirs up; free recurrent states.
+
+    states: None for a model without recurrent layers.
+    """
+
+    free: int
+    reclaimable: int
+    block_tokens: int
+    states: int | None = None
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether new sequences of so many tokens, and a few more each, fit beside what is held."""
+        if self.states is not None and self.states < len(lengths):
+            return False
+        return sum(n // self.block_tokens + 1 for n in lengths) <= self.free + self.reclaimable
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that a decision depends on.
+
+    running: the oldest first. waiting: who is to begin first, first. places: how many may run. owed_s: time that those
+    that decode have to come. last_read: the turn of the one whose prompt was read last. ahead: who runs ahead. crowded:
+    one was put back, and nobody has ended since. idle: something could be read again.
+    """
+
+    running: tuple[Running, ...]
+    waiting: tuple[Waiting, ...]
+    room: Room
+    places: int
+    owed_s: float = 0.0
+    last_read: int = -1
+    ahead: int | None = None
+    crowded: bool = False
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Let one begin, in a place that is free; first, where `follow`, let the pinned slots follow the counts."""
+
+    id: int
+    number: int
+    follow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Draw the token whose mask has come."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read a chunk of a prompt."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Make steps of a token of each, for a while."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Let one run ahead of the host for a while, or end that: then nothing of it is under way."""
+
+    id: int
+    pause: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Read a chunk again, as a prompt is, that was decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """There is nothing to do before something comes."""
+
+
+Work: TypeAlias = Admit | Draw | Read | Decode | Ahead | Recompute | Wait
+
+
+def decide(view: View) -> Work:
+    """The next unit of work. `Admit` and `Draw` are no units of their own: look again after them."""
+    admitted = _admitted(view)
+    if admitted is not None:
+        return admitted
+    due = next((task for task in view.running if task.state == "due"), None)
+    if due is not None:
+        return Draw(due.id)
+    reading = [task for task in view.running if task.state == "reading"]
+    decoding = [task for task in view.running if task.state == "decoding"]
+    if view.ahead is not None:
+        return Ahead(view.ahead, pause=bool(reading) or [task.id for task in decoding] != [view.ahead])
+    if reading and (not decoding or view.owed_s <= 0):
+        return Read(_next_reader(reading, view.last_read).id)
+    if len(decoding) == 1 and not reading and not decoding[0].formed:
+        return Ahead(decoding[0].id, pause=False)
+    if decoding:
+        return Decode(tuple(task.id for task in decoding))
+    if view.idle and not view.running and not view.waiting:
+        return Recompute()
+    return Wait()
+
+
+def owed(work: Work, owed_s: float, took_s: float) -> float:
+    """The time that those that decode have to come, after a unit of work that took so long."""
+    if isinstance(work, Read):
+        return took_s
+    return owed_s - took_s if isinstance(work, Decode) else owed_s
+
+
+def gives_way(running: Iterable[Running], needy: int) -> int | None:
+    """Who is put back where one needs a block and none is left: the youngest of it and those that hold any.
+
+    None: nobody else holds any, so it can never run. running: the oldest first.
+    """
+    tasks = list(running)
+    holding = [task for task in tasks if not task.score and task.cached is not None and task.id != needy]
+    if not holding:
+        return None
+    return max((*holding, *(task for task in tasks if task.id == needy)), key=lambda task: task.turn).id
+
+
+def _admitted(view: View) -> Admit | None:
+    if len(view.running) >= view.places:
+        return None
+    job = next((job for job in view.waiting if job.may_begin), None)
+    if job is None or (view.running and not _fits_beside(job, view)):
+        return None
+    taken = {task.number for task in view.running}
+    return Admit(job.id, next(n for n in range(view.places) if n not in taken), follow=not view.running)
+
+
+def _fits_beside(job: Waiting, view: View) -> bool:
+    """Whether there is room beside those that run and what they still have to read; a score runs alone."""
+    if job.score or any(task.score for task in view.running):
+        return False
+    if view.crowded:  # somebody is waiting for room that nobody has made yet
+        return False
+    begun = sum(max(0, _needs(task) - task.cached) for task in view.running if task.cached is not None)
+    return view.room.holds([_needs(job) + begun, *(_needs(task) for task in view.running if task.cached is None)])
+
+
+def _needs(job: Running | Waiting) -> int:
+    """Positions for which there is to be room, with some of its reply."""
+    return job.to_read + min(job.left, GROWTH_TOKENS)
+
+
+def _next_reader(reading: Sequence[Running], last_read: int) -> Running:
+    """The one after the last in the order in which they began."""
+    later: Iterator[Running] = (task for task in reading if task.turn > last_read)
+    return next(later, reading[0])

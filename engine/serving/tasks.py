@@ -1,0 +1,397 @@
+"""What requests are while they run: a generation as a state machine, a score as a list of steps.
+
+A generation is fed its prompt chunk by chunk, then draws tokens one by one. Between two units of work its last token is
+drawn and not fed, whoever fed the ones before: a step of its own, a step shared with other sequences, or steps
+enqueued ahead. So it can go from one to the other after any token, and can be put back and go on later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.trace import TraceWriter
+from engine.ground.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
+from engine.memory import swap
+from engine.memory.blocks import Sequence
+from engine.memory.swap import Swapped
+from engine.ops import F32, SMALL_TOKENS
+from engine.running.decoding import MASK_WAIT_S, Proposal
+from engine.running.forward import MAX_ROWS
+from engine.running.loaded import Loaded
+from engine.running.reply import Reply
+from engine.running.sampling import check_finite
+from engine.running.stepping import Span, StepResult
+from engine.serving.families import Families, Family, Kept
+from engine.serving.schedule import State
+from engine.text.forms import Form
+
+SLICE_S = 0.025  # tokens are sent in groups: at most one event of a request every 25 ms
+
+
+class GenerateTask(Reply):
+    """A request to generate: a reply, the reading of its prompt, and what its client is told.
+
+    decoding: the prompt is read. turn: when it began, counted. read_tokens, reused_tokens: fed in chunks, and begun
+    after, counted again when it is fed again.
+    """
+
+    def __init__(
+        self, loaded: Loaded, request: Generate, grammar: Form | None = None, families: Families | None = None
+    ) -> None:
+        super().__init__(
+            list(request.tokens),
+            request.sampling,
+            min(request.max_tokens, loaded.limits.n_ctx - len(request.tokens)),
+            stop=loaded.source.stop_tokens if request.stop_tokens is None else request.stop_tokens,
+            reply_from=request.reply_from,
+            logprobs=request.logprobs,
+            grammar=grammar,
+        )
+        self.loaded = loaded
+        self.request = request
+        self._families = families
+        self.turn = 0
+        self.decoding = False
+        self.cached_tokens: int | None = None
+        self.read_tokens = self.reused_tokens = 0
+        self._before = loaded.residency.counters()
+        self._began = time.perf_counter()
+        self._reading = self._part = np.zeros(0, np.int32)  # to_read, of the sequence; its next step
+        self._kept: F32 | None = None  # the logits of a prompt that another has read, to be drawn from
+        self._swapped: Swapped | None = None  # what it held when it was put back
+        self._was_read = False  # and whether that was all that was to be read
+        self._again = False  # it is read again, where that was too much to be kept
+        self._read_s = 0.0  # when the prompt was read
+        self._sent = 0.0
+
+    @property
+    def id(self) -> int:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def family(self) -> Family | None:
+        """Those with this prompt, which one of them reads; others may join while it does."""
+        return None if self._families is None else self._families.of(self.id)
+
+    @property
+    def n_to_read(self) -> int:
+        """How many tokens are to be fed before the next is drawn: the prompt, or all but the last after a new start."""
+        return len(self.history) - bool(self.made)
+
+    @property
+    def state(self) -> State:
+        """What its next unit of work is."""
+        if not self.decoding:
+            return "reading"
+        if self.held is None or self.grammar is None:
+            return "decoding"
+        return "held" if self.grammar.is_late else "due"
+
+    def prepare(self) -> None:
+        """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
+        if self._kept is not None:
+            return
+        if self._swapped is not None:
+            self.sequence, self._swapped = self.loaded.swap_in(self._swapped), None
+            self.decoding, self._was_read = self._was_read, False
+        family = self.family if self.sequence is None else None
+        kept = family.kept if family is not None and self.id in family.pending else None
+        if kept is not None:
+            self.sequence = self.loaded.begin(kept.fork)
+            self._kept = kept.logits
+            self.cached_tokens = len(self.request.tokens)
+            self.reused_tokens += self.cached_tokens
+            return
+        if self.sequence is None:
+            self._reading = np.asarray(self.request.tokens, np.int32)
+            self.sequence, reused = self.loaded.resume(self._reading, exact=self._again)
+            self.reused_tokens += reused
+            if self.cached_tokens is None:
+                self.cached_tokens = min(reused, len(self.request.tokens))
+        if not self.decoding:
+            self._part = self._next_part(self.sequence)
+        self.sequence.reserve(1 if self.decoding else len(self._part))
+
+    def _next_part(self, sequence: Sequence) -> NDArray[np.int32]:
+        """The tokens of the next step: of the prompt, then, as they were fed before, of what was drawn."""
+        if sequence.length < len(self._reading):
+            return self._reading[sequence.length :][: self.loaded.prefixes.step_tokens(sequence, self._reading)]
+        end = min(self.n_to_read, sequence.length + min(SMALL_TOKENS, self.loaded.limits.max_tokens))
+        return np.asarray(self.history[sequence.length : end], np.int32)
+
+    def read(self) -> list[Event]:
+        """Feed one more chunk, for which there is room, then draw the first token."""
+        if self._kept is not None:
+            return self._begin(self._kept)
+        if self.decoding:  # it has come back as it left
+            return []
+        loaded, sequence = self.loaded, self.sequence
+        assert sequence is not None
+        part = self._part  # as it was when there was room: to make room, prefixes may have been given up
+        last = sequence.length + len(part) == self.n_to_read
+        wanted = (len(part) - 1,) if last and not self.made else ()
+        chunk = Proposal(self, Span(sequence, part, np.zeros(len(part), bool), wanted))
+        result = loaded.decoder.run([chunk])
+        check_finite(result.last_residual)  # before others are let begin after it; waits for the step
+        if sequence.length <= len(self._reading):
+            loaded.prefixes.insert(sequence, self._reading)
+        if sequence.length == len(self._reading) and sequence.exact is None:
+            sequence.exact = sequence.length
+        self.read_tokens += len(part)
+        progress = Progress(self.id, sequence.length, self.n_to_read, self.cached_tokens or 0)
+        if not last:
+            return [progress]
+        self.decoding = True
+        if self.made:
+            return []
+        self._share(result)
+        (failure,) = loaded.decoder.accept([chunk], result)
+        if failure is not None:
+            raise failure
+        self._read_s = time.perf_counter()
+        return [progress, *self.flush()]
+
+    def _share(self, result: StepResult) -> None:
+        """Let the others of the family go on from the prompt that was read."""
+        family = self.family
+        if family is None:
+            return
+        assert self.sequence is not None
+        if family.wants(self.id):
+            fork = self.loaded.prefixes.fork(self.sequence)
+            if fork is not None:
+                family.keep(Kept(fork, result.logits[0].copy()))
+        family.begun(self.id)
+
+    def _begin(self, logits: F32) -> list[Event]:
+        """Draw the first token after a prompt that another has read."""
+        family = self.family
+        assert family is not None
+        self._kept, self.decoding = None, True
+        family.begun(self.id)
+        self.loaded.decoder.draw_from(self, logits, time.monotonic() + MASK_WAIT_S)
+        self._read_s = time.perf_counter()
+        n = len(self.request.tokens)
+        return [Progress(self.id, n, n, n), *self.flush()]
+
+    def draw_held(self) -> list[Event]:
+        """Draw the token whose mask was late, now that it is there."""
+        assert self.held is not None
+        held, self.held = self.held, None
+        self.loaded.decoder.draw_from(self, held, time.monotonic())
+        return self.flush()
+
+    def flush(self) -> list[Event]:
+        """The tokens not sent yet, if it is time or the end, and Done at the end."""
+        now = time.perf_counter()
+        events: list[Event] = []
+        if self.unsent and (self.reason or now - self._sent >= SLICE_S):
+            events.append(self._tokens())
+            self.unsent, self._sent = [], now
+        if self.reason is not None:
+            events.append(self._done(now))
+        return events
+
+    def _tokens(self) -> Tokens:
+        tokens = tuple(drawn.token for drawn in self.unsent)
+        if self.request.logprobs is None:
+            return Tokens(self.id, tokens)
+        found = [drawn.likelihood for drawn in self.unsent if drawn.likelihood is not None]
+        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found))
+
+    def _done(self, now: float) -> Done:
+        loaded, read_s = self.loaded, self._read_s or now
+        assert self.sequence is not None
+        loaded.prefixes.insert(self.sequence, np.asarray(self.history, np.int32))
+        usage = Usage(len(self.request.tokens), self.made, cached_tokens=self.cached_tokens or 0)
+        timing = Timing(read_s - self._began, now - read_s)
+        return Done(
+            self.id, usage, timing, loaded.residency.since(self._before), "stop" if self.reason == "stop" else "length"
+        )
+
+    def put_back(self) -> None:
+        """Move what is cached to host memory, to go on with later, with the bits that it has.
+
+        Where the host's budget is short of that it is fed again: its prompt as a prompt, then what was drawn in short
+        steps, which have the bits of those that drew it.
+        """
+        if self.sequence is not None:  # else what was moved out before, if anything was, still lies there
+            self._swapped = swap.swap_out(self.loaded.kv, self.sequence) if self._kept is None else None
+            self._was_read = self._swapped is not None and self.decoding
+            self._again = self._swapped is None
+            if not self._was_read:
+                self.held = None
+        self._release()
+        self.decoding = False
+
+    def close(self) -> None:
+        """Give back what is cached, and the form."""
+        self._release()
+        if self._swapped is not None:
+            swap.drop(self.loaded.kv, self._swapped)
+            self._swapped = None
+        if self.grammar is not None:
+            self.grammar.close()
+
+    def _release(self) -> None:
+        self._kept = None
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+
+
+class Rereading:
+    """What was decoded, read again as a prompt while nobody wants anything: a chunk of prefixes is a unit of work.
+
+    tokens: int32, whole chunks. A prompt that goes on behind these tokens leaves the same snapshots. No use of a chunk,
+    so what is given up first stays that.
+    """
+
+    def __init__(self, loaded: Loaded, tokens: NDArray[np.int32]) -> None:
+        self.loaded = loaded
+        self.tokens = tokens
+        self.sequence: Sequence | None = None
+
+    def read(self) -> bool:
+        """Read one more chunk; whether it was the last. CapacityError where there is no room."""
+        prefixes = self.loaded.prefixes
+        if self.sequence is None:
+            self.sequence, _ = self.loaded.resume(self.tokens, exact=True, again=True)
+        sequence, chunk = self.sequence, prefixes.chunk_tokens
+        n = min(prefixes.step_tokens(sequence, self.tokens), chunk - sequence.length % chunk)
+        part = self.tokens[sequence.length :][:n]
+        result = self.loaded.steps.run([Span(sequence, part, np.zeros(n, bool))])
+        check_finite(result.last_residual)  # waits for the step: a request waits for no more than that
+        prefixes.insert(sequence, self.tokens, again=True)
+        return sequence.length == len(self.tokens)
+
+    def close(self) -> None:
+        """Give back what is held; the chunks that were read stay."""
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+
+
+class ScoreTask:
+    """A request to score: every step is a unit of work.
+
+    It runs alone, so there is room for it, and nothing is read and counted twice.
+    """
+
+    decoding = False
+
+    def __init__(self, loaded: Loaded, request: Score) -> None:
+        self.loaded = loaded
+        self.request = request
+        self.number = self.turn = 0
+        self.reason: str | None = None
+        self.read_tokens = self.reused_tokens = 0
+        self.sequence: Sequence | None = None
+        self._work = self._score()
+
+    @property
+    def id(self) -> int:
+        """The request's."""
+        return self.request.id
+
+    def prepare(self) -> None:
+        """Nothing: the whole cache is there."""
+
+    def read(self) -> list[Event]:
+        """Feed one more chunk."""
+        self.loaded.forward.capture_hidden(self.request.hidden)
+        try:
+            events = next(self._work)
+        finally:
+            self.loaded.forward.capture_hidden(False)
+        if isinstance(events[-1], Done):
+            self.reason = "length"
+        return events
+
+    def close(self) -> None:
+        """Give back what is cached, and leave nothing of a trace but whole parts."""
+        self._work.close()
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+
+    def _score(self) -> Generator[list[Event], None, None]:
+        loaded, request = self.loaded, self.request
+        self.sequence = sequence = loaded.kv.sequence()
+        tokens = np.asarray(request.tokens, np.int32)
+        generated = np.ones(len(tokens), bool) if request.generated is None else np.asarray(request.generated)
+        counted = generated if request.count == "generated" else np.ones(len(tokens), bool)
+        before, step_tokens = loaded.residency.counters(), loaded.limits.max_tokens
+        logprobs = np.zeros(len(tokens))
+        began = time.perf_counter()
+        # A window is one part or more of the trace; one that fails leaves nothing behind it but whole parts.
+        with self._open_trace() as trace:
+            for start in range(0, len(tokens), step_tokens):
+                part = slice(start, min(start + step_tokens, len(tokens)))
+                want = (part.stop - part.start - 1,) if part.stop == len(tokens) else ()
+                result = loaded.steps.run([Span(sequence, tokens[part], counted[part], want)])
+                self.read_tokens += part.stop - part.start
+                check_finite(result.residual)
+                if request.logprobs:
+                    self._log_probabilities(tokens, part, logprobs)
+                if trace is not None:
+                    self._trace(trace, result, part, generated)
+                if part.stop < len(tokens):
+                    yield [Progress(request.id, part.stop, len(tokens))]
+        done = Done(
+            request.id,
+            Usage(len(tokens), 0),
+            Timing(time.perf_counter() - began, 0.0),
+            loaded.residency.since(before),
+            nll=float(-logprobs[generated].sum()) if request.logprobs else None,
+            logprobs=tuple(logprobs[1:].tolist()) if request.logprobs else None,
+        )
+        yield [done]
+
+    def _open_trace(self) -> AbstractContextManager[TraceWriter | None]:
+        request, c = self.request, self.loaded.source.config
+        if request.trace_dir is None:
+            return nullcontext()
+        return TraceWriter(
+            Path(request.trace_dir), self.loaded.source.file.model_id, c.n_expert_used, c.n_embd, request.hidden,
+            n_layer=c.n_layer, n_expert=c.n_expert,
+        )  # fmt: skip
+
+    def _log_probabilities(self, tokens: NDArray[np.int32], part: slice, out: NDArray[np.float64]) -> None:
+        # Position i - 1 predicts token i; the last position of all predicts a token nobody gave.
+        last = min(part.stop, len(tokens) - 1)
+        for start in range(part.start, last, MAX_ROWS):
+            stop = min(start + MAX_ROWS, last)
+            logits = self.loaded.forward.head(np.arange(start - part.start, stop - part.start, dtype=np.int32))
+            check_finite(logits)
+            out[start + 1 : stop + 1] = log_softmax_at(logits, tokens[start + 1 : stop + 1])
+
+    def _trace(self, trace: TraceWriter, result: StepResult, part: slice, generated: NDArray[np.bool_]) -> None:
+        request, c = self.request, self.loaded.source.config
+        # Windows of one session share no position, and none looks like the next token of another.
+        positions = request.window * (self.loaded.limits.n_ctx + 1) + np.arange(part.start, part.stop)
+        hidden = None if result.hidden is None else result.hidden[list(c.moe_layers)].swapaxes(0, 1)
+        trace.append(
+            request.session_id,
+            positions.astype(np.int32),
+            generated[part],
+            c.moe_layers,
+            result.experts.swapaxes(0, 1),
+            result.weights.swapaxes(0, 1),
+            hidden,
+        )
+
+
+def log_softmax_at(logits: F32, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
+    """log p of one token a row: logits float32 [T, V], tokens [T] -> float64 [T]."""
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=1)
+    total = np.log(np.exp(wide - top[:, None]).sum(axis=1))
+    return np.asarray(wide[np.arange(len(tokens)), tokens] - top - total)

@@ -1,0 +1,1 @@
+"""The wire formats of other servers, one file an API."""

@@ -1,0 +1,470 @@
+"""OpenAI's responses, as Codex and OpenAI's SDKs speak them.
+
+A request has the whole conversation, or refers to items and responses that were kept (`apis/kept.py`). What a request
+asks for and this server cannot do is refused by name, with these exceptions, which Codex's sessions take for granted:
+pictures become a note; tools other than functions and custom ones, and items that such tools have left in the input,
+are left out; fields that do not change what a reply says are ignored. Functions that come in a namespace, as those of
+MCP servers and of Codex's agents do, are functions named NAMESPACE__NAME for the model.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.ground.errors import SparkError
+from engine.ground.protocol import MAX_TOP_LOGPROBS
+from spark.apis.bodies import Size
+from spark.apis.http import explain
+from spark.apis.kept import Kept, Key
+from spark.apis.response_items import MARK, MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
+from spark.speech import conversation as c
+from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage, WholeCall
+from spark.speech.logprobs import entry
+from spark.speech.sessions import Message
+
+MAX_ECHO_BYTES = 64 << 10  # of JSON: what a response repeats of the request's tools, instructions and the like
+_MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {"conversation": [], "background": [False], "prompt": []}
+_NOT_KEPT = "what it refers to is not kept here, or not any more"
+_CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Conversation):
+    """A checked request. entries: its input's items, where the response is to be kept; before: what they follow."""
+
+    keep: bool = True
+    entries: tuple[Entry, ...] = ()
+    before: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refers:
+    """What a request refers to: a response that it goes on from, and items, by their places in the input."""
+
+    previous: str | None
+    references: Sequence[tuple[int, str]]
+
+
+def ask(body: Mapping[str, Any]) -> Asked | Refers:
+    """Check the body of a request, unless it refers to what is kept; raises RequestError that names the field."""
+    refers = Refers(c.get(body, "previous_response_id", str, None), references(body.get("input")))
+    return refers if refers.previous is not None or refers.references else parse(body)
+
+
+def resolved(kept: Kept, made: Asked | Refers) -> tuple[functools.partial[Asked], Size] | None:
+    """`parse` with what a request refers to, and how much that is; None where it refers to nothing.
+
+    Raises NotKeptError and ResponseNotKeptError.
+    """
+    if isinstance(made, Asked):
+        return None
+    keys: tuple[Key, ...] = ()
+    before: list[bytes] = []
+    if made.previous is not None:
+        response = kept.response(made.previous)
+        if response is None:
+            name = "previous_response_id"
+            raise c.ResponseNotKeptError(f"{name}: {_NOT_KEPT}", hint="send the whole input", field=name)
+        keys, before = response
+    items = kept.items(item_id for _, item_id in made.references)
+    for i, item_id in made.references:
+        if item_id not in items:
+            hint = "send the item itself: `store`: false has clients do so"
+            raise c.NotKeptError(f"input[{i}]: {_NOT_KEPT}", hint=hint, field="input")
+    n = len(before) + len(made.references)
+    n_bytes = sum(map(len, before)) + sum(len(items[item_id]) for _, item_id in made.references)
+    return functools.partial(parse, found=Found(items, before), before=keys), Size(n_bytes, n, MOST_VALUES * n)
+
+
+def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key, ...] = ()) -> Asked:
+    """Check the body of a request; raises RequestError that names the field.
+
+    found: all that the input refers to; before: the keys of what it goes on from.
+    """
+    c.refuse(body, _UNSUPPORTED)
+    _check_metadata(body)
+    tools = c.unique_tools([tool.definition for tool in _tools(body)])
+    text = c.get(body, "text", dict, {})
+    keep = c.get(body, "store", bool, True)
+    messages, entries = read(body.get("input"), found or Found(), keep)
+    if instructions := c.get(body, "instructions", str, ""):
+        messages.insert(0, Message("system", instructions))
+    if not messages:
+        raise c.refusal("input", "expected at least one message")
+    choice, tools = _choice(body.get("tool_choice"), tools)
+    return Asked(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
+        max_tokens=c.limit(body, "max_output_tokens"),
+        sampling=c.sampling(body),
+        stops=c.stops(body.get("stop")),
+        reasoning=c.reasoning(body),
+        response_schema=c.response_schema("text.format", text.get("format"), None),
+        form_field="text.format",
+        logprobs=_logprobs(body),
+        stream=c.get(body, "stream", bool, False),
+        keep=keep,
+        entries=tuple(entries),
+        before=before,
+    )
+
+
+def _check_metadata(body: Mapping[str, Any]) -> None:
+    """Refuse metadata beyond OpenAI's limits: each response repeats it."""
+    given = c.get(body, "metadata", dict, {})
+    if len(given) > _MAX_METADATA:
+        raise c.refusal("metadata", f"{len(given)} pairs; the limit is {_MAX_METADATA}")
+    for key, value in given.items():
+        if len(key) > _MAX_METADATA_KEY:
+            raise c.refusal("metadata", f"a key of {len(key)} characters; the limit is {_MAX_METADATA_KEY}")
+        if type(value) is not str or len(value) > _MAX_METADATA_VALUE:
+            what = f"{len(value)} characters" if type(value) is str else c.shown(value)
+            raise c.refusal("metadata", f"expected strings of at most {_MAX_METADATA_VALUE} characters, found {what}")
+
+
+def kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What writers need of a body, most of which a response repeats."""
+    names = ("include", "instructions", "metadata", "previous_response_id", "text", "tool_choice", "tools")
+    return {name: body[name] for name in names if name in body}
+
+
+def _logprobs(body: Mapping[str, Any]) -> int | None:
+    top = c.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    include = c.get(body, "include", list, [])
+    return top or 0 if top or "message.output_text.logprobs" in include else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A definition for the model, and what the tool is to the client. custom: takes bare text, here one argument."""
+
+    definition: dict[str, Any]
+    name: str
+    namespace: str | None
+    custom: bool
+
+
+def _tools(body: Mapping[str, Any]) -> list[_Tool]:
+    made = []
+    for i, record in enumerate(c.records(body, "tools", c.MAX_TOOLS, [])):
+        if record.get("type") != "namespace":
+            made += _tool(f"tools[{i}]", record, None)
+            continue
+        namespace = c.get(record, "name", str, "", f"tools[{i}].")
+        for k, inner in enumerate(c.get(record, "tools", list, [], f"tools[{i}].")):
+            where = f"tools[{i}].tools[{k}]"
+            made += _tool(where, c.as_object(where, inner), namespace)
+    if len(made) > c.MAX_TOOLS:
+        raise c.refusal("tools", f"{len(made)} of them; the limit is {c.MAX_TOOLS}")
+    return made
+
+
+def _tool(where: str, record: dict[str, Any], namespace: str | None) -> list[_Tool]:
+    """One tool; none for those that are not the client's to run."""
+    kind = c.get(record, "type", str, where=f"{where}.")
+    if kind not in ("function", "custom"):
+        return []
+    name = c.get(record, "name", str, where=f"{where}.")
+    description, parameters = record.get("description"), record.get("parameters")
+    if kind == "custom":
+        form = c.get(record, "format", dict, {}, f"{where}.")
+        definition = c.get(form, "definition", str, "", f"{where}.format.")
+        description = "\n\n".join(filter(None, (c.get(record, "description", str, "", f"{where}."), definition)))
+        parameters = _CUSTOM_SCHEMA
+    made = c.tool(where, full_name(name, namespace), description, parameters)
+    return [_Tool(made, name, namespace, kind == "custom")]
+
+
+def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+    """The choice, and the tools that it leaves."""
+    if value is None or value in ("auto", "none"):
+        return value or "auto", tools
+    if value == "required":
+        if not tools:
+            raise c.refusal("tool_choice", "a call is required, and there are no tools")
+        return value, tools
+    if type(value) is dict and value.get("type") in ("function", "custom"):
+        return c.chosen(named("tool_choice.", value), tools, "tool_choice.name"), tools
+    if type(value) is dict and value.get("type") == "allowed_tools":
+        own = [item for item in c.records(value, "tools", c.MAX_TOOLS) if item.get("type") in ("function", "custom")]
+        return c.allowed({**value, "tools": own}, tools, "tool_choice.", named)
+    raise c.refusal("tool_choice", "expected 'auto', 'none', 'required', a function or custom tool, or allowed_tools")
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+def _usage(used: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": used.prompt,
+        "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},
+        "output_tokens": used.completion,
+        "output_tokens_details": {"reasoning_tokens": used.reasoning},
+        "total_tokens": used.prompt + used.completion,
+    }
+
+
+_PLAIN = {"format": {"type": "text"}}
+
+
+class Writer:
+    """Writes one reply: `whole`, or `start`, parts and `end` of a stream.
+
+    body: of the request, parts of which a response repeats. kept: where items go as they are given out, and in the end
+    the response, unless the request says otherwise.
+    """
+
+    def __init__(
+        self, model: str, body: Mapping[str, Any], conversation: Conversation, kept: Kept | None = None
+    ) -> None:
+        self._asked = conversation if isinstance(conversation, Asked) and conversation.keep else None
+        self._kept = kept if self._asked is not None else None
+        self._keys: list[Key] = []  # of items that were given out
+        echo = _Echo()
+        self._tools = {tool.definition["function"]["name"]: tool for tool in reversed(_tools(body))}
+        self._keep = "reasoning.encrypted_content" in c.get(body, "include", list, [])
+        sampling = conversation.sampling
+        self._head = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "background": False,
+            "instructions": echo.of(body.get("instructions"), None),
+            "max_output_tokens": conversation.max_tokens,
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": conversation.parallel_calls,
+            "previous_response_id": body.get("previous_response_id"),
+            "reasoning": {"effort": conversation.reasoning.effort, "summary": None},
+            "store": self._asked is not None,
+            "temperature": sampling.temperature,
+            "text": echo.of(body.get("text") or _PLAIN, _PLAIN),
+            "tool_choice": echo.of(body.get("tool_choice") or "auto", "auto"),
+            "tools": echo.of(body.get("tools") or [], []),
+            "top_logprobs": conversation.logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+        }
+        self._number = 0  # of events
+        self._output: list[dict[str, Any]] = []
+        self._open: Text | WholeCall | None = None  # the item that is being written
+        self._logprobs: list[dict[str, Any]] = []  # of its tokens
+        self._id = ""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """Write that the reply goes on: an event, since Codex takes no comment for a sign of life.
+
+        What a request can make long is left out: this may come a hundred times.
+        """
+        head = self._head | {"instructions": None, "metadata": {}, "tools": []}
+        if type(head["tool_choice"]) is dict:
+            head["tool_choice"] = "auto"
+        del head["text"]
+        return self._event("response.in_progress", response=head | self._state("in_progress") | {"output": []})
+
+    def whole(self, parts: Sequence[Part], finish: Finish) -> dict[str, Any]:
+        """Make the object of a reply that is not streamed."""
+        for part in parts:
+            self.part(part)
+        self.end(finish)
+        return self._head | self._state(_status(finish), finish)
+
+    def start(self, prompt_tokens: int) -> bytes:
+        """Write the first events."""
+        state = self._state("in_progress")
+        return self._progress("response.created", state) + self._progress("response.in_progress", state)
+
+    def part(self, part: Part) -> bytes:
+        """Write the events of a part."""
+        if isinstance(part, Text):
+            made = b""
+            if not isinstance(self._open, Text) or self._open.kind != part.kind:
+                made = self._close() + self._begin(Text(part.kind, ""))
+            assert isinstance(self._open, Text)
+            self._open = Text(part.kind, self._open.text + part.text)
+            kind = "reasoning_text" if part.kind == "reasoning" else "output_text"
+            logprobs = [*map(entry, part.logprobs)]
+            self._logprobs += logprobs
+            more: dict[str, Any] = {} if part.kind == "reasoning" else {"logprobs": logprobs}
+            return made + self._inside(f"response.{kind}.delta", content_index=0, delta=part.text, **more)
+        if isinstance(part, CallStart):
+            return self._close() + self._begin(WholeCall(part.id, part.name, ""))
+        if isinstance(part, CallArguments):
+            call = self._open
+            assert isinstance(call, WholeCall)
+            self._open = WholeCall(call.id, call.name, call.arguments + part.text)
+            if self._is_custom(call):
+                return b""
+            return self._inside("response.function_call_arguments.delta", delta=part.text)
+        return self._close("completed" if part.complete else "incomplete")
+
+    def end(self, finish: Finish) -> bytes:
+        """Write the end."""
+        status = _status(finish)
+        made = self._close(status)  # an item that is open now is one that was cut
+        self._keep_response()
+        return made + self._progress(f"response.{status}", self._state(status, finish))
+
+    def failed(self, error: SparkError) -> bytes:
+        """Write a failure that came too late for a status."""
+        _, message, code = explain(error)
+        return self._progress("response.failed", self._state("failed") | {"error": {"code": code, "message": message}})
+
+    def _keep_response(self) -> None:
+        """Keep what the conversation is made of by now."""
+        if self._kept is None or self._asked is None:
+            return
+        entries = self._asked.entries
+        self._kept.put_items(item for item in entries if isinstance(item, tuple))
+        keys = [*self._asked.before, *(item if isinstance(item, str) else item[0] for item in entries)]
+        self._kept.put_response(str(self._head["id"]), [*keys, *self._keys])
+
+    @functools.cached_property
+    def _head_text(self) -> str:
+        """The head as the beginning of an object, which more fields follow."""
+        return json.dumps(self._head)[:-1]
+
+    def _progress(self, kind: str, state: dict[str, Any]) -> bytes:
+        """An event that has the whole response."""
+        begin = json.dumps({"type": kind, "sequence_number": self._number})[:-1]
+        self._number += 1
+        whole = f"{self._head_text}, {json.dumps(state)[1:]}"
+        return f'event: {kind}\ndata: {begin}, "response": {whole}}}\n\n'.encode()
+
+    def _state(self, status: str, finish: Finish | None = None) -> dict[str, Any]:
+        """What changes of a response while it is made."""
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "status": status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "output": list(self._output),
+            "usage": None if finish is None else _usage(finish.usage),
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        made = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(made)}\n\n".encode()
+
+    def _inside(self, kind: str, **fields: Any) -> bytes:
+        """An event of the item that is being written."""
+        return self._event(kind, item_id=self._id, output_index=len(self._output), **fields)
+
+    def _begin(self, item: Text | WholeCall) -> bytes:
+        self._open, self._logprobs = item, []
+        prefix = "fc" if isinstance(item, WholeCall) else "rs" if item.kind == "reasoning" else "msg"
+        if isinstance(item, WholeCall) and self._is_custom(item):
+            prefix = "ctc"
+        self._id = f"{prefix}_{secrets.token_hex(12)}"
+        made = self._event("response.output_item.added", output_index=len(self._output), item=self._item("in_progress"))
+        if isinstance(item, Text):
+            made += self._inside("response.content_part.added", content_index=0, part=self._content(item))
+        return made
+
+    def _close(self, status: str = "completed") -> bytes:
+        """End the item that is being written."""
+        item = self._open
+        if item is None:
+            return b""
+        done = self._item(status)
+        if isinstance(item, Text):
+            kind = "reasoning_text" if item.kind == "reasoning" else "output_text"
+            more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": self._logprobs}
+            made = self._inside(f"response.{kind}.done", content_index=0, text=item.text, **more)
+            made += self._inside("response.content_part.done", content_index=0, part=self._content(item))
+        elif self._is_custom(item):
+            made = self._inside("response.custom_tool_call_input.delta", delta=done["input"])
+            made += self._inside("response.custom_tool_call_input.done", input=done["input"])
+        else:
+            made = self._inside("response.function_call_arguments.done", name=done["name"], arguments=item.arguments)
+        made += self._event("response.output_item.done", output_index=len(self._output), item=done)
+        self._output.append(done)
+        if self._kept is not None and (data := to_keep(done)) is not None:
+            self._kept.put_items([(self._id, data)])
+            self._keys.append(self._id)
+        self._open = None
+        return made
+
+    def _is_custom(self, call: WholeCall) -> bool:
+        tool = self._tools.get(call.name)
+        return tool is not None and tool.custom
+
+    def _item(self, status: str) -> dict[str, Any]:
+        """The item that is being written, as the API has it."""
+        item = self._open
+        assert item is not None
+        made: dict[str, Any] = {"id": self._id, "status": status}
+        if isinstance(item, WholeCall):
+            tool = self._tools.get(item.name)
+            call = {"call_id": item.id, "name": item.name if tool is None else tool.name}
+            if tool is not None and tool.namespace:
+                call["namespace"] = tool.namespace
+            if self._is_custom(item):
+                return made | {"type": "custom_tool_call", **call, "input": _custom_input(item)}
+            return made | {"type": "function_call", **call, "arguments": item.arguments}
+        content = [self._content(item)] if status != "in_progress" else []
+        if item.kind == "content":
+            return made | {"type": "message", "role": "assistant", "content": content}
+        made |= {"type": "reasoning", "summary": [], "content": content}
+        if self._keep:
+            kept = base64.b64encode(item.text.encode(errors="replace")).decode()
+            made["encrypted_content"] = MARK + kept if status != "in_progress" else None
+        return made
+
+    def _content(self, item: Text) -> dict[str, Any]:
+        if item.kind == "reasoning":
+            return {"type": "reasoning_text", "text": item.text}
+        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": self._logprobs}
+
+
+class _Echo:
+    """Parts of a request that its responses repeat, up to MAX_ECHO_BYTES of JSON in all: three events have them."""
+
+    def __init__(self) -> None:
+        self._left = MAX_ECHO_BYTES
+
+    def of(self, value: Any, default: Any) -> Any:
+        """A part, or what stands for one that is too long; no more of it is looked at than there may be."""
+        left = _left(value, self._left)
+        if left < 0:
+            return default
+        self._left = left
+        return value
+
+
+def _left(value: Any, left: int) -> int:
+    """What is left of a number of bytes behind a value's JSON; negative as soon as it is too long."""
+    if type(value) is str:
+        return left - len(value) if len(value) > left else left - len(json.dumps(value)) - 2
+    if type(value) is not dict and type(value) is not list:
+        return left - len(json.dumps(value)) - 2
+    left -= 2
+    for inner in value:
+        left = _left(inner, left)
+        if type(value) is dict and left >= 0:
+            left = _left(value[inner], left)
+        if left < 0:
+            break
+    return left
+
+
+def _status(finish: Finish) -> str:
+    return "incomplete" if finish.reason == "length" else "completed"
+
+
+def _custom_input(call: WholeCall) -> str:
+    """What a custom tool is given; all that the model wrote where that is not the one argument."""
+    found = call.input().get("input")
+    return found if isinstance(found, str) else call.arguments

@@ -1,0 +1,1 @@
+"""What stands around the commands: their options, output and end, and those that are programs of their own."""

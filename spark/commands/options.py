@@ -1,0 +1,131 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from engine.ground.config import EngineConfig, KVType
+from engine.ground.errors import UsageError
+from spark.commands.outputs import Reads, Writes, writable
+from spark.console import note
+
+_GIB = 100_000  # more than any machine has: a slip of the hand, or infinity
+_SECONDS = 1_000_000
+_THREADS = 1024
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
+Data = Annotated[
+    Path,
+    typer.Argument(metavar="TOKENS.parquet|SESSIONS.jsonl", help="From tokenize, or from extract-sessions."),
+]
+DeviceOption = Annotated[
+    Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, max=_THREADS, metavar="N", help="CPU threads; default: one a physical core.")
+]
+ReadyOption = Annotated[
+    float, typer.Option(min=0.001, max=_SECONDS, metavar="S", help="Seconds until the model must be loaded.")
+]
+GenOption = Annotated[
+    float, typer.Option(min=0.001, max=_SECONDS, metavar="S", help="Seconds until one request must be finished.")
+]
+VramOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, max=_GIB, metavar="GIB", help="Most that all of it may take on the GPU; default: what is free."
+    ),
+]
+VramsOption = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--vram", min=0.001, max=_GIB, metavar="GIB",
+        help="Cap to plan for; repeatable. Default: the GPU, or 12 and 24 GiB.",
+    ),
+]  # fmt: skip
+SparkOption = Annotated[bool, typer.Option("--spark", help="Place by the profile beside the model, and learn.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Profile, with --spark; default: MODEL.gguf.spark.csv."),
+    Reads(beside_model=True),
+]
+CacheOption = Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of each layer.")]
+ContextOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Context length; default: the model's, bounded.")
+]
+KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
+ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the figures there; -: to stdout, and all else to stderr."),
+    Writes(),
+]
+# Of a server alone.
+ServeResidencyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--residency", min=0, max=100, metavar="PCT",
+        help="Percent of all expert bytes that slots hold; not with --vram.",
+    ),
+]
+PrefixOption = Annotated[
+    float,
+    typer.Option("--prefix-gib", min=0, max=_GIB, metavar="GIB", help="Host memory for prompts' shared beginnings."),
+]
+CacheDirOption = Annotated[
+    Path | None, typer.Option("--cache-dir", metavar="DIR", help="Keep those beginnings there, for later starts.")
+]
+ExactOption = Annotated[
+    bool,
+    typer.Option("--exact-prefixes", help="Reuse nothing of replies that has not been computed again as a prompt."),
+]
+AllowOriginOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="URL", help="Origin of web pages that may use it, as http://localhost:3000; repeatable."),
+]
+CacheDirGibOption = Annotated[
+    float,
+    typer.Option("--cache-dir-gib", min=0.001, max=_GIB, metavar="GIB", help="Most that its files may take."),
+]
+
+
+def slots(given: str) -> int | None:
+    """Read `--cache-slots`; None chooses."""
+    if given != "auto" and not given.isdecimal():
+        raise UsageError(f"--cache-slots is {given!r}: expected auto or a number")
+    return None if given == "auto" else int(given)
+
+
+def placed_by(model: Path, spark: bool, profile: Path | None) -> Path | None:
+    """The profile that `--spark` places by, which need not be there yet; None without it."""
+    from engine.formats.profile import default_path
+
+    if profile is not None and not spark:
+        raise UsageError(f"--profile {profile} goes with --spark, and --spark is missing")
+    return (profile or default_path(model)) if spark else None
+
+
+def serving(
+    model: Path, spark: bool, profile: Path | None, *, residency: float | None, vram_gib: float | None, **settings: Any
+) -> tuple[EngineConfig, Path | None]:
+    """Make the configuration of a server, and say where it writes what it learns; settings: fields as they are."""
+    from engine.placing import policies
+
+    if vram_gib is not None and residency is not None:
+        raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
+    path = placed_by(model, spark, profile)
+    if path is not None and not path.exists():
+        writable(path)
+        note(f"no profile at {path} yet: starting uniform, learning, saving there")
+    config = EngineConfig(
+        model=model,
+        policy=policies.served(spark).name,
+        profile=path if path is not None and path.exists() else None,
+        residency_pct=100.0 if residency is None else residency,
+        vram_gib=vram_gib,
+        **settings,
+    )
+    return config, path

@@ -1,0 +1,208 @@
+"""The table of each report, as commands and the demo print it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spark.console import note, table, write
+
+if TYPE_CHECKING:
+    from spark.extract.report import Report as ExtractReport
+    from spark.pipeline.bench import BenchReport
+    from spark.pipeline.calibrate import CalibrateReport
+    from spark.pipeline.plan import PlanReport
+    from spark.pipeline.pregate import PregateReport
+    from spark.pipeline.tokens import Summary
+    from spark.pipeline.validate import Ladder, Rung, ValidateReport
+
+_GIB = 1 << 30
+_KINDS_SHOWN = 8  # of records that gave nothing to a session; --json has more
+_TERMS = """\
+belady: the fewest misses that any policy could have that knew the future. A miss is an active expert of one layer that
+is in no slot when a token needs it; a move, one that enters a slot. Intervals are of 95%, over sessions."""
+_COLUMNS = 120  # of prose
+_RECALLS = ("recall_1x", "recall_2x", "recall_3x")
+
+
+def show_extraction(report: ExtractReport) -> None:
+    """Print what was read, what was skipped and why."""
+    percentiles = (("prompt", report.prompt_tokens), ("context", report.context_tokens))
+    rows = [
+        ("log files", report.files),
+        *((f"sessions, {side}", n) for side, n in report.sessions.items()),
+        ("messages", report.messages),
+        *((f"tokens, {role}", n) for role, n in report.tokens.items()),
+        *((f"{what} tokens, {name}", n) for what, found in percentiles for name, n in found.items()),
+        *((f"skipped lines: {reason}", n) for reason, n in report.skipped_lines.items()),
+        *((f"dropped blocks: {reason}", n) for reason, n in report.dropped_blocks.items()),
+        *(
+            (f"dropped text, characters: {kind} ({row['records']:,} records)", row["characters"])
+            for kind, row in list(report.dropped_content.items())[:_KINDS_SHOWN]
+            if row["characters"]
+        ),
+        *((f"redacted: {kind}", n) for kind, n in report.redacted.items()),
+    ]
+    _counts(f"Sessions (token counts by {report.token_counter})", rows)
+
+
+def show_tokens(summary: Summary) -> None:
+    """Print what was rendered, and which turns the template refused."""
+    rows = [
+        ("tokens", summary.tokens),
+        ("generated tokens among them", summary.generated_tokens),
+        ("windows", summary.windows),
+        ("sessions", summary.sessions),
+        *((f"skipped turns: {reason}", n) for reason, n in summary.skipped_turns.items()),
+    ]
+    _counts("Tokens", rows)
+
+
+def show_calibration(report: CalibrateReport) -> None:
+    """Print what a calibration read and counted, and how it would split the slots."""
+    rows = [
+        ("tokens read", f"{report.tokens:,}"),
+        ("generated tokens among them", f"{report.generated_tokens:,}"),
+        ("tokens counted", f"{report.counted_tokens:,}"),
+        ("sessions", f"{report.sessions:,}"),
+        ("tokens/s", f"{report.tokens_per_s:,.0f}"),
+    ]
+    table("Calibration", ["", ""], rows)
+    if not report.choices:
+        note(f"{report.no_choice}: the default is served.")
+        return
+    found = [
+        [f"{c.residency_pct:g}%", c.words, *(f"{x:.2f}" for x in (c.misses, c.low, c.high, c.lru, c.static))]
+        for c in report.choices
+    ]
+    first = report.choices[0]
+    title = (
+        f"What the slots should do, by {first.tokens:,} generated tokens of {first.sessions} sessions, each under the "
+        "counts of others"
+    )
+    table(title, ["resident", "choice", "misses\n/token", "from", "to\n(95%)", "LRU", "fixed"], found)
+
+
+def show_validation(report: ValidateReport) -> None:
+    """Print what the words mean, and of each residency the ladder, the verdict, and cross-source rows if there are."""
+    from engine.placing import policies
+
+    def served(row: Rung) -> list[str]:
+        if row.decode_tokens_per_s is None or row.prefill_tokens_per_s is None or row.device_bytes is None:
+            return [""] * 4
+        rates = [f"{row.decode_tokens_per_s:,.0f}", f"{row.prefill_tokens_per_s:,.0f}"]
+        return [*rates, f"{row.device_bytes / 2**20:,.1f}", {True: "yes", False: "NO", None: ""}[row.identical_tokens]]
+
+    words = " ".join([*(f"{each.name}: {each.words}." for each in policies.POLICIES), _TERMS.replace("\n", " ")])
+    write(textwrap.fill(words, _COLUMNS, break_on_hyphens=False) + "\n\n")
+    columns = ["policy", "hits", "misses\n/token", "95%", "moves\n/token", "decode\ntokens/s", "prefill\ntokens/s",
+               "fast\nMiB", "same\ntokens"]  # fmt: skip
+    for ladder in report.ladders:
+        title = (
+            f"Held-out sessions at {ladder.residency_pct:g}% residency: {report.generated_tokens:,} generated tokens "
+            f"of {report.sessions} sessions, {report.prompts} served prompts"
+        )
+        table(title, columns, [[row.policy, *_misses(row), *_spread(row), *served(row)] for row in ladder.rows])
+        write(f"Verdict at {ladder.residency_pct:g}%: {ladder.verdict}.\n\n")
+        if ladder.cross:
+            show_cross(report, ladder, "The same sessions, placed by profiles of other traffic")
+
+
+def show_cross(report: ValidateReport, ladder: Ladder, title: str) -> None:
+    """Print the rows of the own profile and of the others, side by side, below those of an even placement."""
+    from engine.placing import policies
+
+    placed = [each.name for each in policies.POLICIES if each.by_profile]
+    own = [row for row in ladder.rows if row.policy in (policies.UNIFORM.name, *placed)]
+    paths = [report.profile, *(Path(row.profile) for row in ladder.cross if row.profile)]
+    short = len({path.name for path in paths}) == len(set(paths))
+
+    def placed_by(row: Rung) -> str:
+        path = Path(row.profile) if row.profile else report.profile
+        return "" if row.policy not in placed else path.name if short else str(path)
+
+    rows = [[row.policy, placed_by(row), *_misses(row)] for row in (*own, *ladder.cross)]
+    table(title, ["policy", "placed by", "hits", "misses\n/token"], rows)
+
+
+def show_pregate(report: PregateReport) -> None:
+    """Print the recall of each predictor for the layer it looks from and for the next, averaged over layers."""
+    kinds: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in report.to_json()["rows"]:
+        kinds.setdefault((row["predictor"], row["target_layer"] - row["layer"]), []).append(row)
+    rows = [
+        [name.replace("_", " "), "this" if offset == 0 else "next", len(found)]
+        + [f"{sum(row[key] for row in found) / len(found):.1%}" for key in _RECALLS]
+        for (name, offset), found in kinds.items()
+    ]
+    title = "Active experts (A a token) found among the best guesses, mean over layers"
+    table(title, ["predictor", "for\nlayer", "layers", "best A", "best 2A", "best 3A"], rows)
+
+
+def show_bench(report: BenchReport) -> None:
+    """Print a row for each residency, with the extremes of the rates."""
+
+    def rate(median: float, spread: tuple[float, float]) -> str:
+        return f"{median:,.1f} ({spread[0]:,.1f} to {spread[1]:,.1f})"
+
+    rows = [
+        [
+            f"{row.residency_pct:.1f}%", row.policy, f"{row.miss_pct:.1f}%",
+            rate(row.decode_tokens_per_s, row.decode_spread), rate(row.prefill_tokens_per_s, row.prefill_spread),
+            f"{row.device_bytes / 2**20:,.0f}", {True: "yes", False: "NO", None: ""}[row.identical_tokens],
+        ]
+        for row in report.rows
+    ]  # fmt: skip
+    title = (
+        f"{report.model} on {report.device}: {report.generate_tokens} tokens after prompts of {report.prompt_tokens} "
+        f"from {report.prompts}"
+    )
+    columns = ["resident", "policy", "misses", "decode\ntokens/s", "prefill\ntokens/s", "fast\nMiB", "same\ntokens"]
+    table(title, columns, rows)
+
+
+def show_plan(report: PlanReport) -> None:
+    """Print a column of memory for each cap; a cap that is too small is a note."""
+    for column in report.columns:
+        if column.refusal is not None:
+            note(f"{column.vram_gib:g} GiB: {column.refusal.message}; {column.refusal.hint}")
+    infos = [column.info for column in report.columns if column.info is not None]
+    for warning in dict.fromkeys(text for info in infos for text in info["warnings"]):
+        note(f"warning: {warning}")
+    first = infos[0]
+    parts = (
+        ("weights outside experts", "dense_bytes"),
+        (f"KV cache, {first['ctx_tokens']:,} tokens, {first['kv_type']}", "kv_bytes"),
+        ("expert slots", "slots_bytes"),
+        ("staging of missing experts", "staging_bytes"),
+        ("buffers and tables", "buffers_bytes"),
+        ("context and kernels" + ("" if first["plan"]["context_measured"] else ", estimated"), "context_bytes"),
+        ("all of it on the GPU", "device_bytes"),
+        ("page-locked in host memory", "host_bytes"),
+        ("all experts, for comparison", "experts_bytes"),
+    )
+    rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
+    rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
+    rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
+    rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
+    heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
+    table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)
+
+
+def _range(slots: Sequence[int]) -> str:
+    return str(slots[0]) if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
+
+
+def _counts(title: str, rows: Sequence[tuple[str, int]]) -> None:
+    table(title, ["", ""], [(name, f"{n:,}") for name, n in rows])
+
+
+def _spread(row: Rung) -> list[str]:
+    low, high, moves = row.misses_low, row.misses_high, row.moves_per_token
+    return ["" if low is None else f"{low:.2f} to {high:.2f}", "" if moves is None else f"{moves:.2f}"]
+
+
+def _misses(row: Rung) -> list[str]:
+    return [f"{100 * row.hit_rate:.1f}%", f"{row.misses_per_token:.2f}"]

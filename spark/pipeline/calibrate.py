@@ -1,0 +1,451 @@
+"""Calibration: feed recorded sessions through the model and count which experts each layer routes to.
+
+The counts are exact integers and every window adds to them independently, so a run that was interrupted
+and resumed ends with the profile of one that never was. What is counted is checkpointed beside the
+profile (`PROFILE.partial`, itself a profile) and removed when the profile is written.
+
+The routing of the sessions that the slots' rule is chosen by (placing/evidence.py, pipeline/sample.py) is recorded as
+they are counted, in `PROFILE.partial.routing` or the folder of `--trace`, and goes with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.formats import profile as profiles
+from engine.formats.gguf import open_model
+from engine.formats.profile import Choice, Counted, Profile
+from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths, read_routing
+from engine.ground.config import EngineConfig
+from engine.ground.errors import FileFormatError, SparkError, UsageError
+from engine.ground.files import open_regular
+from engine.ground.sampling import Sampling
+from engine.placing import evidence
+from spark.console import note
+from spark.daemon.client import DaemonClient, Deadlines
+from spark.pipeline import replay
+from spark.pipeline.replay import Progress
+from spark.pipeline.sample import Sample
+from spark.pipeline.tokens import TokensFile, Window, opened
+from spark.speech.sessions import root_of
+
+CHECKPOINT_EVERY_S = 5.0
+_CHECKPOINT = "# spark-checkpoint: "
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """What to calibrate on and what to count.
+
+    tokens: a token file, or sessions (JSONL) that are tokenized first.
+    count: whose routing counts, of the tokens the model itself would have decoded or of all.
+    generate_tokens: also count this many tokens of the model's own continuation of each window.
+    trace_dir, hidden: write the routing of every token there, with hidden states.
+    max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
+    """
+
+    tokens: Path
+    out: Path
+    count: Literal["generated", "all"] = "generated"
+    generate_tokens: int = 0
+    trace_dir: Path | None = None
+    hidden: bool = False
+    max_tokens: int | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateReport:
+    """What a calibration read and counted; `to_json` has the keys of `--json`.
+
+    no_choice: why nothing was chosen, where nothing was; empty otherwise.
+    """
+
+    model: str
+    profile: Path
+    tokens: int
+    generated_tokens: int
+    counted_tokens: int
+    sessions: int
+    seconds: float
+    resumed_tokens: int
+    choices: tuple[Choice, ...]
+    no_choice: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens read in this run by its own time."""
+        return (self.tokens - self.resumed_tokens) / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `--json` writes it."""
+        return {
+            "model": self.model,
+            "profile": str(self.profile),
+            "tokens": self.tokens,
+            "generated_tokens": self.generated_tokens,
+            "counted_tokens": self.counted_tokens,
+            "sessions": self.sessions,
+            "tokens_per_s": self.tokens_per_s,
+            "choices": [asdict(choice) for choice in self.choices],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """What was counted after whole windows; a new one takes its place when a window is done."""
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+    windows: int = 0
+    tokens: int = 0
+    generated_tokens: int = 0
+    trace_parts: int = 0
+
+
+def partial_path(out: Path) -> Path:
+    """Where the checkpoint of a calibration to `out` lies."""
+    return out.with_name(out.name + ".partial")
+
+
+def routing_path(out: Path) -> Path:
+    """Where a calibration to `out` records routing to choose by, unless it has a trace."""
+    return out.with_name(out.name + ".partial.routing")
+
+
+def calibrate(
+    config: EngineConfig, options: CalibrateOptions, deadlines: Deadlines, progress: Progress
+) -> CalibrateReport:
+    """Count the routing of a token file and write the profile.
+
+    Raises what the token file, the model or the daemon are refused for; whatever ends the run early,
+    Ctrl-C included, what was counted is in the checkpoint.
+    """
+    _refuse(options)
+    with opened(config.model, options.tokens, progress) as file:
+        if options.trace_dir is not None:
+            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB")
+        try:
+            return _calibrate(config, options, file, deadlines, progress)
+        finally:
+            if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
+                shutil.rmtree(routing_path(options.out), ignore_errors=True)
+
+
+def _refuse(options: CalibrateOptions) -> None:
+    """Refuse what needs no model to be refused, before there is any work."""
+    if options.hidden and options.trace_dir is None:
+        raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
+    partial = partial_path(options.out)
+    state = _state_of(partial)
+    if partial.exists() and (state is None or state["windows"]):
+        if not options.resume:
+            raise UsageError(
+                f"{partial} holds what an earlier run counted", hint="go on from it with --resume, or remove it"
+            )
+        return
+    # A run that was killed in its first window has counted nothing, and begun a trace, which can be gone on in.
+    begun = None if state is None else state.get("trace")
+    folder = options.trace_dir
+    if folder is not None and begun != str(folder.resolve()) and part_paths(folder):
+        raise UsageError(
+            f"{folder} has a trace already, and there is no checkpoint to go on from",
+            hint="name another folder for --trace",
+        )
+
+
+def _trace_bytes(model: Path, file: TokensFile, options: CalibrateOptions) -> int:
+    """About what the trace of a calibration takes on disk, at most."""
+    with open_model(model) as header:
+        keys = ("block_count", "expert_used_count", "embedding_length")
+        n_layer, n_used, n_embd = (header.value(f"{header.architecture}.{key}", int) for key in keys)
+    n_tokens = min(file.n_tokens, options.max_tokens or file.n_tokens)
+    return estimate_bytes(n_tokens, n_layer, n_used, n_embd, options.hidden)
+
+
+def _calibrate(
+    config: EngineConfig, options: CalibrateOptions, file: TokensFile, deadlines: Deadlines, progress: Progress
+) -> CalibrateReport:
+    if config.ctx_tokens is None:  # a longer context would take memory that experts could have
+        config = replace(config, ctx_tokens=_context_tokens(config.model, file.window + options.generate_tokens))
+    with replay.open_daemon(config, deadlines, progress) as client:
+        model = client.ready.info["model"]
+        replay.require_experts(client)
+        if file.window > client.ready.info["ctx_tokens"]:
+            raise UsageError(
+                f"windows of {file.window} tokens do not fit in the context of "
+                f"{client.ready.info['ctx_tokens']}",
+                hint="tokenize with a smaller --window",
+            )
+        sample = Sample(len(model["moe_layers"]), model["n_expert_used"])
+        fingerprint = _fingerprint(options, file, client.ready.info, sample)
+        checkpoint = _load_checkpoint(options.out, fingerprint)
+        tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
+        routing = _routing_folder(options, tally, file, model["model_id"])
+        resumed_tokens = tally.tokens
+        began = time.monotonic()
+        tally = _count(client, file, options, tally, fingerprint, sample, routing, progress)
+        seconds = time.monotonic() - began
+        sessions = {w.session_id for w in islice(file, tally.windows)}
+        trace = _recorded(routing, model, sample)
+        choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
+        used = model["n_expert_used"]
+        counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
+        if not counted:
+            partial_path(options.out).unlink(missing_ok=True)
+            raise FileFormatError(
+                f"{file.name}: none of its {tally.tokens} tokens counts, so there is no profile to write",
+                hint="it needs sessions with at least one assistant turn",
+            )
+        profile = Profile(
+            counts=tally.counts,
+            n_expert_used=used,
+            model_id=model["model_id"],
+            tokens=counted,
+            sessions=len(sessions),
+            count=options.count,
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            choices=choices,
+        )
+    profiles.save(profile, options.out)
+    partial_path(options.out).unlink(missing_ok=True)
+    return CalibrateReport(
+        model=str(config.model),
+        profile=options.out,
+        tokens=tally.tokens,
+        generated_tokens=tally.generated_tokens,
+        counted_tokens=counted,
+        sessions=len(sessions),
+        seconds=seconds,
+        resumed_tokens=resumed_tokens,
+        choices=choices,
+        no_choice="" if choices else _no_choice(trace, sample, file.window),
+    )
+
+
+def _routing_folder(options: CalibrateOptions, tally: _Tally, file: TokensFile, model_id: str) -> Path:
+    """The folder that routing is recorded in, with as many parts as the tally has seen."""
+    folder = options.trace_dir or routing_path(options.out)
+    if options.trace_dir is None and not tally.windows and folder.exists():
+        shutil.rmtree(folder)  # of a run whose checkpoint is gone
+    if folder.exists():
+        parts = part_paths(folder)
+        if len(parts) < tally.trace_parts:
+            raise UsageError(
+                f"{folder} has {len(parts)} parts, the checkpoint was made after {tally.trace_parts}",
+                hint="remove the checkpoint and the trace, and start again",
+            )
+        if parts and not tally.windows:
+            _require_first_window(folder, file, model_id)
+        # A window that was recorded but not counted will be recorded again.
+        for part in parts[tally.trace_parts :]:
+            part.unlink()
+    elif tally.trace_parts:
+        raise UsageError(
+            f"{folder} is gone, the checkpoint was made after {tally.trace_parts} parts of it",
+            hint=f"remove {partial_path(options.out)} and start again",
+        )
+    return folder
+
+
+def _require_first_window(folder: Path, file: TokensFile, model_id: str) -> None:
+    """Raise UsageError unless a trace is of the file's first window alone, which will be recorded again as it was."""
+    window, n_tokens = next(iter(file)), 0
+    try:
+        for part in iter_parts(folder, model_id, ()):
+            n_tokens += len(part.position)
+            if set(part.session_ids) - {window.session_id} or n_tokens > len(window.tokens):
+                raise UsageError(
+                    f"{folder} has a trace of more than the window that the checkpoint was made before",
+                    hint="name another folder for --trace",
+                )
+    except FileFormatError:
+        if len(part_paths(folder)) > 1:
+            raise
+        # A machine that went down may leave a part that is not whole.
+
+
+def _context_tokens(model: Path, needed: int) -> int:
+    """What is needed, or what the model was trained on if that is less."""
+    with open_model(model) as file:
+        trained: int = file.value(f"{file.architecture}.context_length", int, needed)
+    return min(trained, needed)
+
+
+def _count(
+    client: DaemonClient,
+    file: TokensFile,
+    options: CalibrateOptions,
+    tally: _Tally,
+    fingerprint: dict[str, Any],
+    sample: Sample,
+    routing: Path,
+    progress: Progress,
+) -> _Tally:
+    total = min(file.n_tokens, options.max_tokens or file.n_tokens)
+    start = tally.counts
+    client.profile("reset")
+    if options.trace_dir is not None and not tally.windows:
+        # A trace belongs to a checkpoint from its first part on: a run that is killed before the first window ends
+        # leaves a folder that the next one can go on in.
+        _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
+    progress("calibrating", min(tally.tokens, total), total)
+    saved = time.monotonic()
+    try:
+        for number, window in enumerate(file):
+            if number < tally.windows:  # of an earlier run
+                sample.takes(window)
+                continue
+            if tally.tokens >= total:
+                break
+            recorded = routing if sample.takes(window) or options.trace_dir is not None else None
+            replay.score(
+                client, window, trace_dir=recorded, hidden=options.hidden, count=options.count,
+                fed=replay.within(progress, "calibrating", tally.tokens, total),
+            )  # fmt: skip
+            if options.generate_tokens:
+                _continue(client, window, options.generate_tokens)
+            counts = start + np.asarray(client.profile("read")["counts"], np.int64)
+            # One assignment: wherever Ctrl-C strikes, the tally is that of whole windows.
+            tally = _Tally(
+                counts,
+                tally.windows + 1,
+                tally.tokens + len(window.tokens),
+                tally.generated_tokens + int(np.count_nonzero(window.generated)),
+                n_parts(routing, tally.trace_parts),
+            )
+            progress("calibrating", min(tally.tokens, total), total)
+            if time.monotonic() - saved > CHECKPOINT_EVERY_S:
+                _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
+                saved = time.monotonic()
+    finally:
+        if tally.windows:
+            _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
+    return tally
+
+
+def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
+    room = client.ready.info["ctx_tokens"] - len(window.tokens)
+    if room > 0:
+        # Sampled, since greedy text of a small model repeats itself; the seed makes it reproducible.
+        sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
+        tokens = window.tokens.tolist()
+        replay.finish(client.generate(tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
+
+
+# --- checkpoint ---------------------------------------------------------------------------------------
+
+
+def _fingerprint(
+    options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any], sample: Sample
+) -> dict[str, Any]:
+    """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
+    with open_regular(file.path) as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()  # type: ignore[arg-type]  # of IO, which is a file
+    return {
+        "model_file": ready["model"]["file_id"],
+        "kv_type": ready["kv_type"],
+        "ctx_tokens": ready["ctx_tokens"],
+        "token_file": digest,
+        "count": options.count,
+        "generate": options.generate_tokens,
+        "trace": None if options.trace_dir is None else str(options.trace_dir.resolve()),
+        "hidden": options.hidden,
+        "sample": sample.rule,
+    }
+
+
+_DIGESTS = {"model_file": "model file", "token_file": "token file"}  # in words, where values say nothing
+_COUNTERS = ("windows", "tokens", "generated_tokens", "trace_parts")
+
+
+def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any], ready: Mapping[str, Any]) -> None:
+    state = {name: getattr(tally, name) for name in _COUNTERS} | fingerprint
+    model = ready["model"]
+    profile = Profile(
+        counts=tally.counts,
+        n_expert_used=model["n_expert_used"],
+        model_id=model["model_id"],
+        extra_lines=(_CHECKPOINT + json.dumps(state),),
+    )
+    profiles.save(profile, partial_path(out))
+
+
+def _state_of(partial: Path) -> dict[str, Any] | None:
+    """What a checkpoint says about itself, its number of windows at least; None where it is none."""
+    try:
+        (line,) = (x for x in profiles.load(partial)[0].extra_lines if x.startswith(_CHECKPOINT))
+        state = json.loads(line.removeprefix(_CHECKPOINT))
+        return {**state, "windows": int(state["windows"])}
+    except (SparkError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
+    """What an earlier run counted; None where it counted no window."""
+    path = partial_path(out)
+    if not path.exists():
+        return None
+    try:
+        state = _state_of(path)
+        if state is None:
+            raise ValueError("no checkpoint")
+        if not state["windows"]:
+            return None
+        done = [int(state[name]) for name in _COUNTERS]
+        changed = [key for key, value in fingerprint.items() if state[key] != value]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        hint = "remove it and start again"
+        raise FileFormatError(f"{path} is not a checkpoint of this version's calibration", hint=hint) from error
+    if changed:
+        found = [
+            _DIGESTS.get(key) or f"{key} (found {state[key]}, expected {fingerprint[key]})" for key in changed
+        ]
+        raise UsageError(
+            f"{path} was counted with another {', another '.join(found)}",
+            hint="remove it, or resume with what it was started with",
+        )
+    return _Tally(profiles.load(path)[0].counts, *done)
+
+
+# --- what the slots do -------------------------------------------------------------------------------
+
+
+def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> RoutingTrace | None:
+    """The routing of the sample, whatever else is in the folder; None where none was recorded."""
+    if not routing.exists() or not part_paths(routing):
+        return None
+    return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
+
+
+def _choices(
+    trace: RoutingTrace, model: Mapping[str, Any], threads: int | None, count: Counted, progress: Progress
+) -> tuple[Choice, ...]:
+    """What the sample speaks for at several residencies; nothing where its roots are too few."""
+    if not trace.generated.any():
+        return ()
+    return evidence.choose(
+        trace, model["expert_bytes"], threads=threads, count=count,
+        progress=lambda done, total: progress("choosing what to pin", done, total),
+    )  # fmt: skip
+
+
+def _no_choice(trace: RoutingTrace | None, sample: Sample, window: int) -> str:
+    """Why nothing was chosen, in a sentence without its full stop."""
+    found = set() if trace is None else set(trace.session[trace.generated].tolist())
+    n = len({root_of(trace.session_ids[i]) for i in found}) if trace is not None else 0
+    why = f", since windows of up to {window:,} tokens are too long to record" if sample.has_too_long else ""
+    return (
+        f"To choose what the slots should do takes generated tokens of {evidence.MIN_ROOTS} sessions (subagents and "
+        f"forks are of one), and there are those of {n}{why}"
+    )

@@ -1,0 +1,373 @@
+r"""Token files: what a model was given and generated in recorded sessions, cut in windows, as Parquet.
+
+Made by `spark tokenize`, read by `spark calibrate` and `spark validate`. One row is one window:
+
+    session_id  string      the session it comes from
+    window      int32       number of the window within the session, from 0
+    tokens      list<int32> at most `window` tokens, to be read by the model from an empty context
+    generated   list<bool>  one for each token: the model itself decoded it
+
+**What is stored.** For each turn of the model (speech/render.py) serving reads the rendering of everything before it
+and decodes the answer. A server keeps what it has read, and so does this file: a session is a chain of turns, and of
+each turn only what follows the prefix it shares with the turn before it is new. Mostly the new turn extends the last
+one: prompt, answer, then the next prompt begins with both. Templates drop older reasoning, though, and where the
+rendering of a turn departs from the one before it, even inside an older answer, a new window begins there: with the
+rendering's tokens from that point on, as context. So the new tokens of all windows are exactly those that a server
+with a perfect prefix cache would have computed, in that order, and each generated token is new once.
+
+**Windows.** New tokens are cut in windows. Where fewer than a quarter of `window` would precede the next generated
+token, the window begins earlier, with tokens that precede its first new one in the rendering: nothing is decoded
+without a context. These leading tokens are not marked `generated`, whatever they were where they were new.
+Therefore: every generated token appears once, and once only, marked `generated`; it has at least a quarter of
+`window` before it, or all there is; and a window's tokens are consecutive tokens of one rendering.
+
+**Metadata** (of the Parquet schema): `spark.format` = `tokens`, `spark.version` = `1`, `spark.model_id`,
+`spark.tokenizer` and `spark.template` (64 hex digits each), `spark.window`. A file made for another model, tokenizer
+or template is refused. A file appears when it is whole, readable by its owner alone, as session files are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from engine.formats.gguf import open_model
+from engine.ground.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
+from engine.ground.files import open_regular, replacing
+from engine.text.tokenizer import Tokenizer, load
+from spark.speech.render import Renderer, Tokens, Turn
+from spark.speech.sessions import EXTRACT_HINT, read_sessions
+
+MIN_WINDOW, MAX_WINDOW = 16, 1 << 20  # what the daemon takes in one request
+_VERSION = "1"
+_BATCH_TOKENS = 1 << 20  # of a row group: what is held in memory
+_BATCH_ROWS = 64
+_HINT = "make token files with `spark tokenize`"
+
+_COLUMNS = pa.schema(
+    [
+        ("session_id", pa.string()),
+        ("window", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),
+        ("generated", pa.list_(pa.bool_())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One row of a token file. tokens: int32 [n], generated: bool [n], of the same length, at least 1."""
+
+    session_id: str
+    window: int
+    tokens: Tokens
+    generated: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a token file was made with: ids of 64 hex digits."""
+
+    model_id: str
+    tokenizer: str
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What `tokenize` did.
+
+    tokens: of all windows, repeated context included. generated_tokens, windows, sessions: counts. skipped_turns:
+    turns that the chat template refused, counted by what it said.
+    """
+
+    tokens: int
+    generated_tokens: int
+    windows: int
+    sessions: int
+    skipped_turns: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as `--json` has it."""
+        return asdict(self)
+
+
+def tokenize(
+    model: str | Path,
+    sessions: str | Path,
+    out: str | Path,
+    window: int = 4096,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Write the sessions of a JSONL file as a token file for a model.
+
+    window: most tokens a row. progress: called with the sessions done and their number. The file appears whole or
+    not at all. Raises ModelFormatError or UnsupportedModelError for the model, FileFormatError for the sessions,
+    also where they have no turn of the model, UsageError for a window below MIN_WINDOW, SparkError if the template
+    refuses every turn or the disk the file.
+    """
+    _check_window(window)
+    sessions = Path(sessions)
+    with open_model(model) as file:
+        renderer = Renderer(load(file))
+        origin = Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
+    total = _count_sessions(sessions)
+    if not total:
+        raise FileFormatError(f"{sessions} holds no sessions", hint=EXTRACT_HINT)
+    totals: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+
+    def rows() -> Iterator[Window]:
+        progress(0, total)
+        for done, session in enumerate(read_sessions(sessions), 1):
+            turns = _accepted(renderer.turns(session), skipped, totals)
+            for row in windows(session.session_id, turns, window):
+                totals.update(tokens=len(row.tokens), generated=int(row.generated.sum()), windows=1)
+                yield row
+            progress(done, total)
+
+    with replacing(Path(out), "token file", mode=0o600) as destination:
+        write_windows(destination, rows(), origin, window)
+        if skipped and not totals["turns"]:
+            raise SparkError(
+                f"{sessions}: the model's chat template refuses all {skipped.total()} turns of the model, "
+                f"most often: {skipped.most_common(1)[0][0]}"
+            )
+        if not totals["tokens"]:
+            raise FileFormatError(
+                f"{sessions}: none of its {total} sessions has an assistant turn, so there is nothing to tokenize",
+                hint=EXTRACT_HINT,
+            )
+    return Summary(totals["tokens"], totals["generated"], totals["windows"], total, dict(skipped))
+
+
+def windows(session_id: str, turns: Iterable[Turn], window: int) -> Iterator[Window]:
+    """The rows of one session, in order; see the head of this file for what they hold."""
+    _check_window(window)
+    number = 0
+    context, mask = np.empty(0, np.int32), np.empty(0, np.bool_)  # the last rendering, and what of it was generated
+    new = 0  # context[new:] has not been written yet
+
+    def cut(whole: bool) -> Iterator[Window]:
+        """Write full windows; with `whole`, the rest too."""
+        nonlocal new, number
+        while new < len(context):
+            begin = min(new, max(0, new + int(mask[new:].argmax()) - window // 4))  # a turn ends in generated tokens
+            end = min(begin + window, len(context))
+            if end - begin < window and not whole:
+                return
+            generated = mask[begin:end].copy()
+            generated[: new - begin] = False
+            yield Window(session_id, number, context[begin:end], generated)
+            new, number = end, number + 1
+
+    for turn in turns:
+        rendering = np.concatenate((turn.prompt, turn.generated))
+        shared = _common_prefix(context, turn.prompt)
+        if shared < len(context):
+            yield from cut(whole=True)
+            new = shared
+        context = rendering
+        mask = np.concatenate((mask[:shared], np.zeros(len(rendering) - shared, np.bool_)))
+        mask[len(turn.prompt) :] = True
+        yield from cut(whole=False)
+    yield from cut(whole=True)
+
+
+class TokensFile:
+    """A token file: iterate it for its windows, any number of times, in bounded memory.
+
+    origin: what it was made with. window: most tokens a row. n_windows, n_tokens: rows, and tokens in all of them.
+    name: what messages call it, the sessions that it was made of for a moment, or its path.
+    """
+
+    def __init__(self, path: Path, origin: Origin, window: int, n_windows: int, n_tokens: int) -> None:
+        self.path, self.origin, self.window = path, origin, window
+        self.n_windows, self.n_tokens = n_windows, n_tokens
+        self.name = path
+
+    def __iter__(self) -> Iterator[Window]:
+        with (
+            _reading(self.name), open_regular(self.path) as opened_file,
+            pq.ParquetFile(opened_file, page_checksum_verification=True) as file,
+        ):  # fmt: skip
+            for batch in file.iter_batches(max(1, min(_BATCH_ROWS, _BATCH_TOKENS // self.window))):
+                for row in range(len(batch)):
+                    yield self._window(*(column[row] for column in batch.columns))
+
+    def _window(self, session: pa.Scalar, number: pa.Scalar, tokens: pa.Scalar, generated: pa.Scalar) -> Window:
+        # Arrow's own arrays until it is known how long they are: a window in Python objects takes ten times as much.
+        found = tokens.values, generated.values
+        whole = session.is_valid and number.is_valid and not any(a is None or a.null_count for a in found)
+        if not whole or not 0 < len(found[0]) == len(found[1]) <= self.window or pc.min(found[0]).as_py() < 0:
+            raise FileFormatError(
+                f"{self.name}: window {number.as_py()} of session {session.as_py()!r} is not 1 to {self.window} "
+                "tokens with as many marks",
+                hint=_HINT,
+            )
+        ids, marks = (a.to_numpy(zero_copy_only=False) for a in found)
+        return Window(session.as_py(), number.as_py(), ids.astype(np.int32), marks.astype(np.bool_))
+
+
+def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
+    """Open a token file.
+
+    expected: what it must have been made with; WrongModelError, showing both ids, if it was not. Raises
+    FileFormatError for a file that is not a token file of this version; damage inside it shows when it is iterated.
+    """
+    path = Path(path)
+    with _reading(path), open_regular(path) as opened_file, pq.ParquetFile(opened_file) as file:
+        schema, rows = file.schema_arrow, file.metadata
+        groups = [rows.row_group(i) for i in range(rows.num_row_groups)]
+        found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    if found.get("spark.format") != "tokens" or not schema.remove_metadata().equals(_COLUMNS):
+        raise FileFormatError(f"{path} is a Parquet file, but not one of tokens", hint=_HINT)
+    if found.get("spark.version") != _VERSION:
+        raise FileFormatError(
+            f"{path} is of version {found.get('spark.version')!r} of the format, expected {_VERSION!r}", hint=_HINT
+        )
+    try:
+        origin = Origin(found["spark.model_id"], found["spark.tokenizer"], found["spark.template"])
+        window = int(found["spark.window"])
+        if not 0 < window <= MAX_WINDOW:
+            raise ValueError(f"windows of {window} tokens")
+    except (KeyError, ValueError) as error:
+        raise FileFormatError(f"{path}: metadata are missing or malformed: {error}", hint=_HINT) from error
+    if expected is not None:
+        for name in ("model_id", "tokenizer", "template"):
+            ours, theirs = getattr(expected, name), getattr(origin, name)
+            if ours != theirs:
+                raise WrongModelError(
+                    f"{path} was made for another model: its {name} is {theirs}, this model's is {ours}",
+                    hint="tokenize the sessions again with this model",
+                )
+    in_groups = [_group_tokens(group, window, path) for group in groups]  # before any of them is in memory
+    return TokensFile(path, origin, window, rows.num_rows, sum(in_groups))
+
+
+def _group_tokens(group: pq.RowGroupMetaData, window: int, path: Path) -> int:
+    """How many tokens a row group holds: no more than `write_windows` would put there, and as many marks."""
+    tokens, marks = (int(group.column(_COLUMNS.get_field_index(n)).num_values) for n in ("tokens", "generated"))
+    if tokens != marks:
+        raise FileFormatError(f"{path}: expected as many marks as tokens, found {marks} and {tokens}", hint=_HINT)
+    if tokens > group.num_rows * window:
+        raise FileFormatError(
+            f"{path}: expected windows of at most {window} tokens, found {tokens} tokens in {group.num_rows}",
+            hint=_HINT,
+        )
+    most = _BATCH_TOKENS - 1 + window  # the window that fills a group may be a whole one
+    if tokens > most:
+        raise FileFormatError(
+            f"{path}: expected row groups of at most {most} tokens, found {tokens} in one", hint=_HINT
+        )
+    return tokens
+
+
+@contextlib.contextmanager
+def opened(model: Path, given: Path, progress: Callable[[str, int, int], None]) -> Iterator[TokensFile]:
+    """Open a token file, or what sessions (JSONL) are tokenized to for as long as the context lasts.
+
+    progress: of tokenizing. Raises what `tokenize` and `read_tokens` do, WrongModelError for a token file of another
+    model, FileFormatError for one without tokens.
+    """
+    with contextlib.ExitStack() as stack:
+        path = given
+        if given.suffix == ".jsonl":
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
+            tokenize(model, given, path, progress=lambda done, total: progress("tokenizing", done, total))
+        file = read_tokens(path)
+        file.name = given
+        with open_model(model) as opened_model:
+            found, expected = file.origin.model_id, opened_model.model_id
+        if found != expected:
+            raise WrongModelError(
+                f"{given} was made for model {found}, this is model {expected}",
+                hint="tokenize the sessions again with this model",
+            )
+        if not file.n_tokens:
+            raise FileFormatError(f"{given} holds no tokens", hint=_HINT)
+        yield file
+
+
+def export_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
+    """Write a tokenizer as the `tokenizers` library's `tokenizer.json`; SparkError if the disk does not take it."""
+    with replacing(Path(path), "tokenizer") as file:
+        file.write(tokenizer.to_json().encode())
+
+
+def write_windows(file: IO[bytes], rows: Iterable[Window], origin: Origin, window: int) -> None:
+    """Write a Parquet file, a row group at a time."""
+    metadata = {
+        "spark.format": "tokens",
+        "spark.version": _VERSION,
+        "spark.model_id": origin.model_id,
+        "spark.tokenizer": origin.tokenizer,
+        "spark.template": origin.template,
+        "spark.window": str(window),
+    }
+    schema = _COLUMNS.with_metadata(metadata)
+    with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as parquet:
+        held: list[Window] = []
+        held_tokens = 0
+        for row in rows:
+            held.append(row)
+            held_tokens += len(row.tokens)
+            if held_tokens >= _BATCH_TOKENS:
+                parquet.write_batch(_batch(held, schema))
+                held, held_tokens = [], 0
+        if held:
+            parquet.write_batch(_batch(held, schema))
+
+
+def _batch(rows: list[Window], schema: pa.Schema) -> pa.RecordBatch:
+    columns = [[getattr(row, name) for row in rows] for name in schema.names]
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+    return pa.record_batch(arrays, schema=schema)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise FileFormatError(f"{path} cannot be read as a token file: {reason}", hint=_HINT) from error
+
+
+def _accepted(turns: Iterable[Turn | RequestError], skipped: Counter[str], totals: Counter[str]) -> Iterator[Turn]:
+    for turn in turns:
+        if isinstance(turn, RequestError):
+            skipped[turn.message] += 1
+        else:
+            totals["turns"] += 1
+            yield turn
+
+
+def _check_window(window: int) -> None:
+    if not MIN_WINDOW <= window <= MAX_WINDOW:
+        raise UsageError(f"a window of {window} tokens, expected {MIN_WINDOW} to {MAX_WINDOW}")
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _count_sessions(path: Path) -> int:
+    try:
+        with open_regular(path) as file:
+            return sum(1 for line in file if line.strip())
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,518 @@
+"""Runs conversations on the supervisor: prompts, choices, budgets of reasoning, stop strings, and the end of it all.
+
+A budget of reasoning that is used up breaks the generation off; what it made goes on from there with reasoning shut. A
+reply that may be a tool call, or else has to have a form, is begun freely; where it does not begin with a call, it is
+begun again, constrained. Of several choices the first is sent first, and the others say that they share its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from engine.ground import protocol
+from engine.ground.errors import ContextOverflowError, RequestError, SparkError
+from engine.text.tokenizer import Tokenizer
+from spark.server.board import Choice, RequestRow
+from spark.server.metrics import Metrics
+from spark.server.supervisor import Generation, Sent, Supervisor
+from spark.speech.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage, refusal
+from spark.speech.logprobs import Aligner
+from spark.speech.render import Opening, Renderer
+from spark.speech.reply import ReplyParser
+
+KEEP_ALIVE_S = 10.0
+AT_ONCE = 8  # replies of one request that the engine has at a time, so that those of others come between
+_SOON_S = 1.0  # how long to wait for a first sign before there is a keep-alive
+_CHARS_A_TOKEN = 32  # more than any text has on average
+
+_log = logging.getLogger(__name__)
+
+
+class PromptTooLongError(ContextOverflowError):
+    """A prompt that leaves no room for a reply; figures: how long it is, how long it may be."""
+
+    def __init__(self, n: int, most: int, unit: str = "tokens") -> None:
+        super().__init__(f"the prompt of {n} {unit} leaves no room in a context of {most}")
+        self.figures = f"{n} {unit} > {most} maximum"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation that is ready to run.
+
+    max_tokens: of the reply, at least 1. budget: tokens of reasoning, None: no limit. arrived_s: when it was asked for.
+    """
+
+    conversation: Conversation
+    opening: Opening
+    max_tokens: int
+    budget: int | None
+    grammar: dict[str, Any] | None
+    arrived_s: float
+
+
+class Model:
+    """A model as the APIs see it."""
+
+    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        self._supervisor = supervisor
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._renderer = Renderer(tokenizer)
+        self._rendering = asyncio.Lock()
+
+    @property
+    def ctx_tokens(self) -> int:
+        """The context's length."""
+        return int(self._supervisor.ready.info["ctx_tokens"])
+
+    @property
+    def most_chars(self) -> int:
+        """How long a conversation may be."""
+        return _CHARS_A_TOKEN * self.ctx_tokens
+
+    async def count(self, conversation: Conversation, where: str) -> int:
+        """The tokens of a conversation's prompt, which came in the field `where`."""
+        async with self._rendering:
+            opening, _ = await asyncio.to_thread(self._open, conversation, where)
+        return len(opening.tokens)
+
+    async def prompt(self, conversation: Conversation, where: str) -> Prompt:
+        """Render a conversation that was `measured` and came in the field `where`.
+
+        Raises PromptTooLongError, and RequestError where the template refuses it.
+        """
+        arrived_s = time.monotonic()
+        async with self._rendering:  # one after the other: requests must not take all cores
+            opening, budget = await asyncio.to_thread(self._open, conversation, where)
+        assert not conversation.more_raw
+        room = self.ctx_tokens - len(opening.tokens)
+        if room < 1:
+            raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
+        max_tokens = min(room, conversation.max_tokens or room)
+        return Prompt(conversation, opening, max_tokens, budget, self._grammar(conversation, opening), arrived_s)
+
+    def _open(self, conversation: Conversation, where: str) -> tuple[Opening, int | None]:
+        raw = conversation.raw
+        if isinstance(raw, tuple):
+            if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
+                raise refusal(where, f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
+            return Opening(list(raw), ""), None
+        most = self.most_chars
+        n = len(raw or "") + conversation.text_chars + conversation.tool_chars
+        if n > most:
+            too_long = PromptTooLongError(n, most, "characters")
+            too_long.field = "tools" if conversation.tool_chars > most else where
+            raise too_long
+        tools = conversation.tools
+        self._refuse_marks(tools)
+        if raw is not None:
+            tokens = self._tokenizer.encode(raw)
+            start = [self._tokenizer.bos_id] if self._tokenizer.add_bos and self._tokenizer.bos_id is not None else []
+            return Opening(start + tokens, ""), None
+        wish = conversation.reasoning
+        enabled, budget = wish.enabled, wish.budget_tokens
+        if budget is None and wish.effort is not None and not self._renderer.dialect.knows_effort:
+            budget = EFFORTS[wish.effort]
+        forced = conversation.tool_choice not in ("auto", "none")
+        formed = conversation.response_schema is not None and not _may_call(conversation)
+        if enabled is None and (forced or formed):  # what has a form is best written at once
+            enabled = False
+        opening = self._renderer.opening(
+            conversation.messages,
+            tools,
+            thinking=enabled,
+            effort=wish.effort,
+            preserve=wish.preserve,
+            written=conversation.written,
+        )
+        return opening, budget
+
+    def _refuse_marks(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools whose names hold what the model marks calls and turns with: nobody could tell them apart."""
+        special = [name for name in self._tokenizer.special_ids if self._tokenizer.is_control(name)]
+        for name in (tool["function"]["name"] for tool in tools):
+            found = next((mark for mark in (*self._renderer.dialect.marks, *special) if mark in name), None)
+            if found is not None:
+                raise RequestError(
+                    f"tools: the name {name[:100]!r} holds {found!r}, which is a mark of the model's format",
+                    hint="give the tool another name",
+                )
+
+    def _grammar(self, conversation: Conversation, opening: Opening) -> dict[str, Any] | None:
+        """What docs/protocol.md ("Grammars") has for a conversation that asks for a form."""
+        choice, schema, dialect = conversation.tool_choice, conversation.response_schema, self._renderer.dialect
+        if choice not in ("auto", "none"):
+            functions = [tool["function"] for tool in conversation.tools]
+            made: dict[str, Any] = {
+                "kind": "tool_call",
+                "format": dialect.calls,
+                "tools": [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
+                "parallel": conversation.parallel_calls,
+            }
+            if isinstance(choice, tuple):
+                made |= {"name": choice[1], "parallel": False}
+        elif schema is not None:
+            made = {"kind": "json_schema", "schema": dict(schema)} if schema else {"kind": "json_object"}
+        else:
+            return None
+        if conversation.raw is not None:
+            return made
+        if opening.thinking == "open":
+            made["after"] = dialect.shuts
+        elif opening.thinking == "" and dialect.thinks:
+            made |= {"after": dialect.shuts, "opens": dialect.opens}
+        return made
+
+    async def replies(
+        self, prompts: Sequence[Prompt], row: RequestRow | None = None
+    ) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
+        """The choices of a request as they come, each by its number: those of the first prompt, of the second, ...
+
+        What a prompt took to read is said at the end of its first choice alone. row: where to note how far they are.
+        However this generator is left, the daemon does not go on with any of them.
+        """
+        if row is not None:
+            row.prompt_tokens = sum(len(prompt.opening.tokens) for prompt in prompts)
+        replies: list[_Reply] = []
+        for prompt in prompts:
+            leader = asyncio.get_running_loop().create_future() if prompt.conversation.choices > 1 else None
+            for k in range(prompt.conversation.choices):
+                chosen = replace(prompt, conversation=prompt.conversation.choice(k))
+                progress = None if row is None else row.choice()
+                replies.append(self.reply(chosen, leader, first=k == 0, progress=progress))
+        async with contextlib.aclosing(_interleaved(replies)) as items:
+            async for item in items:
+                yield item
+
+    async def reply(
+        self,
+        prompt: Prompt,
+        leader: asyncio.Future[Sent | None] | None = None,
+        *,
+        first: bool = True,
+        progress: Choice | None = None,
+    ) -> AsyncGenerator[list[Part] | Finish]:
+        """The parts of a reply as they come, none where nothing came for a while, and its end.
+
+        leader: what was sent of the first of several choices, which it says and the others wait for. progress: where to
+        note how far it is. However this generator is left, the daemon does not go on with the request.
+        """
+        progress = progress or Choice()
+        run = _Run(self._renderer, self._tokenizer, prompt, self.ctx_tokens)
+        began_s, reason = time.monotonic(), ""
+        said_s: float | None = None  # when something was last given out
+        generation: Generation | None = None
+        try:
+            while run.left > 0 and not run.reason:
+                run.broken = False
+                shared = None
+                if generation is None and leader is not None and not first:
+                    sent = await asyncio.shield(leader)
+                    if isinstance(sent, Exception):
+                        raise sent
+                    shared = sent
+                generation = Generation(
+                    self._supervisor,
+                    run.tokens,
+                    run.left,
+                    prompt.conversation.sampling,
+                    grammar=run.grammar_text(),
+                    reply_from=run.reply_from,
+                    logprobs=prompt.conversation.logprobs,
+                    shared=shared,
+                )
+                if leader is not None and first:
+                    generation.sent.add_done_callback(functools.partial(_pass_on, leader))
+                while not (run.reason or run.broken):
+                    # Once something was said a bad form cannot be refused by a status any more, and the first form of
+                    # a daemon takes it a second or two to look at.
+                    soon = said_s is None and prompt.grammar is None
+                    patience_s = _SOON_S if soon else KEEP_ALIVE_S
+                    if said_s is not None:  # events that say nothing to the client do not put off the next sign
+                        patience_s = max(0.0, said_s + KEEP_ALIVE_S - time.monotonic())
+                    event = await generation.next(patience_s)
+                    parts = [] if event is None else run.take(event)
+                    progress.take(run.used, prompt=first)
+                    # A call whose arguments cannot be shown yet is no reason to be silent either.
+                    if parts or event is None or said_s is None or time.monotonic() - said_s >= KEEP_ALIVE_S:
+                        yield parts
+                        said_s = time.monotonic()
+                generation.cancel()
+            if parts := run.flush():
+                yield parts
+            finish = run.finish()
+            reason = progress.finish = finish.reason
+            if not first:
+                finish = replace(finish, usage=replace(finish.usage, prompt=0, cached=0))
+            yield finish
+        except SparkError as error:
+            reason = error.code
+            if isinstance(error, RequestError) and prompt.grammar is not None and "grammar" in error.message:
+                error.field = "tools" if prompt.grammar["kind"] == "tool_call" else prompt.conversation.form_field
+            raise
+        finally:
+            if generation is not None:
+                generation.cancel()
+                if not run.reason:
+                    for event in generation.undelivered():
+                        run.count(event)
+            if leader is not None and first and not leader.done() and generation is None:
+                leader.set_result(None)
+            ended_s = time.monotonic()
+            used = run.used
+            progress.take(used, prompt=first)
+            if run.begun:
+                first_s = run.first_s
+                to_first_s = None if first_s is None else first_s - prompt.arrived_s
+                self._metrics.reply(used, to_first_s, 0.0 if first_s is None else ended_s - first_s)
+            _log.info(
+                "%d tokens read, %d reused, %d written, %.2f s: %s",
+                used.prompt - used.cached, used.cached, used.completion, ended_s - began_s, reason or "left",
+            )  # fmt: skip
+
+
+_Reply = AsyncGenerator[list[Part] | Finish]
+
+
+def _pass_on(leader: asyncio.Future[Sent | None], sent: asyncio.Future[Sent]) -> None:
+    if not leader.done():
+        leader.set_result(sent.result())
+
+
+async def _interleaved(replies: Sequence[_Reply]) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
+    """What several replies bring, each by its number, in the order in which it comes; AT_ONCE run at a time."""
+    waiting = deque(range(len(replies)))
+    running: dict[asyncio.Task[list[Part] | Finish], int] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                i = waiting.popleft()
+                running[asyncio.create_task(_next(replies[i]))] = i
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=running.__getitem__):
+                i = running.pop(task)
+                item = task.result()
+                if isinstance(item, Finish):
+                    await replies[i].aclose()
+                else:
+                    running[asyncio.create_task(_next(replies[i]))] = i
+                yield i, item
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for reply in replies:
+            await reply.aclose()
+
+
+async def _next(reply: _Reply) -> list[Part] | Finish:
+    return await anext(reply)
+
+
+def _may_call(conversation: Conversation) -> bool:
+    return bool(conversation.tools) and conversation.tool_choice == "auto"
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """The parts with what belongs together in one: an event of an API each costs more than the text in it."""
+    made: list[Part] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if isinstance(part, Text) and isinstance(last, Text) and part.kind == last.kind:
+            made[-1] = Text(part.kind, last.text + part.text, last.logprobs + part.logprobs, last.at)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            made[-1] = CallArguments(last.text + part.text)
+        else:
+            made.append(part)
+    return made
+
+
+class _Run:
+    """The state of one reply, over the generations that it takes.
+
+    tokens, left: what the next generation continues, by how many at most. reason: why the reply has ended, empty while
+    it has not. broken: the generation is to be broken off, and another one goes on. begun: it was worked on.
+    """
+
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, prompt: Prompt, ctx_tokens: int) -> None:
+        conversation = prompt.conversation
+        self._renderer, self._ctx_tokens = renderer, ctx_tokens
+        self._stop_ids = tokenizer.stop_ids
+        self._text = tokenizer.stream()
+        self._aligner = None if conversation.logprobs is None else Aligner(tokenizer)
+        self._conversation = conversation
+        self._parser = ReplyParser(
+            renderer.dialect,
+            plain=conversation.raw is not None,
+            stops=conversation.stops,
+            tools=conversation.tools if conversation.tool_choice != "none" else (),
+            thinking=prompt.opening.thinking,
+            single_call=not conversation.parallel_calls,
+            calls_only=conversation.tool_choice not in ("auto", "none"),
+        )
+        self._budget, self._grammar = prompt.budget, prompt.grammar
+        self._free = prompt.grammar is not None and conversation.raw is None and _may_call(conversation)
+        self.tokens, self.left = list(prompt.opening.tokens), prompt.max_tokens
+        self._answer_at = len(self.tokens)  # where what is not reasoning begins
+        self._prompt_tokens = len(self.tokens)
+        self._reused = 0  # of the tokens of the prompt
+        self._read = 0  # those, and those that were computed
+        self._completion = self._reasoning = 0
+        self._generation = 0  # how many there were before
+        self._chars = 0  # that the parser was given
+        self.first_s: float | None = None
+        self.reason: Literal["", "stop", "length", "tool_calls"] = ""
+        self.broken = self.begun = False
+
+    @property
+    def usage(self) -> Usage:
+        """What a reply that ends now has taken."""
+        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning)
+
+    @property
+    def used(self) -> Usage:
+        """The same, of the prompt no more than what was read."""
+        return replace(self.usage, prompt=self._read)
+
+    @property
+    def reply_from(self) -> int | None:
+        """Where in `tokens` the reply begins, if it has begun."""
+        return self._prompt_tokens if len(self.tokens) > self._prompt_tokens else None
+
+    def grammar_text(self) -> str | None:
+        """The grammar of the next generation; where it may still be a call, one that is only checked."""
+        if self._grammar is None:
+            return None
+        return json.dumps(self._grammar | {"binds": False} if self._free else self._grammar)
+
+    def take(self, event: protocol.Event) -> list[Part]:
+        """Take an event of the generation; the parts that it brings."""
+        parts: list[Part] = []
+        self.begun = True
+        self._count_prompt(event)
+        if isinstance(event, protocol.Tokens):
+            if self.first_s is None and event.tokens:
+                self.first_s = time.monotonic()
+            for i, token in enumerate(event.tokens):
+                text = self._text.push([token]) if token not in self._stop_ids else ""
+                if self._aligner is not None and event.logprobs is not None and token not in self._stop_ids:
+                    top = event.top[i] if event.top is not None else ()
+                    self._aligner.token(self._chars, len(text), token, event.logprobs[i], top)
+                self._token(token, text, parts)
+                if self.reason or self.broken:
+                    break
+        elif isinstance(event, protocol.Done):
+            self.reason = event.finish_reason or "stop"
+        return _joined(self._aligned(parts))
+
+    def count(self, event: protocol.Event) -> None:
+        """Count what an event brings that comes too late for the reply."""
+        self.begun = True
+        self._count_prompt(event)
+        if isinstance(event, protocol.Tokens):
+            self._completion += len(event.tokens)
+
+    def _count_prompt(self, event: protocol.Event) -> None:
+        """Count what was read; later generations read what earlier ones have made."""
+        if self._generation:
+            return
+        match event:
+            case protocol.Progress():
+                self._read = max(self._read, min(event.done_tokens, self._prompt_tokens))
+                self._reused = min(event.cached_tokens, self._read)
+            case protocol.Tokens():
+                self._read = self._prompt_tokens
+            case protocol.Done():
+                self._read = self._prompt_tokens
+                self._reused = min(event.usage.cached_tokens, self._read)
+
+    def _aligned(self, parts: list[Part]) -> list[Part]:
+        """The parts with the tokens of visible text, where they are asked for."""
+        aligner = self._aligner
+        if aligner is None:
+            return parts
+        return [
+            replace(part, logprobs=aligner.of(part.at, len(part.text)))
+            if isinstance(part, Text) and part.kind == "content"
+            else part
+            for part in parts
+        ]
+
+    def _push(self, text: str) -> list[Part]:
+        self._chars += len(text)
+        return self._parser.push(text)
+
+    def _token(self, token: int, text: str, parts: list[Part]) -> None:
+        parser, before, n = self._parser, self._parser.reasoning, len(parts)
+        self._completion += 1
+        self.tokens.append(token)
+        self.left -= 1
+        if text:
+            parts += self._push(text)
+        if before or parser.reasoning:
+            self._reasoning += 1
+        if parser.reasoning or before:
+            self._answer_at = len(self.tokens)
+        elif self._free and parts[n:]:
+            self._free = False
+            if isinstance(parts[n], Text):
+                del parts[n:]
+                self._begin_again()
+                return
+        if parser.ended:
+            self.reason = "stop"
+        elif parser.reasoning and self._budget is not None and self._reasoning >= self._budget:
+            self._shut(parts)
+
+    def _shut(self, parts: list[Part]) -> None:
+        """Shut reasoning, from where another generation goes on."""
+        parts += self._push(self._text.flush() + self._renderer.shut)
+        closing = self._renderer.shutting()
+        self.tokens += closing
+        self.left = min(self.left, self._ctx_tokens - len(self.tokens))
+        self._answer_at = len(self.tokens)
+        self._go_on()
+        if self.left < 1:
+            self.reason = "length"
+
+    def _begin_again(self) -> None:
+        """Take back what was not reasoning, for a generation that is constrained."""
+        n = len(self.tokens) - self._answer_at
+        del self.tokens[self._answer_at :]
+        self.left += n
+        self._completion -= n
+        self._text.flush()
+        self._chars = 0
+        if self._aligner is not None:
+            self._aligner.clear()
+        self._parser = ReplyParser(self._renderer.dialect, stops=self._conversation.stops, thinking="shut")
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Have another generation go on, with reasoning behind it."""
+        self.broken = True
+        self._generation += 1
+        if self._grammar is not None:
+            self._grammar = {key: value for key, value in self._grammar.items() if key not in ("after", "opens")}
+
+    def flush(self) -> list[Part]:
+        """The parts that were held back."""
+        return self._aligned(self._push(self._text.flush()) + self._parser.flush(self.reason == "length"))
+
+    def finish(self) -> Finish:
+        """The end."""
+        if self._parser.stop is not None:
+            self.reason = "stop"
+        elif self._parser.called and not self._parser.cut:
+            self.reason = "tool_calls"
+        return Finish("stop" if self.reason == "" else self.reason, self.usage, self._parser.stop)

@@ -1,0 +1,103 @@
+"""Counters of a server, for Prometheus.
+
+Experts' hits and misses are the daemon's own counters, asked for when somebody looks; a daemon that starts again begins
+at 0, as counters may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from spark.speech.conversation import Usage
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_TO_FIRST_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+_PER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+
+
+class Metrics:
+    """What a server counts; each has a registry of its own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "spark_requests", "Requests by API and outcome.", ["api", "outcome"], registry=self._registry
+        )
+        self._tokens = Counter(
+            "spark_tokens",
+            "Tokens: read (computed of prompts), reused (of prompts, not computed again), written.",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._to_first = Histogram(
+            "spark_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            registry=self._registry,
+            buckets=_TO_FIRST_S,
+        )
+        self._per_token = Histogram(
+            "spark_time_per_token_seconds",
+            "Mean time between the tokens of a reply.",
+            registry=self._registry,
+            buckets=_PER_TOKEN_S,
+        )
+        self.replies = Gauge("spark_replies", "Replies that are made or waited for.", registry=self._registry)
+        self._queued = Gauge("spark_queue", "Requests that the engine has not finished.", registry=self._registry)
+        self._up = Gauge("spark_daemon_up", "1 while the daemon runs.", registry=self._registry)
+        self._daemon = _Daemon()
+        self._registry.register(self._daemon)
+
+    def request(self, api: str, outcome: str) -> None:
+        """Count a request; outcome: ok, left, or the code of an error."""
+        self._requests.labels(api, outcome).inc()
+
+    def reply(self, usage: Usage, to_first_s: float | None, decoding_s: float) -> None:
+        """Count a reply's tokens and times; to_first_s: None where no token came."""
+        self._tokens.labels("read").inc(max(0, usage.prompt - usage.cached))
+        self._tokens.labels("reused").inc(usage.cached)
+        self._tokens.labels("written").inc(usage.completion)
+        if to_first_s is not None:
+            self._to_first.observe(to_first_s)
+        if usage.completion > 1:
+            self._per_token.observe(decoding_s / (usage.completion - 1))
+
+    def text(self, stats: Mapping[str, Any], up: bool, restarts: int, warnings: Mapping[str, int]) -> bytes:
+        """All of it as Prometheus reads it; stats: the engine's counters, warnings: the daemons', by reason."""
+        unfinished = (stats.get(name, 0) for name in ("running", "queued"))
+        self._queued.set(sum(n for n in unfinished if isinstance(n, int)))
+        self._up.set(up)
+        self._daemon.restarts = restarts
+        self._daemon.warnings = warnings
+        self._daemon.stats = stats
+        return generate_latest(self._registry)
+
+
+class _Daemon(Collector):
+    """Counters that are read elsewhere."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.warnings: Mapping[str, int] = {}
+        self.stats: Mapping[str, Any] = {}
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """What is known of the daemon."""
+        made = [CounterMetricFamily("spark_daemon_restarts", "Starts after the first.", value=self.restarts)]
+        warned = CounterMetricFamily("spark_daemon_warnings", "What daemons went on without.", labels=["reason"])
+        for reason, n in sorted(self.warnings.items()):
+            warned.add_metric([reason], n)
+        made.append(warned)
+        for name in ("hits", "misses"):
+            if isinstance(self.stats.get(name), int):
+                text = f"Active experts: {name} in fast memory."
+                made.append(CounterMetricFamily(f"spark_expert_{name}", text, value=self.stats[name]))
+        prefixes = self.stats.get("prefixes")
+        if isinstance(prefixes, Mapping) and isinstance(prefixes.get("inexact_tokens"), int):
+            text = "Tokens of replies that prompts reused before they were computed again as a prompt."
+            made.append(CounterMetricFamily("spark_prefix_inexact_tokens", text, value=prefixes["inexact_tokens"]))
+        return made

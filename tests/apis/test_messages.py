@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.ground.errors import ContextOverflowError, DaemonError, RequestError
+from spark.apis.messages import Writer, parse, parse_count
+from spark.server.generation import PromptTooLongError
+from spark.speech.conversation import (
+    AUDIO_NOTE,
+    FILE_NOTE,
+    IMAGE_NOTE,
+    VIDEO_NOTE,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Conversation,
+    Finish,
+    Part,
+    Reasoning,
+    Text,
+    Usage,
+)
+from spark.speech.sessions import Message, ToolCall
+
+HELLO = {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+TOOL = {
+    "name": "read",
+    "description": "reads",
+    "input_schema": {"type": "object"},
+    "cache_control": {"type": "ephemeral"},
+}
+OURS = {"type": "function", "function": {"name": "read", "description": "reads", "parameters": {"type": "object"}}}
+
+
+def text(words: str, **more: Any) -> dict:
+    return {"type": "text", "text": words, **more}
+
+
+def test_a_request_of_claude_code() -> None:
+    asked = parse(
+        {
+            "model": "claude-opus",
+            "max_tokens": 32000,
+            "system": [
+                text("x-anthropic-billing-header: cc_version=1; cch=abc"),
+                text("You are", cache_control={"type": "ephemeral"}),
+                text("brief."),
+            ],
+            "messages": [
+                {"role": "user", "content": [text("<reminder>"), text("do it", cache_control={"type": "ephemeral"})]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "whatever"},
+                        {"type": "redacted_thinking", "data": "x"},
+                        text("Let me see."),
+                        {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "a"}},
+                    ],
+                },
+                {"role": "system", "content": "in the middle"},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "toolu_1",
+                            "content": [text("one"), {"type": "image", "source": {}}],
+                            "is_error": False,
+                        },
+                        {"type": "tool_result", "tool_use_id": "toolu_2"},
+                        text("go on"),
+                    ],
+                },
+            ],
+            "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 31999},
+            "metadata": {"user_id": "u"},
+            "temperature": 1,
+            "stop_sequences": ["END"],
+            "context_management": {"edits": []},
+            "stream": True,
+        }
+    )
+    assert asked.messages == (
+        Message("system", "You are\n\nbrief."),
+        Message("user", "<reminder>\n\ndo it"),
+        Message("assistant", "Let me see.", "hm", (ToolCall("toolu_1", "read", {"path": "a"}),)),
+        Message("system", "in the middle"),
+        Message("tool", f"one\n{IMAGE_NOTE}", tool_call_id="toolu_1"),
+        Message("tool", "", tool_call_id="toolu_2"),
+        Message("user", "go on"),
+    )
+    assert asked.tools == (OURS,) and not asked.parallel_calls and asked.stream and asked.stops == ("END",)
+    assert asked.reasoning == Reasoning(True, 31999) and asked.max_tokens == 32000
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, Reasoning(False, 0)),
+        ({"thinking": {"type": "disabled"}}, Reasoning(False, 0)),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, Reasoning(False, 0)),
+        ({"thinking": {"type": "adaptive"}}, Reasoning(True)),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, Reasoning(True, None, "low")),
+    ],
+)
+def test_thinking(change: dict, expected: Reasoning) -> None:
+    assert parse(HELLO | change).reasoning == expected
+
+
+def test_choices_forms_and_beginnings() -> None:
+    assert parse(HELLO | {"tools": [TOOL], "tool_choice": {"type": "any"}}).tool_choice == "required"
+    assert parse(HELLO | {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "read"}}).tool_choice == (
+        "name",
+        "read",
+    )
+    assert parse(HELLO | {"tool_choice": {"type": "none"}}).tool_choice == "none"
+    form = {"type": "json_schema", "schema": {"type": "integer"}}
+    assert parse(HELLO | {"output_format": form}).response_schema == {"type": "integer"}
+    assert parse(HELLO | {"output_config": {"format": form}}).response_schema == {"type": "integer"}
+    begun = parse({**HELLO, "messages": [*HELLO["messages"], {"role": "assistant", "content": "{ "}]})  # type: ignore[misc]
+    assert begun.written == "{" and begun.messages == (Message("user", "hello"),)
+    assert parse_count({"messages": HELLO["messages"], "system": "be"}).messages[0] == Message("system", "be")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]},
+            "messages[0].content[0].name",
+        ),
+        ({"system": 5}, "system"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
+        ({"thinking": {"type": "much"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict, named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(HELLO | change)
+    assert named in caught.value.message
+
+
+PARTS: list[Part] = [
+    Text("reasoning", "h"), Text("reasoning", "m"), Text("content", "so"),
+    CallStart("call_1", "read"), CallArguments('{"n"'), CallArguments(": 1}"), CallEnd(),
+    CallStart("call_2", "now"), CallEnd(False), Text("content", "!"),
+]  # fmt: skip
+FINISH = Finish("tool_calls", Usage(11, 7, cached=8, reasoning=2))
+USAGE = {"input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 8, "output_tokens": 7}
+
+
+def read(stream: bytes) -> list[dict]:
+    events = []
+    for block in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def test_a_message() -> None:
+    made = Writer("m", {}, Conversation()).whole(PARTS, FINISH)
+    thinking, *rest = made["content"]
+    assert thinking["thinking"] == "hm" and thinking["signature"]
+    assert rest == [
+        {"type": "text", "text": "so"},
+        {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"n": 1}},
+        {"type": "tool_use", "id": "toolu_2", "name": "now", "input": {}},
+        {"type": "text", "text": "!"},
+    ]
+    assert made["stop_reason"] == "tool_use" and made["usage"] == USAGE and made["role"] == "assistant"
+    stopped = Writer("m", {}, Conversation()).whole([], Finish("stop", Usage(1, 1), "END"))
+    assert (stopped["stop_reason"], stopped["stop_sequence"], stopped["content"]) == ("stop_sequence", "END", [])
+
+
+def test_events() -> None:
+    writer = Writer("m", {}, Conversation())
+    start, ping, *events = read(writer.start(11) + b"".join(map(writer.part, PARTS)) + writer.end(FINISH))
+    message = start["message"]
+    assert start["type"] == "message_start" and ping == {"type": "ping"}
+    assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["input_tokens"] == 11
+    signature = events[3]["delta"].pop("signature")
+    assert signature == Writer("m", {}, Conversation()).whole(PARTS, FINISH)["content"][0]["signature"]
+
+    def begun(index: int, **block: Any) -> dict:
+        return {"type": "content_block_start", "index": index, "content_block": block}
+
+    def delta(index: int, kind: str, **fields: Any) -> dict:
+        return {"type": "content_block_delta", "index": index, "delta": {"type": kind, **fields}}
+
+    def over(index: int) -> dict:
+        return {"type": "content_block_stop", "index": index}
+
+    assert events == [
+        begun(0, type="thinking", thinking="", signature=""),
+        delta(0, "thinking_delta", thinking="h"),
+        delta(0, "thinking_delta", thinking="m"),
+        delta(0, "signature_delta"),
+        over(0),
+        begun(1, type="text", text=""),
+        delta(1, "text_delta", text="so"),
+        over(1),
+        begun(2, type="tool_use", id="toolu_1", name="read", input={}),
+        delta(2, "input_json_delta", partial_json='{"n"'),
+        delta(2, "input_json_delta", partial_json=": 1}"),
+        over(2),
+        begun(3, type="tool_use", id="toolu_2", name="now", input={}),
+        over(3),
+        begun(4, type="text", text=""),
+        delta(4, "text_delta", text="!"),
+        over(4),
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": USAGE},
+        {"type": "message_stop"},
+    ]
+
+
+def test_failures_in_a_stream() -> None:
+    (event,) = read(Writer("m", {}, Conversation()).failed(DaemonError("it died", hint="stderr")))
+    assert event == {"type": "error", "error": {"type": "api_error", "message": "it died"}}
+    for error in (PromptTooLongError(300, 200), ContextOverflowError("300 in 200")):
+        (event,) = read(Writer("m", {}, Conversation()).failed(error))
+        assert event["error"]["type"] == "invalid_request_error"
+        assert event["error"]["message"].startswith("prompt is too long: 300 ")
+
+
+def test_recordings_and_videos_become_notes() -> None:
+    blocks = [{"type": kind, "source": {}} for kind in ("audio", "video", "file")]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": blocks}
+    asked = parse({"max_tokens": 1, "messages": [{"role": "user", "content": [*blocks, result]}]})
+    for message in asked.messages:
+        assert all(note in message.content for note in (AUDIO_NOTE, VIDEO_NOTE, FILE_NOTE))
+
+
+@pytest.mark.parametrize("value", ["secret", ["secret"], {"a": "secret"}, True])
+def test_errors_of_sampling_quote_no_text(value: object) -> None:
+    for name in ("temperature", "top_p", "top_k"):
+        with pytest.raises(RequestError) as caught:
+            parse({"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], name: value})
+        assert caught.value.field == name and "secret" not in caught.value.message

@@ -1,0 +1,254 @@
+"""Whole models against `transformers` and against the twins, and what must change no bit of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import models
+from engine.formats.gguf import open_model
+from engine.ground.config import EngineConfig
+from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
+from engine.running.loaded import Loaded, load
+from engine.running.stepping import Span
+from tests.gguf_files import write_gguf
+from tests.tiny_models import (
+    ALL_F32,
+    MODELS,
+    float_logits,
+    nmse,
+    read_weights,
+    tiny_path,
+    transformers_choices,
+    transformers_logits,
+)
+
+TOKENS = np.random.default_rng(7).integers(0, 301, 121).astype(np.int32)
+MIXTURES = [name for name in models.known() if name != "qwen35"]
+
+
+def run(loaded: Loaded, tokens: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [T, V] and experts [L, T, A] of tokens fed in chunks of the given sizes."""
+    assert sum(chunks) == len(tokens)
+    sequence, start, logits, experts = loaded.kv.sequence(), 0, [], []
+    for n in chunks:
+        part = tokens[start : start + n]
+        result = loaded.steps.run([Span(sequence, part, np.ones(len(part), bool), tuple(range(len(part))))])
+        logits.append(result.logits.copy())
+        experts.append(result.experts.copy())
+        start += n
+    sequence.release()
+    return np.concatenate(logits), np.concatenate(experts, axis=1)
+
+
+def loaded_for(path: Path, device: str, **options: Any) -> Loaded:
+    return load(EngineConfig(model=path, device=device, threads=2, ctx_tokens=130, chunk_tokens=57, **options))
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float_model_equals_transformers(name: str) -> None:
+    """Longer than every window and a block of the cache; the last tokens are decoded one by one."""
+    path = tiny_path(name, ALL_F32)
+    loaded = loaded_for(path, "cpu")
+    logits, experts = run(loaded, TOKENS, [29, 57, 23] + [1] * 12)
+    oracle, chosen = transformers_choices(loaded.source.config, read_weights(path), TOKENS)
+    assert nmse(logits, oracle) < 1e-6
+    if experts.size:
+        assert np.mean(np.sort(experts) == np.sort(chosen)) > 0.995  # a random router has near ties
+    loaded.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.known())
+def test_the_twin_of_a_float_model_equals_transformers(name: str) -> None:
+    path = tiny_path(name, ALL_F32)
+    loaded = loaded_for(path, "reference")
+    logits, _ = run(loaded, TOKENS[:21], [15, 5, 1])
+    assert nmse(logits, transformers_logits(loaded.source.config, read_weights(path), TOKENS[:21])) < 1e-6
+    loaded.close()
+
+
+def test_the_oracle_equals_float64_loops() -> None:
+    path = tiny_path("qwen3moe", ALL_F32)
+    with open_model(path) as file:
+        config = models.find("qwen3moe").Config.from_gguf(file)
+    weights = read_weights(path)
+    own, _ = float_logits(config, weights, TOKENS[:40])
+    assert nmse(own, transformers_logits(config, weights, TOKENS[:40])) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_type"), [*((name, "f16") for name in models.known()), ("qwen3moe", "q8_0"), ("laguna", "q8_0")]
+)
+def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
+    cpu, twin = (loaded_for(tiny_path(name), device, kv_type=kv_type) for device in ("cpu", "reference"))
+    chunks = [57, 1, 12] if name == "qwen3moe" else [19, 1, 6]
+    logits, experts = run(cpu, TOKENS[: sum(chunks)], chunks)
+    twin_logits, twin_experts = run(twin, TOKENS[: sum(chunks)], chunks)
+    assert np.array_equal(experts, twin_experts)
+    assert np.array_equal(bits(logits), bits(twin_logits))
+    for field in ("slot_of", "expert_of", "heat", "clock", "counts", "hits", "misses"):
+        assert np.array_equal(getattr(cpu.residency.state, field), getattr(twin.residency.state, field)), field
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_model_is_near_its_dequantized_float_model(name: str, record_property: Any) -> None:
+    path = tiny_path(name)
+    loaded = loaded_for(path, "cpu")
+    logits, experts = run(loaded, TOKENS[:83], [57, 26])
+    oracle, free = transformers_choices(loaded.source.config, read_weights(path), TOKENS[:83], imposed=experts)
+    # Activations have 8 bits: the more quantized products follow one another, the more noise, and gates multiply it.
+    assert nmse(logits, oracle) < (1e-3 if name == "qwen3moe" else 3e-3)
+    if not experts.size:
+        return
+    same = np.mean([len(set(a) & set(b)) / len(a) for a, b in zip(
+        experts.reshape(-1, experts.shape[2]), free.reshape(-1, free.shape[2]), strict=True)])  # fmt: skip
+    record_property("routing_agreement", float(same))
+    assert same > 0.8  # reported apart: a random router has near ties, so it is no measure of the arithmetic
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_and_block_order_change_no_bit(name: str) -> None:
+    loaded = loaded_for(tiny_path(name), "cpu")
+    whole, _ = run(loaded, TOKENS, [57, 57, 7])
+    single, _ = run(loaded, TOKENS, [1] * 121)
+    for pool in loaded.kv.pools:
+        pool._free.reverse()  # other physical blocks
+    shuffled, _ = run(loaded, TOKENS, [5, 52, 1, 25, 33, 5])
+    assert np.array_equal(bits(whole), bits(single))
+    assert np.array_equal(bits(whole), bits(shuffled))
+
+
+@pytest.mark.parametrize("name", models.known())
+def test_sequences_in_one_step_do_not_touch_each_other(name: str) -> None:
+    loaded = loaded_for(tiny_path(name), "cpu")
+    alone, _ = run(loaded, TOKENS[:19], [18, 1])
+    a, b = loaded.kv.sequence(), loaded.kv.sequence()
+    counted = np.ones(18, bool)
+    loaded.steps.run([Span(b, TOKENS[40:58], counted)])
+    loaded.steps.run([Span(a, TOKENS[:18], counted)])
+    both = loaded.steps.run(
+        [Span(b, TOKENS[58:63], counted[:5], (4,)), Span(a, TOKENS[18:19], counted[:1], (0,))]
+    ).logits.copy()
+    assert np.array_equal(bits(both[1]), bits(alone[18]))
+
+
+@pytest.mark.parametrize("percent", [10, 30, 60])
+@pytest.mark.parametrize(
+    ("name", "policy"), [*((name, "lru") for name in (*MIXTURES, "qwen35moe-fused")), ("qwen3moe", "uniform")]
+)
+def test_residency_changes_no_bit(name: str, policy: str, percent: int) -> None:
+    chunks = [57, 20, 1, 1, 1, 1, 1, 1]
+    full, _ = run(loaded_for(tiny_path(name), "cpu"), TOKENS[:83], chunks)
+    part = loaded_for(tiny_path(name), "cpu", policy=policy, residency_pct=percent, poison=True)
+    assert np.array_equal(bits(full), bits(run(part, TOKENS[:83], chunks)[0]))
+    assert part.residency.state.misses.sum() > 0
+    assert part.residency.arena_bytes <= part.residency.experts_bytes * percent / 100
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_metadata_is_read_back(name: str) -> None:
+    arch, variant = MODELS[name]
+    module = models.find(arch)
+    made, _ = module.tiny(np.random.default_rng(0), **variant)
+    with open_model(tiny_path(name, ALL_F32)) as file:
+        read = module.Config.from_gguf(file)
+        assert set(file.tensors) == set(made.tensors())
+    for field in dataclasses.fields(made):
+        expected = getattr(made, field.name)
+        if field.name not in ("rope_base_swa", "rope_dims_swa", "fused") or not variant:
+            expected = pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else expected
+            if field.name == "rope_factors":
+                expected = pytest.approx(expected, rel=1e-6)
+            assert getattr(read, field.name) == expected, field.name
+
+
+def test_unknown_architecture_names_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"gemma4, laguna, qwen35, qwen35moe, qwen3moe") as caught:
+        models.find("os.path")
+    assert "CONTRIBUTING.md" in str(caught.value.hint)
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    assert "## An architecture" in text and "docs/models.md" in text
+
+
+def refused(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]) -> SparkError:
+    write_gguf(path / "model.gguf", metadata, tensors)
+    with pytest.raises(SparkError) as caught:
+        load(EngineConfig(model=path / "model.gguf", device="reference"))
+    return caught.value
+
+
+@pytest.mark.parametrize("arch", models.known())
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, arch: str) -> None:
+    config, tensors = models.find(arch).tiny(np.random.default_rng(1))
+    metadata = {"general.architecture": arch, **config.metadata()}
+    layer = config.kv_groups[0].layers[0]
+    broken = dict(tensors)
+    del broken[f"blk.{layer}.attn_k_norm.weight"]
+    error = refused(tmp_path, metadata, broken)
+    assert isinstance(error, ModelFormatError) and f"blk.{layer}.attn_k_norm.weight" in str(error)
+    name = f"blk.{layer}.attn_output.weight"
+    error = refused(tmp_path, metadata, tensors | {name: tensors[name].T.copy()})
+    assert isinstance(error, ModelFormatError) and name in str(error)
+    error = refused(tmp_path, metadata, tensors | {"blk.0.attn_q.bias": np.ones(256, np.float32)})
+    assert isinstance(error, UnsupportedModelError) and "blk.0.attn_q.bias" in str(error)
+    for key in config.metadata():
+        error = None
+        if key.rsplit(".", 1)[-1] in ("block_count", "embedding_length", "context_length"):
+            error = refused(tmp_path, {k: v for k, v in metadata.items() if k != key}, tensors)
+            assert isinstance(error, ModelFormatError) and key in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value", "message"),
+    [
+        ("laguna", "rope.scaling.type", "linear", "rope scaling 'linear'"),
+        ("laguna", "rope.scaling.attn_factor", 1.35, "attn_factor"),
+        ("laguna", "expert_gating_func", 4, "expert_gating_func 4"),
+        ("laguna", "expert_shared_count", 2, "several shared experts"),
+        ("laguna", "attention.sink_enabled", True, "attention.sink_enabled"),
+        ("laguna", "attention.head_count", [20, 12], "attention.head_count"),
+        ("laguna", "leading_dense_block_count", 6, "6 dense layers of 6"),
+        ("qwen35", "rope.scaling.type", "yarn", "rope scaling 'yarn'"),
+        ("qwen35", "full_attention_interval", 9, "every 9th is full attention"),
+        ("qwen35", "attention.recurrent_layers", [True, False, True, False], "attention layers are others"),
+        ("qwen35", "ssm.inner_size", 767, "6 heads cannot share"),
+        ("qwen35moe", "expert_weights_scale", 2.5, "expert_weights_scale"),
+        ("qwen35moe", "expert_used_count", 14, "14 active experts of 13"),
+        ("gemma4", "embedding_length_per_layer_input", 256, "per-layer input embeddings"),
+        ("gemma4", "rope.dimension_count", 64, "rotate less than the whole head"),
+        ("gemma4", "attention.shared_kv_layers", 5, "share caches"),
+        ("gemma4", "attention.value_length", 64, "value heads of another size"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    tmp_path: Path, arch: str, key: str, value: Any, message: str
+) -> None:
+    config, tensors = models.find(arch).tiny(np.random.default_rng(1))
+    metadata = {"general.architecture": arch, **config.metadata()} | {f"{arch}.{key}": value}
+    assert message in str(refused(tmp_path, metadata, tensors))
+
+
+def test_what_text_does_not_need_is_skipped(tmp_path: Path) -> None:
+    """Blocks that predict further tokens, and a vision encoder in the same file."""
+    config, tensors = models.find("qwen35").tiny(np.random.default_rng(0))
+    metadata = {"general.architecture": "qwen35", **config.metadata()}
+    metadata |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    last = {name.replace("blk.2.", "blk.4."): value for name, value in tensors.items() if name.startswith("blk.2.")}
+    more = {"blk.4.nextn.eh_proj.weight": np.ones((256, 512)), "v.blk.0.attn_q.weight": np.ones((64, 64))}
+    write_gguf(tmp_path / "more.gguf", metadata, tensors | last | {k: v.astype(np.float32) for k, v in more.items()})
+    loaded = loaded_for(tmp_path / "more.gguf", "cpu")
+    read = loaded.source.config
+    assert read == dataclasses.replace(config, rope_base=read.rope_base, eps=read.eps)
+    logits, _ = run(loaded, TOKENS[:9], [9])
+    expected, _ = run(loaded_for(tiny_path("qwen35", ALL_F32), "cpu"), TOKENS[:9], [9])
+    assert np.array_equal(bits(logits), bits(expected))

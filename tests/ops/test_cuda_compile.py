@@ -1,0 +1,140 @@
+"""Every kernel that models launch compiles, without a GPU: NVRTC makes machine code for each architecture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as QType
+
+from benchmarks.full_shape import SHAPES, first_layers, mix_of
+from engine.formats.block_types import NATIVE_TYPES
+from engine.formats.quants import QTensor
+from engine.models import qwen3moe
+from engine.ops.cuda import library
+from engine.ops.cuda.counting import CountingDevice
+from engine.ops.cuda.device import Module
+from engine.running import dryrun
+from tests.tiny_models import k_quant_mix
+
+Kernels = dict[Module, set[str]]
+
+# Multiprocessors and KiB of shared memory of a common GPU: launches depend on them, and so do modules.
+GPUS = {"sm_80": (108, 163), "sm_86": (84, 99), "sm_89": (128, 99), "sm_90": (132, 227), "sm_120": (170, 99)}
+QWEN3_30B_A3B = qwen3moe.Config(
+    n_layer=2, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=128, n_expert_used=8, n_ff_exp=768,
+    n_vocab=151936, n_ctx_train=40960, rope_base=1e6, eps=1e-6,
+)  # fmt: skip
+OTHER = replace(
+    QWEN3_30B_A3B, n_layer=1, n_embd=768, n_head=8, n_head_kv=2, head_dim=96, n_expert=17, n_expert_used=5,
+    n_ff_exp=256, n_vocab=999,
+)  # fmt: skip
+pytestmark = pytest.mark.timeout(600)  # a minute in all, where two processors have nothing else to do
+OF_A_BENCHMARK = {Module("replay.cu"): {"replay"}}
+
+
+class Shapes:
+    """A model file without its bytes."""
+
+    def __init__(self, config: qwen3moe.Config, type_of: Callable[[str], QType]) -> None:
+        self.tensors, self.type_of = config.tensors(), type_of
+
+    def tensor(self, name: str) -> QTensor:
+        shape, qtype = self.tensors[name], self.type_of(name)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
+        data = CountingDevice().empty(prod(shape) // block * block_bytes, np.uint8)
+        return QTensor(name, qtype, shape, data)
+
+
+def launched(
+    arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
+    module: ModuleType = qwen3moe,
+) -> Kernels:  # fmt: skip
+    """The modules that a model's steps of up to `max_tokens` take, and the kernels in them."""
+    n_sm, shared_kib = GPUS[arch]
+    device = CountingDevice(arch, n_sm, shared_kib << 10)
+    weights = module.load(Shapes(config, type_of), config)
+    counted = dryrun.count(device, module, config, weights, dryrun.limits_of(config, 8192, max_tokens), kv_type)
+    found: Kernels = {}
+    for source, name in counted.kernels:
+        found.setdefault(source, set()).add(name)
+    return found
+
+
+def all_of_type(qtype: QType) -> Callable[[str], QType]:
+    return lambda name: QType.F32 if "norm" in name or "ffn_gate_inp" in name else qtype
+
+
+def of_gpu(arch: str) -> Kernels:
+    """All of the reference model on the first GPU; on the others every kernel once."""
+    kernels = OF_A_BENCHMARK | launched(arch, QWEN3_30B_A3B, k_quant_mix)
+    if arch == next(iter(GPUS)):
+        return kernels
+    once = {(module.file, *sorted(kernels[module])): module for module in sorted(kernels)}
+    return {module: kernels[module] for module in once.values()}
+
+
+@cache
+def of_families(arch: str) -> Kernels:
+    """What the other families take besides: every set of kernels and macros once, whatever the macros' values."""
+    known = {(module.file, tuple(name for name, _ in module.defines)) for module in of_gpu(next(iter(GPUS)))}
+    found: dict[Any, tuple[Module, set[str]]] = {}
+    for shape in ("laguna-xs2", "qwen3.6-35b-a3b", "gemma-4-26b-a4b"):
+        module, config = SHAPES[shape]
+        config = first_layers(config, 6)
+        for source, names in launched(arch, config, mix_of(config), max_tokens=512, module=module).items():
+            key = source.file, tuple(name for name, _ in source.defines)
+            if key not in known:
+                found.setdefault(key, (source, names))
+    return dict(found.values())
+
+
+def of_type(qtype: QType) -> Kernels:
+    """What weights of one type take besides, in another model, with a cache in 8 bits."""
+    return launched("sm_80", OTHER, all_of_type(qtype), "q8_0", max_tokens=64)
+
+
+@cache
+def image(arch: str, module: Module) -> bytes:
+    return library.find_nvrtc().compile(library.source(module), module, arch)
+
+
+def check(arch: str, kernels: Kernels) -> None:
+    """Each module compiles, NVRTC running without the GIL, and has its kernels."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        images = dict(zip(kernels, pool.map(lambda m: image(arch, m), kernels), strict=True))
+    for module, names in kernels.items():
+        missing = [name for name in names if b".text." + name.encode() + b"\0" not in images[module]]
+        assert not missing, f"{module} lacks {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
+def test_kernels_compile_for_every_architecture(arch: str) -> None:
+    check(arch, of_gpu(arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
+def test_kernels_compile_for_every_type(qtype: QType) -> None:
+    check("sm_80", of_type(qtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_kernels_of_other_families_compile(arch: str) -> None:
+    check(arch, of_families(arch))
+
+
+def test_no_file_is_left_out() -> None:
+    found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
+    assert found == {path.name for path in library.folder().glob("*.cu")}

@@ -1,0 +1,222 @@
+"""Small-batch products on the device: the bits of engine/ops/arithmetic.py, for every type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as QType
+
+from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
+from engine.formats.quants import QTensor
+from engine.ops import Limits, arithmetic, reference
+from engine.ops.cuda.products import Products, Quantized
+from tests.gguf_files import random_blocks
+
+LIMITS = Limits(
+    max_tokens=64, n_embd=768, n_head_dim=1280, n_ff=512, n_vocab=100, n_expert=24, n_expert_used=3, max_rows=40
+)
+EPS = 1e-6
+
+
+@pytest.fixture
+def products(device: Any) -> Products:
+    return Products(device, LIMITS)
+
+
+def matrix(qtype: QType, rows: int, cols: int, seed: int = 0) -> QTensor:
+    data = random_blocks(qtype, rows, cols, np.random.default_rng([seed, rows, cols])).reshape(-1)
+    return QTensor(f"{qtype.name} {rows}x{cols}", qtype, (rows, cols), data)
+
+
+def upload(device: Any, w: QTensor) -> QTensor:
+    return QTensor(w.name, w.qtype, w.shape, device.upload(w.data))
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def check(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal bits, but for the sign and payload of a NaN."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    if found.dtype == np.float32:
+        nan = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(found), nan)
+        found, expected = (np.where(nan, np.float32(0), a).view(np.uint32) for a in (found, expected))
+    np.testing.assert_array_equal(found, expected)
+
+
+def check_quantized(device: Any, found: Quantized, x: np.ndarray) -> None:
+    q, d = arithmetic.quantize_activations(x)
+    check(device.read(found.q), q)
+    check(device.read(found.d), d)
+    check(device.read(found.sums), q.reshape(*d.shape, 32).sum(axis=-1, dtype=np.int32))
+
+
+def awkward(x: np.ndarray) -> np.ndarray:
+    """Values that quantization treats apart, in some blocks of 32 of each row."""
+    x = x.copy()
+    blocks = x.reshape(len(x), -1, 32)
+    blocks[:, 0] = 0
+    blocks[:, 1] *= np.float32(2.0**-110)
+    blocks[:, 2, ::2] = [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 127, 3.5] * 2  # ties, at d = 1
+    blocks[-1, 3, 7] = np.nan
+    blocks[-1, 4, 31] = -np.inf
+    blocks[:, 5] *= np.float32(2.0**100)
+    return x
+
+
+@pytest.mark.parametrize(("T", "K"), [(1, 256), (3, 288), (7, 1280)])
+def test_quantize(device: Any, products: Products, T: int, K: int) -> None:
+    x = awkward(normal(T, K))
+    check_quantized(device, products.quantize(device.upload(x)), x)
+
+
+@pytest.mark.parametrize(("T", "D"), [(1, 256), (5, 736), (2, 96)])
+def test_norm(device: Any, products: Products, T: int, D: int) -> None:
+    x, weight = normal(T, D), normal(D, seed=2)
+    x[0, 3] = 3e4
+    expected = arithmetic.rms_norm(x, weight, EPS)
+    h = device.empty((T, D), np.float32)
+    check_quantized(device, products.norm_quantize(device.upload(x), device.upload(weight), EPS, h), expected)
+    check(device.read(h), expected)
+    h = device.empty((T, D), np.float32)
+    products.norm(device.upload(x), device.upload(weight), EPS, h)
+    check(device.read(h), expected)
+
+
+def test_norm_of_a_ragged_row(device: Any, products: Products) -> None:
+    x, weight = normal(37, 77), normal(77, seed=2)
+    h = device.empty(x.shape, np.float32)
+    products.norm(device.upload(x), device.upload(weight), EPS, h)
+    check(device.read(h), arithmetic.rms_norm(x, weight, EPS))
+
+
+# rows, columns: one iteration of some lanes, a ragged last warp, more than one iteration
+SHAPES = [(5, 256), (37, 768), (3, 1280)]
+
+
+@pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
+def test_product(device: Any, products: Products, qtype: QType) -> None:
+    for N, K in SHAPES:
+        w = matrix(qtype, N, K)
+        on_device = upload(device, w)
+        x = normal(9, K)
+        x[5] = awkward(x[5:6])
+        expected = arithmetic.product(w, x)
+        for rows in (slice(0, 1), slice(5, 6), slice(0, 9)):
+            given = device.upload(x[rows])
+            y = device.empty((len(given), N), np.float32)
+            products.product(on_device, given, y)
+            check(device.read(y), expected[rows])
+            if qtype not in FLOAT_TYPES:
+                y = device.upload(x[rows, :N].copy() if N <= K else np.ones_like(expected[rows]))
+                before = device.read(y)
+                products.product(on_device, products.quantize(given), y, add=True)
+                with np.errstate(invalid="ignore"):
+                    check(device.read(y), before + expected[rows])
+
+
+def test_product_of_a_ragged_float_row(device: Any, products: Products) -> None:
+    w = matrix(QType.F16, 11, 77)
+    for T in (1, 2, 33):
+        x = normal(T, 77)
+        y = device.empty((T, 11), np.float32)
+        products.product(upload(device, w), device.upload(x), y)
+        check(device.read(y), arithmetic.product(w, x))
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 40])
+def test_rows_do_not_depend_on_their_number(device: Any, products: Products, T: int) -> None:
+    w = matrix(QType.Q4_K, 13, 512)
+    x = normal(40, 512)
+    quantized = Products(device, LIMITS)._headed.rows(T, 512)
+    q, d = arithmetic.quantize_activations(x[:T])
+    for array, values in (
+        (quantized.q, q),
+        (quantized.d, d),
+        (quantized.sums, q.reshape(*d.shape, 32).sum(axis=-1, dtype=np.int32)),
+    ):
+        device.write(array, values)
+    y = device.empty((T, 13), np.float32)
+    products.product(upload(device, w), quantized, y)
+    check(device.read(y), arithmetic.product(w, x)[:T])
+
+
+@pytest.mark.parametrize("T", [1, 6])
+@pytest.mark.parametrize(
+    "types",
+    [
+        (QType.Q4_K, QType.Q4_K, QType.Q4_K),
+        (QType.Q4_K, QType.Q4_K, QType.Q6_K),
+        (QType.Q8_0, QType.Q4_0, QType.Q5_K),
+        (QType.F32, QType.BF16, QType.F32),
+        (QType.F32, QType.Q6_K, QType.Q4_K),
+    ],
+    ids=lambda types: "-".join(t.name for t in types),
+)
+def test_several(device: Any, products: Products, types: tuple[QType, ...], T: int) -> None:
+    D = 512
+    ws = [matrix(t, n, D, i) for i, (t, n) in enumerate(zip(types, (70, 18, 33), strict=True))]
+    x, weight = normal(T, D), normal(D, seed=2)
+    h = arithmetic.rms_norm(x, weight, EPS)
+    on_device = tuple(upload(device, w) for w in ws)
+    ys = tuple(device.empty((T, w.shape[0]), np.float32) for w in ws)
+    products.norm_several(device.upload(x), device.upload(weight), EPS, on_device, ys, device.empty((T, D), np.float32))
+    for w, y in zip(ws, ys, strict=True):
+        check(device.read(y), arithmetic.product(w, h))
+        device.set_bytes(device.pointer(y), 0xFF, y.nbytes)
+    products.several(on_device, device.upload(h), ys)
+    for w, y in zip(ws, ys, strict=True):
+        check(device.read(y), arithmetic.product(w, h))
+
+
+@pytest.mark.parametrize("qtype", FLOAT_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize(("T", "D"), [(1, 768), (3, 416), (33, 256), (2, 77)])
+def test_router(device: Any, products: Products, qtype: QType, T: int, D: int) -> None:
+    E = 23
+    gate = matrix(qtype, E, D)
+    x, norm = normal(T, D), normal(D, seed=2)
+    expected, logits = np.empty((T, D), np.float32), np.empty((T, E), np.float32)
+    reference.router(reference.workspace(LIMITS, 1), x, norm, EPS, gate, expected, logits)
+    h, found = device.empty((T, D), np.float32), device.empty((T, E), np.float32)
+    quantized = products.router(device.upload(x), device.upload(norm), EPS, upload(device, gate), h, found)
+    check(device.read(h), expected)
+    check(device.read(found), logits)
+    if T <= 32 and D % 32 == 0:
+        assert quantized is not None
+        check_quantized(device, quantized, expected)
+    else:
+        assert quantized is None
+
+
+@pytest.mark.parametrize("qtype", [QType.Q6_K, QType.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize("R", [1, 3, 35])
+def test_head(device: Any, products: Products, qtype: QType, R: int) -> None:
+    D, V = 256, 683  # enough rows that a warp takes several at a time
+    output = matrix(qtype, V, D)
+    x, norm = normal(41, D), normal(D, seed=2)
+    rows = np.random.default_rng(3).permutation(41)[:R].astype(np.int32)
+    expected = np.empty((R, V), np.float32)
+    reference.head(reference.workspace(LIMITS, 1), x, rows, norm, EPS, output, expected)
+    logits = device.empty((R, V), np.float32)
+    products.head(device.upload(x), device.upload(rows), device.upload(norm), EPS, upload(device, output), logits)
+    check(device.read(logits), expected)
+
+
+def test_capture_and_mistakes(device: Any, products: Products) -> None:
+    w = upload(device, matrix(QType.Q4_0, 10, 256))
+    x = device.upload(normal(1, 256))
+    y = device.empty((1, 10), np.float32)
+    products.product(w, x, y)
+    expected = device.read(y)
+    graph = device.capture(lambda: products.product(w, products.quantize(x), y))
+    device.set_bytes(device.pointer(y), 0xFF, y.nbytes)
+    graph.launch()
+    check(device.read(y), expected)
+    with pytest.raises(ValueError, match="Q4_0"):
+        products.product(w, x, device.empty((1, 9), np.float32))
+    with pytest.raises(ValueError, match="router"):
+        products.router(x, device.empty(256, np.float32), EPS, w, device.empty((1, 256), np.float32), y)
