@@ -451,7 +451,7 @@ class PrefixCache:
         return {
             "chunk_tokens": self.chunk_tokens,
             "device_chunks": sum(n.blocks is not None for n in nodes),
-            "device_blocks": sum(len(blocks) for n in nodes for blocks in n.blocks or ()),
+            "device_blocks": sum(len(self.tree.blocks(group)) for group in range(len(self._groups))),
             "host_chunks": sum(n.data is not None for n in nodes),
             "snapshots": sum(n.snapshot is not None for n in nodes),
             "inexact_chunks": sum(not n.exact for n in nodes),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -211,9 +212,13 @@ class PrefixTree:
         return node not in self.in_use
 
     def alone(self, node: Node) -> bool:
-        """Whether the tree alone holds the blocks."""
+        """Whether blocks are free once the node has given up its own.
+
+        Its last ones are: chunks after one parent may begin with the same blocks, where forks went on from within a
+        chunk, but they end with different tokens. Who holds a last block has the whole chunk.
+        """
         assert node.blocks is not None
-        return all(pool.holders(b) == 1 for pool, of in zip(self._pools, node.blocks, strict=True) for b in of)
+        return all(pool.holders(of[-1]) == 1 for pool, of in zip(self._pools, node.blocks, strict=True))
 
     def useful(self, node: Node) -> bool:
         """Whether a sequence could go on after the chunk or one that follows, were they in host memory."""
@@ -234,7 +239,14 @@ class PrefixTree:
         over = next((n for n in held if self.alone(n) and all(map(self.free, n.subtree()))), None)
         return None if over is None else (over, False)
 
+    def blocks(self, group: int) -> Counter[int]:
+        """The blocks of a group without a window, and how many chunks begin with each."""
+        return Counter(b for n in self.root.subtree() if n.blocks is not None for b in n.blocks[group])
+
     @property
     def reclaimable_tokens(self) -> int:
-        """Positions of chunks whose blocks nobody else holds."""
-        return self.chunk_tokens * sum(n.blocks is not None and self.alone(n) for n in self.root.subtree())
+        """Positions of blocks that are free once all chunks have given up theirs; every group has as many."""
+        chunks = self.blocks(0)
+        ended = [n.blocks for n in self.root.subtree() if n.blocks is not None and self.alone(n)]
+        free = {b for blocks in ended for b in blocks[0] if self._pools[0].holders(b) == chunks[b]}
+        return KV_BLOCK_TOKENS * len(free)

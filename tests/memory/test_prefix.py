@@ -207,9 +207,9 @@ class Serving(RuleBasedStateMachine):
             holders = Counter(b for s, _ in self.alive for b in s.groups[g].held if b >= 0)
             if g in self.kv.full_groups:
                 at = self.kv.full_groups.index(g)
-                owned = [b for n in nodes(self.cache) if n.blocks is not None for b in n.blocks[at]]
-                assert len(owned) == len(set(owned))
-                holders.update(owned)
+                chunks = [n.blocks[at] for n in nodes(self.cache) if n.blocks is not None]
+                assert len({chunk[-1] for chunk in chunks}) == len(chunks)
+                holders.update(b for chunk in chunks for b in chunk)
                 live = [fork for fork, _ in self.forks if not fork.gone]
                 holders.update(b for fork in live for b in [*fork.shared[at], *fork.rest[at : at + 1]])
             assert {b: pool.holders(b) for b in holders} == holders
@@ -335,6 +335,32 @@ def test_what_a_sequence_holds_below_does_not_hold_what_is_above() -> None:
     assert 0 < expected == kv.free_blocks - free and not nodes(cache)
     sequence.release()
     assert kv.free_blocks == kv.n_blocks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [60_000, 1 << 20])
+def test_choices_that_part_within_a_chunk_leave_nothing_that_stays(kind: str, budget: int) -> None:
+    """Their chunks begin with the same block, which is free when the last of them is given up."""
+    kv = make_cache(kind, 9 * 64)
+    cache = prefix_cache(kv, CHUNK, budget)
+    sequence, _ = prefill(kv, cache, prompt("", 70))
+    fork = cache.fork(sequence)
+    assert fork is not None
+    for last in range(3):
+        choice = kv.sequence()
+        cache.begin(choice, fork)
+        tokens = np.append(prompt("", CHUNK - 1), np.int32(last))
+        compute(kv, choice, tokens, CHUNK - 70)
+        cache.insert(choice, tokens)
+        choice.release()
+    sequence.release()
+    cache.drop(fork)
+    n_groups = len(cache._groups)
+    assert cache.reclaimable_blocks == cache.stats()["device_blocks"] == (1 + 3) * n_groups
+    assert kv.free_blocks == kv.n_blocks - (1 + 3) * n_groups
+    while cache.reclaim():
+        pass
+    assert kv.free_blocks == kv.n_blocks and cache.reclaimable_blocks == 0
 
 
 def test_what_was_used_last_stays_longest() -> None:

@@ -403,7 +403,7 @@ def test_places_are_given_back_however_a_reply_ends(slow: Running, monkeypatch: 
             leave(stream, when)
             wait_until(lambda: replies(slow) == 0)
             wait_until(lambda: slow.stats()["queued"] == 0)
-    for stream in (False, True) * 3:  # one that leaves at once may begin after what is asked next, which is refused then
+    for stream in (False, True) * 3:  # what leaves at once may begin after what is asked next, which is refused then
         leave(stream, lambda: True)
         wait_until(lambda: slow.ask("x").status_code == 200)
 
