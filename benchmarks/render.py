@@ -57,6 +57,9 @@ overlapping leaves a step of {step:,.0f} us."""
 ON_THE_PATH = """\
 *On the path*: from when a kernel's first block has what it waits for until the next kernel's has, summed over the
 launches (the stamps make a step a few percent longer)."""
+BEFORE_AFTER = """\
+Two installs in turns on one machine: before the layer loop was written once and the modules moved into rooms, and after
+(docs/design.md, "What the structure costs"). Tokens are equal. On the CPU: the processor's time of the daemon."""
 SOAK = """\
 {minutes:.0f} minutes of {clients} clients at {residency:.0f}% residency: {requests:,} requests ({kinds}), {tokens:,}
 generated tokens, {misses:.1%} of active experts missed. Problems: {problems}."""
@@ -325,6 +328,23 @@ def next_turn(name: str, made: Json) -> list[str]:
     )]  # fmt: skip
 
 
+def before_after(name: str, made: Json) -> list[str]:
+    on_gpu = made["device"] == "cuda"
+    lines = [f"## Before and after the rooms, {'GPU' if on_gpu else 'CPU'}", "", BEFORE_AFTER, "", *origin(name, made)]
+    installs = ("before", "after")
+    if on_gpu:
+        rows = [[r["what"], *(", ".join(map(spread, r[install])) for install in installs)] for r in made["speeds"]]
+        return [*lines, *table(["tokens/s", *installs], rows)]
+    rows = []
+    for r in made["rows"]:
+        quartiles = " to ".join(f"{q:.3f}" for q in r["ratio"]["quartiles"])
+        times = [f"{1000 * r['median_s'][install]:.1f}" for install in installs]
+        rows.append([f"{r['residency_pct']:g}%", r["prompt_tokens"], r["generated_tokens"], *times,
+                     f"{r['ratio']['median']:.3f} ({quartiles})"])  # fmt: skip
+    columns = ["resident", "prompt", "generated", "ms before", "ms after", "ratio of pairs (quartiles)"]
+    return [*lines, *table(columns, rows)]
+
+
 def soak(name: str, made: Json) -> list[str]:
     grown = ", ".join(f"{key.removesuffix('_bytes').replace('_', ' ')} {n / 2**20:+.0f} MiB"
                       for key, n in made["growth_bytes"].items() if n is not None)  # fmt: skip
@@ -358,6 +378,8 @@ SECTIONS = {
     "calibrate.json": rows_of("Calibration on the GPU"),
     "compile_kernels.json": rows_of("Compiling the CUDA kernels"),
     "soak.json": soak,
+    "before_after.json": before_after,
+    "before_after-gpu.json": before_after,
     "load.json": server_results.load,
     "agent_replay.json": server_results.agent_replay,
     "agent_replay-35k.json": server_results.agent_replay,
