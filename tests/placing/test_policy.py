@@ -143,6 +143,16 @@ def test_a_frequent_expert_is_not_given_up_for_a_rare_one():
     assert state.expert_of.tolist() == [1]
 
 
+@pytest.mark.parametrize(("heat", "enters"), [(69_904, True), (69_905, False)])
+def test_an_expert_enters_only_where_it_is_hotter(heat, enters):
+    """One use makes 65,536, which is what a sixteenth less leaves of 69,905."""
+    state = SlotState.empty([1], 2)
+    fill(state, Placement((1,), ((),), ((0,),), (10,)))
+    state.heat[0] = [heat, 0]
+    fetches = advance(state, 0, np.array([[1]]), np.array([True]), Rule(4))
+    assert fetches.tolist() == ([[1, 0, 0]] if enters else [])
+
+
 def test_what_an_expert_was_used_for_outlives_its_slot():
     """An expert that comes back finds the heat that it left with: a bucket by slot forgot it."""
     state, rule = SlotState.empty([1], 3), Rule(6)
