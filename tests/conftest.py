@@ -43,7 +43,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     else:
         from tests.emulated_device import EmulatedDevice
 
-        found = EmulatedDevice()
+        found = EmulatedDevice(effort="-O0" if request.path.parent.name == "ops" else "-O2")
     yield found
     found.close()
 

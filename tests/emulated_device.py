@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from engine.ops.cuda import library
 from engine.ops.cuda.device import Dim, Module
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
-FLAGS = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-w"]
+FLAGS = ["-std=c++17", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-w"]
 FLAGS += ["-fvisibility=hidden", "-fsanitize=alignment,bounds-strict,shift-exponent", "-fno-sanitize-recover=all"]
 BOUNDS = r"EMULATOR_BOUNDS\((.*?)\)\s+EMULATOR_END"
 KERNEL = re.compile(rf'__attribute__\(\(visibility\("default"\)\)\)\s+void\s+(?:{BOUNDS}\s+)?(\w+)\s*\(')
@@ -79,10 +79,13 @@ def _key_prefix() -> bytes:
     return b"\0".join([version, repr((FLAGS, cpu and cpu[0])).encode(), headers])
 
 
-def compile_module(module: Module) -> Path:
-    """The shared library of a module, from the cache in the folder for temporary files or from g++."""
+def compile_module(module: Module, effort: str = "-O2") -> Path:
+    """The shared library of a module, from the cache in the folder for temporary files or from g++.
+
+    effort: what a model runs is worth the compiler's time; a kernel that one test launches a few times is not.
+    """
     text = f'#include "runtime.h"\n{library.source(module, (EMULATOR, library.folder()))}\n'
-    key = hashlib.sha256(_key_prefix() + b"\0" + text.encode()).hexdigest()[:32]
+    key = hashlib.sha256(b"\0".join([_key_prefix(), effort.encode(), text.encode()])).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"spark-cuda-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{Path(module.file).stem}-{key}.so"
@@ -99,7 +102,7 @@ def compile_module(module: Module) -> Path:
                 file.write(f"static void emulator_run_{name}(void** args) {{ emulator::call({name}, args); }}\n")
                 entries += f'{{"{name}", emulator::signature({name}), emulator_run_{name}, {bound or 1024}}},\n'
             file.write(f"static const emulator::Entry emulator_entries[] = {{{entries}{{}}}};\n{INTERFACE}")
-        _run(module, ["g++", *FLAGS, "-c", f"{stem}.ii", "-o", f"{stem}.o"])
+        _run(module, ["g++", *FLAGS, effort, "-c", f"{stem}.ii", "-o", f"{stem}.o"])
         _run(module, ["g++", "-shared", f"{stem}.o", "-o", f"{stem}.so"])
         Path(f"{stem}.so").replace(path)
     return path
@@ -243,8 +246,9 @@ class EmulatedStream:
 class EmulatedDevice:
     """The `Device` of engine/ops/cuda/device.py on one thread of the CPU."""
 
-    def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30) -> None:
+    def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30, effort: str = "-O2") -> None:
         self.name, self.compiler = "emulated", "g++"
+        self._effort = effort
         self.arch = arch
         self.n_sm = n_sm
         self.max_shared_bytes = 99 * 1024
@@ -260,13 +264,13 @@ class EmulatedDevice:
 
     def build(self, modules: Sequence[Module], progress: Callable[[int, int], None]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for done, _ in enumerate(pool.map(compile_module, modules), 1):
+            for done, _ in enumerate(pool.map(partial(compile_module, effort=self._effort), modules), 1):
                 progress(done, len(modules))
 
     def kernel(self, module: Module, name: str) -> EmulatedKernel:
         found = self._kernels.get((module, name))
         if found is None:
-            compiled, kernels = _load(compile_module(module))
+            compiled, kernels = _load(compile_module(module, self._effort))
             if name not in kernels:
                 raise EmulatorError(f"{module} has no kernel {name}; it has {', '.join(kernels)}")
             index, kinds, bound = kernels[name]

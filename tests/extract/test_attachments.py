@@ -296,6 +296,7 @@ def test_the_same_attachment_twice_is_kept_once(tmp_path: Path) -> None:
     assert report.skipped_lines == {"replay": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linked", [True, False])
 def test_many_notes_take_time_by_their_number(tmp_path: Path, linked: bool) -> None:
     notes = [listing(f"x{i}", "u1" if linked else None, f"<s>{i}</s>") for i in range(30_000)]

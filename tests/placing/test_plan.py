@@ -203,6 +203,7 @@ def test_refusals_name_a_cap_that_works(weights: Any) -> None:
         decide(weights, float(named[1]) - 0.002)
 
 
+@pytest.mark.slow
 def test_a_residency_that_was_asked_for_is_exact_or_refused(weights: Any) -> None:
     made = decide(weights, 16, residency_pct=40.0)
     assert 39.9 < 100 * made.placement.bytes / made.plan.experts_bytes <= 40

@@ -46,6 +46,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_small_steps_are_near_the_cpu_backend(model: Path, kv_type: str) -> None:
     """One arithmetic, attention apart: steps captured, ordinary, and of as many tokens as that path takes."""

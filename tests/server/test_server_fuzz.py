@@ -194,7 +194,8 @@ NUMBER = st.sampled_from(
         0, -0.0, 1, -1, 1.5, 5e-324, -5e-324, 1e-310, 1.2e-38, 1e-45, 1e-7, 1 - 2**-53, 1 + 2**-52, 1e308, -1e308, True,
         2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, 10**400, -(10**400), "1", None, [], {},
     ]
-) | st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.floats(0.125, 1) | st.integers(1, 3)  # fmt: skip
+) | st.floats(allow_nan=False, allow_infinity=False) | st.integers()  # fmt: skip
+NUMBER |= st.floats(0.125, 1) | st.integers(1, 3)
 COMMON = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
           "presence_penalty")  # fmt: skip
 NUMBERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
