@@ -151,6 +151,9 @@ def test_unknown_comment_lines_are_kept():
         (("count=generated", "count=some"), r"expected count=generated or count=all, found 'some'"),
         (("00Z\n", "00Z split=40:0.375,60:1.25\n"), r"expected split=PCT:FRACTION.*found '40:0\.375,60:1\.25'"),
         (("00Z\n", "00Z split=60\n"), r"expected split"),
+        (("00Z\n", "00Z split=-0.5:0.5\n"), r"expected split"),
+        (("00Z\n", "00Z split=100.5:0.5\n"), r"expected split"),
+        (("00Z\n", "00Z split=50:-0.5\n"), r"expected split"),
         (("00Z\n", "00Z split=nan:nan\n"), r"expected split"),
         (("cache=0.25", "cache=1.25"), r"p, line 5: expected cache=a number of 0 to 1, found '1\.25'"),
         (("memory=6", "memory=17"), r"p, line 4: expected memory=a number of 0 to 16, found '17'"),
@@ -250,8 +253,9 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(SparkError, match="No space left on device"):
+    with pytest.raises(SparkError, match="No space left on device") as failed:
         profiles.save(profiles.parse(SAMPLE), path)
+    assert "the profile that was there" in failed.value.hint
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(SparkError, match="cannot write the profile"):
@@ -293,6 +297,76 @@ def test_default_path():
     assert profiles.default_path(Path("/m/a-00001-of-00003.gguf")) == Path(
         "/m/a-00001-of-00003.gguf.spark.csv"
     )
+
+
+def test_what_a_choice_says_to_do():
+    base = profiles.parse(SAMPLE).choices[0]
+    for (cache, memory), words in {
+        (1.0, 6): "pin nothing, remember 64 steps", (0.25, 5): "pin 75%, remember 32 steps",
+        (0.5, 0): "pin 50%, the rest is LRU", (1.0, 0): "pin nothing, the rest is LRU", (0.0, 0): "pin everything",
+    }.items():  # fmt: skip
+        assert replace(base, cache_fraction=cache, memory=memory).words == words
+
+
+def test_choices_are_in_the_order_of_their_residencies():
+    lines = SAMPLE.splitlines()
+    lines[3], lines[4] = lines[4], lines[3]
+    assert profiles.parse("\n".join(lines)) == profiles.parse(SAMPLE)
+
+
+def test_profiles_are_equal_where_their_files_are():
+    profile = profiles.parse(SAMPLE)
+    assert profile == replace(profile, counts=profile.counts.copy())
+    assert profile != replace(profile, tokens=8) and profile != "profile" and profile != profiles.format(profile)
+
+
+def test_how_much_a_file_may_hold(tmp_path, monkeypatch):
+    """Layers, comments and choices together, characters of a comment, and bytes: as many, and one more."""
+    assert (profiles.MAX_FILE_BYTES, profiles.MAX_LINES, profiles.MAX_COMMENT_CHARS) == (1 << 24, 4096, 1 << 16)
+    monkeypatch.setattr(profiles, "MAX_LINES", 7)
+    most = SAMPLE + "# one\n# two\n"
+    assert len(profiles.parse(most).extra_lines) == 2
+    for more in ("# three\n", "1,2,3,8\n", SAMPLE.splitlines()[3].replace("40", "50") + "\n"):
+        with pytest.raises(FileFormatError, match="line 11: expected at most 7 layers and comments"):
+            profiles.parse(most + more)
+    assert profiles.parse(most + "\n\n" + SAMPLE.splitlines()[1]) == profiles.parse(most)
+    monkeypatch.setattr(profiles, "MAX_COMMENT_CHARS", 300)
+    assert len(profiles.parse(SAMPLE + "#" * 300).extra_lines[0]) == 300
+    with pytest.raises(FileFormatError, match="line 9: expected a comment of at most 300 characters"):
+        profiles.parse(SAMPLE + "#" * 301)
+    wide = "# hotness table: n_layer=1 n_expert=99 n_expert_used=1\n" + ",".join(["123"] * 99)
+    assert profiles.parse(wide).counts.sum() == 99 * 123  # a row of counts is no comment
+    (tmp_path / "p").write_text(SAMPLE)
+    for most_bytes in (len(SAMPLE), len(SAMPLE) - 1):
+        monkeypatch.setattr(profiles, "MAX_FILE_BYTES", most_bytes)
+        if most_bytes == len(SAMPLE):
+            assert profiles.load(tmp_path / "p")[0] == profiles.parse(SAMPLE)
+        else:
+            with pytest.raises(FileFormatError, match=f"at most {most_bytes} bytes"):
+                profiles.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize("key", ["n_layer=3", "n_expert=4", "n_expert_used=2", "version=1"])
+def test_least_numbers(key):
+    name = key.partition("=")[0]
+    with pytest.raises(FileFormatError, match=f"expected {name}=N, N at least 1, found '0'"):
+        profiles.parse(SAMPLE.replace(key, f"{name}=0"))
+
+
+def test_what_a_file_does_not_say():
+    """Counts of an older version are of all tokens; a comment that only resembles ours is kept as it is."""
+    assert profiles.parse(SAMPLE.replace("count=generated ", "")).count == "all"
+    profile = profiles.parse(SAMPLE.replace("# spark: version", "# spark version"))
+    assert (profile.model_id, profile.tokens, profile.sessions) == (None, 0, 0) and len(profile.extra_lines) == 1
+    assert profile.created == "" and profiles.parse(profiles.format(profile)) == profile
+    assert "# spark: version=1 tokens=0 sessions=0 count=all\n" in profiles.format(Profile(profile.counts, 2))
+
+
+@pytest.mark.parametrize(("split", "pairs"), [
+    ("0:0,100:1", ((0.0, 0.0), (100.0, 1.0))), ("100:0.5,0:1", ((0.0, 1.0), (100.0, 0.5))), ("", ()),
+])  # fmt: skip
+def test_splits_to_their_bounds(split, pairs):
+    assert profiles.parse(SAMPLE.replace("00Z\n", f"00Z split={split}\n")).split == pairs
 
 
 def test_the_choice_of_the_nearest_residency_counts():
@@ -359,8 +433,12 @@ def literal_merge(old, new, used, decay, tokens):
 
 @settings(deadline=None)
 @given(old=counts_of_tokens(), new=counts_of_tokens(), decay=DECAYS, used=st.integers(1, 3), short=st.integers(0, 60))
+@example(old=np.full((2, 5), 60_000), new=np.full((2, 5), 3), decay=0.5, used=2, short=50_000)
+@example(old=np.zeros((2, 5), np.int64), new=np.full((2, 5), 80_000), decay=0.5, used=2, short=0)
 def test_merge_is_what_its_description_says(old, new, decay, used, short):
-    new[0] = np.maximum(new[0] - short, 0)  # rows need not have the same sum: a trace may miss some
+    # Rows need not have the same sum: a trace may miss some, and a dense layer counts nothing.
+    new, old = new.copy(), old.copy()
+    new[0], old[1] = np.maximum(new[0] - short, 0), np.maximum(old[1] - short, 0)
     before = Profile(old, used, tokens=max(int(old[0].sum()) // used - short, 0))
     counts, tokens = literal_merge(old.tolist(), new.tolist(), used, decay, before.tokens)
     after = profiles.merge(before, new, decay)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.ground.errors import CapacityError
-from engine.memory.blocks import WINDOW_MARGIN_TOKENS, BlockPool, Blocks, Sequence
+from engine.memory.blocks import WINDOW_MARGIN_TOKENS, BlockPool, Blocks, Sequence, block_table
 
 WINDOW, N_BLOCKS, N_STATES = 70, 14, 4
 
@@ -158,3 +158,143 @@ def test_a_step_that_would_see_a_missing_block_is_not_made() -> None:
     sequence.length = 150  # as if more had been taken back than the margin allows
     with pytest.raises(AssertionError, match="not there"):
         sequence.extend(1)
+
+
+# --- bounds, position by position -----------------------------------------------------------------
+
+
+def seen_blocks(length: int, window: int) -> list[int]:
+    """Logical blocks of the positions, of the first `length`, that the next one sees: itself and window - 1 before."""
+    return sorted({p // 64 for p in range(length) if not window or p > length - window})
+
+
+@pytest.mark.parametrize("length", [*range(3), 63, 64, 65, *range(97, 104), *range(130, 136), *range(160, 168), 293])
+def test_which_blocks_a_window_keeps(length: int) -> None:
+    """Those that a position from length - WINDOW_MARGIN_TOKENS on sees; of a new sequence those that the next sees."""
+    grown, begun = Blocks(BlockPool(9), WINDOW), Blocks(BlockPool(9), WINDOW)
+    grown.reserve(0, length)
+    grown.reserve(length, length)
+    kept = [b for b, block in enumerate(grown.held) if block >= 0]
+    assert len(grown.held) == -(-length // 64) and grown.passed == len(grown.held) - len(kept)
+    needed = {b for n in range(max(0, length - WINDOW_MARGIN_TOKENS), length + 1) for b in seen_blocks(n, WINDOW)}
+    assert kept == sorted(needed)
+    begun.begin(length, ())
+    seen = seen_blocks(length, WINDOW)
+    assert [b for b, block in enumerate(begun.held) if block >= 0] == seen and len(begun.held) == len(grown.held)
+    assert begun.passed == len(begun.held) - len(seen) and begun.pool.free_blocks == 9 - len(seen)
+    for blocks in (grown, begun):
+        assert blocks.seen(length) == [blocks.held[b] for b in seen]
+        held = blocks.pool.n_blocks - blocks.pool.free_blocks
+        blocks.release()
+        assert (blocks.held, blocks.passed) == ([], 0) and blocks.pool.free_blocks == held + 9 - held
+
+
+@pytest.mark.parametrize(("length", "n_shared"), [(0, 0), (64, 1), (130, 2), (130, 1), (191, 2), (192, 3)])
+def test_a_sequence_begins_with_shared_blocks_and_own_ones(length: int, n_shared: int) -> None:
+    pool = BlockPool(9)
+    shared = [pool.take() for _ in range(n_shared)]
+    blocks = Blocks(pool)
+    blocks.begin(length, shared)
+    assert blocks.held[:n_shared] == shared and len(blocks.held) == -(-length // 64) and not blocks.passed
+    assert [pool.holders(b) for b in blocks.held] == [2] * n_shared + [1] * (len(blocks.held) - n_shared)
+    assert blocks.seen(length) == blocks.held
+    assert blocks.seen(max(0, length - 64)) == blocks.held[: max(0, -(-length // 64) - 1)]
+
+
+def test_a_sequence_reaches_back_to_where_its_windows_are_whole() -> None:
+    sequence = Sequence((Blocks(BlockPool(9)), Blocks(BlockPool(9), WINDOW), Blocks(BlockPool(9), 200)))
+    for n in (290, 1, 60):
+        sequence.extend(n)
+        for length in range(sequence.length + 3):
+            there = length <= sequence.length and all(
+                b >= blocks.passed
+                for blocks in sequence.groups
+                for b in [*seen_blocks(length, blocks.window), length // 64]  # the next one's own is there, too
+            )
+            assert sequence.reaches(length) == there, length
+
+
+def test_how_many_tokens_the_blocks_have_room_for() -> None:
+    sequence = Sequence((Blocks(BlockPool(9)), Blocks(BlockPool(9), WINDOW)))
+    assert sequence.reserved_tokens == 0
+    sequence.reserve(65)
+    assert sequence.reserved_tokens == 128
+    sequence.groups[0].reserve(0, 200)
+    assert sequence.reserved_tokens == 128
+    assert Sequence((), BlockPool(2)).reserved_tokens > 1 << 40  # states alone take any length
+
+
+@pytest.mark.parametrize(("length", "n", "block", "refused"), [
+    (100, 20, 0, False), (100, 20, 1, True), (100, 29, 2, True), (100, 28, 2, False), (128, 1, 1, False),
+    (128, 1, 2, True), (60, 200, 3, True), (60, 200, 0, True),
+])  # fmt: skip
+def test_a_shared_block_is_not_written(length: int, n: int, block: int, refused: bool) -> None:
+    sequence = Sequence((Blocks(BlockPool(9)),))
+    sequence.extend(length)
+    sequence.reserve(300 - length)
+    sequence.groups[0].pool.share(sequence.groups[0].held[block])
+    if refused:
+        with pytest.raises(AssertionError, match="shared block"):
+            sequence.extend(n)
+    else:
+        sequence.extend(n)
+
+
+def test_the_states_of_kept_and_other_steps() -> None:
+    states = BlockPool(3)
+    sequence = Sequence((), states)
+    first = sequence.state
+    assert sequence.next_states(keep=False) == (first, first) and states.free_blocks == 2
+    read, written = sequence.next_states(keep=True)
+    assert read == first != written == sequence.state and states.free_blocks == 1
+    read, third = sequence.next_states(keep=True)  # the state before the last step is not wanted any more
+    assert read == written and third not in (None, written) and states.free_blocks == 1
+    assert sequence.next_states(keep=False) == (third, third) and states.free_blocks == 2
+    sequence.release()
+    assert states.free_blocks == 3 and sequence.state is None and sequence.next_states(keep=True) == (0, 0)
+    sequence.release()
+    assert states.free_blocks == 3
+    assert Sequence(()).next_states(keep=True) == (0, 0)
+
+
+@pytest.mark.parametrize("back", [0, 1, 4, 5])
+def test_what_is_taken_back_of_a_kept_step(back: int) -> None:
+    """Nothing: the state after it stays. All: the state before it is the sequence's. Else the rest is replayed."""
+    states = BlockPool(2)
+    sequence = Sequence((Blocks(BlockPool(2)),), states)
+    sequence.extend(7)
+    sequence.extend(5)
+    before, after = sequence.next_states(keep=True)
+    assert sequence.take_back(back, 5) == ((before, after) if 0 < back < 5 else None)
+    assert sequence.length == 12 - back
+    assert sequence.state == (before if back == 5 else after)
+    assert states.free_blocks == (back == 5)
+    sequence.exact = 3
+    sequence.release()
+    assert states.free_blocks == 2 and (sequence.length, sequence.exact, sequence.state) == (0, None, None)
+
+
+def test_a_step_without_states_is_taken_back_by_its_length() -> None:
+    sequence = Sequence((Blocks(BlockPool(2)),))
+    sequence.extend(9)
+    assert sequence.take_back(4, 5) is None and sequence.length == 5
+    kept = Sequence((Blocks(BlockPool(2)),), BlockPool(1))
+    kept.extend(9)
+    kept.next_states(keep=False)
+    assert kept.take_back(0, 9) is None
+    with pytest.raises(AssertionError, match="not kept"):
+        kept.take_back(1, 9)
+
+
+def test_tables_have_minus_one_where_nothing_is_held() -> None:
+    pools = BlockPool(9), BlockPool(9)
+    first, second = (Sequence((Blocks(pools[0]), Blocks(pools[1], WINDOW))) for _ in range(2))
+    first.extend(300)
+    first.extend(1)
+    second.extend(65)
+    for group in range(2):
+        table = block_table([first, second], group, 6)
+        assert table.dtype == np.int32 and table.shape == (2, 6)
+        assert table[0].tolist() == [*first.groups[group].held, -1]
+        assert table[1].tolist() == [*second.groups[group].held, *[-1] * 4]
+    assert block_table([first], 1, 6)[0, 0] == -1 != block_table([first], 0, 6)[0, 0]
