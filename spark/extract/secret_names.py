@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from spark.extract.secret_tokens import Secret, is_mixed
+from spark.extract.secret_tokens import Secret, before, is_mixed
 
 _TEMPLATE = re.compile(  # what stands for a secret in documentation, in code or in a redacted text
     r"\$\w+|%\(?\w*\)?[sdr]|%\w+%|[*.xX_-]+|<.*|\[[\w -]*\]|.*(?:\{.*\}|\$\(|\$\{|\[REDACTED:).*|(?i:your[-_ ].*)",
@@ -91,7 +91,7 @@ def assignments(text: str, at: int) -> Iterator[Secret]:
     match = _ASSIGNMENT.match(text, at)
     if match and _is_assigned_secret(match):
         yield Secret(*match.span("secret"), kind_of(match["name"]))
-    elif (match := _SALTED.match(text, at)) and _SALTED_NAME.search(text, max(at - 40, 0), at):
+    elif (match := _SALTED.match(text, at)) and _SALTED_NAME.search(before(text, at, 40)):
         yield Secret(*match.span("secret"), "secret")
 
 
@@ -127,7 +127,7 @@ def _end_of_line_value(match: re.Match[str]) -> int:
     capitals = name == name.upper()
     if not (capitals or match["is"][0] == ":") or not secret_name(name):
         return 0
-    if not _LINE_BEGIN.search(match.string[max(begin - 60, 0) : begin]):
+    if not _LINE_BEGIN.search(before(match.string, begin, 60)):
         return 0
     value = match["secret"]
     if cut := _LINE_END.search(value):
@@ -156,9 +156,9 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
         return False
     kind, value = kind_of(match["name"]), match["secret"]
     if gap := match["gap"]:
-        if name.lower() in ("password", "passwd") and _NETRC.search(text, max(begin - 240, 0), begin):
+        if name.lower() in ("password", "passwd") and _NETRC.search(before(text, begin, 240)):
             return is_literal(value)
-        near = text[max(begin - 40, 0) : begin]
+        near = before(text, begin, 40)
         if _DECLARED.search(near) and name == name.upper():
             return "\n" not in gap and is_secret(kind, value, quoted=bool(match["quote"]), bold=True)
         if kind == "password" and match["quote"] and _IN_SQL.search(near):
@@ -168,23 +168,21 @@ def _is_assigned_secret(match: re.Match[str]) -> bool:
     if match["listed"]:
         return len(value) >= 8 and not any(c.isspace() for c in value) and looks_random(value)
     if name.lower().endswith("auth"):
-        return is_auth(value) or text[max(begin - 2, 0) : begin] == "/:"
+        return is_auth(value) or text.endswith("/:", 0, begin)
     if match["quote"]:
         return is_secret(kind, value, quoted=True)
     if after[:1] in ("(", "["):
         return False  # a call or an item: an expression
-    before = text[max(begin - 40, 0) : begin].rstrip(" \t")[-1:]
-    if text[max(begin - 2, 0) : begin] == "/:" and name.startswith("_"):
+    last = before(text, begin, 40).rstrip(" \t")[-1:]
+    if text.endswith("/:", 0, begin) and name.startswith("_"):
         return is_literal(value)  # npm's settings, which are never code
-    code = before in ("(", ",") or after[:1] in (",", ")")
+    code = last in ("(", ",") or after[:1] in (",", ")")
     assigned = text[match.end("name") : match.start("secret")]
-    if kind == "password" and assigned == "=" and before == "\n" and after[:1] in ("", "\n", "\r"):
-        bare = _SECTION.search(text, max(begin - 400, 0), begin) is not None
+    if kind == "password" and assigned == "=" and last == "\n" and after[:1] in ("", "\n", "\r"):
+        bare = _SECTION.search(before(text, begin, 400)) is not None
         return is_secret(kind, value, bold=bare or (name == name.upper() and not code))
-    whole = (
-        "-" in name and ":" in assigned and before in ("'", '"') and after[:1] == before
-    )  # "X-Api-Key: value", a header
-    return is_secret(kind, value, code=code, bold=before in ("?", "&") or whole or (name == name.upper() and not code))
+    whole = "-" in name and ":" in assigned and last in ("'", '"') and after[:1] == last  # "X-Api-Key: value", a header
+    return is_secret(kind, value, code=code, bold=last in ("?", "&") or whole or (name == name.upper() and not code))
 
 
 _SECTION = re.compile(  # of a file of settings: its title, and nothing but settings without quotes up to here

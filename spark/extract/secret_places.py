@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from spark.extract.secret_names import QUOTE, assignments, is_literal, looks_random
-from spark.extract.secret_tokens import Secret, is_mixed
+from spark.extract.secret_tokens import Secret, before, is_mixed
 
 Finder = Callable[[str, int], Iterator[Secret]]  # asked about a place where one of its literals begins
 
@@ -60,8 +60,8 @@ def _in_url(text: str, at: int) -> Iterator[Secret]:
     password = _URL_PASSWORD.match(text, at)
     if password and is_literal(password["secret"]) and "://" not in password["secret"]:
         yield Secret(*password.span("secret"), "url-password")
-    if (hook := _WEBHOOK.match(text, at)) and hook.lastgroup:
-        yield Secret(*hook.span(hook.lastgroup), "webhook")
+    if hook := _WEBHOOK.match(text, at):
+        yield Secret(*hook.span(hook.lastindex or 0), "webhook")
 
 
 # --- Headers ---
@@ -82,22 +82,17 @@ _SESSION = re.compile(
 )
 
 
-def _is_header_value(secret: str) -> bool:
-    return is_literal(secret) and (len(secret) < 16 or len(secret) >= 40 or any(c.isdigit() for c in secret))
+def _is_bearers(secret: str) -> bool:
+    return is_literal(secret) and (len(secret) >= 40 or any(c.isdigit() for c in secret))
 
 
 def _authorization(text: str, at: int) -> Iterator[Secret]:
     match = _AUTHORIZATION.match(text, at)
     if not match:
         return
-    scheme, value = (match["scheme"] or "").lower(), match["secret"]
-    if scheme == "basic":
-        accepted = is_literal(value)
-    elif scheme == "bearer":
-        accepted = len(value) >= 16 and _is_header_value(value)
-    else:
-        accepted = looks_random(value) and "=" not in value.rstrip("=")[:12]
-    if accepted:
+    value = match["secret"]
+    basic = (match["scheme"] or "").lower() == "basic"
+    if is_literal(value) if basic else looks_random(value) and "=" not in value.rstrip("=")[:12]:
         yield Secret(*match.span("secret"), "authorization")
 
 
@@ -156,7 +151,7 @@ _COMMANDS: tuple[tuple[str, str, str], ...] = (  # the option, the commands, wha
 
 def _line_before(text: str, at: int) -> str:
     """The command that `at` is in, as far back as it is looked for, over lines that a backslash continues."""
-    line = re.sub(r"\\\r?\n", " ", text[max(at - _REACH, 0) : at])
+    line = re.sub(r"\\\r?\n", " ", before(text, at, _REACH))
     return re.split(r"[\n;|]|&&|\\n(?![a-z])", line)[-1]
 
 
@@ -170,7 +165,7 @@ def _option(option: str) -> Finder:
 
     def find(text: str, at: int) -> Iterator[Secret]:
         line = None
-        near = text[max(at - _REACH, 0) : at].casefold()  # as the patterns take any case
+        near = before(text, at, _REACH).casefold()  # as the patterns take any case
         for command, value in rules if any(word in near for word in words) else ():
             match = value.match(text, at + 2)
             if not match:
@@ -210,7 +205,7 @@ _OPENSSL = re.compile(r"-pass(?:in|out)?\s{1,3}[\"']?\Z")
 
 
 def _openssl(text: str, at: int) -> Iterator[Secret]:
-    if (match := _PASS.match(text, at)) and _OPENSSL.search(text, max(at - 16, 0), at) and is_literal(match["secret"]):
+    if (match := _PASS.match(text, at)) and _OPENSSL.search(before(text, at, 16)) and is_literal(match["secret"]):
         yield Secret(*match.span("secret"), "password")
 
 
@@ -225,8 +220,7 @@ _HTPASSWD = (
 
 
 def _sudo(text: str, at: int) -> Iterator[Secret]:
-    begin = max(at - 160, 0)
-    if (match := _SUDO.search(text, begin, at)) and is_literal(match["secret"]):
+    if (match := _SUDO.search(text, max(at - 160, 0), at)) and is_literal(match["secret"]):
         yield Secret(*match.span("secret"), "password")
 
 
@@ -262,8 +256,8 @@ _PBKDF2 = re.compile(r"(?:pbkdf2_sha\d+|bcrypt_sha256|scrypt)\Z")
 def _crypt(text: str, at: int) -> Iterator[Secret]:
     if match := _CRYPT.match(text, at):
         if text[at + 1 : at + 4].isdigit():
-            if head := _PBKDF2.search(text, max(at - 16, 0), at):
-                yield Secret(head.start(), match.end(), "password-hash")
+            if head := _PBKDF2.search(before(text, at, 16)):
+                yield Secret(at - len(head[0]), match.end(), "password-hash")
         elif any(c.isdigit() for c in match[0][8:]) or match[0].upper() != match[0]:
             yield Secret(at, match.end(), "password-hash")
 
@@ -306,7 +300,7 @@ _PUTTY_MAC = re.compile(r"Private-MAC: (?P<secret>[0-9a-f]{40,64})")
 
 def _private_key(text: str, at: int) -> Iterator[Secret]:
     header = _KEY_HEADER.match(text, at)
-    if not header or not _KEY_BEGIN.search(text, max(at - 60, 0), at):
+    if not header or not _KEY_BEGIN.search(before(text, at, 60)):
         return
     begin = end = header.end()
     if footer := _KEY_FOOTER.search(text, begin, begin + _KEY_LIMIT):
@@ -351,11 +345,9 @@ def _kubernetes_data(text: str, at: int) -> Iterator[Secret]:
     """The values under `data:` of a Kubernetes Secret, before or after its kind is said."""
     if text[text.rfind("\n", 0, at) + 1 : at].strip().lower() not in ("", "string"):
         return  # `if data:`
-    before = text[max(at - _SECRET_FILE, 0) : at].rpartition("\n---")[2]
-    after = text[at : at + _SECRET_FILE].partition("\n---")[0]
-    if "kind" not in before and "kind" not in after:
-        return
-    if (_KIND.search(before) or _KIND.search(after)) and (block := _BLOCK.match(text, at)):
+    above, below = before(text, at, _SECRET_FILE), text[at : at + _SECRET_FILE]
+    file = above.rpartition("\n---")[2] + below.partition("\n---")[0]
+    if "kind" in file and _KIND.search(file) and (block := _BLOCK.match(text, at)):
         for entry in _ENTRY.finditer(text, block.start("body"), block.end("body")):
             yield Secret(*entry.span("secret"), "secret")
 
@@ -371,7 +363,7 @@ def _pgpass(text: str, at: int) -> Iterator[Secret]:
 _SIGNATURE = r"(?<![\w=%.])(?i:sig|signature)=(?P<secret>[A-Za-z0-9%+/_=-]{20,1200})"
 _FOLDED: tuple[tuple[str, Finder], ...] = (
     *((literal, assignments) for literal in ("pass", "pwd", "secret", "token", "key", "cred", "auth", "_salt")),
-    ("bearer", _pattern("authorization", _BEARER, _is_header_value)),
+    ("bearer", _pattern("authorization", _BEARER, _is_bearers)),
     ("authorization", _authorization),
     ("cookie", _cookies),
     *((option, _option(option)) for option in (" -p", " -a", " -w", " -b", " -k")),

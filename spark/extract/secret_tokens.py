@@ -21,6 +21,11 @@ class Secret(NamedTuple):
     kind: str
 
 
+def before(text: str, at: int, reach: int) -> str:
+    """The last `reach` characters before `at`, fewer at the beginning."""
+    return text[max(at - reach, 0) : at]
+
+
 Accept = Callable[[str], bool] | None
 
 
@@ -235,18 +240,14 @@ def find_tokens(text: str, data: bytes) -> list[Secret]:
         if end < 0:
             end = len(classes)
         places = [place.end() for place in _CANDIDATE.finditer(text, begin, end)]
-        before = text[begin - 1 : begin]
-        if before == "." or text[begin : begin + 3] in _BEGUN:
+        last = text[begin - 1 : begin]
+        if last == "." or text[begin : begin + 3] in _BEGUN:
             places.insert(0, begin)
         if places:
-            found += _at_places(text, begin, before, places)
-        if before == ".":
+            found += _at_places(text, begin, last, places)
+        if last == ".":
             found += _dotted(text, begin, end)
-        if (
-            before == ":"
-            and (match := _TELEGRAM.match(text, begin))
-            and _TELEGRAM_ID.search(text[max(begin - 9, 0) : begin])
-        ):
+        if last == ":" and (match := _TELEGRAM.match(text, begin)) and _TELEGRAM_ID.search(before(text, begin, 9)):
             found.append(Secret(*match.span(), "telegram-token"))
         if text.endswith("_mmk", begin, end) or "-us" in text[end - 5 : end]:
             for match in _ENDING.finditer(text, max(end - 60, begin), end):
@@ -255,14 +256,17 @@ def find_tokens(text: str, data: bytes) -> list[Secret]:
     return found
 
 
-def _at_places(text: str, begin: int, before: str, places: list[int]) -> Iterator[Secret]:
-    """Secrets whose body, or which themselves, begin at one of the places in the run that begins at `begin`."""
+def _at_places(text: str, begin: int, last: str, places: list[int]) -> Iterator[Secret]:
+    """Secrets whose body, or which themselves, begin at one of the places in the run that begins at `begin`.
+
+    last: the character before the run.
+    """
     done, rejected = 0, dict[str, int]()
     for at in places:
         if at < done:
             continue
         found: list[Secret] = []
-        if (at > begin or before == ".") and (shapes := _SEPARATED.get(text[at - 2 : at])):
+        if (at > begin or last == ".") and (shapes := _SEPARATED.get(text[at - 2 : at])):
             found = _prefixed(text, at, shapes, rejected)
         if not found and text[at : at + 3] in _BEGUN and text[at - 1 : at] != "+":
             found = _solid(text, at)
@@ -301,11 +305,10 @@ def _solid(text: str, at: int) -> list[Secret]:
 
 def _dotted(text: str, at: int, end: int) -> Iterator[Secret]:
     """The token whose last part, of several with dots between, is the run from `at` to `end`."""
-    reach = max(at - _DOTTED_REACH, 0)
-    if _DIGIT.search(text, at, end) and (head := _DOTTED.search(text[reach:at])):
+    if _DIGIT.search(text, at, end) and (head := _DOTTED.search(before(text, at, _DOTTED_REACH))):
         assert head.lastgroup is not None
         if body := _DOTTED_BODIES[head.lastgroup].match(text, at):
-            yield Secret(reach + head.start(), body.end(), "api-key")
+            yield Secret(at - len(head[0]), body.end(), "api-key")
 
 
 def _is_alnum(character: str) -> bool:
