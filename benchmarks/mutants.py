@@ -53,7 +53,7 @@ LOGS = (
     "typed_ahead",
 )  # fmt: skip
 REDACTION = ("redact", "secret_names", "secret_places", "secret_tokens")
-REDACT = tuple(f"tests/extract/test_redact{name}.py" for name in ("", "_names", "_set"))
+REDACT = tuple(f"tests/extract/test_redact{name}.py" for name in ("", "_bounds", "_names", "_set"))
 # Module: its files, the tests that are to notice.
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "schedule": (("engine/serving/schedule.py",), ("tests/serving/test_schedule.py",)),

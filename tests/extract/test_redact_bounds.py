@@ -25,6 +25,12 @@ DB_PASSWORD=«a1b2;c3d4ef»
 db_password=«a1b2»;c3d4ef
 page_token: ab12(cd)34efgh
 token: «ab12(cd)34efgh»
+password: abcdef;ghijkl
+password: «123456»;789012
+password: ab1;c
+password: «ab1;cd»
+DB_PASSWORD=«$ecret99x»
+password: $ecret99x
 # XML, where the name stands behind a bracket and the end has one, too.
 <secret>«kw9Secr3tXyz»</secret>
 secret>kw9Secr3tXyz</b><
