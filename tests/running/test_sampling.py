@@ -337,6 +337,19 @@ def test_each_penalty_of_the_reply_counts_by_itself(name: str, value: float) -> 
     assert sample(logits, params, 0) == sample(logits, SamplingParams(), 0)  # before anything was said
 
 
+def test_a_small_negative_logit_is_penalized_as_a_negative_one() -> None:
+    logits, params = np.array([-0.5, -0.75], np.float32), SamplingParams(repetition_penalty=2.0)
+    assert sample(logits, params, 0, [0]) == 1 and sample(logits, params, 0, [1]) == 0
+
+
+def test_weights_that_are_computed_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.random.default_rng(4).normal(0, 2, 50).astype(np.float32)
+    params = SamplingParams(temperature=1.3, seed=5)
+    whole = [sample(logits, params, position) for position in range(60)]
+    monkeypatch.setattr(sampling, "EXP_CHUNK", 7)
+    assert [sample(logits, params, position) for position in range(60)] == whole and len(set(whole)) > 9
+
+
 def test_a_repetition_penalty_sees_so_many_tokens_and_no_more() -> None:
     logits, params = np.array([1.0, 0.9, -5.0], np.float32), SamplingParams(repetition_penalty=2.0)
     others = [2] * (PENALTY_TOKENS - 1)
