@@ -60,7 +60,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "blocks": (("engine/memory/blocks.py",), ("tests/memory/test_blocks.py",)),
     "prefix tree": (
         ("engine/memory/prefix_tree.py",),
-        ("tests/memory/test_prefix_tree.py", "tests/memory/test_prefix.py"),
+        tuple(f"tests/memory/test_{name}.py" for name in ("prefix_tree", "prefix", "inexact")),
     ),
     "policy": (("engine/placing/policy.py",), ("tests/placing/test_policy.py", "tests/placing/test_simulate.py")),
     "placement": (("engine/placing/placement.py",), ("tests/placing/test_placement.py",)),

@@ -35,6 +35,12 @@ password: $ecret99x
 <secret>«kw9Secr3tXyz»</secret>
 secret>kw9Secr3tXyz</b><
 <a secret>kw9Secr3tXyz <b>
+# The argument of an option and of a Dockerfile's instruction.
+mytool --token «abcd1234efg-»
+mytool --token -abcd1234efgh
+ENV API_TOKEN «abcd1234»
+ENV API_TOKEN abcd123
+ENV DB_PASSWORD "«/abc9x»"
 # Name and value side by side in a list: eight characters, no space.
 ["token", "«aB12cD34»"]
 ["token", "aB12cD3"]
@@ -43,13 +49,21 @@ secret>kw9Secr3tXyz</b><
 //registry.example.org/:_password=«somewords»
 //registry.example.org/:password=somewords
 x _password=somewords
+/:_password=«somewords»
+//registry.example.org/:_auth=«short»
+x:_auth=short
+_auth=«abcdefghijk=»
+_auth=abcdefghijkl
 # A call and an item.
 token=make1token2value3(seed)
 token=make1token2value3[seed]
 # A line of a file of settings, with an equals sign alone.
 [client]\\nhost=x\\npassword=«rootpw»\\n
 [client]\\nhost=x\\npassword: rootpw\\n
+x = 1\\n\\n[client]\\npassword=«rootpw»\\n
+[client]\\nhost=x\\ntoken=abcd1234\\n
 # A header as a string of its own.
+'x-api-key: «abcd1234»', 1
 'x-api-key: «abcd1234»'
 'x-api-key=abcd1234'
 \\nx-api-key: abcd1234\\n
@@ -68,10 +82,13 @@ secret_key = "«/ABCDEFabcdef012345678901234567890123456»"
 secret_key = "/ABCDE0abcdef012345678901234567890123456"
 secret_key = "/ABCDEFabcde0012345678901234567890123456"
 secret_key = "/ABCDEFabcdef01234567890123456789012345"
+secret_key = "/ABCDEFabcdef012345678901234567890123456!"
 # Other schemes than basic and bearer, and parameters behind a scheme.
 Authorization: Custom required-by-version-2-of-it
 Authorization: Custom «aB3dE5gH7jK9mN1p»
 Authorization: Custom realm=aB3dE5gH7jK9mN1p
+Authorization: Custom aB3dE5gH7jK=9mN1p
+Authorization: Custom «aB3dE5gH7jK9=mN1p»
 Authorization: Basic <credentials9>
 Authorization: Bearer «abcdefghijabcde7»
 Authorization: Bearer abcdefghijabcdef
@@ -90,6 +107,7 @@ Cookie: sid=<abcd1234efgh>; user=abcd1234efgh
 Cookie: sid=your-session-12; user=«abcd1234efgh»
 Cookie: sid=«abcd1234efgh» rest; sid2=abcd1234efgh
 Set-Cookie: sid=«abcd1234efgh»; Secure; HttpOnly; user=«abcd1234efgi»
+Set-Cookie: sid=«abcd1234efgh»; user=«abcd1234efgi»; Secure; x=y
 # A user and a password, after a program that takes them so; a key in the user's place.
 curl -u bob:«hunter22x» https://h
 tar -u bob:hunter22x
@@ -101,6 +119,9 @@ mysql -p«hunter22» -u bob
 mysql -p --force
 mysql -p<password>
 sqlcmd -P «hunter22x»
+mysql -pxxxxxxxx
+mysql -p«hunter22-» -u bob
+sshpass -p -v ssh
 # A password that is written to a program.
 echo «hunter22x» | docker login --password-stdin
 echo <password> | docker login --password-stdin
@@ -133,6 +154,14 @@ Authorization: Custom abcdefgh-123
 «sk-ab-cd-ef-abcdefghijA1»
 sk-ab-cd-ef-gh-abcdefghiA1
 
+12345678:«AAaB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0zAb»
+1234567:AAaB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0zAb
+«AKIAABCDEFGHIJ234567»
+aGVsbG8+AKIAABCDEFGHIJ234567
+«ghp_abababababababababababababababababab»
+ghp_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa
+«s.aBcdefghijklmnopqrst1234»
+s.abcdefghijklmnopqrst1234
 # The last part of a token with dots has a digit.
 «dp.pt.abcdefghijklmnopqrstuvwxyzabcdefghijklmnopq1»
 dp.pt.abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqr
