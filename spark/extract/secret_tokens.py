@@ -268,7 +268,7 @@ def _at_places(text: str, begin: int, last: str, places: list[int]) -> Iterator[
         found: list[Secret] = []
         if (at > begin or last == ".") and (shapes := _SEPARATED.get(text[at - 2 : at])):
             found = _prefixed(text, at, shapes, rejected)
-        if not found and text[at : at + 3] in _BEGUN and text[at - 1 : at] != "+":
+        if not found and text[at : at + 3] in _BEGUN:
             found = _solid(text, at)
         if not found and text[at - 2 : at] == "Q~" and (azure := _AZURE.match(text, max(at - 6, 0))):
             found = [Secret(*azure.span(), "api-key")]

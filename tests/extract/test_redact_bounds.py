@@ -57,6 +57,8 @@ _auth=abcdefghijkl
 # A call and an item.
 token=make1token2value3(seed)
 token=make1token2value3[seed]
+x password=abc123, y
+x password=«abc123»; y
 # A line of a file of settings, with an equals sign alone.
 [client]\\nhost=x\\npassword=«rootpw»\\n
 [client]\\nhost=x\\npassword: rootpw\\n
@@ -203,15 +205,15 @@ def test_what_goes_and_what_stays(case: str) -> None:
     ("before", "far", "after"),
     [
         ("mysql ", 400, " -p«hunter22x»"),
+        ("[client]\n", 400, "password=«rootpw»\n"),
         ("kind: Secret\n", 4000, "data:\n  a: «c2VjcmV0LXZhbHVl»\n"),
     ],
 )
 def test_how_far_is_looked_back(before: str, far: int, after: str) -> None:
     """What says that something is a secret stands so many characters before it, and not further."""
-    filler = "y" if before[-1] != "\n" else "#\n"
-    for n, goes in ((far - len(before) - 1, True), (far + 1, False)):
-        gap = (filler * n)[: n - 1] + before[-1]
-        text = before + gap + after
+    filler = "y" if before[-1] != "\n" else "#" * 99 + "\n"
+    for n, goes in ((far - len(before), True), (far + 1 - len(before), False)):
+        text = before + (filler * n)[-n:] + after
         expected = re.sub("«.*?»", "[]", text) if goes else text
         assert plain(redact(re.sub("[«»]", "", text))) == re.sub("[«»]", "", expected), n
 
