@@ -51,8 +51,8 @@ SHAPES: dict[str, tuple[ModuleType, Any]] = {
     "laguna-xs2": (laguna, laguna.Config(
         n_layer=40, n_embd=2048, n_head=(48, 64, 64, 64) * 10, n_head_kv=8, head_dim=128, n_dense=1, n_ff=8192,
         n_expert=256, n_expert_used=8, n_ff_exp=512, n_ff_shared=512, n_vocab=100352, n_ctx_train=262144,
-        windowed=(False, True, True, True) * 10, window=512, rope_base=5e5, rope_dims=64,
-        yarn=laguna.Yarn(factor=32.0, n_ctx=8192, beta_fast=64.0), rope_base_swa=1e4, rope_dims_swa=128, eps=1e-6,
+        windowed=(False, True, True, True) * 10, window=512, rope_base=5e5, rope_dims=64, rope_base_swa=1e4,
+        rope_dims_swa=128, scaling=laguna.Scaling("yarn", factor=32.0, n_ctx=8192, beta_fast=64.0), eps=1e-6,
         expert_scale=2.5,
     )),
     "qwen3.6-35b-a3b": (qwen35moe, qwen35.Config(

@@ -32,6 +32,7 @@ def build(config: Any) -> Any:
             "sliding_attention": {"rope_type": "default", "rope_theta": config.rope_base_swa},
             "full_attention": {
                 "rope_type": "proportional", "rope_theta": config.rope_base, "partial_rotary_factor": rotated,
+                "factor": config.scaling.factor if config.scaling else 1.0,
             },
         },
     )  # fmt: skip
@@ -45,7 +46,7 @@ def parameter(config: Any, weights: Tensors, name: str) -> np.ndarray:
     p = f"blk.{layer[1]}." if layer else ""
     if name == "lm_head.weight":
         return weights["token_embd.weight"]
-    if name.endswith("experts.gate_up_proj") and not config.fused:
+    if name.endswith("experts.gate_up_proj") and p + "ffn_gate_exps.weight" in weights:
         return np.concatenate([weights[p + "ffn_gate_exps.weight"], weights[p + "ffn_up_exps.weight"]], axis=1)
     special = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
     for ending, tensor in special.items():

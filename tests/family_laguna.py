@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.family_ropes import rope_parameters
+
 Tensors = dict[str, np.ndarray]
 
 # The gguf package does not know the family yet; these are the published files' names.
@@ -24,12 +26,6 @@ def build(config: Any) -> Any:
     """The `transformers` model of a configuration."""
     from transformers import LagunaConfig, LagunaForCausalLM
 
-    full: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
-    if config.yarn is not None:
-        full |= {
-            "rope_type": "yarn", "factor": config.yarn.factor, "beta_fast": config.yarn.beta_fast,
-            "beta_slow": config.yarn.beta_slow, "original_max_position_embeddings": config.yarn.n_ctx,
-        }  # fmt: skip
     hf_config = LagunaConfig(
         vocab_size=config.n_vocab, hidden_size=config.n_embd, intermediate_size=config.n_ff,
         num_hidden_layers=config.n_layer, num_attention_heads=config.n_head[0],
@@ -43,7 +39,9 @@ def build(config: Any) -> Any:
         moe_routed_scaling_factor=config.expert_scale, gating="per-element" if config.elements else "per-head",
         tie_word_embeddings=False,
         rope_parameters={
-            "full_attention": full | {"partial_rotary_factor": config.rope_dims / config.head_dim},
+            "full_attention": {
+                **rope_parameters(config), "partial_rotary_factor": config.rope_dims / config.head_dim,
+            },
             "sliding_attention": {
                 "rope_type": "default", "rope_theta": config.rope_base_swa,
                 "partial_rotary_factor": config.rope_dims_swa / config.head_dim,

@@ -12,6 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.family_ropes import rope_parameters
+
 Tensors = dict[str, np.ndarray]
 
 
@@ -27,7 +29,7 @@ def build(config: Any) -> Any:
         "linear_key_head_dim": config.d_k, "linear_value_head_dim": config.d_v,
         "linear_num_key_heads": config.n_head_k, "linear_num_value_heads": config.n_head_v,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": config.rope_base,
+            **rope_parameters(config),
             "partial_rotary_factor": config.rope_dims / config.head_dim,
             "mrope_section": config.metadata()[f"{config.arch}.rope.dimension_sections"][:3],
         },
@@ -50,8 +52,6 @@ def parameter(config: Any, weights: Tensors, name: str) -> np.ndarray:
     layer, leaf = re.search(r"\.layers\.(\d+)\.", name), name.removesuffix(".weight").split(".")[-1]
     p = f"blk.{layer[1]}." if layer else ""
     if leaf == "gate_up_proj":
-        if config.fused:
-            return weights[p + "ffn_gate_up_exps.weight"]
         return np.concatenate([weights[p + "ffn_gate_exps.weight"], weights[p + "ffn_up_exps.weight"]], axis=1)
     if name.endswith("experts.down_proj"):
         return weights[p + "ffn_down_exps.weight"]

@@ -8,6 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.family_ropes import rope_parameters
+
 Tensors = dict[str, np.ndarray]
 
 
@@ -20,7 +22,7 @@ def build(config: Any) -> Any:
         num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_head_kv,
         head_dim=config.head_dim, num_local_experts=config.n_expert, num_experts=config.n_expert,
         num_experts_per_tok=config.n_expert_used, norm_topk_prob=True, rms_norm_eps=config.eps,
-        rope_parameters={"rope_theta": config.rope_base, "rope_type": "default"}, tie_word_embeddings=False,
+        rope_parameters=rope_parameters(config), tie_word_embeddings=False,
         max_position_embeddings=config.n_ctx_train, mlp_only_layers=[], decoder_sparse_step=1,
     )  # fmt: skip
     hf_config._attn_implementation = hf_config._experts_implementation = "eager"

@@ -58,18 +58,35 @@ def everything(qtype: QType):
 ALL_F32 = everything(QType.F32)
 
 
+# What the published converter can join in one tensor, and what it always does.
+QKV, GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps"))
+JOINED = {"gemma4": (GATE_UP,)}
+
+
+def join(tensors: Tensors, *kinds: tuple[str, tuple[str, ...]]) -> Tensors:
+    """The tensors with the rows of some of every layer in one, where the layer has them all."""
+    out = dict(tensors)
+    for whole, parts in kinds:
+        for first in [name for name in tensors if f".{parts[0]}." in name]:
+            names = [first.replace(parts[0], part) for part in parts]
+            if all(name in tensors for name in names):
+                out[first.replace(parts[0], whole)] = np.concatenate([out.pop(name) for name in names], axis=-2)
+    return out
+
+
 def write_tiny(
     path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, variant: dict[str, Any] | None = None,
-    **smaller: int,
+    joined: tuple[tuple[str, tuple[str, ...]], ...] | None = None, **smaller: int,
 ) -> Path:  # fmt: skip
     """A tiny random model of an architecture with tensors of the given types and no tokenizer.
 
-    variant: fields of its configuration that are to be other than in `tiny`. smaller: those that are to be less;
-    tensors are cut to fit.
+    variant: fields of its configuration that are to be other than in `tiny`. joined: tensors that are in one, as the
+    published converter has them by default. smaller: fields that are to be less; tensors are cut to fit.
     """
     config, tensors = arch.tiny(np.random.default_rng(seed), **(variant or {}))
     config = replace(config, **smaller)
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
+    tensors = join(tensors, *(JOINED.get(arch.ARCH, ()) if joined is None else joined))
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
     write_gguf(path, metadata, {name: (values, types(name)) for name, values in tensors.items()})
     return path
@@ -79,9 +96,8 @@ def write_tiny(
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in models.known()},
     "laguna-elements": (
-        "laguna", {"elements": True, "windowed": (False,) * 6, "window": 0, "yarn": None, "n_dense": 2},
+        "laguna", {"elements": True, "windowed": (False,) * 6, "window": 0, "scaling": None, "n_dense": 2},
     ),
-    "qwen35moe-fused": ("qwen35moe", {"fused": True}),
     "gemma4-dense": ("gemma4", {**DENSE, "k_eq_v": False, "n_head_kv": (3,) * 6, "n_shared": 0}),
 }  # fmt: skip
 
@@ -91,10 +107,11 @@ _folder = tempfile.TemporaryDirectory()  # until the tests end
 
 @functools.cache
 def tiny_path(name: str, types: Any = k_quant_mix) -> Path:
-    """A model of `MODELS`, written once for all tests."""
-    arch, variant = MODELS[name]
+    """A model of `MODELS`, or NAME-fused: one with all that can be joined; written once for all tests."""
+    arch, variant = MODELS[name.removesuffix("-fused")]
+    joined = (QKV, GATE_UP) if name.endswith("-fused") else None
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"
-    return write_tiny(path, types, arch=models.find(arch), variant=variant)
+    return write_tiny(path, types, arch=models.find(arch), variant=variant, joined=joined)
 
 
 def read_weights(path: Path) -> Tensors:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.formats.gguf_header import Header, StringArray, TensorInfo, describe, read_header
-from engine.formats.quants import QTensor, dequantize
+from engine.formats.quants import QTensor, dequantize, without_ones
 from engine.ground.errors import ModelFormatError
 
 __all__ = ["GGUFFile", "MISSING", "StringArray", "TensorInfo", "open_model"]
@@ -107,7 +107,7 @@ class GGUFFile:
         identity = {
             "architecture": self.architecture,
             "sizes": {key: size for key, size in sizes.items() if size is not None},
-            "tensors": sorted((t.name, t.shape) for t in self.tensors.values()),
+            "tensors": sorted((t.name, without_ones(t.shape)) for t in self.tensors.values()),
         }
         text = json.dumps(identity, sort_keys=True, default=_items)
         digest = hashlib.sha256(b"spark model id 1\n" + text.encode())

@@ -26,7 +26,7 @@ class QTensor:
 
     shape: NumPy order, slowest axis first: (rows, cols), or (n_expert, rows, cols) for stacked experts.
     data: uint8 [nbytes], contiguous. stride_bytes: 0, or the distance of two experts in `data`, which then also holds
-    what lies between them: gate and up of experts that a file keeps in one tensor (`halves`).
+    what lies between them: gate and up of experts that a file keeps in one tensor (`rows`).
     """
 
     name: str
@@ -57,19 +57,20 @@ class QTensor:
         first = e * (self.stride_bytes or size)
         return QTensor(f"{self.name}[{e}]", self.qtype, self.shape[1:], self.data[first : first + size])
 
-    def halves(self) -> tuple[QTensor, QTensor]:
-        """The first and the second half of every slice's rows, without a copy: gate and up of fused experts."""
-        n, rows, cols = self.shape
-        assert rows % 2 == 0 and not self.stride_bytes, self.name
-        stride = self.nbytes // n
-        first, second = (
-            QTensor(
-                f"{self.name}[{half}]", self.qtype, (n, rows // 2, cols),
-                self.data[half * stride // 2 : len(self.data) - (1 - half) * stride // 2], stride,
-            )
-            for half in range(2)
+    def rows(self, first: int, n: int) -> QTensor:
+        """n rows from the first on, of every slice where there are several, without a copy: part of a fused tensor."""
+        *slices, rows, cols = self.shape
+        assert 0 <= first <= first + n <= rows and not self.stride_bytes and len(slices) < 2, self.name
+        end = len(self.data) - (rows - first - n) * self.row_bytes
+        return QTensor(
+            f"{self.name}[{first}:{first + n}]", self.qtype, (*slices, n, cols),
+            self.data[first * self.row_bytes : end], rows * self.row_bytes if slices else 0,
         )  # fmt: skip
-        return first, second
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without axes of one before the last: a vector may be a matrix of one row."""
+    return tuple(n for n in shape[:-1] if n != 1) + shape[-1:]
 
 
 def row_bytes(qtype: QType, cols: int, name: str) -> int:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from engine.formats.gguf import GGUFFile
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.gguf import MISSING, GGUFFile
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.memory.kv import DeltaShape
+from engine.models.conventions import mtp_blocks, refuse_unsupported_keys
+from engine.models.scaling import Scaling, scaled_rope_table
+from engine.ops import F32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
     """What every architecture has, and what is read of one in which nothing is particular (see `ModelConfig`).
 
-    head_dim, rope_base: of full attention. n_expert, n_expert_used, n_ff_exp: 0 in a model without experts.
+    head_dim, rope_base, scaling (of positions): of full attention. n_expert, n_expert_used, n_ff_exp: 0 in a model
+    without experts.
     """
 
     n_layer: int
@@ -27,6 +35,24 @@ class Common:
     n_expert: int = 0
     n_expert_used: int = 0
     n_ff_exp: int = 0
+    scaling: Scaling | None = None
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Self:
+        """Read and check the metadata; what is not implemented is refused by name, a key that nobody reads too."""
+        keys = Keys(file)
+        config = cls.read(keys)
+        refuse_unsupported_keys(file.metadata, file.architecture, keys.read)
+        return config
+
+    @classmethod
+    def read(cls, keys: Keys) -> Self:
+        """The configuration that the keys describe; a variant that is not implemented is refused by name."""
+        raise NotImplementedError
+
+    def rope_table(self, n_ctx: int, n_rot: int, factors: NDArray[np.float64] | None = None) -> F32:
+        """The table of full attention for so many positions and dimensions; factors divide each frequency."""
+        return scaled_rope_table(n_ctx, n_rot, self.rope_base, self.scaling, factors)
 
     def written(self, arch: str, own: dict[str, Any]) -> dict[str, Any]:
         """The GGUF keys of an architecture that `from_gguf` reads back, with what it has of its `own`."""
@@ -45,6 +71,8 @@ class Common:
                 "expert_used_count": self.n_expert_used,
                 "expert_feed_forward_length": self.n_ff_exp,
             }
+        if self.scaling is not None:
+            values |= self.scaling.written()
         return {f"{arch}.{key}": value for key, value in (values | own).items()}
 
     @property
@@ -63,40 +91,56 @@ class Common:
 
 
 class Keys:
-    """The metadata of an architecture, each key without the architecture's name before it."""
+    """The metadata of an architecture, each key without the architecture's name before it.
+
+    read: the keys that were asked for.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.arch = file, file.architecture
+        self.read: set[str] = set()
+
+    def _value(self, key: str, kind: type[Any], default: Any) -> Any:
+        self.read.add(key)
+        return self.file.value(f"{self.arch}.{key}", kind, MISSING if default is None else default)
 
     def size(self, key: str, least: int = 1, default: int | None = None) -> int:
         """A whole number, at least `least`; `default` if there is no such key and it is not None."""
-        key = f"{self.arch}.{key}"
-        value = self.file.value(key, int) if default is None else self.file.value(key, int, default)
+        value: int = self._value(key, int, default)
         if value < least:
-            raise ModelFormatError(f"{key} is {value}, expected at least {least}")
-        return int(value)
+            raise ModelFormatError(f"{self.arch}.{key} is {value}, expected at least {least}")
+        return value
 
     def real(self, key: str, default: float | None = None) -> float:
         """A number, as `size`."""
-        key = f"{self.arch}.{key}"
-        return float(self.file.value(key, float) if default is None else self.file.value(key, float, default))
+        return float(self._value(key, float, default))
+
+    def positive(self, key: str, default: float | None = None, above: float = 0.0) -> float:
+        """A number, as `size`, that is finite and above a bound."""
+        value = self.real(key, default)
+        if not above < value < math.inf:
+            raise ModelFormatError(f"{self.arch}.{key} is {value}, expected a number above {above:g}")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """Whether something is so."""
-        return bool(self.file.value(f"{self.arch}.{key}", bool, default))
+        return bool(self._value(key, bool, default))
 
     def word(self, key: str, default: str) -> str:
         """A name."""
-        return str(self.file.value(f"{self.arch}.{key}", str, default))
+        return str(self._value(key, str, default))
 
     def items(self, key: str, default: list[Any] | None = None) -> list[Any]:
         """An array."""
-        key = f"{self.arch}.{key}"
-        return list(self.file.value(key, list) if default is None else self.file.value(key, list, default))
+        return list(self._value(key, list, default))
+
+    def is_number(self, key: str) -> bool:
+        """Whether the file has one number where it may have an array."""
+        return isinstance(self.file.metadata.get(f"{self.arch}.{key}"), int)
 
     def sizes(self, key: str, n_layer: int) -> tuple[int, ...]:
         """Whole numbers, one a layer, each at least 1; the file may hold one number for all layers."""
-        if isinstance(self.file.metadata.get(f"{self.arch}.{key}"), int):
+        if self.is_number(key):
             return (self.size(key),) * n_layer
         values = [int(value) for value in self.items(key)]
         if len(values) < n_layer or min(values) < 1:
@@ -110,14 +154,21 @@ class Keys:
             raise ModelFormatError(f"{self.arch}.{key} has {len(values)} values, expected {n_layer}")
         return tuple(values[:n_layer])
 
-    def layers(self, skipped: int = 0) -> int:
-        """How many layers there are, without those at the end that are skipped; no more than the file can hold."""
+    def expect(self, key: str, value: float) -> None:
+        """Refuse a file that has a key with another value than what is computed here, whether it says so or not."""
+        if not math.isclose(found := self.real(key, value), value, rel_tol=1e-4):
+            raise self.missing(f"{key} {found:g} (it is {value:g} here)")
+
+    def layers(self) -> int:
+        """How many layers there are, without those that predict further tokens; no more than the file can hold."""
         n_layer = self.size("block_count")
         if n_layer > len(self.file.tensors):
             raise ModelFormatError(
                 f"{self.arch}.block_count is {n_layer}, the file has {len(self.file.tensors)} tensors"
             )
-        return n_layer - skipped
+        if (n_mtp := self.size("nextn_predict_layers", 0, 0)) >= n_layer:
+            raise ModelFormatError(f"{self.arch}.nextn_predict_layers is {n_mtp} of {n_layer} blocks")
+        return mtp_blocks(self.file.metadata, self.arch).start
 
     def vocabulary(self) -> int:
         """Tokens of the embedding."""
@@ -126,20 +177,21 @@ class Keys:
         return int(self.file.tensors["token_embd.weight"].shape[0])
 
     def common(
-        self, *, skipped: int = 0, head_dim: int | None = None, rope_base: float | None = None, experts: bool = True
+        self, *, head_dim: int | None = None, rope_base: float | None = None, experts: bool = True
     ) -> dict[str, Any]:
         """The fields of `Common`, by name.
 
-        skipped: layers at the end. head_dim, rope_base: where the file does not say. experts: whether there are any.
+        head_dim, rope_base: where the file does not say. experts: whether there are any.
         """
         sizes: dict[str, Any] = {
-            "n_layer": self.layers(skipped),
+            "n_layer": self.layers(),
             "n_embd": self.size("embedding_length"),
             "n_vocab": self.vocabulary(),
             "n_ctx_train": self.size("context_length"),
             "head_dim": self.head_dim(head_dim),
-            "rope_base": self.real("rope.freq_base", rope_base),
+            "rope_base": self.positive("rope.freq_base", rope_base, above=1.0),
             "eps": self.real("attention.layer_norm_rms_epsilon"),
+            "scaling": self.scaling(),
         }
         if experts:
             sizes |= {
@@ -157,13 +209,29 @@ class Keys:
             raise self.missing("value heads of another size than key heads")
         return head_dim
 
-    def plain(self) -> Self:
-        """These, unless they ask for what most architectures do not have: scaled RoPE, a scale of experts' weights."""
-        if (kind := self.word("rope.scaling.type", "none")) != "none":
-            raise self.missing(f"rope scaling {kind!r}")
-        if self.real("expert_weights_scale", 1.0) not in (0.0, 1.0):
-            raise self.missing("an expert_weights_scale")
-        return self
+    def scaling(self) -> Scaling | None:
+        """How positions are scaled, None if they are not; another kind than those of `Scaling` is refused."""
+        p = "rope.scaling."
+        kind = self.word(p + "type", "linear")  # as the format has it where a file only gives a factor
+        factor = self.real(p + "factor", self.real("rope.scale_linear", 0.0)) or 1.0
+        if kind == "none" or (kind == "linear" and factor == 1.0):
+            return None
+        if not 0.0 < factor < math.inf:
+            raise ModelFormatError(f"{self.arch}.{p}factor is {factor}, expected a number above 0")
+        if kind == "linear":
+            return Scaling("linear", factor)
+        if kind != "yarn":
+            raise self.missing(f"rope scaling {kind!r}", hint="implemented are 'linear' and 'yarn'")
+        # Two converters, two names.
+        fast, slow = (
+            self.positive(f"{p}yarn_beta_{speed}", self.positive(f"{p}beta_{speed}", default))
+            for speed, default in (("fast", 32.0), ("slow", 1.0))
+        )
+        yarn = Scaling("yarn", factor, self.size(p + "original_context_length"), fast, slow)
+        # Configurations say the whole magnitude, or nothing; files also 1, where engines make it of the factor.
+        if self.real(p + "yarn_attn_factor", 1.0) != 1.0:
+            self.expect(p + "yarn_attn_factor", yarn.magnitude)
+        return yarn
 
     def missing(self, what: str, hint: str = "") -> UnsupportedModelError:
         """The error for a variant that is not implemented."""

@@ -34,7 +34,7 @@ from engine.models.loading import (
     random_tensors,
 )
 from engine.ops import F32, Gating
-from engine.ops.arithmetic import rope_table, rotations
+from engine.ops.arithmetic import rope_table
 
 ARCH = "gemma4"
 # Of the vision and audio encoders and their projectors, in files that hold a whole multimodal model.
@@ -48,8 +48,7 @@ class Config(Common):
 
     n_head_kv: of every layer. n_ff: of every layer's dense FFN. n_shared: last layers that read another layer's cache.
     rope_factors: what divides the frequencies of full layers, one a pair of dimensions. k_eq_v: full layers have no V
-    matrix. n_expert is 0 in dense models. softcap: of logits, 0 for none. fused: gate and up of the experts are one
-    tensor.
+    matrix. n_expert is 0 in dense models. softcap: of logits, 0 for none.
     """
 
     n_head: int
@@ -64,12 +63,11 @@ class Config(Common):
     rope_dims_swa: int
     k_eq_v: bool = True
     softcap: float = 0.0
-    fused: bool = True
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Config:
-        """Read and check the metadata; a variant that is not implemented is refused by name."""
-        keys = Keys(file)
+    def read(cls, keys: Keys) -> Config:
+        """The configuration that the keys describe; a variant that is not implemented is refused by name."""
+        file = keys.file
         if keys.size("embedding_length_per_layer_input", 0, 0):
             raise keys.missing(
                 "per-layer input embeddings (E2B, E4B)",
@@ -96,7 +94,6 @@ class Config(Common):
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, head_dim_swa),
             k_eq_v=bool(full) and f"blk.{full[0]}.attn_v.weight" not in file.tensors,
             softcap=keys.real("final_logit_softcapping", 0.0),
-            fused="blk.0.ffn_gate_up_exps.weight" in file.tensors,
         )
         config._check(keys)
         return config
@@ -107,6 +104,7 @@ class Config(Common):
                 "full layers that rotate less than the whole head",
                 hint="published files name the unrotated pairs in rope_freqs.weight",
             )
+        keys.expect("attention.scale", 1.0)
         check_heads(self.n_head, self.n_head_kv)
         check_rope(self.head_dim, self.head_dim)
         check_rope(self.rope_dims_swa, self.head_dim_swa)
@@ -182,7 +180,7 @@ class Config(Common):
             shapes |= ffn_shapes(p, D, self.n_ff[i]) | {p + "layer_output_scale.weight": (1,)}
             norms = ["post_attention_norm", "ffn_norm", "post_ffw_norm"]
             if E:
-                shapes |= expert_shapes(p, D, E, self.n_ff_exp, self.fused)
+                shapes |= expert_shapes(p, D, E, self.n_ff_exp)
                 shapes |= {p + "ffn_gate_inp.scale": (D,), p + "ffn_down_exps.scale": (E,)}
                 norms += ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"]
             shapes |= {f"{p}{name}.weight": (D,) for name in norms}
@@ -260,9 +258,8 @@ def _layer(t: Tensors, config: Config, i: int) -> Layer:
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     """A table for full layers, and one for window layers."""
-    pairs = np.arange(config.head_dim // 2)
-    full = config.rope_base ** (-2.0 * pairs / config.head_dim) / np.asarray(config.rope_factors)
-    return rotations(n_ctx, full), rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
+    full = config.rope_table(n_ctx, config.head_dim, np.asarray(config.rope_factors))
+    return full, rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
 
 
 def layer(p: Pass[Config], i: int, w: Layer) -> None:

@@ -30,25 +30,21 @@ from engine.models.loading import (
     ffn_shapes,
     random_tensors,
 )
-from engine.models.yarn import Yarn
+from engine.models.scaling import Scaling
 from engine.ops import F32, Gating, GatingKind, SharedExpert
 from engine.ops.arithmetic import rope_table
 
 ARCH = "laguna"
 PERIOD = 4  # of full attention layers, where the file does not say which they are
 GATING_FUNCTIONS: dict[int, GatingKind] = {1: "softmax", 2: "sigmoid"}  # GGUF's numbers
-# What no published model has; engines that know one of these keys write it with the value that changes nothing.
-UNSUPPORTED = (
-    "attention.sink_enabled", "attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Config(Common):
     """Hyper-parameters. n_head: of every layer. windowed: which layers see only `window` positions.
 
-    n_dense: leading layers with an FFN of n_ff. rope_base, rope_dims, yarn: of full layers; the _swa ones of window
-    layers. elements: the attention gate has a value an element, not a head.
+    n_dense: leading layers with an FFN of n_ff. rope_dims: of full layers; the _swa ones of window layers, whose
+    positions are never scaled. elements: the attention gate has a value an element, not a head.
     """
 
     n_head: tuple[int, ...]
@@ -59,7 +55,6 @@ class Config(Common):
     windowed: tuple[bool, ...]
     window: int
     rope_dims: int
-    yarn: Yarn | None
     rope_base_swa: float
     rope_dims_swa: int
     gating: GatingKind = "sigmoid"
@@ -68,12 +63,8 @@ class Config(Common):
     elements: bool = False
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Config:
-        """Read and check the metadata; a variant that is not implemented is refused by name."""
-        keys = Keys(file)
-        for key in UNSUPPORTED:
-            if file.metadata.get(f"{ARCH}.{key}", 0):
-                raise keys.missing(key)
+    def read(cls, keys: Keys) -> Config:
+        """The configuration that the keys describe; a variant that is not implemented is refused by name."""
         if keys.size("expert_shared_count", default=1) != 1:
             raise keys.missing("several shared experts")
         function = keys.size("expert_gating_func", default=2)
@@ -83,7 +74,7 @@ class Config(Common):
         n_layer, head_dim, rope_base = common["n_layer"], common["head_dim"], common["rope_base"]
         n_head = keys.sizes("attention.head_count", n_layer)
         window, rope_dims = keys.size("attention.sliding_window", 0, 0), keys.size("rope.dimension_count", 2)
-        gate = file.tensors.get("blk.0.attn_gate.weight")
+        gate = keys.file.tensors.get("blk.0.attn_gate.weight")
         n_dense = keys.size("leading_dense_block_count", 0)
         config = cls(
             **common,
@@ -95,7 +86,6 @@ class Config(Common):
             windowed=_windowed(keys, n_layer, window),
             window=window,
             rope_dims=rope_dims,
-            yarn=Yarn.of(keys),
             rope_base_swa=keys.real("rope.freq_base_swa", rope_base),
             rope_dims_swa=keys.size("rope.dimension_count_swa", 2, rope_dims),
             gating=GATING_FUNCTIONS[function],
@@ -108,6 +98,9 @@ class Config(Common):
         check_heads(config.n_head, config.n_head_kv)
         for n in (config.rope_dims, config.rope_dims_swa):
             check_rope(n, head_dim)
+        keys.expect("attention.scale", head_dim**-0.5)
+        for kind in ("key", "value"):
+            keys.expect(f"attention.{kind}_length_swa", head_dim)
         return config
 
     def metadata(self) -> dict[str, Any]:
@@ -131,8 +124,6 @@ class Config(Common):
                 "rope.freq_base_swa": self.rope_base_swa,
                 "rope.dimension_count_swa": self.rope_dims_swa,
             }
-        if self.yarn is not None:
-            values |= self.yarn.written()
         return self.written(ARCH, values)
 
     @property
@@ -181,7 +172,7 @@ def _windowed(keys: Keys, n_layer: int, window: int) -> tuple[bool, ...]:
     key = "attention.sliding_window_pattern"
     if not window:
         return (False,) * n_layer
-    if not isinstance(keys.file.metadata.get(f"{ARCH}.{key}", PERIOD), int):
+    if f"{ARCH}.{key}" in keys.file.metadata and not keys.is_number(key):
         return keys.flags(key, n_layer)
     period = keys.size(key, default=PERIOD)
     return tuple(i % period != 0 for i in range(n_layer))
@@ -224,9 +215,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     """A table for full layers, and one for window layers."""
-    of_full = rope_table if config.yarn is None else config.yarn.rope_table
-    full = of_full(n_ctx, config.rope_dims, config.rope_base)
-    return full, rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
+    return config.rope_table(n_ctx, config.rope_dims), rope_table(n_ctx, config.rope_dims_swa, config.rope_base_swa)
 
 
 def layer(p: Pass[Config], i: int, w: Layer) -> None:
@@ -251,7 +240,7 @@ def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F3
         n_layer=6, n_embd=256, n_head=(20, 12, 12, 12, 20, 12), n_head_kv=2, head_dim=64, n_dense=1, n_ff=1536,
         n_expert=11, n_expert_used=5, n_ff_exp=512, n_ff_shared=1024, n_vocab=301, n_ctx_train=640,
         windowed=(False, True, True, True, False, True), window=13, rope_base=700.0, rope_dims=32,
-        yarn=Yarn(factor=4.0, n_ctx=200, beta_fast=8.0), rope_base_swa=90.0, rope_dims_swa=48, eps=1e-5,
+        scaling=Scaling("yarn", factor=4.0, n_ctx=200, beta_fast=8.0), rope_base_swa=90.0, rope_dims_swa=48, eps=1e-5,
         expert_scale=2.5,
     )  # fmt: skip
     config = replace(config, **changes)

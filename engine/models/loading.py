@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.gguf import GGUFFile
-from engine.formats.quants import QTensor, dequantize, require_native
+from engine.formats.quants import QTensor, dequantize, require_native, without_ones
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.memory.residency import ExpertTensors
+from engine.models.conventions import mtp_blocks
 from engine.ops import F32, Activation, AttentionInput, SharedExpert
 
 PARTS = ("gate", "up", "down")
+# What converters can join in one tensor of a layer.
+FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -53,15 +57,22 @@ def ffn_shapes(p: str, n_embd: int, n_ff: int, kind: str = "") -> Shapes:
     }
 
 
-def expert_shapes(p: str, n_embd: int, n_expert: int, n_ff: int, fused: bool = False) -> Shapes:
-    """A router and its experts; fused: gate and up are one tensor."""
+def expert_shapes(p: str, n_embd: int, n_expert: int, n_ff: int) -> Shapes:
+    """A router and its experts."""
     E, D, F = n_expert, n_embd, n_ff
-    first = (
-        {p + "ffn_gate_up_exps.weight": (E, 2 * F, D)}
-        if fused
-        else {p + "ffn_gate_exps.weight": (E, F, D), p + "ffn_up_exps.weight": (E, F, D)}
-    )
-    return {p + "ffn_gate_inp.weight": (E, D), p + "ffn_down_exps.weight": (E, D, F), **first}
+    return {
+        p + "ffn_gate_inp.weight": (E, D),
+        p + "ffn_down_exps.weight": (E, D, F),
+        p + "ffn_gate_exps.weight": (E, F, D),
+        p + "ffn_up_exps.weight": (E, F, D),
+    }
+
+
+def fused_parts(shapes: Mapping[str, tuple[int, ...]], name: str) -> Shapes:
+    """The tensors whose rows one of that name holds, one after the other; none if it is no such tensor."""
+    *block, kind, ending = ("", *name.split("."))
+    parts = [".".join((*block[1:], part, ending)) for part in FUSED.get(kind, ())]
+    return {part: shapes[part] for part in parts} if name not in shapes and shapes.keys() >= set(parts) else {}
 
 
 # --- weights ------------------------------------------------------------------------------------------
@@ -72,10 +83,10 @@ def matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
     if name not in file.tensors:
         raise ModelFormatError(f"tensor {name} is missing; a {file.architecture} model has it")
     tensor = file.tensor(name)
-    if tensor.shape != shape:
+    if without_ones(tensor.shape) != without_ones(shape):
         raise ModelFormatError(f"tensor {name} has shape {tensor.shape}, the metadata asks for {shape}")
     require_native(tensor)
-    return tensor
+    return replace(tensor, shape=shape)
 
 
 def float_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> QTensor:
@@ -128,24 +139,43 @@ class Weights(Generic[LayerT]):
         return matrix_bytes(self)
 
 
+def _split(file: GGUFFile, name: str, parts: Shapes) -> dict[str, QTensor]:
+    """The parts of a fused tensor, by name, without a copy; one that a file has twice is a ModelFormatError."""
+    *experts, _, columns = next(iter(parts.values()))
+    n_rows = sum(shape[-2] for shape in parts.values())
+    whole, first, found = matrix(file, name, (*experts, n_rows, columns)), 0, {}
+    for part, shape in parts.items():
+        if part in file.tensors:
+            raise ModelFormatError(f"the file has {part} both alone and in {name}")
+        found[part] = whole.rows(first, shape[-2])
+        first += shape[-2]
+    return found
+
+
 class Tensors:
     """The tensors of a file, none of which may be unknown: an ignored bias is a wrong model.
 
-    shapes: of those that an architecture knows. prefix: what `name` stands behind in the methods.
+    shapes: of those that an architecture knows, each apart; a file may hold some of them in one (`FUSED`). skipped:
+    known ones that are not needed, besides blocks that predict further tokens. prefix: what `name` stands behind in the
+    methods.
     """
 
     def __init__(
         self, file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], skipped: Callable[[str], bool] = lambda name: False
     ) -> None:
-        for name in file.tensors:
-            if name not in shapes and not skipped(name):
-                raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
         self.file, self.shapes, self.prefix = file, shapes, ""
+        self.fused: dict[str, QTensor] = {}  # parts of other tensors
+        mtp = tuple(f"blk.{i}." for i in mtp_blocks(file.metadata, file.architecture))
+        for name in file.tensors:
+            if parts := fused_parts(shapes, name):
+                self.fused |= _split(file, name, parts)
+            elif name not in shapes and not name.startswith(mtp) and not skipped(name):
+                raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
 
     def layer(self, i: int) -> Tensors:
         """Those of a layer."""
-        tensors = object.__new__(Tensors)
-        tensors.file, tensors.shapes, tensors.prefix = self.file, self.shapes, f"blk.{i}."
+        tensors = copy(self)
+        tensors.prefix = f"blk.{i}."
         return tensors
 
     def has(self, name: str) -> bool:
@@ -154,7 +184,9 @@ class Tensors:
 
     def matrix(self, name: str) -> QTensor:
         """A tensor of a type with kernels, as it is."""
-        return matrix(self.file, self.prefix + name, self.shapes[self.prefix + name])
+        name = self.prefix + name
+        found = self.fused.get(name)
+        return matrix(self.file, name, self.shapes[name]) if found is None else found
 
     def floats(self, name: str) -> QTensor:
         """A router or another matrix whose products are not quantized."""
@@ -190,12 +222,9 @@ class Tensors:
         return SharedExpert(first, up, down, gate)
 
     def experts(self, activation: Activation = "silu") -> ExpertTensors:
-        """The experts, whose gate and up may be one tensor."""
-        if self.prefix + "ffn_gate_up_exps.weight" in self.shapes:
-            gate, up = self.matrix("ffn_gate_up_exps.weight").halves()
-        else:
-            gate, up = self.matrix("ffn_gate_exps.weight"), self.matrix("ffn_up_exps.weight")
-        return ExpertTensors(gate, up, self.matrix("ffn_down_exps.weight"), activation)
+        """The experts."""
+        gate, up, down = (self.matrix(f"ffn_{part}_exps.weight") for part in PARTS)
+        return ExpertTensors(gate, up, down, activation)
 
     def model(self, layers: list[LayerT], experts: list[ExpertTensors], **more: float) -> Weights[LayerT]:
         """The whole, with what stands before and after the layers; the output matrix may be the embedding."""

@@ -9,7 +9,6 @@ Reference: `transformers` qwen3_5.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +32,6 @@ from engine.models.loading import (
     random_tensors,
 )
 from engine.ops import F32, DeltaInput
-from engine.ops.arithmetic import rope_table
 
 ARCH = "qwen35"
 L2_EPS = 1e-6  # of the norms of q and k in a DeltaNet layer; a constant in every implementation
@@ -46,8 +44,7 @@ class Config(Common):
     """Hyper-parameters of qwen35 (n_expert 0) and qwen35moe (n_ff 0).
 
     interval: layer i is full attention if interval divides i + 1. DeltaNet layers have n_head_k heads of d_k for q
-    and k, n_head_v of d_v for v; kernel taps of the convolution. n_ff_shared: of the shared expert. fused: gate and
-    up of the experts are one tensor.
+    and k, n_head_v of d_v for v; kernel taps of the convolution. n_ff_shared: of the shared expert.
     """
 
     n_head: int
@@ -61,19 +58,16 @@ class Config(Common):
     d_v: int
     n_ff: int = 0
     n_ff_shared: int = 0
-    fused: bool = False
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Config:
-        """Read and check the metadata of either architecture; a variant that is not implemented is refused by name."""
-        keys = Keys(file).plain()
+    def read(cls, keys: Keys) -> Config:
+        """The configuration of either architecture; a variant that is not implemented is refused by name."""
         moe = keys.arch != ARCH
         n_head_v, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
         if inner % n_head_v:
             raise ModelFormatError(f"{keys.arch}.ssm.inner_size is {inner}, which {n_head_v} heads cannot share")
-        # Blocks after the model proper predict further tokens (MTP): see `skipped`.
         config = cls(
-            **keys.common(skipped=keys.size("nextn_predict_layers", 0, 0), experts=moe),
+            **keys.common(experts=moe),
             n_head=keys.size("attention.head_count"),
             n_head_kv=keys.size("attention.head_count_kv"),
             rope_dims=keys.size("rope.dimension_count", 2),
@@ -84,9 +78,9 @@ class Config(Common):
             d_k=keys.size("ssm.state_size"),
             d_v=inner // n_head_v,
             n_ff=0 if moe else keys.size("feed_forward_length"),
-            fused=moe and "blk.0.ffn_gate_up_exps.weight" in file.tensors,
         )
         if moe:
+            keys.expect("expert_shared_count", 1)
             n_ff_shared = keys.size("expert_shared_feed_forward_length", default=config.n_ff_exp)
             config = replace(config, n_ff_shared=n_ff_shared)
         config._check(keys)
@@ -106,6 +100,8 @@ class Config(Common):
             raise ModelFormatError(f"{self.n_head_v} value heads cannot share {self.n_head_k} key heads evenly")
         check_heads(self.n_head, self.n_head_kv)
         check_rope(self.rope_dims, self.head_dim)
+        keys.expect("attention.scale", self.head_dim**-0.5)
+        keys.items("rope.dimension_sections", [])  # one position in all of them is plain RoPE
 
     @property
     def arch(self) -> str:
@@ -187,7 +183,7 @@ class Config(Common):
                     p + "ssm_out.weight": (D, z),
                 }
             if self.n_expert:
-                shapes |= expert_shapes(p, D, self.n_expert, self.n_ff_exp, self.fused)
+                shapes |= expert_shapes(p, D, self.n_expert, self.n_ff_exp)
                 shapes |= ffn_shapes(p, D, self.n_ff_shared, "_shexp") | {p + "ffn_gate_inp_shexp.weight": (D,)}
             else:
                 shapes |= ffn_shapes(p, D, self.n_ff)
@@ -217,12 +213,6 @@ class Layer:
     mixer: AttentionWeights | Delta
     ffn_norm: F32
     ffn: Dense
-
-
-def skipped(config: Config, name: str) -> bool:
-    """A known tensor that text does not need: vision, or a block that predicts further tokens (`blk.N.nextn`)."""
-    block = re.match(r"blk\.(\d+)\.", name)
-    return name.startswith(VISION) or (block is not None and int(block[1]) >= config.n_layer)
 
 
 def load_mixer(t: Tensors, config: Config, i: int) -> AttentionWeights | Delta:
@@ -261,7 +251,7 @@ def split_heads(packed: QTensor, n_head: int) -> tuple[QTensor, QTensor]:
 
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
-    tensors = Tensors(file, config.tensors(), lambda name: skipped(config, name))
+    tensors = Tensors(file, config.tensors(), lambda name: name.startswith(VISION))
     layers = []
     for i in range(config.n_layer):
         t = tensors.layer(i)
@@ -271,7 +261,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     """One table for the attention layers."""
-    return (rope_table(n_ctx, config.rope_dims, config.rope_base),)
+    return (config.rope_table(n_ctx, config.rope_dims),)
 
 
 def layer(p: Pass[Config], i: int, w: Layer) -> None:

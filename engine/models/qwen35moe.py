@@ -15,7 +15,7 @@ from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
 from engine.models.layers import Pass
 from engine.models.loading import AttentionWeights, Tensors, Weights, random_tensors
-from engine.models.qwen35 import Config, Delta, load_mixer, mix, own_values, replay, rope_tables, skipped
+from engine.models.qwen35 import VISION, Config, Delta, load_mixer, mix, own_values, replay, rope_tables
 from engine.ops import F32, Gating, SharedExpert
 
 __all__ = ["ARCH", "Config", "Layer", "layer", "load", "replay", "rope_tables", "tiny"]
@@ -36,7 +36,7 @@ class Layer:
 
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
-    tensors = Tensors(file, config.tensors(), lambda name: skipped(config, name))
+    tensors = Tensors(file, config.tensors(), lambda name: name.startswith(VISION))
     layers, experts = [], []
     for i in range(config.n_layer):
         t = tensors.layer(i)

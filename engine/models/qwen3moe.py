@@ -26,7 +26,6 @@ from engine.models.loading import (
     random_tensors,
 )
 from engine.ops import F32, Gating
-from engine.ops.arithmetic import rope_table
 
 ARCH = "qwen3moe"
 GATING = Gating()
@@ -41,9 +40,8 @@ class Config(Common):
     gating: Gating = GATING
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Config:
-        """Read and check the metadata; a variant that is not implemented is refused by name."""
-        keys = Keys(file).plain()
+    def read(cls, keys: Keys) -> Config:
+        """The configuration that the keys describe; a variant that is not implemented is refused by name."""
         n_head = keys.size("attention.head_count")
         config = cls(
             **keys.common(head_dim=keys.size("embedding_length") // n_head, rope_base=10000.0),
@@ -53,6 +51,8 @@ class Config(Common):
         )
         check_heads(config.n_head, config.n_head_kv)
         check_rope(config.head_dim, config.head_dim)
+        keys.expect("rope.dimension_count", config.head_dim)
+        keys.expect("attention.scale", config.head_dim**-0.5)
         return config
 
     def metadata(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:
     """One table for all layers, which rotate whole heads."""
-    return (rope_table(n_ctx, config.head_dim, config.rope_base),)
+    return (config.rope_table(n_ctx, config.head_dim),)
 
 
 def layer(p: Pass[Config], i: int, w: Layer) -> None:
