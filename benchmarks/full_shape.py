@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from data.nano.quantizer import quantize  # noqa: E402
 from engine.formats.quants import row_bytes  # noqa: E402
 from engine.models import gemma4, laguna, qwen3moe, qwen35, qwen35moe  # noqa: E402
+from tests.gguf_files import add_keys  # noqa: E402
 
 QWEN35: dict[str, Any] = {
     "head_dim": 256, "n_vocab": 248320, "n_ctx_train": 262144, "rope_base": 1e7, "rope_dims": 64, "interval": 4,
@@ -155,12 +156,22 @@ def vector_values(config: Any, name: str, shape: tuple[int, ...], rng: np.random
     return np.ones(shape) if "layer_output_scale" in name else 1 + NORM_STD * normal
 
 
+def published(arch: ModuleType, config: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors of a published file: Gemma 4's converter leaves gate and up of the experts in one."""
+    shapes: dict[str, tuple[int, ...]] = config.tensors()
+    for i in config.moe_layers if arch is gemma4 else ():
+        gate, up = (f"blk.{i}.ffn_{part}_exps.weight" for part in ("gate", "up"))
+        E, F, D = shapes.pop(gate)
+        shapes[f"blk.{i}.ffn_gate_up_exps.weight"] = E, F + shapes.pop(up)[1], D
+    return shapes
+
+
 def write_model(
     path: Path, config: Any, types: TypeOf = q4_k_mix, seed: int = 0, shape: str = "made-up",
     arch: ModuleType = qwen3moe,
 ) -> int:  # fmt: skip
     """Write a model of these shapes, whole or not at all; returns its bytes. shape: what its name says it is."""
-    shapes = config.tensors()
+    shapes = published(arch, config)
     sizes = {
         name: int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes(types(name), shape[-1], name)
         for name, shape in shapes.items()
@@ -196,13 +207,7 @@ def _write_header(
     """Write metadata and tensor table; where the tensor data begins."""
     writer = gguf.GGUFWriter(path, arch.ARCH)
     writer.add_name(name)
-    for key, value in config.metadata().items():
-        if type(value) is int:
-            writer.add_uint32(key, value)
-        else:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for key, value in vocabulary(config.n_vocab).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    add_keys(writer, config.metadata() | vocabulary(config.n_vocab))
     for tensor, shape in shapes.items():
         writer.add_tensor_info(tensor, shape, np.dtype(np.float32), sizes[tensor], raw_dtype=types(tensor))
     writer.write_header_to_file()

@@ -41,22 +41,11 @@ def write_gguf(
 ) -> list[Path]:
     """Write a model, in parts of `tensors_per_part` where that is not 0; returns its files.
 
-    metadata: NumPy scalars and 1-D arrays keep their type, int is written as uint32, float as float32, lists as
-    arrays of int32, float32, bool or strings. tensors: a float array (F32), (float array, type), or a QTensor.
+    metadata: as `add_keys` has it. tensors: a float array (F32), (float array, type), or a QTensor.
     """
     values = dict(metadata)
     writer = gguf.GGUFWriter(path, values.pop("general.architecture", "tiny"), split_max_tensors=tensors_per_part)
-    for key, value in values.items():
-        if isinstance(value, np.ndarray):
-            writer.add_key_value(key, value.tolist(), ValueType.ARRAY, _VALUE_TYPES[value.dtype.name])
-        elif isinstance(value, list | tuple):
-            writer.add_key_value(key, value, ValueType.ARRAY)
-        elif isinstance(value, np.generic):
-            writer.add_key_value(key, value.item(), _VALUE_TYPES[value.dtype.name])
-        elif type(value) is int:
-            writer.add_uint32(key, value)
-        else:
-            writer.add_key_value(key, value, ValueType.get_type(value))
+    add_keys(writer, values)
     if "general.alignment" in values:
         writer.data_alignment = values["general.alignment"]
     for name, tensor in tensors.items():
@@ -72,6 +61,24 @@ def write_gguf(
     files = [Path(f.name) for f in writer.fout]
     writer.close()
     return files
+
+
+def add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+    """Write metadata: NumPy scalars and 1-D arrays keep their type, lists are of int32, float32, bool or strings.
+
+    int is written as uint32, as other engines want token ids and sizes, float as float32.
+    """
+    for key, value in values.items():
+        if isinstance(value, np.ndarray):
+            writer.add_key_value(key, value.tolist(), ValueType.ARRAY, _VALUE_TYPES[value.dtype.name])
+        elif isinstance(value, list | tuple):
+            writer.add_key_value(key, value, ValueType.ARRAY)
+        elif isinstance(value, np.generic):
+            writer.add_key_value(key, value.item(), _VALUE_TYPES[value.dtype.name])
+        elif type(value) is int:
+            writer.add_uint32(key, value)
+        else:
+            writer.add_key_value(key, value, ValueType.get_type(value))
 
 
 def qtensor(values: np.ndarray, qtype: QType, name: str = "t") -> QTensor:

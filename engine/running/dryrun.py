@@ -16,7 +16,6 @@ import numpy as np
 from engine import models
 from engine.formats.gguf import open_model
 from engine.formats.profile import Profile
-from engine.formats.profile import load as load_profile
 from engine.ground.config import EngineConfig, KVType
 from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
 from engine.memory.kv import KVCache
@@ -36,6 +35,7 @@ from engine.placing.policies import Placed
 from engine.running import probe
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
+from engine.running.source import open_profile
 from engine.running.stepping import Graphs, Steps
 
 DEFAULT_CTX_TOKENS = 32768
@@ -324,12 +324,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         if cap is None:
             return {"gpu": None, "plan": None}
         n_ctx = context_tokens(options, config.n_ctx_train)
-        profile: Profile | None = None
-        warnings: tuple[str, ...] = ()
-        if options.profile is not None:
-            profile, warnings = load_profile(
-                options.profile, model_id=file.model_id, shape=(config.n_layer, config.n_expert)
-            )
+        profile, warnings = open_profile(options, file, config)
         sharing = Sharing(options, arch, config, arch.load(file, config), n_ctx, profile, like)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     placed, made = decision.placement, decision.plan

@@ -11,6 +11,7 @@ from engine.formats.profile import Profile
 from engine.formats.profile import load as load_profile
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
+from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
 
@@ -37,6 +38,21 @@ class Source:
         return tuple({self.file.value(key, int) for key in keys if key in self.file.metadata})
 
 
+def open_profile(
+    options: EngineConfig, file: GGUFFile, config: ModelConfig
+) -> tuple[Profile | None, tuple[str, ...]]:
+    """The profile that is asked for, if any is, and what the user should know of it and of the file."""
+    profile: Profile | None = None
+    warnings: tuple[str, ...] = ()
+    if options.profile is not None:
+        shape = config.n_layer, config.n_expert
+        profile, warnings = load_profile(options.profile, model_id=file.model_id, shape=shape)
+    if mtp := mtp_blocks(file.metadata, file.architecture):
+        blocks = ", ".join(f"blk.{i}" for i in mtp)
+        warnings = (*warnings, f"{blocks} of the file, which predicts further tokens (MTP), is left out")
+    return profile, warnings
+
+
 def open_source(options: EngineConfig) -> Source:
     """Open the model and its profile; options that they rule out are a UsageError."""
     file = open_model(options.model)
@@ -49,11 +65,7 @@ def open_source(options: EngineConfig) -> Source:
                 f"--kv-type q8_0 stores blocks of 32, and the model's heads have {odd[0]} dimensions",
                 hint="use --kv-type f16",
             )
-        profile: Profile | None = None
-        warnings: tuple[str, ...] = ()
-        if options.profile is not None:
-            shape = config.n_layer, config.n_expert
-            profile, warnings = load_profile(options.profile, model_id=file.model_id, shape=shape)
+        profile, warnings = open_profile(options, file, config)
         return Source(file, arch, config, arch.load(file, config), profile, warnings)
     except BaseException:
         file.close()

@@ -50,6 +50,10 @@ def test_other_readers_see_the_same_model(model: Path) -> None:
             assert abs(values.std() / std - 1) < 0.05, name
             assert abs(values.mean()) < 0.05 * std, name
     assert {tensors[f"blk.{i}.ffn_down_exps.weight"].tensor_type for i in range(3)} == {QType.Q4_K, QType.Q6_K}
+    own = {name: field.types for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    sizes = {name: types for name, types in own.items() if name.endswith(("_token_id", "_count"))}
+    assert len(sizes) > 5  # other engines refuse an id of a token that has a sign
+    assert all(types == [gguf.GGUFValueType.UINT32] for types in sizes.values()), sizes
     up = tensors["blk.1.ffn_up_exps.weight"].data
     assert len({expert.tobytes() for expert in up}) == CONFIG.n_expert
 

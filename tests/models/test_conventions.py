@@ -18,6 +18,7 @@ from engine.ground.config import EngineConfig
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
 from engine.models.conventions import NEUTRAL, unsupported_keys
 from engine.models.scaling import Scaling
+from engine.running.dryrun import plan_only
 from engine.running.loaded import load
 from engine.running.stepping import Span
 from tests.gguf_files import write_gguf
@@ -190,3 +191,14 @@ def test_a_block_that_predicts_further_tokens_is_left_out(tmp_path: Path, arch: 
     assert np.array_equal(made, logits(tiny_path(arch, ALL_F32)))
     with pytest.raises(UnsupportedModelError, match=rf"blk\.{n_layer}\.\S+ is not part of {arch}"):
         logits(written(tmp_path / "z.gguf", arch, {}, block))
+
+
+def test_the_user_hears_of_a_block_that_is_left_out(tmp_path: Path) -> None:
+    keys = {"block_count": 4, "nextn_predict_layers": 1}
+    block = {"blk.3.nextn.enorm.weight": np.ones(256, np.float32)}
+    path = written(tmp_path / "x.gguf", "qwen3moe", keys, block)
+    loaded = load(EngineConfig(model=path, device="cpu", threads=1, ctx_tokens=64))
+    assert any("blk.3" in warning and "MTP" in warning for warning in loaded.source.warnings)
+    planned = plan_only(EngineConfig(model=path, vram_gib=4.0, ctx_tokens=64))
+    assert loaded.source.warnings[0] in planned["warnings"]
+    loaded.close()
