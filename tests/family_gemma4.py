@@ -32,7 +32,7 @@ def build(config: Any) -> Any:
             "sliding_attention": {"rope_type": "default", "rope_theta": config.rope_base_swa},
             "full_attention": {
                 "rope_type": "proportional", "rope_theta": config.rope_base, "partial_rotary_factor": rotated,
-                "factor": config.scaling.factor if config.scaling else 1.0,
+                **({"factor": config.scaling.factor} if config.scaling else {}),
             },
         },
     )  # fmt: skip

@@ -136,6 +136,21 @@ class _Recorder(dict):
         return super().__getitem__(name)
 
 
+def transformers_model(config: Any, weights: Tensors) -> Any:
+    """The `transformers` model with these weights, in float64."""
+    name = getattr(config, "arch", type(config).__module__.split(".")[-1])
+    family = importlib.import_module(f"tests.family_{name}")
+    model = family.build(config).double().eval()
+    recorder = _Recorder(weights)
+    with torch.no_grad():
+        for key, parameter in model.state_dict().items():
+            value = family.parameter(config, recorder, key)
+            assert parameter.shape == value.shape, key
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+    assert set(weights) - recorder.used <= {"rope_freqs.weight"}, "tensors that the oracle does not use"
+    return model
+
+
 def transformers_logits(config: Any, weights: Tensors, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V] of the `transformers` model with these weights, in float64."""
     return transformers_choices(config, weights, tokens)[0]
@@ -148,16 +163,8 @@ def transformers_choices(
 
     imposed: experts [L, T, A] used in place of that choice (their weights are still computed).
     """
-    name = getattr(config, "arch", type(config).__module__.split(".")[-1])
-    family = importlib.import_module(f"tests.family_{name}")
-    model = family.build(config).double().eval()
-    recorder = _Recorder(weights)
+    model = transformers_model(config, weights)
     with torch.no_grad():
-        for key, parameter in model.state_dict().items():
-            value = family.parameter(config, recorder, key)
-            assert parameter.shape == value.shape, key
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)))
-        assert set(weights) - recorder.used <= {"rope_freqs.weight"}, "tensors that the oracle does not use"
         choices: list[torch.Tensor] = []
         choose = torch.topk
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
-from engine.ground.errors import ModelFormatError, UnsupportedModelError
+from engine.ground.errors import ModelFormatError
 from engine.memory.kv import DeltaShape, KVGroup
 from engine.models.config import Common, Keys, check_heads, check_rope
 from engine.models.layers import Pass, Widths
@@ -71,7 +71,7 @@ class Config(Common):
             n_head=keys.size("attention.head_count"),
             n_head_kv=keys.size("attention.head_count_kv"),
             rope_dims=keys.size("rope.dimension_count", 2),
-            interval=keys.size("full_attention_interval", default=4),
+            interval=_interval(keys),
             kernel=keys.size("ssm.conv_kernel", 2),
             n_head_k=keys.size("ssm.group_count"),
             n_head_v=n_head_v,
@@ -93,9 +93,7 @@ class Config(Common):
             )
         recurrent = [i in self.delta.layers for i in range(self.n_layer)]
         if keys.items("attention.recurrent_layers", recurrent)[: self.n_layer] != recurrent:
-            raise UnsupportedModelError(
-                f"{self.arch} whose attention layers are others than every {self.interval}th is not implemented"
-            )
+            raise keys.missing(f"attention layers that are others than every {self.interval}th")
         if self.n_head_v % self.n_head_k:
             raise ModelFormatError(f"{self.n_head_v} value heads cannot share {self.n_head_k} key heads evenly")
         check_heads(self.n_head, self.n_head_kv)
@@ -188,6 +186,13 @@ class Config(Common):
             else:
                 shapes |= ffn_shapes(p, D, self.n_ff)
         return shapes
+
+
+def _interval(keys: Keys) -> int:
+    """Every how many layers one is full attention; beside a list of the layers the number may be a default."""
+    interval = keys.size("full_attention_interval", default=4)
+    recurrent = keys.items("attention.recurrent_layers", [])
+    return recurrent.index(False) + 1 if False in recurrent else interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,3 +202,10 @@ def test_the_user_hears_of_a_block_that_is_left_out(tmp_path: Path) -> None:
     planned = plan_only(EngineConfig(model=path, vram_gib=4.0, ctx_tokens=64))
     assert loaded.source.warnings[0] in planned["warnings"]
     loaded.close()
+
+
+def test_a_list_of_recurrent_layers_says_more_than_a_number() -> None:
+    """A converter that finds only the list writes 4 beside it."""
+    config = read(tiny_path("qwen35", Q8))
+    listed = {"full_attention_interval": 4, "attention.recurrent_layers": np.array([True, True, False, True])}
+    assert config.interval == 3 and read(tiny_path("qwen35", Q8), listed) == config

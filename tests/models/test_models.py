@@ -227,7 +227,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, arch: str) -> N
         ("qwen3moe", "attention.scale", 1.0, "attention.scale 1"),
         ("qwen35", "rope.scaling.type", "yarn", "rope.scaling.original_context_length"),
         ("qwen35", "full_attention_interval", 9, "every 9th is full attention"),
-        ("qwen35", "attention.recurrent_layers", [True, False, True, False], "attention layers are others"),
+        ("qwen35", "attention.recurrent_layers", [True, False, True, True], "attention layers that are others"),
         ("qwen35", "ssm.inner_size", 767, "6 heads cannot share"),
         ("qwen35moe", "expert_weights_scale", 2.5, "expert_weights_scale"),
         ("qwen35moe", "expert_used_count", 14, "14 active experts of 13"),
