@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,14 +17,15 @@ from numpy.typing import NDArray
 from engine import models
 from engine.formats.gguf import open_model
 from engine.ground.config import EngineConfig
+from engine.models.loading import fused_parts
 from engine.running.loaded import Loaded, load
-from engine.running.stepping import Span
-from tests.tiny_models import nmse, read_weights, transformers_logits, transformers_model
+from engine.running.stepping import Span, StepResult
+from tests.tiny_models import nmse, read_weights, transformers_choices, transformers_model
 
 WORKER = Path(__file__).with_name("llama_worker.py")
 TIMEOUT_S = 300.0
-# What llama.cpp wants otherwise than `tiny` has it: keys and values of a DeltaNet layer of one size; rows of Gemma 4
-# that are no multiple of 256, as the published ones; the rest by its converter's own rules.
+# What llama.cpp wants otherwise than `tiny` has it: keys and values of a DeltaNet layer of one size. And rows of
+# Gemma 4 that are no multiple of 256, as published models have them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4": {"n_ff_exp": 352, "n_ff": (1056,) * 6},
     "laguna": {},
@@ -31,9 +33,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen35moe": {"d_k": 128},
     "qwen3moe": {},
 }
-MTP = ("qwen35", "qwen35moe")  # families whose published models predict further tokens
+MTP_KEY = "mtp_num_hidden_layers"
+F32_FILE = ("--outtype", "f32")
 Tensors = dict[str, NDArray[np.float32]]
 Logits = NDArray[Any]
+Ids = NDArray[np.int32]
+
+
+def llama_options(parser: argparse.ArgumentParser) -> None:
+    """Add --source, --llama and --family."""
+    parser.add_argument("--source", type=Path, required=True, metavar="LLAMA_CPP", help="llama.cpp's source tree")
+    parser.add_argument("--llama", default=sys.executable, metavar="PYTHON", help="has llama-cpp-python")
+    parser.add_argument("--family", choices=models.known(), action="append", help="only this one")
 
 
 class FailedError(Exception):
@@ -51,6 +62,8 @@ class LlamaCpp:
         """A `transformers` model in a folder as a GGUF file, by llama.cpp's converter."""
         config = json.loads((folder / "config.json").read_text())
         (architecture,) = config["architectures"]
+        if architecture.startswith("Qwen3_5") and MTP_KEY not in config:
+            options += ("--no-nextn",)  # the converter looks for what published models have
         _run(sys.executable, "convert", self.source, folder, out, architecture, config["vocab_size"], *options)
         return out
 
@@ -59,7 +72,7 @@ class LlamaCpp:
         _run(self.python, "quantize", path, out, ftype, *(["ones"] if importance else []))
         return out
 
-    def logits(self, path: Path, tokens: NDArray[np.int32]) -> Logits:
+    def logits(self, path: Path, tokens: Ids) -> Logits:
         """Logits float32 [T, V] of a file, by llama.cpp on one thread."""
         given, made = path.with_suffix(".tokens.npy"), path.with_suffix(".logits.npy")
         np.save(given, tokens)
@@ -86,20 +99,82 @@ def tiny(arch: str, **changes: Any) -> tuple[Any, Tensors]:
     return models.find(arch).tiny(np.random.default_rng(0), **VARIANTS[arch] | changes)
 
 
-def save_transformers(folder: Path, config: Any, tensors: Tensors, *, mtp: bool = False) -> Logits:
-    """Write the model as `transformers` saves it, with a block that predicts further tokens if `mtp`; returns nothing."""
-    import torch
-    from safetensors.torch import load_file, save_file
+def save_transformers(folder: Path, config: Any, tensors: Tensors, *, mtp: bool = False) -> Path:
+    """Write the model as `transformers` saves it; mtp: with a block that predicts further tokens, of attention."""
+    from safetensors.numpy import load_file, save_file
 
-    model = transformers_model(config, tensors).float()
-    model.save_pretrained(folder)
+    transformers_model(config, tensors).float().save_pretrained(folder)
+    # One of the converters counts the rows of the embedding that have a token.
+    vocabulary = {"model": {"vocab": {str(i): i for i in range(config.n_vocab)}}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     if mtp:
-        path = folder / "model.safetensors"
-        state = load_file(path)
-        last = f"layers.{config.n_layer - config.n_layer % config.interval - 1}."  # of full attention
-        more = {"mtp.layers.0." + k.split(last)[1]: v.clone() for k, v in state.items() if last in k}
-        more |= {f"mtp.{name}.weight": torch.ones(config.n_embd) for name in ("norm", *_MTP_NORMS)}
-        more["mtp.fc.weight"] = torch.ones(config.n_embd, 2 * config.n_embd)
-        save_file(state | more, path, metadata={"format": "pt"})
-        settings = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(settings | {"mtp_num_hidden_layers": 1}))
+        path, settings = folder / "model.safetensors", folder / "config.json"
+        state, last = load_file(path), f"layers.{config.interval - 1}."
+        state |= {f"mtp.layers.0.{name.split(last)[1]}": values for name, values in state.items() if last in name}
+        norm = np.ones(config.n_embd, np.float32)
+        state |= {f"mtp.{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        state["mtp.fc.weight"] = np.ones((config.n_embd, 2 * config.n_embd), np.float32)
+        save_file(state, path, metadata={"format": "pt"})
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {MTP_KEY: 1}))
+    return folder
+
+
+def opened(path: Path, tokens: int, device: str = "cpu") -> Loaded:
+    """A model in Spark, with a context for so many tokens and one step for all of them."""
+    return load(EngineConfig(model=path, device=device, threads=1, ctx_tokens=tokens, chunk_tokens=tokens))
+
+
+def step(loaded: Loaded, sequence: Any, tokens: Ids) -> StepResult:
+    """A step with the logits of all its tokens."""
+    return loaded.steps.run([Span(sequence, tokens, np.ones(len(tokens), bool), tuple(range(len(tokens))))])
+
+
+def spark_run(path: Path, tokens: Ids, device: str = "cpu") -> tuple[Logits, NDArray[Any]]:
+    """Logits float32 [T, V] and experts [L, T, A] of a file, by Spark."""
+    loaded = opened(path, len(tokens), device)
+    try:
+        made = step(loaded, loaded.kv.sequence(), tokens)
+        return np.array(made.logits), np.array(made.experts)
+    finally:
+        loaded.close()
+
+
+def beside_transformers(
+    config: Any, weights: Tensors, tokens: Ids, logits: Logits, experts: NDArray[Any]
+) -> dict[str, float]:
+    """NMSE of logits beside the `transformers` model in float64 with the same experts imposed, and how many it chooses.
+
+    Routers of random weights have near ties: without, the error would be that of other experts.
+    """
+    oracle, free = transformers_choices(config, weights, tokens, imposed=experts if experts.size else None)
+    found = {"transformers": nmse(logits, oracle)}
+    return found | ({"same_experts": float(np.mean(np.sort(experts) == np.sort(free)))} if experts.size else {})
+
+
+def median_nmse(logits: Logits, others: Logits) -> float:
+    """The median over tokens of the NMSE of a token's logits: that of tokens for which no near tie fell otherwise."""
+    return float(np.median(((logits - others) ** 2).sum(-1) / (others**2).sum(-1)))
+
+
+def file_weights(path: Path, config: Any) -> Tensors:
+    """The weights of a file, dequantized by the `gguf` package, in the shapes of the configuration's tensors."""
+    shapes, found = config.tensors(), {}
+    for name, values in read_weights(path).items():
+        first, found[name] = 0, values
+        for part, shape in fused_parts(shapes, name).items():
+            found[part] = values[..., first : first + shape[-2], :]
+            first += shape[-2]
+    return {name: found[name].reshape(shape) for name, shape in shapes.items() if name in found}
+
+
+def read_config(path: Path) -> Any:
+    """What Spark reads of a file's header."""
+    with open_model(path) as file:
+        return models.find(file.architecture).Config.from_gguf(file)
+
+
+def largest_difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """Of any value of any tensor, relative to the tensor's largest; infinite where a tensor is missing."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    return max(float(np.abs(found[k] - v).max() / np.abs(v).max()) for k, v in expected.items())

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import mutant_results, robustness, server_results  # noqa: E402
+from benchmarks import files_results, mutant_results, robustness, server_results  # noqa: E402
 from benchmarks.markdown import Json, origin, percent, spread, table  # noqa: E402
 from engine.placing.policies import POLICIES as RUNGS  # noqa: E402
 from engine.placing.policies import UNIFORM  # noqa: E402
@@ -390,6 +390,7 @@ SECTIONS = {
     "cpu_kernels.json": kernels,
     "extract_memory.json": rows_of("Extraction of large logs"),
     "open_gguf.json": rows_of("Opening GGUF files"),
+    **files_results.SECTIONS,
     **{name: robust(*section) for name, section in robustness.SECTIONS.items()},
 }
 

@@ -11,9 +11,9 @@ name is refused. The rules are those of each model's published `tokenizer.json`.
   published files as several engines quote them. deepseek-r1-qwen, glm4 and chatglm-bpe as the same engines have
   them, equal to qwen2 and llama-bpe; their normalization is not verified.
 - laguna: many independent readers of the published file agree on two stages, a cut before every run of line feeds
-  (`\r\n` counts as one), then qwen2's expression, no NFC. `transformers` has the model but no tokenizer for it. The
-  most used GGUF engine cuts around runs of `\n` alone in the first stage, which differs for `\r\n` only. Not verified
-  against the file itself, nor against tokens that it made.
+  (`\r\n` counts as one), then qwen2's expression, no NFC. `transformers` has the model but no tokenizer for it.
+  llama.cpp cuts around runs of `\n` alone in the first stage, so that the vocabulary's token of `\r\n` never comes of
+  it. Not verified against the file itself, nor against tokens that it made (docs/text.md).
 - gemma4: named by `tokenizer.ggml.model`, without a `pre`. Not words but whole text is merged, from characters instead
   of bytes, after spaces became U+2581; what has no token becomes byte tokens (`GemmaTokenizer` of `transformers`).
   The most used GGUF engine cuts around runs of line feeds too, and takes such a run whole where it is a token. That is

@@ -1,0 +1,132 @@
+"""Files of every mixture of llama.cpp's quantizer: which load, and what they compute beside the twin and llama.cpp.
+
+    python -m benchmarks.mixtures --source LLAMA_CPP [--llama PYTHON] [--family NAME] [--mixture NAME] [--json FILE]
+
+Options as those of `benchmarks.conventions`. A tiny model of each family is converted to F32, quantized by llama.cpp's
+quantizer to each mixture (IQ types with an importance matrix, in which all weights matter alike) and loaded.
+Where it loads: are 64 greedy tokens, and their logits, those of the NumPy twin, and what is the error of the logits of
+60 tokens beside llama.cpp's on the same file, and beside `transformers` in float64 with the file's weights? Activations
+are rounded to 8 bits here and there, each in its own way. Gemma 4 has rows of 352 and 1,056, no multiple of 256, as
+published models have. Exits 1 if a token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.figures import json_option
+from benchmarks.llama_files import (
+    F32_FILE,
+    FailedError,
+    Ids,
+    LlamaCpp,
+    Logits,
+    beside_transformers,
+    file_weights,
+    llama_options,
+    median_nmse,
+    opened,
+    read_config,
+    save_transformers,
+    spark_run,
+    step,
+    tiny,
+)
+from engine.formats.gguf import open_model
+from engine.ground.errors import SparkError
+from engine.models import known
+from spark.results import write_json
+
+# llama.cpp's numbers of file types.
+MIXTURES = {
+    "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_0": 2, "Q4_1": 3, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_0": 8,
+    "Q5_1": 9, "Q5_K_M": 17, "Q6_K": 18, "Q8_0": 7, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_M": 29, "IQ3_XXS": 23,
+    "IQ3_M": 27, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4_MOE": 38,
+}  # fmt: skip
+PROMPT, GREEDY, MEASURED = 8, 64, 60
+
+
+def greedy(path: Path, prompt: Ids) -> tuple[list[int], Logits]:
+    """The tokens after a prompt, one by one, and the logits [GREEDY, V] that they are from.
+
+    Each is the likeliest that was not there yet: a model of random weights would soon say one for ever.
+    """
+    loaded = opened(path, PROMPT + GREEDY)
+    try:
+        sequence, tokens, made, fed = loaded.kv.sequence(), list[int](), [], prompt
+        while len(tokens) < GREEDY:
+            made.append(np.array(step(loaded, sequence, fed).logits[-1]))
+            tokens.append(likeliest(made[-1], tokens))
+            fed = np.array(tokens[-1:], np.int32)
+        return tokens, np.array(made)
+    finally:
+        loaded.close()
+
+
+def likeliest(logits: Logits, without: list[int]) -> int:
+    """The token of the largest logit, some left out."""
+    left = logits.copy()
+    left[without] = -np.inf
+    return int(np.argmax(left))
+
+
+def beside_the_twin(path: Path, prompt: Ids) -> dict[str, bool]:
+    """Whether tokens one by one are those of the NumPy twin, which reads them at once; whether all logits' bits are."""
+    tokens, logits = greedy(path, prompt)
+    theirs = spark_run(path, np.array([*prompt, *tokens[:-1]], np.int32), "reference")[0][PROMPT - 1 :]
+    same = [likeliest(row, tokens[:i]) == tokens[i] for i, row in enumerate(theirs)]
+    return {"same_tokens": all(same), "same_bits": bool(np.array_equal(logits, theirs))}
+
+
+def measure(llama: LlamaCpp, row: dict[str, Any], whole: Path, folder: Path) -> dict[str, Any]:
+    """A cell of the table: `row` says the family and the mixture."""
+    mixture = row["mixture"]
+    tokens = np.random.default_rng(1).integers(0, 301, MEASURED).astype(np.int32)
+    try:
+        path = llama.quantize(whole, folder / "mixed.gguf", MIXTURES[mixture], importance=mixture.startswith("IQ"))
+    except FailedError as error:
+        return row | {"not_made": str(error)}
+    with open_model(path) as file:
+        row["types"] = dict(collections.Counter(t.qtype.name for t in file.tensors.values() if len(t.shape) > 1))
+    try:
+        logits, experts = spark_run(path, tokens)
+    except SparkError as error:
+        return row | {"refused": error.message}
+    config = read_config(path)
+    row |= beside_transformers(config, file_weights(path, config), tokens, logits, experts)
+    row |= beside_the_twin(path, tokens[:PROMPT])
+    try:
+        return row | {"llama_cpp": median_nmse(logits, llama.logits(path, tokens))}
+    except FailedError as error:
+        return row | {"llama_cpp_fails": str(error)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    llama_options(parser)
+    parser.add_argument("--mixture", choices=MIXTURES, action="append", help="only this one")
+    json_option(parser)
+    options = parser.parse_args()
+    llama, rows = LlamaCpp(options.llama, options.source), []
+    for arch in options.family or known():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            whole = llama.convert(save_transformers(folder / "hf", *tiny(arch)), folder / "whole.gguf", *F32_FILE)
+            for mixture in options.mixture or MIXTURES:
+                rows.append(measure(llama, {"family": arch, "mixture": mixture}, whole, folder))
+                print(rows[-1], flush=True)
+    if options.json:
+        write_json(options.json, {"llama_cpp_python": llama.version(), "rows": rows})
+    if bad := [f"{row['family']} {row['mixture']}" for row in rows if row.get("same_tokens") is False]:
+        sys.exit(f"tokens differ from the twin's: {', '.join(bad)}")
+
+
+if __name__ == "__main__":
+    main()
