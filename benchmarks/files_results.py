@@ -16,7 +16,8 @@ MIXTURES = """\
 The same models, quantized by llama.cpp's own quantizer, IQ types with an importance matrix of ones; Gemma 4 with rows
 that are no multiple of 256. A cell: NMSE of the logits beside llama.cpp's on the same file (the median over tokens;
 both round activations to 8 bits, each in its own way) / beside `transformers` in float64 with the file's weights and
-the same experts. In every cell with numbers 64 greedy tokens and all bits of their logits are those of the NumPy twin{but}.
+the same experts. In every cell with numbers 64 greedy tokens and all bits of their logits are those of the NumPy
+twin{but}.
 Otherwise: the type that Spark has no kernels for, or what llama.cpp said."""
 
 

@@ -22,11 +22,13 @@ GROUPS = (
 )  # fmt: skip
 ENDINGS = ("softcapping", "_scale", "_multiplier")
 ZERO, ONE_OR_ZERO = (0,), (0, 1)
+_NAMED = 8  # keys in one error
 # The values that change nothing; () where none does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.output_scale": ONE_OR_ZERO,
     "attention.value_scale": ONE_OR_ZERO,
+    "decoder_sparse_step": ONE_OR_ZERO,
     "embedding_length_per_layer_input": ZERO,
     "embedding_scale": ONE_OR_ZERO,
     "expert_gating_func": ONE_OR_ZERO,  # not given, softmax
@@ -40,6 +42,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "leading_dense_block_count": ZERO,
     "logit_scale": ONE_OR_ZERO,
     "moe_every_n_layers": ONE_OR_ZERO,
+    "norm_top_k_prob": (True,),
     "num_loops": ONE_OR_ZERO,
     "residual_scale": ONE_OR_ZERO,
     "rope.scaling.alpha": ONE_OR_ZERO,
@@ -70,15 +73,18 @@ def unsupported_keys(metadata: Mapping[str, Any], architecture: str, read: Colle
         neutral = NEUTRAL.get(key, ZERO)
         if neutral and not _is_one_of(value, neutral):
             known = " or ".join(map(str, neutral))
-            found.append(f"{name} is {_described(value)}, and only {known} is implemented for {architecture}")
+            shown = repr(name)[1:-1][:80]
+            found.append(f"{shown} is {_described(value)}, and only {known} is implemented for {architecture}")
     return found
 
 
 def refuse_unsupported_keys(metadata: Mapping[str, Any], architecture: str, read: Collection[str]) -> None:
-    """UnsupportedModelError that names every key of `unsupported_keys`."""
+    """UnsupportedModelError that names the keys of `unsupported_keys`, the first ones of many."""
     if found := unsupported_keys(metadata, architecture, read):
+        more = [f"and {len(found) - _NAMED} keys more"] if len(found) > _NAMED else []
         raise UnsupportedModelError(
-            "; ".join(found), hint="ignoring it would compute another model; convert it with llama.cpp's converter"
+            "; ".join(found[:_NAMED] + more),
+            hint="ignoring it would compute another model; convert it with llama.cpp's converter",
         )
 
 

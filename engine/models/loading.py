@@ -6,6 +6,7 @@ What all architectures share; what is one's own is in its file (engine/models/).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -165,11 +166,12 @@ class Tensors:
     ) -> None:
         self.file, self.shapes, self.prefix = file, shapes, ""
         self.fused: dict[str, QTensor] = {}  # parts of other tensors
-        mtp = tuple(f"blk.{i}." for i in mtp_blocks(file.metadata, file.architecture))
+        mtp = mtp_blocks(file.metadata, file.architecture)
         for name in file.tensors:
+            block = re.match(r"blk\.(\d+)\.", name)
             if parts := fused_parts(shapes, name):
                 self.fused |= _split(file, name, parts)
-            elif name not in shapes and not name.startswith(mtp) and not skipped(name):
+            elif name not in shapes and not (block and int(block[1]) in mtp) and not skipped(name):
                 raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
 
     def layer(self, i: int) -> Tensors:

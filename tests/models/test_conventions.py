@@ -85,10 +85,13 @@ def test_a_key_that_shapes_the_computation_is_refused_unless_it_changes_nothing(
     assert read(path, {key: neutral}) == read(path)
 
 
-def test_every_key_of_a_file_is_named_at_once() -> None:
+def test_the_keys_of_a_file_are_named_in_one_line() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read(tiny_path("laguna", Q8), {"rope.swa.freq_base": 1e4, "rope.swa.dimension_count": 64})
     assert "laguna.rope.swa.freq_base" in str(caught.value) and "laguna.rope.swa.dimension_count" in str(caught.value)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(tiny_path("laguna", Q8), {f"rope.{i}\n" + 999 * "x": "y" * 999 for i in range(999)})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000 and "and 991 keys more" in str(caught.value)
 
 
 KEYS = st.sampled_from([*sorted(NEUTRAL), "rope.x", "attention.y", "expert_z", "a_scale", "x_softcapping"])
