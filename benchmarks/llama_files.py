@@ -18,6 +18,7 @@ from engine import models
 from engine.formats.gguf import open_model
 from engine.ground.config import EngineConfig
 from engine.models.loading import fused_parts
+from engine.running.forward import MAX_ROWS
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span, StepResult
 from tests.tiny_models import nmse, read_weights, transformers_choices, transformers_model
@@ -120,8 +121,9 @@ def save_transformers(folder: Path, config: Any, tensors: Tensors, *, mtp: bool 
 
 
 def opened(path: Path, tokens: int, device: str = "cpu") -> Loaded:
-    """A model in Spark, with a context for so many tokens and one step for all of them."""
-    return load(EngineConfig(model=path, device=device, threads=1, ctx_tokens=tokens, chunk_tokens=tokens))
+    """A model in Spark, with a context for so many tokens."""
+    chunk = min(tokens, MAX_ROWS)
+    return load(EngineConfig(model=path, device=device, threads=1, ctx_tokens=tokens, chunk_tokens=chunk))
 
 
 def step(loaded: Loaded, sequence: Any, tokens: Ids) -> StepResult:
@@ -133,8 +135,12 @@ def spark_run(path: Path, tokens: Ids, device: str = "cpu") -> tuple[Logits, NDA
     """Logits float32 [T, V] and experts [L, T, A] of a file, by Spark."""
     loaded = opened(path, len(tokens), device)
     try:
-        made = step(loaded, loaded.kv.sequence(), tokens)
-        return np.array(made.logits), np.array(made.experts)
+        sequence, logits, experts = loaded.kv.sequence(), [], []
+        for start in range(0, len(tokens), MAX_ROWS):
+            made = step(loaded, sequence, tokens[start : start + MAX_ROWS])
+            logits.append(np.array(made.logits))
+            experts.append(np.array(made.experts))
+        return np.concatenate(logits), np.concatenate(experts, axis=1)
     finally:
         loaded.close()
 
