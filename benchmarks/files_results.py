@@ -20,6 +20,10 @@ the same experts. In every cell with numbers 64 greedy tokens and all bits of th
 twin{but}.
 Otherwise: the type that Spark has no kernels for, or what llama.cpp said."""
 
+SHAPES = """\
+The types that the quantizer gives the tensors of the published shapes (a dry run): GiB of the file, and the types in it
+that Spark has no kernels for."""
+
 
 def conventions(name: str, made: Json) -> list[str]:
     """`conventions.py`."""
@@ -44,7 +48,17 @@ def mixtures(name: str, made: Json) -> list[str]:
     text = MIXTURES.format(but=f", but for {', '.join(bad)}" if bad else "")
     rows = [[mixture, *(cells.get((mixture, family), "") for family in families)] for mixture in names]
     head = ["## Files of llama.cpp's quantizer", "", *origin(name, made), text, ""]
-    return [*head, *table(["mixture", *families], rows)]
+    return [*head, *table(["mixture", *families], rows), SHAPES, "", *_shapes(made["shapes"])]
+
+
+def _shapes(found: list[Json]) -> list[str]:
+    """The mixtures of the full shapes."""
+    cells = {
+        (r["mixture"], r["shape"]): f"{r['bytes'] / 2**30:.1f}" + "".join(f", {name}" for name in sorted(r["lacking"]))
+        for r in found
+    }
+    names, shapes = (list(dict.fromkeys(key)) for key in zip(*cells, strict=True))
+    return table(["mixture", *shapes], [[mixture, *(cells[mixture, shape] for shape in shapes)] for mixture in names])
 
 
 def _cell(row: Json) -> str:

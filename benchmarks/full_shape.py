@@ -171,27 +171,35 @@ def write_model(
     arch: ModuleType = qwen3moe,
 ) -> int:  # fmt: skip
     """Write a model of these shapes, whole or not at all; returns its bytes. shape: what its name says it is."""
-    shapes = published(arch, config)
-    sizes = {
-        name: int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes(types(name), shape[-1], name)
-        for name, shape in shapes.items()
-    }
     part = path.with_name(path.name + ".part")
     try:
-        begin = _write_header(part, f"{shape} shapes, synthetic weights", arch, config, shapes, sizes, types)
-        offsets, end = {}, begin
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        offsets, end = write_outline(part, config, types, shape, arch)
         with part.open("r+b") as file, ThreadPoolExecutor(os.cpu_count()) as threads:
-            file.truncate(end)
-            jobs = _jobs(config, shapes, offsets, types, seed)
+            jobs = _jobs(config, published(arch, config), offsets, types, seed)
             for _ in threads.map(lambda job: _write_at(file.fileno(), *job), jobs):
                 pass
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     return end
+
+
+def write_outline(
+    path: Path, config: Any, types: TypeOf, shape: str = "made-up", arch: ModuleType = qwen3moe
+) -> tuple[dict[str, int], int]:
+    """Write a model without its weights, a hole as large as they are; returns where each tensor lies, and its bytes."""
+    shapes = published(arch, config)
+    sizes = {
+        name: int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes(types(name), shape[-1], name)
+        for name, shape in shapes.items()
+    }
+    end = _write_header(path, f"{shape} shapes, synthetic weights", arch, config, shapes, sizes, types)
+    offsets = {}
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    os.truncate(path, end)
+    return offsets, end
 
 
 def _write_at(fd: int, offset: int, data: memoryview) -> None:

@@ -73,6 +73,13 @@ class LlamaCpp:
         _run(self.python, "quantize", path, out, ftype, *(["ones"] if importance else []))
         return out
 
+    def types(self, path: Path, ftype: int, *, importance: bool) -> dict[str, str]:
+        """The types that the quantizer would give the tensors of a file, whose weights are not read."""
+        out = path.with_suffix(".json")
+        _run(self.python, "types", path, out, ftype, *(["any"] if importance else []))
+        found: dict[str, str] = json.loads(out.read_text())
+        return found
+
     def logits(self, path: Path, tokens: Ids) -> Logits:
         """Logits float32 [T, V] of a file, by llama.cpp on one thread."""
         given, made = path.with_suffix(".tokens.npy"), path.with_suffix(".logits.npy")

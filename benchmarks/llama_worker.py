@@ -2,16 +2,20 @@
 
     python llama_worker.py convert SOURCE HF_DIR OUT.gguf ARCHITECTURE N_VOCAB [OPTION ...]
     python llama_worker.py quantize IN.gguf OUT.gguf FTYPE [ones]
+    python llama_worker.py types IN.gguf OUT.json FTYPE [any]
     python llama_worker.py logits MODEL.gguf TOKENS.npy OUT.npy
 
 convert: by the converter in its source tree, without a tokenizer (models of random weights have none), so it needs
 `torch` and `transformers`; the others need `llama-cpp-python`. ones: an importance matrix in which all weights matter
-alike, since types of fewer than 3 bits are not made without one. logits: float32 [T, V] of all tokens, in one batch.
+alike, since types of fewer than 3 bits are not made without one. types: those that `quantize` would give the tensors,
+by name, from the header alone; any: as with an importance matrix. logits: float32 [T, V] of all tokens, in one batch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,26 @@ def quantize(source: str, out: str, ftype: str, importance: str = "") -> None:
         params.imatrix = _ones(llama_cpp, source, kept)
     if llama_cpp.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(params)):
         raise SystemExit("llama_model_quantize failed")
+
+
+def types(source: str, out: str, ftype: str, importance: str = "") -> None:
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.dry_run = int(ftype), True
+    value = (ctypes.c_float * 1)(1.0)
+    matrix = (llama_cpp.llama_model_imatrix_data * 2)(llama_cpp.llama_model_imatrix_data(b"any", value, 1))
+    if importance:
+        params.imatrix = ctypes.cast(matrix, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
+    said: list[str] = []
+    heard = llama_cpp.llama_log_callback(lambda level, text, data: said.append(text.decode()))
+    llama_cpp.llama_log_set(heard, None)
+    if llama_cpp.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(params)):
+        raise SystemExit("".join(said[-3:]).strip() or "llama_model_quantize failed")
+    # "[1/9] NAME - [SHAPE], type = OLD, size = ..." and "-> ... (NEW)" where it is another.
+    line = re.compile(r"\] (\S+) +- \[.*?\], type = +(\w+), size = [^\n]*?(?:-> .* MiB \((\w+)\))?\n")
+    found = {name: (new or old).upper() for name, old, new in line.findall("".join(said))}
+    Path(out).write_text(json.dumps(found))
 
 
 def _ones(llama_cpp: Any, path: str, kept: list[Any]) -> Any:
@@ -88,4 +112,4 @@ def logits(path: str, tokens_path: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    {"convert": convert, "quantize": quantize, "logits": logits}[sys.argv[1]](*sys.argv[2:])
+    {"convert": convert, "quantize": quantize, "types": types, "logits": logits}[sys.argv[1]](*sys.argv[2:])

@@ -8,6 +8,9 @@ Where it loads: are 64 greedy tokens, and their logits, those of the NumPy twin,
 60 tokens beside llama.cpp's on the same file, and beside `transformers` in float64 with the file's weights? Activations
 are rounded to 8 bits here and there, each in its own way. Gemma 4 has rows of 352 and 1,056, no multiple of 256, as
 published models have. Exits 1 if a token differs.
+
+The same mixtures of the full shapes, whose weights need not be there: the types that the quantizer gives their tensors,
+and which of them have no kernels here.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import argparse
 import collections
 import sys
 import tempfile
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as QType
 
 from benchmarks.figures import json_option
+from benchmarks.full_shape import SHAPES, is_vector, write_outline
 from benchmarks.llama_files import (
     F32_FILE,
     FailedError,
@@ -39,7 +45,9 @@ from benchmarks.llama_files import (
     step,
     tiny,
 )
+from engine.formats.block_types import NATIVE_TYPES
 from engine.formats.gguf import open_model
+from engine.formats.quants import row_bytes
 from engine.ground.errors import SparkError
 from engine.models import known
 from spark.results import write_json
@@ -108,6 +116,23 @@ def measure(llama: LlamaCpp, row: dict[str, Any], whole: Path, folder: Path) -> 
         return row | {"llama_cpp_fails": str(error)}
 
 
+def full_shape(llama: LlamaCpp, shape: str, mixture: str, outline: Path) -> dict[str, Any]:
+    """What a mixture of a published model has: its bytes, its types by their tensors, those without kernels."""
+    types = llama.types(outline, MIXTURES[mixture], importance=mixture.startswith("IQ"))
+    with open_model(outline) as file:
+        n_bytes = sum(
+            prod(t.shape[:-1]) * row_bytes(QType[types[name]], t.shape[-1], name) for name, t in file.tensors.items()
+        )
+    found = collections.Counter(types.values())
+    lacking = [name for name in found if QType[name] not in NATIVE_TYPES]
+    return {"shape": shape, "mixture": mixture, "bytes": n_bytes, "types": dict(found), "lacking": lacking}
+
+
+def source_type(name: str) -> QType:
+    """The types of a file before it is quantized."""
+    return QType.F32 if is_vector(name) or "ffn_gate_inp" in name else QType.BF16
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     llama_options(parser)
@@ -122,8 +147,18 @@ def main() -> None:
             for mixture in options.mixture or MIXTURES:
                 rows.append(measure(llama, {"family": arch, "mixture": mixture}, whole, folder))
                 print(rows[-1], flush=True)
+    shapes = []
+    for shape, (module, config) in SHAPES.items():
+        if options.family and module.ARCH not in options.family:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            outline = Path(name) / "outline.gguf"
+            write_outline(outline, config, source_type, shape, module)
+            for mixture in options.mixture or MIXTURES:
+                shapes.append(full_shape(llama, shape, mixture, outline))
+                print(shapes[-1], flush=True)
     if options.json:
-        write_json(options.json, {"llama_cpp_python": llama.version(), "rows": rows})
+        write_json(options.json, {"llama_cpp_python": llama.version(), "rows": rows, "shapes": shapes})
     if bad := [f"{row['family']} {row['mixture']}" for row in rows if row.get("same_tokens") is False]:
         sys.exit(f"tokens differ from the twin's: {', '.join(bad)}")
 
