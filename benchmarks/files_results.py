@@ -10,7 +10,7 @@ and loaded as they are. Errors are NMSE of the logits of 60 tokens: beside `tran
 imposed that Spark chose (routers of random weights have near ties; *same experts*: the share that it chooses, too), and
 the median over tokens beside llama.cpp. F32 files are compared with the model that was saved, others with one of the
 file's weights; llama.cpp rounds activations to the type of BF16 weights, Spark does not. *Joined*: `--fuse-qkv` and,
-but for Laguna, `--fuse-gate-up-exps`. *nextn*: with a block that predicts further tokens, which is left out. llama.cpp
+where the converter can, `--fuse-gate-up-exps`. *nextn*: with a block that predicts further tokens, which is left out. llama.cpp
 does not read Laguna's `yarn_beta_fast` and computes with 32 (docs/models.md)."""
 MIXTURES = """\
 The same models, quantized by llama.cpp's own quantizer, IQ types with an importance matrix of ones; Gemma 4 with rows
