@@ -9,9 +9,9 @@ Tiny models of random weights, saved by `transformers`, converted by llama.cpp's
 and loaded as they are. Errors are NMSE of the logits of 60 tokens: beside `transformers` in float64 with the experts
 imposed that Spark chose (routers of random weights have near ties; *same experts*: the share that it chooses, too), and
 the median over tokens beside llama.cpp. F32 files are compared with the model that was saved, others with one of the
-file's weights; llama.cpp rounds activations to the type of BF16 weights, Spark does not. *Joined*: `--fuse-qkv` and,
-where the converter can, `--fuse-gate-up-exps`. *nextn*: with a block that predicts further tokens, which is left out. llama.cpp
-does not read Laguna's `yarn_beta_fast` and computes with 32 (docs/models.md)."""
+file's weights; llama.cpp rounds activations to the type of BF16 weights, Spark does not. *Fused*: `--fuse-qkv` and,
+where the converter can, `--fuse-gate-up-exps`. *nextn*: with a block that predicts further tokens, which is left out.
+llama.cpp does not read Laguna's `yarn_beta_fast` and computes with 32 (docs/models.md)."""
 MIXTURES = """\
 The same models, quantized by llama.cpp's own quantizer, IQ types with an importance matrix of ones; Gemma 4 with rows
 that are no multiple of 256. A cell: NMSE of the logits beside llama.cpp's on the same file (the median over tokens;

@@ -88,6 +88,17 @@ class LlamaCpp:
         found: Logits = np.load(made)
         return found
 
+    def beside(self, path: Path, tokens: Ids, logits: Logits) -> dict[str, Any]:
+        """The median over tokens of the NMSE of a token's logits beside llama.cpp's, or why it has none.
+
+        That is the error of tokens for which no near tie of a router fell otherwise.
+        """
+        try:
+            theirs = self.logits(path, tokens)
+        except FailedError as error:
+            return {"llama_cpp_fails": str(error)}
+        return {"llama_cpp": float(np.median(((logits - theirs) ** 2).sum(-1) / (theirs**2).sum(-1)))}
+
     def version(self) -> str:
         """Of the package."""
         code = "import llama_cpp; print(llama_cpp.__version__)"
@@ -162,11 +173,6 @@ def beside_transformers(
     oracle, free = transformers_choices(config, weights, tokens, imposed=experts if experts.size else None)
     found = {"transformers": nmse(logits, oracle)}
     return found | ({"same_experts": float(np.mean(np.sort(experts) == np.sort(free)))} if experts.size else {})
-
-
-def median_nmse(logits: Logits, others: Logits) -> float:
-    """The median over tokens of the NMSE of a token's logits: that of tokens for which no near tie fell otherwise."""
-    return float(np.median(((logits - others) ** 2).sum(-1) / (others**2).sum(-1)))
 
 
 def file_weights(path: Path, config: Any) -> Tensors:

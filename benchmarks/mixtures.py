@@ -37,7 +37,6 @@ from benchmarks.llama_files import (
     beside_transformers,
     file_weights,
     llama_options,
-    median_nmse,
     opened,
     read_config,
     save_transformers,
@@ -110,10 +109,7 @@ def measure(llama: LlamaCpp, row: dict[str, Any], whole: Path, folder: Path) -> 
     config = read_config(path)
     row |= beside_transformers(config, file_weights(path, config), tokens, logits, experts)
     row |= beside_the_twin(path, tokens[:PROMPT])
-    try:
-        return row | {"llama_cpp": median_nmse(logits, llama.logits(path, tokens))}
-    except FailedError as error:
-        return row | {"llama_cpp_fails": str(error)}
+    return row | llama.beside(path, tokens, logits)
 
 
 def full_shape(llama: LlamaCpp, shape: str, mixture: str, outline: Path) -> dict[str, Any]:

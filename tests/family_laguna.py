@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.family_ropes import rope_parameters
+from tests.rope_parameters import rope_parameters
 
 Tensors = dict[str, np.ndarray]
 

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.family_ropes import rope_parameters
+from tests.rope_parameters import rope_parameters
 
 Tensors = dict[str, np.ndarray]
 

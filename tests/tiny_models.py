@@ -58,12 +58,12 @@ def everything(qtype: QType):
 ALL_F32 = everything(QType.F32)
 
 
-# What the published converter can join in one tensor, and what it always does.
+# What the published converter can fuse in one tensor, and what it always does.
 QKV, GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps"))
-JOINED = {"gemma4": (GATE_UP,)}
+FUSED = {"gemma4": (GATE_UP,)}
 
 
-def join(tensors: Tensors, *kinds: tuple[str, tuple[str, ...]]) -> Tensors:
+def fuse(tensors: Tensors, *kinds: tuple[str, tuple[str, ...]]) -> Tensors:
     """The tensors with the rows of some of every layer in one, where the layer has them all."""
     out = dict(tensors)
     for whole, parts in kinds:
@@ -76,17 +76,17 @@ def join(tensors: Tensors, *kinds: tuple[str, tuple[str, ...]]) -> Tensors:
 
 def write_tiny(
     path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, variant: dict[str, Any] | None = None,
-    joined: tuple[tuple[str, tuple[str, ...]], ...] | None = None, **smaller: int,
+    fused: tuple[tuple[str, tuple[str, ...]], ...] | None = None, **smaller: int,
 ) -> Path:  # fmt: skip
     """A tiny random model of an architecture with tensors of the given types and no tokenizer.
 
-    variant: fields of its configuration that are to be other than in `tiny`. joined: tensors that are in one, as the
+    variant: fields of its configuration that are to be other than in `tiny`. fused: tensors that are in one, as the
     published converter has them by default. smaller: fields that are to be less; tensors are cut to fit.
     """
     config, tensors = arch.tiny(np.random.default_rng(seed), **(variant or {}))
     config = replace(config, **smaller)
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
-    tensors = join(tensors, *(JOINED.get(arch.ARCH, ()) if joined is None else joined))
+    tensors = fuse(tensors, *(FUSED.get(arch.ARCH, ()) if fused is None else fused))
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
     write_gguf(path, metadata, {name: (values, types(name)) for name, values in tensors.items()})
     return path
@@ -107,11 +107,11 @@ _folder = tempfile.TemporaryDirectory()  # until the tests end
 
 @functools.cache
 def tiny_path(name: str, types: Any = k_quant_mix) -> Path:
-    """A model of `MODELS`, or NAME-fused: one with all that can be joined; written once for all tests."""
+    """A model of `MODELS`, or NAME-fused: one with all that can be fused; written once for all tests."""
     arch, variant = MODELS[name.removesuffix("-fused")]
-    joined = (QKV, GATE_UP) if name.endswith("-fused") else None
+    fused = (QKV, GATE_UP) if name.endswith("-fused") else None
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"
-    return write_tiny(path, types, arch=models.find(arch), variant=variant, joined=joined)
+    return write_tiny(path, types, arch=models.find(arch), variant=variant, fused=fused)
 
 
 def read_weights(path: Path) -> Tensors:

@@ -42,7 +42,7 @@ class Common:
         """Read and check the metadata; what is not implemented is refused by name, a key that nobody reads too."""
         keys = Keys(file)
         config = cls.read(keys)
-        refuse_unsupported_keys(file.metadata, file.architecture, keys.read)
+        refuse_unsupported_keys(file.metadata, file.architecture, keys.asked)
         return config
 
     @classmethod
@@ -93,15 +93,15 @@ class Common:
 class Keys:
     """The metadata of an architecture, each key without the architecture's name before it.
 
-    read: the keys that were asked for.
+    asked: those that were read.
     """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.arch = file, file.architecture
-        self.read: set[str] = set()
+        self.asked: set[str] = set()
 
     def _value(self, key: str, kind: type[Any], default: Any) -> Any:
-        self.read.add(key)
+        self.asked.add(key)
         return self.file.value(f"{self.arch}.{key}", kind, MISSING if default is None else default)
 
     def size(self, key: str, least: int = 1, default: int | None = None) -> int:

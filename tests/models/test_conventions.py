@@ -1,4 +1,4 @@
-"""What files of other writers look like: keys beyond ours, joined tensors, scaled positions, blocks left out."""
+"""What files of other writers look like: keys beyond ours, fused tensors, scaled positions, blocks left out."""
 
 from __future__ import annotations
 
@@ -111,15 +111,15 @@ def test_what_is_read_or_of_another_model_is_nobodys_business(keys: dict[str, An
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_joined_tensors_change_no_bit(arch: str) -> None:
+def test_fused_tensors_change_no_bit(arch: str) -> None:
     with open_model(tiny_path(f"{arch}-fused", Q8)) as file:
         assert any(".attn_qkv." in name for name in file.tensors)
         assert arch == "qwen35" or any(".ffn_gate_up_exps." in name for name in file.tensors)
-    apart, joined = (logits(tiny_path(name, Q8)) for name in (arch, f"{arch}-fused"))
-    assert np.array_equal(apart.view(np.uint32), joined.view(np.uint32))
+    apart, fused = (logits(tiny_path(name, Q8)) for name in (arch, f"{arch}-fused"))
+    assert np.array_equal(apart.view(np.uint32), fused.view(np.uint32))
 
 
-def test_a_tensor_that_is_there_alone_and_joined_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_is_there_alone_and_fused_is_refused(tmp_path: Path) -> None:
     config = read(tiny_path("qwen3moe", Q8))
     rows = (config.n_head + 2 * config.n_head_kv) * config.head_dim
     for name, message in (("blk.1.attn_qkv.weight", "both alone and in"), ("blk.1.attn_qkv.bias", "is not part of")):
