@@ -27,6 +27,7 @@ from benchmarks.llama_files import (
     beside_transformers,
     file_weights,
     largest_difference,
+    llama_of,
     llama_options,
     read_config,
     save_transformers,
@@ -103,7 +104,7 @@ def main() -> None:
     llama_options(parser)
     json_option(parser)
     options = parser.parse_args()
-    llama, rows = LlamaCpp(options.llama, options.source), []
+    llama, rows = llama_of(options), []
     for arch in options.family or known():
         for case in cases(arch):
             with tempfile.TemporaryDirectory() as folder:

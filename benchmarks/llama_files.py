@@ -48,6 +48,13 @@ def llama_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", choices=models.known(), action="append", help="only this one")
 
 
+def llama_of(options: argparse.Namespace) -> LlamaCpp:
+    """What `llama_options` were given; where it lies on this machine is no part of the command that is published."""
+    names = {str(options.source): "LLAMA_CPP", options.llama: "PYTHON"}
+    sys.argv = [names.get(word, word) for word in sys.argv]
+    return LlamaCpp(options.llama, options.source)
+
+
 class FailedError(Exception):
     """A tool of llama.cpp that ended otherwise than well, and its last words."""
 

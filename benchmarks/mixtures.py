@@ -36,6 +36,7 @@ from benchmarks.llama_files import (
     Logits,
     beside_transformers,
     file_weights,
+    llama_of,
     llama_options,
     opened,
     read_config,
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--mixture", choices=MIXTURES, action="append", help="only this one")
     json_option(parser)
     options = parser.parse_args()
-    llama, rows = LlamaCpp(options.llama, options.source), []
+    llama, rows = llama_of(options), []
     for arch in options.family or known():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

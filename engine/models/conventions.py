@@ -20,31 +20,26 @@ GROUPS = (
     "rope.", "attention.", "expert", "moe_", "ssm.", "swiglu_", "altup.", "hyper_connection.", "kda.", "ple.",
     "attn_res.", "activation",
 )  # fmt: skip
-ENDINGS = ("softcapping", "_scale", "_multiplier")
+OTHER_SENSES = ("vision.", "audio.")  # whose tensors are left out
+SCALES = ("scale", "factor")
+ENDINGS = ("softcapping", "multiplier", *SCALES)
 ZERO, ONE_OR_ZERO = (0,), (0, 1)
 _NAMED = 8  # keys in one error
-# The values that change nothing; () where none does.
+# The values that change nothing, where they are not 0, or 0 and 1 of a scale; () where none changes anything.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "attention.output_scale": ONE_OR_ZERO,
-    "attention.value_scale": ONE_OR_ZERO,
     "decoder_sparse_step": ONE_OR_ZERO,
     "embedding_length_per_layer_input": ZERO,
-    "embedding_scale": ONE_OR_ZERO,
     "expert_gating_func": ONE_OR_ZERO,  # not given, softmax
     "expert_group_count": ONE_OR_ZERO,
-    "expert_group_scale": ONE_OR_ZERO,
     "expert_group_used_count": ONE_OR_ZERO,
     "expert_weights_norm": (True,),
-    "expert_weights_scale": ONE_OR_ZERO,
     "full_attention_interval": ONE_OR_ZERO,
     "interleave_moe_layer_step": ONE_OR_ZERO,
     "leading_dense_block_count": ZERO,
-    "logit_scale": ONE_OR_ZERO,
     "moe_every_n_layers": ONE_OR_ZERO,
     "norm_top_k_prob": (True,),
     "num_loops": ONE_OR_ZERO,
-    "residual_scale": ONE_OR_ZERO,
     "rope.scaling.alpha": ONE_OR_ZERO,
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.finetuned": (),
@@ -68,9 +63,9 @@ def unsupported_keys(metadata: Mapping[str, Any], architecture: str, read: Colle
     for name, value in metadata.items():
         owner, _, key = name.partition(".")
         shapes = key in NEUTRAL or key.startswith(GROUPS) or key.endswith(ENDINGS)
-        if owner != architecture or key in read or not shapes:
+        if owner != architecture or key in read or key.startswith(OTHER_SENSES) or not shapes:
             continue
-        neutral = NEUTRAL.get(key, ZERO)
+        neutral = NEUTRAL.get(key, ONE_OR_ZERO if key.endswith(SCALES) else ZERO)
         if neutral and not _is_one_of(value, neutral):
             known = " or ".join(map(str, neutral))
             shown = repr(name)[1:-1][:80]

@@ -59,6 +59,7 @@ def read(path: Path, more: dict[str, Any] | None = None) -> Any:
         ("rope.swa.freq_base", 5e4, 0.0),
         ("rope.scaling.yarn_log_multiplier", 0.1, 0.0),
         ("rope.scaling.attn_factor", 1.35, 1.0),
+        ("rope.freq_scale", 0.5, 1.0),
         ("attention.sink_enabled", True, False),
         ("attention.causal", False, True),
         ("attention.clamp_kqv", 8.0, 0.0),
@@ -107,7 +108,7 @@ def test_what_is_read_or_of_another_model_is_nobodys_business(keys: dict[str, An
     found = unsupported_keys(metadata, "m")
     assert all(line.startswith("m.") and "\n" not in line for line in found) and len(found) <= len(keys)
     assert unsupported_keys(metadata, "m", keys) == [] == unsupported_keys(metadata, "other")
-    assert unsupported_keys(metadata | {"m.vocab_size": 3, "general.x_scale": 2.0}, "m") == found
+    assert unsupported_keys(metadata | {"m.vocab_size": 3, "m.vision.x_scale": 2.0, "general.x_scale": 2.0}, "m") == found
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
