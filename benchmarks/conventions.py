@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.figures import json_option
 from benchmarks.llama_files import (
     F32_FILE,
+    YARN,
     FailedError,
     LlamaCpp,
     beside_transformers,
@@ -40,7 +41,7 @@ from engine.models.scaling import Scaling
 from spark.results import write_json
 
 MUST = 1e-6  # NMSE of F32 files beside transformers
-YARN, LINEAR = Scaling("yarn", factor=4.0, n_ctx=200), Scaling("linear", factor=3.0)
+LINEAR = Scaling("linear", factor=3.0)
 FUSE = ("--fuse-qkv", "--fuse-gate-up-exps")
 FUSES_EXPERTS = ("gemma4", "qwen35moe")  # of what families the converter knows how
 
@@ -70,7 +71,7 @@ def cases(arch: str) -> list[Case]:
         return [
             Case("F32, no scaling", changes={"scaling": None}),
             Case("F32, `yarn_beta_fast` 8", changes={"scaling": Scaling("yarn", 4.0, 200, beta_fast=8.0)}),
-            *(Case(f"{case.name}, YaRN", case.options, {"scaling": YARN}) for case in found),
+            *(replace(case, name=f"{case.name}, YaRN") for case in found),
         ]
     if arch != "gemma4":  # its full layers have frequencies of their own
         found += [Case("F32, YaRN", changes={"scaling": YARN}), Case("F32, linear", changes={"scaling": LINEAR})]

@@ -18,6 +18,7 @@ from engine import models
 from engine.formats.gguf import open_model
 from engine.ground.config import EngineConfig
 from engine.models.loading import fused_parts
+from engine.models.scaling import Scaling
 from engine.running.forward import MAX_ROWS
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span, StepResult
@@ -25,11 +26,12 @@ from tests.tiny_models import nmse, read_weights, transformers_choices, transfor
 
 WORKER = Path(__file__).with_name("llama_worker.py")
 TIMEOUT_S = 300.0
-# What llama.cpp wants otherwise than `tiny` has it: keys and values of a DeltaNet layer of one size. And rows of
-# Gemma 4 that are no multiple of 256, as published models have them.
+# What llama.cpp wants otherwise than `tiny` has it: keys and values of a DeltaNet layer of one size, the bounds of YaRN
+# that it takes for Laguna whatever a file says. And rows of Gemma 4 that are no multiple of 256, as published.
+YARN = Scaling("yarn", factor=4.0, n_ctx=200)
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4": {"n_ff_exp": 352, "n_ff": (1056,) * 6},
-    "laguna": {},
+    "laguna": {"scaling": YARN},
     "qwen35": {"d_k": 128},
     "qwen35moe": {"d_k": 128},
     "qwen3moe": {},
