@@ -116,7 +116,10 @@ class LlamaCpp:
 
 def _run(python: str, *arguments: Any) -> None:
     command = [python, str(WORKER), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise FailedError(f"{arguments[0]} took more than {TIMEOUT_S:g} s") from None
     if done.returncode:
         words = [line for line in done.stderr.splitlines() if line.strip()]
         raise FailedError(f"{arguments[0]} ended with {done.returncode}: {words[-1] if words else ''}")
