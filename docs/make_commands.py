@@ -12,8 +12,8 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("commands.md")
 COMMANDS = (
-    "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "plan", "bench",
-    "demo",
+    "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "inspect", "plan",
+    "bench", "demo",
 )  # fmt: skip
 HEAD = """# Commands
 

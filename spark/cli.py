@@ -409,6 +409,36 @@ def launch(
 
 
 @command()
+def inspect(
+    model: Model,
+    vram: VramsOption = None,
+    ctx: ContextOption = None,
+    kv_type: KVOption = "f16",
+    chunk: ChunkOption = None,
+    ready_timeout: ReadyOption = 120.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Show what a model file is, whether it can be served, and what it would take.
+
+    The header alone is read, so the file may still be downloading, and no GPU is needed. Exit status 1 and one line
+    where something is missing: kernels for a type of its tensors, its architecture or a variant of it, its tokenizer.
+    """
+    from engine.placing import policies
+    from spark.commands.tables import show_inspection
+    from spark.pipeline import plan as planning
+
+    config = EngineConfig(
+        model=model, device="cuda", policy=policies.served(False).name, ctx_tokens=ctx, kv_type=kv_type,
+        chunk_tokens=chunk,
+    )  # fmt: skip
+    report = planning.inspect(config, vram or (), ready_timeout)
+    save(json_file, report.to_json())
+    show_inspection(report)
+    if report.refusal is not None:
+        raise report.refusal
+
+
+@command()
 def plan(
     model: Model,
     vram: VramsOption = None,
@@ -423,8 +453,8 @@ def plan(
 ) -> None:
     """Show what serving would take of a GPU and of the host.
 
-    No weights are read. A cap that is too small is refused with the smallest that would do. Without a GPU the size of
-    its context is an estimate.
+    No weights are read. A model that cannot be served is refused as inspect would; a cap that is too small, with the
+    smallest that would do. Without a GPU the size of its context is an estimate.
     """
     from engine.placing import policies
     from spark.commands.tables import show_plan

@@ -15,6 +15,14 @@ _TABLE = re.compile(r"^#define BLOCK_TYPES\(X\) *\\\n((?:.*\\\n)*.*\n)", re.MULT
 _RECORD = re.compile(r" *X\((\w+), (\d+), (\d+), (\d+), (\w+), (\d+), (\d+)\) *\\?")
 
 
+class NoKernelsError(UnsupportedModelError):
+    """A type that no kernel reads."""
+
+    def __init__(self, message: str) -> None:
+        types = ", ".join(qtype.name for qtype in NATIVE_TYPES)
+        super().__init__(message, hint=f"use a file whose tensors have types among {types}")
+
+
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """A record of block_types.h, where its fields are described; `bytes` is `n_bytes` here."""
@@ -59,12 +67,9 @@ FLOAT_TYPES = tuple(qtype for qtype, t in RECORDS.items() if t.kind == "PLAIN")
 
 
 def record(qtype: QType, name: str = "") -> BlockType:
-    """The record of a type; UnsupportedModelError where it has no kernels. name: of the tensor."""
+    """The record of a type; NoKernelsError where it has none. name: of the tensor."""
     found = RECORDS.get(qtype)
     if found is None:
         of = f"tensor {name!r} has type" if name else "a tensor has type"
-        raise UnsupportedModelError(
-            f"{of} {qtype.name}, which has no kernels",
-            hint="use a file whose tensors have types among " + ", ".join(q.name for q in NATIVE_TYPES),
-        )
+        raise NoKernelsError(f"{of} {qtype.name}, which has no kernels")
     return found

@@ -16,11 +16,19 @@ from typing import Any, Final, Self, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from engine.formats.gguf_header import Header, StringArray, TensorInfo, describe, read_header
+from engine.formats.gguf_header import (
+    Header,
+    StringArray,
+    TensorInfo,
+    UnfinishedHeaderError,
+    describe,
+    read_header,
+)
 from engine.formats.quants import QTensor, dequantize, without_ones
 from engine.ground.errors import ModelFormatError
+from engine.ground.unbacked import unbacked
 
-__all__ = ["GGUFFile", "MISSING", "StringArray", "TensorInfo", "open_model"]
+__all__ = ["GGUFFile", "MISSING", "StringArray", "TensorInfo", "open_header", "open_model"]
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _ROUTER = re.compile(r"blk\.\d+\.ffn_gate_inp\.weight")
@@ -47,13 +55,20 @@ class GGUFFile:
     paths: the files in order. metadata: what the first of them says: int, float, bool, str, read-only arrays of
     numbers, and StringArray. tensors: name -> TensorInfo, in file order. size_bytes: of all files together.
     Views of the data stay valid after `close`: the mapping goes with the last of them.
+
+    header_alone: tensors have no weights behind them, and the file has no ids. whole_bytes: what all files that are
+    there will have in the end, `size_bytes` or less where nothing is missing of them. absent: parts whose header is not
+    there.
     """
 
-    def __init__(self, parts: Sequence[Header]) -> None:
+    def __init__(self, parts: Sequence[Header], header_alone: bool = False, absent: Sequence[Path] = ()) -> None:
         self.paths: tuple[Path, ...] = tuple(p.path for p in parts)
         self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].metadata)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType({t.name: t for p in parts for t in p.tensors})
         self.size_bytes: int = sum(len(p.data) for p in parts)
+        self.whole_bytes: int = sum(p.end for p in parts)
+        self.missing_bytes: int = sum(max(0, p.end - len(p.data)) for p in parts)
+        self.header_alone, self.absent = header_alone, tuple(absent)
         self._parts = {p.path: p for p in parts}
         self.architecture: str = self.value("general.architecture", str)
 
@@ -66,6 +81,8 @@ class GGUFFile:
                 hint=f"the model has {len(self.tensors)} tensors and says it is a {self.architecture!r}",
             )
         assert self._parts, f"{self.paths[0]} was closed"
+        if self.header_alone:
+            return QTensor(name, info.qtype, info.shape, unbacked(info.nbytes, np.uint8), backed=False)
         data = np.frombuffer(self._parts[info.path].data, np.uint8, info.nbytes, info.offset)
         return QTensor(name, info.qtype, info.shape, data)
 
@@ -103,6 +120,7 @@ class GGUFFile:
         hashed as BF16, so F32 and BF16 copies of one agree. A copy in F16 can differ where it lost small
         weights, and one in fewer bits does: then the ids differ too.
         """
+        assert not self.header_alone, "a header does not say which model it is"
         sizes = {key: self.metadata.get(f"{self.architecture}.{key}") for key in _SHAPING_KEYS}
         identity = {
             "architecture": self.architecture,
@@ -119,7 +137,7 @@ class GGUFFile:
     def file_id(self) -> str:
         """SHA-256 of metadata, tensor table, size and three 1 MiB samples of the data: 64 hex digits."""
         parts = self._parts.values()
-        assert parts, f"{self.paths[0]} was closed"
+        assert parts and not self.header_alone, f"{self.paths[0]} was closed, or its header read alone"
         digest = hashlib.sha256(b"spark file id 1\n")
         for part in parts:
             digest.update(struct.pack("<QQ", len(part.data), part.data_offset))
@@ -149,39 +167,61 @@ class GGUFFile:
 
 def open_model(path: str | Path) -> GGUFFile:
     """Open a GGUF model, given any of its parts; ModelFormatError for whatever is wrong with a file."""
-    given = Path(path)
-    part = read_header(given)
+    return _open(Path(path), header_alone=False)
+
+
+def open_header(path: str | Path) -> GGUFFile:
+    """As `open_model`, without the weights, which need not be there: what a download has so far.
+
+    A header that is not whole yet is an UnfinishedHeaderError; of parts, the first one's must be there.
+    """
+    return _open(Path(path), header_alone=True)
+
+
+def _open(given: Path, header_alone: bool) -> GGUFFile:
+    part = read_header(given, header_alone)
     count = _split_number(part, "split.count", 1)
     if count == 1:
-        return GGUFFile([part])
+        return GGUFFile([part], header_alone)
     name = _SPLIT_NAME.fullmatch(given.name)
     if name is None or int(name["count"]) != count:
         raise ModelFormatError(
             f"{given}: key 'split.count' says that this is one of {count} parts, but its name does not",
             hint=f"name the parts NAME-00001-of-{count:05}.gguf, NAME-00002-of-{count:05}.gguf and so on",
         )
-    parts = []
+    parts, absent = [], []
     for no in range(count):
         other = given.with_name(f"{name['stem']}-{no + 1:05}-of-{count:05}.gguf")
-        if not other.exists():
-            raise ModelFormatError(f"{other}: this part of the model is missing", hint="fetch it to that place")
-        parts.append(part if other == given else read_header(other))
-        found = (_split_number(parts[no], "split.no", 0), _split_number(parts[no], "split.count", 1))
+        try:
+            parts.append(part if other == given else _part(other, header_alone))
+        except UnfinishedHeaderError:
+            if not header_alone or no == 0:
+                raise
+            absent.append(other)
+            continue
+        found = (_split_number(parts[-1], "split.no", 0), _split_number(parts[-1], "split.count", 1))
         if found != (no, count):
             raise ModelFormatError(
                 f"{other}: keys 'split.no' and 'split.count' are {found[0]} and {found[1]}, expected {no} and {count}",
                 hint="the part was renamed, or belongs to another model",
             )
-    model = GGUFFile(parts)
+    model = GGUFFile(parts, header_alone, absent)
     n_tensors = sum(len(p.tensors) for p in parts)
     expected = model.value("split.tensors.count", int)
-    if not n_tensors == len(model.tensors) == expected:
+    if n_tensors != len(model.tensors) or (n_tensors != expected if not absent else n_tensors > expected):
         raise ModelFormatError(
-            f"{given}: key 'split.tensors.count' is {expected}, but the {count} parts hold {n_tensors} tensors "
+            f"{given}: key 'split.tensors.count' is {expected}, but the {len(parts)} parts hold {n_tensors} tensors "
             f"with {len(model.tensors)} different names",
             hint="the parts belong to different models",
         )
     return model
+
+
+def _part(path: Path, header_alone: bool) -> Header:
+    """The header of another part than the one that was given."""
+    if not path.exists():
+        raise UnfinishedHeaderError(f"{path}: this part of the model is missing", hint="fetch it to that place")
+    return read_header(path, header_alone)
 
 
 def _split_number(part: Header, key: str, default: int) -> int:

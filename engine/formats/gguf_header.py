@@ -1,7 +1,8 @@
 """The header of one GGUF file: metadata and tensor table, parsed off a memory map.
 
 Nothing that the file says is believed: every count and length is compared with the bytes that remain before anything
-is read or allocated, so a malformed file costs one ModelFormatError, little time and no memory.
+is read or allocated, so a malformed file costs one ModelFormatError, little time and no memory. Of a file that is still
+being downloaded the header can be read as soon as it is there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _MAX_STRING_BYTES = 1 << 26  # some converters keep a whole tokenizer.json in on
 _MAX_STRINGS = 1 << 22
 _MAX_STRINGS_BYTES = 1 << 28
 _MAX_DIMS = 4
+_MAX_ITEMS = 1 << 28  # of an array of numbers
+_MAX_FILE_BYTES = 1 << 44  # that a header may speak of
 
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # length, one character, type, the smallest value
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -47,6 +50,10 @@ _REMOVED_TYPES = {
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
 _DAMAGED = "the file is truncated or damaged: download or copy it again"
+
+
+class UnfinishedHeaderError(ModelFormatError):
+    """A file that is not there, or ends inside its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +104,22 @@ class StringArray(Sequence[str]):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file says. data_offset: where its header ends and tensor data begins."""
+    """What one file says. data_offset: where its header ends and tensor data begins; end: where those end."""
 
     path: Path
     data: mmap.mmap
     metadata: dict[str, Any]
     tensors: list[TensorInfo]
     data_offset: int
+    end: int
 
 
-def read_header(path: Path) -> Header:
-    """Map a GGUF file and parse its header; ModelFormatError names the key or tensor that is wrong."""
-    cursor = _Cursor(path, _map(path))
+def read_header(path: Path, partial: bool = False) -> Header:
+    """Map a GGUF file and parse its header; ModelFormatError names the key or tensor that is wrong.
+
+    partial: the tensors' data need not be there. A file that ends inside its header is an UnfinishedHeaderError then.
+    """
+    cursor = _Cursor(path, _map(path), partial)
     cursor.take(4, "the magic")
     version = cursor.scalar(ValueType.UINT32, "the version")
     if version & 0xFFFF == 0:
@@ -137,7 +148,8 @@ def read_header(path: Path) -> Header:
         raise cursor.error(f"key 'general.alignment' is {describe(alignment)}, expected a power of two")
     data_offset = (cursor.at + alignment - 1) // alignment * alignment
     placed = _place(cursor, tensors.values(), data_offset, alignment)
-    return Header(path, cursor.data, metadata, placed, min(data_offset, cursor.end))
+    end = max((t.offset + t.nbytes for t in placed), default=data_offset)
+    return Header(path, cursor.data, metadata, placed, min(data_offset, cursor.end), end)
 
 
 def describe(value: Any) -> str:
@@ -163,9 +175,9 @@ def _map(path: Path) -> mmap.mmap:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelFormatError(f"{path}: cannot be opened: {reason}") from error
     if not head:
-        raise ModelFormatError(f"{path}: is empty", hint="the download may have failed: fetch it again")
+        raise UnfinishedHeaderError(f"{path}: is empty", hint="the download may have failed: fetch it again")
     if head[:4] == b"GGUF"[: len(head)]:
-        raise ModelFormatError(f"{path}: ends inside the GGUF header", hint=_DAMAGED)
+        raise UnfinishedHeaderError(f"{path}: ends inside the GGUF header", hint=_DAMAGED)
     pointer = head.startswith(b"version https://git-lfs")
     raise ModelFormatError(
         f"{path}: is not a GGUF file: it begins with {head[:4]!r}, expected b'GGUF'",
@@ -176,18 +188,27 @@ def _map(path: Path) -> mmap.mmap:
 class _Cursor:
     """Reads values off the mapped bytes, never past their end. `what` names them in the error."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at, self.end = path, data, 0, len(data)
+    def __init__(self, path: Path, data: mmap.mmap, partial: bool) -> None:
+        self.path, self.data, self.at, self.end, self.partial = path, data, 0, len(data), partial
 
     def error(self, message: str, hint: str = "") -> ModelFormatError:
         return ModelFormatError(f"{self.path}: {message}", hint=hint)
+
+    def ended(self, message: str) -> ModelFormatError:
+        """The error for what does not fit in the rest of the file."""
+        if not self.partial:
+            return self.error(message, _DAMAGED)
+        return UnfinishedHeaderError(
+            f"{self.path}: {self.end:,} bytes are there, and its header is longer: more are needed",
+            hint="let the download go on; headers take 5 to 30 MB",
+        )
 
     def take(self, n_bytes: int, what: str) -> int:
         """Step over `n_bytes`; returns where they begin."""
         start = self.at
         if n_bytes > self.end - start:
             remain = f"only {self.end - start} remain"
-            raise self.error(f"{what} needs {n_bytes} bytes at byte {start}, but {remain}", _DAMAGED)
+            raise self.ended(f"{what} needs {n_bytes} bytes at byte {start}, but {remain}")
         self.at = start + n_bytes
         return start
 
@@ -203,8 +224,8 @@ class _Cursor:
     def count(self, what: str, limit: int, item_bytes: int) -> int:
         """A count of things of at least `item_bytes` each, which can all still be there."""
         n: int = self.scalar(ValueType.UINT64, what)
-        if n > (self.end - self.at) // item_bytes:
-            raise self.error(f"{what} is {n}, but only {self.end - self.at} bytes remain", _DAMAGED)
+        if n > (self.end - self.at) // item_bytes and not (self.partial and n > limit):
+            raise self.ended(f"{what} is {n}, but only {self.end - self.at} bytes remain")
         if n > limit:
             raise self.error(f"{what} is {n}, more than the {limit} that are accepted")
         return n
@@ -238,7 +259,7 @@ class _Cursor:
         if item == ValueType.STRING:
             return self.strings(key, self.count(f"the item count of {what}", _MAX_STRINGS, 8))
         dtype = np.dtype(np.bool_ if item == ValueType.BOOL else _SCALARS[item])
-        n = self.count(f"the item count of {what}", self.end, dtype.itemsize)
+        n = self.count(f"the item count of {what}", _MAX_ITEMS, dtype.itemsize)
         start = self.take(n * dtype.itemsize, what)
         if item == ValueType.BOOL and np.frombuffer(self.data, np.uint8, n, start).max(initial=0) > 1:
             raise self.error(f"{what} holds bools that are neither 0 nor 1")
@@ -246,14 +267,16 @@ class _Cursor:
 
     def strings(self, key: str, n: int) -> StringArray:
         """Step over `n` strings, keeping only where each begins. A large vocabulary spends its time here."""
-        end = min(self.end, self.at + _MAX_STRINGS_BYTES)
+        limit = self.at + _MAX_STRINGS_BYTES
+        end = min(self.end, limit)
         data, at, offsets = self.data, self.at, array("q", [self.at])
         length_at, append = struct.Struct("<Q").unpack_from, offsets.append
         for i in range(n):
             if at + 8 <= end:
                 at += 8 + length_at(data, at)[0]
             if at > end or at == offsets[i]:
-                raise self.error(f"string {i} of key {key!r} reaches past byte {end}", _DAMAGED)
+                reaches = f"string {i} of key {key!r} reaches past byte {end}"
+                raise self.ended(reaches) if end < limit and at <= limit else self.error(reaches, _DAMAGED)
             append(at)
         self.at = at
         return StringArray(data, offsets, f"{self.path}: key {key!r}")
@@ -286,16 +309,18 @@ class _Cursor:
 
 
 def _place(cursor: _Cursor, tensors: Collection[TensorInfo], data_offset: int, alignment: int) -> list[TensorInfo]:
-    """Make the offsets absolute: each aligned, inside the file, and no two tensors on the same bytes."""
+    """Make the offsets absolute: each aligned, inside the whole file, and no two tensors on the same bytes."""
     placed = [replace(t, offset=data_offset + t.offset) for t in tensors]
     previous: TensorInfo | None = None
     for t in sorted(placed, key=lambda t: t.offset):
         what = f"tensor {t.name!r}"
         if (t.offset - data_offset) % alignment:
             raise cursor.error(f"{what} lies at offset {t.offset - data_offset}, not a multiple of {alignment}")
-        if t.offset + t.nbytes > cursor.end:
-            end = t.offset + t.nbytes
+        end = t.offset + t.nbytes
+        if end > cursor.end and not cursor.partial:
             raise cursor.error(f"{what} ends at byte {end}, but the file has {cursor.end}", _DAMAGED)
+        if end > _MAX_FILE_BYTES:
+            raise cursor.error(f"{what} ends at byte {end}, more than the {_MAX_FILE_BYTES} that are accepted")
         if previous and t.offset < previous.offset + previous.nbytes:
             raise cursor.error(f"tensors {previous.name!r} and {t.name!r} overlap at byte {t.offset}")
         previous = t

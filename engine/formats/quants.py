@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.formats import block_types
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
+from engine.ground.unbacked import unbacked
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -26,7 +27,8 @@ class QTensor:
 
     shape: NumPy order, slowest axis first: (rows, cols), or (n_expert, rows, cols) for stacked experts.
     data: uint8 [nbytes], contiguous. stride_bytes: 0, or the distance of two experts in `data`, which then also holds
-    what lies between them: gate and up of experts that a file keeps in one tensor (`rows`).
+    what lies between them: gate and up of experts that a file keeps in one tensor (`rows`). backed: whether there are
+    weights behind `data`; of a header that was read alone there are none.
     """
 
     name: str
@@ -34,6 +36,7 @@ class QTensor:
     shape: tuple[int, ...]
     data: Bytes
     stride_bytes: int = 0
+    backed: bool = True
 
     def __post_init__(self) -> None:
         assert self.data.dtype == np.uint8 and self.data.ndim == 1 and self.data.flags.c_contiguous, self.name
@@ -56,6 +59,11 @@ class QTensor:
         size = self.nbytes // self.shape[0]
         first = e * (self.stride_bytes or size)
         return QTensor(f"{self.name}[{e}]", self.qtype, self.shape[1:], self.data[first : first + size])
+
+    def reordered(self, name: str, shape: tuple[int, ...], blocks: Bytes) -> QTensor:
+        """A tensor of `blocks`, a view of this one's data in another order: a copy, unless there is nothing to copy."""
+        data = np.ascontiguousarray(blocks).reshape(-1) if self.backed else unbacked(blocks.size, np.uint8)
+        return QTensor(name, self.qtype, shape, data, backed=self.backed)
 
     def rows(self, first: int, n: int) -> QTensor:
         """n rows from the first on, of every slice where there are several, without a copy: part of a fused tensor."""

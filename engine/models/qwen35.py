@@ -247,10 +247,7 @@ def split_heads(packed: QTensor, n_head: int) -> tuple[QTensor, QTensor]:
     """The first and the second half of every head's rows, as two matrices; rows are whole blocks, so bytes move."""
     rows, cols = packed.shape
     halves = packed.data.reshape(n_head, 2, -1).transpose(1, 0, 2)
-    first, second = (
-        QTensor(f"{packed.name}[{i}]", packed.qtype, (rows // 2, cols), np.ascontiguousarray(half).reshape(-1))
-        for i, half in enumerate(halves)
-    )
+    first, second = (packed.reordered(f"{packed.name}[{i}]", (rows // 2, cols), half) for i, half in enumerate(halves))
     return first, second
 
 

@@ -7,14 +7,14 @@ not there. No GPU is needed. On the count stands the decision how much of a GPU 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from engine import models
-from engine.formats.gguf import open_model
+from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
 from engine.ground.config import EngineConfig, KVType
 from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
@@ -23,7 +23,7 @@ from engine.memory.residency import Piece, Progress, Residency, largest_parts, s
 from engine.memory.slowtier import tier_bytes
 from engine.models.layers import Architecture, ModelConfig, Step
 from engine.models.loading import Weights
-from engine.ops import SMALL_TOKENS, Limits
+from engine.ops import F32, SMALL_TOKENS, Limits
 from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
 from engine.ops.cuda.device import Module
 from engine.ops.cuda.memory import available_bytes
@@ -32,7 +32,7 @@ from engine.ops.cuda.sampling import Sampler
 from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
-from engine.running import probe
+from engine.running import inspection, probe
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.running.source import open_profile
@@ -98,7 +98,10 @@ def count(
     ws = ops.workspace(limits, device)
     if weights.experts:
         ws.stream_experts(0, largest_parts(weights.experts))
-    forward = Forward(device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type)
+    forward = Forward(
+        device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type,
+        ropes=_rope_shapes(arch, config, limits.n_ctx),
+    )  # fmt: skip
     sizes = [slot_bytes(e) for e in weights.experts]
     empty = placement.empty([config.n_expert] * len(sizes), sizes)
     before = device.n_bytes
@@ -111,6 +114,13 @@ def count(
         _run(Steps(forward, residency, Graphs(device)), drawer.lend())
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
     return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)))
+
+
+def _rope_shapes(arch: Architecture, config: ModelConfig, n_ctx: int) -> list[F32]:
+    """Tables of the shapes of the model's, of which only the first position is computed."""
+    with np.errstate(all="ignore"):  # by factors that a header alone does not have
+        first = arch.rope_tables(config, 1)
+    return [np.broadcast_to(table, (n_ctx, *table.shape[1:])) for table in first]
 
 
 def _run(steps: Steps, sampler: Sampler) -> None:
@@ -306,9 +316,9 @@ def context_tokens(options: EngineConfig, n_ctx_train: int) -> int:
 
 
 def plan_only(options: EngineConfig) -> dict[str, Any]:
-    """What the Plan event says: settings as in Ready, and the memory plan, with an estimated context.
+    """What the Plan event says: the file, and unless something is missing, settings as in Ready and the memory plan.
 
-    Without a GPU and without a cap there is nothing to plan for: `gpu` and `plan` are None.
+    The context is an estimate. Without a GPU and without a cap there is nothing to plan for: `gpu` and `plan` are None.
     """
     found = probe.probe()
     gpu = found.reason if isinstance(found, probe.Found) else None
@@ -318,15 +328,21 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         like = CountingDevice(found.arch, found.n_sm, found.shared_bytes)
         if cap is None:
             cap = (found.free_bytes or found.total_bytes) - plan.SPARE_BYTES
-    with open_model(options.model) as file:
-        arch = models.find(file.architecture)
-        config = arch.Config.from_gguf(file)
-        if cap is None:
-            return {"gpu": None, "plan": None}
+    with open_header(options.model) as file:
+        inspected = inspection.inspect(file)
+        said = {"file": inspected.report, "gpu": gpu, "plan": None, "refusal": None}
+        if cap is None or inspected.model is None:
+            return said
+        arch, config, weights = inspected.model
         n_ctx = context_tokens(options, config.n_ctx_train)
-        profile, warnings = open_profile(options, file, config)
-        sharing = Sharing(options, arch, config, arch.load(file, config), n_ctx, profile, like)
+        # A profile is of a model, and which one this is its routers say.
+        with nullcontext(file) if options.profile is None else open_model(options.model) as known:
+            profile, warnings = open_profile(options, known, config)
+    try:
+        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
+    except (CapacityError, UnsupportedModelError) as error:
+        return said | {"refusal": {"code": error.code, "message": error.message, "hint": error.hint}}
     placed, made = decision.placement, decision.plan
     free = available_bytes()
     if free is not None and made.host_bytes > free:
@@ -334,8 +350,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
             f"{made.host_bytes / plan.GIB:.1f} GiB of host memory are to be locked, {free / plan.GIB:.1f} GiB are free"
         )
         warnings = (*warnings, few)
-    return {
-        "gpu": gpu,
+    return said | {
         "device": "cuda",
         "ctx_tokens": n_ctx,
         "chunk_tokens": decision.limits.max_tokens,

@@ -7,7 +7,7 @@ the same constructor over a device that only counts is the memory plan (engine/p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -55,19 +55,19 @@ class Forward:
 
     arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
     backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
-    whose bytes may come later; by default `device.upload`. Inputs of a step are copied to the same device arrays
-    every time, so that a captured graph finds them.
+    whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default the architecture's.
+    Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
     """
 
     def __init__(
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
-        limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None,
+        limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None, ropes: Sequence[F32] | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
         self.weights: Weights[Any] = placed(weights, put or device.upload)
         self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.max_sequences)
-        self.ropes = tuple(device.upload(table) for table in arch.rope_tables(config, limits.n_ctx))
+        self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         T, c = limits.max_tokens, config
         L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)

@@ -101,14 +101,15 @@ class Detokenizer:
 class Tokenizer:
     """Encodes and decodes the text of one model; made by `load`.
 
-    bos_id, eos_id: None where the file names none. stop_ids: tokens that end a turn: EOS, EOT, EOM and those with
-    a name that is known for it. special_ids: text -> id of control and user-defined tokens. hash: SHA-256, 64 hex
-    digits, of everything that shapes encoding. template: the model's chat template, None if it has none.
+    pre: the pre-tokenizer's name. bos_id, eos_id: None where the file names none. stop_ids: tokens that end a turn:
+    EOS, EOT, EOM and those with a name that is known for it. special_ids: text -> id of control and user-defined
+    tokens. hash: SHA-256, 64 hex digits, of everything that shapes encoding. template: the model's chat template, None
+    if it has none.
     """
 
     def __init__(self, vocabulary: _Vocabulary, template: str | None, tool_template: str | None) -> None:
         rule = vocabulary.rule
-        self.vocab_size = len(vocabulary.tokens)
+        self.vocab_size, self.pre = len(vocabulary.tokens), vocabulary.pre
         self.bos_id, self.eos_id = vocabulary.ids["bos"], vocabulary.ids["eos"]
         self.add_bos, self.add_eos = vocabulary.add_bos, vocabulary.add_eos
         self.hash = _hash(vocabulary)

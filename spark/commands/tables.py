@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from spark.extract.report import Report as ExtractReport
     from spark.pipeline.bench import BenchReport
     from spark.pipeline.calibrate import CalibrateReport
-    from spark.pipeline.plan import PlanReport
+    from spark.pipeline.plan import Report as PlanReport
     from spark.pipeline.pregate import PregateReport
     from spark.pipeline.tokens import Summary
     from spark.pipeline.validate import Ladder, Rung, ValidateReport
@@ -24,6 +24,23 @@ _TERMS = """\
 belady: the fewest misses that any policy could have that knew the future. A miss is an active expert of one layer that
 is in no slot when a token needs it; a move, one that enters a slot. Intervals are of 95%, over sessions."""
 _COLUMNS = 120  # of prose
+# Sizes of a model file by the keys of GGUF, each with the words for it; those that a file does not have are left out.
+_SIZES = (
+    ("layers", (
+        ("block_count", "{}"), ("leading_dense_block_count", "{} dense"), ("nextn_predict_layers", "{} not read"),
+    )),
+    ("width", (("embedding_length", "{}"), ("vocabulary", "{} tokens"))),
+    ("heads", (
+        ("attention.head_count", "{}"), ("attention.head_count_kv", "{} of KV"), ("attention.key_length", "of {}"),
+        ("attention.sliding_window", "window {}"),
+    )),
+    ("dense FFN", (("feed_forward_length", "{}"),)),
+    ("experts", (
+        ("expert_count", "{}"), ("expert_used_count", "{} active"), ("expert_feed_forward_length", "of {}"),
+        ("expert_shared_feed_forward_length", "shared {}"),
+    )),
+    ("context", (("context_length", "{} tokens"),)),
+)  # fmt: skip
 _RECALLS = ("recall_1x", "recall_2x", "recall_3x")
 
 
@@ -163,12 +180,58 @@ def show_bench(report: BenchReport) -> None:
     table(title, columns, rows)
 
 
+def show_inspection(report: PlanReport) -> None:
+    """Print what a model file is, its tensors by role and type, and, where it can be planned, the memory it takes."""
+    file, sizes = report.file, report.file["sizes"]
+    there = file["bytes"] - file["missing_bytes"]
+    if file["missing_bytes"]:
+        note(f"still downloading: {there:,} of {file['bytes']:,} bytes are there, and the header says the rest")
+    for path in file["absent_files"]:
+        note(f"still to come: {path}; what is in it is not known yet")
+    rows = [["architecture", file["architecture"]], ["name", file["name"] or "none"]]
+    for label, parts in _SIZES:
+        said = [words.format(_several(sizes[key])) for key, words in parts if sizes.get(key) not in (None, 0)]
+        rows += [[label, ", ".join(said)]] if said else []
+    billions = (file[key] / 1e9 for key in ("parameters", "active_parameters"))
+    rows.append(["parameters", "{:,.2f} B, {:,.2f} B of them active".format(*billions)])
+    split = f" in {len(file['files'])} files" if len(file["files"]) > 1 else ""
+    rows.append(["size", f"{file['bytes'] / _GIB:,.2f} GiB{split}"])
+    rows += _speech_rows(report)
+    table(f"{report.model}", ["", ""], rows)
+    tensors = [
+        [row["role"], row["type"] + ("" if row["kernels"] else " (no kernels)"), f"{row['tensors']:,}",
+         f"{row['bytes'] / _GIB:,.3f}"]
+        for row in file["tensors"]
+    ]  # fmt: skip
+    table("Tensors", ["for", "type", "number", "GiB"], tensors)
+    show_plan(report)
+
+
+def _speech_rows(report: PlanReport) -> list[list[str]]:
+    """Tokenizer, template, calls and reasoning."""
+    found, dialect = report.tokenizer, report.dialect
+    if found is None:
+        return []
+    ends = ", ".join(found["ends_of_turn"]) or "no known token"
+    rows = [["tokenizer", f"{found['kind']}, {found['tokens']:,} tokens; a turn ends with {ends}"]]
+    if dialect is None:
+        return [*rows, ["chat template", "none: plain text with names of speakers"]]
+    calls = dialect.calls if dialect.knows_calls else f"{dialect.calls}, of which the template knows nothing"
+    marks = f"between {dialect.opens} and {dialect.shuts}" if dialect.thinks else "none"
+    variables = {"enable_thinking": dialect.knows_thinking, "reasoning_effort": dialect.knows_effort}
+    known = [name for name, knows in variables.items() if knows]
+    return [*rows, ["tool calls", calls], ["reasoning", "; the template knows ".join([marks, *known])]]
+
+
 def show_plan(report: PlanReport) -> None:
     """Print a column of memory for each cap; a cap that is too small is a note."""
     for column in report.columns:
         if column.refusal is not None:
-            note(f"{column.vram_gib:g} GiB: {column.refusal.message}; {column.refusal.hint}")
-    infos = [column.info for column in report.columns if column.info is not None]
+            cap = "the GPU" if column.vram_gib is None else f"{column.vram_gib:g} GiB"
+            note(f"{cap}: {column.refusal.message}; {column.refusal.hint}")
+    infos = report.planned
+    if not infos:
+        return
     for warning in dict.fromkeys(text for info in infos for text in info["warnings"]):
         note(f"warning: {warning}")
     first = infos[0]
@@ -189,6 +252,10 @@ def show_plan(report: PlanReport) -> None:
     rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
     heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
     table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)
+
+
+def _several(value: int | Sequence[int]) -> str:
+    return f"{value:,}" if isinstance(value, int) else " or ".join(f"{n:,}" for n in value)
 
 
 def _range(slots: Sequence[int]) -> str:

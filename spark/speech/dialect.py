@@ -50,7 +50,7 @@ class Dialect:
     """What a model writes.
 
     calls: format of tool calls. opens, shuts: what reasoning stands between. thinks: there is reasoning at all.
-    knows_thinking, knows_effort: the template knows `enable_thinking`, `reasoning_effort`.
+    knows_thinking, knows_effort, knows_calls: the template knows `enable_thinking`, `reasoning_effort`, calls of tools.
     """
 
     calls: CallFormat = "hermes"
@@ -59,6 +59,7 @@ class Dialect:
     thinks: bool = True
     knows_thinking: bool = False
     knows_effort: bool = False
+    knows_calls: bool = True
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -80,6 +81,7 @@ def learn(template: ChatTemplate) -> Dialect:
         gemma or template.thinks,
         thinking != silent,
         low != high,
+        "look" in _render(template, _CALLED),
     )
 
 

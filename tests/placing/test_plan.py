@@ -299,7 +299,8 @@ def test_a_placement_is_made_once_a_decision(
 def test_plan_only_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix)
     monkeypatch.setattr(probe, "probe", lambda: probe.Missing("none"))
-    assert dryrun.plan_only(EngineConfig(model, "cuda")) == {"gpu": None, "plan": None}
+    found = dryrun.plan_only(EngineConfig(model, "cuda"))
+    assert (found["gpu"], found["plan"], found["refusal"]) == (None, None, None) and found["file"]["missing"] == []
     found = dryrun.plan_only(EngineConfig(model, "cuda", "lru", vram_gib=2.0, ctx_tokens=100))
     assert found["gpu"] is None and found["residency_pct"] == 100.0 and found["chunk_tokens"] == 100
     assert found["plan"]["device_bytes"] < found["plan"]["cap_bytes"] == 2 * GIB

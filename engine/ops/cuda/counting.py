@@ -1,7 +1,6 @@
 """A device that only counts: what a model would take on a GPU, and which kernels it would launch.
 
-Its arrays are address space without memory behind it: they have shapes, types, views and addresses like any other,
-and nobody reads or writes what they hold.
+Its arrays are address space without memory behind it, and nobody reads or writes what they hold.
 """
 
 from __future__ import annotations
@@ -9,17 +8,15 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.ground.errors import CapacityError
+from engine.ground.unbacked import unbacked
 from engine.ops.cuda.device import Argument, Array, Device, Dim, Module
 
 ALIGN_BYTES = 256  # of every array on a device
-_NO_RESERVE = 0x4000  # MAP_NORESERVE
 
 
 class _Nothing:
@@ -77,7 +74,7 @@ class CountingDevice:
 
     def empty(self, shape: Dim, dtype: DTypeLike) -> Array:
         """A read-only array without memory behind it."""
-        array = _unbacked(shape, dtype)
+        array = unbacked(shape, dtype)
         self.n_bytes += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         return array
 
@@ -100,7 +97,7 @@ class CountingDevice:
     def page_locked(self, n_bytes: int) -> NDArray[np.uint8]:
         """Memory that the host may write, counted apart."""
         self.host_bytes += n_bytes
-        return _unbacked(n_bytes, np.uint8, mmap.PROT_READ | mmap.PROT_WRITE)
+        return unbacked(n_bytes, np.uint8, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
         """No step takes any."""
@@ -139,19 +136,3 @@ class CountingDevice:
 
     def close(self) -> None:
         """Address space goes with its arrays."""
-
-
-def _unbacked(shape: Dim, dtype: DTypeLike, access: int = mmap.PROT_READ) -> NDArray[Any]:
-    """An array of zeros whose pages the kernel does not reserve, and provides only when they are touched."""
-    shape = (shape,) if isinstance(shape, int) else shape
-    kind = np.dtype(dtype)
-    count = prod(shape)
-    size = max(count * kind.itemsize, 1)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    try:
-        memory = mmap.mmap(-1, size, flags=flags, prot=access)
-    except OSError as error:  # a limit: what is only counted takes addresses, too
-        raise CapacityError(
-            f"{size} bytes of address space are not to be had: {error.strerror}", hint="raise `ulimit -v`"
-        ) from error
-    return np.frombuffer(memory, kind, count).reshape(shape)
