@@ -131,7 +131,7 @@ def read_header(path: Path, partial: bool = False) -> Header:
 
     metadata: dict[str, Any] = {}
     for i in range(n_keys):
-        key = cursor.string(f"the name of key {i}", _MAX_KEY_BYTES)
+        key = cursor.name(f"the name of key {i}", _MAX_KEY_BYTES)
         if not key or key in metadata:
             raise cursor.error(f"key {key!r} occurs twice" if key else f"key {i} has an empty name")
         metadata[key] = cursor.value(key)
@@ -239,6 +239,13 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not valid UTF-8: {raw[:40]!r}") from error
 
+    def name(self, what: str, limit: int) -> str:
+        """A string that messages and tables can show as it is."""
+        found = self.string(what, limit)
+        if not found.isprintable():
+            raise self.error(f"{what} is not printable: {found[:40]!r}")
+        return found
+
     def value_type(self, what: str) -> ValueType:
         number = self.scalar(ValueType.UINT32, f"the type of {what}")
         try:
@@ -283,7 +290,7 @@ class _Cursor:
 
     def tensor(self, i: int) -> TensorInfo:
         """A row of the tensor table; its offset still counts from the beginning of the tensor data."""
-        name = self.string(f"the name of tensor {i}", _MAX_NAME_BYTES)
+        name = self.name(f"the name of tensor {i}", _MAX_NAME_BYTES)
         what = f"tensor {name!r}"
         if not name:
             raise self.error(f"tensor {i} has an empty name")

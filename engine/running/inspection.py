@@ -71,22 +71,21 @@ class Inspection:
 def inspect(file: GGUFFile) -> Inspection:
     """Inspect a file of which `open_header` has read the header."""
     roles = list(_roles(file))
-    missing: list[SparkError] = []
-    model: Loadable | None = None
+    model, missing = None, list[SparkError]()
     try:
         model = _load(file)
-    except NoKernelsError as error:
-        missing = _without_kernels(roles) or [error]
     except SparkError as error:
-        missing = [error, *_without_kernels(roles)]
-    if file.absent and not missing:
-        missing = _without_kernels(roles)
+        missing.append(error)
+    if model is None:  # a type is named once, for all tensors that have it
+        others = [error for error in missing if not isinstance(error, NoKernelsError)]
+        missing = [*others, *_without_kernels(roles)] or missing
     n_experts = sum(row["parameters"] for row in roles if row["role"].startswith(EXPERTS))
     n_read = sum(row["parameters"] for row in roles if row["role"] not in UNREAD)
     sizes = _sizes(file)
     used, n_expert = (sizes.get(key) for key in ("expert_used_count", "expert_count"))
     share = used / n_expert if type(used) is int and type(n_expert) is int and 0 < used <= n_expert else 1.0
     report = {
+        "kind": _kind(file),
         "architecture": file.architecture,
         "name": _text(file, "general.name"),
         "files": [str(path) for path in file.paths],
@@ -104,15 +103,17 @@ def inspect(file: GGUFFile) -> Inspection:
 
 def _load(file: GGUFFile) -> Loadable | None:
     """As a model is loaded; None where too little of it is there to tell, and nothing speaks against it."""
-    kind = "mmproj" if file.architecture == "clip" else _text(file, "general.type") or "model"
+    kind = _kind(file)
     if kind != "model":
         raise UnsupportedModelError(f"the file is a {kind!r}, expected a 'model'", hint=_BESIDE.get(kind, ""))
     arch = models.find(file.architecture)
-    if file.absent:
-        return None
     try:
         config = arch.Config.from_gguf(file)
         return Loadable(arch, config, arch.load(file, config))
+    except ModelFormatError:
+        if not file.absent:
+            raise
+        return None  # what is asked for may be in another part
     except MemoryError:
         raise ModelFormatError("the sizes that the header names are larger than this machine's memory") from None
 
@@ -173,6 +174,11 @@ def _sizes(file: GGUFFile) -> dict[str, int | list[int]]:
     if isinstance(tokens, StringArray):
         sizes["vocabulary"] = len(tokens)
     return sizes
+
+
+def _kind(file: GGUFFile) -> str:
+    """`model`, or what else the file says it is; older ones of vision encoders say so by their architecture alone."""
+    return "mmproj" if file.architecture == "clip" else _text(file, "general.type") or "model"
 
 
 def _text(file: GGUFFile, key: str) -> str | None:

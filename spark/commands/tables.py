@@ -188,7 +188,7 @@ def show_inspection(report: PlanReport) -> None:
         note(f"still downloading: {there:,} of {file['bytes']:,} bytes are there, and the header says the rest")
     for path in file["absent_files"]:
         note(f"still to come: {path}; what is in it is not known yet")
-    rows = [["architecture", file["architecture"]], ["name", file["name"] or "none"]]
+    rows = [["architecture", _shown(file["architecture"])], ["name", _shown(file["name"] or "none")]]
     for label, parts in _SIZES:
         said = [words.format(_several(sizes[key])) for key, words in parts if sizes.get(key) not in (None, 0)]
         rows += [[label, ", ".join(said)]] if said else []
@@ -212,7 +212,7 @@ def _speech_rows(report: PlanReport) -> list[list[str]]:
     found, dialect = report.tokenizer, report.dialect
     if found is None:
         return []
-    ends = ", ".join(found["ends_of_turn"]) or "no known token"
+    ends = ", ".join(map(_shown, found["ends_of_turn"])) or "no known token"
     rows = [["tokenizer", f"{found['kind']}, {found['tokens']:,} tokens; a turn ends with {ends}"]]
     if dialect is None:
         return [*rows, ["chat template", "none: plain text with names of speakers"]]
@@ -252,6 +252,11 @@ def show_plan(report: PlanReport) -> None:
     rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
     heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
     table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)
+
+
+def _shown(text: str) -> str:
+    """A text of a model file, which may hold anything, as a terminal can take it."""
+    return text[:_COLUMNS] if text.isprintable() else repr(text[:_COLUMNS])
 
 
 def _several(value: int | Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.formats.gguf import open_header
+from engine.formats.gguf import GGUFFile, open_header
 from engine.ground import protocol
 from engine.ground.config import EngineConfig
 from engine.ground.errors import DaemonError, DeadlineError, ModelFormatError, RequestError, SparkError, from_code
@@ -91,11 +91,12 @@ def inspect(config: EngineConfig, vram_gib: Sequence[float], deadline_s: float) 
     A cap that is too small is a column that says so. Raises the daemon's error, DaemonError or DeadlineError, and
     ModelFormatError for a header that cannot be read.
     """
-    kind, dialect, missing = _speech(config)
-    caps: list[float | None] = list(vram_gib) or [None]
-    first = ask(replace(config, vram_gib=caps[0]), deadline_s)
-    file = first["file"]
-    missing = [*(from_code(each["code"], each["message"], each["hint"]) for each in file["missing"]), *missing]
+    with open_header(config.model) as header:  # whose errors need no daemon
+        caps: list[float | None] = list(vram_gib) or [None]
+        first = ask(replace(config, vram_gib=caps[0]), deadline_s)
+        file = first["file"]
+        kind, dialect, silent = _speech(header) if file["kind"] == "model" else (None, None, [])
+    missing = [*(from_code(each["code"], each["message"], each["hint"]) for each in file["missing"]), *silent]
     columns: list[Column] = []
     if not missing and not file["absent_files"]:
         if first["plan"] is None and first["refusal"] is None:
@@ -148,14 +149,13 @@ def _column(cap: float | None, info: dict[str, Any]) -> Column:
     return Column(cap, None, from_code(refusal["code"], refusal["message"], refusal["hint"]))
 
 
-def _speech(config: EngineConfig) -> tuple[dict[str, Any] | None, Dialect | None, list[SparkError]]:
+def _speech(file: GGUFFile) -> tuple[dict[str, Any] | None, Dialect | None, list[SparkError]]:
     """The tokenizer's kind and sizes, what the model writes, and what is missing for either."""
-    with open_header(config.model) as file:
-        try:
-            loaded = tokenizer.load(file)
-            template = loaded.template
-        except SparkError as error:
-            return None, None, [error]
+    try:
+        loaded = tokenizer.load(file)
+        template = loaded.template
+    except SparkError as error:
+        return None, None, [error]
     ends = {name: i for name, i in loaded.special_ids.items() if i in loaded.stop_ids}
     kind = {"kind": loaded.pre, "tokens": loaded.vocab_size, "ends_of_turn": sorted(ends, key=ends.__getitem__)}
     return kind, None if template is None else learn(template), []

@@ -114,6 +114,14 @@ MALFORMED = {
         raw_file(RAW_ARCHITECTURE, tensors=(raw_tensor(b"\xc0"),)),
         "the name of tensor 0 is not valid UTF-8",
     ),
+    "tensor name of two lines": (
+        raw_file(RAW_ARCHITECTURE, tensors=(raw_tensor("a\nb"),)),
+        r"the name of tensor 0 is not printable: 'a\\nb'",
+    ),
+    "key that clears the screen": (
+        raw_file(raw_key("a\x1b[2J", 4, bytes(4))),
+        r"the name of key 0 is not printable: 'a\\x1b\[2J'",
+    ),
     "long tensor name": (
         raw_file(RAW_ARCHITECTURE, tensors=(raw_tensor("n" * 300),)),
         "the name of tensor 0 is 300, more than the 255",
