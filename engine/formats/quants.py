@@ -72,7 +72,7 @@ class QTensor:
         end = len(self.data) - (rows - first - n) * self.row_bytes
         return QTensor(
             f"{self.name}[{first}:{first + n}]", self.qtype, (*slices, n, cols),
-            self.data[first * self.row_bytes : end], rows * self.row_bytes if slices else 0,
+            self.data[first * self.row_bytes : end], rows * self.row_bytes if slices else 0, self.backed,
         )  # fmt: skip
 
 

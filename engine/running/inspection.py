@@ -18,6 +18,7 @@ from engine.formats.block_types import NATIVE_TYPES, NoKernelsError
 from engine.formats.gguf import GGUFFile, StringArray
 from engine.formats.gguf_header import TensorInfo
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
+from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
 
@@ -121,10 +122,10 @@ def _load(file: GGUFFile) -> Loadable | None:
 def _roles(file: GGUFFile) -> Iterator[dict[str, Any]]:
     """A row for each role and type: tensors, parameters, bytes; in the order of _ROLES, the most bytes first."""
     found: dict[tuple[str, str], list[TensorInfo]] = {}
-    n_block, n_next = (file.metadata.get(f"{file.architecture}.{key}") for key in SIZE_KEYS[:2])
-    first = n_block - n_next if type(n_block) is int and type(n_next) is int else None
+    counts = (file.metadata.get(f"{file.architecture}.{key}", 0) for key in SIZE_KEYS[:2])
+    mtp = mtp_blocks(file.metadata, file.architecture) if all(type(n) is int for n in counts) else range(0)
     for tensor in file.tensors.values():
-        found.setdefault((_role(tensor, first), tensor.qtype.name), []).append(tensor)
+        found.setdefault((_role(tensor, mtp), tensor.qtype.name), []).append(tensor)
     order = [*dict.fromkeys(role for _, role in _ROLES), UNREAD[1], _OTHERS, _VECTORS]
     sizes = {key: sum(t.nbytes for t in tensors) for key, tensors in found.items()}
     for role, qtype in sorted(found, key=lambda key: (order.index(key[0]), -sizes[key])):
@@ -139,10 +140,10 @@ def _roles(file: GGUFFile) -> Iterator[dict[str, Any]]:
         }
 
 
-def _role(tensor: TensorInfo, first_next: int | None) -> str:
-    """What a tensor is for; first_next: the first block that predicts further tokens."""
-    block = re.match(r"blk\.(\d+)\.", tensor.name)
-    if first_next is not None and block and int(block[1]) >= first_next:
+def _role(tensor: TensorInfo, mtp: range) -> str:
+    """What a tensor is for; mtp: blocks that predict further tokens."""
+    block = re.match(r"blk\.(\d{1,9})\.", tensor.name)
+    if block and int(block[1]) in mtp:
         return UNREAD[1]
     role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, tensor.name)), _OTHERS)
     return _VECTORS if len(tensor.shape) == 1 and role not in UNREAD else role
