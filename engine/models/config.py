@@ -16,6 +16,8 @@ from engine.models.conventions import mtp_blocks, refuse_unsupported_keys
 from engine.models.scaling import Scaling, scaled_rope_table
 from engine.ops import F32
 
+MAX_LAYERS = 256  # twice what published models have; what a header asks for is laid out before any weight is seen
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
@@ -166,6 +168,8 @@ class Keys:
             raise ModelFormatError(
                 f"{self.arch}.block_count is {n_layer}, the file has {len(self.file.tensors)} tensors"
             )
+        if n_layer > MAX_LAYERS:
+            raise ModelFormatError(f"{self.arch}.block_count is {n_layer}, more than the {MAX_LAYERS} that are accepted")
         if (n_mtp := self.size("nextn_predict_layers", 0, 0)) >= n_layer:
             raise ModelFormatError(f"{self.arch}.nextn_predict_layers is {n_mtp} of {n_layer} blocks")
         return mtp_blocks(self.file.metadata, self.arch).start
