@@ -169,7 +169,7 @@ class Keys:
                 f"{self.arch}.block_count is {n_layer}, the file has {len(self.file.tensors)} tensors"
             )
         if n_layer > MAX_LAYERS:
-            raise ModelFormatError(f"{self.arch}.block_count is {n_layer}, more than the {MAX_LAYERS} that are accepted")
+            raise ModelFormatError(f"{self.arch}.block_count is {n_layer}, more than {MAX_LAYERS}")
         if (n_mtp := self.size("nextn_predict_layers", 0, 0)) >= n_layer:
             raise ModelFormatError(f"{self.arch}.nextn_predict_layers is {n_mtp} of {n_layer} blocks")
         return mtp_blocks(self.file.metadata, self.arch).start
