@@ -290,7 +290,7 @@ def _metadata(writer: gguf.GGUFWriter, model: Published, name: str, n_vocab: int
     writer.add_name(name)
     values = dict(model.metadata)
     if model.arch != "clip":
-        values |= vocabulary(n_vocab)
+        values = vocabulary(n_vocab) | values
         if model.template is not None:
             values["tokenizer.chat_template"] = (GOLDEN / model.template).read_text()
     for key, value in values.items():

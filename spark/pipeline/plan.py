@@ -5,9 +5,12 @@ The engine, in a process of its own, says what it can run and what that takes; t
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import FrameType
 from typing import Any
 
 from engine.formats.gguf import GGUFFile, open_header
@@ -20,6 +23,7 @@ from spark.speech.dialect import Dialect, learn
 
 CARDS_GIB = (12.0, 24.0)  # what is planned for where there is no GPU to ask
 _TAIL_LINES = 12
+_TEMPLATE_S = 10.0  # a template takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +158,32 @@ def _speech(file: GGUFFile) -> tuple[dict[str, Any] | None, Dialect | None, list
     try:
         loaded = tokenizer.load(file)
         template = loaded.template
+        ends = {name: i for name, i in loaded.special_ids.items() if i in loaded.stop_ids}
+        kind = {"kind": loaded.pre, "tokens": loaded.vocab_size, "ends_of_turn": sorted(ends, key=ends.__getitem__)}
+        with _limited(_TEMPLATE_S):
+            return kind, None if template is None else learn(template), []
     except SparkError as error:
         return None, None, [error]
-    ends = {name: i for name, i in loaded.special_ids.items() if i in loaded.stop_ids}
-    kind = {"kind": loaded.pre, "tokens": loaded.vocab_size, "ends_of_turn": sorted(ends, key=ends.__getitem__)}
-    return kind, None if template is None else learn(template), []
+    except _Late:
+        late = f"tokenizer.chat_template is not done with three messages after {_TEMPLATE_S:g} s"
+        return kind, None, [ModelFormatError(late, hint="a template is a program, and this one may never end")]
+
+
+class _Late(BaseException):
+    """Time is up. Not an Exception, of which templates have their own."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _Late in the block, which the main thread runs, when so many seconds have passed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.formats.gguf import open_header
+from spark.pipeline import plan
 from tests import published_headers
 from tests.command_line import NANO, children, environment, explained, none_left, refused, spark, started, until
+from tests.published_headers import HEADERS
 
 HIDDEN = environment(CUDA_VISIBLE_DEVICES="-1")
 
@@ -75,6 +79,18 @@ def test_what_is_no_model(tmp_path: Path, content: bytes | None, words: str) -> 
     path = tmp_path / "m.gguf"
     path.mkdir() if content is None else path.write_bytes(content)
     assert words in refused("inspect", path, cwd=tmp_path)
+
+
+def test_a_template_that_never_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    model = HEADERS["Qwen3-30B-A3B-Q4_K_M"]
+    endless = replace(model, metadata={**model.metadata, "tokenizer.chat_template": loop})
+    (path,) = published_headers.write(tmp_path, "endless", endless, n_vocab=400)
+    monkeypatch.setattr(plan, "_TEMPLATE_S", 0.2)
+    with open_header(path) as file:
+        kind, dialect, (error,) = plan._speech(file)
+    assert kind is not None and dialect is None and "tokenizer.chat_template is not done" in error.message
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
