@@ -56,9 +56,9 @@ class GGUFFile:
     numbers, and StringArray. tensors: name -> TensorInfo, in file order. size_bytes: of all files together.
     Views of the data stay valid after `close`: the mapping goes with the last of them.
 
-    header_alone: tensors have no weights behind them, and the file has no ids. whole_bytes: what all files that are
-    there will have in the end, `size_bytes` or less where nothing is missing of them. absent: parts whose header is not
-    there.
+    header_alone: tensors have no weights behind them, and the file has no ids. whole_bytes: of the same files when they
+    are complete, up to the end of the last tensor; missing_bytes: what is not there yet of that. absent: parts of which
+    not even the header is there.
     """
 
     def __init__(self, parts: Sequence[Header], header_alone: bool = False, absent: Sequence[Path] = ()) -> None:

@@ -36,6 +36,7 @@ _MAX_STRINGS_BYTES = 1 << 28
 _MAX_DIMS = 4
 _MAX_ITEMS = 1 << 28  # of an array of numbers
 _MAX_FILE_BYTES = 1 << 44  # that a header may speak of
+_HOLE_BYTES = 64  # zeros where a name is expected: a download fills the file in from several places
 
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # length, one character, type, the smallest value
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -178,6 +179,8 @@ def _map(path: Path) -> mmap.mmap:
         raise UnfinishedHeaderError(f"{path}: is empty", hint="the download may have failed: fetch it again")
     if head[:4] == b"GGUF"[: len(head)]:
         raise UnfinishedHeaderError(f"{path}: ends inside the GGUF header", hint=_DAMAGED)
+    if not any(head):
+        raise UnfinishedHeaderError(f"{path}: begins with zeros, not with a header", hint="let the download go on")
     pointer = head.startswith(b"version https://git-lfs")
     raise ModelFormatError(
         f"{path}: is not a GGUF file: it begins with {head[:4]!r}, expected b'GGUF'",
@@ -194,12 +197,13 @@ class _Cursor:
     def error(self, message: str, hint: str = "") -> ModelFormatError:
         return ModelFormatError(f"{self.path}: {message}", hint=hint)
 
-    def ended(self, message: str) -> ModelFormatError:
-        """The error for what does not fit in the rest of the file."""
+    def ended(self, message: str, there: int | None = None) -> ModelFormatError:
+        """The error for what does not fit in the rest of the file; there: where the bytes end that it has."""
         if not self.partial:
             return self.error(message, _DAMAGED)
+        found = self.end if there is None else there
         return UnfinishedHeaderError(
-            f"{self.path}: {self.end:,} bytes are there, and its header is longer: more are needed",
+            f"{self.path}: {found:,} bytes are there, and its header is longer: more are needed",
             hint="let the download go on; headers take 5 to 30 MB",
         )
 
@@ -242,6 +246,8 @@ class _Cursor:
     def name(self, what: str, limit: int) -> str:
         """A string that messages and tables can show as it is."""
         found = self.string(what, limit)
+        if not found and self.partial and not any(self.data[self.at : self.at + _HOLE_BYTES]):
+            raise self.ended(what, self.at)
         if not found.isprintable():
             raise self.error(f"{what} is not printable: {found[:40]!r}")
         return found

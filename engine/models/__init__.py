@@ -28,6 +28,6 @@ def find(architecture: str) -> Architecture:
         if name == architecture:
             return cast(Architecture, importlib.import_module(f"{__name__}.{name}"))  # tests/test_protocols.py
     raise UnsupportedModelError(
-        f"the model's architecture is {architecture!r}; this engine implements {', '.join(known())}",
+        f"the model's architecture is {architecture!r:.60}; this engine implements {', '.join(known())}",
         hint="CONTRIBUTING.md says what a new architecture needs",
     )

@@ -46,6 +46,7 @@ _ROLES = (
     (_BLOCK + r"attn_\w+\.weight", "attention"),
 )
 _VECTORS, _OTHERS = "norms and vectors", "others"
+_TEXT, _VALUES = 200, 1024  # characters of a text, and layers that a size is given for, of what a file may say
 # Files that are no language model, by `general.type`, and what to do with them.
 _BESIDE = {
     "mmproj": "it goes beside a language model's file; Spark reads text alone, and does not need it",
@@ -82,13 +83,13 @@ def inspect(file: GGUFFile) -> Inspection:
         missing = [*others, *_without_kernels(roles)] or missing
     n_experts = sum(row["parameters"] for row in roles if row["role"].startswith(EXPERTS))
     n_read = sum(row["parameters"] for row in roles if row["role"] not in UNREAD)
-    sizes = _sizes(file)
+    sizes, name = _sizes(file), file.metadata.get("general.name")
     used, n_expert = (sizes.get(key) for key in ("expert_used_count", "expert_count"))
     share = used / n_expert if type(used) is int and type(n_expert) is int and 0 < used <= n_expert else 1.0
     report = {
         "kind": _kind(file),
-        "architecture": file.architecture,
-        "name": _text(file, "general.name"),
+        "architecture": file.architecture[:_TEXT],
+        "name": name[:_TEXT] if isinstance(name, str) else None,
         "files": [str(path) for path in file.paths],
         "absent_files": [str(path) for path in file.absent],
         "bytes": file.whole_bytes,
@@ -166,7 +167,7 @@ def _sizes(file: GGUFFile) -> dict[str, int | list[int]]:
     sizes: dict[str, int | list[int]] = {}
     for key in SIZE_KEYS:
         value = file.metadata.get(f"{file.architecture}.{key}")
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and 0 < value.size <= _VALUES:
             values = np.unique(value).tolist()
             sizes[key] = values[0] if len(values) == 1 else values
         elif type(value) is int:
@@ -178,10 +179,6 @@ def _sizes(file: GGUFFile) -> dict[str, int | list[int]]:
 
 
 def _kind(file: GGUFFile) -> str:
-    """`model`, or what else the file says it is; older ones of vision encoders say so by their architecture alone."""
-    return "mmproj" if file.architecture == "clip" else _text(file, "general.type") or "model"
-
-
-def _text(file: GGUFFile, key: str) -> str | None:
-    value = file.metadata.get(key)
-    return value if isinstance(value, str) else None
+    """`model`, or one of _BESIDE; older files of vision encoders say what they are by their architecture alone."""
+    kind = "mmproj" if file.architecture == "clip" else file.metadata.get("general.type")
+    return kind if isinstance(kind, str) and kind in _BESIDE else "model"

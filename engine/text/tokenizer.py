@@ -281,7 +281,7 @@ def _from_metadata(file: GGUFFile) -> Tokenizer:
     kind = file.value(f"{_PREFIX}model", str)
     if kind not in ("gpt2", "gemma4"):
         raise UnsupportedModelError(
-            f"{file.paths[0]}: {_PREFIX}model is {kind!r}, which is not implemented",
+            f"{file.paths[0]}: {_PREFIX}model is {kind!r:.60}, which is not implemented",
             hint="byte-level BPE ('gpt2') and 'gemma4' are; SentencePiece models ('llama') are not yet supported",
         )
     pre = "gemma4" if kind == "gemma4" else file.value(f"{_PREFIX}pre", str, None)

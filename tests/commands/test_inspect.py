@@ -12,6 +12,7 @@ import pytest
 
 from engine.formats.gguf import open_header
 from spark.pipeline import plan
+from spark.speech.dialect import Dialect
 from tests import published_headers
 from tests.command_line import NANO, children, environment, explained, none_left, refused, spark, started, until
 from tests.published_headers import HEADERS
@@ -81,15 +82,20 @@ def test_what_is_no_model(tmp_path: Path, content: bytes | None, words: str) -> 
     assert words in refused("inspect", path, cwd=tmp_path)
 
 
-def test_a_template_that_never_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-    model = HEADERS["Qwen3-30B-A3B-Q4_K_M"]
-    endless = replace(model, metadata={**model.metadata, "tokenizer.chat_template": loop})
-    (path,) = published_headers.write(tmp_path, "endless", endless, n_vocab=400)
+def test_templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found(template: str) -> tuple[Dialect | None, list[str]]:
+        model = HEADERS["Qwen3-30B-A3B-Q4_K_M"]
+        other = replace(model, metadata={**model.metadata, "tokenizer.chat_template": template})
+        with open_header(published_headers.write(tmp_path, "m", other, n_vocab=400)[0]) as file:
+            kind, dialect, missing = plan._speech(file)
+        return dialect, [error.message for error in missing]
+
+    plain, missing = found("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert plain is not None and not plain.knows_calls and not plain.thinks and missing == []
+    assert found("{% for %}")[1][0].startswith("tokenizer.chat_template, line 1: ")
     monkeypatch.setattr(plan, "_TEMPLATE_S", 0.2)
-    with open_header(path) as file:
-        kind, dialect, (error,) = plan._speech(file)
-    assert kind is not None and dialect is None and "tokenizer.chat_template is not done" in error.message
+    dialect, (message,) = found("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3)
+    assert dialect is None and message.startswith("tokenizer.chat_template is not done")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

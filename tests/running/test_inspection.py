@@ -148,6 +148,11 @@ def test_a_download_is_inspected_as_soon_as_its_header_is_there(tmp_path: Path) 
         path.write_bytes(whole[:size])
         with pytest.raises(UnfinishedHeaderError, match=rf"part: {size:,} bytes are there, .*: more are needed"):
             open_header(path)
+    keys = whole.index(b"qwen3moe.block_count") - 8  # a download from several places leaves holes
+    for there, words in ((0, "begins with zeros"), (keys, f" {keys + 8:,} bytes are there, and its header is longer")):
+        path.write_bytes(whole[:there] + bytes(len(whole) - there))
+        with pytest.raises(UnfinishedHeaderError, match=words):
+            open_header(path)
     for size in (begin, begin + 1000, len(whole) - 1, len(whole)):
         path.write_bytes(whole[:size])
         found = inspected(path, vram_gib=1.0)
