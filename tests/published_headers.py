@@ -25,7 +25,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
-from benchmarks.full_shape import ALIGN_BYTES, SHAPES, is_vector, vocabulary
+from benchmarks.full_shape import ALIGN_BYTES, SHAPES, is_vector, published, vocabulary
 from engine.formats.quants import row_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -98,7 +98,7 @@ def ours(shape: str, types: TypeOf, billions: tuple[float, float], **more: Any) 
     config = replace(config, **more.pop("config", {}))
     metadata = {key.removeprefix(f"{arch.ARCH}."): value for key, value in config.metadata().items()}
     metadata |= more.pop("metadata", {})
-    shapes = {**config.tensors(), **more.pop("shapes", {})}
+    shapes = {**published(arch, config), **more.pop("shapes", {})}
     return Published(arch.ARCH, metadata, shapes, types, billions, n_vocab=config.n_vocab, **more)
 
 

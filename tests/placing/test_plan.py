@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from fractions import Fraction
-from math import floor, prod
+from math import floor
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.full_shape import SHAPES
+from engine.formats.gguf import open_header
 from engine.formats.profile import Profile
-from engine.formats.quants import QTensor
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError, UsageError
 from engine.models import qwen3moe
@@ -28,6 +28,8 @@ from engine.placing.plan import Fixed, MemoryPlan, most_slots, smallest_cap
 from engine.running import dryrun, probe
 from spark.daemon.client import Deadlines
 from spark.pipeline import validate
+from tests import published_headers
+from tests.published_headers import HEADERS
 from tests.tiny_models import k_quant_mix, write_tiny
 
 MIB = 1 << 20
@@ -139,33 +141,22 @@ def test_the_parts_add_up() -> None:
 # --- a model of real size, without a byte of weights --------------------------------------------------
 
 
-class Shapes:
-    """A file of Qwen3-30B-A3B's shapes, in the types of a Q4_K_M file; its bytes are nowhere."""
-
-    config = qwen3moe.Config(
-        n_layer=48, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=128, n_expert_used=8, n_ff_exp=768,
-        n_vocab=151936, n_ctx_train=40960, rope_base=1e6, eps=1e-6,
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.tensors = self.config.tensors()
-
-    def tensor(self, name: str) -> QTensor:
-        shape, qtype = self.tensors[name], k_quant_mix(name)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
-        data = CountingDevice().empty(prod(shape) // block * block_bytes, np.uint8)
-        return QTensor(name, qtype, shape, data)
+ARCH, CONFIG = SHAPES["qwen3-30b-a3b"]
 
 
 @pytest.fixture(scope="module")
-def weights() -> Any:
-    return qwen3moe.load(Shapes(), Shapes.config)
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of Qwen3-30B-A3B's shapes, in the types of a Q4_K_M file, with nothing behind them."""
+    name = "Qwen3-30B-A3B-Q4_K_M"
+    model = replace(HEADERS[name], types=lambda tensor, _: k_quant_mix(tensor))
+    with open_header(published_headers.write(tmp_path_factory.mktemp("plan"), name, model, n_vocab=400)[0]) as file:
+        return ARCH.load(file, CONFIG)
 
 
 def decide(weights: Any, vram_gib: float, n_ctx: int = 32768, **options: Any) -> dryrun.Decision:
     config = EngineConfig(Path("m"), **{"device": "cuda", "policy": "spark"} | options)
     like = CountingDevice("sm_90", 132, 227 << 10)
-    sharing = dryrun.Sharing(config, qwen3moe, Shapes.config, weights, n_ctx, None, like)
+    sharing = dryrun.Sharing(config, ARCH, CONFIG, weights, n_ctx, None, like)
     return sharing.decide(cap_bytes=plan.cap_bytes(vram_gib), context_bytes=plan.CONTEXT_BYTES)
 
 
@@ -262,7 +253,7 @@ def test_a_placement_is_made_once_a_decision(
 ) -> None:
     """However many lengths of step are tried; and what no cap changes once for all decisions of a load."""
     calls = counted(monkeypatch)
-    c = Shapes.config
+    c = CONFIG
     profile = Profile(np.random.default_rng(3).integers(1, 99, (c.n_layer, c.n_expert)), c.n_expert_used)
     config = EngineConfig(Path("m"), "cuda", name, residency_pct=residency_pct)
     sharing = dryrun.Sharing(config, qwen3moe, c, weights, 32768, profile, CountingDevice("sm_90", 132, 227 << 10))
