@@ -87,7 +87,7 @@ def test_templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         model = HEADERS["Qwen3-30B-A3B-Q4_K_M"]
         other = replace(model, metadata={**model.metadata, "tokenizer.chat_template": template})
         with open_header(published_headers.write(tmp_path, "m", other, n_vocab=400)[0]) as file:
-            kind, dialect, missing = plan._speech(file)
+            _, dialect, missing = plan._speech(file)
         return dialect, [error.message for error in missing]
 
     plain, missing = found("{% for message in messages %}{{ message.content }}{% endfor %}")
