@@ -5,7 +5,7 @@ Reading goes through the `gguf` package, which is the reference for the bits of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import gguf
@@ -63,7 +63,7 @@ class QTensor:
     def reordered(self, name: str, shape: tuple[int, ...], blocks: Bytes) -> QTensor:
         """A tensor of `blocks`, a view of this one's data in another order: a copy, unless there is nothing to copy."""
         data = np.ascontiguousarray(blocks).reshape(-1) if self.backed else unbacked(blocks.size, np.uint8)
-        return QTensor(name, self.qtype, shape, data, backed=self.backed)
+        return replace(self, name=name, shape=shape, data=data)
 
     def rows(self, first: int, n: int) -> QTensor:
         """n rows from the first on, of every slice where there are several, without a copy: part of a fused tensor."""
