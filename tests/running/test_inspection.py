@@ -94,6 +94,32 @@ def test_published_shapes(tmp_path: Path, name: str) -> None:
         assert found["plan"]["device_bytes"] <= 24 << 30
 
 
+EXPERTS = ("experts: gate", "experts: up", "experts: down")
+ROLES = {
+    "Laguna-XS.2-Q4_K_M": {  # attention: Q, K, V, output and a gate; a bias of each router
+        **dict.fromkeys(EXPERTS, 39), "embedding": 1, "output": 1, "shared experts": 3 * 39, "routers": 39,
+        "dense FFN": 3, "attention": 5 * 40, "norms and vectors": 4 * 40 + 1 + 39,
+    },
+    "Qwen3.5-35B-A3B-Q5_K_M": {  # 10 layers of attention; 30 recurrent ones, each with two matrices named attn_
+        **dict.fromkeys(EXPERTS, 40), "embedding": 1, "output": 1, "shared experts": 3 * 40, "routers": 40,
+        "recurrent layers": 4 * 30, "attention": 4 * 10 + 2 * 30, "further tokens": 4,
+        "norms and vectors": 2 * 10 + 3 * 30 + 3 * 40 + 1,
+    },
+    "Gemma-4-26B-A4B-with-vision": {  # 25 window layers; 5 full ones, without V
+        "experts: gate and up": 30, "experts: down": 30, "embedding": 1, "routers": 30, "dense FFN": 3 * 30,
+        "attention": 4 * 25 + 3 * 5, "pictures and sound": 1, "norms and vectors": 12 * 30 + 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_roles(tmp_path: Path, name: str) -> None:
+    found: Counter[str] = Counter()
+    for row in inspected(published_headers.write(tmp_path, name, n_vocab=400)[0])["file"]["tensors"]:
+        found[row["role"]] += row["tensors"]
+    assert found == ROLES[name]
+
+
 def test_there_are_twenty_headers_and_both_verdicts() -> None:
     refused = [name for name, model in HEADERS.items() if model.refused]
     assert len(HEADERS) >= 20 and len(refused) >= 8
