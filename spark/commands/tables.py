@@ -29,7 +29,7 @@ _SIZES = (
     ("layers", (
         ("block_count", "{}"), ("leading_dense_block_count", "{} dense"), ("nextn_predict_layers", "{} not read"),
     )),
-    ("width", (("embedding_length", "{}"), ("vocabulary", "{} tokens"))),
+    ("width", (("embedding_length", "{}"),)),
     ("heads", (
         ("attention.head_count", "{}"), ("attention.head_count_kv", "{} of KV"), ("attention.key_length", "of {}"),
         ("attention.sliding_window", "window {}"),
@@ -39,6 +39,7 @@ _SIZES = (
         ("expert_count", "{}"), ("expert_used_count", "{} active"), ("expert_feed_forward_length", "of {}"),
         ("expert_shared_feed_forward_length", "shared {}"),
     )),
+    ("vocabulary", (("vocabulary", "{} tokens"),)),
     ("context", (("context_length", "{} tokens"),)),
 )  # fmt: skip
 _RECALLS = ("recall_1x", "recall_2x", "recall_3x")
@@ -193,7 +194,8 @@ def show_inspection(report: PlanReport) -> None:
         said = [words.format(_several(sizes[key])) for key, words in parts if sizes.get(key) not in (None, 0)]
         rows += [[label, ", ".join(said)]] if said else []
     billions = (file[key] / 1e9 for key in ("parameters", "active_parameters"))
-    rows.append(["parameters", "{:,.2f} B, {:,.2f} B of them active".format(*billions)])
+    if file["parameters"]:
+        rows.append(["parameters", "{:,.2f} B, {:,.2f} B of them active".format(*billions)])
     split = f" in {len(file['files'])} files" if len(file["files"]) > 1 else ""
     rows.append(["size", f"{file['bytes'] / _GIB:,.2f} GiB{split}"])
     rows += _speech_rows(report)
@@ -213,7 +215,7 @@ def _speech_rows(report: PlanReport) -> list[list[str]]:
     if found is None:
         return []
     ends = ", ".join(map(_shown, found["ends_of_turn"])) or "no known token"
-    rows = [["tokenizer", f"{found['kind']}, {found['tokens']:,} tokens; a turn ends with {ends}"]]
+    rows = [["tokenizer", f"{found['kind']}; a turn ends with {ends}"]]
     if dialect is None:
         return [*rows, ["chat template", "none: plain text with names of speakers"]]
     calls = dialect.calls if dialect.knows_calls else f"{dialect.calls}, of which the template knows nothing"
