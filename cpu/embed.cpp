@@ -28,6 +28,27 @@ void dequantize_Q4_0(const uint8_t *b, float *y) {
     }
 }
 
+// Code i of those of two bits: bytes 32n..32n+31 have blocks 4n..4n+3, the lowest bits first.
+int two_bits(const uint8_t *codes, int i) { return codes[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3; }
+
+void dequantize_Q2_K(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b + 80)), dmin = half_to_float(load_u16(b + 82));
+    for (int i = 0; i < 256; i++) {
+        const int both = b[i / 16];
+        y[i] = (d * float(both & 15)) * float(two_bits(b + 16, i)) - dmin * float(both >> 4);
+    }
+}
+
+void dequantize_Q3_K(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b + 108));
+    for (int i = 0; i < 256; i++) {
+        const int j = i / 16; // of 16 scales: low bits in 8 bytes, low halves first; high bits in 4
+        const int scale = (b[96 + j % 8] >> j / 8 * 4 & 15) | (b[104 + j % 4] >> j / 4 * 2 & 3) << 4;
+        const int q = two_bits(b + 32, i) | (b[i % 32] >> i / 32 & 1) << 2;
+        y[i] = (d * float(scale - 32)) * float(q - 4);
+    }
+}
+
 struct SixBits {
     uint8_t scale[8], minimum[8];
 };

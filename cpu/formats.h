@@ -213,12 +213,115 @@ struct Q5_K : Record<SPARK_Q5_K>, MinimumPanel<4> {
     }
 };
 
-// --- integer scales of half blocks: Q6_K
+// --- integer scales of half blocks: Q2_K, Q3_K, Q6_K
 
-struct Q6_K : Record<SPARK_Q6_K> {
-    static constexpr int kScales = 192;
+// An offset of 2^shift is taken off every weight, as in ScaledPanel; Activations::minus_half has one of 32.
+template <int wide, int shift> struct HalvesPanel {
     B w[2][8];
     F scale, half_scale[2][2]; // [half][p]; exact integers
+
+    static I start(const Activations &a, int half, int p) {
+        const I minus = repeat_ints(a.minus_half[half][p]);
+        if constexpr (shift < 0)
+            return zero_ints();
+        else if constexpr (shift <= 5)
+            return shift_right_signed<5 - shift>(minus);
+        else
+            return shift_left<shift - 5>(minus);
+    }
+    // Integers below 2^24 all along: float arithmetic is exact here.
+    F total(const Activations &a, int p) const {
+        const F first = to_float(dot<4, wide>(start(a, 0, p), w[p], a.q[p]));
+        const F second = to_float(dot<4, wide>(start(a, 1, p), w[p] + 4, a.q[p] + 4));
+        return fma(half_scale[0][p], first, half_scale[1][p] * second);
+    }
+    void finish(int p, F total, const Activations &a, Lanes &lanes) const {
+        lanes.acc[p] = fma(repeat_floats(a.d[p]), scale * total, lanes.acc[p]);
+    }
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++)
+            finish(p, total(a, p), a, lanes);
+    }
+
+    // Two bits a weight in 64 bytes: bytes 32n..32n+31 have blocks 4n..4n+3, the lowest bits first.
+    void load_two_bits(const uint8_t *const *rows, size_t offset) {
+        for (int half = 0; half < 2; half++) {
+            const B first = load_rows(rows, offset + 16 * half), second = load_rows(rows, offset + 32 + 16 * half);
+            const B low[2] = {zip_low32(first, first), zip_low32(second, second)};
+            const B high[2] = {zip_high32(first, first), zip_high32(second, second)};
+            const B dwords[4] = {zip_low64(low[0], low[1]), zip_high64(low[0], low[1]), zip_low64(high[0], high[1]),
+                                 zip_high64(high[0], high[1])};
+            for (int i = 0; i < 4; i++) {
+                const B codes = shift_right_by(dwords[i], as_ints(group_constant(0, 4, 0, 4)));
+                w[0][4 * half + i] = and_bytes(codes, splat_byte(3));
+                w[1][4 * half + i] = and_bytes(shift_right_by(codes, splat_int(2)), splat_byte(3));
+            }
+        }
+    }
+};
+
+// Byte k of each dword, as many of its bits as `mask` has.
+inline I byte_of(B v, int k, int mask) { return as_ints(and_bytes(shift_right_by(v, splat_int(8 * k)), as_bytes(splat_int(mask)))); }
+
+struct Q2_K : Record<SPARK_Q2_K>, HalvesPanel<4, -1> {
+    F minimum, half_minimum[2][2]; // [half][p]; integers over -32, which minus_half is multiplied by
+
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_two_bits(rows, offset + 16);
+        const B scales = load_rows(rows, offset); // dword g: the halves of blocks 2g, 2g + 1
+        const B low = low_nibbles(scales), high = high_nibbles(scales);
+        for (int p = 0; p < 2; p++)
+            for (int half = 0; half < 2; half++) {
+                half_scale[half][p] = to_float(byte_of(low, 2 * p + half, 15));
+                half_minimum[half][p] = to_float(byte_of(high, 2 * p + half, 15)) * splat(-0.03125f);
+            }
+        const B tail = load_rows(rows, offset + kBytes - 16);
+        scale = half_word<6>(tail);
+        minimum = half_word<7>(tail);
+    }
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++) {
+            const F first = to_float(repeat_ints(a.minus_half[0][p])), second = to_float(repeat_ints(a.minus_half[1][p]));
+            const F sum = fma(half_minimum[0][p], first, half_minimum[1][p] * second); // exact
+            const F u = fma_minus(scale, total(a, p), minimum * sum);
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), u, lanes.acc[p]);
+        }
+    }
+};
+
+struct Q3_K : Record<SPARK_Q3_K>, HalvesPanel<4, 2> {
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_two_bits(rows, offset + 32);
+        for (int half = 0; half < 2; half++) { // bit b of byte l: the third bit of element l of block b
+            const B high = load_rows(rows, offset + 16 * half);
+            add_third_bit<0>(high, half);
+            add_third_bit<1>(high, half);
+            add_third_bit<2>(high, half);
+            add_third_bit<3>(high, half);
+        }
+        // Two bytes of codes, 12 of scales, d. The low four bits of 16 scales are 8 bytes, low halves first.
+        alignas(16) static constexpr uint8_t kLow[16] = {2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5, 6, 7, 8, 9};
+        alignas(16) static constexpr uint8_t kTop[16] = {10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13};
+        const B tail = load_rows(rows, offset + kBytes - 16);
+        const B low = shift_right_by(look_up(tail, repeat_bytes(kLow)), as_ints(group_constant(0, 0, 4, 4)));
+        const B top = shift_right_by(look_up(tail, repeat_bytes(kTop)), as_ints(group_constant(0, 2, 4, 6)));
+        const B high = as_bytes(shift_left<4>(as_ints(and_bytes(top, splat_byte(3)))));
+        const B scales = or_bytes(and_bytes(low, splat_byte(15)), high); // dword g: the halves of blocks 2g, 2g + 1
+        for (int p = 0; p < 2; p++)
+            for (int half = 0; half < 2; half++)
+                half_scale[half][p] = to_float(add_ints(byte_of(scales, 2 * p + half, 63), splat_int(-32)));
+        scale = half_word<7>(tail);
+    }
+    template <int i> void add_third_bit(B high, int half) {
+        const B bits = shift_right_by(repeat_dword<i>(high), as_ints(group_constant(0, 2, 4, 6)));
+        B &even = w[0][4 * half + i], &odd = w[1][4 * half + i];
+        even = or_bytes(even, and_bytes(as_bytes(shift_left<2>(as_ints(bits))), splat_byte(4)));
+        odd = or_bytes(odd, and_bytes(as_bytes(shift_left<1>(as_ints(bits))), splat_byte(4)));
+    }
+};
+
+struct Q6_K : Record<SPARK_Q6_K>, HalvesPanel<2, 5> {
+    static constexpr int kScales = 192;
 
     void load(const uint8_t *const *rows, size_t offset) {
         // In each half of 128: low nibbles of 64 bytes are blocks 0 and 1, high ones 2 and 3; byte l of the
@@ -248,18 +351,6 @@ struct Q6_K : Record<SPARK_Q6_K> {
         half_scale[0][1] = to_float(shift_right_signed<24>(shift_left<8>(scales)));
         half_scale[1][1] = to_float(shift_right_signed<24>(scales));
         scale = half_word<7>(load_rows(rows, offset + kBytes - 16));
-    }
-
-    void finish(int p, F total, const Activations &a, Lanes &lanes) const {
-        lanes.acc[p] = fma(repeat_floats(a.d[p]), scale * total, lanes.acc[p]);
-    }
-    void multiply(const Activations &a, Lanes &lanes) const {
-        for (int p = 0; p < 2; p++) {
-            const F first = to_float(dot<4, 2>(repeat_ints(a.minus_half[0][p]), w[p], a.q[p]));
-            const F second = to_float(dot<4, 2>(repeat_ints(a.minus_half[1][p]), w[p] + 4, a.q[p] + 4));
-            // Integers below 2^24 all along: float arithmetic is exact here.
-            finish(p, fma(half_scale[0][p], first, half_scale[1][p] * second), a, lanes);
-        }
     }
 };
 

@@ -28,12 +28,12 @@ struct Activations {
 };
 
 // 32 weights ready for dot products. q: bytes, signed in Q8_0 and IQ4_XS, else unsigned. scale, minimum: as in
-// BlockTerms of the twin. factor: of the two halves (HALVES). shift: where there is a minimum, q holds the weights times
-// 2^shift.
+// BlockTerms of the twin. factor, minimum_factor: of the two halves (HALVES). shift: where there is a minimum, q holds the
+// weights times 2^shift.
 struct Block {
     u32 q[8];
     float scale, minimum;
-    i32 factor[2];
+    i32 factor[2], minimum_factor[2];
     i32 shift;
 };
 
@@ -88,6 +88,59 @@ DEVICE u32 iq4_values(u32 index) {
 //   load     block b of the row at `offset` of `stage` (16-byte aligned)
 template <Type type>
 struct BlockCode;
+
+template <>
+struct BlockCode<Q2_K> : BlockType<Q2_K> {
+    static constexpr bool SIGNED = false, MINIMUM = true;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BLOCK_BYTES;
+        const u32* const codes = (const u32*)(stage + at + 16 + 32 * (s >> 2));
+        w.shift = 2 * (s & 3);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            w.q[i] = codes[i] & (0x03030303u << w.shift);
+        const u32 both = load_half(stage, at + 2 * s);
+#pragma unroll
+        for (i32 half = 0; half < 2; half++) {
+            w.factor[half] = (both >> (8 * half)) & 15;
+            w.minimum_factor[half] = (both >> (8 * half + 4)) & 15;
+        }
+        const u32 d = *(const u32*)(stage + at + 80);
+        w.scale = half_to_float((u16)d);
+        w.minimum = half_to_float((u16)(d >> 16));
+    }
+};
+
+template <>
+struct BlockCode<Q3_K> : BlockType<Q3_K> {
+    static constexpr bool SIGNED = false, MINIMUM = false;
+    static constexpr i32 OFFSET = 4;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BLOCK_BYTES;
+        u32 low[9], high[9];
+        load_words(stage, at, high);
+        load_words(stage, at + 32 + 32 * (s >> 2), low);
+        const i32 between = (at & 2) * 8, low_shift = between + 2 * (s & 3);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++) {
+            const u32 bits = __funnelshift_r(high[i], high[i + 1], between);
+            // Bit s of a byte becomes bit 2: a rotation, since it goes either way.
+            w.q[i] = and_or(__funnelshift_l(bits, bits, (2 - s) & 31), 0x04040404u,
+                            __funnelshift_r(low[i], low[i + 1], low_shift) & 0x03030303u);
+        }
+        const u32 four = load_half(stage, at + 96 + 2 * (s & 3)) >> (4 * (s >> 2));
+        const u32 two = load_half(stage, at + 104 + 2 * (s & 1)) >> (2 * (s >> 1));
+        const u32 factors = (four & 0x0f0fu) | ((two & 0x0303u) << 4);
+        w.factor[0] = (i32)(factors & 63) - 32;
+        w.factor[1] = (i32)(factors >> 8) - 32;
+        w.scale = half_to_float(load_half(stage, at + 108));
+    }
+};
 
 template <>
 struct BlockCode<Q4_K> : BlockType<Q4_K> {
@@ -231,13 +284,15 @@ DEVICE float block_term(const Block& w, const Activations& x) {
             sum[i / 4] = __dp4a((i32)w.q[i], x.q[i], sum[i / 4]);
         else
             sum[i / 4] = dot4_unsigned(w.q[i], x.q[i], sum[i / 4]);
+    i32 total = sum[0] + sum[1], subtracted = x.sum;
     if constexpr (has_halves(type)) {
-        static_assert(!Code::MINIMUM, "block_term: a minimum besides factors of halves has no code");
-        return w.scale * (float)(w.factor[0] * sum[0] + w.factor[1] * sum[1]);
+        total = w.factor[0] * sum[0] + w.factor[1] * sum[1];
+        if constexpr (Code::MINIMUM)
+            subtracted = w.minimum_factor[0] * x.first + w.minimum_factor[1] * (x.sum - x.first);
     }
     if constexpr (Code::MINIMUM)
-        return __fmaf_rn(w.scale, (float)((sum[0] + sum[1]) >> w.shift), -(w.minimum * (float)x.sum));
-    return w.scale * (float)(sum[0] + sum[1]);
+        return __fmaf_rn(w.scale, (float)(total >> w.shift), -(w.minimum * (float)subtracted));
+    return w.scale * (float)total;
 }
 
 // --- Q4_K for one token ---------------------------------------------------------------------------

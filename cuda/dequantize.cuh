@@ -8,11 +8,12 @@
 //   Format<type>::ELEMENTS     weights of a stage: a superblock, or several blocks
 //   Format<type>::BYTES        the same in bytes
 //   Format<type>::ALIGN        a row begins at a multiple of so many bytes (16 at most)
-//   Format<type>::SCALES       words of scales of a stage, one for 32 weights; 0: none (these four are the record's)
+//   Format<type>::SCALES       words of scales of a stage, one or two for 32 weights; 0: none (these four are the record's)
 //   Format<type>::INTERLEAVED  unit u of a step has weights 16u..16u+15 and 32+16u..32+16u+15, else 32u..32u+31
-//   scales(raw, at, out, stride)             a stage's scales to out[0], out[stride]...
+//   scales(raw, at, out, stride)             a stage's scales to out[0], out[stride]..., one for each 32 weights first
 //   weights(raw, at, s, j, u, c, left, w)    unit u of step j: w[half unit][pair]; s: the scales of the two half
-//                                            units; left: weights of the row from this step on
+//                                            units, and the second words behind; left: weights of the row from this
+//                                            step on
 //
 // `raw + at` is the stage in shared memory. Scales times sub-scales are rounded to halves once, weights once or twice:
 // relative error 2^-11. F32 and BF16 weights above 65504 become infinite.
@@ -23,6 +24,7 @@
 // Pairs of halves.
 #define HALF2_1024 0x64006400u      // 1024: its low mantissa bits count units
 #define HALF2_MINUS_1024 0xe400e400u
+#define HALF2_MINUS_1028 0xe404e404u
 #define HALF2_MINUS_1032 0xe408e408u
 #define HALF2_MINUS_1056 0xe420e420u
 #define HALF2_MINUS_1152 0xe480e480u
@@ -108,6 +110,81 @@ struct Format<Q5_K> : Stage<Q5_K> {
             const u32 odd = half2_add(odd_bytes(q[i]), HALF2_MINUS_1024);
             w[i][0] = half2_fma(even, both_low(s[i]), both_high(s[i]));
             w[i][1] = half2_fma(odd, both_low(s[i]), both_high(s[i]));
+        }
+    }
+};
+
+// Scales and minimums are of 16 weights, two a word.
+template <>
+struct Format<Q2_K> : Stage<Q2_K> {
+    static constexpr bool INTERLEAVED = true;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+        const u32 head = load_word<4>(raw, at + 80) ^ 0x80000000u;  // (d, -dmin)
+        const u32 d[2] = {both_low(head), both_high(head)};
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            const u32 four = load_word<4>(raw, at + 4 * i);
+#pragma unroll
+            for (i32 m = 0; m < 2; ++m) {
+                const u32 numbers = (four >> (4 * m)) & 0x0f0f0f0fu;
+                const u32 first = half2_add(__byte_perm(numbers, 0x64646464u, 0x4140), HALF2_MINUS_1024);
+                const u32 second = half2_add(__byte_perm(numbers, 0x64646464u, 0x4342), HALF2_MINUS_1024);
+                out[(8 * m + 2 * i) * stride] = half2_mul(first, d[m]);
+                out[(8 * m + 2 * i + 1) * stride] = half2_mul(second, d[m]);
+            }
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[4], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 v = load_word<4>(raw, at + 16 + 32 * (j >> 1) + 16 * u + 4 * c) >> (4 * (j & 1));
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 scale = u ? both_high(s[i]) : both_low(s[i]);
+            const u32 minimum = u ? both_high(s[2 + i]) : both_low(s[2 + i]);
+#pragma unroll
+            for (i32 pair = 0; pair < 2; ++pair) {
+                const u32 q = and_or(v >> (8 * pair + 2 * i), 0x00030003u, HALF2_1024);
+                w[i][pair] = half2_fma(half2_add(q, HALF2_MINUS_1024), scale, minimum);
+            }
+        }
+    }
+};
+
+template <>
+struct Format<Q3_K> : Stage<Q3_K> {
+    static constexpr bool INTERLEAVED = true;
+
+    // Two scales a word: each is for 16 weights.
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+        const u32 half = *(const u16*)(raw + at + 108);
+        const u32 d = half | (half << 16);
+        const u32 low[2] = {load_word<2>(raw, at + 96), load_word<2>(raw, at + 100)};
+        const u32 top = load_word<2>(raw, at + 104);
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            const u32 four = ((low[i & 1] >> (4 * (i >> 1))) & 0x0f0f0f0fu) | (((top >> (2 * i)) & 0x03030303u) << 4);
+            const u32 first = half2_add(__byte_perm(four, 0x64646464u, 0x4140), HALF2_MINUS_1056);
+            const u32 second = half2_add(__byte_perm(four, 0x64646464u, 0x4342), HALF2_MINUS_1056);
+            out[2 * i * stride] = half2_mul(first, d);
+            out[(2 * i + 1) * stride] = half2_mul(second, d);
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        // All that is read of a row lies alike between words, so its address is rounded once.
+        const u32* const h = (const u32*)(raw + (at & ~3u)) + 4 * u + c;
+        const u32* const l = h + 8 + 8 * (j >> 1);
+        const i32 between = (at & 2) * 8;
+        const u32 high = __funnelshift_r(h[0], h[1], between) >> (2 * j);
+        const u32 low = __funnelshift_r(l[0], l[1], between) >> (4 * (j & 1));
+        const u32 q[2] = {and_or(low, 0x03030303u, (high << 2) & 0x04040404u),
+                          and_or(low >> 2, 0x03030303u, (high << 1) & 0x04040404u)};
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 scale = u ? both_high(s[i]) : both_low(s[i]);
+            w[i][0] = half2_mul(half2_add(even_bytes(q[i]), HALF2_MINUS_1028), scale);
+            w[i][1] = half2_mul(half2_add(odd_bytes(q[i]), HALF2_MINUS_1028), scale);
         }
     }
 };

@@ -42,6 +42,30 @@ struct Element<Q4_0> : BlockType<Q4_0> {
     }
 };
 
+// Code k of 256 of those of two bits: bytes 32n..32n+31 have blocks 4n..4n+3, the lowest bits first.
+DEVICE u32 two_bits(const u8* codes, int k) { return codes[k / 128 * 32 + k % 32] >> (k / 32 % 4 * 2) & 3u; }
+
+template <>
+struct Element<Q2_K> : BlockType<Q2_K> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 256) * BLOCK_BYTES;
+        const u32 both = block[i % 256 / 16];
+        const float scale = half_at(block + 80) * (float)(both & 15u);
+        return scale * (float)two_bits(block + 16, i % 256) - half_at(block + 82) * (float)(both >> 4);
+    }
+};
+
+template <>
+struct Element<Q3_K> : BlockType<Q3_K> {
+    DEVICE float of(const u8* row, int i) {
+        const int k = i % 256, j = k / 16; // scale j of 16: low bits in 8 bytes, low halves first; high bits in 4
+        const u8* const block = row + (i64)(i / 256) * BLOCK_BYTES;
+        const u32 scale = (block[96 + j % 8] >> (j / 8 * 4) & 15u) | (block[104 + j % 4] >> (j / 4 * 2) & 3u) << 4;
+        const u32 code = two_bits(block + 32, k) | (block[k % 32] >> (k / 32) & 1u) << 2;
+        return half_at(block + 108) * (float)((int)scale - 32) * (float)((int)code - 4);
+    }
+};
+
 // Sub-block j of 8 in the 12 bytes of packed 6-bit scales and minimums.
 DEVICE void scale_and_minimum(const u8* packed, int j, float& scale, float& minimum) {
     u32 sc, mn;

@@ -36,6 +36,9 @@ struct Tile {
     static constexpr int SKEW = PIECES % 2 ? 0 : 16;  // every 4 rows, so that 8 rows lie in different banks
     static constexpr int RAW_BYTES = ROWS * PITCH + ROWS / 4 * SKEW;
     static constexpr int X_BYTES = tokens * STEP * 2;
+    static constexpr int UNITS = Weights::ELEMENTS / 32;  // of a stage
+    static constexpr int EACH = Weights::SCALES > UNITS ? 2 : 1;  // words of scales of a unit
+    static_assert(Weights::SCALES == 0 || Weights::SCALES == EACH * UNITS, "one or two words of scales for 32 weights");
     static constexpr int SCALE_WORDS = Weights::SCALES * ROWS;
     static constexpr int BYTES = 2 * RAW_BYTES + STAGES * TURN * X_BYTES + 2 * SCALE_WORDS * 4;
 };
@@ -177,10 +180,14 @@ DEVICE void multiply(float (*sum)[tokens / 8][4], u8* shared, const i32* token_r
 #pragma unroll
                 for (i32 h = 0; h < 2; ++h) {
                     const i32 r = 16 * m + 8 * h;
-                    u32 s[2] = {0, 0}, half_unit[2][2];
+                    u32 s[2 * T::EACH] = {}, half_unit[2][2];
                     if (W::SCALES) {
-                        s[0] = words[(2 * j + (W::INTERLEAVED ? 0 : unit)) * T::ROWS + r];
-                        s[1] = W::INTERLEAVED ? words[(2 * j + 1) * T::ROWS + r] : s[0];
+#pragma unroll
+                        for (i32 e = 0; e < T::EACH; ++e) {
+                            const u32* const word = words + (e * T::UNITS + 2 * j) * T::ROWS + r;
+                            s[2 * e] = word[W::INTERLEAVED ? 0 : unit * T::ROWS];
+                            s[2 * e + 1] = W::INTERLEAVED ? word[T::ROWS] : s[2 * e];
+                        }
                     }
                     W::weights(raw, begin(low[m][h], first_row + r, stage), s, j, unit, lane % 4, K - step * STEP,
                                half_unit);

@@ -1,7 +1,7 @@
 """Makes quantized tensors, for the bundled model, tests and benchmarks; the engine only reads them.
 
-Making Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The `gguf` package
-makes the others.
+Making Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The
+`gguf` package makes the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def quantize(values: npt.NDArray[Any], qtype: QType, importance: Floats | None =
     """Quantize along the last axis.
 
     values: float [..., cols], finite. importance: float32 [cols], positive: how much the squared error of each
-    column counts (mean squared activations, say); used by Q4_K, Q5_K, Q6_K and IQ4_XS. name: for messages.
+    column counts (mean squared activations, say); used by the types that are searched. name: for messages.
     Returns uint8 [..., row_bytes]. Raises ModelFormatError for values that the type cannot hold,
     UnsupportedModelError for a type that we cannot make.
     """
@@ -120,41 +120,44 @@ def _fit_affine(x: Floats, w: Floats | None, q_max: int) -> tuple[Floats, Floats
     return best_d, best_m
 
 
-def _affine_blocks(blocks: Floats, w: Floats | None, q_max: int) -> tuple[Bytes, Bytes, Bytes]:
-    """What Q4_K and Q5_K share: bytes of d and dmin [n, 4], bytes of the sub-scales [n, 12], q [n, 8, 32].
+def _affine_blocks(
+    blocks: Floats, w: Floats | None, q_max: int, sub: int = 32, limit: int = 63
+) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """What Q2_K, Q4_K and Q5_K share: bytes of d and dmin [n, 4], sc and mn [n, 256/sub], q [n, 256/sub, sub].
 
-    x ~ (d*sc)*q - dmin*mn. The sub-scales sc and mn are chosen among their neighbors by the error that is left,
-    then d and dmin are solved by least squares.
+    x ~ (d*sc)*q - dmin*mn, sc and mn up to `limit`. The sub-scales are chosen among their neighbors by the
+    error that is left, then d and dmin are solved by least squares.
     """
-    x = _columns(blocks, 32)
-    w = None if w is None else _columns(w, 32)
-    n = np.full(x.shape[1], 32, np.float32) if w is None else w.sum(0)
+    x = _columns(blocks, sub)
+    w = None if w is None else _columns(w, sub)
+    per_block = 256 // sub
+    n = np.full(x.shape[1], sub, np.float32) if w is None else w.sum(0)
     sx = (x if w is None else w * x).sum(0)
 
     def snap(scale: Floats, offset: Floats) -> Floats:
         codes: Floats = np.clip(np.rint((x + offset) * _inverse(scale)), 0, q_max)
         return codes
 
-    def spread(per_block: Floats) -> Floats:
-        return np.repeat(per_block, 8)
+    def spread(values: Floats) -> Floats:
+        return np.repeat(values, per_block)
 
     def total(per_column: Floats) -> Floats:
-        sums: Floats = per_column.reshape(-1, 8).sum(1)
+        sums: Floats = per_column.reshape(-1, per_block).sum(1)
         return sums
 
     d_sub, m_sub = _fit_affine(x, w, q_max)
-    d = _half_away(d_sub.reshape(-1, 8).max(1) * np.float32(1 / 63))
-    dmin = _half_away(m_sub.reshape(-1, 8).max(1) * np.float32(1 / 63))
+    d = _half_away(d_sub.reshape(-1, per_block).max(1) * np.float32(1 / limit))
+    dmin = _half_away(m_sub.reshape(-1, per_block).max(1) * np.float32(1 / limit))
     first_sc = np.rint(d_sub * spread(_inverse(d)))
-    first_m = spread(dmin) * np.clip(np.rint(m_sub * spread(_inverse(dmin))), 0, 63)
+    first_m = spread(dmin) * np.clip(np.rint(m_sub * spread(_inverse(dmin))), 0, limit)
 
     sc = mn = np.zeros_like(first_sc)
     best_error = np.full_like(first_sc, np.inf)
     for step in (0, -1, 1):
-        new_sc = np.clip(first_sc + np.float32(step), 0, 63)
+        new_sc = np.clip(first_sc + np.float32(step), 0, limit)
         scale = spread(d) * new_sc
         sq, _, _ = _moments(snap(scale, first_m), x, w)
-        new_mn = np.clip(np.rint((scale * sq - sx) * _inverse(n * spread(dmin))), 0, 63)
+        new_mn = np.clip(np.rint((scale * sq - sx) * _inverse(n * spread(dmin))), 0, limit)
         m = spread(dmin) * new_mn
         sq, sqq, sxq = _moments(snap(scale, m), x, w)
         error = scale * (scale * sqq - 2 * sxq) + m * (m * n + 2 * sx - 2 * scale * sq)  # less sum(w x^2)
@@ -173,15 +176,15 @@ def _affine_blocks(blocks: Floats, w: Floats | None, q_max: int) -> tuple[Bytes,
     d = np.where(solved, _half(new_d), d)
     dmin = np.where(solved, _half(new_dmin), dmin)
 
-    q = snap(spread(d) * sc, spread(dmin) * mn).astype(np.uint8).T.reshape(-1, 8, 32)
+    q = snap(spread(d) * sc, spread(dmin) * mn).astype(np.uint8).T.reshape(-1, per_block, sub)
     head = _half_bytes(np.stack([d, dmin], 1))
-    return head, _pack_scales(sc.astype(np.uint8).reshape(-1, 8), mn.astype(np.uint8).reshape(-1, 8)), q
+    return head, *(v.astype(np.uint8).reshape(-1, per_block) for v in (sc, mn)), q
 
 
 def _scaled_blocks(
     blocks: Floats, w: Floats | None, sub: int, limit: int, grid: Floats, snap: Callable[[Floats], Floats]
 ) -> tuple[Floats, Floats, Floats]:
-    """What Q6_K and IQ4_XS share: x ~ (d*sc)*v, v a code value, sc in -limit..limit-1 of each `sub` weights.
+    """What Q3_K, Q6_K and IQ4_XS share: x ~ (d*sc)*v, v a code value, sc in -limit..limit-1 of each `sub` weights.
 
     snap: rounds to the nearest code value. grid: where the largest weight of a sub-block is tried to lie.
     Returns d [n], sc [n, 256/sub], v [n, 256].
@@ -221,15 +224,38 @@ def _pack_nibbles(q: Bytes, run: int) -> Bytes:
     return (pairs[:, :, 0] | (pairs[:, :, 1] << np.uint8(4))).reshape(len(q), 128)
 
 
+def _pack_two_bits(q: Bytes) -> Bytes:
+    """Codes 0..3 [n, 256] in 64 bytes: of four runs of 32 codes, the first in the lowest bits."""
+    four = q.reshape(len(q), 2, 4, 32)
+    return (four[:, :, 0] | four[:, :, 1] << 2 | four[:, :, 2] << 4 | four[:, :, 3] << 6).reshape(-1, 64)
+
+
+def _q2_k(blocks: Floats, w: Floats | None) -> Bytes:
+    head, sc, mn, q = _affine_blocks(blocks, w, 3, 16, 15)
+    return np.concatenate([sc | mn << 4, _pack_two_bits(q.reshape(-1, 256)), head], axis=1)
+
+
+def _q3_k(blocks: Floats, w: Floats | None) -> Bytes:
+    def snap(y: Floats) -> Floats:
+        return np.clip(np.rint(y), -4, 3)
+
+    d, sc, v = _scaled_blocks(blocks, w, 16, 32, np.linspace(-4.6, -3, 9, dtype=np.float32), snap)
+    q, ls = (v + 4).astype(np.uint8), (sc + 32).astype(np.uint8)
+    high = np.packbits(q.reshape(-1, 8, 32) >> 2, axis=1, bitorder="little").reshape(-1, 32)
+    top = (ls >> 4).reshape(-1, 4, 4)
+    scales = [ls[:, :8] & 15 | (ls[:, 8:] & 15) << 4, top[:, 0] | top[:, 1] << 2 | top[:, 2] << 4 | top[:, 3] << 6]
+    return np.concatenate([high, _pack_two_bits(q & 3), *scales, _half_bytes(d[:, None])], axis=1)
+
+
 def _q4_k(blocks: Floats, w: Floats | None) -> Bytes:
-    head, scales, q = _affine_blocks(blocks, w, 15)
-    return np.concatenate([head, scales, _pack_nibbles(q, 32)], axis=1)
+    head, sc, mn, q = _affine_blocks(blocks, w, 15)
+    return np.concatenate([head, _pack_scales(sc, mn), _pack_nibbles(q, 32)], axis=1)
 
 
 def _q5_k(blocks: Floats, w: Floats | None) -> Bytes:
-    head, scales, q = _affine_blocks(blocks, w, 31)
+    head, sc, mn, q = _affine_blocks(blocks, w, 31)
     high = np.packbits(q >> np.uint8(4), axis=1, bitorder="little").reshape(-1, 32)
-    return np.concatenate([head, scales, high, _pack_nibbles(q & np.uint8(15), 32)], axis=1)
+    return np.concatenate([head, _pack_scales(sc, mn), high, _pack_nibbles(q & np.uint8(15), 32)], axis=1)
 
 
 def _q6_k(blocks: Floats, w: Floats | None) -> Bytes:
@@ -239,10 +265,9 @@ def _q6_k(blocks: Floats, w: Floats | None) -> Bytes:
     grid = np.linspace(-33, -29, 9, dtype=np.float32)
     d, sc, v = _scaled_blocks(blocks, w, 16, 128, grid, snap)
     q = (v + 32).astype(np.uint8)
-    top = (q >> 4).reshape(-1, 2, 4, 32)
-    high = (top[:, :, 0] | (top[:, :, 1] << 2) | (top[:, :, 2] << 4) | (top[:, :, 3] << 6)).reshape(-1, 64)
     scales = sc.astype(np.int8).view(np.uint8)
-    return np.concatenate([_pack_nibbles(q & np.uint8(15), 64), high, scales, _half_bytes(d[:, None])], axis=1)
+    low, high = _pack_nibbles(q & np.uint8(15), 64), _pack_two_bits(q >> 4)
+    return np.concatenate([low, high, scales, _half_bytes(d[:, None])], axis=1)
 
 
 _IQ4_VALUES = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
@@ -264,4 +289,7 @@ def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
-_SEARCHES = {QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k, QType.IQ4_XS: _iq4_xs}
+_SEARCHES = {
+    QType.Q2_K: _q2_k, QType.Q3_K: _q3_k, QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k,
+    QType.IQ4_XS: _iq4_xs,
+}  # fmt: skip

@@ -17,11 +17,14 @@
     X(BF16, 30, 1, 2, PLAIN, 64, 0)         \
     X(Q8_0, 8, 32, 34, WHOLE, 128, 4)       \
     X(Q4_0, 2, 32, 18, WHOLE, 256, 8)       \
+    X(Q2_K, 10, 256, 84, HALVES, 256, 16)   \
+    X(Q3_K, 11, 256, 110, HALVES, 256, 8)   \
     X(Q4_K, 12, 256, 144, PAIRS, 256, 8)    \
     X(Q5_K, 13, 256, 176, WHOLE, 256, 8)    \
     X(Q6_K, 14, 256, 210, HALVES, 256, 8)   \
     X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)
 
-/* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: an integer factor for each
- * 16 of the 32 besides. PAIRS: as WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
+/* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: integer factors for each
+ * 16 of the 32 besides, of the scale and, where there is one, of the minimum. PAIRS: as WHOLE;
+ * for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
 #define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(PAIRS)

@@ -166,8 +166,10 @@ def _block_product(w: BlockTerms, q: NDArray[np.int8], d: F32) -> F32:
         if w.minimum is None:
             u = w.scale[None] * isum
         else:
-            xs = q.reshape(T, 1, n_block, 32).astype(np.int32).sum(axis=-1).astype(np.float32)
-            u = fma(w.scale[None], isum, -(w.minimum[None] * xs))
+            xs = q.reshape(T, 1, n_block, 2, 16).astype(np.int32).sum(axis=-1)
+            if w.half_minimum is not None:
+                xs = xs * w.half_minimum
+            u = fma(w.scale[None], isum, -(w.minimum[None] * xs.sum(axis=-1).astype(np.float32)))
     return dot32(np.broadcast_to(d[:, None, :], u.shape), np.asarray(u, np.float32))
 
 

@@ -28,13 +28,15 @@ class BlockTerms:
 
     q: int16 [N, K / 32, 2, 16]. scale: float32 [N, K / 32]. half_scale: int32 [N, K / 32, 2], integer
     factors of the halves, or None. minimum: float32 [N, K / 32], subtracted times the sum of the
-    activations, or None. The weight is scale * half_scale * q - minimum.
+    activations, or None. half_minimum: int32 [N, K / 32, 2], factors of the minimum for the halves, or None.
+    The weight is scale * half_scale * q - minimum * half_minimum.
     """
 
     q: NDArray[np.int16]
     scale: F32
     half_scale: NDArray[np.int32] | None = None
     minimum: F32 | None = None
+    half_minimum: NDArray[np.int32] | None = None
 
 
 def float_rows(w: QTensor) -> F32:
@@ -68,6 +70,32 @@ def _q4_0(raw: U8) -> BlockTerms:
     qs = raw[..., 2:]
     q = np.concatenate([qs & 15, qs >> 4], axis=-1).astype(np.int16) - 8
     return BlockTerms(q, _half_floats(raw[..., :2])[..., 0])
+
+
+def _two_bits(qs: U8) -> U8:
+    """64 bytes as eight blocks of 32: bytes 32n..32n+31 hold blocks 4n..4n+3, two bits each, lowest first."""
+    four = qs.reshape(*qs.shape[:-1], 2, 1, 32) >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return (four & np.uint8(3)).reshape(*qs.shape[:-1], 8, 32)
+
+
+def _q2_k(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    both = raw[..., :16].reshape(*lead, 8, 2).astype(np.int32)
+    d = _half_floats(raw[..., 80:84])
+    q = _two_bits(raw[..., 16:80]).astype(np.int16)
+    scale, minimum = (np.repeat(part, 8, axis=-1) for part in (d[..., :1], d[..., 1:]))
+    return BlockTerms(q, scale, both & 15, minimum, both >> 4)
+
+
+def _q3_k(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    high = (raw[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    q = (_two_bits(raw[..., 32:96]) | (high << 2)).astype(np.int16) - 4
+    low = np.concatenate([raw[..., 96:104] & 15, raw[..., 96:104] >> 4], axis=-1)
+    top = (raw[..., None, 104:108] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]) & 3
+    six = low | (top.reshape(*lead, 16) << 4)
+    scale = np.repeat(_half_floats(raw[..., 108:110]), 8, axis=-1)
+    return BlockTerms(q, scale, six.reshape(*lead, 8, 2).astype(np.int32) - 32)
 
 
 def _q4_k(raw: U8) -> BlockTerms:
@@ -113,6 +141,8 @@ def _iq4_xs(raw: U8) -> BlockTerms:
 TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
     QType.Q8_0: _q8_0,
     QType.Q4_0: _q4_0,
+    QType.Q2_K: _q2_k,
+    QType.Q3_K: _q3_k,
     QType.Q4_K: _q4_k,
     QType.Q5_K: _q5_k,
     QType.Q6_K: _q6_k,
@@ -134,4 +164,5 @@ def integer_blocks(w: QTensor) -> BlockTerms:
         rows(terms.scale),
         None if terms.half_scale is None else terms.half_scale.reshape(N, K // 32, 2),
         None if terms.minimum is None else rows(terms.minimum),
+        None if terms.half_minimum is None else terms.half_minimum.reshape(N, K // 32, 2),
     )

@@ -15,7 +15,7 @@ from engine.formats.quants import QTensor, dequantize, require_native, row_bytes
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from tests.gguf_files import qtensor, random_blocks
 
-OURS = (QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_XS)
+OURS = (QType.Q2_K, QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_XS)
 READABLE = {  # a version of the package that reads fewer would narrow the test below unseen
     QType.F32, QType.F16, QType.BF16, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.Q8_0, QType.Q2_K,
     QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.TQ1_0, QType.TQ2_0, QType.MXFP4, QType.IQ1_S, QType.IQ1_M,
@@ -73,7 +73,6 @@ def test_native_types() -> None:
         with pytest.raises(UnsupportedModelError, match=f"'blk.3.w' has type {qtype.name}") as caught:
             require_native(t)
         assert all(native.name in caught.value.hint for native in NATIVE_TYPES)
-    assert len(set(NATIVE_TYPES)) == 9
 
 
 # ---- reading
@@ -114,7 +113,10 @@ def test_package_quantizers(qtype: QType) -> None:
 
 
 # Relative RMSE of normal weights, a little above what was measured; and of a plain quantizer of the same type.
-BOUNDS = {QType.Q8_0: 0.0055, QType.Q6_K: 0.0170, QType.Q5_K: 0.0358, QType.Q4_K: 0.0708, QType.IQ4_XS: 0.0752}
+BOUNDS = {
+    QType.Q8_0: 0.0055, QType.Q6_K: 0.0170, QType.Q5_K: 0.0358, QType.Q4_K: 0.0708, QType.IQ4_XS: 0.0752,
+    QType.Q3_K: 0.145, QType.Q2_K: 0.264,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("qtype", BOUNDS, ids=lambda q: q.name)
@@ -165,7 +167,8 @@ def test_representable_weights_come_back(qtype: QType) -> None:
     """Codes and sub-scales are all random: one that is packed elsewhere than it is read would be far off."""
     cols = 512
     exact = dequantize(QTensor("t", qtype, (9, cols), random_blocks(qtype, 9, cols, rng).reshape(-1)))
-    assert relative_rmse(exact, read_back(exact, qtype)) < {QType.IQ4_XS: 0.06, QType.Q4_K: 0.03}.get(qtype, 0.02)
+    limit = {QType.IQ4_XS: 0.06, QType.Q4_K: 0.03, QType.Q2_K: 0.04}.get(qtype, 0.02)
+    assert relative_rmse(exact, read_back(exact, qtype)) < limit
 
 
 @pytest.mark.parametrize("qtype", OURS, ids=lambda q: q.name)
@@ -234,8 +237,8 @@ def test_weights_that_no_type_can_hold() -> None:
             with pytest.raises(ModelFormatError, match=r"tensor 'w': a weight that is NaN or beyond 65504"):
                 quantize(values, qtype, name="w")
     assert read_back(np.full(3, 7e4, np.float32), QType.BF16)[0] == pytest.approx(7e4, rel=0.01)
-    with pytest.raises(UnsupportedModelError, match="no quantizer for type Q3_K"):
-        quantize(normal(2, 256), QType.Q3_K)
+    with pytest.raises(UnsupportedModelError, match="no quantizer for type TQ2_0"):
+        quantize(normal(2, 256), QType.TQ2_0)
 
 
 @pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda q: q.name)

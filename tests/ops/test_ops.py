@@ -108,6 +108,8 @@ CASES = [
     expert_case((K4, K4, K6), 256, 512, 1),
     expert_case((K4, K4, K6), 512, 256, 41),
     expert_case((K5, QType.IQ4_XS, K4), 256, 768, 6),
+    expert_case((QType.Q2_K, QType.Q3_K, QType.Q2_K), 512, 256, 3),
+    expert_case((QType.Q3_K, QType.Q2_K, QType.Q3_K), 256, 768, 39),
     expert_case((Q8, Q8, QType.Q4_0), 352, 96, 5),
     expert_case((QType.Q4_0, QType.F16, Q8), 288, 160, 4),
     expert_case((QType.F32, QType.BF16, QType.F16), 77, 70, 5),
@@ -207,7 +209,8 @@ def test_integer_blocks_rebuild_the_weights(qtype: QType) -> None:
         scale = (terms.scale[..., None] * terms.half_scale)[..., None]
     rebuilt = (scale * terms.q).astype(np.float32)
     if terms.minimum is not None:
-        rebuilt = rebuilt - terms.minimum[..., None, None]
+        factor = 1 if terms.half_minimum is None else terms.half_minimum[..., None]
+        rebuilt = rebuilt - (terms.minimum[..., None, None] * factor).astype(np.float32)
     assert np.array_equal(rebuilt.reshape(w.shape), exact(w).astype(np.float32))
 
 
