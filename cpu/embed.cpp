@@ -1,6 +1,7 @@
 // Rows of an embedding table. Twin: embed of engine/ops/reference.py. Grid: a token at a time; any type.
 //
 // Each weight is computed as the gguf package does, every product and difference rounded by itself.
+#include "grids.h"
 #include "half.h"
 #include "workspace.h"
 
@@ -89,6 +90,82 @@ void dequantize_Q6_K(const uint8_t *b, float *y) {
         const int low = b[64 * half + 32 * (quarter & 1) + l] >> 4 * (quarter >> 1) & 15;
         const int high = b[128 + 32 * half + l] >> 2 * quarter & 3;
         y[i] = (d * float(int8_t(b[192 + i / 16]))) * float((low | high << 4) - 32);
+    }
+}
+
+// --- grids: grids.h says what an entry is
+
+constexpr uint16_t kIQ2_XXS[] = {IQ2_XXS_GRID}, kIQ2_XS[] = {IQ2_XS_GRID}, kIQ2_S[] = {IQ2_S_GRID};
+constexpr uint16_t kIQ3_XXS[] = {IQ3_XXS_GRID}, kIQ3_S[] = {IQ3_S_GRID};
+
+// Eight weights of one or two entries.
+void eight_weights(float scale, const float (&magnitude)[8], int signs, float *y) {
+    for (int k = 0; k < 8; k++)
+        y[k] = scale * (signs >> k & 1 ? -magnitude[k] : magnitude[k]);
+}
+void eight_weights(float scale, uint16_t entry, int signs, float *y) {
+    static constexpr float kLevels[] = {IQ2_LEVELS, 0};
+    float magnitude[8];
+    for (int k = 0; k < 8; k++)
+        magnitude[k] = kLevels[entry >> 2 * k & 3];
+    eight_weights(scale, magnitude, signs, y);
+}
+void eight_weights(float scale, const float (&levels)[8], uint16_t first, uint16_t second, int signs, float *y) {
+    float magnitude[8];
+    for (int k = 0; k < 8; k++)
+        magnitude[k] = levels[(k < 4 ? first : second) >> 4 * (k & 3) & 7];
+    eight_weights(scale, magnitude, signs, y);
+}
+
+int with_parity(uint32_t seven) { return int(seven & 127) | __builtin_parity(seven & 127) << 7; }
+
+uint32_t load_u32(const uint8_t *p) { return load_u16(p) | uint32_t(load_u16(p + 2)) << 16; }
+
+void dequantize_IQ2_XXS(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b));
+    for (int i = 0; i < 32; i++) {
+        const uint8_t *block = b + 2 + i / 4 * 8;
+        const uint32_t rest = load_u32(block + 4);
+        const float scale = d * float(2 * (rest >> 28) + 1) * 0.125f;
+        eight_weights(scale, kIQ2_XXS[block[i % 4]], with_parity(rest >> 7 * (i % 4)), y + 8 * i);
+    }
+}
+
+void dequantize_IQ2_XS(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b));
+    for (int i = 0; i < 32; i++) {
+        const int word = load_u16(b + 2 + 2 * i), s = b[66 + i / 4] >> i / 2 % 2 * 4 & 15;
+        eight_weights(d * float(2 * s + 1) * 0.125f, kIQ2_XS[word & 511], with_parity(word >> 9), y + 8 * i);
+    }
+}
+
+void dequantize_IQ2_S(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b));
+    for (int i = 0; i < 32; i++) {
+        const int index = b[2 + i] | (b[66 + i / 4] >> i % 4 * 2 & 3) << 8, s = b[74 + i / 4] >> i / 2 % 2 * 4 & 15;
+        eight_weights(d * float(2 * s + 1) * 0.125f, kIQ2_S[index], b[34 + i], y + 8 * i);
+    }
+}
+
+void dequantize_IQ3_XXS(const uint8_t *b, float *y) {
+    static constexpr float kLevels[] = {IQ3_XXS_LEVELS};
+    const float d = half_to_float(load_u16(b));
+    for (int i = 0; i < 32; i++) {
+        const uint32_t rest = load_u32(b + 66 + i / 4 * 4);
+        const uint8_t *index = b + 2 + 2 * i;
+        const float scale = d * float(2 * (rest >> 28) + 1) * 0.25f;
+        eight_weights(scale, kLevels, kIQ3_XXS[index[0]], kIQ3_XXS[index[1]], with_parity(rest >> 7 * (i % 4)), y + 8 * i);
+    }
+}
+
+void dequantize_IQ3_S(const uint8_t *b, float *y) {
+    static constexpr float kLevels[] = {IQ3_S_LEVELS};
+    const float d = half_to_float(load_u16(b));
+    for (int i = 0; i < 32; i++) {
+        const uint8_t *index = b + 2 + 2 * i;
+        const int high = b[66 + i / 4] >> i % 4 * 2, s = b[106 + i / 8] >> i / 4 % 2 * 4 & 15;
+        eight_weights(d * float(2 * s + 1), kLevels, kIQ3_S[index[0] | (high & 1) << 8], kIQ3_S[index[1] | (high & 2) << 7],
+                      b[74 + i], y + 8 * i);
     }
 }
 

@@ -36,6 +36,12 @@ inline F strided_halves(const uint8_t *const *rows, size_t offset, size_t step) 
     return load_half(words);
 }
 
+// Bytes first, first + 2, first + 4, first + 6 as dwords.
+inline B spread_bytes(B v, int first) {
+    const int32_t blank = int32_t(0x80808000);
+    return look_up(v, group_constant(blank | first, blank | (first + 2), blank | (first + 4), blank | (first + 6)));
+}
+
 // --- one scale a block: Q8_0, Q4_0, IQ4_XS
 
 // minus_sum << shift starts the sums: it takes an offset of 2^shift off every weight.
@@ -163,12 +169,6 @@ template <int wide> struct MinimumPanel {
             scale[p] = d * to_float(as_ints(spread_bytes(six, p)));
             minimum[p] = dmin * to_float(as_ints(spread_bytes(six, 8 + p)));
         }
-    }
-
-    // Bytes first, first + 2, first + 4, first + 6 as dwords.
-    static B spread_bytes(B v, int first) {
-        const int32_t blank = int32_t(0x80808000);
-        return look_up(v, group_constant(blank | first, blank | (first + 2), blank | (first + 4), blank | (first + 6)));
     }
 
     void load_nibbles(const uint8_t *const *rows, size_t offset) {

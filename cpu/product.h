@@ -4,7 +4,7 @@
 // memory (first-level cache) in between. A row's bits do not depend on how many rows share the call.
 #pragma once
 
-#include "formats.h"
+#include "grid_formats.h"
 #if defined(__AVX512BW__)
 #include "single_avx512.h"
 #endif
@@ -225,7 +225,7 @@ void product_with(const Weights &w, int64_t first, int64_t last, const Inputs &i
         product_of<Format>(w, first, last, in, index, n, out, stride);
 }
 
-// A case for each record of block_types.h: one without a format of its name in formats.h does not compile.
+// A case for each record of block_types.h: one without a format of its name does not compile.
 void product(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
              float *out, int64_t stride) {
 #if defined(__AVX512BW__)

@@ -60,6 +60,7 @@ template <int k> inline F half_word(B a) {
 // --- bytes and integers
 inline B and_bytes(B a, B b) { return _mm256_and_si256(a, b); }
 inline B or_bytes(B a, B b) { return _mm256_or_si256(a, b); }
+inline B xor_bytes(B a, B b) { return _mm256_xor_si256(a, b); }
 inline B low_nibbles(B a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 inline B high_nibbles(B a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
 inline B shift_right_by(B a, I counts) { return _mm256_srlv_epi32(a, counts); }
@@ -72,6 +73,23 @@ inline B float_bytes(F v) { return _mm256_castps_si256(v); }
 inline F byte_floats(B v) { return _mm256_castsi256_ps(v); }
 inline I zero_ints() { return _mm256_setzero_si256(); }
 inline I add_ints(I a, I b) { return _mm256_add_epi32(a, b); }
+
+inline B merge_words(B a, B b) { return _mm256_blend_epi16(a, b, 0xaa); }
+inline B with_flags(B v, B bits, int i, B flag) {
+    const B byte = _mm256_add_epi8(_mm256_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000, 0x0c0c0c0c08080808, 0x0404040400000000),
+                                   _mm256_set1_epi8(char(i / 2)));
+    const B bit = _mm256_set1_epi32(i & 1 ? int32_t(0x80402010) : 0x08040201);
+    const B hit = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, byte), bit), bit);
+    return _mm256_or_si256(v, _mm256_and_si256(hit, flag));
+}
+template <int n, int count> inline void look_up_words(const uint16_t *table, B (&v)[count]) {
+    const int *const base = reinterpret_cast<const int *>(table); // gathers read two entries, the second of which is dropped
+    for (B &words : v) {
+        const B low = _mm256_i32gather_epi32(base, _mm256_and_si256(words, _mm256_set1_epi32(0xffff)), 2);
+        const B high = _mm256_i32gather_epi32(base, _mm256_srli_epi32(words, 16), 2);
+        words = merge_words(low, _mm256_slli_epi32(high, 16));
+    }
+}
 
 template <int steps, int wide, class Operand> inline I dot_with(I init, const B *w, Operand q) {
     const I ones = _mm256_set1_epi16(1);

@@ -67,6 +67,7 @@ template <int k> inline F half_word(B a) {
 // --- bytes and integers
 inline B and_bytes(B a, B b) { return _mm512_and_si512(a, b); }
 inline B or_bytes(B a, B b) { return _mm512_or_si512(a, b); }
+inline B xor_bytes(B a, B b) { return _mm512_xor_si512(a, b); }
 inline B low_nibbles(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline B high_nibbles(B a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
 inline B shift_right_by(B a, I counts) { return _mm512_srlv_epi32(a, counts); }
@@ -79,6 +80,31 @@ inline B float_bytes(F v) { return _mm512_castps_si512(v); }
 inline F byte_floats(B v) { return _mm512_castsi512_ps(v); }
 inline I zero_ints() { return _mm512_setzero_si512(); }
 inline I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
+
+inline B merge_words(B a, B b) { return _mm512_mask_blend_epi16(0xaaaaaaaa, a, b); }
+inline B with_flags(B v, B bits, int i, B flag) {
+    const B byte = _mm512_add_epi8(_mm512_broadcast_i32x4(_mm_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000)),
+                                   _mm512_set1_epi8(char(i / 2)));
+    const __mmask64 hit = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits, byte), _mm512_set1_epi32(i & 1 ? int32_t(0x80402010) : 0x08040201));
+    return _mm512_mask_add_epi8(v, hit, v, flag); // the flag was not there
+}
+// 128 entries at a time, in four registers, for all indices: a permutation takes the low six bits of an index.
+template <int n, int count> inline void look_up_words(const uint16_t *table, B (&v)[count]) {
+    B found[count];
+    for (int base = 0; base < n; base += 128) {
+        B part[4];
+        for (int i = 0; i < 4; i++)
+            part[i] = _mm512_load_si512(table + base + 32 * i);
+        for (int k = 0; k < count; k++) {
+            const B low = _mm512_permutex2var_epi16(part[0], v[k], part[1]), high = _mm512_permutex2var_epi16(part[2], v[k], part[3]);
+            const B one = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(v[k], _mm512_set1_epi16(64)), low, high);
+            const B block = _mm512_srli_epi16(v[k], 7);
+            found[k] = base ? _mm512_mask_blend_epi16(_mm512_cmpeq_epi16_mask(block, _mm512_set1_epi16(int16_t(base / 128))), found[k], one) : one;
+        }
+    }
+    for (int k = 0; k < count; k++)
+        v[k] = found[k];
+}
 
 // `dot` for any operands q(0), q(1), ...
 template <int steps, int wide, class Operand> inline I dot_with(I init, const B *w, Operand q) {

@@ -75,6 +75,7 @@ template <int k> inline F half_word(B a) { return splat(half_to_float(uint16_t(a
 // --- bytes and integers
 inline B and_bytes(B a, B b) { return a & b; }
 inline B or_bytes(B a, B b) { return a | b; }
+inline B xor_bytes(B a, B b) { return a ^ b; }
 inline B high_nibbles(B a) { return a >> 4; }
 inline B low_nibbles(B a) { return a & 15; }
 inline B shift_right_by(B a, I counts) { return (B)((U)a >> (U)counts); } // each dword by its count
@@ -87,6 +88,27 @@ inline B float_bytes(F v) { return (B)v; }
 inline F byte_floats(B v) { return (F)v; }
 inline I zero_ints() { return I{}; }
 inline I add_ints(I a, I b) { return a + b; }
+
+// The low 16 bits of a's dwords with the high ones of b's.
+inline B merge_words(B a, B b) { return (a & (B)splat_int(0xffff)) | (b & (B)splat_int(~0xffff)); }
+// `flag` or-ed into byte k of every dword of v where bit 4i + k of the same dword of `bits` is set.
+inline B with_flags(B v, B bits, int i, B flag) {
+    for (int k = 0; k < 16; k++)
+        if (bits[k / 4 * 4 + i / 2] >> (4 * (i & 1) + k % 4) & 1)
+            v[k] |= flag[k];
+    return v;
+}
+// table[index] of each 16-bit index below n, a multiple of 128, in `count` registers. The table is 64-byte aligned and
+// can be read two bytes beyond.
+template <int n, int count> inline void look_up_words(const uint16_t *table, B (&v)[count]) {
+    for (B &words : v) {
+        uint16_t index[8];
+        std::memcpy(index, &words, 16);
+        for (uint16_t &w : index)
+            w = table[w];
+        words = load_as<B>(index);
+    }
+}
 
 // init + the sum over `steps` of the dot products of four unsigned bytes of w with four of q. `wide`: how
 // many products of two may be added up in 16 bits; 0: w is signed, or biased by 128 where kBiasedDot.

@@ -4,6 +4,7 @@
 // read from shared memory, at any offset that is a multiple of two bytes: formats of 18, 34 and 210 bytes give no more.
 #pragma once
 
+#include "grids.cuh"
 #include "types.cuh"
 
 // A weight of a float type.
@@ -27,7 +28,7 @@ struct Activations {
     i32 first;
 };
 
-// 32 weights ready for dot products. q: bytes, signed in Q8_0 and IQ4_XS, else unsigned. scale, minimum: as in
+// 32 weights ready for dot products. q: bytes, signed or not (BlockCode). scale, minimum: as in
 // BlockTerms of the twin. factor, minimum_factor: of the two halves (HALVES). shift: where there is a minimum, q holds the
 // weights times 2^shift.
 struct Block {
@@ -261,6 +262,50 @@ struct BlockCode<IQ4_XS> : BlockType<IQ4_XS> {
         }
     }
 };
+
+// Four bytes, none of them zero, negative where one of four bits is set.
+DEVICE u32 with_signs(u32 bytes, u32 signs) {
+    const u32 ones = (signs * 0x00204081u) & 0x01010101u;  // bit k in byte k
+    return (bytes ^ ones * 255u) + ones;
+}
+
+// What the types with a grid share.
+template <Type type>
+struct GridCode : BlockType<type> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        typedef GridBlock<type> G;
+        const i32 s = b & 7;
+        const i32 at = offset + (b >> 3) * BlockType<type>::BLOCK_BYTES;
+        G g;
+        G::load(g, stage, at, s);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            w.q[i] = with_signs(four_magnitudes<type>(g, i / 4, i % 4), (g.signs >> (4 * i)) & 15);
+        const u32 scales = G::scales(stage, at, s);
+        const float d = half_to_float(load_half(stage, at));
+        if constexpr (has_halves(type)) {
+            w.factor[0] = (i32)odd_factor(scales);
+            w.factor[1] = (i32)odd_factor(scales >> 4);
+            w.scale = d * G::SHRINK;
+        } else {
+            w.scale = d * (float)(i32)odd_factor(scales) * G::SHRINK;
+        }
+    }
+};
+
+template <>
+struct BlockCode<IQ2_XXS> : GridCode<IQ2_XXS> {};
+template <>
+struct BlockCode<IQ2_XS> : GridCode<IQ2_XS> {};
+template <>
+struct BlockCode<IQ3_XXS> : GridCode<IQ3_XXS> {};
+template <>
+struct BlockCode<IQ3_S> : GridCode<IQ3_S> {};
+template <>
+struct BlockCode<IQ2_S> : GridCode<IQ2_S> {};
 
 template <Type type>
 DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {

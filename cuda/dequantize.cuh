@@ -19,6 +19,7 @@
 // relative error 2^-11. F32 and BF16 weights above 65504 become infinite.
 #pragma once
 
+#include "grids.cuh"
 #include "types.cuh"
 
 // Pairs of halves.
@@ -311,6 +312,52 @@ struct Format<IQ4_XS> : Stage<IQ4_XS> {
         }
     }
 };
+
+// What the types with a grid share. Words of scales are factors times d, of a block or of its halves; magnitudes are
+// multiplied by SHRINK, which is exact, where a small d might not be.
+template <Type type>
+struct GridFormat : Stage<type> {
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+        const u32 half = *(const u16*)(raw + at);
+        const u32 d = half | (half << 16);
+#pragma unroll
+        for (i32 b = 0; b < 8; ++b) {
+            const u32 both = GridBlock<type>::scales(raw, at, b);
+            const u32 factors = odd_factor(both) | odd_factor(has_halves(type) ? both >> 4 : both) << 16;
+            out[b * stride] = half2_mul(half2_add(factors | HALF2_1024, HALF2_MINUS_1024), d);
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        typedef GridBlock<type> G;
+        // 1, 1 / 4 or 1 / 8, and -1024 times that
+        constexpr u32 factor = G::SHRINK == 1.0f ? 0x3c003c00u : G::SHRINK == 0.25f ? 0x34003400u : 0x30003000u;
+        constexpr u32 bias = factor + 0xa800a800u;
+        G g;
+        G::load(g, raw, at, 2 * j + u);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 bytes = four_magnitudes<type>(g, i, c), signs = (g.signs >> (16 * i + 4 * c)) & 15;
+            const u32 even = half2_fma(even_bytes(bytes), factor, bias), odd = half2_fma(odd_bytes(bytes), factor, bias);
+            const u32 scale = !has_halves(type) ? s[i] : i ? both_high(s[i]) : both_low(s[i]);
+            w[i][0] = half2_mul(even ^ ((signs << 15 | signs << 29) & 0x80008000u), scale);
+            w[i][1] = half2_mul(odd ^ ((signs << 14 | signs << 28) & 0x80008000u), scale);
+        }
+    }
+};
+
+template <>
+struct Format<IQ2_XXS> : GridFormat<IQ2_XXS> {};
+template <>
+struct Format<IQ2_XS> : GridFormat<IQ2_XS> {};
+template <>
+struct Format<IQ3_XXS> : GridFormat<IQ3_XXS> {};
+template <>
+struct Format<IQ3_S> : GridFormat<IQ3_S> {};
+template <>
+struct Format<IQ2_S> : GridFormat<IQ2_S> {};
 
 // Float types: 64 weights a stage, no scales; weights past the row's end are zeros.
 template <>

@@ -2,6 +2,7 @@
 //
 // -DTYPE=Q4_K and so on, a native type. Grid (T, ceil(D / 256)), blocks of 256 threads, an element each: a row is
 // read once and is small beside what a layer reads. The table is aligned to 2 bytes, float tables to their type.
+#include "grids.cuh"
 #include "types.cuh"
 
 DEVICE float half_at(const u8* p) { return half_to_float(*(const u16*)p); }
@@ -125,6 +126,32 @@ struct Element<IQ4_XS> : BlockType<IQ4_XS> {
         return half_at(block) * (float)((int)(low | high << 4) - 32) * (float)values[code];
     }
 };
+
+// The types with a grid.
+template <Type type>
+struct GridElement : BlockType<type> {
+    DEVICE float of(const u8* row, int i) {
+        typedef GridBlock<type> G;
+        const int s = i % 256 / 32, half = i % 32 / 16;
+        const u8* const block = row + (i64)(i / 256) * BlockType<type>::BLOCK_BYTES;
+        G g;
+        G::load(g, block, 0, s);
+        const int magnitude = four_magnitudes<type>(g, half, i % 16 / 4) >> (i % 4 * 8) & 255u;
+        const u32 factor = odd_factor(G::scales(block, 0, s) >> (has_halves(type) ? 4 * half : 0));
+        return half_at(block) * (float)(int)factor * G::SHRINK * (float)(g.signs >> (i % 32) & 1u ? -magnitude : magnitude);
+    }
+};
+
+template <>
+struct Element<IQ2_XXS> : GridElement<IQ2_XXS> {};
+template <>
+struct Element<IQ2_XS> : GridElement<IQ2_XS> {};
+template <>
+struct Element<IQ3_XXS> : GridElement<IQ3_XXS> {};
+template <>
+struct Element<IQ3_S> : GridElement<IQ3_S> {};
+template <>
+struct Element<IQ2_S> : GridElement<IQ2_S> {};
 
 KERNEL embed(const u8* table, i64 row_bytes, const i32* tokens, int D, float scale, float* x) {
     const int i = blockIdx.y * blockDim.x + threadIdx.x;

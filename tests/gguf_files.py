@@ -25,7 +25,9 @@ _VALUE_TYPES = {
 BLOCK_SCALES = {
     QType.Q8_0: ((0, 4e-4),), QType.Q4_0: ((0, 6e-3),), QType.Q2_K: ((80, 3e-3), (82, 4e-3)),
     QType.Q3_K: ((108, 8e-4),), QType.Q4_K: ((0, 2e-4), (2, 1.5e-3)),
-    QType.Q5_K: ((0, 1e-4), (2, 1.5e-3)), QType.Q6_K: ((208, 3e-5),), QType.IQ4_XS: ((0, 4e-5),),
+    QType.Q5_K: ((0, 1e-4), (2, 1.5e-3)), QType.Q6_K: ((208, 3e-5),), QType.IQ2_XXS: ((0, 6e-4),),
+    QType.IQ2_XS: ((0, 6e-4),), QType.IQ3_XXS: ((0, 2.5e-4),), QType.IQ3_S: ((0, 2.5e-4),),
+    QType.IQ2_S: ((0, 6e-4),), QType.IQ4_XS: ((0, 4e-5),),
 }  # fmt: skip
 # For floats: the bits that stay random (sign, mantissa, one of the exponent) and the others.
 FLOAT_BITS = {

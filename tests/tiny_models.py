@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,14 @@ import torch
 from gguf import GGMLQuantizationType as QType
 
 from engine import models
+from engine.formats.quants import QTensor
 from engine.models import qwen3moe
 from tests.family_qwen3moe import float_logits
-from tests.gguf_files import write_gguf
+from tests.gguf_files import random_blocks, write_gguf
 
 __all__ = [
-    "ALL_F32", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "read_weights", "tiny_path",
-    "transformers_choices", "transformers_logits", "write_tiny",
+    "ALL_F32", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "random_path", "read_weights",
+    "tiny_path", "transformers_choices", "transformers_logits", "write_tiny",
 ]  # fmt: skip
 
 Tensors = dict[str, np.ndarray]
@@ -112,6 +114,22 @@ def tiny_path(name: str, types: Any = k_quant_mix) -> Path:
     fused = (QKV, GATE_UP) if name.endswith("-fused") else None
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"
     return write_tiny(path, types, arch=models.find(arch), variant=variant, fused=fused)
+
+
+@functools.cache
+def random_path(name: str, qtypes: tuple[QType, ...]) -> Path:
+    """A model of `MODELS` whose matrices have random blocks, of each of these types in turn; written once."""
+    arch, variant = MODELS[name]
+    rng = np.random.default_rng(3)
+    config, tensors = models.find(arch).tiny(rng, **variant)
+    matrices = [t for t in tensors if not is_float(t)]
+    for i, t in enumerate(matrices):
+        qtype, shape = qtypes[i % len(qtypes)], tensors[t].shape
+        data = random_blocks(qtype, math.prod(shape[:-1]), shape[-1], rng).reshape(-1)
+        tensors[t] = QTensor(t, qtype, shape, data)
+    path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{name}.gguf"
+    write_gguf(path, {"general.architecture": arch, "general.name": "random", **config.metadata()}, tensors)
+    return path
 
 
 def read_weights(path: Path) -> Tensors:

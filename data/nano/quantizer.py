@@ -1,7 +1,8 @@
 """Makes quantized tensors, for the bundled model, tests and benchmarks; the engine only reads them.
 
 Making Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The
-`gguf` package makes the others.
+`gguf` package makes the others. Nobody makes those with a grid (IQ2, IQ3): what they are tested with has random indices
+(`random_blocks`, tests/gguf_files.py), since a search for the nearest entries would be long and shows nothing else.
 """
 
 from __future__ import annotations

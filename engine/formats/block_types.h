@@ -22,6 +22,11 @@
     X(Q4_K, 12, 256, 144, PAIRS, 256, 8)    \
     X(Q5_K, 13, 256, 176, WHOLE, 256, 8)    \
     X(Q6_K, 14, 256, 210, HALVES, 256, 8)   \
+    X(IQ2_XXS, 16, 256, 66, WHOLE, 256, 8)  \
+    X(IQ2_XS, 17, 256, 74, HALVES, 256, 8)  \
+    X(IQ3_XXS, 18, 256, 98, WHOLE, 256, 8)  \
+    X(IQ3_S, 21, 256, 110, WHOLE, 256, 8)   \
+    X(IQ2_S, 22, 256, 82, HALVES, 256, 8)   \
     X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)
 
 /* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: integer factors for each

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 from numpy.typing import NDArray
 
 from engine.formats import block_types, quants
+from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor
 from engine.ops import F32, U8
 
@@ -125,6 +127,75 @@ def _q6_k(raw: U8) -> BlockTerms:
     return BlockTerms(q.reshape(*lead, 8, 32), scale, half_scale)
 
 
+def _words(raw: U8) -> NDArray[np.uint32]:
+    """Bytes [..., 4n] as n little-endian words."""
+    return np.ascontiguousarray(raw).view(np.uint32)
+
+
+def _nibbles(raw: U8) -> NDArray[np.int32]:
+    """Bytes [..., n] as 2n nibbles, low ones first."""
+    return np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1).astype(np.int32)
+
+
+def _seven_bits(signs: NDArray[Any]) -> U8:
+    """Seven sign bits with their parity as the eighth."""
+    seven = (signs & 127).astype(np.uint8)
+    odd = seven.copy()
+    for shift in (4, 2, 1):
+        odd ^= odd >> np.uint8(shift)
+    return seven | (odd & np.uint8(1)) << np.uint8(7)
+
+
+def _signed(qtype: QType, index: NDArray[Any], signs: U8) -> NDArray[np.int16]:
+    """Entries [..., n] of a type's grid with a sign bit for each weight, signs [..., 32]: q [..., 8, 32]."""
+    q: NDArray[np.int16] = GRIDS[qtype][index].reshape(*index.shape[:-1], 256)
+    np.negative(q, out=q, where=np.unpackbits(signs, axis=-1, bitorder="little").astype(bool))
+    return q.reshape(*index.shape[:-1], 8, 32)
+
+
+_SEVENS = np.array([0, 7, 14, 21], dtype=np.uint32)  # where four times seven sign bits are in a word
+
+
+def _iq2_xxs(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    pairs = raw[..., 2:].reshape(*lead, 8, 8)  # four indices, a word of signs and scale
+    word = _words(pairs[..., 4:])
+    q = _signed(QType.IQ2_XXS, pairs[..., :4].reshape(*lead, 32), _seven_bits(word >> _SEVENS).reshape(*lead, 32))
+    factor = 2 * (word[..., 0] >> 28) + 1
+    return BlockTerms(q, _half_floats(raw[..., :2]) * factor.astype(np.float32) * np.float32(1 / 8))
+
+
+def _iq2_xs(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    both = np.ascontiguousarray(raw[..., 2:66]).view(np.uint16)
+    q = _signed(QType.IQ2_XS, both & 511, _seven_bits(both >> 9))
+    scale = np.repeat(_half_floats(raw[..., :2]) * np.float32(1 / 8), 8, axis=-1)
+    return BlockTerms(q, scale, 2 * _nibbles(raw[..., 66:]).reshape(*lead, 8, 2) + 1)
+
+
+def _iq2_s(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    high = (raw[..., 66:74, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)) & 3
+    index = raw[..., 2:34] | high.reshape(*lead, 32).astype(np.int32) << 8
+    scale = np.repeat(_half_floats(raw[..., :2]) * np.float32(1 / 8), 8, axis=-1)
+    factor = 2 * _nibbles(raw[..., 74:]).reshape(*lead, 8, 2) + 1
+    return BlockTerms(_signed(QType.IQ2_S, index, raw[..., 34:66]), scale, factor)
+
+
+def _iq3_xxs(raw: U8) -> BlockTerms:
+    word = _words(raw[..., 66:])
+    signs = _seven_bits(word[..., None] >> _SEVENS).reshape(*raw.shape[:-1], 32)
+    factor = (2 * (word >> 28) + 1).astype(np.float32)
+    q = _signed(QType.IQ3_XXS, raw[..., 2:66], signs)
+    return BlockTerms(q, _half_floats(raw[..., :2]) * factor * np.float32(1 / 4))
+
+
+def _iq3_s(raw: U8) -> BlockTerms:
+    index = raw[..., 2:66] | np.unpackbits(raw[..., 66:74], axis=-1, bitorder="little").astype(np.int32) << 8
+    factor = (2 * _nibbles(raw[..., 106:]) + 1).astype(np.float32)
+    return BlockTerms(_signed(QType.IQ3_S, index, raw[..., 74:106]), _half_floats(raw[..., :2]) * factor)
+
+
 def _iq4_xs(raw: U8) -> BlockTerms:
     lead = raw.shape[:-1]
     d = _half_floats(raw[..., :2])
@@ -146,6 +217,11 @@ TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
     QType.Q4_K: _q4_k,
     QType.Q5_K: _q5_k,
     QType.Q6_K: _q6_k,
+    QType.IQ2_XXS: _iq2_xxs,
+    QType.IQ2_XS: _iq2_xs,
+    QType.IQ3_XXS: _iq3_xxs,
+    QType.IQ3_S: _iq3_s,
+    QType.IQ2_S: _iq2_s,
     QType.IQ4_XS: _iq4_xs,
 }
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as QType
 
 from engine import models
+from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
 from engine.formats.gguf import open_model
 from engine.ground.config import EngineConfig
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
@@ -21,6 +23,7 @@ from tests.tiny_models import (
     MODELS,
     float_logits,
     nmse,
+    random_path,
     read_weights,
     tiny_path,
     transformers_choices,
@@ -28,6 +31,7 @@ from tests.tiny_models import (
 )
 
 TOKENS = np.random.default_rng(7).integers(0, 301, 121).astype(np.int32)
+BLOCK_TYPES = tuple(t for t in NATIVE_TYPES if t not in FLOAT_TYPES)
 MIXTURES = [name for name in models.known() if name != "qwen35"]
 
 
@@ -153,6 +157,32 @@ def test_residency_changes_no_bit(name: str, policy: str, percent: int) -> None:
     assert np.array_equal(bits(full), bits(run(part, TOKENS[:83], chunks)[0]))
     assert part.residency.state.misses.sum() > 0
     assert part.residency.arena_bytes <= part.residency.experts_bytes * percent / 100
+
+
+@pytest.mark.parametrize(
+    ("name", "qtypes"),
+    [
+        *((name, BLOCK_TYPES) for name in models.known()),
+        *(pytest.param(name, (t,), marks=pytest.mark.slow) for name in models.known() for t in BLOCK_TYPES),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "-".join(t.name for t in v) if len(v) == 1 else "all",
+)
+def test_no_block_type_depends_on_chunks_neighbors_or_residency(name: str, qtypes: tuple[QType, ...]) -> None:
+    """All matrices of one type; and every matrix of another one, so that those of a layer and of an expert differ."""
+    path, counted = random_path(name, qtypes), np.ones(18, bool)
+    whole = loaded_for(path, "cpu")
+    expected, experts = run(whole, TOKENS[:40], [37, 1, 1, 1])
+    assert np.isfinite(expected).all() and expected.std() > 0
+    assert np.array_equal(bits(expected), bits(run(whole, TOKENS[:40], [1, 20, 1, 18])[0]))
+    a, b = whole.kv.sequence(), whole.kv.sequence()
+    both = whole.steps.run([Span(a, TOKENS[60:71], counted[:11]), Span(b, TOKENS[:18], counted, tuple(range(18)))])
+    assert np.array_equal(bits(expected[:18]), bits(both.logits))
+    whole.close()
+    if experts.size:
+        part = loaded_for(path, "cpu", policy="lru", residency_pct=30, poison=True)
+        assert np.array_equal(bits(expected), bits(run(part, TOKENS[:40], [37, 1, 1, 1])[0]))
+        assert part.residency.state.misses.sum() > 0
+        part.close()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,162 @@
+// The grids of the IQ2 and IQ3 types (engine/formats/grids.h), and weights of their entries.
+//
+// A table is a static array of the kernels that read it: in global memory, of which the first-level cache keeps its 1 to 4
+// KiB (IQ2), 512 or 1,024 bytes (IQ3). All lanes read it at addresses of their own, which constant memory would serve one
+// after the other. An entry is kept as selectors of __byte_perm, a nibble a weight.
+#pragma once
+
+#include "grids.h"
+#include "types.cuh"
+
+template <class T, i32 entries>
+struct Grid {
+    T entry[entries];
+};
+
+// Codes of eight weights, two bits each, to nibbles.
+template <i32 entries>
+DEVICE constexpr Grid<u32, entries> nibbles(const u16 (&grid)[entries]) {
+    Grid<u32, entries> made{};
+    for (i32 e = 0; e < entries; e++)
+        for (i32 k = 0; k < 8; k++) made.entry[e] |= (u32)(grid[e] >> (2 * k) & 3) << (4 * k);
+    return made;
+}
+
+// Magnitudes as two words of bytes.
+struct Levels {
+    u32 low, high;
+};
+template <i32 n>
+DEVICE constexpr Levels packed(const u8 (&level)[n]) {
+    u32 words[2] = {};
+    for (i32 i = 0; i < n; i++) words[i / 4] |= (u32)level[i] << (i % 4 * 8);
+    return {words[0], words[1]};
+}
+
+DEVICE u32 half_word_at(const u8* raw, u32 at) { return *(const u16*)(raw + at); }
+DEVICE u32 word_at(const u8* raw, u32 at) { return half_word_at(raw, at) | half_word_at(raw, at + 2) << 16; } // at even
+
+// Seven sign bits in each byte, with their parity as the eighth.
+DEVICE u32 with_parity(u32 seven) {
+    u32 odd = seven ^ (seven >> 4);
+    odd ^= odd >> 2;
+    odd ^= odd >> 1;
+    return seven | (odd & 0x01010101u) << 7;
+}
+
+// The signs of 32 weights of four times seven bits.
+DEVICE u32 four_sevens(u32 v) {
+    return with_parity((v & 0x7fu) | ((v << 1) & 0x7f00u) | ((v << 2) & 0x7f0000u) | ((v << 3) & 0x7f000000u));
+}
+
+// Block s of 32 weights in the superblock at `at`, an even address, a specialization each.
+//   LEVELS    its magnitudes
+//   SHRINK    what scales are multiplied by, a power of two
+//   scales    four bits of each half (HALVES), or four
+//   load      the others are read of what it has read
+//   entry     selectors of weights 16 * half + 4 * c ..., four of them, in the low 16 bits
+//   signs     a bit for each weight
+template <Type type>
+struct GridBlock;
+
+template <>
+struct GridBlock<IQ2_XXS> {
+    static constexpr Levels LEVELS = packed({IQ2_LEVELS});
+    static constexpr float SHRINK = 0.125f;
+    u32 index, signs;
+
+    DEVICE u32 scales(const u8* raw, u32 at, u32 s) { return half_word_at(raw, at + 8 + 8 * s) >> 12; }
+    DEVICE void load(GridBlock& g, const u8* raw, u32 at, u32 s) {
+        g.index = word_at(raw, at + 2 + 8 * s);
+        g.signs = four_sevens(word_at(raw, at + 6 + 8 * s));
+    }
+    DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
+        static constexpr Grid<u32, 256> GRID = nibbles({IQ2_XXS_GRID});
+        return GRID.entry[(g.index >> (16 * half + 8 * (c >> 1))) & 255] >> (16 * (c & 1));
+    }
+};
+
+template <>
+struct GridBlock<IQ2_XS> {
+    static constexpr Levels LEVELS = packed({IQ2_LEVELS});
+    static constexpr float SHRINK = 0.125f;
+    u32 index[2], signs;
+
+    DEVICE u32 scales(const u8* raw, u32 at, u32 s) { return raw[at + 66 + s]; }
+    DEVICE void load(GridBlock& g, const u8* raw, u32 at, u32 s) {
+        g.index[0] = word_at(raw, at + 2 + 8 * s);
+        g.index[1] = word_at(raw, at + 6 + 8 * s);
+        // Seven signs are the upper bits of each half word.
+        g.signs = with_parity((__byte_perm(g.index[0], g.index[1], 0x7531) >> 1) & 0x7f7f7f7fu);
+    }
+    DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
+        static constexpr Grid<u32, 512> GRID = nibbles({IQ2_XS_GRID});
+        return GRID.entry[(g.index[half] >> (16 * (c >> 1))) & 511] >> (16 * (c & 1));
+    }
+};
+
+template <>
+struct GridBlock<IQ2_S> {
+    static constexpr Levels LEVELS = packed({IQ2_LEVELS});
+    static constexpr float SHRINK = 0.125f;
+    u32 index, high, signs;
+
+    DEVICE u32 scales(const u8* raw, u32 at, u32 s) { return raw[at + 74 + s]; }
+    DEVICE void load(GridBlock& g, const u8* raw, u32 at, u32 s) {
+        g.index = word_at(raw, at + 2 + 4 * s);
+        g.high = raw[at + 66 + s];
+        g.signs = word_at(raw, at + 34 + 4 * s);
+    }
+    DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
+        static constexpr Grid<u32, 1024> GRID = nibbles({IQ2_S_GRID});
+        const u32 i = 2 * half + (c >> 1);
+        return GRID.entry[((g.index >> (8 * i)) & 255) | ((g.high >> (2 * i)) & 3) << 8] >> (16 * (c & 1));
+    }
+};
+
+template <>
+struct GridBlock<IQ3_XXS> {
+    static constexpr Levels LEVELS = packed({IQ3_XXS_LEVELS});
+    static constexpr float SHRINK = 0.25f;
+    u32 index[2], signs;
+
+    DEVICE u32 scales(const u8* raw, u32 at, u32 s) { return half_word_at(raw, at + 68 + 4 * s) >> 12; }
+    DEVICE void load(GridBlock& g, const u8* raw, u32 at, u32 s) {
+        g.index[0] = word_at(raw, at + 2 + 8 * s);
+        g.index[1] = word_at(raw, at + 6 + 8 * s);
+        g.signs = four_sevens(word_at(raw, at + 66 + 4 * s));
+    }
+    DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
+        static constexpr Grid<u16, 256> GRID = {{IQ3_XXS_GRID}};
+        return GRID.entry[(g.index[half] >> (8 * c)) & 255];
+    }
+};
+
+template <>
+struct GridBlock<IQ3_S> {
+    static constexpr Levels LEVELS = packed({IQ3_S_LEVELS});
+    static constexpr float SHRINK = 1.0f;
+    u32 index[2], high, signs;
+
+    DEVICE u32 scales(const u8* raw, u32 at, u32 s) { return (raw[at + 106 + (s >> 1)] >> (4 * (s & 1))) & 15; }
+    DEVICE void load(GridBlock& g, const u8* raw, u32 at, u32 s) {
+        g.index[0] = word_at(raw, at + 2 + 8 * s);
+        g.index[1] = word_at(raw, at + 6 + 8 * s);
+        g.high = raw[at + 66 + s];
+        g.signs = word_at(raw, at + 74 + 4 * s);
+    }
+    DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
+        static constexpr Grid<u16, 512> GRID = {{IQ3_S_GRID}};
+        return GRID.entry[((g.index[half] >> (8 * c)) & 255) | ((g.high >> (4 * half + c)) & 1) << 8];
+    }
+};
+
+// The magnitudes of four weights as bytes: GridBlock::entry.
+template <Type type>
+DEVICE u32 four_magnitudes(const GridBlock<type>& g, u32 half, u32 c) {
+    constexpr Levels levels = GridBlock<type>::LEVELS;
+    return __byte_perm(levels.low, levels.high, GridBlock<type>::entry(g, half, c));
+}
+
+// The factor of a scale that four bits stand for.
+DEVICE u32 odd_factor(u32 scale) { return 2 * (scale & 15) + 1; }
