@@ -42,6 +42,12 @@ inline B spread_bytes(B v, int first) {
     return look_up(v, group_constant(blank | first, blank | (first + 2), blank | (first + 4), blank | (first + 6)));
 }
 
+// Bytes 2q, 2q + 1 of each dword as 16-bit numbers.
+inline B byte_pair(B v, int q) {
+    const int32_t low = int32_t(0x80018000) + 0x00020002 * q;
+    return look_up(v, group_constant(low, low + 0x00040004, low + 0x00080008, low + 0x000c000c));
+}
+
 // --- one scale a block: Q8_0, Q4_0, IQ4_XS
 
 // minus_sum << shift starts the sums: it takes an offset of 2^shift off every weight.
@@ -299,6 +305,13 @@ struct Q3_K : Record<SPARK_Q3_K>, HalvesPanel<4, 2> {
             add_third_bit<2>(high, half);
             add_third_bit<3>(high, half);
         }
+        const B scales = load_scales(rows, offset);
+        for (int p = 0; p < 2; p++)
+            for (int half = 0; half < 2; half++)
+                half_scale[half][p] = to_float(add_ints(byte_of(scales, 2 * p + half, 63), splat_int(-32)));
+    }
+    // d, and what the integer scales are with 32 more: dword g has the halves of blocks 2g, 2g + 1.
+    B load_scales(const uint8_t *const *rows, size_t offset) {
         // Two bytes of codes, 12 of scales, d. The low four bits of 16 scales are 8 bytes, low halves first.
         alignas(16) static constexpr uint8_t kLow[16] = {2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5, 6, 7, 8, 9};
         alignas(16) static constexpr uint8_t kTop[16] = {10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13};
@@ -306,11 +319,8 @@ struct Q3_K : Record<SPARK_Q3_K>, HalvesPanel<4, 2> {
         const B low = shift_right_by(look_up(tail, repeat_bytes(kLow)), as_ints(group_constant(0, 0, 4, 4)));
         const B top = shift_right_by(look_up(tail, repeat_bytes(kTop)), as_ints(group_constant(0, 2, 4, 6)));
         const B high = as_bytes(shift_left<4>(as_ints(and_bytes(top, splat_byte(3)))));
-        const B scales = or_bytes(and_bytes(low, splat_byte(15)), high); // dword g: the halves of blocks 2g, 2g + 1
-        for (int p = 0; p < 2; p++)
-            for (int half = 0; half < 2; half++)
-                half_scale[half][p] = to_float(add_ints(byte_of(scales, 2 * p + half, 63), splat_int(-32)));
         scale = half_word<7>(tail);
+        return or_bytes(and_bytes(low, splat_byte(15)), high);
     }
     template <int i> void add_third_bit(B high, int half) {
         const B bits = shift_right_by(repeat_dword<i>(high), as_ints(group_constant(0, 2, 4, 6)));

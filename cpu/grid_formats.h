@@ -52,12 +52,6 @@ inline B blocks_of_parity(B first, B second, int p) {
     return float_bytes(p ? odds(a, b) : evens(a, b));
 }
 
-// Bytes 2q, 2q + 1 of each dword as 16-bit numbers.
-inline B byte_pair(B v, int q) {
-    const int32_t low = int32_t(0x80018000) + 0x00020002 * q;
-    return look_up(v, group_constant(low, low + 0x00040004, low + 0x00080008, low + 0x000c000c));
-}
-
 // Seven bits of signs and their parity in each byte, of four times seven bits in a dword, the lowest first.
 inline B with_parity(B seven) {
     alignas(16) static constexpr uint8_t kOdd[16] = {0, 128, 128, 0, 128, 0, 0, 128, 128, 0, 0, 128, 0, 128, 128, 0};

@@ -14,7 +14,8 @@ namespace {
 // 256 activations as the operands of 16 dot products; a group of a register belongs to one piece.
 struct Spread {
     B q[2][2][4];
-    I start[2][2]; // of the sums, where a format has an offset (Q6_K)
+    I start[2][2]; // of the sums, where a format has an offset (Q3_K, Q6_K)
+    I halves[2];   // by parity: the negated sums of each block's halves, 16 bits each (Q2_K)
 };
 
 inline B load_64(const uint8_t *p) { return _mm512_loadu_si512(p); }
@@ -120,6 +121,122 @@ template <> struct Single<Q5_K> : Q5_K {
         }
         for (int p = 0; p < 2; p++)
             finish(p, add_halves(sums[p][0], sums[p][1]), a, lanes);
+    }
+};
+
+// Pieces of the 64 bytes of two-bit codes are (n, half): bits 2k, 2k + 1 are half a block, block 4n + k. So k & 1 is the
+// parity and 2n + k / 2 the column.
+inline void spread_quarters(const Activations &a, Spread &s) {
+    for (int k = 0; k < 4; k++) {
+        const B low = dwords(a, k & 1, 0), high = dwords(a, k & 1, 4);
+        for (int i = 0; i < 4; i++) {
+            const int at = 4 * i + k / 2;
+            s.q[k / 2][k & 1][i] = pick(low, high, at, 16 + at, at + 2, 16 + at + 2);
+        }
+    }
+}
+
+// Where code k is in the byte that is multiplied: codes stay where the dot product has room for them.
+constexpr int quarter_at(int k) { return kBiasedDot && k < 3 ? 2 * k : 0; }
+inline B quarter(B v, int k) {
+    return and_bytes(shift_right_by(v, splat_int(2 * k - quarter_at(k))), splat_byte(uint8_t(3 << quarter_at(k))));
+}
+inline I of_quarter(I sum, int k) { return as_ints(_mm512_srav_epi32(sum, splat_int(quarter_at(k)))); }
+
+// Sums of pieces (n, half), of which `first` has columns 0 and 2 and `second` 1 and 3: row r's group has the four columns,
+// the sums of a block's two halves in 16 bits each.
+inline I half_pairs(I first, I second) {
+    struct Order {
+        uint16_t word[32];
+    };
+    alignas(64) static constexpr Order kOrder = [] {
+        Order order{};
+        for (int r = 0; r < 4; r++)
+            for (int g = 0; g < 4; g++)
+                for (int half = 0; half < 2; half++)
+                    order.word[2 * (4 * r + g) + half] = uint16_t(2 * (4 * (g / 2 * 2 + half) + r) + g % 2);
+        return order;
+    }();
+    const B both = merge_words(as_bytes(first), as_bytes(shift_left<16>(second)));
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder.word), both);
+}
+// Of 16-bit numbers: the products of each pair, added.
+inline F add_products(I a, B b) { return to_float(_mm512_madd_epi16(a, b)); }
+
+template <> struct Single<Q2_K> : Q2_K {
+    static constexpr bool kExists = true;
+
+    static void prepare(const Activations &a, Spread &s) {
+        spread_quarters(a, s);
+        for (int p = 0; p < 2; p++) {
+            const I first = shift_right_signed<5>(repeat_ints(a.minus_half[0][p]));
+            const I second = shift_right_signed<5>(repeat_ints(a.minus_half[1][p]));
+            s.halves[p] = merge_words(first, shift_left<16>(second));
+        }
+    }
+
+    void add(const uint8_t *const *rows, size_t offset, const Activations &a, const Spread &s, Lanes &lanes) {
+        B in[4], packed[4];
+        for (int r = 0; r < 4; r++)
+            in[r] = load_64(rows[r] + offset + 16);
+        transpose(in, packed);
+        I sums[4];
+        for (int k = 0; k < 4; k++) {
+            B code[4];
+            for (int i = 0; i < 4; i++)
+                code[i] = quarter(packed[i], k);
+            sums[k] = of_quarter(dot_spread<4, 4>(zero_ints(), code, s.q[k / 2][k & 1]), k);
+        }
+        const B scales = load_rows(rows, offset), low = low_nibbles(scales), high = high_nibbles(scales);
+        const B tail = load_rows(rows, offset + kBytes - 16);
+        scale = half_word<6>(tail);
+        minimum = half_word<7>(tail);
+        for (int p = 0; p < 2; p++) {
+            const F total = add_products(half_pairs(sums[p], sums[2 + p]), byte_pair(low, p));
+            const F u = fma(scale, total, minimum * add_products(s.halves[p], byte_pair(high, p)));
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), u, lanes.acc[p]);
+        }
+    }
+};
+
+template <> struct Single<Q3_K> : Q3_K {
+    static constexpr bool kExists = true;
+
+    static void prepare(const Activations &a, Spread &s) {
+        spread_quarters(a, s);
+        const I minus = _mm512_loadu_si512(a.minus_half); // [half][p][column], 32 times the sum
+        for (int k = 0; k < 4; k++) {
+            const int at = 4 * (k & 1) + k / 2;
+            const I start = shift_right_signed<3>(pick(minus, minus, at, 8 + at, at + 2, 8 + at + 2));
+            s.start[k / 2][k & 1] = as_ints(shift_left_by(as_bytes(start), splat_int(quarter_at(k))));
+        }
+    }
+
+    void add(const uint8_t *const *rows, size_t offset, const Activations &a, const Spread &s, Lanes &lanes) {
+        B in[4], packed[4], bits[4];
+        for (int r = 0; r < 4; r++)
+            in[r] = load_32_twice(rows[r] + offset);
+        transpose(in, bits);
+        for (int r = 0; r < 4; r++)
+            in[r] = load_64(rows[r] + offset + 32);
+        transpose(in, packed);
+        for (int i = 0; i < 4; i++)
+            bits[i] = shift_right_by(bits[i], by_group(0, 0, 4, 4)); // bit k of piece (n, half): of block 4n + k
+        I sums[4];
+        for (int k = 0; k < 4; k++) {
+            const int up = quarter_at(k) + 2 - k;
+            B code[4];
+            for (int i = 0; i < 4; i++) {
+                const B high = up < 0 ? shift_right_by(bits[i], splat_int(-up)) : shift_left_by(bits[i], splat_int(up));
+                code[i] = or_bytes(quarter(packed[i], k), and_bytes(high, splat_byte(uint8_t(4 << quarter_at(k)))));
+            }
+            sums[k] = of_quarter(dot_spread<4, 4>(s.start[k / 2][k & 1], code, s.q[k / 2][k & 1]), k);
+        }
+        const B scales = load_scales(rows, offset);
+        for (int p = 0; p < 2; p++) {
+            const B pair = _mm512_sub_epi16(byte_pair(scales, p), _mm512_set1_epi16(32));
+            finish(p, add_products(half_pairs(sums[p], sums[2 + p]), pair), a, lanes);
+        }
     }
 };
 
