@@ -5,6 +5,8 @@
 // on a panel is like any other.
 #pragma once
 
+#include <utility>
+
 #include "formats.h"
 #include "grids.h"
 
@@ -71,22 +73,23 @@ inline F odd_factor(B v) {
     return to_float(add_ints(shift_left<1>(as_ints(and_bytes(v, as_bytes(splat_int(15))))), splat_int(1)));
 }
 
-// Weights of the blocks of one parity. words: entries 2q and 2q + 1 in each dword of words[q]; bits: of a code.
-template <int bits, int count> void signed_weights(const B (&words)[count], B signs, const Levels &levels, B *w) {
-    const B table = biased(repeat_bytes(levels.of)), mask = splat_byte(bits == 2 ? 3 : 15);
-    constexpr int each = bits == 2 ? 2 : 1; // dwords of weights of an entry
-    for (int q = 0; q < count; q++) {
-        const I pair = as_ints(words[q]);
-        // An entry in the low half, and shifted by a code, so with its next even and odd weights, in the high one.
-        const B entry[2] = {merge_words(words[q], as_bytes(shift_left<16 - bits>(pair))),
-                            merge_words(shift_right_by(words[q], splat_int(16)), shift_right_by(words[q], splat_int(bits)))};
-        for (int e = 0; e < 2; e++)
-            for (int d = 0; d < each; d++) {
-                const int i = each * (2 * q + e) + d;
-                const B codes = and_bytes(d ? shift_right_by(entry[e], splat_int(2 * bits)) : entry[e], mask);
-                w[i] = look_up(table, with_flags(codes, signs, i, splat_byte(kSign)));
-            }
-    }
+// Dword i of the weights of blocks: words[q] has entries 2q and 2q + 1 in each dword; bits: of a code.
+template <int bits, int i> inline B signed_weight(const B *words, B signs, B levels) {
+    constexpr int entry = bits == 2 ? i / 2 : i, second = bits == 2 ? i % 2 : 0; // of the two dwords of an entry
+    const B pair = words[entry / 2];
+    // The entry in the low half and, shifted by a code, so with its next even and odd weights, in the high one.
+    const B spread = entry % 2 ? merge_words(shift_right_by(pair, splat_int(16)), shift_right_by(pair, splat_int(bits)))
+                               : merge_words(pair, as_bytes(shift_left<16 - bits>(as_ints(pair))));
+    const B codes = second ? shift_right_by(spread, splat_int(2 * bits)) : spread;
+    return look_up(levels, with_flags<i>(and_bytes(codes, splat_byte(bits == 2 ? 3 : 15)), signs, splat_byte(kSign)));
+}
+template <int bits, int... i>
+[[gnu::always_inline]] inline void signed_weights(const B *words, B signs, const Levels &levels, B *w, std::integer_sequence<int, i...>) {
+    const B table = biased(repeat_bytes(levels.of));
+    ((w[i] = signed_weight<bits, i>(words, signs, table)), ...);
+}
+template <int bits> [[gnu::always_inline]] inline void signed_weights(const B *words, B signs, const Levels &levels, B *w) {
+    signed_weights<bits>(words, signs, levels, w, std::make_integer_sequence<int, 8>());
 }
 
 struct IQ2_XXS : Record<SPARK_IQ2_XXS>, ScaledPanel<0, kSignedShift> {
@@ -101,7 +104,7 @@ struct IQ2_XXS : Record<SPARK_IQ2_XXS>, ScaledPanel<0, kSignedShift> {
         const F d = half_word<0>(load_rows(rows, offset)) * splat(0.125f);
         for (int p = 0; p < 2; p++) {
             const B rest = dwords[2 * p + 1];
-            signed_weights<2>({words[2 * p], words[2 * p + 1]}, four_sevens(rest), kLevelsIQ2, w[p]);
+            signed_weights<2>(words + 2 * p, four_sevens(rest), kLevelsIQ2, w[p]);
             scale[p] = d * odd_factor(shift_right_by(rest, splat_int(28)));
         }
     }
@@ -135,7 +138,7 @@ struct IQ2_XS : Record<SPARK_IQ2_XS>, OddHalves {
         const B tail = load_rows(rows, offset + kBytes - 16);
         for (int p = 0; p < 2; p++) {
             const B seven = shift_right_by(high_bytes(dwords[2 * p], dwords[2 * p + 1]), splat_int(1));
-            signed_weights<2>({words[2 * p], words[2 * p + 1]}, with_parity(and_bytes(seven, splat_byte(127))), kLevelsIQ2, w[p]);
+            signed_weights<2>(words + 2 * p, with_parity(and_bytes(seven, splat_byte(127))), kLevelsIQ2, w[p]);
             load_factors(spread_bytes(tail, 8 + p), p);
         }
         scale = half_word<0>(load_rows(rows, offset)) * splat(0.125f);
@@ -157,7 +160,7 @@ struct IQ2_S : Record<SPARK_IQ2_S>, OddHalves {
         }
         look_up_words<1024>(kGridIQ2_S.entry, words);
         for (int p = 0; p < 2; p++) {
-            signed_weights<2>({words[2 * p], words[2 * p + 1]}, blocks_of_parity(signs[0], signs[1], p), kLevelsIQ2, w[p]);
+            signed_weights<2>(words + 2 * p, blocks_of_parity(signs[0], signs[1], p), kLevelsIQ2, w[p]);
             load_factors(spread_bytes(tail, 8 + p), p);
         }
         scale = half_word<0>(load_rows(rows, offset)) * splat(0.125f);
@@ -183,7 +186,7 @@ struct IQ3_XXS : Record<SPARK_IQ3_XXS>, ScaledPanel<0, kSignedShift> {
         const B rest[2] = {load_rows(rows, offset + 66), load_rows(rows, offset + 82)};
         for (int p = 0; p < 2; p++) { // a dword a block: four times seven signs and the scale
             const B dword = blocks_of_parity(rest[0], rest[1], p);
-            signed_weights<4>({words[4 * p], words[4 * p + 1], words[4 * p + 2], words[4 * p + 3]}, four_sevens(dword), kLevelsIQ3_XXS, w[p]);
+            signed_weights<4>(words + 4 * p, four_sevens(dword), kLevelsIQ3_XXS, w[p]);
             scale[p] = d * odd_factor(shift_right_by(dword, splat_int(28)));
         }
     }
@@ -205,7 +208,7 @@ struct IQ3_S : Record<SPARK_IQ3_S>, ScaledPanel<0, kSignedShift> {
         const B signs[2] = {load_rows(rows, offset + 74), load_rows(rows, offset + 90)};
         const B scales = repeat_dword<3>(load_rows(rows, offset + kBytes - 16)); // a nibble a block
         for (int p = 0; p < 2; p++) {
-            signed_weights<4>({words[4 * p], words[4 * p + 1], words[4 * p + 2], words[4 * p + 3]}, blocks_of_parity(signs[0], signs[1], p), kLevelsIQ3_S, w[p]);
+            signed_weights<4>(words + 4 * p, blocks_of_parity(signs[0], signs[1], p), kLevelsIQ3_S, w[p]);
             scale[p] = d * odd_factor(shift_right_by(scales, as_ints(group_constant(4 * p, 8 + 4 * p, 16 + 4 * p, 24 + 4 * p))));
         }
     }

@@ -75,7 +75,7 @@ inline I zero_ints() { return _mm256_setzero_si256(); }
 inline I add_ints(I a, I b) { return _mm256_add_epi32(a, b); }
 
 inline B merge_words(B a, B b) { return _mm256_blend_epi16(a, b, 0xaa); }
-inline B with_flags(B v, B bits, int i, B flag) {
+template <int i> inline B with_flags(B v, B bits, B flag) {
     const B byte = _mm256_add_epi8(_mm256_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000, 0x0c0c0c0c08080808, 0x0404040400000000),
                                    _mm256_set1_epi8(char(i / 2)));
     const B bit = _mm256_set1_epi32(i & 1 ? int32_t(0x80402010) : 0x08040201);

@@ -82,7 +82,7 @@ inline I zero_ints() { return _mm512_setzero_si512(); }
 inline I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
 
 inline B merge_words(B a, B b) { return _mm512_mask_blend_epi16(0xaaaaaaaa, a, b); }
-inline B with_flags(B v, B bits, int i, B flag) {
+template <int i> inline B with_flags(B v, B bits, B flag) {
     const B byte = _mm512_add_epi8(_mm512_broadcast_i32x4(_mm_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000)),
                                    _mm512_set1_epi8(char(i / 2)));
     const __mmask64 hit = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits, byte), _mm512_set1_epi32(i & 1 ? int32_t(0x80402010) : 0x08040201));

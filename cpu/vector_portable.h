@@ -92,7 +92,7 @@ inline I add_ints(I a, I b) { return a + b; }
 // The low 16 bits of a's dwords with the high ones of b's.
 inline B merge_words(B a, B b) { return (a & (B)splat_int(0xffff)) | (b & (B)splat_int(~0xffff)); }
 // `flag` or-ed into byte k of every dword of v where bit 4i + k of the same dword of `bits` is set.
-inline B with_flags(B v, B bits, int i, B flag) {
+template <int i> inline B with_flags(B v, B bits, B flag) {
     for (int k = 0; k < 16; k++)
         if (bits[k / 4 * 4 + i / 2] >> (4 * (i & 1) + k % 4) & 1)
             v[k] |= flag[k];
