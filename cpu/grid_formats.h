@@ -48,6 +48,14 @@ template <int n> constexpr Levels with_signs(const int8_t (&levels)[n]) {
 constexpr int8_t kIQ2[] = {IQ2_LEVELS}, kIQ3_XXS[] = {IQ3_XXS_LEVELS}, kIQ3_S[] = {IQ3_S_LEVELS};
 constexpr Levels kLevelsIQ2 = with_signs(kIQ2), kLevelsIQ3_XXS = with_signs(kIQ3_XXS), kLevelsIQ3_S = with_signs(kIQ3_S);
 
+// 64 bytes, 8 a block: dwords[2p] and dwords[2p + 1] have the first and the last four of the blocks of parity p.
+inline void load_dwords(const uint8_t *const *rows, size_t offset, B *dwords) {
+    B in[4];
+    for (int g = 0; g < 4; g++)
+        in[g] = load_rows(rows, offset + 16 * g);
+    transpose(in, dwords);
+}
+
 // Eight dwords, one a block, in two registers: those of parity p.
 inline B blocks_of_parity(B first, B second, int p) {
     const F a = byte_floats(first), b = byte_floats(second);
@@ -81,7 +89,9 @@ template <int bits, int i> inline B signed_weight(const B *words, B signs, B lev
     const B spread = entry % 2 ? merge_words(shift_right_by(pair, splat_int(16)), shift_right_by(pair, splat_int(bits)))
                                : merge_words(pair, as_bytes(shift_left<16 - bits>(as_ints(pair))));
     const B codes = second ? shift_right_by(spread, splat_int(2 * bits)) : spread;
-    return look_up(levels, with_flags<i>(and_bytes(codes, splat_byte(bits == 2 ? 3 : 15)), signs, splat_byte(kSign)));
+    // look_up ignores what four-bit codes have above them: another code, so no 128.
+    const B alone = bits == 2 ? and_bytes(codes, splat_byte(3)) : codes;
+    return look_up(levels, with_flags<i>(alone, signs, splat_byte(kSign)));
 }
 template <int bits, int... i>
 [[gnu::always_inline]] inline void signed_weights(const B *words, B signs, const Levels &levels, B *w, std::integer_sequence<int, i...>) {
@@ -95,10 +105,8 @@ template <int bits> [[gnu::always_inline]] inline void signed_weights(const B *w
 struct IQ2_XXS : Record<SPARK_IQ2_XXS>, ScaledPanel<0, kSignedShift> {
     void load(const uint8_t *const *rows, size_t offset) {
         // A block is two dwords: four indices; four times seven signs and the scale.
-        B in[4], dwords[4];
-        for (int g = 0; g < 4; g++)
-            in[g] = load_rows(rows, offset + 2 + 16 * g);
-        transpose(in, dwords);
+        B dwords[4];
+        load_dwords(rows, offset + 2, dwords);
         B words[4] = {byte_pair(dwords[0], 0), byte_pair(dwords[0], 1), byte_pair(dwords[2], 0), byte_pair(dwords[2], 1)};
         look_up_words<256>(kGridIQ2_XXS.entry, words);
         const F d = half_word<0>(load_rows(rows, offset)) * splat(0.125f);
@@ -128,10 +136,8 @@ inline B high_bytes(B first, B second) {
 struct IQ2_XS : Record<SPARK_IQ2_XS>, OddHalves {
     void load(const uint8_t *const *rows, size_t offset) {
         // A block is four words: an index of nine bits and seven signs.
-        B in[4], dwords[4], words[4];
-        for (int g = 0; g < 4; g++)
-            in[g] = load_rows(rows, offset + 2 + 16 * g);
-        transpose(in, dwords);
+        B dwords[4], words[4];
+        load_dwords(rows, offset + 2, dwords);
         for (int i = 0; i < 4; i++)
             words[i] = and_bytes(dwords[i], as_bytes(splat_int(0x01ff01ff)));
         look_up_words<512>(kGridIQ2_XS.entry, words);
@@ -167,12 +173,10 @@ struct IQ2_S : Record<SPARK_IQ2_S>, OddHalves {
     }
 };
 
-// Eight indices a block, the first four in dwords[2p], the others in dwords[2p + 1]: pairs of them as words.
+// Eight indices a block, a byte each: pairs of them as words, four registers a parity.
 inline void load_eight_indices(const uint8_t *const *rows, size_t offset, B (&words)[8]) {
-    B in[4], dwords[4];
-    for (int g = 0; g < 4; g++)
-        in[g] = load_rows(rows, offset + 16 * g);
-    transpose(in, dwords);
+    B dwords[4];
+    load_dwords(rows, offset, dwords);
     for (int i = 0; i < 8; i++)
         words[i] = byte_pair(dwords[i / 2], i % 2);
 }

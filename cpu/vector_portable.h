@@ -60,7 +60,7 @@ inline B zip_low64(B a, B b) { return (B)__builtin_shufflevector((Q)a, (Q)b, 0, 
 inline B zip_high64(B a, B b) { return (B)__builtin_shufflevector((Q)a, (Q)b, 1, 3); }
 template <int k> inline B repeat_dword(B a) { return (B)__builtin_shufflevector((I)a, (I)a, k, k, k, k); }
 template <int k> inline B repeat_qword(B a) { return (B)__builtin_shufflevector((Q)a, (Q)a, k, k); }
-inline B look_up(B table, B index) { // index bytes below 16, or above 127 for zero
+inline B look_up(B table, B index) { // by the low four bits of a byte; zero where it is above 127
     B v{};
     for (int i = 0; i < 16; i++)
         v[i] = index[i] & 0x80 ? 0 : table[index[i] & 15];
