@@ -1,8 +1,8 @@
 """Makes quantized tensors, for the bundled model, tests and benchmarks; the engine only reads them.
 
-Making Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The
-`gguf` package makes the others. Nobody makes those with a grid (IQ2, IQ3): what they are tested with has random indices
-(`random_blocks`, tests/gguf_files.py), since a search for the nearest entries would be long and shows nothing else.
+Making Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The types
+with a grid (IQ2, IQ3) are made more plainly, by the nearest entries at a few scales. The `gguf` package makes the
+others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QType
 
+from engine.formats.grids import GRIDS
 from engine.formats.quants import Bytes, Floats, row_bytes
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 
@@ -290,7 +291,100 @@ def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
+_SEVEN_SIGNS = (QType.IQ2_XXS, QType.IQ2_XS, QType.IQ3_XXS)  # of 8 weights: the eighth is their parity
+
+
+def _nearest(grid: Floats, y: Floats, w: Floats | None) -> npt.NDArray[np.int64]:
+    """The entries of a grid [entries, k] that are nearest to rows of y [n, k]."""
+    square = (grid**2).T
+    return np.argmax(2 * (y if w is None else w * y) @ grid.T - (square.sum(0) if w is None else w @ square), axis=1)
+
+
+def _grid_blocks(
+    blocks: Floats, w: Floats | None, qtype: QType, sub: int, unit: float
+) -> tuple[Bytes, Bytes, npt.NDArray[np.int64], Bytes]:
+    """x ~ d*unit*(2s + 1) times an entry of the type's grid, with signs.
+
+    Returns bytes of d [n, 2], s [n, 256/sub], indices [n, 256/k] and signs [n, 32], a bit each. The scale of each `sub`
+    weights is the best of a few, each solved by least squares for the entries that are nearest.
+    """
+    grid = GRIDS[qtype].astype(np.float32)
+    k, per_block = grid.shape[1], 256 // sub
+    eights = blocks.reshape(-1, 8)
+    negative = eights < 0
+    if qtype in _SEVEN_SIGNS:  # where their number is odd, the weight that matters least gets the other sign
+        cost = np.abs(eights) * (1 if w is None else w.reshape(-1, 8))
+        negative[np.arange(len(eights)), cost.argmin(1)] ^= negative.sum(1) % 2 == 1
+    x = np.where(negative, -eights, eights).reshape(-1, k)
+    w = None if w is None else w.reshape(-1, k)
+
+    def spread(scale: Floats) -> Floats:
+        return np.repeat(scale, sub // k)[:, None]
+
+    def fitted(scale: Floats) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        """Entries at a scale of each sub-block, and the sums of w v^2 and w v x there."""
+        index = _nearest(grid, x * spread(_inverse(scale)), w)
+        v = grid[index] if w is None else w * grid[index]
+        return index, (v * grid[index]).reshape(-1, sub).sum(1), (v * x).reshape(-1, sub).sum(1)
+
+    top = np.abs(blocks.reshape(-1, sub)).max(1)
+    best_s, best_gain = np.zeros_like(top), np.zeros_like(top)
+    for level in (0.8, 1, 1.25):
+        _, svv, sxv = fitted(top * np.float32(level / grid.max()))
+        better = sxv * sxv * _inverse(svv) > best_gain
+        best_gain = np.where(better, sxv * sxv * _inverse(svv), best_gain)
+        best_s = np.where(better, np.maximum(sxv * _inverse(svv), 0), best_s)
+    d = _half_away(best_s.reshape(-1, per_block).max(1) * np.float32(1 / (31 * unit)))
+    s = np.clip(np.rint((best_s * np.repeat(_inverse(d), per_block) * np.float32(1 / unit) - 1) / 2), 0, 15)
+    factor = (2 * s + 1) * np.float32(unit)
+    index, svv, sxv = fitted(np.repeat(d, per_block) * factor)
+    vv, xv = (factor * factor * svv).reshape(-1, per_block).sum(1), (factor * sxv).reshape(-1, per_block).sum(1)
+    d = np.where((vv > 0) & (xv > 0), _half(xv * _inverse(vv)), d)
+    signs = np.packbits(negative.reshape(-1, 256), axis=1, bitorder="little")
+    return _half_bytes(d[:, None]), s.astype(np.uint8).reshape(-1, per_block), index.reshape(-1, 256 // k), signs
+
+
+def _signs_and_scale(signs: Bytes, s: Bytes) -> Bytes:
+    """A word a block: four times seven signs, four bits of scale."""
+    words = ((signs.reshape(-1, 8, 4) & 127).astype(np.uint32) << np.array([0, 7, 14, 21], np.uint32)).sum(2)
+    return (words.astype(np.uint32) | s.astype(np.uint32) << np.uint32(28))[..., None].view(np.uint8)
+
+
+def _pairs_of_nibbles(s: Bytes) -> Bytes:
+    return s[:, ::2] | s[:, 1::2] << 4
+
+
+def _iq2_xxs(blocks: Floats, w: Floats | None) -> Bytes:
+    d, s, index, signs = _grid_blocks(blocks, w, QType.IQ2_XXS, 32, 1 / 8)
+    pairs = np.concatenate([index.astype(np.uint8).reshape(-1, 8, 4), _signs_and_scale(signs, s)], axis=2)
+    return np.concatenate([d, pairs.reshape(-1, 64)], axis=1)
+
+
+def _iq2_xs(blocks: Floats, w: Floats | None) -> Bytes:
+    d, s, index, signs = _grid_blocks(blocks, w, QType.IQ2_XS, 16, 1 / 8)
+    words = (index | (signs & 127).astype(np.int64) << 9).astype(np.uint16)
+    return np.concatenate([d, words.view(np.uint8), _pairs_of_nibbles(s)], axis=1)
+
+
+def _iq2_s(blocks: Floats, w: Floats | None) -> Bytes:
+    d, s, index, signs = _grid_blocks(blocks, w, QType.IQ2_S, 16, 1 / 8)
+    high = ((index >> 8).reshape(-1, 8, 4) << np.array([0, 2, 4, 6])).sum(2).astype(np.uint8)
+    return np.concatenate([d, index.astype(np.uint8), signs, high, _pairs_of_nibbles(s)], axis=1)
+
+
+def _iq3_xxs(blocks: Floats, w: Floats | None) -> Bytes:
+    d, s, index, signs = _grid_blocks(blocks, w, QType.IQ3_XXS, 32, 1 / 4)
+    return np.concatenate([d, index.astype(np.uint8), _signs_and_scale(signs, s).reshape(-1, 32)], axis=1)
+
+
+def _iq3_s(blocks: Floats, w: Floats | None) -> Bytes:
+    d, s, index, signs = _grid_blocks(blocks, w, QType.IQ3_S, 32, 1)
+    high = np.packbits(index >> 8 > 0, axis=1, bitorder="little")
+    return np.concatenate([d, index.astype(np.uint8), high, signs, _pairs_of_nibbles(s)], axis=1)
+
+
 _SEARCHES = {
     QType.Q2_K: _q2_k, QType.Q3_K: _q3_k, QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k,
+    QType.IQ2_XXS: _iq2_xxs, QType.IQ2_XS: _iq2_xs, QType.IQ3_XXS: _iq3_xxs, QType.IQ3_S: _iq3_s, QType.IQ2_S: _iq2_s,
     QType.IQ4_XS: _iq4_xs,
 }  # fmt: skip

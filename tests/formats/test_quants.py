@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from data.nano.quantizer import quantize
 from engine.formats.block_types import NATIVE_TYPES
+from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor, dequantize, require_native, row_bytes
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from tests.gguf_files import qtensor, random_blocks
 
-OURS = (QType.Q2_K, QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_XS)
+OURS = (QType.Q2_K, QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_XS, *GRIDS)
 READABLE = {  # a version of the package that reads fewer would narrow the test below unseen
     QType.F32, QType.F16, QType.BF16, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.Q8_0, QType.Q2_K,
     QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.TQ1_0, QType.TQ2_0, QType.MXFP4, QType.IQ1_S, QType.IQ1_M,
@@ -115,7 +116,8 @@ def test_package_quantizers(qtype: QType) -> None:
 # Relative RMSE of normal weights, a little above what was measured; and of a plain quantizer of the same type.
 BOUNDS = {
     QType.Q8_0: 0.0055, QType.Q6_K: 0.0170, QType.Q5_K: 0.0358, QType.Q4_K: 0.0708, QType.IQ4_XS: 0.0752,
-    QType.Q3_K: 0.145, QType.Q2_K: 0.264,
+    QType.Q3_K: 0.145, QType.Q2_K: 0.264, QType.IQ3_S: 0.133, QType.IQ3_XXS: 0.180, QType.IQ2_S: 0.241,
+    QType.IQ2_XS: 0.289, QType.IQ2_XXS: 0.332,
 }  # fmt: skip
 
 
@@ -167,7 +169,7 @@ def test_representable_weights_come_back(qtype: QType) -> None:
     """Codes and sub-scales are all random: one that is packed elsewhere than it is read would be far off."""
     cols = 512
     exact = dequantize(QTensor("t", qtype, (9, cols), random_blocks(qtype, 9, cols, rng).reshape(-1)))
-    limit = {QType.IQ4_XS: 0.06, QType.Q4_K: 0.03, QType.Q2_K: 0.04}.get(qtype, 0.02)
+    limit = {QType.IQ4_XS: 0.06, QType.Q4_K: 0.03}.get(qtype, 0.04 if qtype in GRIDS or qtype == QType.Q2_K else 0.02)
     assert relative_rmse(exact, read_back(exact, qtype)) < limit
 
 
@@ -195,9 +197,10 @@ def test_zeros_stay_zeros(qtype: QType) -> None:
     spread=st.sampled_from([0.0, 1.0, 3.0]),
     density=st.sampled_from([1.0, 0.3, 0.02]),
     levels=st.sampled_from([0, 1, 5]),
+    with_grid=st.sampled_from(list(GRIDS)),
 )
 def test_error_on_any_shape_of_weights(
-    seed: int, size: float, shift: float, spread: float, density: float, levels: int
+    seed: int, size: float, shift: float, spread: float, density: float, levels: int, with_grid: QType
 ) -> None:
     """The error never much exceeds the plain quantizer's, whatever the weights look like."""
     own = np.random.default_rng(seed)
@@ -206,11 +209,12 @@ def test_error_on_any_shape_of_weights(
     x *= np.exp(spread * own.standard_normal((4, 8, 1)).clip(-2, 2)) * (own.random((4, 8, 32)) < density)
     values = (x * size).clip(-6e4, 6e4).reshape(4, 256).astype(np.float32)
     with np.errstate(all="raise", under="ignore"):
-        found = {qtype: read_back(values, qtype) for qtype in OURS}
+        found = {qtype: read_back(values, qtype) for qtype in OURS if qtype not in GRIDS or qtype == with_grid}
     rms = np.sqrt(np.square(values.astype(np.float64)).mean())
     for qtype, plain in [(QType.Q4_K, plain_affine(values, 15)), (QType.Q5_K, plain_affine(values, 31))]:
         error, baseline = (np.sqrt(np.square(y - values).mean()) for y in (found[qtype], plain))
         assert error <= 1.1 * baseline + 0.025 * rms + 1e-6
+    assert np.sqrt(np.square(found[with_grid] - values).mean()) <= 0.8 * rms + 1e-6  # zeros would have 1
     for qtype, bound in [(QType.Q6_K, 1 / 32), (QType.IQ4_XS, 1 / 7)]:
         assert np.abs(found[qtype] - values).max() <= bound * np.abs(values).max() + 3e-6
 
