@@ -32,6 +32,8 @@ struct Tile {
     static constexpr int TURNS = STEPS / TURN;
     static constexpr int STAGES = WANTED < TURNS ? WANTED : TURNS < 2 ? 2 : TURNS;  // turns of activations in memory
     static constexpr int PIECES = (Weights::BYTES + 16 - Weights::ALIGN + 15) / 16;  // of 16 bytes, of a row's stage
+    // A row is a number of stages, each of which reaches into all of its pieces wherever it begins.
+    static constexpr bool ALL = WHOLE && (Weights::BYTES + 15) / 16 == PIECES;
     static constexpr int PITCH = PIECES * 16;
     static constexpr int SKEW = PIECES % 2 ? 0 : 16;  // every 4 rows, so that 8 rows lie in different banks
     static constexpr int RAW_BYTES = ROWS * PITCH + ROWS / 4 * SKEW;
@@ -83,8 +85,8 @@ DEVICE void copy_pieces(u8* to, const Rows& w, i32 stage) {
         const u8* from = begin + stage * W::BYTES;
         if (W::ALIGN < 16) from = (const u8*)((u64)from & ~15ull);
         from += 16 * piece;
-        // A stage can reach past the row's end, and so past the tensor's, unless rows are whole superblocks.
-        const bool valid = row <= w.last && (T::WHOLE || from < begin + w.bytes);
+        // A stage's pieces can lie past the row's end, and so past the tensor's.
+        const bool valid = row <= w.last && (T::ALL || from < begin + w.bytes);
         copy16_async_if(to + i * N * T::PITCH + i * N / 4 * T::SKEW, from, valid);
     }
 }

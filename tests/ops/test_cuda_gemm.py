@@ -94,13 +94,14 @@ def test_norm_to_halves(device: Any) -> None:
 def test_product(device: Any, qtype: QType) -> None:
     rng = np.random.default_rng(3)
     block_32 = RECORDS[qtype].elements == 32
-    T, N, K = 37, 150, 77 if qtype in FLOATS else 352 if block_32 else 512
+    T, K = 37, 77 if qtype in FLOATS else 352 if block_32 else 512
     gemm = Gemm(device, LIMITS)
-    w, x = weights(rng, qtype, N, K), activations(rng, T, K)
-    y = device.empty((T, N), np.float32)
-    device.set_bytes(device.pointer(y), 0xFF, y.nbytes)
-    gemm.product(on(device, w), gemm.to_halves(device.upload(x)), y)
-    assert nmse(device.read(y), exact(w, x)) < 2e-6
+    for N in (150, 128):  # 128 rows of any type end where an allocation does, and memory behind it is out of bounds
+        w, x = weights(rng, qtype, N, K), activations(rng, T, K)
+        y = device.empty((T, N), np.float32)
+        device.set_bytes(device.pointer(y), 0xFF, y.nbytes)
+        gemm.product(on(device, w), gemm.to_halves(device.upload(x)), y)
+        assert nmse(device.read(y), exact(w, x)) < 2e-6
 
 
 @pytest.mark.parametrize(("tokens", "warps"), [(128, 8), *((tokens, 4) for tokens in TILE_TOKENS)])
