@@ -22,14 +22,15 @@ import torch
 from gguf import GGMLQuantizationType as QType
 
 from engine import models
+from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
 from engine.formats.quants import QTensor
 from engine.models import qwen3moe
 from tests.family_qwen3moe import float_logits
 from tests.gguf_files import random_blocks, write_gguf
 
 __all__ = [
-    "ALL_F32", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "random_path", "read_weights",
-    "tiny_path", "transformers_choices", "transformers_logits", "write_tiny",
+    "ALL_F32", "BLOCK_TYPES", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "random_path",
+    "read_weights", "tiny_path", "transformers_choices", "transformers_logits", "write_tiny",
 ]  # fmt: skip
 
 Tensors = dict[str, np.ndarray]
@@ -58,6 +59,7 @@ def everything(qtype: QType):
 
 
 ALL_F32 = everything(QType.F32)
+BLOCK_TYPES = tuple(t for t in NATIVE_TYPES if t not in FLOAT_TYPES)
 
 
 # What the published converter can fuse in one tensor, and what it always does.

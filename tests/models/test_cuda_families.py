@@ -7,13 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as QType
 
 from engine import models
 from engine.running.loaded import load
 from engine.running.stepping import Span
 from engine.serving.scheduler import Engine
 from tests.engine_runs import config, feed, generate
-from tests.tiny_models import MODELS, k_quant_mix, nmse, read_weights, tiny_path, transformers_choices, write_tiny
+from tests.tiny_models import (
+    BLOCK_TYPES,
+    MODELS,
+    k_quant_mix,
+    nmse,
+    random_path,
+    read_weights,
+    tiny_path,
+    transformers_choices,
+    write_tiny,
+)
 
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 
@@ -107,3 +118,18 @@ def test_tokens_taken_back_never_were(model: Path) -> None:
     expected = after([37, 7, 3], 0)
     assert np.array_equal(after([37, 7, 5], 2), expected)
     loaded.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "qtypes", [BLOCK_TYPES[i : i + 3] for i in range(0, len(BLOCK_TYPES), 3)], ids=lambda v: "-".join(t.name for t in v)
+)
+def test_no_block_type_depends_on_residency_or_steps(qtypes: tuple[QType, ...]) -> None:
+    """Matrices have three types in turn, so that those of an expert differ; a long step and short ones."""
+    found = {}
+    for percent, steps in ((100, [35, 1, 2, 3]), (40, [35, 3, 2, 1])):
+        loaded = load(config(random_path("qwen3moe", qtypes), residency_pct=percent, **OPTIONS))
+        found[percent] = feed(loaded, PROMPT[:41], steps)[0]
+        assert np.isfinite(found[percent]).all()
+        loaded.close()
+    assert np.array_equal(found[100].view(np.uint32), found[40].view(np.uint32))

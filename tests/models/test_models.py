@@ -11,7 +11,6 @@ import pytest
 from gguf import GGMLQuantizationType as QType
 
 from engine import models
-from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
 from engine.formats.gguf import open_model
 from engine.ground.config import EngineConfig
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
@@ -20,6 +19,7 @@ from engine.running.stepping import Span
 from tests.gguf_files import write_gguf
 from tests.tiny_models import (
     ALL_F32,
+    BLOCK_TYPES,
     MODELS,
     float_logits,
     nmse,
@@ -31,7 +31,6 @@ from tests.tiny_models import (
 )
 
 TOKENS = np.random.default_rng(7).integers(0, 301, 121).astype(np.int32)
-BLOCK_TYPES = tuple(t for t in NATIVE_TYPES if t not in FLOAT_TYPES)
 MIXTURES = [name for name in models.known() if name != "qwen35"]
 
 
