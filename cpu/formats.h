@@ -36,12 +36,70 @@ inline F strided_halves(const uint8_t *const *rows, size_t offset, size_t step) 
     return load_half(words);
 }
 
-// --- one scale a block: Q8_0, Q4_0, IQ4_XS
+// The exponent in the byte there.
+inline F strided_exponents(const uint8_t *const *rows, size_t offset, size_t step) {
+    alignas(64) float scales[kWidth];
+    for (int r = 0; r < kRows; r++)
+        for (int g = 0; g < 4; g++)
+            scales[4 * r + g] = e8m0_to_float(rows[r][offset + step * g]);
+    return load(scales);
+}
+
+// The dword at offset + step * g (g = 0..3) of each row.
+inline B strided_dwords(const uint8_t *const *rows, size_t offset, size_t step) {
+    alignas(64) uint32_t words[kWidth];
+    for (int r = 0; r < kRows; r++)
+        for (int g = 0; g < 4; g++)
+            std::memcpy(words + 4 * r + g, rows[r] + offset + step * g, 4);
+    return float_bytes(load(reinterpret_cast<const float *>(words)));
+}
+
+// Blocks of 16 bytes, `step` apart: elements i in the low, 16 + i in the high nibbles. code: of nibbles.
+template <int step, class Code>
+inline void load_nibble_halves(const uint8_t *const *rows, size_t offset, B (&w)[2][8], Code code) {
+    for (int p = 0; p < 2; p++) {
+        B in[4], packed[4];
+        for (int g = 0; g < 4; g++)
+            in[g] = load_rows(rows, offset + step * (2 * g + p));
+        transpose(in, packed);
+        for (int i = 0; i < 4; i++) {
+            w[p][i] = code(low_nibbles(packed[i]));
+            w[p][4 + i] = code(high_nibbles(packed[i]));
+        }
+    }
+}
+
+// Blocks `step` apart whose element i has its fifth bit in bit i of a dword.
+template <int step> inline void add_fifth_bits(const uint8_t *const *rows, size_t offset, B (&w)[2][8]) {
+    alignas(16) static constexpr uint8_t kFifth[16] = {0, 16, 16, 0, 16, 0, 0, 0, 16}; // of one of four bits
+    const B fifth = repeat_bytes(kFifth);
+    for (int p = 0; p < 2; p++) {
+        const B bits = strided_dwords(rows, offset + step * p, 2 * step);
+        for (int k = 0; k < 4; k++) { // byte k: of elements 8k .. 8k + 7
+            const int32_t at = 0x01010101 * k;
+            const B byte = look_up(bits, group_constant(at, at + 0x04040404, at + 0x08080808, at + 0x0c0c0c0c));
+            const B low = and_bytes(byte, as_bytes(splat_int(0x08040201)));
+            const B high = high_nibbles(and_bytes(byte, as_bytes(splat_int(int32_t(0x80402010)))));
+            w[p][2 * k] = or_bytes(w[p][2 * k], look_up(fifth, low));
+            w[p][2 * k + 1] = or_bytes(w[p][2 * k + 1], look_up(fifth, high));
+        }
+    }
+}
+
+inline B plain_code(B q) { return q; }
+
+// --- one scale a block: Q8_0, Q4_0, Q5_0, IQ4_NL, IQ4_XS, MXFP4
 
 // minus_sum << shift starts the sums: it takes an offset of 2^shift off every weight.
 template <int wide, int shift> struct ScaledPanel {
     B w[2][8];
     F scale[2];
+
+    // Blocks of 32 that begin with a binary16.
+    template <int step> void load_scales(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++)
+            scale[p] = strided_halves(rows, offset + step * p, 2 * step);
+    }
 
     static I start(const Activations &a, int p) {
         return shift < 0 ? zero_ints() : shift_left<shift < 0 ? 0 : shift>(repeat_ints(a.minus_sum[p]));
@@ -58,6 +116,7 @@ constexpr int kSignedShift = kBiasedDot ? 7 : -1;
 
 struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
     void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
         for (int p = 0; p < 2; p++) {
             for (int half = 0; half < 2; half++) {
                 B in[4];
@@ -67,57 +126,38 @@ struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
             }
             for (int i = 0; i < 8; i++)
                 w[p][i] = biased(w[p][i]);
-            scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
         }
-    }
-    static float term(const uint8_t *block, const int8_t *q) {
-        // A pointer to int8_t on purpose: GCC 12 with VNNI drops the cast in int8_t(block[i]) * q[i].
-        const auto *w = reinterpret_cast<const int8_t *>(block + 2);
-        int32_t total = 0;
-        for (int i = 0; i < 32; i++)
-            total += w[i] * q[i];
-        return half_to_float(load_u16(block)) * float(total);
     }
 };
 
 struct Q4_0 : Record<SPARK_Q4_0>, ScaledPanel<8, 3> {
     void load(const uint8_t *const *rows, size_t offset) {
-        for (int p = 0; p < 2; p++) {
-            B in[4], packed[4];
-            for (int g = 0; g < 4; g++)
-                in[g] = load_rows(rows, offset + kBytes * (2 * g + p) + 2);
-            transpose(in, packed);
-            for (int i = 0; i < 4; i++) {
-                w[p][i] = low_nibbles(packed[i]);
-                w[p][4 + i] = high_nibbles(packed[i]);
-            }
-            scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
-        }
-    }
-    static float term(const uint8_t *block, const int8_t *q) {
-        int32_t total = 0;
-        for (int i = 0; i < 16; i++)
-            total += ((block[2 + i] & 15) - 8) * q[i] + ((block[2 + i] >> 4) - 8) * q[16 + i];
-        return half_to_float(load_u16(block)) * float(total);
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 2, w, plain_code);
     }
 };
 
-constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+struct Q5_0 : Record<SPARK_Q5_0>, ScaledPanel<4, 4> {
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 6, w, plain_code);
+        add_fifth_bits<kBytes>(rows, offset + 2, w);
+    }
+};
+
+struct IQ4_NL : Record<SPARK_IQ4_NL>, ScaledPanel<0, kSignedShift> {
+    void load(const uint8_t *const *rows, size_t offset) {
+        const B table = biased(repeat_bytes(kIQ4Values));
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 2, w, [table](B q) { return look_up(table, q); });
+    }
+};
 
 struct IQ4_XS : Record<SPARK_IQ4_XS>, ScaledPanel<0, kSignedShift> {
     void load(const uint8_t *const *rows, size_t offset) {
         const B table = biased(repeat_bytes(kIQ4Values));
         load_scales(rows, offset);
-        for (int p = 0; p < 2; p++) {
-            B in[4], packed[4];
-            for (int g = 0; g < 4; g++)
-                in[g] = load_rows(rows, offset + 8 + 16 * (2 * g + p));
-            transpose(in, packed);
-            for (int i = 0; i < 4; i++) {
-                w[p][i] = look_up(table, low_nibbles(packed[i]));
-                w[p][4 + i] = look_up(table, high_nibbles(packed[i]));
-            }
-        }
+        load_nibble_halves<16>(rows, offset + 8, w, [table](B q) { return look_up(table, q); });
     }
     void load_scales(const uint8_t *const *rows, size_t offset) {
         const B header = load_rows(rows, offset); // d, 16 bits of high scale bits, 4 bytes of low nibbles
@@ -133,7 +173,19 @@ struct IQ4_XS : Record<SPARK_IQ4_XS>, ScaledPanel<0, kSignedShift> {
     }
 };
 
-// --- a scale and a minimum a block: Q4_K, Q5_K
+// Codes of E2M1 as kE2M1Values + 16.
+alignas(16) constexpr uint8_t kE2M1Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+
+struct MXFP4 : Record<SPARK_MXFP4>, ScaledPanel<4, 4> {
+    void load(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++)
+            scale[p] = strided_exponents(rows, offset + kBytes * p, 2 * kBytes);
+        const B table = repeat_bytes(kE2M1Codes);
+        load_nibble_halves<kBytes>(rows, offset + 1, w, [table](B q) { return look_up(table, q); });
+    }
+};
+
+// --- a scale and a minimum a block: Q4_1, Q5_1, Q4_K, Q5_K
 
 template <int wide> struct MinimumPanel {
     B w[2][8];
@@ -146,6 +198,14 @@ template <int wide> struct MinimumPanel {
     void multiply(const Activations &a, Lanes &lanes) const {
         for (int p = 0; p < 2; p++)
             finish(p, dot<8, wide>(zero_ints(), w[p], a.q[p]), a, lanes);
+    }
+
+    // Blocks of 32 that begin with two binary16, a scale and what is added.
+    template <int step> void load_scales(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++) {
+            scale[p] = strided_halves(rows, offset + step * p, 2 * step);
+            minimum[p] = -strided_halves(rows, offset + step * p + 2, 2 * step);
+        }
     }
 
     // d, dmin and 12 bytes of 6-bit scales and minimums: four low bytes of each, four of shared high parts.
@@ -182,6 +242,21 @@ template <int wide> struct MinimumPanel {
                 w[1][4 * half + i] = high_nibbles(packed[i]);
             }
         }
+    }
+};
+
+struct Q4_1 : Record<SPARK_Q4_1>, MinimumPanel<8> {
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 4, w, plain_code);
+    }
+};
+
+struct Q5_1 : Record<SPARK_Q5_1>, MinimumPanel<4> {
+    void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 8, w, plain_code);
+        add_fifth_bits<kBytes>(rows, offset + 4, w);
     }
 };
 

@@ -48,21 +48,40 @@ inline F fold_blocks(const F (&v)[4][2]) {
     return half[0] + half[1];
 }
 
-// Blocks past the last whole panel, one at a time.
-template <class Format>
-void add_last_blocks(const uint8_t *row, int64_t cols, const Activations *a, int r, Lanes (&lanes)[4]) {
-    for (int64_t b = cols / kSuper * 8; b < cols / 32; b++) {
-        const Activations &last = a[b / 8];
-        const int p = b & 1, g = int(b % 8) >> 1;
-        int8_t q[32];
-        for (int i = 0; i < 8; i++)
-            std::memcpy(q + 4 * i, last.q[p][i] + 4 * g, 4);
-        alignas(64) float acc[kWidth];
-        F &sums = lanes[b / 8 % 4].acc[p];
-        store(acc, sums);
-        acc[4 * r + g] = __builtin_fmaf(last.d[p][g], Format::term(row + b * Format::kBytes, q), acc[4 * r + g]);
-        sums = load(acc);
+// The blocks of a row past its last whole panel, `n_blocks` of eight: which float lanes of a panel they are.
+struct LastBlocks {
+    B there[2], absent[2];
+
+    explicit LastBlocks(int64_t n_blocks) {
+        for (int p = 0; p < 2; p++) {
+            const auto mask = [&](int g) { return 2 * g + p < n_blocks ? -1 : 0; };
+            there[p] = group_constant(mask(0), mask(1), mask(2), mask(3));
+            absent[p] = group_constant(~mask(0), ~mask(1), ~mask(2), ~mask(3));
+        }
     }
+    // Multiplies a whole panel, which has anything behind these blocks; the other lanes stay as they are, even if -0.
+    template <class Format> void multiply(const Format &panel, const Activations &a, Lanes &lanes) const {
+        Lanes sums = lanes;
+        panel.multiply(a, sums);
+        for (int p = 0; p < 2; p++)
+            lanes.acc[p] = byte_floats(or_bytes(and_bytes(float_bytes(sums.acc[p]), there[p]),
+                                                and_bytes(float_bytes(lanes.acc[p]), absent[p])));
+    }
+};
+
+// The panel that begins with the last blocks. What it has of memory behind them is of the next row, if there is one.
+template <class Format>
+void load_last(Format &panel, const uint8_t *const *rows, size_t offset, int64_t n_bytes, const uint8_t *end) {
+    constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
+    if (rows[kRows - 1] + offset + kPanelBytes <= end)
+        return panel.load(rows, offset);
+    uint8_t copies[kRows][kPanelBytes] = {};
+    const uint8_t *copy[kRows];
+    for (int r = 0; r < kRows; r++) {
+        std::memcpy(copies[r], rows[r] + offset, n_bytes);
+        copy[r] = copies[r];
+    }
+    panel.load(copy, 0);
 }
 
 template <class Format>
@@ -70,6 +89,9 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 float *out, int64_t stride) {
     constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
     const int64_t panels = w.cols / kSuper, used = least(4, in.supers);
+    const LastBlocks last_blocks(w.cols % kSuper / 32);
+    const int64_t last_bytes = w.row_bytes - panels * int64_t(kPanelBytes);
+    const uint8_t *const end = w.data + w.rows * w.row_bytes;
     const int64_t fits = kTileBytes / (in.supers * int64_t(sizeof(Activations))) / 4 * 4;
     const int64_t tile = fits < 8 ? 8 : least(fits, kTile);
     Lanes lanes[kTile][4];
@@ -96,11 +118,15 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 for (int64_t t = 0; t < some; t++)
                     panel.multiply(a[t][s], lanes[t][s % 4]);
             }
-            if constexpr (Format::kElements == 32)
-                if (w.cols % kSuper)
+            if constexpr (Format::kElements < kSuper)
+                if (last_bytes) {
+                    if (reads_ahead)
+                        prefetch(ahead + panels * kRows * kPanelBytes, kRows * last_bytes);
+                    Format panel;
+                    load_last(panel, rows, panels * kPanelBytes, last_bytes, end);
                     for (int64_t t = 0; t < some; t++)
-                        for (int r = 0; r < kRows; r++)
-                            add_last_blocks<Format>(rows[r], w.cols, a[t], r, lanes[t]);
+                        last_blocks.multiply(panel, a[t][panels], lanes[t][panels % 4]);
+                }
             const int live = int(least(kRows, last - row));
             for (int64_t t = 0; t < some; t += 4) {
                 F v[4][2];

@@ -30,12 +30,12 @@ from engine.ops import (
 )
 from engine.placing import policy
 from tests.device_ops import DeviceOps
-from tests.gguf_files import BLOCK_SCALES, random_blocks
+from tests.gguf_files import BLOCK_SCALES, random_blocks, scale_bytes
 
 Outputs = dict[str, np.ndarray]
 
 LIMITS = Limits(
-    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=1280, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
+    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=2112, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
     n_head_kv=4, head_dim=512,
 )  # fmt: skip
 FLOATS = FLOAT_TYPES
@@ -145,7 +145,7 @@ def extreme_product_case(qtype: QType) -> Case:
     data = w.data.reshape(-1, RECORDS[qtype].n_bytes).copy()
     codes = np.ones(data.shape[1], bool)
     for at, _ in BLOCK_SCALES[qtype]:
-        codes[at : at + 2] = False
+        codes[at : at + scale_bytes(qtype, np.ones(1)).shape[1]] = False
     data[:, codes] = rng.choice(np.array([0x00, 0x7F, 0x80, 0x88, 0xFF], np.uint8), (len(data), 1))
     w = QTensor(w.name, qtype, w.shape, data.reshape(-1))
     x = rng.choice(np.array([-3, 3], np.float32), (T, cols // 32, 1)).repeat(32, axis=2).reshape(T, cols)

@@ -1,7 +1,7 @@
 """Makes quantized tensors, for the bundled model, tests and benchmarks; the engine only reads them.
 
-Making Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The `gguf` package
-makes the others.
+Making Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS is ours: a search for the scales with the least squared error. The `gguf`
+package makes the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def quantize(values: npt.NDArray[Any], qtype: QType, importance: Floats | None =
     """Quantize along the last axis.
 
     values: float [..., cols], finite. importance: float32 [cols], positive: how much the squared error of each
-    column counts (mean squared activations, say); used by Q4_K, Q5_K, Q6_K and IQ4_XS. name: for messages.
+    column counts (mean squared activations, say); used by Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS. name: for messages.
     Returns uint8 [..., row_bytes]. Raises ModelFormatError for values that the type cannot hold,
     UnsupportedModelError for a type that we cannot make.
     """
@@ -33,24 +33,28 @@ def quantize(values: npt.NDArray[Any], qtype: QType, importance: Floats | None =
         raise ModelFormatError(f"tensor {name!r}: a weight that is NaN or beyond {limit:g} cannot be {qtype.name}")
     search = _SEARCHES.get(qtype)
     if search is None:
-        if qtype not in (QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0):
+        if qtype not in _OF_PACKAGE:
             raise UnsupportedModelError(f"tensor {name!r}: no quantizer for type {qtype.name}")
         packed: Bytes = np.ascontiguousarray(gguf.quantize(x, qtype)).view(np.uint8)
         return packed
-    blocks = x.reshape(-1, 256)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
+    blocks = x.reshape(-1, per_block)
     weights = None
     if importance is not None:
         assert importance.shape == x.shape[-1:], name
-        weights = (importance / importance.mean()).astype(np.float32).reshape(-1, 256)
-    out = np.empty((len(blocks), gguf.GGML_QUANT_SIZES[qtype][1]), np.uint8)
-    for start in range(0, len(blocks), _CHUNK):
-        stop = min(start + _CHUNK, len(blocks))
+        weights = (importance / importance.mean()).astype(np.float32).reshape(-1, per_block)
+    out = np.empty((len(blocks), block_bytes), np.uint8)
+    for start in range(0, len(blocks), _CHUNK // per_block):
+        stop = min(start + _CHUNK // per_block, len(blocks))
         w = None if weights is None else weights[np.arange(start, stop) % len(weights)]
         out[start:stop] = search(blocks[start:stop], w)
     return out.reshape(*x.shape[:-1], bytes_per_row)
 
 
-_CHUNK = 256  # blocks at a time: their float32 copies stay in the second-level cache
+_CHUNK = 256 * 256  # weights at a time: their float32 copies stay in the second-level cache
+_OF_PACKAGE = (
+    QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.MXFP4,
+)  # fmt: skip
 
 # The searches below work on sub-blocks that share a scale, as columns: x and w are float32 [sub, n], so that a
 # sum over a sub-block is a sum of rows. w is None where every weight counts the same.
@@ -178,6 +182,19 @@ def _affine_blocks(blocks: Floats, w: Floats | None, q_max: int) -> tuple[Bytes,
     return head, _pack_scales(sc.astype(np.uint8).reshape(-1, 8), mn.astype(np.uint8).reshape(-1, 8)), q
 
 
+def _fit_scale(x: Floats, w: Floats | None, grid: Floats, snap: Callable[[Floats], Floats]) -> Floats:
+    """Scale s of each column: x ~ s*v, v a code value; snap and grid as for `_scaled_blocks`."""
+    extreme = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
+    best_s, best_gain = np.zeros_like(extreme), np.zeros_like(extreme)
+    for level in grid:
+        _, svv, sxv = _moments(snap(x * (level * _inverse(extreme))), x, w)
+        s = sxv * _inverse(svv)
+        better = s * sxv > best_gain
+        best_gain = np.where(better, s * sxv, best_gain)
+        best_s = np.where(better, s, best_s)
+    return best_s
+
+
 def _scaled_blocks(
     blocks: Floats, w: Floats | None, sub: int, limit: int, grid: Floats, snap: Callable[[Floats], Floats]
 ) -> tuple[Floats, Floats, Floats]:
@@ -189,14 +206,7 @@ def _scaled_blocks(
     x = _columns(blocks, sub)
     w = None if w is None else _columns(w, sub)
     per_block = 256 // sub
-    extreme = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
-    best_s, best_gain = np.zeros_like(extreme), np.zeros_like(extreme)
-    for level in grid:
-        _, svv, sxv = _moments(snap(x * (level * _inverse(extreme))), x, w)
-        s = sxv * _inverse(svv)
-        better = s * sxv > best_gain
-        best_gain = np.where(better, s * sxv, best_gain)
-        best_s = np.where(better, s, best_s)
+    best_s = _fit_scale(x, w, grid, snap)
     subs = best_s.reshape(-1, per_block)
     top = np.take_along_axis(subs, np.abs(subs).argmax(1)[:, None], 1)[:, 0]
     d = _half_away(top * np.float32(-1 / limit))
@@ -216,9 +226,9 @@ def _pack_scales(sc: Bytes, mn: Bytes) -> Bytes:
 
 
 def _pack_nibbles(q: Bytes, run: int) -> Bytes:
-    """Codes 0..15 [n, 256] in 128 bytes: a run of codes goes to the low halves, the next to the high halves."""
+    """Codes 0..15 [n, cols] in cols / 2 bytes: a run of codes goes to the low halves, the next to the high halves."""
     pairs = q.reshape(len(q), -1, 2, run)
-    return (pairs[:, :, 0] | (pairs[:, :, 1] << np.uint8(4))).reshape(len(q), 128)
+    return (pairs[:, :, 0] | (pairs[:, :, 1] << np.uint8(4))).reshape(len(q), -1)
 
 
 def _q4_k(blocks: Floats, w: Floats | None) -> Bytes:
@@ -249,13 +259,23 @@ _IQ4_VALUES = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
 _IQ4_NEAREST = _IQ4_VALUES[np.abs(np.arange(-128, 128)[:, None] - _IQ4_VALUES).argmin(1)]
 
 
-def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
-    def snap(y: Floats) -> Floats:
-        nearest: Floats = _IQ4_NEAREST[np.clip(np.rint(y), -128, 127).astype(np.int16) + 128]
-        return nearest
+_IQ4_GRID = np.concatenate([np.linspace(-140, -108, 9), np.linspace(104, 120, 4)]).astype(np.float32)
 
-    grid = np.concatenate([np.linspace(-140, -108, 9), np.linspace(104, 120, 4)]).astype(np.float32)
-    d, sc, v = _scaled_blocks(blocks, w, 32, 32, grid, snap)
+
+def _snap_iq4(y: Floats) -> Floats:
+    nearest: Floats = _IQ4_NEAREST[np.clip(np.rint(y), -128, 127).astype(np.int16) + 128]
+    return nearest
+
+
+def _iq4_nl(blocks: Floats, w: Floats | None) -> Bytes:
+    x = _columns(blocks, 32)
+    d = _half(_fit_scale(x, None if w is None else _columns(w, 32), _IQ4_GRID, _snap_iq4))
+    codes = np.searchsorted(_IQ4_VALUES, _snap_iq4(x * _inverse(d)).T).astype(np.uint8)
+    return np.concatenate([_half_bytes(d[:, None]), _pack_nibbles(codes, 16)], axis=1)
+
+
+def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
+    d, sc, v = _scaled_blocks(blocks, w, 32, 32, _IQ4_GRID, _snap_iq4)
     ls = (sc + 32).astype(np.uint8)
     low = ls[:, ::2] & 15 | (ls[:, 1::2] & 15) << 4
     high = ((ls >> 4).astype(np.uint16) << np.arange(0, 16, 2, dtype=np.uint16)).sum(1, dtype=np.uint16)
@@ -264,4 +284,4 @@ def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
-_SEARCHES = {QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k, QType.IQ4_XS: _iq4_xs}
+_SEARCHES = {QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k, QType.IQ4_NL: _iq4_nl, QType.IQ4_XS: _iq4_xs}

@@ -17,10 +17,15 @@
     X(BF16, 30, 1, 2, PLAIN, 64, 0)         \
     X(Q8_0, 8, 32, 34, WHOLE, 128, 4)       \
     X(Q4_0, 2, 32, 18, WHOLE, 256, 8)       \
+    X(Q4_1, 3, 32, 20, WHOLE, 256, 8)       \
+    X(Q5_0, 6, 32, 22, WHOLE, 256, 8)       \
+    X(Q5_1, 7, 32, 24, WHOLE, 256, 8)       \
     X(Q4_K, 12, 256, 144, PAIRS, 256, 8)    \
     X(Q5_K, 13, 256, 176, WHOLE, 256, 8)    \
     X(Q6_K, 14, 256, 210, HALVES, 256, 8)   \
-    X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)
+    X(IQ4_NL, 20, 32, 18, WHOLE, 256, 8)    \
+    X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)  \
+    X(MXFP4, 39, 32, 17, WHOLE, 256, 8)
 
 /* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: an integer factor for each
  * 16 of the 32 besides. PAIRS: as WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). */

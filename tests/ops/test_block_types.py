@@ -54,7 +54,7 @@ def lacks(t: BlockType) -> list[str]:
         in source["product.h" if is_float else "formats.h"],
         "CPU code: its weights in cpu/embed.cpp": f"void dequantize_{t.name}(" in source["embed.cpp"],
         "CUDA code: BlockCode in cuda/blocks.cuh": is_float or f"struct BlockCode<{t.name}>" in source["blocks.cuh"],
-        "CUDA code: Format in cuda/dequantize.cuh": f"struct Format<{t.name}> : Stage<{t.name}>"
+        "CUDA code: Format in cuda/dequantize.cuh": f"struct Format<{t.name}> : "
         in source["dequantize.cuh"],
         "CUDA code: Element in cuda/embed.cu": f"struct Element<{t.name}>" in source["embed.cu"],
         "random blocks: a line in tests/gguf_files.py": qtype in gguf_files.BLOCK_SCALES | gguf_files.FLOAT_BITS,
