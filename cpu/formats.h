@@ -36,16 +36,7 @@ inline F strided_halves(const uint8_t *const *rows, size_t offset, size_t step) 
     return load_half(words);
 }
 
-// The exponent in the byte there.
-inline F strided_exponents(const uint8_t *const *rows, size_t offset, size_t step) {
-    alignas(64) float scales[kWidth];
-    for (int r = 0; r < kRows; r++)
-        for (int g = 0; g < 4; g++)
-            scales[4 * r + g] = e8m0_to_float(rows[r][offset + step * g]);
-    return load(scales);
-}
-
-// The dword at offset + step * g (g = 0..3) of each row.
+// The dword there.
 inline B strided_dwords(const uint8_t *const *rows, size_t offset, size_t step) {
     alignas(64) uint32_t words[kWidth];
     for (int r = 0; r < kRows; r++)
@@ -69,19 +60,16 @@ inline void load_nibble_halves(const uint8_t *const *rows, size_t offset, B (&w)
     }
 }
 
-// Blocks `step` apart whose element i has its fifth bit in bit i of a dword.
+// Five bits in place of four, of blocks `step` apart: bit i of a dword belongs to element i.
 template <int step> inline void add_fifth_bits(const uint8_t *const *rows, size_t offset, B (&w)[2][8]) {
-    alignas(16) static constexpr uint8_t kFifth[16] = {0, 16, 16, 0, 16, 0, 0, 0, 16}; // of one of four bits
-    const B fifth = repeat_bytes(kFifth);
+    const B low = as_bytes(splat_int(0x08040201)), high = as_bytes(splat_int(int32_t(0x80402010))), sixteen = splat_byte(16);
     for (int p = 0; p < 2; p++) {
         const B bits = strided_dwords(rows, offset + step * p, 2 * step);
         for (int k = 0; k < 4; k++) { // byte k: of elements 8k .. 8k + 7
             const int32_t at = 0x01010101 * k;
             const B byte = look_up(bits, group_constant(at, at + 0x04040404, at + 0x08080808, at + 0x0c0c0c0c));
-            const B low = and_bytes(byte, as_bytes(splat_int(0x08040201)));
-            const B high = high_nibbles(and_bytes(byte, as_bytes(splat_int(int32_t(0x80402010)))));
-            w[p][2 * k] = or_bytes(w[p][2 * k], look_up(fifth, low));
-            w[p][2 * k + 1] = or_bytes(w[p][2 * k + 1], look_up(fifth, high));
+            w[p][2 * k] = add_where(w[p][2 * k], byte, low, sixteen);
+            w[p][2 * k + 1] = add_where(w[p][2 * k + 1], byte, high, sixteen);
         }
     }
 }
@@ -178,10 +166,16 @@ alignas(16) constexpr uint8_t kE2M1Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 
 
 struct MXFP4 : Record<SPARK_MXFP4>, ScaledPanel<4, 4> {
     void load(const uint8_t *const *rows, size_t offset) {
-        for (int p = 0; p < 2; p++)
-            scale[p] = strided_exponents(rows, offset + kBytes * p, 2 * kBytes);
         const B table = repeat_bytes(kE2M1Codes);
         load_nibble_halves<kBytes>(rows, offset + 1, w, [table](B q) { return look_up(table, q); });
+        for (int p = 0; p < 2; p++) {
+            const B e = and_bytes(strided_dwords(rows, offset + kBytes * p, 2 * kBytes), as_bytes(splat_int(255)));
+            scale[p] = two_to_half(e) * two_to_half(as_bytes(add_ints(as_ints(e), splat_int(1))));
+        }
+    }
+    // 2^(e / 2 - 64), of a quotient rounded down: two of them make 2^(e - 128) without a factor that is subnormal.
+    static F two_to_half(B e) {
+        return byte_floats(as_bytes(shift_left<23>(add_ints(as_ints(shift_right_by(e, splat_int(1))), splat_int(63)))));
     }
 };
 
@@ -203,8 +197,9 @@ template <int wide> struct MinimumPanel {
     // Blocks of 32 that begin with two binary16, a scale and what is added.
     template <int step> void load_scales(const uint8_t *const *rows, size_t offset) {
         for (int p = 0; p < 2; p++) {
-            scale[p] = strided_halves(rows, offset + step * p, 2 * step);
-            minimum[p] = -strided_halves(rows, offset + step * p + 2, 2 * step);
+            const B both = strided_dwords(rows, offset + step * p, 2 * step);
+            scale[p] = dword_halves<0>(both);
+            minimum[p] = -dword_halves<1>(both);
         }
     }
 
