@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as QType
 
+from data.nano.quantizer import fitting
 from engine import models
 from engine.models import qwen3moe
 from tests.family_qwen3moe import float_logits
@@ -62,7 +63,7 @@ def write_tiny(
     path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, variant: dict[str, Any] | None = None,
     **smaller: int,
 ) -> Path:  # fmt: skip
-    """A tiny random model of an architecture with tensors of the given types and no tokenizer.
+    """A tiny random model of an architecture with tensors of the given types, where they fit, and no tokenizer.
 
     variant: fields of its configuration that are to be other than in `tiny`. smaller: those that are to be less;
     tensors are cut to fit.
@@ -71,7 +72,8 @@ def write_tiny(
     config = replace(config, **smaller)
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
-    write_gguf(path, metadata, {name: (values, types(name)) for name, values in tensors.items()})
+    fitted = {name: (values, fitting(types(name), values.shape[-1])) for name, values in tensors.items()}
+    write_gguf(path, metadata, fitted)
     return path
 
 
@@ -82,6 +84,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "laguna", {"elements": True, "windowed": (False,) * 6, "window": 0, "yarn": None, "n_dense": 2},
     ),
     "qwen35moe-fused": ("qwen35moe", {"fused": True}),
+    "gemma4-ragged": ("gemma4", {  # rows of 704 and 2112 at a smaller size
+        "n_layer": 4, "n_head_kv": (3, 1, 3, 1), "windowed": (True, False) * 2, "n_ff": (1056,) * 4, "n_ff_exp": 352,
+        "fused": False,
+    }),
     "gemma4-dense": ("gemma4", {**DENSE, "k_eq_v": False, "n_head_kv": (3,) * 6, "n_shared": 0}),
 }  # fmt: skip
 

@@ -51,6 +51,19 @@ def quantize(values: npt.NDArray[Any], qtype: QType, importance: Floats | None =
     return out.reshape(*x.shape[:-1], bytes_per_row)
 
 
+# What llama.cpp's quantizer takes for rows that do not fill blocks of 256.
+_SMALLER = {
+    QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_1, QType.Q6_K: QType.Q8_0,
+    **dict.fromkeys((QType.Q2_K, QType.Q3_K, QType.IQ4_XS), QType.IQ4_NL),
+    **dict.fromkeys((QType.IQ3_S, QType.IQ3_XXS, QType.IQ2_S, QType.IQ2_XS, QType.IQ2_XXS), QType.IQ4_NL),
+}  # fmt: skip
+
+
+def fitting(qtype: QType, cols: int) -> QType:
+    """The type that a published file has for a tensor of `cols` columns where a mixture says `qtype`."""
+    return _SMALLER.get(qtype, qtype) if cols % gguf.GGML_QUANT_SIZES[qtype][0] else qtype
+
+
 _CHUNK = 256 * 256  # weights at a time: their float32 copies stay in the second-level cache
 _OF_PACKAGE = (
     QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.MXFP4,

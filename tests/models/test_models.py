@@ -86,7 +86,8 @@ def test_the_oracle_equals_float64_loops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_type"), [*((name, "f16") for name in models.known()), ("qwen3moe", "q8_0"), ("laguna", "q8_0")]
+    ("name", "kv_type"),
+    [*((name, "f16") for name in (*models.known(), "gemma4-ragged")), ("qwen3moe", "q8_0"), ("laguna", "q8_0")],
 )
 def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
     cpu, twin = (loaded_for(tiny_path(name), device, kv_type=kv_type) for device in ("cpu", "reference"))
@@ -144,7 +145,8 @@ def test_sequences_in_one_step_do_not_touch_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("percent", [10, 30, 60])
 @pytest.mark.parametrize(
-    ("name", "policy"), [*((name, "lru") for name in (*MIXTURES, "qwen35moe-fused")), ("qwen3moe", "uniform")]
+    ("name", "policy"),
+    [*((name, "lru") for name in (*MIXTURES, "qwen35moe-fused", "gemma4-ragged")), ("qwen3moe", "uniform")],
 )
 def test_residency_changes_no_bit(name: str, policy: str, percent: int) -> None:
     chunks = [57, 20, 1, 1, 1, 1, 1, 1]
