@@ -119,6 +119,11 @@ void dequantize_IQ4_XS(const uint8_t *b, float *y) {
 
 void dequantize_MXFP4(const uint8_t *b, float *y) { dequantize_values(kE2M1Values, e8m0_to_float(b[0]), b + 1, y); }
 
+void dequantize_NVFP4(const uint8_t *b, float *y) {
+    for (int i = 0; i < 64; i++)
+        y[i] = ue4m3_to_float(b[i / 16]) * float(kE2M1Values[b[4 + i / 16 * 8 + i % 8] >> i / 8 % 2 * 4 & 15]);
+}
+
 } // namespace
 
 void dequantize_row(int64_t type, const uint8_t *row, int64_t cols, float *y) {

@@ -283,7 +283,7 @@ struct Q5_K : Record<SPARK_Q5_K>, MinimumPanel<4> {
     }
 };
 
-// --- integer scales of half blocks: Q6_K
+// --- scales of half blocks: Q6_K, NVFP4
 
 struct Q6_K : Record<SPARK_Q6_K> {
     static constexpr int kScales = 192;
@@ -329,6 +329,48 @@ struct Q6_K : Record<SPARK_Q6_K> {
             const F second = to_float(dot<4, 2>(repeat_ints(a.minus_half[1][p]), w[p] + 4, a.q[p] + 4));
             // Integers below 2^24 all along: float arithmetic is exact here.
             finish(p, fma(half_scale[0][p], first, half_scale[1][p] * second), a, lanes);
+        }
+    }
+};
+
+struct NVFP4 : Record<SPARK_NVFP4> {
+    B w[2][8];
+    F scale[2][2]; // [half][p]
+
+    // A block of 64: four scales, then for each 16 elements eight bytes, the first eight in the low halves.
+    void load(const uint8_t *const *rows, size_t offset) {
+        alignas(16) static constexpr uint8_t kCodes[16] = {32, 33, 34, 35, 36, 38, 40, 44, 32, 31, 30, 29, 28, 26, 24, 20};
+        const B table = repeat_bytes(kCodes); // kE2M1Values + 32
+        for (int p = 0; p < 2; p++) {
+            B in[4], packed[4];
+            for (int g = 0; g < 4; g++)
+                in[g] = load_rows(rows, offset + kBytes * g + 4 + 16 * p);
+            transpose(in, packed);
+            for (int i = 0; i < 4; i++) {
+                const int at = 4 * (i / 2) + i % 2;
+                w[p][at] = look_up(table, low_nibbles(packed[i]));
+                w[p][at + 2] = look_up(table, high_nibbles(packed[i]));
+            }
+        }
+        const B scales = strided_dwords(rows, offset, kBytes);
+        for (int p = 0; p < 2; p++)
+            for (int half = 0; half < 2; half++)
+                scale[half][p] = of_ue4m3(and_bytes(shift_right_by(scales, splat_int(8 * (2 * p + half))),
+                                                    as_bytes(splat_int(255))));
+    }
+    // ue4m3_to_float of each dword.
+    static F of_ue4m3(B e) {
+        const I bits = shift_left<20>(as_ints(and_bytes(e, as_bytes(splat_int(127)))));
+        const B away = and_bytes(as_bytes(add_ints(as_ints(e), splat_int(129))), as_bytes(splat_int(255))); // from 0x7f
+        const B factor = shift_right_by(as_bytes(add_ints(as_ints(away), splat_int(255))), splat_int(8));   // 0 or 1
+        return byte_floats(as_bytes(bits)) * (to_float(as_ints(factor)) * splat(0x1p119f));
+    }
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++) {
+            const F first = to_float(dot<4, 2>(repeat_ints(a.minus_half[0][p]), w[p], a.q[p]));
+            const F second = to_float(dot<4, 2>(repeat_ints(a.minus_half[1][p]), w[p] + 4, a.q[p] + 4));
+            // Both products are exact.
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), scale[0][p] * first + scale[1][p] * second, lanes.acc[p]);
         }
     }
 };

@@ -33,6 +33,7 @@ struct Activations {
 struct Block {
     u32 q[8];
     float scale, minimum;
+    float second; // SIXTEENS: the scale of the other half
     i32 factor[2];
     i32 shift;
 };
@@ -308,6 +309,25 @@ struct BlockCode<MXFP4> : BlockType<MXFP4> {
     }
 };
 
+template <>
+struct BlockCode<NVFP4> : BlockType<NVFP4> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + (b >> 1) * BLOCK_BYTES;
+        u32 v[4], q[8];
+        load_run<4>(stage, at + 4 + 16 * (b & 1), v);
+        split_e2m1(v, q);
+#pragma unroll
+        for (i32 i = 0; i < 8; i++) // each eight bytes have the low halves of 8 elements, then the high ones
+            w.q[i] = q[i / 4 * 2 + i % 2 + (i & 2) * 2];
+        const u32 scales = ue4m3_to_halves(load_half(stage, at + 2 * (b & 1)));
+        w.scale = half_to_float((u16)scales);
+        w.second = half_to_float((u16)(scales >> 16));
+    }
+};
+
 template <Type type>
 DEVICE void load_block(const u8* stage, i32 offset, i32 b, Block& w) {
     BlockCode<type>::load(stage, offset, b, w);
@@ -334,6 +354,8 @@ DEVICE float block_term(const Block& w, const Activations& x) {
         static_assert(!Code::MINIMUM, "block_term: a minimum besides factors of halves has no code");
         return w.scale * (float)(w.factor[0] * sum[0] + w.factor[1] * sum[1]);
     }
+    if constexpr (is_kind(type, Kind::SIXTEENS)) // the products are exact
+        return w.scale * (float)sum[0] + w.second * (float)sum[1];
     if constexpr (Code::MINIMUM)
         return __fmaf_rn(w.scale, (float)((sum[0] + sum[1]) >> w.shift), -(w.minimum * (float)x.sum));
     return w.scale * (float)(sum[0] + sum[1]);

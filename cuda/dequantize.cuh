@@ -28,6 +28,7 @@
 #define HALF2_MINUS_1056 0xe420e420u
 #define HALF2_MINUS_1152 0xe480e480u
 #define HALF2_SIXTEENTH 0x2c002c00u
+#define HALF2_16 0x4c004c00u
 #define HALF2_MINUS_64 0xd400d400u
 #define HALF2_MINUS_72 0xd480d480u
 
@@ -259,6 +260,9 @@ struct Format<Q5_1> : SumFormat<Q5_1> {
     }
 };
 
+// The high bytes of halves, whose low ones are 0: a 16th of E2M1's values, doubled.
+DEVICE u32 e2m1_sixteenths(u32 codes) { return look_up<0x32302c00u, 0x3a383634u, 0xb2b0ac00u, 0xbab8b6b4u>(codes); }
+
 // What two look-ups of a word of nibbles gave, each byte twice: low ones 0 and 2, 1 and 3, high ones 0 and 2, 1 and 3.
 DEVICE void spread_codes(u32 a, u32 b, u32 (&q)[4]) {
     q[0] = __byte_perm(a, b, 0x4400);
@@ -323,13 +327,38 @@ struct Format<MXFP4> : Stage<MXFP4> {
 
     DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
         const u32 v = load_word<1>(raw, at + BLOCK_BYTES * (2 * j + u) + 1 + 4 * c);
-        // The high bytes of halves, whose low ones are 0.
-        const u32 a = look_up<0x32302c00u, 0x3a383634u, 0xb2b0ac00u, 0xbab8b6b4u>(v);
-        const u32 b = look_up<0x32302c00u, 0x3a383634u, 0xb2b0ac00u, 0xbab8b6b4u>(v >> 16);
         u32 q[4];
-        spread_codes(a, b, q);
+        spread_codes(e2m1_sixteenths(v), e2m1_sixteenths(v >> 16), q);
 #pragma unroll
         for (i32 i = 0; i < 4; ++i) w[i / 2][i % 2] = half2_mul(q[i] & 0xff00ff00u, s[i / 2]);
+    }
+};
+
+template <>
+struct Format<NVFP4> : Stage<NVFP4> {
+    static constexpr bool INTERLEAVED = false;
+
+    // Two scales a word: each is for 16 weights, and 16 times its size.
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+#pragma unroll
+        for (i32 b = 0; b < 4; ++b) {
+            const u32 four = load_word<4>(raw, at + BLOCK_BYTES * b);
+            out[2 * b * stride] = half2_mul(ue4m3_to_halves(four), HALF2_16);
+            out[(2 * b + 1) * stride] = half2_mul(ue4m3_to_halves(four >> 16), HALF2_16);
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            // 16 weights in eight bytes, the second eight in the high halves; only even look-ups count.
+            const u32 v = load_word<4>(raw, at + BLOCK_BYTES * j + 4 + 16 * u + 8 * i + 4 * (c & 1)) >> (2 * (c & 2));
+            u32 q[4];
+            spread_codes(e2m1_sixteenths(v), e2m1_sixteenths(v >> 16), q);
+            const u32 scale = i ? both_high(s[0]) : both_low(s[0]);
+#pragma unroll
+            for (i32 pair = 0; pair < 2; ++pair) w[i][pair] = half2_mul(q[pair] & 0xff00ff00u, scale);
+        }
     }
 };
 

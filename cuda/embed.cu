@@ -144,12 +144,26 @@ struct Element<IQ4_XS> : BlockType<IQ4_XS> {
     }
 };
 
+DEVICE float e2m1_value(u32 code) {
+    constexpr i8 values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return (float)values[code];
+}
+
 template <>
 struct Element<MXFP4> : BlockType<MXFP4> {
     DEVICE float of(const u8* row, int i) {
-        constexpr i8 values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
         const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
-        return e8m0_to_float(block[0]) * (float)values[nibble_of(block + 1, i)];
+        return e8m0_to_float(block[0]) * e2m1_value(nibble_of(block + 1, i));
+    }
+};
+
+template <>
+struct Element<NVFP4> : BlockType<NVFP4> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 64) * BLOCK_BYTES;
+        const int part = i % 64 / 16;
+        const u32 code = block[4 + 8 * part + i % 8] >> (i % 16 / 8 * 4) & 15u;
+        return half_to_float((u16)ue4m3_to_halves(block[part])) * e2m1_value(code);
     }
 };
 

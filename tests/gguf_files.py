@@ -26,14 +26,17 @@ BLOCK_SCALES = {
     QType.Q8_0: ((0, 4e-4),), QType.Q4_0: ((0, 6e-3),), QType.Q4_K: ((0, 2e-4), (2, 1.5e-3)),
     QType.Q4_1: ((0, 6e-3), (2, -5e-2)), QType.Q5_0: ((0, 3e-3),), QType.Q5_1: ((0, 3e-3), (2, -5e-2)),
     QType.IQ4_NL: ((0, 5e-4),), QType.MXFP4: ((0, 4e-3),),
+    QType.NVFP4: tuple((at, 4e-3) for at in range(4)),
     QType.Q5_K: ((0, 1e-4), (2, 1.5e-3)), QType.Q6_K: ((208, 3e-5),), QType.IQ4_XS: ((0, 4e-5),),
 }  # fmt: skip
 
 
 def scale_bytes(qtype: QType, scales: np.ndarray) -> np.ndarray:
-    """Scales [n] as a block of the type keeps them, uint8 [n, bytes]: binary16 but for MXFP4's exponent."""
+    """Scales [n] as a block of the type keeps them, uint8 [n, bytes]: binary16 but for MXFP4's exponent and NVFP4's UE4M3."""
     if qtype == QType.MXFP4:
         return (np.rint(np.log2(scales)) + 128).astype(np.uint8)[:, None]
+    if qtype == QType.NVFP4:
+        return gguf.quants.NVFP4.fp32_to_ue4m3((2 * scales).astype(np.float32))[:, None]
     return scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES, RECORDS
-from engine.formats.quants import QTensor
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import (
     KV_BLOCK_TOKENS,
     SMALL_TOKENS,
@@ -35,11 +35,11 @@ from tests.gguf_files import BLOCK_SCALES, random_blocks, scale_bytes
 Outputs = dict[str, np.ndarray]
 
 LIMITS = Limits(
-    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=2112, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
+    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=3328, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
     n_head_kv=4, head_dim=512,
 )  # fmt: skip
 FLOATS = FLOAT_TYPES
-SMALL_BLOCKS = tuple(qtype for qtype, t in RECORDS.items() if t.elements == 32)
+SMALL_BLOCKS = tuple(qtype for qtype, t in RECORDS.items() if 1 < t.elements < 256)
 CUDA_NMSE = 1e-5  # of tensor cores with half-precision operands, against float64
 
 
@@ -126,6 +126,8 @@ def rounding(*types: QType) -> float:
 
 
 def product_case(qtype: QType, rows: int, cols: int, T: int) -> Case:
+    """cols: or as many as fill blocks."""
+    cols -= cols % RECORDS[qtype].elements
     w, x = weights(qtype, rows, cols, 1), floats(2, T, cols)
     return Case(
         "product",
@@ -159,6 +161,20 @@ def extreme_product_case(qtype: QType) -> Case:
     )
 
 
+def any_scale_case(qtype: QType) -> Case:
+    """Every bit random, those of the scales too: all that a byte can say."""
+    cols = 3328
+    data = np.random.default_rng(45).integers(0, 256, 5 * row_bytes(qtype, cols, "random"), np.uint8)
+    w, x = QTensor(f"any {qtype.name}", qtype, (5, cols), data), floats(46, 3, cols)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        rows = np.full((5, cols), np.nan, np.float32)
+        ops.embed(ws, w, np.arange(5, dtype=np.int32), rows)
+        return {"y": product(ops, ws, w, x), "x": rows}
+
+    return Case("product", f"{qtype.name} any scales", run, tokens=3)
+
+
 def odd_activations_case(qtype: QType) -> Case:
     """Blocks of zeros, subnormals, huge values, infinities and NaN."""
     cols = 1024
@@ -178,7 +194,7 @@ def odd_activations_case(qtype: QType) -> Case:
 
 
 def embed_case(qtype: QType) -> Case:
-    V, D = 37, 96 if qtype in SMALL_BLOCKS else 77 if qtype in FLOATS else 512
+    V, D = 37, 192 if qtype in SMALL_BLOCKS else 77 if qtype in FLOATS else 512
     table, tokens = weights(qtype, V, D, 7), np.array([36, 0, 5, 5, 17], np.int32)
 
     def run(ops: ModuleType, ws: Any) -> Outputs:

@@ -1,7 +1,7 @@
 """Makes quantized tensors, for the bundled model, tests and benchmarks; the engine only reads them.
 
-Making Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS is ours: a search for the scales with the least squared error. The `gguf`
-package makes the others.
+Making Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS and NVFP4 is ours: a search for the scales with the least squared error. The
+`gguf` package makes the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def quantize(values: npt.NDArray[Any], qtype: QType, importance: Floats | None =
     """Quantize along the last axis.
 
     values: float [..., cols], finite. importance: float32 [cols], positive: how much the squared error of each
-    column counts (mean squared activations, say); used by Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS. name: for messages.
+    column counts (mean squared activations, say); used by the types that are searched. name: for messages.
     Returns uint8 [..., row_bytes]. Raises ModelFormatError for values that the type cannot hold,
     UnsupportedModelError for a type that we cannot make.
     """
@@ -297,4 +297,31 @@ def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
-_SEARCHES = {QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k, QType.IQ4_NL: _iq4_nl, QType.IQ4_XS: _iq4_xs}
+_E2M1_VALUES = np.array(sorted(set(gguf.quants.NVFP4.kvalues)), np.float32)
+_E2M1_CODES = np.array([gguf.quants.NVFP4.kvalues.index(int(v)) for v in _E2M1_VALUES], np.uint8)
+_UE4M3_VALUES: Floats = gguf.quants.NVFP4.ue4m3_to_fp32(np.arange(127)).astype(np.float32)
+
+
+def _nvfp4(blocks: Floats, w: Floats | None) -> Bytes:
+    x = _columns(blocks, 16)
+    w = None if w is None else _columns(w, 16)
+    between = (_E2M1_VALUES[1:] + _E2M1_VALUES[:-1]) / 2
+    first = np.searchsorted(_UE4M3_VALUES, np.abs(x).max(0) / _E2M1_VALUES[-1])
+    best_scale = best_error = np.full(x.shape[1], np.inf, np.float32)
+    for step in range(-3, 2):
+        scale = np.clip(first + step, 0, 126)
+        d = _UE4M3_VALUES[scale]
+        error = np.square(x - d * _E2M1_VALUES[np.searchsorted(between, x * _inverse(d))])
+        total = (error if w is None else w * error).sum(0)
+        best_scale = np.where(total < best_error, scale, best_scale)
+        best_error = np.minimum(total, best_error)
+    best = best_scale.astype(np.uint8)
+    codes = _E2M1_CODES[np.searchsorted(between, x * _inverse(_UE4M3_VALUES[best]))]
+    packed = _pack_nibbles(np.ascontiguousarray(codes.T).reshape(-1, 64), 8)
+    return np.concatenate([best.reshape(-1, 4), packed], axis=1)
+
+
+_SEARCHES = {
+    QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k, QType.IQ4_NL: _iq4_nl, QType.IQ4_XS: _iq4_xs,
+    QType.NVFP4: _nvfp4,
+}  # fmt: skip

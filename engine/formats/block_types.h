@@ -25,8 +25,9 @@
     X(Q6_K, 14, 256, 210, HALVES, 256, 8)   \
     X(IQ4_NL, 20, 32, 18, WHOLE, 256, 8)    \
     X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)  \
-    X(MXFP4, 39, 32, 17, WHOLE, 256, 8)
+    X(MXFP4, 39, 32, 17, WHOLE, 256, 8)     \
+    X(NVFP4, 40, 64, 36, SIXTEENS, 256, 8)
 
 /* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: an integer factor for each
- * 16 of the 32 besides. PAIRS: as WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
-#define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(PAIRS)
+ * 16 of the 32 besides. SIXTEENS: a scale for each 16. PAIRS: as WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
+#define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(SIXTEENS) X(PAIRS)

@@ -28,13 +28,13 @@ class BlockTerms:
     """A matrix [N, K] as blocks of 32 in two halves of 16.
 
     q: int16 [N, K / 32, 2, 16]. scale: float32 [N, K / 32]. half_scale: int32 [N, K / 32, 2], integer
-    factors of the halves, or None. minimum: float32 [N, K / 32], subtracted times the sum of the
+    factors of the halves, or float32, multiples of 2^-10 up to 240 (then scale is 1), or None. minimum: float32 [N, K / 32], subtracted times the sum of the
     activations, or None. The weight is scale * half_scale * q - minimum.
     """
 
     q: NDArray[np.int16]
     scale: F32
-    half_scale: NDArray[np.int32] | None = None
+    half_scale: NDArray[np.int32] | F32 | None = None
     minimum: F32 | None = None
 
 
@@ -62,7 +62,7 @@ def _nibble_pairs(qs: U8) -> U8:
 
 
 def _nibble_halves(qs: U8) -> U8:
-    """16 bytes as a block of 32: the first 16 elements in the low halves, the others in the high ones."""
+    """Bytes as twice as many codes: the first half of them in the low halves, the others in the high ones."""
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
@@ -142,6 +142,21 @@ def _mxfp4(raw: U8) -> BlockTerms:
     return BlockTerms(E2M1_VALUES[_nibble_halves(raw[..., 1:])], d)
 
 
+def _ue4m3(raw: U8) -> F32:
+    """Half of what eight bits say: four of exponent, three of mantissa; the sign is ignored, 0x7f is 0."""
+    exponent, mantissa = (raw >> 3 & 15).astype(np.int32), (raw & 7).astype(np.float32)
+    units = np.where(exponent == 0, mantissa, mantissa + 8)
+    value = np.ldexp(units, np.maximum(exponent, 1) - 11)
+    return np.where(raw == 0x7F, np.float32(0), value).astype(np.float32)
+
+
+def _nvfp4(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    d = _ue4m3(raw[..., :4]).reshape(*lead, 2, 2)
+    q = E2M1_VALUES[_nibble_halves(raw[..., 4:].reshape(*lead, 2, 2, 8))]
+    return BlockTerms(q, np.ones((*lead, 2), np.float32), d)
+
+
 # The twin of each block type: uint8 [N, blocks of a row, bytes of a block] to terms.
 TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
     QType.Q8_0: _q8_0,
@@ -155,6 +170,7 @@ TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
     QType.IQ4_NL: _iq4_nl,
     QType.IQ4_XS: _iq4_xs,
     QType.MXFP4: _mxfp4,
+    QType.NVFP4: _nvfp4,
 }
 
 

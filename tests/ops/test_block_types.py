@@ -77,7 +77,7 @@ def test_a_record_is_that_of_the_format_and_has_all_that_it_needs(t: BlockType) 
     assert lacks(t) == []
     if t.kind != "PLAIN":
         terms = blocks.integer_blocks(weights(qtype, 3, 256, 1))
-        assert (terms.half_scale is not None) == (t.kind == "HALVES")
+        assert (terms.half_scale is not None) == (t.kind in ("HALVES", "SIXTEENS"))
 
 
 def test_a_new_record_is_told_what_it_lacks() -> None:
