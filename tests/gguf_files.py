@@ -32,7 +32,7 @@ BLOCK_SCALES = {
 
 
 def scale_bytes(qtype: QType, scales: np.ndarray) -> np.ndarray:
-    """Scales [n] as a block of the type keeps them, uint8 [n, bytes]: binary16 but for MXFP4's exponent and NVFP4's UE4M3."""
+    """Scales [n] as a block of the type keeps them, uint8 [n, bytes]: an exponent, UE4M3, else binary16."""
     if qtype == QType.MXFP4:
         return (np.rint(np.log2(scales)) + 128).astype(np.uint8)[:, None]
     if qtype == QType.NVFP4:

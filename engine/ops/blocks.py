@@ -28,8 +28,9 @@ class BlockTerms:
     """A matrix [N, K] as blocks of 32 in two halves of 16.
 
     q: int16 [N, K / 32, 2, 16]. scale: float32 [N, K / 32]. half_scale: int32 [N, K / 32, 2], integer
-    factors of the halves, or float32, multiples of 2^-10 up to 240 (then scale is 1), or None. minimum: float32 [N, K / 32], subtracted times the sum of the
-    activations, or None. The weight is scale * half_scale * q - minimum.
+    factors of the halves, or float32, multiples of 2^-10 up to 240 (then scale is 1), or None. minimum:
+    float32 [N, K / 32], subtracted times the sum of the activations, or None. The weight is
+    scale * half_scale * q - minimum.
     """
 
     q: NDArray[np.int16]

@@ -18,8 +18,8 @@ from tests.gguf_files import qtensor, random_blocks
 OURS = (QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_NL, QType.IQ4_XS, QType.NVFP4)
 READABLE = {  # a version of the package that reads fewer would narrow the test below unseen
     QType.F32, QType.F16, QType.BF16, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.Q8_0, QType.Q2_K,
-    QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.TQ1_0, QType.TQ2_0, QType.MXFP4, QType.NVFP4, QType.IQ1_S, QType.IQ1_M,
-    QType.IQ2_XXS, QType.IQ2_XS, QType.IQ2_S, QType.IQ3_XXS, QType.IQ3_S, QType.IQ4_NL, QType.IQ4_XS,
+    QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.TQ1_0, QType.TQ2_0, QType.MXFP4, QType.IQ1_S, QType.IQ1_M,
+    QType.IQ2_XXS, QType.IQ2_XS, QType.IQ2_S, QType.IQ3_XXS, QType.IQ3_S, QType.IQ4_NL, QType.IQ4_XS, QType.NVFP4,
 }  # fmt: skip
 rng = np.random.default_rng(11)
 
@@ -115,7 +115,8 @@ def test_package_quantizers(qtype: QType) -> None:
 # Relative RMSE of normal weights, a little above what was measured; and of a plain quantizer of the same type.
 BOUNDS = {
     QType.Q8_0: 0.0055, QType.Q6_K: 0.0170, QType.Q5_K: 0.0358, QType.Q4_K: 0.0708, QType.IQ4_XS: 0.0752,
-    QType.IQ4_NL: 0.0745, QType.Q5_0: 0.0435, QType.Q5_1: 0.0385, QType.Q4_1: 0.0795, QType.MXFP4: 0.116, QType.NVFP4: 0.0935,
+    QType.IQ4_NL: 0.0745, QType.Q5_0: 0.0435, QType.Q5_1: 0.0385, QType.Q4_1: 0.0795, QType.MXFP4: 0.116,
+    QType.NVFP4: 0.0935,
 }  # fmt: skip
 
 
