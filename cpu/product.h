@@ -136,7 +136,7 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 store(sums, fold_blocks(v));
                 for (int k = 0; k < 4 && t + k < some; k++)
                     for (int r = 0; r < live; r++)
-                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k];
+                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k] * w.scale;
             }
         }
     }
@@ -176,7 +176,7 @@ void product_of_one(const Weights &w, int64_t first, int64_t last, const Activat
         alignas(64) float sums[kWidth];
         store(sums, fold_blocks(v));
         for (int64_t i = 0; i < 16 && row + i < last; i++)
-            out[row - first + i] = sums[4 * (i % 4) + i / 4];
+            out[row - first + i] = sums[4 * (i % 4) + i / 4] * w.scale;
     }
 }
 
@@ -235,7 +235,7 @@ void float_product_of(const Weights &w, int64_t first, int64_t last, const Input
                     sums[r].tail(w.cols, [&](int64_t i, float lane) {
                         return __builtin_fmaf(Format::one(rows[r] + i * Format::kBytes), x[i], lane);
                     });
-                out[t * stride + row - first + r] = sums[r].fold();
+                out[t * stride + row - first + r] = sums[r].fold() * w.scale;
             }
         }
     }

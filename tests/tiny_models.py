@@ -72,8 +72,17 @@ def write_tiny(
     config = replace(config, **smaller)
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
-    fitted = {name: (values, fitting(types(name), values.shape[-1])) for name, values in tensors.items()}
-    write_gguf(path, metadata, fitted)
+    written: dict[str, Any] = {}
+    for name, values in tensors.items():
+        qtype = fitting(types(name), values.shape[-1])
+        factor = name.removesuffix("weight") + "scale"
+        if qtype == QType.NVFP4 and factor not in tensors and name != "token_embd.weight":
+            largest = np.abs(values).max(axis=(-1, -2))
+            written[factor] = (largest / (6 * 448)).astype(np.float32).reshape(-1)  # as checkpoints have it
+            written[factor.replace("scale", "input_scale")] = np.ones_like(written[factor])
+            values = values / written[factor].reshape(*values.shape[:-2], 1, 1)
+        written[name] = (values, qtype)
+    write_gguf(path, metadata, written)
     return path
 
 
@@ -104,12 +113,17 @@ def tiny_path(name: str, types: Any = k_quant_mix) -> Path:
 
 
 def read_weights(path: Path) -> Tensors:
-    """Every tensor of a file as float32, through the gguf package."""
+    """Every tensor of a file as float32, through the gguf package; NVFP4 ones times their factors."""
     reader = gguf.GGUFReader(path)
     out = {}
     for t in reader.tensors:
         shape = tuple(int(n) for n in reversed(t.shape))
         out[t.name] = gguf.dequantize(t.data, t.tensor_type).reshape(shape).astype(np.float32)
+    for name in [t.name for t in reader.tensors if t.name.endswith(".input_scale")]:
+        del out[name]
+        base = name.removesuffix("input_scale")
+        factor = out.pop(base + "scale")
+        out[base + "weight"] *= factor.reshape(*(-1,) * (factor.size > 1), 1, 1)
     return out
 
 

@@ -26,7 +26,8 @@ class QTensor:
 
     shape: NumPy order, slowest axis first: (rows, cols), or (n_expert, rows, cols) for stacked experts.
     data: uint8 [nbytes], contiguous. stride_bytes: 0, or the distance of two experts in `data`, which then also holds
-    what lies between them: gate and up of experts that a file keeps in one tensor (`halves`).
+    what lies between them: gate and up of experts that a file keeps in one tensor (`halves`). scale: of a matrix, what
+    its products are multiplied by.
     """
 
     name: str
@@ -34,6 +35,7 @@ class QTensor:
     shape: tuple[int, ...]
     data: Bytes
     stride_bytes: int = 0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.data.dtype == np.uint8 and self.data.ndim == 1 and self.data.flags.c_contiguous, self.name

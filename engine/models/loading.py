@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
+from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor, dequantize, require_native
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.memory.residency import ExpertTensors
-from engine.ops import F32, Activation, AttentionInput, SharedExpert
+from engine.ops import F32, Activation, AttentionInput, Gating, SharedExpert
 
 PARTS = ("gate", "up", "down")
 Shapes = dict[str, tuple[int, ...]]
@@ -128,6 +129,18 @@ class Weights(Generic[LayerT]):
         return matrix_bytes(self)
 
 
+# Tensors beside a matrix of NVFP4: a factor of its products, which converters take from the checkpoint, and what its
+# activations were in training, for those who round them to four bits.
+FACTOR, INPUT_FACTOR = "scale", "input_scale"
+
+
+def _is_factor(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], name: str) -> bool:
+    base, _, kind = name.rpartition(".")
+    of = base + ".weight"
+    found = of in shapes and of in file.tensors and file.tensors[of].qtype == QType.NVFP4
+    return found and kind in (FACTOR, INPUT_FACTOR) and base != "token_embd"
+
+
 class Tensors:
     """The tensors of a file, none of which may be unknown: an ignored bias is a wrong model.
 
@@ -138,7 +151,7 @@ class Tensors:
         self, file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], skipped: Callable[[str], bool] = lambda name: False
     ) -> None:
         for name in file.tensors:
-            if name not in shapes and not skipped(name):
+            if name not in shapes and not skipped(name) and not _is_factor(file, shapes, name):
                 raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
         self.file, self.shapes, self.prefix = file, shapes, ""
 
@@ -153,8 +166,20 @@ class Tensors:
         return self.prefix + name in self.file.tensors
 
     def matrix(self, name: str) -> QTensor:
-        """A tensor of a type with kernels, as it is."""
+        """A tensor of a type with kernels, as it is, and its factor, if it has one."""
+        tensor = self._stacked(name)
+        factor = self._factors(name, 1)
+        return tensor if factor is None else replace(tensor, scale=float(factor[0]))
+
+    def _stacked(self, name: str) -> QTensor:
         return matrix(self.file, self.prefix + name, self.shapes[self.prefix + name])
+
+    def _factors(self, name: str, n: int) -> F32 | None:
+        """What the products of an NVFP4 tensor, or of each of its n experts, are multiplied by; None: by nothing."""
+        key = self.prefix + name.removesuffix("weight") + FACTOR
+        if key in self.shapes or key not in self.file.tensors:
+            return None
+        return np.ascontiguousarray(dequantize(float_matrix(self.file, key, (n,))))
 
     def floats(self, name: str) -> QTensor:
         """A router or another matrix whose products are not quantized."""
@@ -162,7 +187,8 @@ class Tensors:
 
     def values(self, name: str) -> F32:
         """A small tensor (a norm, a convolution) as float32."""
-        return np.ascontiguousarray(dequantize(self.matrix(name)))
+        tensor = self.matrix(name)
+        return np.ascontiguousarray(dequantize(tensor)) * np.float32(tensor.scale)
 
     def attention(self, gate: str | None = None) -> AttentionWeights:
         """Attention with norms of Q and K; without K, or V alone, where `shapes` has none."""
@@ -191,11 +217,27 @@ class Tensors:
 
     def experts(self, activation: Activation = "silu") -> ExpertTensors:
         """The experts, whose gate and up may be one tensor."""
-        if self.prefix + "ffn_gate_up_exps.weight" in self.shapes:
-            gate, up = self.matrix("ffn_gate_up_exps.weight").halves()
+        names = self._expert_names()
+        if names[0] == names[1]:
+            gate, up = self._stacked(names[0]).halves()
         else:
-            gate, up = self.matrix("ffn_gate_exps.weight"), self.matrix("ffn_up_exps.weight")
-        return ExpertTensors(gate, up, self.matrix("ffn_down_exps.weight"), activation)
+            gate, up = self._stacked(names[0]), self._stacked(names[1])
+        return ExpertTensors(gate, up, self._stacked(names[2]), activation, self._factors(names[0], gate.shape[0]))
+
+    def gating(self, rule: Gating) -> Gating:
+        """How experts are chosen and weighted; what the products of their up and down are multiplied by is in it."""
+        _, up, down = self._expert_names()
+        n_expert = self.shapes[self.prefix + down][0]
+        factors = [rule.expert_scale, self._factors(up, n_expert), self._factors(down, n_expert)]
+        given = [f for f in factors if f is not None]
+        return replace(rule, expert_scale=np.prod(given, axis=0, dtype=np.float32) if given else None)
+
+    def _expert_names(self) -> tuple[str, str, str]:
+        """The tensors that have gate, up and down."""
+        fused = "ffn_gate_up_exps.weight"
+        if self.prefix + fused in self.shapes:
+            return fused, fused, "ffn_down_exps.weight"
+        return "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"
 
     def model(self, layers: list[LayerT], experts: list[ExpertTensors], **more: float) -> Weights[LayerT]:
         """The whole, with what stands before and after the layers; the output matrix may be the embedding."""

@@ -253,7 +253,9 @@ def split_heads(packed: QTensor, n_head: int) -> tuple[QTensor, QTensor]:
     rows, cols = packed.shape
     halves = packed.data.reshape(n_head, 2, -1).transpose(1, 0, 2)
     first, second = (
-        QTensor(f"{packed.name}[{i}]", packed.qtype, (rows // 2, cols), np.ascontiguousarray(half).reshape(-1))
+        replace(
+            packed, name=f"{packed.name}[{i}]", shape=(rows // 2, cols), data=np.ascontiguousarray(half).reshape(-1)
+        )
         for i, half in enumerate(halves)
     )
     return first, second

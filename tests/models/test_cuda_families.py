@@ -7,13 +7,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as QType
 
 from engine import models
 from engine.running.loaded import load
 from engine.running.stepping import Span
 from engine.serving.scheduler import Engine
 from tests.engine_runs import config, feed, generate
-from tests.tiny_models import MODELS, k_quant_mix, nmse, read_weights, tiny_path, transformers_choices, write_tiny
+from tests.tiny_models import (
+    MODELS,
+    everything,
+    k_quant_mix,
+    nmse,
+    read_weights,
+    tiny_path,
+    transformers_choices,
+    write_tiny,
+)
 
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 
@@ -30,6 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+NVFP4 = everything(QType.NVFP4)
+
+
 @pytest.fixture(scope="module", params=[name for name in models.known() if name != "qwen3moe"])
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -41,9 +54,13 @@ def model(arch: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(path, k_quant_mix, arch=models.find(arch), variant=VARIANTS[arch])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_is_near_transformers(name: str) -> None:
-    path = tiny_path(name)
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [*((name, k_quant_mix) for name in MODELS), ("laguna", NVFP4)],
+    ids=lambda v: v if isinstance(v, str) else "" if v is k_quant_mix else "NVFP4",
+)
+def test_prefill_is_near_transformers(name: str, types: Any) -> None:
+    path = tiny_path(name, types)
     loaded = load(config(path, **OPTIONS))
     logits, experts = feed(loaded, PROMPT[:41], [41])
     oracle, _ = transformers_choices(loaded.source.config, read_weights(path), PROMPT[:41], imposed=experts)
@@ -52,6 +69,15 @@ def test_prefill_is_near_transformers(name: str) -> None:
 
 
 def test_decoding_with_the_same_routing_is_near_the_cpu_backends(model: Path, tmp_path: Path) -> None:
+    decoding_is_near_the_cpu_backends(model, tmp_path)
+
+
+def test_decoding_with_factors_is_near_the_cpu_backends(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", NVFP4, arch=models.find("laguna"), variant=VARIANTS["laguna"])
+    decoding_is_near_the_cpu_backends(path, tmp_path)
+
+
+def decoding_is_near_the_cpu_backends(model: Path, tmp_path: Path) -> None:
     cpu = load(config(model, device="cpu", **OPTIONS))
     tokens = PROMPT[:24]
     expected, experts = feed(cpu, tokens, [1] * len(tokens))

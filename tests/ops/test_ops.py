@@ -127,6 +127,14 @@ CASES = [
     expert_case((QType.NVFP4, QType.NVFP4, QType.NVFP4), 320, 192, 1),
     expert_case((QType.Q5_0, QType.NVFP4, QType.NVFP4), 192, 704, 9),
     expert_case((QType.NVFP4, QType.NVFP4, Q8), 320, 192, 36),
+    # Products that are multiplied by a number of their matrix
+    *(product_case(QType.NVFP4, 5, 320, T, scale=0.37) for T in (1, 3, 34)),
+    *(product_case(t, 7, 512, 1, scale=-1.9) for t in (K4, QType.F32)),
+    expert_case((QType.NVFP4, QType.NVFP4, QType.NVFP4), 320, 192, 1, scaled=True),
+    *(expert_case((QType.NVFP4,) * 3, 192, 320, T, shared=(QType.NVFP4,) * 3, shared_F=320, scaled=True)
+      for T in (1, 6, 37)),
+    expert_case((QType.NVFP4, K4, Q8), 256, 192, 1, shared=(QType.NVFP4, K4, Q8), shared_F=192, shared_gate=QType.F32,
+                scaled=True),
     expert_case((K4, K4, K6), 256, 512, 1, gelu=True, add=False),
     expert_case((Q8, Q8, QType.F16), 96, 70, 6, gelu=True),
     expert_case((K6, K4, K5), 256, 256, 35, gelu=True, add=False),
