@@ -12,6 +12,10 @@ namespace {
 
 using spark::Activations;
 
+// Of the formats that are loaded in two places (rows may end in a panel), one of which is the loop that counts: there a
+// panel stays in registers.
+#define SPARK_INLINE __attribute__((always_inline)) inline
+
 struct Lanes {
     F acc[2]; // by parity of the block
 };
@@ -103,8 +107,7 @@ template <int wide, int shift> struct ScaledPanel {
 constexpr int kSignedShift = kBiasedDot ? 7 : -1;
 
 struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
-    void load(const uint8_t *const *rows, size_t offset) {
-        load_scales<kBytes>(rows, offset);
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         for (int p = 0; p < 2; p++) {
             for (int half = 0; half < 2; half++) {
                 B in[4];
@@ -114,19 +117,20 @@ struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
             }
             for (int i = 0; i < 8; i++)
                 w[p][i] = biased(w[p][i]);
+            scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
         }
     }
 };
 
 struct Q4_0 : Record<SPARK_Q4_0>, ScaledPanel<8, 3> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         load_scales<kBytes>(rows, offset);
         load_nibble_halves<kBytes>(rows, offset + 2, w, plain_code);
     }
 };
 
 struct Q5_0 : Record<SPARK_Q5_0>, ScaledPanel<4, 4> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         load_scales<kBytes>(rows, offset);
         load_nibble_halves<kBytes>(rows, offset + 6, w, plain_code);
         add_fifth_bits<kBytes>(rows, offset + 2, w);
@@ -134,7 +138,7 @@ struct Q5_0 : Record<SPARK_Q5_0>, ScaledPanel<4, 4> {
 };
 
 struct IQ4_NL : Record<SPARK_IQ4_NL>, ScaledPanel<0, kSignedShift> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         const B table = biased(repeat_bytes(kIQ4Values));
         load_scales<kBytes>(rows, offset);
         load_nibble_halves<kBytes>(rows, offset + 2, w, [table](B q) { return look_up(table, q); });
@@ -165,7 +169,7 @@ struct IQ4_XS : Record<SPARK_IQ4_XS>, ScaledPanel<0, kSignedShift> {
 alignas(16) constexpr uint8_t kE2M1Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 struct MXFP4 : Record<SPARK_MXFP4>, ScaledPanel<4, 4> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         const B table = repeat_bytes(kE2M1Codes);
         load_nibble_halves<kBytes>(rows, offset + 1, w, [table](B q) { return look_up(table, q); });
         for (int p = 0; p < 2; p++) {
@@ -241,14 +245,14 @@ template <int wide> struct MinimumPanel {
 };
 
 struct Q4_1 : Record<SPARK_Q4_1>, MinimumPanel<8> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         load_scales<kBytes>(rows, offset);
         load_nibble_halves<kBytes>(rows, offset + 4, w, plain_code);
     }
 };
 
 struct Q5_1 : Record<SPARK_Q5_1>, MinimumPanel<4> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         load_scales<kBytes>(rows, offset);
         load_nibble_halves<kBytes>(rows, offset + 8, w, plain_code);
         add_fifth_bits<kBytes>(rows, offset + 4, w);
@@ -338,7 +342,7 @@ struct NVFP4 : Record<SPARK_NVFP4> {
     F scale[2][2]; // [half][p]
 
     // A block of 64: four scales, then for each 16 elements eight bytes, the first eight in the low halves.
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         alignas(16) static constexpr uint8_t kCodes[16] = {32, 33, 34, 35, 36, 38, 40, 44, 32, 31, 30, 29, 28, 26, 24, 20};
         const B table = repeat_bytes(kCodes); // kE2M1Values + 32
         for (int p = 0; p < 2; p++) {
@@ -358,12 +362,12 @@ struct NVFP4 : Record<SPARK_NVFP4> {
                 scale[half][p] = of_ue4m3(and_bytes(shift_right_by(scales, splat_int(8 * (2 * p + half))),
                                                     as_bytes(splat_int(255))));
     }
-    // ue4m3_to_float of each dword.
+    // ue4m3_to_float of each dword, by way of binary16, whose subnormals cost nothing.
     static F of_ue4m3(B e) {
-        const I bits = shift_left<20>(as_ints(and_bytes(e, as_bytes(splat_int(127)))));
-        const B away = and_bytes(as_bytes(add_ints(as_ints(e), splat_int(129))), as_bytes(splat_int(255))); // from 0x7f
-        const B factor = shift_right_by(as_bytes(add_ints(as_ints(away), splat_int(255))), splat_int(8));   // 0 or 1
-        return byte_floats(as_bytes(bits)) * (to_float(as_ints(factor)) * splat(0x1p119f));
+        const I away = as_ints(and_bytes(as_bytes(add_ints(as_ints(e), splat_int(129))), as_bytes(splat_int(255)))); // from 0x7f
+        const B kept = as_bytes(shift_right_signed<31>(shift_left<23>(add_ints(away, splat_int(255)))));
+        const I bits = shift_left<7>(as_ints(and_bytes(e, as_bytes(splat_int(127)))));
+        return dword_halves<0>(and_bytes(as_bytes(bits), kept)) * splat(128.0f);
     }
     void multiply(const Activations &a, Lanes &lanes) const {
         for (int p = 0; p < 2; p++) {

@@ -69,19 +69,25 @@ struct LastBlocks {
     }
 };
 
-// The panel that begins with the last blocks. What it has of memory behind them is of the next row, if there is one.
+// The terms of the last blocks, `n_bytes` at `offset` of each row, of panel s. It is loaded as a whole one: what lies
+// behind a row's end is of the next row, and the last rows, where `end` comes first, are copied. A function of its own,
+// so that the loop over whole panels has the one inlined load.
 template <class Format>
-void load_last(Format &panel, const uint8_t *const *rows, size_t offset, int64_t n_bytes, const uint8_t *end) {
+[[gnu::noinline]] void add_last_blocks(const LastBlocks &last, const uint8_t *const *rows, size_t offset, size_t n_bytes,
+                                       const uint8_t *end, const Activations *const *a, int64_t s, int64_t n,
+                                       Lanes (*lanes)[4]) {
     constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
-    if (rows[kRows - 1] + offset + kPanelBytes <= end)
-        return panel.load(rows, offset);
-    uint8_t copies[kRows][kPanelBytes] = {};
-    const uint8_t *copy[kRows];
-    for (int r = 0; r < kRows; r++) {
-        std::memcpy(copies[r], rows[r] + offset, n_bytes);
-        copy[r] = copies[r];
+    uint8_t copies[kRows][kPanelBytes];
+    const uint8_t *copied[kRows];
+    if (rows[kRows - 1] + offset + kPanelBytes > end) {
+        for (int r = 0; r < kRows; r++)
+            copied[r] = static_cast<uint8_t *>(std::memcpy(copies[r], rows[r] + offset, n_bytes));
+        rows = copied, offset = 0;
     }
-    panel.load(copy, 0);
+    Format panel;
+    panel.load(rows, offset);
+    for (int64_t t = 0; t < n; t++)
+        last.multiply(panel, a[t][s], lanes[t][s % 4]);
 }
 
 template <class Format>
@@ -122,10 +128,7 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 if (last_bytes) {
                     if (reads_ahead)
                         prefetch(ahead + panels * kRows * kPanelBytes, kRows * last_bytes);
-                    Format panel;
-                    load_last(panel, rows, panels * kPanelBytes, last_bytes, end);
-                    for (int64_t t = 0; t < some; t++)
-                        last_blocks.multiply(panel, a[t][panels], lanes[t][panels % 4]);
+                    add_last_blocks<Format>(last_blocks, rows, panels * kPanelBytes, last_bytes, end, a, panels, some, lanes);
                 }
             const int live = int(least(kRows, last - row));
             for (int64_t t = 0; t < some; t += 4) {
