@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data.nano.quantizer import quantize  # noqa: E402
+from data.nano.quantizer import fitting, quantize  # noqa: E402
 from engine.formats.quants import row_bytes  # noqa: E402
 from engine.models import gemma4, laguna, qwen3moe, qwen35, qwen35moe  # noqa: E402
 from tests.gguf_files import add_keys  # noqa: E402
@@ -110,17 +110,15 @@ def q4_k_mix(name: str) -> QType:
     return QType.Q4_K
 
 
-def q4_0_mix(name: str) -> QType:
-    """`q4_k_mix` for rows that are no multiple of 256: down projections Q4_0 and Q8_0, which have blocks of 32."""
-    if "ffn_down" not in name or is_vector(name):
-        return QType.Q6_K if name == "token_embd.weight" else q4_k_mix(name)
-    return QType.Q8_0 if int(name.split(".")[1]) % 2 == 0 else QType.Q4_0
-
-
 def mix_of(config: Any) -> TypeOf:
-    """The types that a published file of these shapes can have."""
-    rows = {shape[-1] for name, shape in config.tensors().items() if "ffn_down" in name}
-    return q4_0_mix if any(n % 256 for n in rows if n > 1) and rows else q4_k_mix
+    """`q4_k_mix` in a file of these shapes: a tied embedding has the output matrix's type, ragged rows blocks of 32."""
+    shapes = config.tensors()
+
+    def type_of(name: str) -> QType:
+        tied = name == "token_embd.weight" and "output.weight" not in shapes
+        return fitting(q4_k_mix("output.weight" if tied else name), shapes[name][-1])
+
+    return type_of
 
 
 def first_layers(config: Any, n_layer: int) -> Any:

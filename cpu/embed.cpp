@@ -29,6 +29,31 @@ void dequantize_Q4_0(const uint8_t *b, float *y) {
     }
 }
 
+void dequantize_Q4_1(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b)), m = half_to_float(load_u16(b + 2));
+    for (int i = 0; i < 16; i++) {
+        y[i] = d * float(b[4 + i] & 15) + m;
+        y[16 + i] = d * float(b[4 + i] >> 4) + m;
+    }
+}
+
+// Code i of four bytes of fifth bits and 16 bytes of nibbles.
+int five_bits(const uint8_t *b, int i) {
+    return (b[4 + i % 16] >> i / 16 * 4 & 15) | (b[i / 8] >> i % 8 & 1) << 4;
+}
+
+void dequantize_Q5_0(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b));
+    for (int i = 0; i < 32; i++)
+        y[i] = d * float(five_bits(b + 2, i) - 16);
+}
+
+void dequantize_Q5_1(const uint8_t *b, float *y) {
+    const float d = half_to_float(load_u16(b)), m = half_to_float(load_u16(b + 2));
+    for (int i = 0; i < 32; i++)
+        y[i] = d * float(five_bits(b + 4, i)) + m;
+}
+
 // Code i of those of two bits: bytes 32n..32n+31 have blocks 4n..4n+3, the lowest bits first.
 int two_bits(const uint8_t *codes, int i) { return codes[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3; }
 
@@ -169,19 +194,32 @@ void dequantize_IQ3_S(const uint8_t *b, float *y) {
     }
 }
 
+// 32 weights that nibbles stand for.
+void dequantize_values(const int8_t *values, float d, const uint8_t *nibbles, float *y) {
+    for (int i = 0; i < 16; i++) {
+        y[i] = d * float(values[nibbles[i] & 15]);
+        y[16 + i] = d * float(values[nibbles[i] >> 4]);
+    }
+}
+
+void dequantize_IQ4_NL(const uint8_t *b, float *y) {
+    dequantize_values(kIQ4Values, half_to_float(load_u16(b)), b + 2, y);
+}
+
 void dequantize_IQ4_XS(const uint8_t *b, float *y) {
-    static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const float d = half_to_float(load_u16(b));
     const int high = load_u16(b + 2);
     for (int block = 0; block < 8; block++) {
         const int scale = (b[4 + block / 2] >> 4 * (block & 1) & 15) | (high >> 2 * block & 3) << 4;
-        const float ds = d * float(scale - 32);
-        for (int i = 0; i < 16; i++) {
-            const uint8_t q = b[8 + 16 * block + i];
-            y[32 * block + i] = ds * float(kValues[q & 15]);
-            y[32 * block + 16 + i] = ds * float(kValues[q >> 4]);
-        }
+        dequantize_values(kIQ4Values, d * float(scale - 32), b + 8 + 16 * block, y + 32 * block);
     }
+}
+
+void dequantize_MXFP4(const uint8_t *b, float *y) { dequantize_values(kE2M1Values, e8m0_to_float(b[0]), b + 1, y); }
+
+void dequantize_NVFP4(const uint8_t *b, float *y) {
+    for (int i = 0; i < 64; i++)
+        y[i] = ue4m3_to_float(b[i / 16]) * float(kE2M1Values[b[4 + i / 16 * 8 + i % 8] >> i / 8 % 2 * 4 & 15]);
 }
 
 } // namespace

@@ -83,7 +83,8 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
     const Group *groups = ws->groups.get();
     auto part = [&](int64_t expert, int which, int64_t rows, int64_t cols) -> Weights {
         const int64_t type = bank->type[which];
-        return {at(bank->expert_ptr[expert * 3 + which]), rows, cols, row_bytes(type, cols), type};
+        const float scale = which == 0 && bank->gate_scale ? bank->gate_scale[expert] : 1.0f;
+        return {at(bank->expert_ptr[expert * 3 + which]), rows, cols, row_bytes(type, cols), type, scale};
     };
 
     const Inputs in{ws->activations.get(), h, supers(D), D};

@@ -12,6 +12,10 @@ namespace {
 
 using spark::Activations;
 
+// Of the formats that are loaded in two places (rows may end in a panel), one of which is the loop that counts: there a
+// panel stays in registers.
+#define SPARK_INLINE __attribute__((always_inline)) inline
+
 struct Lanes {
     F acc[2]; // by parity of the block
 };
@@ -36,6 +40,48 @@ inline F strided_halves(const uint8_t *const *rows, size_t offset, size_t step) 
     return load_half(words);
 }
 
+// The dword there.
+inline B strided_dwords(const uint8_t *const *rows, size_t offset, size_t step) {
+    alignas(64) uint32_t words[kWidth];
+    for (int r = 0; r < kRows; r++)
+        for (int g = 0; g < 4; g++)
+            std::memcpy(words + 4 * r + g, rows[r] + offset + step * g, 4);
+    return float_bytes(load(reinterpret_cast<const float *>(words)));
+}
+
+// Blocks of 16 bytes, `step` apart: elements i in the low, 16 + i in the high nibbles. code: of nibbles.
+template <int step, class Code>
+inline void load_nibble_halves(const uint8_t *const *rows, size_t offset, B (&w)[2][8], Code code) {
+    for (int p = 0; p < 2; p++) {
+        B in[4], packed[4];
+        for (int g = 0; g < 4; g++)
+            in[g] = load_rows(rows, offset + step * (2 * g + p));
+        transpose(in, packed);
+        for (int i = 0; i < 4; i++) {
+            w[p][i] = code(low_nibbles(packed[i]));
+            w[p][4 + i] = code(high_nibbles(packed[i]));
+        }
+    }
+}
+
+// `more` is added to byte k of each dword where bit 4i + k of the same dword of `bits` is set.
+inline B add_where_bits(B v, B bits, int i, B more) {
+    const int32_t at = 0x01010101 * (i / 2);
+    const B byte = look_up(bits, group_constant(at, at + 0x04040404, at + 0x08080808, at + 0x0c0c0c0c));
+    return add_where(v, byte, as_bytes(splat_int(i % 2 ? int32_t(0x80402010) : 0x08040201)), more);
+}
+
+// Five bits in place of four, of blocks `step` apart: bit i of a dword belongs to element i.
+template <int step> inline void add_fifth_bits(const uint8_t *const *rows, size_t offset, B (&w)[2][8]) {
+    for (int p = 0; p < 2; p++) {
+        const B bits = strided_dwords(rows, offset + step * p, 2 * step);
+        for (int i = 0; i < 8; i++)
+            w[p][i] = add_where_bits(w[p][i], bits, i, splat_byte(16));
+    }
+}
+
+inline B plain_code(B q) { return q; }
+
 // Bytes first, first + 2, first + 4, first + 6 as dwords.
 inline B spread_bytes(B v, int first) {
     const int32_t blank = int32_t(0x80808000);
@@ -48,12 +94,18 @@ inline B byte_pair(B v, int q) {
     return look_up(v, group_constant(low, low + 0x00040004, low + 0x00080008, low + 0x000c000c));
 }
 
-// --- one scale a block: Q8_0, Q4_0, IQ4_XS
+// --- one scale a block: Q8_0, Q4_0, Q5_0, IQ4_NL, IQ4_XS, MXFP4
 
 // minus_sum << shift starts the sums: it takes an offset of 2^shift off every weight.
 template <int wide, int shift> struct ScaledPanel {
     B w[2][8];
     F scale[2];
+
+    // Blocks of 32 that begin with a binary16.
+    template <int step> void load_scales(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++)
+            scale[p] = strided_halves(rows, offset + step * p, 2 * step);
+    }
 
     static I start(const Activations &a, int p) {
         return shift < 0 ? zero_ints() : shift_left<shift < 0 ? 0 : shift>(repeat_ints(a.minus_sum[p]));
@@ -69,7 +121,7 @@ template <int wide, int shift> struct ScaledPanel {
 constexpr int kSignedShift = kBiasedDot ? 7 : -1;
 
 struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
-    void load(const uint8_t *const *rows, size_t offset) {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
         for (int p = 0; p < 2; p++) {
             for (int half = 0; half < 2; half++) {
                 B in[4];
@@ -82,54 +134,36 @@ struct Q8_0 : Record<SPARK_Q8_0>, ScaledPanel<0, kSignedShift> {
             scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
         }
     }
-    static float term(const uint8_t *block, const int8_t *q) {
-        // A pointer to int8_t on purpose: GCC 12 with VNNI drops the cast in int8_t(block[i]) * q[i].
-        const auto *w = reinterpret_cast<const int8_t *>(block + 2);
-        int32_t total = 0;
-        for (int i = 0; i < 32; i++)
-            total += w[i] * q[i];
-        return half_to_float(load_u16(block)) * float(total);
-    }
 };
 
 struct Q4_0 : Record<SPARK_Q4_0>, ScaledPanel<8, 3> {
-    void load(const uint8_t *const *rows, size_t offset) {
-        for (int p = 0; p < 2; p++) {
-            B in[4], packed[4];
-            for (int g = 0; g < 4; g++)
-                in[g] = load_rows(rows, offset + kBytes * (2 * g + p) + 2);
-            transpose(in, packed);
-            for (int i = 0; i < 4; i++) {
-                w[p][i] = low_nibbles(packed[i]);
-                w[p][4 + i] = high_nibbles(packed[i]);
-            }
-            scale[p] = strided_halves(rows, offset + kBytes * p, 2 * kBytes);
-        }
-    }
-    static float term(const uint8_t *block, const int8_t *q) {
-        int32_t total = 0;
-        for (int i = 0; i < 16; i++)
-            total += ((block[2 + i] & 15) - 8) * q[i] + ((block[2 + i] >> 4) - 8) * q[16 + i];
-        return half_to_float(load_u16(block)) * float(total);
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 2, w, plain_code);
     }
 };
 
-constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+struct Q5_0 : Record<SPARK_Q5_0>, ScaledPanel<4, 4> {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 6, w, plain_code);
+        add_fifth_bits<kBytes>(rows, offset + 2, w);
+    }
+};
+
+struct IQ4_NL : Record<SPARK_IQ4_NL>, ScaledPanel<0, kSignedShift> {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        const B table = biased(repeat_bytes(kIQ4Values));
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 2, w, [table](B q) { return look_up(table, q); });
+    }
+};
 
 struct IQ4_XS : Record<SPARK_IQ4_XS>, ScaledPanel<0, kSignedShift> {
     void load(const uint8_t *const *rows, size_t offset) {
         const B table = biased(repeat_bytes(kIQ4Values));
         load_scales(rows, offset);
-        for (int p = 0; p < 2; p++) {
-            B in[4], packed[4];
-            for (int g = 0; g < 4; g++)
-                in[g] = load_rows(rows, offset + 8 + 16 * (2 * g + p));
-            transpose(in, packed);
-            for (int i = 0; i < 4; i++) {
-                w[p][i] = look_up(table, low_nibbles(packed[i]));
-                w[p][4 + i] = look_up(table, high_nibbles(packed[i]));
-            }
-        }
+        load_nibble_halves<16>(rows, offset + 8, w, [table](B q) { return look_up(table, q); });
     }
     void load_scales(const uint8_t *const *rows, size_t offset) {
         const B header = load_rows(rows, offset); // d, 16 bits of high scale bits, 4 bytes of low nibbles
@@ -145,7 +179,25 @@ struct IQ4_XS : Record<SPARK_IQ4_XS>, ScaledPanel<0, kSignedShift> {
     }
 };
 
-// --- a scale and a minimum a block: Q4_K, Q5_K
+// Codes of E2M1 as kE2M1Values + 16.
+alignas(16) constexpr uint8_t kE2M1Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+
+struct MXFP4 : Record<SPARK_MXFP4>, ScaledPanel<4, 4> {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        const B table = repeat_bytes(kE2M1Codes);
+        load_nibble_halves<kBytes>(rows, offset + 1, w, [table](B q) { return look_up(table, q); });
+        for (int p = 0; p < 2; p++) {
+            const B e = and_bytes(strided_dwords(rows, offset + kBytes * p, 2 * kBytes), as_bytes(splat_int(255)));
+            scale[p] = two_to_half(e) * two_to_half(as_bytes(add_ints(as_ints(e), splat_int(1))));
+        }
+    }
+    // 2^(e / 2 - 64), of a quotient rounded down: two of them make 2^(e - 128) without a factor that is subnormal.
+    static F two_to_half(B e) {
+        return byte_floats(as_bytes(shift_left<23>(add_ints(as_ints(shift_right_by(e, splat_int(1))), splat_int(63)))));
+    }
+};
+
+// --- a scale and a minimum a block: Q4_1, Q5_1, Q4_K, Q5_K
 
 template <int wide> struct MinimumPanel {
     B w[2][8];
@@ -158,6 +210,15 @@ template <int wide> struct MinimumPanel {
     void multiply(const Activations &a, Lanes &lanes) const {
         for (int p = 0; p < 2; p++)
             finish(p, dot<8, wide>(zero_ints(), w[p], a.q[p]), a, lanes);
+    }
+
+    // Blocks of 32 that begin with two binary16, a scale and what is added.
+    template <int step> void load_scales(const uint8_t *const *rows, size_t offset) {
+        for (int p = 0; p < 2; p++) {
+            const B both = strided_dwords(rows, offset + step * p, 2 * step);
+            scale[p] = dword_halves<0>(both);
+            minimum[p] = -dword_halves<1>(both);
+        }
     }
 
     // d, dmin and 12 bytes of 6-bit scales and minimums: four low bytes of each, four of shared high parts.
@@ -191,6 +252,21 @@ template <int wide> struct MinimumPanel {
     }
 };
 
+struct Q4_1 : Record<SPARK_Q4_1>, MinimumPanel<8> {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 4, w, plain_code);
+    }
+};
+
+struct Q5_1 : Record<SPARK_Q5_1>, MinimumPanel<4> {
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        load_scales<kBytes>(rows, offset);
+        load_nibble_halves<kBytes>(rows, offset + 8, w, plain_code);
+        add_fifth_bits<kBytes>(rows, offset + 4, w);
+    }
+};
+
 struct Q4_K : Record<SPARK_Q4_K>, MinimumPanel<8> {
     void load(const uint8_t *const *rows, size_t offset) {
         load_scales(rows, offset);
@@ -219,7 +295,7 @@ struct Q5_K : Record<SPARK_Q5_K>, MinimumPanel<4> {
     }
 };
 
-// --- integer scales of half blocks: Q2_K, Q3_K, Q6_K
+// --- scales of half blocks: Q2_K, Q3_K, Q6_K, NVFP4
 
 // An offset of 2^shift is taken off every weight, as in ScaledPanel; Activations::minus_half has one of 32.
 template <int wide, int shift> struct HalvesPanel {
@@ -361,6 +437,48 @@ struct Q6_K : Record<SPARK_Q6_K>, HalvesPanel<2, 5> {
         half_scale[0][1] = to_float(shift_right_signed<24>(shift_left<8>(scales)));
         half_scale[1][1] = to_float(shift_right_signed<24>(scales));
         scale = half_word<7>(load_rows(rows, offset + kBytes - 16));
+    }
+};
+
+struct NVFP4 : Record<SPARK_NVFP4> {
+    B w[2][8];
+    F scale[2][2]; // [half][p]
+
+    // A block of 64: four scales, then for each 16 elements eight bytes, the first eight in the low halves.
+    SPARK_INLINE void load(const uint8_t *const *rows, size_t offset) {
+        alignas(16) static constexpr uint8_t kCodes[16] = {32, 33, 34, 35, 36, 38, 40, 44, 32, 31, 30, 29, 28, 26, 24, 20};
+        const B table = repeat_bytes(kCodes); // kE2M1Values + 32
+        for (int p = 0; p < 2; p++) {
+            B in[4], packed[4];
+            for (int g = 0; g < 4; g++)
+                in[g] = load_rows(rows, offset + kBytes * g + 4 + 16 * p);
+            transpose(in, packed);
+            for (int i = 0; i < 4; i++) {
+                const int at = 4 * (i / 2) + i % 2;
+                w[p][at] = look_up(table, low_nibbles(packed[i]));
+                w[p][at + 2] = look_up(table, high_nibbles(packed[i]));
+            }
+        }
+        const B scales = strided_dwords(rows, offset, kBytes);
+        for (int p = 0; p < 2; p++)
+            for (int half = 0; half < 2; half++)
+                scale[half][p] = of_ue4m3(and_bytes(shift_right_by(scales, splat_int(8 * (2 * p + half))),
+                                                    as_bytes(splat_int(255))));
+    }
+    // ue4m3_to_float of each dword, by way of binary16, whose subnormals cost nothing.
+    static F of_ue4m3(B e) {
+        const I away = as_ints(and_bytes(as_bytes(add_ints(as_ints(e), splat_int(129))), as_bytes(splat_int(255)))); // from 0x7f
+        const B kept = as_bytes(shift_right_signed<31>(shift_left<23>(add_ints(away, splat_int(255)))));
+        const I bits = shift_left<7>(as_ints(and_bytes(e, as_bytes(splat_int(127)))));
+        return dword_halves<0>(and_bytes(as_bytes(bits), kept)) * splat(128.0f);
+    }
+    void multiply(const Activations &a, Lanes &lanes) const {
+        for (int p = 0; p < 2; p++) {
+            const F first = to_float(dot<4, 2>(repeat_ints(a.minus_half[0][p]), w[p], a.q[p]));
+            const F second = to_float(dot<4, 2>(repeat_ints(a.minus_half[1][p]), w[p] + 4, a.q[p] + 4));
+            // Both products are exact.
+            lanes.acc[p] = fma(repeat_floats(a.d[p]), scale[0][p] * first + scale[1][p] * second, lanes.acc[p]);
+        }
     }
 };
 

@@ -91,14 +91,14 @@ template <int bits, int i> inline B signed_weight(const B *words, B signs, B lev
     const B codes = second ? shift_right_by(spread, splat_int(2 * bits)) : spread;
     // look_up ignores what four-bit codes have above them: another code, so no 128.
     const B alone = bits == 2 ? and_bytes(codes, splat_byte(3)) : codes;
-    return look_up(levels, with_flags<i>(alone, signs, splat_byte(kSign)));
+    return look_up(levels, add_where_bits(alone, signs, i, splat_byte(kSign)));
 }
 template <int bits, int... i>
-[[gnu::always_inline]] inline void signed_weights(const B *words, B signs, const Levels &levels, B *w, std::integer_sequence<int, i...>) {
+SPARK_INLINE void signed_weights(const B *words, B signs, const Levels &levels, B *w, std::integer_sequence<int, i...>) {
     const B table = biased(repeat_bytes(levels.of));
     ((w[i] = signed_weight<bits, i>(words, signs, table)), ...);
 }
-template <int bits> [[gnu::always_inline]] inline void signed_weights(const B *words, B signs, const Levels &levels, B *w) {
+template <int bits> SPARK_INLINE void signed_weights(const B *words, B signs, const Levels &levels, B *w) {
     signed_weights<bits>(words, signs, levels, w, std::make_integer_sequence<int, 8>());
 }
 

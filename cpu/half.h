@@ -1,4 +1,5 @@
-// binary16 and bfloat16 in portable code, for compilers and processors without conversions.
+// binary16, bfloat16 and exponents in portable code, for compilers and processors without conversions; the values that
+// codes of four bits stand for.
 #pragma once
 
 #include <cstdint>
@@ -50,5 +51,14 @@ inline uint16_t float_to_half(float f) {
 }
 
 inline float bf16_to_float(uint16_t b) { return bits_to_float(uint32_t(b) << 16); }
+
+// MXFP4: 2^(e - 128), half of what the exponent says, since kE2M1Values are doubled.
+inline float e8m0_to_float(uint8_t e) { return bits_to_float(e < 2 ? 0x00200000u << e : (e - 1u) << 23); }
+
+// NVFP4: half of what eight bits of UE4M3 say, 0x7f is 0.
+inline float ue4m3_to_float(uint8_t e) { return e == 0x7f ? 0.0f : bits_to_float((e & 0x7fu) << 20) * 0x1p119f; }
+
+constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kE2M1Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 } // namespace

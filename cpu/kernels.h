@@ -38,6 +38,7 @@ struct Weights {
     const uint8_t *data;
     int64_t rows, cols, row_bytes;
     int64_t type;
+    float scale = 1.0f; // of the products
 };
 
 // Scores and values of a group of query heads that share one KV head, for a few tokens of a sequence.
@@ -73,7 +74,7 @@ constexpr int64_t attention_scratch_floats(int64_t head_dim) {
 }
 
 struct Kernels {
-    // out[i * stride + r - first] = row r of w against activation row index[i] (i without an index).
+    // out[i * stride + r - first] = w.scale times row r of w against activation row index[i] (i without an index).
     void (*product)(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
                     float *out, int64_t stride);
     void (*quantize)(const float *x, int64_t n, Activations *row); // n a multiple of 32

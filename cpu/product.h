@@ -48,21 +48,46 @@ inline F fold_blocks(const F (&v)[4][2]) {
     return half[0] + half[1];
 }
 
-// Blocks past the last whole panel, one at a time.
-template <class Format>
-void add_last_blocks(const uint8_t *row, int64_t cols, const Activations *a, int r, Lanes (&lanes)[4]) {
-    for (int64_t b = cols / kSuper * 8; b < cols / 32; b++) {
-        const Activations &last = a[b / 8];
-        const int p = b & 1, g = int(b % 8) >> 1;
-        int8_t q[32];
-        for (int i = 0; i < 8; i++)
-            std::memcpy(q + 4 * i, last.q[p][i] + 4 * g, 4);
-        alignas(64) float acc[kWidth];
-        F &sums = lanes[b / 8 % 4].acc[p];
-        store(acc, sums);
-        acc[4 * r + g] = __builtin_fmaf(last.d[p][g], Format::term(row + b * Format::kBytes, q), acc[4 * r + g]);
-        sums = load(acc);
+// The blocks of a row past its last whole panel, `n_blocks` of eight: which float lanes of a panel they are.
+struct LastBlocks {
+    B there[2], absent[2];
+
+    explicit LastBlocks(int64_t n_blocks) {
+        for (int p = 0; p < 2; p++) {
+            const auto mask = [&](int g) { return 2 * g + p < n_blocks ? -1 : 0; };
+            there[p] = group_constant(mask(0), mask(1), mask(2), mask(3));
+            absent[p] = group_constant(~mask(0), ~mask(1), ~mask(2), ~mask(3));
+        }
     }
+    // Multiplies a whole panel, which has anything behind these blocks; the other lanes stay as they are, even if -0.
+    template <class Format> void multiply(const Format &panel, const Activations &a, Lanes &lanes) const {
+        Lanes sums = lanes;
+        panel.multiply(a, sums);
+        for (int p = 0; p < 2; p++)
+            lanes.acc[p] = byte_floats(or_bytes(and_bytes(float_bytes(sums.acc[p]), there[p]),
+                                                and_bytes(float_bytes(lanes.acc[p]), absent[p])));
+    }
+};
+
+// The terms of the last blocks, `n_bytes` at `offset` of each row, of panel s. It is loaded as a whole one: what lies
+// behind a row's end is of the next row, and the last rows, where `end` comes first, are copied. A function of its own,
+// so that the loop over whole panels has the one inlined load.
+template <class Format>
+[[gnu::noinline]] void add_last_blocks(const LastBlocks &last, const uint8_t *const *rows, size_t offset, size_t n_bytes,
+                                       const uint8_t *end, const Activations *const *a, int64_t s, int64_t n,
+                                       Lanes (*lanes)[4]) {
+    constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
+    uint8_t copies[kRows][kPanelBytes];
+    const uint8_t *copied[kRows];
+    if (rows[kRows - 1] + offset + kPanelBytes > end) {
+        for (int r = 0; r < kRows; r++)
+            copied[r] = static_cast<uint8_t *>(std::memcpy(copies[r], rows[r] + offset, n_bytes));
+        rows = copied, offset = 0;
+    }
+    Format panel;
+    panel.load(rows, offset);
+    for (int64_t t = 0; t < n; t++)
+        last.multiply(panel, a[t][s], lanes[t][s % 4]);
 }
 
 template <class Format>
@@ -70,6 +95,9 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 float *out, int64_t stride) {
     constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
     const int64_t panels = w.cols / kSuper, used = least(4, in.supers);
+    const LastBlocks last_blocks(w.cols % kSuper / 32);
+    const int64_t last_bytes = w.row_bytes - panels * int64_t(kPanelBytes);
+    const uint8_t *const end = w.data + w.rows * w.row_bytes;
     const int64_t fits = kTileBytes / (in.supers * int64_t(sizeof(Activations))) / 4 * 4;
     const int64_t tile = fits < 8 ? 8 : least(fits, kTile);
     Lanes lanes[kTile][4];
@@ -96,11 +124,12 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 for (int64_t t = 0; t < some; t++)
                     panel.multiply(a[t][s], lanes[t][s % 4]);
             }
-            if constexpr (Format::kElements == 32)
-                if (w.cols % kSuper)
-                    for (int64_t t = 0; t < some; t++)
-                        for (int r = 0; r < kRows; r++)
-                            add_last_blocks<Format>(rows[r], w.cols, a[t], r, lanes[t]);
+            if constexpr (Format::kElements < kSuper)
+                if (last_bytes) {
+                    if (reads_ahead)
+                        prefetch(ahead + panels * kRows * kPanelBytes, kRows * last_bytes);
+                    add_last_blocks<Format>(last_blocks, rows, panels * kPanelBytes, last_bytes, end, a, panels, some, lanes);
+                }
             const int live = int(least(kRows, last - row));
             for (int64_t t = 0; t < some; t += 4) {
                 F v[4][2];
@@ -110,7 +139,7 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 store(sums, fold_blocks(v));
                 for (int k = 0; k < 4 && t + k < some; k++)
                     for (int r = 0; r < live; r++)
-                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k];
+                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k] * w.scale;
             }
         }
     }
@@ -150,7 +179,7 @@ void product_of_one(const Weights &w, int64_t first, int64_t last, const Activat
         alignas(64) float sums[kWidth];
         store(sums, fold_blocks(v));
         for (int64_t i = 0; i < 16 && row + i < last; i++)
-            out[row - first + i] = sums[4 * (i % 4) + i / 4];
+            out[row - first + i] = sums[4 * (i % 4) + i / 4] * w.scale;
     }
 }
 
@@ -209,7 +238,7 @@ void float_product_of(const Weights &w, int64_t first, int64_t last, const Input
                     sums[r].tail(w.cols, [&](int64_t i, float lane) {
                         return __builtin_fmaf(Format::one(rows[r] + i * Format::kBytes), x[i], lane);
                     });
-                out[t * stride + row - first + r] = sums[r].fold();
+                out[t * stride + row - first + r] = sums[r].fold() * w.scale;
             }
         }
     }

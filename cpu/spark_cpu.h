@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 4 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 5 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2 };
 
@@ -50,11 +50,12 @@ typedef struct spark_limits {
     int64_t n_mixed, n_z, n_head_v;
 } spark_limits;
 
-/* A weight matrix [rows, cols]. */
+/* A weight matrix [rows, cols]; its products are multiplied by `scale`. */
 typedef struct spark_matrix {
     const void *data;
     int64_t rows, cols;
     int64_t type;
+    float scale;
 } spark_matrix;
 
 /* engine.ops.KVLayer; the scales are NULL for f16, and k, v are int8 where they are not. */
@@ -74,6 +75,7 @@ typedef struct spark_experts {
     const uint64_t *slot_ptr;   /* [n_slots][3] */
     int64_t poison;
     int64_t activation;
+    const float *gate_scale; /* [n_expert] or NULL */
 } spark_experts;
 
 /* engine.ops.Gating; bias and expert_scale [n_expert] or NULL */

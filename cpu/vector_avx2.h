@@ -56,6 +56,11 @@ template <int k> inline F half_word(B a) {
     const B words = _mm256_shuffle_epi8(a, _mm256_set1_epi16(int16_t((2 * k + 1) << 8 | 2 * k)));
     return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0x08)));
 }
+template <int k> inline F dword_halves(B a) {
+    const B pick = _mm256_broadcastsi128_si256(k ? _mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, 2, 3, 6, 7, 10, 11, 14, 15)
+                                                 : _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13));
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_shuffle_epi8(a, pick), 0x08)));
+}
 
 // --- bytes and integers
 inline B and_bytes(B a, B b) { return _mm256_and_si256(a, b); }
@@ -65,6 +70,9 @@ inline B low_nibbles(B a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 inline B high_nibbles(B a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
 inline B shift_right_by(B a, I counts) { return _mm256_srlv_epi32(a, counts); }
 inline B shift_left_by(B a, I counts) { return _mm256_sllv_epi32(a, counts); }
+inline B add_where(B a, B bits, B mask, B more) {
+    return _mm256_add_epi8(a, _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bits, mask), mask), more));
+}
 template <int n> inline I shift_left(I a) { return _mm256_slli_epi32(a, n); }
 template <int n> inline I shift_right_signed(I a) { return _mm256_srai_epi32(a, n); }
 inline I as_ints(B a) { return a; }
@@ -75,13 +83,6 @@ inline I zero_ints() { return _mm256_setzero_si256(); }
 inline I add_ints(I a, I b) { return _mm256_add_epi32(a, b); }
 
 inline B merge_words(B a, B b) { return _mm256_blend_epi16(a, b, 0xaa); }
-template <int i> inline B with_flags(B v, B bits, B flag) {
-    const B byte = _mm256_add_epi8(_mm256_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000, 0x0c0c0c0c08080808, 0x0404040400000000),
-                                   _mm256_set1_epi8(char(i / 2)));
-    const B bit = _mm256_set1_epi32(i & 1 ? int32_t(0x80402010) : 0x08040201);
-    const B hit = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, byte), bit), bit);
-    return _mm256_or_si256(v, _mm256_and_si256(hit, flag));
-}
 template <int n, int count> inline void look_up_words(const uint16_t *table, B (&v)[count]) {
     const int *const base = reinterpret_cast<const int *>(table); // gathers read two entries, the second of which is dropped
     for (B &words : v) {

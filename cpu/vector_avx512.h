@@ -63,6 +63,9 @@ template <int k> inline F half_word(B a) {
                                           (8 + k) * 0x0001000100010001, k * 0x0001000100010001);
     return _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi16(rows, a)));
 }
+template <int k> inline F dword_halves(B a) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(k ? _mm512_srli_epi32(a, 16) : a));
+}
 
 // --- bytes and integers
 inline B and_bytes(B a, B b) { return _mm512_and_si512(a, b); }
@@ -72,6 +75,9 @@ inline B low_nibbles(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline B high_nibbles(B a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
 inline B shift_right_by(B a, I counts) { return _mm512_srlv_epi32(a, counts); }
 inline B shift_left_by(B a, I counts) { return _mm512_sllv_epi32(a, counts); }
+inline B add_where(B a, B bits, B mask, B more) {
+    return _mm512_mask_add_epi8(a, _mm512_test_epi8_mask(bits, mask), a, more);
+}
 template <int n> inline I shift_left(I a) { return _mm512_slli_epi32(a, n); }
 template <int n> inline I shift_right_signed(I a) { return _mm512_srai_epi32(a, n); }
 inline I as_ints(B a) { return a; }
@@ -82,12 +88,6 @@ inline I zero_ints() { return _mm512_setzero_si512(); }
 inline I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
 
 inline B merge_words(B a, B b) { return _mm512_mask_blend_epi16(0xaaaaaaaa, a, b); }
-template <int i> inline B with_flags(B v, B bits, B flag) {
-    const B byte = _mm512_add_epi8(_mm512_broadcast_i32x4(_mm_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000)),
-                                   _mm512_set1_epi8(char(i / 2)));
-    const __mmask64 hit = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits, byte), _mm512_set1_epi32(i & 1 ? int32_t(0x80402010) : 0x08040201));
-    return _mm512_mask_add_epi8(v, hit, v, flag); // the flag was not there
-}
 // 128 entries at a time, in four registers, for all indices: a permutation takes the low six bits of an index.
 template <int n, int count> inline void look_up_words(const uint16_t *table, B (&v)[count]) {
     B found[count];

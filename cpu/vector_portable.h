@@ -71,6 +71,13 @@ inline F high_pairs(F a, F b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7)
 inline F evens(F a, F b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
 inline F odds(F a, F b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7); }
 template <int k> inline F half_word(B a) { return splat(half_to_float(uint16_t(a[2 * k] | a[2 * k + 1] << 8))); }
+// The binary16 in word k of each dword.
+template <int k> inline F dword_halves(B a) {
+    F v{};
+    for (int i = 0; i < 4; i++)
+        v[i] = half_to_float(uint16_t(((U)a)[i] >> 16 * k));
+    return v;
+}
 
 // --- bytes and integers
 inline B and_bytes(B a, B b) { return a & b; }
@@ -80,6 +87,8 @@ inline B high_nibbles(B a) { return a >> 4; }
 inline B low_nibbles(B a) { return a & 15; }
 inline B shift_right_by(B a, I counts) { return (B)((U)a >> (U)counts); } // each dword by its count
 inline B shift_left_by(B a, I counts) { return (B)((U)a << (U)counts); }
+// Bytes of a, with `more` where those of `bits` have the one bit of `mask`.
+inline B add_where(B a, B bits, B mask, B more) { return a + ((B)((bits & mask) != 0) & more); }
 template <int n> inline I shift_left(I a) { return (I)((U)a << n); }
 template <int n> inline I shift_right_signed(I a) { return a >> n; }
 inline I as_ints(B a) { return (I)a; }
@@ -91,13 +100,6 @@ inline I add_ints(I a, I b) { return a + b; }
 
 // The low 16 bits of a's dwords with the high ones of b's.
 inline B merge_words(B a, B b) { return (a & (B)splat_int(0xffff)) | (b & (B)splat_int(~0xffff)); }
-// `flag` or-ed into byte k of every dword of v where bit 4i + k of the same dword of `bits` is set.
-template <int i> inline B with_flags(B v, B bits, B flag) {
-    for (int k = 0; k < 16; k++)
-        if (bits[k / 4 * 4 + i / 2] >> (4 * (i & 1) + k % 4) & 1)
-            v[k] |= flag[k];
-    return v;
-}
 // table[index] of each 16-bit index below n, a multiple of 128, in `count` registers. The table is 64-byte aligned and
 // can be read two bytes beyond.
 template <int n, int count> inline void look_up_words(const uint16_t *table, B (&v)[count]) {

@@ -92,7 +92,7 @@ template <class... Matrix> bool known(const Matrix *...m) { return ((!m || is_kn
 inline bool known_float(const spark_matrix *m) { return !m || (is_known(m->type) && is_float(m->type)); }
 
 inline Weights weights_of(const spark_matrix &m) {
-    return {static_cast<const uint8_t *>(m.data), m.rows, m.cols, row_bytes(m.type, m.cols), m.type};
+    return {static_cast<const uint8_t *>(m.data), m.rows, m.cols, row_bytes(m.type, m.cols), m.type, m.scale};
 }
 
 // A guess of what a row of a product takes on one thread; it only shapes chunks.

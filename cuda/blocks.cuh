@@ -1,7 +1,7 @@
 // Blocks of 32 weights of every GGUF type, and the term that one gives with a block of 32 activations.
 //
 // docs/arithmetic.md, "A row of a product", is the specification; engine/ops/blocks.py describes the layouts. Rows are
-// read from shared memory, at any offset that is a multiple of two bytes: formats of 18, 34 and 210 bytes give no more.
+// read from shared memory, at any offset that the type's bytes allow: two bytes of 18, 22, 34 and 210, one of 17.
 #pragma once
 
 #include "grids.cuh"
@@ -28,23 +28,38 @@ struct Activations {
     i32 first;
 };
 
-// 32 weights ready for dot products. q: bytes, signed or not (BlockCode). scale, minimum: as in
+// 32 weights ready for dot products. q: bytes, SIGNED or not. scale, minimum: as in
 // BlockTerms of the twin. factor, minimum_factor: of the two halves (HALVES). shift: where there is a minimum, q holds the
 // weights times 2^shift.
 struct Block {
     u32 q[8];
     float scale, minimum;
+    float second; // SIXTEENS: the scale of the other half
     i32 factor[2], minimum_factor[2];
     i32 shift;
 };
 
-// Word i of a run that starts at an even offset, shifted right by `bits` more (at most 15); w holds one word more.
+// N words, the first of which has the byte at `offset`.
 template <i32 N>
 DEVICE void load_words(const u8* stage, i32 offset, u32 (&w)[N]) {
     const u32* words = (const u32*)(stage + (offset & ~3));
 #pragma unroll
     for (i32 i = 0; i < N; i++)
         w[i] = words[i];
+}
+
+// N words from byte `at` on, a multiple of `align`; where that is less than 4, up to a word more is read.
+template <i32 align, i32 N>
+DEVICE void load_run(const u8* stage, i32 at, u32 (&w)[N]) {
+    if constexpr (align >= 4) {
+        load_words(stage, at, w);
+    } else {
+        u32 words[N + 1];
+        load_words(stage, at, words);
+#pragma unroll
+        for (i32 i = 0; i < N; i++)
+            w[i] = __funnelshift_r(words[i], words[i + 1], (at & (4 - align)) * 8);
+    }
 }
 
 DEVICE u16 load_half(const u8* stage, i32 offset) { return *(const u16*)(stage + offset); }
@@ -73,13 +88,39 @@ DEVICE void load_k_scales(const u8* stage, i32 offset, i32 s, Block& w) {
     w.minimum = half_to_float((u16)(head.x >> 16)) * (float)(i32)minimum;
 }
 
-// The sixteen values of IQ4_XS, as bytes.
-DEVICE u32 iq4_values(u32 index) {
-    // Four indices in the low 16 bits. A selector's top bit would ask for a sign, so each half is looked up apart.
-    const u32 selector = index & 0x7777u;
-    const u32 low = __byte_perm(0xbfad9881u, 0xf6eaddcfu, selector);
-    const u32 high = __byte_perm(0x26190d01u, 0x71594535u, selector);
-    return __byte_perm(low, high, 0x3210u | ((index & 0x8888u) >> 1));
+// 32 codes in 16 bytes: the first 16 in the low halves, the others in the high ones.
+DEVICE void split_nibbles(const u32 (&v)[4], u32 (&q)[8]) {
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        q[i] = v[i] & 0x0f0f0f0fu;
+        q[i + 4] = (v[i] >> 4) & 0x0f0f0f0fu;
+    }
+}
+
+// The same as the bytes that the codes stand for.
+template <u32 v0, u32 v4, u32 v8, u32 v12>
+DEVICE void split_values(const u32 (&v)[4], u32 (&q)[8]) {
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        const u32 a = look_up<v0, v4, v8, v12>(v[i]), c = look_up<v0, v4, v8, v12>(v[i] >> 16);
+        q[i] = __byte_perm(a, c, 0x6420);
+        q[i + 4] = __byte_perm(a, c, 0x7531);
+    }
+}
+
+DEVICE void split_iq4(const u32 (&v)[4], u32 (&q)[8]) {
+    split_values<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v, q);
+}
+
+// E2M1, doubled.
+DEVICE void split_e2m1(const u32 (&v)[4], u32 (&q)[8]) {
+    split_values<0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu>(v, q);
+}
+
+DEVICE void add_fifth_bits(u32 bits, u32 (&q)[8]) {
+#pragma unroll
+    for (i32 i = 0; i < 8; i++)
+        q[i] |= fifth_bits(bits >> (4 * i));
 }
 
 // What the types differ in, a specialization each: a type without one does not compile.
@@ -212,11 +253,7 @@ struct BlockCode<Q8_0> : BlockType<Q8_0> {
 
     DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
         const i32 at = offset + b * BLOCK_BYTES;
-        u32 words[9];
-        load_words(stage, at + 2, words);
-#pragma unroll
-        for (i32 i = 0; i < 8; i++)
-            w.q[i] = __funnelshift_r(words[i], words[i + 1], (at + 2 & 2) * 8);
+        load_run<2>(stage, at + 2, w.q);
         w.scale = half_to_float(load_half(stage, at));
     }
 };
@@ -228,14 +265,69 @@ struct BlockCode<Q4_0> : BlockType<Q4_0> {
 
     DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
         const i32 at = offset + b * BLOCK_BYTES;
+        u32 v[4];
+        load_run<2>(stage, at + 2, v);
+        split_nibbles(v, w.q);
+        w.scale = half_to_float(load_half(stage, at));
+    }
+};
+
+template <>
+struct BlockCode<Q4_1> : BlockType<Q4_1> {
+    static constexpr bool SIGNED = false, MINIMUM = true;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
         u32 words[5];
-        load_words(stage, at + 2, words);
-#pragma unroll
-        for (i32 i = 0; i < 4; i++) {
-            const u32 v = __funnelshift_r(words[i], words[i + 1], (at + 2 & 2) * 8);
-            w.q[i] = v & 0x0f0f0f0fu;
-            w.q[i + 4] = (v >> 4) & 0x0f0f0f0fu;
-        }
+        load_run<4>(stage, offset + b * BLOCK_BYTES, words);
+        split_nibbles({words[1], words[2], words[3], words[4]}, w.q);
+        w.shift = 0;
+        w.scale = half_to_float((u16)words[0]);
+        w.minimum = -half_to_float((u16)(words[0] >> 16));
+    }
+};
+
+template <>
+struct BlockCode<Q5_0> : BlockType<Q5_0> {
+    static constexpr bool SIGNED = false, MINIMUM = false;
+    static constexpr i32 OFFSET = 16;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + b * BLOCK_BYTES;
+        u32 words[5];
+        load_run<2>(stage, at + 2, words);
+        split_nibbles({words[1], words[2], words[3], words[4]}, w.q);
+        add_fifth_bits(words[0], w.q);
+        w.scale = half_to_float(load_half(stage, at));
+    }
+};
+
+template <>
+struct BlockCode<Q5_1> : BlockType<Q5_1> {
+    static constexpr bool SIGNED = false, MINIMUM = true;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        u32 words[6];
+        load_run<4>(stage, offset + b * BLOCK_BYTES, words);
+        split_nibbles({words[2], words[3], words[4], words[5]}, w.q);
+        add_fifth_bits(words[1], w.q);
+        w.shift = 0;
+        w.scale = half_to_float((u16)words[0]);
+        w.minimum = -half_to_float((u16)(words[0] >> 16));
+    }
+};
+
+template <>
+struct BlockCode<IQ4_NL> : BlockType<IQ4_NL> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + b * BLOCK_BYTES;
+        u32 v[4];
+        load_run<2>(stage, at + 2, v);
+        split_iq4(v, w.q);
         w.scale = half_to_float(load_half(stage, at));
     }
 };
@@ -253,13 +345,40 @@ struct BlockCode<IQ4_XS> : BlockType<IQ4_XS> {
         w.scale = half_to_float((u16)head.x) * (float)((i32)scale - 32);
         const uint2* bytes = (const uint2*)(stage + at + 8 + 16 * s);
         const uint2 v0 = bytes[0], v1 = bytes[1];
-        const u32 v[4] = {v0.x, v0.y, v1.x, v1.y};
+        split_iq4({v0.x, v0.y, v1.x, v1.y}, w.q);
+    }
+};
+
+template <>
+struct BlockCode<MXFP4> : BlockType<MXFP4> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + b * BLOCK_BYTES;
+        u32 v[4];
+        load_run<1>(stage, at + 1, v);
+        split_e2m1(v, w.q);
+        w.scale = e8m0_to_float(stage[at]);
+    }
+};
+
+template <>
+struct BlockCode<NVFP4> : BlockType<NVFP4> {
+    static constexpr bool SIGNED = true, MINIMUM = false;
+    static constexpr i32 OFFSET = 0;
+
+    DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
+        const i32 at = offset + (b >> 1) * BLOCK_BYTES;
+        u32 v[4], q[8];
+        load_run<4>(stage, at + 4 + 16 * (b & 1), v);
+        split_e2m1(v, q);
 #pragma unroll
-        for (i32 i = 0; i < 4; i++) {
-            const u32 a = iq4_values(v[i]), c = iq4_values(v[i] >> 16);
-            w.q[i] = __byte_perm(a, c, 0x6420);
-            w.q[i + 4] = __byte_perm(a, c, 0x7531);
-        }
+        for (i32 i = 0; i < 8; i++) // each eight bytes have the low halves of 8 elements, then the high ones
+            w.q[i] = q[i / 4 * 2 + i % 2 + (i & 2) * 2];
+        const u32 scales = ue4m3_to_halves(load_half(stage, at + 2 * (b & 1)));
+        w.scale = half_to_float((u16)scales);
+        w.second = half_to_float((u16)(scales >> 16));
     }
 };
 
@@ -335,6 +454,8 @@ DEVICE float block_term(const Block& w, const Activations& x) {
         if constexpr (Code::MINIMUM)
             subtracted = w.minimum_factor[0] * x.first + w.minimum_factor[1] * (x.sum - x.first);
     }
+    if constexpr (is_kind(type, Kind::SIXTEENS)) // the products are exact
+        return w.scale * (float)sum[0] + w.second * (float)sum[1];
     if constexpr (Code::MINIMUM)
         return __fmaf_rn(w.scale, (float)(total >> w.shift), -(w.minimum * (float)subtracted));
     return w.scale * (float)total;

@@ -16,7 +16,7 @@
 //                                            step on
 //
 // `raw + at` is the stage in shared memory. Scales times sub-scales are rounded to halves once, weights once or twice:
-// relative error 2^-11. F32 and BF16 weights above 65504 become infinite.
+// relative error 2^-11. F32 and BF16 weights above 65504 become infinite, and MXFP4's above 24576.
 #pragma once
 
 #include "grids.cuh"
@@ -27,9 +27,11 @@
 #define HALF2_MINUS_1024 0xe400e400u
 #define HALF2_MINUS_1028 0xe404e404u
 #define HALF2_MINUS_1032 0xe408e408u
+#define HALF2_MINUS_1040 0xe410e410u
 #define HALF2_MINUS_1056 0xe420e420u
 #define HALF2_MINUS_1152 0xe480e480u
 #define HALF2_SIXTEENTH 0x2c002c00u
+#define HALF2_16 0x4c004c00u
 #define HALF2_MINUS_64 0xd400d400u
 #define HALF2_MINUS_72 0xd480d480u
 
@@ -37,7 +39,7 @@ template <int align>
 DEVICE u32 load_word(const u8* raw, u32 at) {
     if (align >= 4) return *(const u32*)(raw + at);
     const u32* p = (const u32*)(raw + (at & ~3u));
-    return __funnelshift_r(p[0], p[1], (at & 2) * 8);
+    return __funnelshift_r(p[0], p[1], (at & (4 - align)) * 8);
 }
 
 DEVICE u32 both_low(u32 pair) { return __byte_perm(pair, pair, 0x1010); }
@@ -47,6 +49,15 @@ DEVICE u32 both_high(u32 pair) { return __byte_perm(pair, pair, 0x3232); }
 DEVICE u32 even_bytes(u32 v) { return __byte_perm(v, 0x64646464u, 0x4240); }
 DEVICE u32 odd_bytes(u32 v) { return __byte_perm(v, 0x64646464u, 0x4341); }
 
+// Codes 0..31 of 32 weights, as Q5_0 and Q5_1 have them, for lane c of a quad: 4 of each 16, as bytes. bits: the
+// fifth ones; at: of the other four.
+template <int align>
+DEVICE void five_bits(const u8* raw, u32 at, u32 bits, i32 c, u32 (&q)[2]) {
+    const u32 v = load_word<align>(raw, at + 4 * c);
+    q[0] = and_or(v, 0x0f0f0f0fu, fifth_bits(bits >> (4 * c)));
+    q[1] = and_or(v >> 4, 0x0f0f0f0fu, fifth_bits(bits >> (16 + 4 * c)));
+}
+
 template <Type type>
 struct Format; // a type without a specialization does not compile
 
@@ -54,6 +65,7 @@ struct Format; // a type without a specialization does not compile
 template <Type type>
 struct Stage {
     typedef BlockType<type> R;
+    static constexpr int BLOCK_BYTES = R::BLOCK_BYTES;
     static constexpr int ELEMENTS = R::STAGE, BYTES = R::STAGE / R::BLOCK_ELEMENTS * R::BLOCK_BYTES, SCALES = R::WORDS;
     static constexpr int DIVISOR = R::BLOCK_BYTES & -R::BLOCK_BYTES, ALIGN = DIVISOR < 16 ? DIVISOR : 16;
     static constexpr bool ONE_BLOCK = R::BLOCK_ELEMENTS == R::STAGE;  // so a row is a whole number of stages
@@ -229,18 +241,33 @@ struct Format<Q6_K> : Stage<Q6_K> {
     }
 };
 
-template <>
-struct Format<Q8_0> : Stage<Q8_0> {
+// A scale and what is added begin a block of 32.
+template <Type type>
+struct SumFormat : Stage<type> {
     static constexpr bool INTERLEAVED = false;
 
     DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
 #pragma unroll
-        for (i32 b = 0; b < 4; ++b) {
-            const u32 half = *(const u16*)(raw + at + 34 * b);
+        for (i32 b = 0; b < 8; ++b) out[b * stride] = load_word<4>(raw, at + BlockType<type>::BLOCK_BYTES * b);
+    }
+};
+
+// A scale begins a block of 32.
+template <Type type>
+struct ScaleFormat : Stage<type> {
+    static constexpr bool INTERLEAVED = false;
+
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+#pragma unroll
+        for (i32 b = 0; b < Stage<type>::SCALES; ++b) {
+            const u32 half = *(const u16*)(raw + at + BlockType<type>::BLOCK_BYTES * b);
             out[b * stride] = half | (half << 16);
         }
     }
+};
 
+template <>
+struct Format<Q8_0> : ScaleFormat<Q8_0> {
     DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
@@ -252,17 +279,7 @@ struct Format<Q8_0> : Stage<Q8_0> {
 };
 
 template <>
-struct Format<Q4_0> : Stage<Q4_0> {
-    static constexpr bool INTERLEAVED = false;
-
-    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
-#pragma unroll
-        for (i32 b = 0; b < 8; ++b) {
-            const u32 half = *(const u16*)(raw + at + 18 * b);
-            out[b * stride] = half | (half << 16);
-        }
-    }
-
+struct Format<Q4_0> : ScaleFormat<Q4_0> {
     DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
         const u32 v = load_word<2>(raw, at + 18 * (2 * j + u) + 2 + 4 * c);
 #pragma unroll
@@ -273,6 +290,82 @@ struct Format<Q4_0> : Stage<Q4_0> {
             w[0][pair] = half2_mul(low, s[0]);
             w[1][pair] = half2_mul(high, s[1]);
         }
+    }
+};
+
+template <>
+struct Format<Q4_1> : SumFormat<Q4_1> {
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 v = load_word<4>(raw, at + BLOCK_BYTES * (2 * j + u) + 4 + 4 * c);
+#pragma unroll
+        for (i32 pair = 0; pair < 2; ++pair) {
+            const u32 q = v >> (8 * pair);
+            const u32 low = half2_add(and_or(q, 0x000f000fu, HALF2_1024), HALF2_MINUS_1024);
+            const u32 high = half2_fma(and_or(q, 0x00f000f0u, HALF2_1024), HALF2_SIXTEENTH, HALF2_MINUS_64);
+            w[0][pair] = half2_fma(low, both_low(s[0]), both_high(s[0]));
+            w[1][pair] = half2_fma(high, both_low(s[1]), both_high(s[1]));
+        }
+    }
+};
+
+template <>
+struct Format<Q5_0> : ScaleFormat<Q5_0> {
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 block = at + BLOCK_BYTES * (2 * j + u);
+        u32 q[2];
+        five_bits<2>(raw, block + 6, load_word<2>(raw, block + 2), c, q);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            w[i][0] = half2_mul(half2_add(even_bytes(q[i]), HALF2_MINUS_1040), s[i]);
+            w[i][1] = half2_mul(half2_add(odd_bytes(q[i]), HALF2_MINUS_1040), s[i]);
+        }
+    }
+};
+
+template <>
+struct Format<Q5_1> : SumFormat<Q5_1> {
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        const u32 block = at + BLOCK_BYTES * (2 * j + u);
+        u32 q[2];
+        five_bits<4>(raw, block + 8, load_word<4>(raw, block + 4), c, q);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const u32 even = half2_add(even_bytes(q[i]), HALF2_MINUS_1024);
+            const u32 odd = half2_add(odd_bytes(q[i]), HALF2_MINUS_1024);
+            w[i][0] = half2_fma(even, both_low(s[i]), both_high(s[i]));
+            w[i][1] = half2_fma(odd, both_low(s[i]), both_high(s[i]));
+        }
+    }
+};
+
+// The high bytes of halves, whose low ones are 0: a 16th of E2M1's values, doubled.
+DEVICE u32 e2m1_sixteenths(u32 codes) { return look_up<0x32302c00u, 0x3a383634u, 0xb2b0ac00u, 0xbab8b6b4u>(codes); }
+
+// What two look-ups of a word of nibbles gave, each byte twice: low ones 0 and 2, 1 and 3, high ones 0 and 2, 1 and 3.
+DEVICE void spread_codes(u32 a, u32 b, u32 (&q)[4]) {
+    q[0] = __byte_perm(a, b, 0x4400);
+    q[1] = __byte_perm(a, b, 0x6622);
+    q[2] = __byte_perm(a, b, 0x5511);
+    q[3] = __byte_perm(a, b, 0x7733);
+}
+
+// The values + 128: 1 24 45 63 79 93 106 118 129 141 153 166 181 197 217 241.
+DEVICE void iq4_weights(u32 v, const u32 (&s)[2], u32 (&w)[2][2]) {
+    const u32 a = look_up<0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u>(v);
+    const u32 b = look_up<0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u>(v >> 16);
+    u32 q[4];
+    spread_codes(a, b, q);
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+        const u32 value = half2_add(and_or(q[i], 0x00ff00ffu, HALF2_1024), HALF2_MINUS_1152);
+        w[i / 2][i % 2] = half2_mul(value, s[i / 2]);
+    }
+}
+
+template <>
+struct Format<IQ4_NL> : ScaleFormat<IQ4_NL> {
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        iq4_weights(load_word<2>(raw, at + BLOCK_BYTES * (2 * j + u) + 2 + 4 * c), s, w);
     }
 };
 
@@ -292,23 +385,57 @@ struct Format<IQ4_XS> : Stage<IQ4_XS> {
         }
     }
 
-    // Four codes (low 16 bits of `v`) to four values + 128.
-    DEVICE u32 look_up(u32 v) {
-        const u32 index = v & 0x7777u;
-        const u32 negative = __byte_perm(0x3f2d1801u, 0x766a5d4fu, index);  // 1 24 45 63 79 93 106 118
-        const u32 positive = __byte_perm(0xa6998d81u, 0xf1d9c5b5u, index);  // 129 141 153 166 181 197 217 241
-        return __byte_perm(negative, positive, 0x3210u | ((v & 0x8888u) >> 1));
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+        iq4_weights(load_word<4>(raw, at + 8 + 16 * (2 * j + u) + 4 * c), s, w);
+    }
+};
+
+template <>
+struct Format<MXFP4> : Stage<MXFP4> {
+    static constexpr bool INTERLEAVED = false;
+
+    // 16 times the scale, and a 16th of the values: a scale below the range of halves is a weight below it.
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+#pragma unroll
+        for (i32 b = 0; b < 8; ++b) {
+            const float scale = 16.0f * e8m0_to_float(raw[at + BLOCK_BYTES * b]);
+            out[b * stride] = pack_halves(scale, scale);
+        }
     }
 
     DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
-        const u32 v = load_word<4>(raw, at + 8 + 16 * (2 * j + u) + 4 * c);
-        const u32 a = look_up(v), b = look_up(v >> 16);  // bytes: low, high nibble of one byte, low, high of the next
-        const u32 q[4] = {__byte_perm(a, b, 0x4400), __byte_perm(a, b, 0x6622), __byte_perm(a, b, 0x5511),
-                          __byte_perm(a, b, 0x7733)};
+        const u32 v = load_word<1>(raw, at + BLOCK_BYTES * (2 * j + u) + 1 + 4 * c);
+        u32 q[4];
+        spread_codes(e2m1_sixteenths(v), e2m1_sixteenths(v >> 16), q);
 #pragma unroll
-        for (i32 i = 0; i < 4; ++i) {
-            const u32 value = half2_add(and_or(q[i], 0x00ff00ffu, HALF2_1024), HALF2_MINUS_1152);
-            w[i / 2][i % 2] = half2_mul(value, s[i / 2]);
+        for (i32 i = 0; i < 4; ++i) w[i / 2][i % 2] = half2_mul(q[i] & 0xff00ff00u, s[i / 2]);
+    }
+};
+
+template <>
+struct Format<NVFP4> : Stage<NVFP4> {
+    static constexpr bool INTERLEAVED = false;
+
+    // Two scales a word: each is for 16 weights, and 16 times its size.
+    DEVICE void scales(const u8* raw, u32 at, u32* out, i32 stride) {
+#pragma unroll
+        for (i32 b = 0; b < 4; ++b) {
+            const u32 four = load_word<4>(raw, at + BLOCK_BYTES * b);
+            out[2 * b * stride] = half2_mul(ue4m3_to_halves(four), HALF2_16);
+            out[(2 * b + 1) * stride] = half2_mul(ue4m3_to_halves(four >> 16), HALF2_16);
+        }
+    }
+
+    DEVICE void weights(const u8* raw, u32 at, const u32 (&s)[2], i32 j, i32 u, i32 c, i32, u32 (&w)[2][2]) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            // 16 weights in eight bytes, the second eight in the high halves; only even look-ups count.
+            const u32 v = load_word<4>(raw, at + BLOCK_BYTES * j + 4 + 16 * u + 8 * i + 4 * (c & 1)) >> (2 * (c & 2));
+            u32 q[4];
+            spread_codes(e2m1_sixteenths(v), e2m1_sixteenths(v >> 16), q);
+            const u32 scale = i ? both_high(s[0]) : both_low(s[0]);
+#pragma unroll
+            for (i32 pair = 0; pair < 2; ++pair) w[i][pair] = half2_mul(q[pair] & 0xff00ff00u, scale);
         }
     }
 };

@@ -26,6 +26,9 @@ struct Element<BF16> {
     DEVICE float of(const u8* row, int i) { return bfloat_to_float(((const u16*)row)[i]); }
 };
 
+// Code i of 16 bytes: the first 16 are the low halves, the others the high ones.
+DEVICE u32 nibble_of(const u8* codes, int i) { return codes[i % 16] >> (i % 32 / 16 * 4) & 15u; }
+
 template <>
 struct Element<Q8_0> : BlockType<Q8_0> {
     DEVICE float of(const u8* row, int i) {
@@ -38,8 +41,36 @@ template <>
 struct Element<Q4_0> : BlockType<Q4_0> {
     DEVICE float of(const u8* row, int i) {
         const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
-        const u32 code = block[2 + i % 16] >> (i % 32 / 16 * 4) & 15u;
-        return half_at(block) * (float)((int)code - 8);
+        return half_at(block) * (float)((int)nibble_of(block + 2, i) - 8);
+    }
+};
+
+template <>
+struct Element<Q4_1> : BlockType<Q4_1> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        return half_at(block) * (float)nibble_of(block + 4, i) + half_at(block + 2);
+    }
+};
+
+// Code i of four bytes of fifth bits and 16 bytes of the others.
+DEVICE u32 five_bits(const u8* codes, int i) {
+    return nibble_of(codes + 4, i) | (codes[i % 32 / 8] >> (i % 8) & 1u) << 4;
+}
+
+template <>
+struct Element<Q5_0> : BlockType<Q5_0> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        return half_at(block) * (float)((int)five_bits(block + 2, i) - 16);
+    }
+};
+
+template <>
+struct Element<Q5_1> : BlockType<Q5_1> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        return half_at(block) * (float)five_bits(block + 4, i) + half_at(block + 2);
     }
 };
 
@@ -115,15 +146,49 @@ struct Element<Q6_K> : BlockType<Q6_K> {
     }
 };
 
+DEVICE float iq4_value(u32 code) {
+    constexpr i8 values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    return (float)values[code];
+}
+
+template <>
+struct Element<IQ4_NL> : BlockType<IQ4_NL> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        return half_at(block) * iq4_value(nibble_of(block + 2, i));
+    }
+};
+
 template <>
 struct Element<IQ4_XS> : BlockType<IQ4_XS> {
     DEVICE float of(const u8* row, int i) {
-        constexpr i8 values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
         const int j = i % 256 / 32;
         const u8* const block = row + (i64)(i / 256) * BLOCK_BYTES;
         const u32 low = block[4 + j / 2] >> (j % 2 * 4) & 15u, high = *(const u16*)(block + 2) >> (j * 2) & 3u;
-        const u32 code = block[8 + j * 16 + i % 16] >> (i % 32 / 16 * 4) & 15u;
-        return half_at(block) * (float)((int)(low | high << 4) - 32) * (float)values[code];
+        return half_at(block) * (float)((int)(low | high << 4) - 32) * iq4_value(nibble_of(block + 8 + j * 16, i));
+    }
+};
+
+DEVICE float e2m1_value(u32 code) {
+    constexpr i8 values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return (float)values[code];
+}
+
+template <>
+struct Element<MXFP4> : BlockType<MXFP4> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 32) * BLOCK_BYTES;
+        return e8m0_to_float(block[0]) * e2m1_value(nibble_of(block + 1, i));
+    }
+};
+
+template <>
+struct Element<NVFP4> : BlockType<NVFP4> {
+    DEVICE float of(const u8* row, int i) {
+        const u8* const block = row + (i64)(i / 64) * BLOCK_BYTES;
+        const int part = i % 64 / 16;
+        const u32 code = block[4 + 8 * part + i % 8] >> (i % 16 / 8 * 4) & 15u;
+        return half_to_float((u16)ue4m3_to_halves(block[part])) * e2m1_value(code);
     }
 };
 

@@ -29,6 +29,8 @@
 //   WARPS            at most 8
 //   USED             experts a token: A (down_one)
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
+//   WEIGHTED         1: products of gate are multiplied by gate_scales[expert]; in gate_up_dense those of both matrices
+//                    by gate_scale and up_scale
 //   BESIDE           1: the grid has one record more, of the same F: an expert that every token uses, of matrices
 //                    beside_gate and beside_up. Its z follow those of the pairs
 //   SHARED           the type of its gate, a float type: the record's copiers (in gate_up_dense T more blocks) make
@@ -47,7 +49,7 @@
 struct ActiveExpert {
     const u8* source[3];
     u8* target[3];
-    i32 first, count;
+    i32 expert, first, count;
 };
 
 // Words of a record and a word that says whether the table has it, for threads that read them together and then meet:
@@ -67,6 +69,7 @@ DEVICE bool read_record(const u64* words, ActiveExpert& record) {
         record.source[part] = (const u8*)words[part];
         record.target[part] = (u8*)words[3 + part];
     }
+    record.expert = (i32)words[6];
     record.first = (i32)(words[6] >> 32);
     record.count = (i32)words[7];
     return words[RECORD_WORDS - 1] != 0;
@@ -110,6 +113,9 @@ DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes)
 
 #ifndef BESIDE
 #define BESIDE 0
+#endif
+#ifndef WEIGHTED
+#define WEIGHTED 0
 #endif
 #ifndef Z_ROWS
 #define Z_ROWS 32
@@ -157,13 +163,13 @@ DEVICE void shared_scale(float* shared, const u8* shared_gate, const float* h, f
 KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up_dense(const u8* gate_matrix, const u8* up_matrix, i32 n_tokens, i32 F, const float* x, const i8* q,
                   const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* shared_gate,
-                  const float* h, float* row_scale, i32 stage_bytes) {
+                  const float* h, float* row_scale, i32 stage_bytes, float gate_scale, float up_scale) {
 #else
 KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
             const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* beside_gate,
             const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
-            i64 down_bytes, i32 stage_bytes) {
+            i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
 #endif
     constexpr i32 MAX_COUNT = TOKENS == 1 ? 1 : 32;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
@@ -190,7 +196,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     dependency_wait();
     dependency_release();
     const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
-    ActiveExpert record = {{beside_gate, beside_up}, {}, 0, n_tokens};
+    ActiveExpert record = {{beside_gate, beside_up}, {}, -1, 0, n_tokens};
     if (!beside) {
         __shared__ u64 words[RECORD_WORDS];
         fetch_record(words, active, n_active, blockIdx.x, threadIdx.x);
@@ -216,6 +222,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     if (record.target[0] || record.target[1])
         __syncthreads();
     const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
+    const float gate_scale = WEIGHTED && !beside ? gate_scales[record.expert] : 1.0f, up_scale = 1.0f;
 #endif
     u8* stages = shared + 2 * warp * STAGES * stage_bytes;
     if (TOKENS == 1 && !IN_REGISTERS)
@@ -282,7 +289,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
             const i32 t = i0 + lane / EACH % TOKENS, row = r + lane / EACH / TOKENS % ROWS;
             if (lane % EACH == 0 && t < count && row < rows)
-                (lane < WARP / 2 ? gs : us)[t][row] = sum;
+                (lane < WARP / 2 ? gs : us)[t][row] = WEIGHTED ? (lane < WARP / 2 ? gate_scale : up_scale) * sum : sum;
         }
         __syncwarp(); // the stage is free
         if (Z_ROWS > STAGES * ROWS * WARPS) {

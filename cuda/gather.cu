@@ -117,7 +117,7 @@ KERNEL fill(const i32* rows, const i32* count, const u64* source, const u64* slo
     }
 }
 
-// 0xFF, a NaN scale in every block format, into the slots of the step's fetches; for tests.
+// 0xFF, which no block format reads as weights of a model, into the slots of the step's fetches; for tests.
 KERNEL poison(const i32* rows, const i32* count, const u64* slot_ptr, i64 gate_bytes, i64 up_bytes, i64 down_bytes) {
     const int lane = threadIdx.x % WARP, n_warps = gridDim.x * (blockDim.x / WARP);
     const i64 bytes[3] = {gate_bytes, up_bytes, down_bytes};

@@ -1,13 +1,13 @@
 // Dense products with many tokens. Twin: product, but for rounding to halves.
 //
-// y [T, N] = w [N, K] x, or y += it. x: halves with a scale a row, as halves.cu makes them. Grid: (N / (32 * WARPS)
+// y [T, N] = w_scale times w [N, K] x, or y += it. x: halves with a scale a row, as halves.cu makes them. Grid: (N / (32 * WARPS)
 // rounded up, T / TOKENS rounded up), block 32 * WARPS, dynamic shared memory: tile_bytes of engine/ops/cuda/gemm.py.
 // TYPE: the weights'. TOKENS: 32, 64 or 128.
 #include "gemm_tile.cuh"
 
 template <int tokens>
 DEVICE void dense_tile(u8* shared, const Rows& w, const u16* x, const float* x_scale, i32 x_stride, float* y, i32 T,
-                       i32 N, i32 K, i32 add) {
+                       i32 N, i32 K, i32 add, float w_scale) {
     const i32 first = blockIdx.y * TOKENS, lane = threadIdx.x % WARP;
     i32* const token_rows = (i32*)shared;
     for (i32 i = threadIdx.x; i < tokens; i += THREADS) token_rows[i] = min(first + i, T - 1);
@@ -19,7 +19,7 @@ DEVICE void dense_tile(u8* shared, const Rows& w, const u16* x, const float* x_s
         for (i32 e = 0; e < 2; ++e) {
             const i32 t = first + 8 * n + 2 * (lane % 4) + e;
             if (t >= T) continue;
-            const float scale = x_scale[t];
+            const float scale = x_scale[t] * w_scale;
 #pragma unroll
             for (i32 m = 0; m < 2; ++m)
 #pragma unroll
@@ -35,12 +35,12 @@ DEVICE void dense_tile(u8* shared, const Rows& w, const u16* x, const float* x_s
 
 KERNEL __launch_bounds__(THREADS, BLOCKS)
     gemm(const u8* w, const u16* x, const float* x_scale, float* y, i32 T, i32 N, i32 K, i32 x_stride, i32 row_bytes,
-         i32 add) {
+         i32 add, float w_scale) {
     DYNAMIC_SHARED(u8, shared);
     const Rows rows = {w, nullptr, (i32)blockIdx.x * (32 * WARPS), N - 1, row_bytes};
     const i32 left = T - blockIdx.y * TOKENS;
     if (left > TOKENS / 2)
-        dense_tile<TOKENS>(shared, rows, x, x_scale, x_stride, y, T, N, K, add);
+        dense_tile<TOKENS>(shared, rows, x, x_scale, x_stride, y, T, N, K, add, w_scale);
     else
-        dense_tile<TOKENS / 2>(shared, rows, x, x_scale, x_stride, y, T, N, K, add);
+        dense_tile<TOKENS / 2>(shared, rows, x, x_scale, x_stride, y, T, N, K, add, w_scale);
 }

@@ -1,7 +1,7 @@
 // Matrix products with at most four matrices that share their input. Twin: product (also rms_norm before it).
 //
-// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with SCALED = 1, row t is multiplied by
-// row_scale[t], and with CAPPED = 1 each element becomes cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2
+// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
+// scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2
 // and, of a fourth matrix, TYPE3 are all block formats or all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any
 // type, which is quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights
 // arrive, so few large ones are best.
@@ -13,6 +13,9 @@
 // TARGET_BYTES. Rows of floats are 16-byte aligned where they are normed or quantized.
 #include "rows.cuh"
 
+#ifndef WEIGHTED
+#define WEIGHTED 0
+#endif
 #ifndef SCALED
 #define SCALED 0
 #endif
@@ -56,7 +59,8 @@ constexpr i32 TARGET_BYTES = (i32)(sizeof(Target) + 15) / 16 * 16;
 KERNEL __launch_bounds__(WARPS * WARP)
     product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
             OF_FOURTH const float* x, const i8* q, const float* d, const i32* sums, const float* norm, float eps, i32 n_tokens,
-            i32 add, const float* row_scale, float cap, i32 stage_bytes) {
+            i32 add, const float* row_scale, float cap, i32 stage_bytes, float scale0, float scale1, float scale2,
+            float scale3) {
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 units0 = (n0 + ROWS - 1) / ROWS, units1 = (n1 + ROWS - 1) / ROWS, units2 = (n2 + ROWS - 1) / ROWS;
@@ -205,6 +209,8 @@ KERNEL __launch_bounds__(WARPS * WARP)
                     multiply<TYPE3, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
             }
             float sum = fold_rows(acc);
+            if (WEIGHTED)
+                sum = (matrix == 0 ? scale0 : matrix == 1 ? scale1 : matrix == 2 ? scale2 : scale3) * sum;
             if (SCALED)
                 sum = of_row * sum;
             if (CAPPED)

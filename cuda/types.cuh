@@ -40,6 +40,27 @@ DEVICE constexpr bool is_kind(Type type, Kind kind) {
 }
 #undef RECORD
 
+// Bits 0..3 of `bits` in bit 4 of four bytes: fifth bits of codes.
+DEVICE u32 fifth_bits(u32 bits) { return ((bits & 15) * 0x02040810u) & 0x10101010u; }
+
+// Four codes of four bits (the low 16 of `codes`) to the bytes that they stand for, of a table in four words.
+template <u32 v0, u32 v4, u32 v8, u32 v12>
+DEVICE u32 look_up(u32 codes) {
+    // A selector's top bit would ask for a sign, so each half of the table is looked up apart.
+    const u32 index = codes & 0x7777u;
+    return __byte_perm(__byte_perm(v0, v4, index), __byte_perm(v8, v12, index), 0x3210u | ((codes & 0x8888u) >> 1));
+}
+
+// MXFP4's scale 2^(e - 128): its values are doubled.
+DEVICE float e8m0_to_float(u32 e) { return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
+
+// NVFP4's two neighboring scales, half of what UE4M3 says, as halves: the low 16 bits of `e` have them. 0x7f is 0.
+DEVICE u32 ue4m3_to_halves(u32 e) {
+    const u32 bits = ((e & 0x7f) << 7) | ((e & 0x7f00) << 15);
+    const u32 kept = ((e & 0xff) == 0x7f ? 0 : 0xffffu) | ((e & 0xff00) == 0x7f00 ? 0 : 0xffff0000u);
+    return half2_mul(bits & kept, 0x58005800u); // 128
+}
+
 DEVICE constexpr bool is_float(Type type) { return is_kind(type, Kind::PLAIN); }
 DEVICE constexpr bool has_halves(Type type) { return is_kind(type, Kind::HALVES); }
 DEVICE constexpr bool is_paired(Type type) { return is_kind(type, Kind::PAIRS); }

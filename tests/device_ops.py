@@ -134,7 +134,9 @@ class DeviceOps:
         ]
         slots = np.array([[self.device.pointer(m) for m in row] for row in memory], np.uint64)
         upload = self.device.upload
-        return replace(bank, expert_ptr=upload(home), home_ptr=upload(home), slot_ptr=upload(slots)), memory
+        scale = None if bank.gate_scale is None else upload(bank.gate_scale)
+        pointers = {"expert_ptr": upload(home), "home_ptr": upload(home), "slot_ptr": upload(slots)}
+        return replace(bank, gate_scale=scale, **pointers), memory
 
     def _to(self, value: Any) -> Any:
         if isinstance(value, QTensor):

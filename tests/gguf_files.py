@@ -21,14 +21,26 @@ _VALUE_TYPES = {
     "float32": ValueType.FLOAT32, "float64": ValueType.FLOAT64, "bool": ValueType.BOOL,
 }  # fmt: skip
 
-# Where a block keeps its binary16 scales, and a size of them that makes weights of about +-0.05.
+# Where a block keeps its scales, and a size of them that makes weights of about +-0.05.
 BLOCK_SCALES = {
-    QType.Q8_0: ((0, 4e-4),), QType.Q4_0: ((0, 6e-3),), QType.Q2_K: ((80, 3e-3), (82, 4e-3)),
-    QType.Q3_K: ((108, 8e-4),), QType.Q4_K: ((0, 2e-4), (2, 1.5e-3)),
-    QType.Q5_K: ((0, 1e-4), (2, 1.5e-3)), QType.Q6_K: ((208, 3e-5),), QType.IQ2_XXS: ((0, 6e-4),),
-    QType.IQ2_XS: ((0, 6e-4),), QType.IQ3_XXS: ((0, 2.5e-4),), QType.IQ3_S: ((0, 2.5e-4),),
-    QType.IQ2_S: ((0, 6e-4),), QType.IQ4_XS: ((0, 4e-5),),
+    QType.Q8_0: ((0, 4e-4),), QType.Q4_0: ((0, 6e-3),), QType.Q4_1: ((0, 6e-3), (2, -5e-2)), QType.Q5_0: ((0, 3e-3),),
+    QType.Q5_1: ((0, 3e-3), (2, -5e-2)), QType.Q2_K: ((80, 3e-3), (82, 4e-3)), QType.Q3_K: ((108, 8e-4),),
+    QType.Q4_K: ((0, 2e-4), (2, 1.5e-3)), QType.Q5_K: ((0, 1e-4), (2, 1.5e-3)), QType.Q6_K: ((208, 3e-5),),
+    QType.IQ2_XXS: ((0, 6e-4),), QType.IQ2_XS: ((0, 6e-4),), QType.IQ3_XXS: ((0, 2.5e-4),), QType.IQ4_NL: ((0, 5e-4),),
+    QType.IQ3_S: ((0, 2.5e-4),), QType.IQ2_S: ((0, 6e-4),), QType.IQ4_XS: ((0, 4e-5),), QType.MXFP4: ((0, 4e-3),),
+    QType.NVFP4: tuple((at, 4e-3) for at in range(4)),
 }  # fmt: skip
+
+
+def scale_bytes(qtype: QType, scales: np.ndarray) -> np.ndarray:
+    """Scales [n] as a block of the type keeps them, uint8 [n, bytes]: an exponent, UE4M3, else binary16."""
+    if qtype == QType.MXFP4:
+        return (np.rint(np.log2(scales)) + 128).astype(np.uint8)[:, None]
+    if qtype == QType.NVFP4:
+        return gguf.quants.NVFP4.fp32_to_ue4m3((2 * scales).astype(np.float32))[:, None]
+    return scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+
 # For floats: the bits that stay random (sign, mantissa, one of the exponent) and the others.
 FLOAT_BITS = {
     QType.F32: (np.uint32, np.uint32(0x80FFFFFF), np.uint32(0x3C000000)),
@@ -105,8 +117,8 @@ def random_blocks(qtype: QType, rows: int, cols: int, rng: np.random.Generator) 
     else:
         blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])
         for at, scale in BLOCK_SCALES[qtype]:
-            scales = rng.uniform(0.5, 1.5, len(blocks)) * scale
-            blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+            scales = scale_bytes(qtype, rng.uniform(0.5, 1.5, len(blocks)) * scale)
+            blocks[:, at : at + scales.shape[1]] = scales
     return data.reshape(rows, n_bytes)
 
 

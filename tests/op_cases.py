@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES, RECORDS
-from engine.formats.quants import QTensor
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import (
     KV_BLOCK_TOKENS,
     SMALL_TOKENS,
@@ -30,16 +30,16 @@ from engine.ops import (
 )
 from engine.placing import policy
 from tests.device_ops import DeviceOps
-from tests.gguf_files import BLOCK_SCALES, random_blocks
+from tests.gguf_files import BLOCK_SCALES, random_blocks, scale_bytes
 
 Outputs = dict[str, np.ndarray]
 
 LIMITS = Limits(
-    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=1280, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
+    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=3328, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
     n_head_kv=4, head_dim=512,
 )  # fmt: skip
 FLOATS = FLOAT_TYPES
-SMALL_BLOCKS = tuple(qtype for qtype, t in RECORDS.items() if t.elements == 32)
+SMALL_BLOCKS = tuple(qtype for qtype, t in RECORDS.items() if 1 < t.elements < 256)
 CUDA_NMSE = 1e-5  # of tensor cores with half-precision operands, against float64
 
 
@@ -89,8 +89,8 @@ def weights(qtype: QType, rows: int, cols: int, seed: int) -> QTensor:
 
 
 def exact(w: QTensor) -> np.ndarray:
-    """The weights in float64, by the gguf package."""
-    return gguf.dequantize(w.data.reshape(w.shape[0], -1), w.qtype).astype(np.float64)
+    """The weights in float64, by the gguf package, times their scale."""
+    return gguf.dequantize(w.data.reshape(w.shape[0], -1), w.qtype).astype(np.float64) * w.scale
 
 
 def floats(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
@@ -125,11 +125,13 @@ def rounding(*types: QType) -> float:
 # --- products and the embedding -------------------------------------------------------------------
 
 
-def product_case(qtype: QType, rows: int, cols: int, T: int) -> Case:
-    w, x = weights(qtype, rows, cols, 1), floats(2, T, cols)
+def product_case(qtype: QType, rows: int, cols: int, T: int, scale: float = 1.0) -> Case:
+    """cols: or as many as fill blocks."""
+    cols -= cols % RECORDS[qtype].elements
+    w, x = replace(weights(qtype, rows, cols, 1), scale=scale), floats(2, T, cols)
     return Case(
         "product",
-        f"{qtype.name} [{rows}, {cols}] T={T}",
+        f"{qtype.name} [{rows}, {cols}] T={T}{'' if scale == 1 else f' scale={scale}'}",
         lambda ops, ws: {"y": product(ops, ws, w, x)},
         lambda: {"y": x.astype(np.float64) @ exact(w).T},
         rounding(qtype),
@@ -145,7 +147,7 @@ def extreme_product_case(qtype: QType) -> Case:
     data = w.data.reshape(-1, RECORDS[qtype].n_bytes).copy()
     codes = np.ones(data.shape[1], bool)
     for at, _ in BLOCK_SCALES[qtype]:
-        codes[at : at + 2] = False
+        codes[at : at + scale_bytes(qtype, np.ones(1)).shape[1]] = False
     data[:, codes] = rng.choice(np.array([0x00, 0x7F, 0x80, 0x88, 0xFF], np.uint8), (len(data), 1))
     w = QTensor(w.name, qtype, w.shape, data.reshape(-1))
     x = rng.choice(np.array([-3, 3], np.float32), (T, cols // 32, 1)).repeat(32, axis=2).reshape(T, cols)
@@ -157,6 +159,20 @@ def extreme_product_case(qtype: QType) -> Case:
         1e-10,  # these activations are exact in 8 bits
         tokens=T,
     )
+
+
+def any_scale_case(qtype: QType) -> Case:
+    """Every bit random, those of the scales too: all that a byte can say."""
+    cols = 3328
+    data = np.random.default_rng(45).integers(0, 256, 5 * row_bytes(qtype, cols, "random"), np.uint8)
+    w, x = QTensor(f"any {qtype.name}", qtype, (5, cols), data), floats(46, 3, cols)
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        rows = np.full((5, cols), np.nan, np.float32)
+        ops.embed(ws, w, np.arange(5, dtype=np.int32), rows)
+        return {"y": product(ops, ws, w, x), "x": rows}
+
+    return Case("product", f"{qtype.name} any scales", run, tokens=3)
 
 
 def odd_activations_case(qtype: QType) -> Case:
@@ -178,7 +194,7 @@ def odd_activations_case(qtype: QType) -> Case:
 
 
 def embed_case(qtype: QType) -> Case:
-    V, D = 37, 96 if qtype in SMALL_BLOCKS else 77 if qtype in FLOATS else 512
+    V, D = 37, 192 if qtype in SMALL_BLOCKS else 77 if qtype in FLOATS else 512
     table, tokens = weights(qtype, V, D, 7), np.array([36, 0, 5, 5, 17], np.int32)
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
@@ -455,7 +471,9 @@ def activate(x: np.ndarray, gelu: bool) -> np.ndarray:
 def expert_case(
     types: tuple[QType, QType, QType], D: int, F: int, T: int, gelu: bool = False, add: bool = True,
     shared: tuple[QType, QType, QType] | None = None, shared_F: int = 0, shared_gate: QType | None = None,
+    scaled: bool = False,
 ) -> Case:  # fmt: skip
+    """scaled: products of gate, and of all matrices of a shared expert, have factors."""
     E, A = 7, 3
     rng = np.random.default_rng(28)
     parts = [
@@ -471,8 +489,10 @@ def expert_case(
     if shared is not None:
         gate = None if shared_gate is None else weights(shared_gate, 1, D, 503)
         shapes = ((shared_F, D), (shared_F, D), (D, shared_F))
-        matrices = (weights(t, *shape, 500 + p) for p, (t, shape) in enumerate(zip(shared, shapes, strict=True)))
-        beside = SharedExpert(*matrices, gate)
+        matrices = [weights(t, *shape, 500 + p) for p, (t, shape) in enumerate(zip(shared, shapes, strict=True))]
+        factors = (0.6, 1.7, 0.3) if scaled else (1.0, 1.0, 1.0)
+        beside = SharedExpert(*(replace(m, scale=s) for m, s in zip(matrices, factors, strict=True)), gate)
+    gate_scale = rng.uniform(0.3, 3.0, E).astype(np.float32) if scaled else None
     # Two slots: one empty, one with another expert to leave; both are refilled.
     fetched = [int(experts[0, 0]), int(experts[0, 1])]
 
@@ -487,7 +507,7 @@ def expert_case(
         rows = np.full((E, 3), -1, np.int32)
         rows[:2] = [[fetched[0], 0, -1], [fetched[1], 1, E - 1]]
         activation: Activation = "gelu" if gelu else "silu"
-        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, poison=True, activation=activation, layer=0)
+        bank = Experts(*types, D, F, sizes, expert_ptr, home, slots, True, activation, gate_scale, layer=0)
         x = residual.copy() if add else np.full_like(residual, np.nan)
         ops.expert_ffn(ws, h, experts, w, bank, Fetches(rows, np.array([2], np.int32)), x, add, beside)
         return {"x": x, "arena": arena}
@@ -498,7 +518,8 @@ def expert_case(
         for t in range(T):
             for a in range(A):
                 e = experts[t, a]
-                x[t] += w[t, a] * (down[e] @ (activate(gate[e] @ h[t], gelu) * (up[e] @ h[t])))
+                factor = 1.0 if gate_scale is None else float(gate_scale[e])
+                x[t] += w[t, a] * (down[e] @ (activate(factor * (gate[e] @ h[t]), gelu) * (up[e] @ h[t])))
         if beside is not None:
             wide = h.astype(np.float64)
             z = activate(wide @ exact(beside.gate).T, gelu) * (wide @ exact(beside.up).T)
@@ -511,6 +532,7 @@ def expert_case(
     label += "" if add else " add=False"
     if shared is not None:
         label += f" beside {'/'.join(t.name for t in shared)} F={shared_F} gate={shared_gate and shared_gate.name}"
+    label += " scaled" if scaled else ""
     nmse = rounding(*types, *(shared or ()))
     return Case("expert_ffn", label, run, oracle, nmse, tokens=T, types=types, experts=(E, A))
 

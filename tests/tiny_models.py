@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as QType
 
+from data.nano.quantizer import fitting
 from engine import models
 from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
 from engine.formats.quants import QTensor
@@ -82,7 +83,7 @@ def write_tiny(
     path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, variant: dict[str, Any] | None = None,
     fused: tuple[tuple[str, tuple[str, ...]], ...] | None = None, **smaller: int,
 ) -> Path:  # fmt: skip
-    """A tiny random model of an architecture with tensors of the given types and no tokenizer.
+    """A tiny random model of an architecture with tensors of the given types, where they fit, and no tokenizer.
 
     variant: fields of its configuration that are to be other than in `tiny`. fused: tensors that are in one, as the
     published converter has them by default. smaller: fields that are to be less; tensors are cut to fit.
@@ -92,7 +93,17 @@ def write_tiny(
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
     tensors = fuse(tensors, *(FUSED.get(arch.ARCH, ()) if fused is None else fused))
     metadata = {"general.architecture": arch.ARCH, "general.name": "tiny", **config.metadata()}
-    write_gguf(path, metadata, {name: (values, types(name)) for name, values in tensors.items()})
+    written: dict[str, Any] = {}
+    for name, values in tensors.items():
+        qtype = fitting(types(name), values.shape[-1])
+        factor = name.removesuffix("weight") + "scale"
+        if qtype == QType.NVFP4 and factor not in tensors and name != "token_embd.weight":
+            largest = np.abs(values).max(axis=(-1, -2))
+            written[factor] = (largest / (6 * 448)).astype(np.float32).reshape(-1)  # as checkpoints have it
+            written[factor.replace("scale", "input_scale")] = np.ones_like(written[factor])
+            values = values / written[factor].reshape(*values.shape[:-2], 1, 1)
+        written[name] = (values, qtype)
+    write_gguf(path, metadata, written)
     return path
 
 
@@ -102,6 +113,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "laguna-elements": (
         "laguna", {"elements": True, "windowed": (False,) * 6, "window": 0, "scaling": None, "n_dense": 2},
     ),
+    "gemma4-ragged": ("gemma4", {  # rows of 704 and 2112 at a smaller size
+        "n_layer": 4, "n_head_kv": (3, 1, 3, 1), "windowed": (True, False) * 2, "n_ff": (1056,) * 4, "n_ff_exp": 352,
+    }),
     "gemma4-dense": ("gemma4", {**DENSE, "k_eq_v": False, "n_head_kv": (3,) * 6, "n_shared": 0}),
 }  # fmt: skip
 
@@ -135,12 +149,17 @@ def random_path(name: str, qtypes: tuple[QType, ...]) -> Path:
 
 
 def read_weights(path: Path) -> Tensors:
-    """Every tensor of a file as float32, through the gguf package."""
+    """Every tensor of a file as float32, through the gguf package; NVFP4 ones times their factors."""
     reader = gguf.GGUFReader(path)
     out = {}
     for t in reader.tensors:
         shape = tuple(int(n) for n in reversed(t.shape))
         out[t.name] = gguf.dequantize(t.data, t.tensor_type).reshape(shape).astype(np.float32)
+    for name in [t.name for t in reader.tensors if t.name.endswith(".input_scale")]:
+        del out[name]
+        base = name.removesuffix("input_scale")
+        factor = out.pop(base + "scale")
+        out[base + "weight"] *= factor.reshape(*(-1,) * (factor.size > 1), 1, 1)
     return out
 
 

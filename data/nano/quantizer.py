@@ -1,8 +1,8 @@
 """Makes quantized tensors, for the bundled model, tests and benchmarks; the engine only reads them.
 
-Making Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS is ours: a search for the scales with the least squared error. The types
-with a grid (IQ2, IQ3) are made more plainly, by the nearest entries at a few scales. The `gguf` package makes the
-others.
+Making Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS and NVFP4 is ours: a search for the scales with the least squared
+error. The types with a grid (IQ2, IQ3) are made more plainly, by the nearest entries at a few scales. The `gguf`
+package makes the others.
 """
 
 from __future__ import annotations
@@ -35,24 +35,41 @@ def quantize(values: npt.NDArray[Any], qtype: QType, importance: Floats | None =
         raise ModelFormatError(f"tensor {name!r}: a weight that is NaN or beyond {limit:g} cannot be {qtype.name}")
     search = _SEARCHES.get(qtype)
     if search is None:
-        if qtype not in (QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0):
+        if qtype not in _OF_PACKAGE:
             raise UnsupportedModelError(f"tensor {name!r}: no quantizer for type {qtype.name}")
         packed: Bytes = np.ascontiguousarray(gguf.quantize(x, qtype)).view(np.uint8)
         return packed
-    blocks = x.reshape(-1, 256)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
+    blocks = x.reshape(-1, per_block)
     weights = None
     if importance is not None:
         assert importance.shape == x.shape[-1:], name
-        weights = (importance / importance.mean()).astype(np.float32).reshape(-1, 256)
-    out = np.empty((len(blocks), gguf.GGML_QUANT_SIZES[qtype][1]), np.uint8)
-    for start in range(0, len(blocks), _CHUNK):
-        stop = min(start + _CHUNK, len(blocks))
+        weights = (importance / importance.mean()).astype(np.float32).reshape(-1, per_block)
+    out = np.empty((len(blocks), block_bytes), np.uint8)
+    for start in range(0, len(blocks), _CHUNK // per_block):
+        stop = min(start + _CHUNK // per_block, len(blocks))
         w = None if weights is None else weights[np.arange(start, stop) % len(weights)]
         out[start:stop] = search(blocks[start:stop], w)
     return out.reshape(*x.shape[:-1], bytes_per_row)
 
 
-_CHUNK = 256  # blocks at a time: their float32 copies stay in the second-level cache
+# What llama.cpp's quantizer takes for rows that do not fill blocks of 256.
+_SMALLER = {
+    QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_1, QType.Q6_K: QType.Q8_0,
+    **dict.fromkeys((QType.Q2_K, QType.Q3_K, QType.IQ4_XS), QType.IQ4_NL),
+    **dict.fromkeys((QType.IQ3_S, QType.IQ3_XXS, QType.IQ2_S, QType.IQ2_XS, QType.IQ2_XXS), QType.IQ4_NL),
+}  # fmt: skip
+
+
+def fitting(qtype: QType, cols: int) -> QType:
+    """The type that a published file has for a tensor of `cols` columns where a mixture says `qtype`."""
+    return _SMALLER.get(qtype, qtype) if cols % gguf.GGML_QUANT_SIZES[qtype][0] else qtype
+
+
+_CHUNK = 256 * 256  # weights at a time: their float32 copies stay in the second-level cache
+_OF_PACKAGE = (
+    QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.MXFP4,
+)  # fmt: skip
 
 # The searches below work on sub-blocks that share a scale, as columns: x and w are float32 [sub, n], so that a
 # sum over a sub-block is a sum of rows. w is None where every weight counts the same.
@@ -183,6 +200,19 @@ def _affine_blocks(
     return head, *(v.astype(np.uint8).reshape(-1, per_block) for v in (sc, mn)), q
 
 
+def _fit_scale(x: Floats, w: Floats | None, grid: Floats, snap: Callable[[Floats], Floats]) -> Floats:
+    """Scale s of each column: x ~ s*v, v a code value; snap and grid as for `_scaled_blocks`."""
+    extreme = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
+    best_s, best_gain = np.zeros_like(extreme), np.zeros_like(extreme)
+    for level in grid:
+        _, svv, sxv = _moments(snap(x * (level * _inverse(extreme))), x, w)
+        s = sxv * _inverse(svv)
+        better = s * sxv > best_gain
+        best_gain = np.where(better, s * sxv, best_gain)
+        best_s = np.where(better, s, best_s)
+    return best_s
+
+
 def _scaled_blocks(
     blocks: Floats, w: Floats | None, sub: int, limit: int, grid: Floats, snap: Callable[[Floats], Floats]
 ) -> tuple[Floats, Floats, Floats]:
@@ -194,14 +224,7 @@ def _scaled_blocks(
     x = _columns(blocks, sub)
     w = None if w is None else _columns(w, sub)
     per_block = 256 // sub
-    extreme = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
-    best_s, best_gain = np.zeros_like(extreme), np.zeros_like(extreme)
-    for level in grid:
-        _, svv, sxv = _moments(snap(x * (level * _inverse(extreme))), x, w)
-        s = sxv * _inverse(svv)
-        better = s * sxv > best_gain
-        best_gain = np.where(better, s * sxv, best_gain)
-        best_s = np.where(better, s, best_s)
+    best_s = _fit_scale(x, w, grid, snap)
     subs = best_s.reshape(-1, per_block)
     top = np.take_along_axis(subs, np.abs(subs).argmax(1)[:, None], 1)[:, 0]
     d = _half_away(top * np.float32(-1 / limit))
@@ -221,9 +244,9 @@ def _pack_scales(sc: Bytes, mn: Bytes) -> Bytes:
 
 
 def _pack_nibbles(q: Bytes, run: int) -> Bytes:
-    """Codes 0..15 [n, 256] in 128 bytes: a run of codes goes to the low halves, the next to the high halves."""
+    """Codes 0..15 [n, cols] in cols / 2 bytes: a run of codes goes to the low halves, the next to the high halves."""
     pairs = q.reshape(len(q), -1, 2, run)
-    return (pairs[:, :, 0] | (pairs[:, :, 1] << np.uint8(4))).reshape(len(q), 128)
+    return (pairs[:, :, 0] | (pairs[:, :, 1] << np.uint8(4))).reshape(len(q), -1)
 
 
 def _pack_two_bits(q: Bytes) -> Bytes:
@@ -276,19 +299,53 @@ _IQ4_VALUES = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
 _IQ4_NEAREST = _IQ4_VALUES[np.abs(np.arange(-128, 128)[:, None] - _IQ4_VALUES).argmin(1)]
 
 
-def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
-    def snap(y: Floats) -> Floats:
-        nearest: Floats = _IQ4_NEAREST[np.clip(np.rint(y), -128, 127).astype(np.int16) + 128]
-        return nearest
+_IQ4_GRID = np.concatenate([np.linspace(-140, -108, 9), np.linspace(104, 120, 4)]).astype(np.float32)
 
-    grid = np.concatenate([np.linspace(-140, -108, 9), np.linspace(104, 120, 4)]).astype(np.float32)
-    d, sc, v = _scaled_blocks(blocks, w, 32, 32, grid, snap)
+
+def _snap_iq4(y: Floats) -> Floats:
+    nearest: Floats = _IQ4_NEAREST[np.clip(np.rint(y), -128, 127).astype(np.int16) + 128]
+    return nearest
+
+
+def _iq4_nl(blocks: Floats, w: Floats | None) -> Bytes:
+    x = _columns(blocks, 32)
+    d = _half(_fit_scale(x, None if w is None else _columns(w, 32), _IQ4_GRID, _snap_iq4))
+    codes = np.searchsorted(_IQ4_VALUES, _snap_iq4(x * _inverse(d)).T).astype(np.uint8)
+    return np.concatenate([_half_bytes(d[:, None]), _pack_nibbles(codes, 16)], axis=1)
+
+
+def _iq4_xs(blocks: Floats, w: Floats | None) -> Bytes:
+    d, sc, v = _scaled_blocks(blocks, w, 32, 32, _IQ4_GRID, _snap_iq4)
     ls = (sc + 32).astype(np.uint8)
     low = ls[:, ::2] & 15 | (ls[:, 1::2] & 15) << 4
     high = ((ls >> 4).astype(np.uint16) << np.arange(0, 16, 2, dtype=np.uint16)).sum(1, dtype=np.uint16)
     codes = np.searchsorted(_IQ4_VALUES, v).astype(np.uint8)
     parts = [_half_bytes(d[:, None]), high[:, None].view(np.uint8), low, _pack_nibbles(codes, 16)]
     return np.concatenate(parts, axis=1)
+
+
+_E2M1_VALUES = np.array(sorted(set(gguf.quants.NVFP4.kvalues)), np.float32)
+_E2M1_CODES = np.array([gguf.quants.NVFP4.kvalues.index(int(v)) for v in _E2M1_VALUES], np.uint8)
+_UE4M3_VALUES: Floats = gguf.quants.NVFP4.ue4m3_to_fp32(np.arange(127)).astype(np.float32)
+
+
+def _nvfp4(blocks: Floats, w: Floats | None) -> Bytes:
+    x = _columns(blocks, 16)
+    w = None if w is None else _columns(w, 16)
+    between = (_E2M1_VALUES[1:] + _E2M1_VALUES[:-1]) / 2
+    first = np.searchsorted(_UE4M3_VALUES, np.abs(x).max(0) / _E2M1_VALUES[-1])
+    best_scale = best_error = np.full(x.shape[1], np.inf, np.float32)
+    for step in range(-3, 2):
+        scale = np.clip(first + step, 0, 126)
+        d = _UE4M3_VALUES[scale]
+        error = np.square(x - d * _E2M1_VALUES[np.searchsorted(between, x * _inverse(d))])
+        total = (error if w is None else w * error).sum(0)
+        best_scale = np.where(total < best_error, scale, best_scale)
+        best_error = np.minimum(total, best_error)
+    best = best_scale.astype(np.uint8)
+    codes = _E2M1_CODES[np.searchsorted(between, x * _inverse(_UE4M3_VALUES[best]))]
+    packed = _pack_nibbles(np.ascontiguousarray(codes.T).reshape(-1, 64), 8)
+    return np.concatenate([best.reshape(-1, 4), packed], axis=1)
 
 
 _SEVEN_SIGNS = (QType.IQ2_XXS, QType.IQ2_XS, QType.IQ3_XXS)  # of 8 weights: the eighth is their parity
@@ -386,5 +443,5 @@ def _iq3_s(blocks: Floats, w: Floats | None) -> Bytes:
 _SEARCHES = {
     QType.Q2_K: _q2_k, QType.Q3_K: _q3_k, QType.Q4_K: _q4_k, QType.Q5_K: _q5_k, QType.Q6_K: _q6_k,
     QType.IQ2_XXS: _iq2_xxs, QType.IQ2_XS: _iq2_xs, QType.IQ3_XXS: _iq3_xxs, QType.IQ3_S: _iq3_s, QType.IQ2_S: _iq2_s,
-    QType.IQ4_XS: _iq4_xs,
+    QType.IQ4_NL: _iq4_nl, QType.IQ4_XS: _iq4_xs, QType.NVFP4: _nvfp4,
 }  # fmt: skip

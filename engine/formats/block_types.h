@@ -17,6 +17,9 @@
     X(BF16, 30, 1, 2, PLAIN, 64, 0)         \
     X(Q8_0, 8, 32, 34, WHOLE, 128, 4)       \
     X(Q4_0, 2, 32, 18, WHOLE, 256, 8)       \
+    X(Q4_1, 3, 32, 20, WHOLE, 256, 8)       \
+    X(Q5_0, 6, 32, 22, WHOLE, 256, 8)       \
+    X(Q5_1, 7, 32, 24, WHOLE, 256, 8)       \
     X(Q2_K, 10, 256, 84, HALVES, 256, 16)   \
     X(Q3_K, 11, 256, 110, HALVES, 256, 8)   \
     X(Q4_K, 12, 256, 144, PAIRS, 256, 8)    \
@@ -25,11 +28,14 @@
     X(IQ2_XXS, 16, 256, 66, WHOLE, 256, 8)  \
     X(IQ2_XS, 17, 256, 74, HALVES, 256, 8)  \
     X(IQ3_XXS, 18, 256, 98, WHOLE, 256, 8)  \
+    X(IQ4_NL, 20, 32, 18, WHOLE, 256, 8)    \
     X(IQ3_S, 21, 256, 110, WHOLE, 256, 8)   \
     X(IQ2_S, 22, 256, 82, HALVES, 256, 8)   \
-    X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)
+    X(IQ4_XS, 23, 256, 136, WHOLE, 256, 8)  \
+    X(MXFP4, 39, 32, 17, WHOLE, 256, 8)     \
+    X(NVFP4, 40, 64, 36, SIXTEENS, 256, 8)
 
 /* PLAIN: a float type; activations are not quantized. WHOLE: a scale for 32 weights. HALVES: integer factors for each
- * 16 of the 32 besides, of the scale and, where there is one, of the minimum. PAIRS: as WHOLE;
- * for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
-#define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(PAIRS)
+ * 16 of the 32 besides, of the scale and, where there is one, of the minimum. SIXTEENS: a scale for each 16. PAIRS: as
+ * WHOLE; for one token on CUDA, two lanes share the bytes of two blocks (split_term). */
+#define BLOCK_KINDS(X) X(PLAIN) X(WHOLE) X(HALVES) X(SIXTEENS) X(PAIRS)

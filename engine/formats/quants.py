@@ -28,7 +28,8 @@ class QTensor:
     shape: NumPy order, slowest axis first: (rows, cols), or (n_expert, rows, cols) for stacked experts.
     data: uint8 [nbytes], contiguous. stride_bytes: 0, or the distance of two experts in `data`, which then also holds
     what lies between them: gate and up of experts that a file keeps in one tensor (`rows`). backed: whether there are
-    weights behind `data`; of a header that was read alone there are none.
+    weights behind `data`; of a header that was read alone there are none. scale: of a matrix, what its products are
+    multiplied by.
     """
 
     name: str
@@ -37,6 +38,7 @@ class QTensor:
     data: Bytes
     stride_bytes: int = 0
     backed: bool = True
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.data.dtype == np.uint8 and self.data.ndim == 1 and self.data.flags.c_contiguous, self.name

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.ground.errors import SparkError
 
-ABI = 4  # SPARK_CPU_ABI
+ABI = 5  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -36,7 +36,7 @@ class LimitsRecord(ctypes.Structure):
 class MatrixRecord(ctypes.Structure):
     """spark_matrix: a weight matrix."""
 
-    _fields_ = (("data", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int64))
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int64), ("scale", c_float))
 
 
 class KVRecord(ctypes.Structure):
@@ -58,6 +58,7 @@ class ExpertsRecord(ctypes.Structure):
         *((name, c_void_p) for name in ("expert_ptr", "home_ptr", "slot_ptr")),
         ("poison", c_int64),
         ("activation", c_int64),
+        ("gate_scale", c_void_p),
     )
 
 

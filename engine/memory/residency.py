@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.quants import QTensor
-from engine.ops import U8, Activation, Experts
+from engine.ops import F32, U8, Activation, Experts
 from engine.ops.device import Memory
 from engine.placing import placement as placing
 from engine.placing import policy
@@ -49,12 +49,16 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """The stacked experts of one layer as they lie in the file: gate, up [E, F, D], down [E, D, F]."""
+    """The stacked experts of one layer as they lie in the file: gate, up [E, F, D], down [E, D, F].
+
+    gate_scale: float32 [E], of the products of gate, where a file has such factors.
+    """
 
     gate: QTensor
     up: QTensor
     down: QTensor
     activation: Activation = "silu"
+    gate_scale: F32 | None = None
 
     @property
     def parts(self) -> tuple[QTensor, QTensor, QTensor]:
@@ -125,7 +129,7 @@ class Residency:
 
     experts: one record a MoE layer. rule: how heat moves (docs/residency.md). tier: where experts outside
     slots are read (MappedTier, or page-locked copies). poison: fill empty and emptied slots with 0xFF,
-    which every block format reads as NaN. `state` is the host's view; `live`, on the device, is what ops
+    which no block format reads as weights of a model. `state` is the host's view; `live`, on the device, is what ops
     read and change. On a host backend they are one; elsewhere `pull` and `push` copy between them.
     """
 
@@ -211,6 +215,7 @@ class Residency:
             slot_ptr=self.live.slot_ptr,
             poison=self.poison,
             activation=tensors.activation,
+            gate_scale=None if tensors.gate_scale is None else self.device.upload(tensors.gate_scale),
             layer=layer,
         )
 

@@ -239,7 +239,7 @@ def _layer(t: Tensors, config: Config, i: int) -> Layer:
         moe = MoE(
             router_norm=t.values("ffn_gate_inp.scale") * np.float32(config.n_embd**-0.5),
             router=t.floats("ffn_gate_inp.weight"),
-            gating=Gating(expert_scale=t.values("ffn_down_exps.scale")),
+            gating=t.gating(Gating(expert_scale=t.values("ffn_down_exps.scale"))),
             pre_norm=t.values("pre_ffw_norm_2.weight"),
             post_norm=t.values("post_ffw_norm_2.weight"),
             dense_post_norm=t.values("post_ffw_norm_1.weight"),

@@ -207,7 +207,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
             ffn = t.ffn()
         else:
             gating = Gating(config.gating, config.renormalize, config.expert_scale, bias=t.values("exp_probs_b.bias"))
-            ffn = MoE(t.floats("ffn_gate_inp.weight"), gating, t.shared())
+            ffn = MoE(t.floats("ffn_gate_inp.weight"), t.gating(gating), t.shared())
             experts.append(t.experts())
         layers.append(Layer(t.attention("attn_gate.weight"), t.values("ffn_norm.weight"), ffn))
     return tensors.model(layers, experts)

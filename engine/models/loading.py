@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
+from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.gguf import GGUFFile
@@ -20,7 +21,7 @@ from engine.formats.quants import QTensor, dequantize, require_native, without_o
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.memory.residency import ExpertTensors
 from engine.models.conventions import mtp_blocks
-from engine.ops import F32, Activation, AttentionInput, SharedExpert
+from engine.ops import F32, Activation, AttentionInput, Gating, SharedExpert
 
 PARTS = ("gate", "up", "down")
 # What converters can join in one tensor of a layer.
@@ -153,6 +154,18 @@ def _split(file: GGUFFile, name: str, parts: Shapes) -> dict[str, QTensor]:
     return found
 
 
+# Tensors beside a matrix of NVFP4: a factor of its products, which converters take from the checkpoint, and what its
+# activations were in training, for those who round them to four bits.
+FACTOR, INPUT_FACTOR = "scale", "input_scale"
+
+
+def _is_factor(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], name: str) -> bool:
+    base, _, kind = name.rpartition(".")
+    of = base + ".weight"
+    found = of in file.tensors and file.tensors[of].qtype == QType.NVFP4 and (of in shapes or fused_parts(shapes, of))
+    return bool(found) and kind in (FACTOR, INPUT_FACTOR) and base != "token_embd"
+
+
 class Tensors:
     """The tensors of a file, none of which may be unknown: an ignored bias is a wrong model.
 
@@ -166,12 +179,16 @@ class Tensors:
     ) -> None:
         self.file, self.shapes, self.prefix = file, shapes, ""
         self.fused: dict[str, QTensor] = {}  # parts of other tensors
+        self._whole: dict[str, str] = {}  # and the names of those
         mtp = mtp_blocks(file.metadata, file.architecture)
         for name in file.tensors:
             block = re.match(r"blk\.(\d+)\.", name)
             if parts := fused_parts(shapes, name):
                 self.fused |= _split(file, name, parts)
-            elif name not in shapes and not (block and int(block[1]) in mtp) and not skipped(name):
+                self._whole |= dict.fromkeys(parts, name)
+            elif name not in shapes and not (
+                (block and int(block[1]) in mtp) or skipped(name) or _is_factor(file, shapes, name)
+            ):
                 raise UnsupportedModelError(f"tensor {name} is not part of {file.architecture} as implemented here")
 
     def layer(self, i: int) -> Tensors:
@@ -185,10 +202,22 @@ class Tensors:
         return self.prefix + name in self.file.tensors
 
     def matrix(self, name: str) -> QTensor:
-        """A tensor of a type with kernels, as it is."""
+        """A tensor of a type with kernels, as it is, and its factor, if it has one."""
+        tensor = self._stacked(name)
+        factor = self._factors(name, 1)
+        return tensor if factor is None else replace(tensor, scale=float(factor[0]))
+
+    def _stacked(self, name: str) -> QTensor:
         name = self.prefix + name
-        found = self.fused.get(name)
-        return matrix(self.file, name, self.shapes[name]) if found is None else found
+        return self.fused[name] if name in self.fused else matrix(self.file, name, self.shapes[name])
+
+    def _factors(self, name: str, n: int) -> F32 | None:
+        """What the products of an NVFP4 tensor, or of each of its n experts, are multiplied by; None: by nothing."""
+        name = self.prefix + name
+        key = self._whole.get(name, name).removesuffix("weight") + FACTOR
+        if key in self.shapes or key not in self.file.tensors:
+            return None
+        return np.ascontiguousarray(dequantize(float_matrix(self.file, key, (n,))))
 
     def floats(self, name: str) -> QTensor:
         """A router or another matrix whose products are not quantized."""
@@ -196,7 +225,8 @@ class Tensors:
 
     def values(self, name: str) -> F32:
         """A small tensor (a norm, a convolution) as float32."""
-        return np.ascontiguousarray(dequantize(self.matrix(name)))
+        tensor = self.matrix(name)
+        return np.ascontiguousarray(dequantize(tensor)) * np.float32(tensor.scale)
 
     def attention(self, gate: str | None = None) -> AttentionWeights:
         """Attention with norms of Q and K; without K, or V alone, where `shapes` has none."""
@@ -225,8 +255,16 @@ class Tensors:
 
     def experts(self, activation: Activation = "silu") -> ExpertTensors:
         """The experts."""
-        gate, up, down = (self.matrix(f"ffn_{part}_exps.weight") for part in PARTS)
-        return ExpertTensors(gate, up, down, activation)
+        gate, up, down = (self._stacked(f"ffn_{part}_exps.weight") for part in PARTS)
+        factors = self._factors("ffn_gate_exps.weight", gate.shape[0])
+        return ExpertTensors(gate, up, down, activation, factors)
+
+    def gating(self, rule: Gating) -> Gating:
+        """How experts are chosen and weighted; what the products of their up and down are multiplied by is in it."""
+        n_expert = self.shapes[self.prefix + "ffn_down_exps.weight"][0]
+        of_products = (self._factors(f"ffn_{part}_exps.weight", n_expert) for part in ("up", "down"))
+        given = [f for f in (rule.expert_scale, *of_products) if f is not None]
+        return replace(rule, expert_scale=np.prod(given, axis=0, dtype=np.float32) if given else None)
 
     def model(self, layers: list[LayerT], experts: list[ExpertTensors], **more: float) -> Weights[LayerT]:
         """The whole, with what stands before and after the layers; the output matrix may be the embedding."""

@@ -31,6 +31,7 @@ class Layer:
     mixer: AttentionWeights | Delta
     ffn_norm: F32
     router: QTensor
+    gating: Gating
     shared: SharedExpert
 
 
@@ -42,7 +43,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
         t = tensors.layer(i)
         shared = t.shared(replace(t.floats("ffn_gate_inp_shexp.weight"), shape=(1, config.n_embd)))
         norm, router = t.values("post_attention_norm.weight"), t.floats("ffn_gate_inp.weight")
-        layers.append(Layer(load_mixer(t, config, i), norm, router, shared))
+        layers.append(Layer(load_mixer(t, config, i), norm, router, t.gating(GATING), shared))
         experts.append(t.experts())
     return tensors.model(layers, experts)
 
@@ -50,7 +51,7 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
 def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
     mix(p, i, w.mixer)
-    p.route(i, w.ffn_norm, w.router, GATING)
+    p.route(i, w.ffn_norm, w.router, w.gating)
     p.experts(i, w.shared)
 
 

@@ -92,6 +92,7 @@ class Layer:
     attention: AttentionWeights
     ffn_norm: F32
     router: QTensor
+    gating: Gating
 
 
 def load(file: GGUFFile, config: Config) -> Weights[Layer]:
@@ -99,7 +100,8 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     tensors = Tensors(file, config.tensors())
     layers, experts = [], []
     for t in map(tensors.layer, range(config.n_layer)):
-        layers.append(Layer(t.attention(), t.values("ffn_norm.weight"), t.floats("ffn_gate_inp.weight")))
+        norm, router = t.values("ffn_norm.weight"), t.floats("ffn_gate_inp.weight")
+        layers.append(Layer(t.attention(), norm, router, t.gating(config.gating)))
         experts.append(t.experts())
     return tensors.model(layers, experts)
 
@@ -113,7 +115,7 @@ def layer(p: Pass[Config], i: int, w: Layer) -> None:
     """Layer i of a step."""
     c = p.config
     p.attention(i, w.attention, c.head_dim, 1.0 / float(np.sqrt(c.head_dim)))
-    p.route(i, w.ffn_norm, w.router, c.gating)
+    p.route(i, w.ffn_norm, w.router, w.gating)
     p.experts(i)
 
 

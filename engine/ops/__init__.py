@@ -127,8 +127,8 @@ class Experts:
     among the MoE layers.
     expert_ptr: uint64 [E, 3] where an expert is read from now, a view of the residency state.
     home_ptr: uint64 [E, 3] its place in the slow tier. slot_ptr: uint64 [N, 3] all slots.
-    poison: fill a slot with 0xFF (NaN scales in every block format) before a fetch refills it.
-    activation: of the gate's product.
+    poison: fill a slot with 0xFF (NaN scales, or weights far from any model's) before a fetch refills it.
+    activation: of the gate's product. gate_scale: float32 [E] or None, multiplies it before.
     """
 
     gate_type: gguf.GGMLQuantizationType
@@ -142,6 +142,7 @@ class Experts:
     slot_ptr: U64
     poison: bool = False
     activation: Activation = "silu"
+    gate_scale: F32 | None = None
     layer: int = field(kw_only=True)
 
 

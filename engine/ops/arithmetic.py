@@ -179,9 +179,10 @@ def product(w: QTensor, x: F32) -> F32:
     A quantized `w` meets activations in 8 bits; a float `w` meets `x` itself.
     """
     if w.qtype in FLOAT_TYPES:
-        return dot32(float_rows(w)[None], x[:, None, :])
-    q, d = quantize_activations(x)
-    return _block_product(integer_blocks(w), q, d)
+        y = dot32(float_rows(w)[None], x[:, None, :])
+    else:
+        y = _block_product(integer_blocks(w), *quantize_activations(x))
+    return y * np.float32(w.scale)
 
 
 def rope_table(n_positions: int, n_rot: int, base: float) -> F32:

@@ -22,6 +22,7 @@ from engine.ops import F32, U8
 IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
 )
+E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int16)  # doubled
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,14 @@ class BlockTerms:
     """A matrix [N, K] as blocks of 32 in two halves of 16.
 
     q: int16 [N, K / 32, 2, 16]. scale: float32 [N, K / 32]. half_scale: int32 [N, K / 32, 2], integer
-    factors of the halves, or None. minimum: float32 [N, K / 32], subtracted times the sum of the
-    activations, or None. half_minimum: int32 [N, K / 32, 2], factors of the minimum for the halves, or None.
-    The weight is scale * half_scale * q - minimum * half_minimum.
+    factors of the halves, or float32, multiples of 2^-10 up to 240 (then scale is 1), or None. minimum:
+    float32 [N, K / 32], subtracted times the sum of the activations, or None. half_minimum: int32 [N, K / 32, 2],
+    factors of the minimum for the halves, or None. The weight is scale * half_scale * q - minimum * half_minimum.
     """
 
     q: NDArray[np.int16]
     scale: F32
-    half_scale: NDArray[np.int32] | None = None
+    half_scale: NDArray[np.int32] | F32 | None = None
     minimum: F32 | None = None
     half_minimum: NDArray[np.int32] | None = None
 
@@ -64,14 +65,38 @@ def _nibble_pairs(qs: U8) -> U8:
     return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*qs.shape[:-1], 8, 32)
 
 
+def _nibble_halves(qs: U8) -> U8:
+    """Bytes as twice as many codes: the first half of them in the low halves, the others in the high ones."""
+    return np.concatenate([qs & 15, qs >> 4], axis=-1)
+
+
 def _q8_0(raw: U8) -> BlockTerms:
     return BlockTerms(raw[..., 2:].view(np.int8).astype(np.int16), _half_floats(raw[..., :2])[..., 0])
 
 
 def _q4_0(raw: U8) -> BlockTerms:
-    qs = raw[..., 2:]
-    q = np.concatenate([qs & 15, qs >> 4], axis=-1).astype(np.int16) - 8
+    q = _nibble_halves(raw[..., 2:]).astype(np.int16) - 8
     return BlockTerms(q, _half_floats(raw[..., :2])[..., 0])
+
+
+def _q4_1(raw: U8) -> BlockTerms:
+    d = _half_floats(raw[..., :4])
+    return BlockTerms(_nibble_halves(raw[..., 4:]).astype(np.int16), d[..., 0], None, -d[..., 1])
+
+
+def _five_bits(raw: U8) -> NDArray[np.int16]:
+    """Four bytes with the fifth bit of each element, 16 bytes with the other four: codes 0..31."""
+    fifth = np.unpackbits(raw[..., :4], axis=-1, bitorder="little")
+    return (_nibble_halves(raw[..., 4:]) | (fifth << 4)).astype(np.int16)
+
+
+def _q5_0(raw: U8) -> BlockTerms:
+    return BlockTerms(_five_bits(raw[..., 2:]) - np.int16(16), _half_floats(raw[..., :2])[..., 0])
+
+
+def _q5_1(raw: U8) -> BlockTerms:
+    d = _half_floats(raw[..., :4])
+    return BlockTerms(_five_bits(raw[..., 4:]), d[..., 0], None, -d[..., 1])
 
 
 def _two_bits(qs: U8) -> U8:
@@ -196,6 +221,10 @@ def _iq3_s(raw: U8) -> BlockTerms:
     return BlockTerms(_signed(QType.IQ3_S, index, raw[..., 74:106]), _half_floats(raw[..., :2]) * factor)
 
 
+def _iq4_nl(raw: U8) -> BlockTerms:
+    return BlockTerms(IQ4_VALUES[_nibble_halves(raw[..., 2:])], _half_floats(raw[..., :2])[..., 0])
+
+
 def _iq4_xs(raw: U8) -> BlockTerms:
     lead = raw.shape[:-1]
     d = _half_floats(raw[..., :2])
@@ -203,15 +232,37 @@ def _iq4_xs(raw: U8) -> BlockTerms:
     low = np.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], axis=-1).reshape(*lead, 8)
     shifts = 2 * np.arange(8, dtype=np.uint16)
     ls = low.astype(np.int32) | (((high >> shifts) & 3) << 4).astype(np.int32)
-    qs = raw[..., 8:].reshape(*lead, 8, 16)
-    q = IQ4_VALUES[np.concatenate([qs & 15, qs >> 4], axis=-1)]
+    q = IQ4_VALUES[_nibble_halves(raw[..., 8:].reshape(*lead, 8, 16))]
     return BlockTerms(q, d * (ls - 32).astype(np.float32))
+
+
+def _mxfp4(raw: U8) -> BlockTerms:
+    d = np.ldexp(np.float32(1), raw[..., 0].astype(np.int32) - 128)  # values are doubled
+    return BlockTerms(E2M1_VALUES[_nibble_halves(raw[..., 1:])], d)
+
+
+def _ue4m3(raw: U8) -> F32:
+    """Half of what eight bits say: four of exponent, three of mantissa; the sign is ignored, 0x7f is 0."""
+    exponent, mantissa = (raw >> 3 & 15).astype(np.int32), (raw & 7).astype(np.float32)
+    units = np.where(exponent == 0, mantissa, mantissa + 8)
+    value = np.ldexp(units, np.maximum(exponent, 1) - 11)
+    return np.where(raw == 0x7F, np.float32(0), value).astype(np.float32)
+
+
+def _nvfp4(raw: U8) -> BlockTerms:
+    lead = raw.shape[:-1]
+    d = _ue4m3(raw[..., :4]).reshape(*lead, 2, 2)
+    q = E2M1_VALUES[_nibble_halves(raw[..., 4:].reshape(*lead, 2, 2, 8))]
+    return BlockTerms(q, np.ones((*lead, 2), np.float32), d)
 
 
 # The twin of each block type: uint8 [N, blocks of a row, bytes of a block] to terms.
 TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
     QType.Q8_0: _q8_0,
     QType.Q4_0: _q4_0,
+    QType.Q4_1: _q4_1,
+    QType.Q5_0: _q5_0,
+    QType.Q5_1: _q5_1,
     QType.Q2_K: _q2_k,
     QType.Q3_K: _q3_k,
     QType.Q4_K: _q4_k,
@@ -220,9 +271,12 @@ TWINS: dict[QType, Callable[[U8], BlockTerms]] = {
     QType.IQ2_XXS: _iq2_xxs,
     QType.IQ2_XS: _iq2_xs,
     QType.IQ3_XXS: _iq3_xxs,
+    QType.IQ4_NL: _iq4_nl,
     QType.IQ3_S: _iq3_s,
     QType.IQ2_S: _iq2_s,
     QType.IQ4_XS: _iq4_xs,
+    QType.MXFP4: _mxfp4,
+    QType.NVFP4: _nvfp4,
 }
 
 

@@ -172,7 +172,7 @@ class Workspace:
         if seen is not None:
             return seen[2]
         quants.require_native(w)
-        return self._remember(w, MatrixRecord(w.data.ctypes.data, rows, cols, int(w.qtype)))
+        return self._remember(w, MatrixRecord(w.data.ctypes.data, rows, cols, int(w.qtype), w.scale))
 
     def cache(self, kv: KVLayer) -> tuple[int, int, int]:
         """Address of the record of a layer's cache, its heads and their dimension."""
@@ -260,6 +260,7 @@ def _expert_record(bank: Experts) -> ExpertsRecord:
         address_of(bank.slot_ptr, UINT64, (N, 3), "slot_ptr"),
         int(bank.poison),
         ACTIVATIONS.index(bank.activation),
+        None if bank.gate_scale is None else address_of(bank.gate_scale, FLOAT32, (E,), "gate_scale"),
     )
 
 

@@ -300,9 +300,11 @@ def fetch(bank: Experts, fetches: Fetches) -> None:
 def _expert_parts(bank: Experts, expert: int) -> Sequence[QTensor]:
     shapes = ((bank.n_ff, bank.n_embd), (bank.n_ff, bank.n_embd), (bank.n_embd, bank.n_ff))
     types = (bank.gate_type, bank.up_type, bank.down_type)
+    scales = (1.0 if bank.gate_scale is None else float(bank.gate_scale[expert]), 1.0, 1.0)
+    sources = (_memory(int(bank.expert_ptr[expert, i]), bank.part_bytes[i]) for i in range(3))
     return [
-        QTensor(f"expert {expert}", types[i], shapes[i], _memory(int(bank.expert_ptr[expert, i]), bank.part_bytes[i]))
-        for i in range(3)
+        QTensor(f"expert {expert}", qtype, shape, source, scale=scale)
+        for qtype, shape, source, scale in zip(types, shapes, sources, scales, strict=True)
     ]
 
 

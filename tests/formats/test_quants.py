@@ -16,11 +16,13 @@ from engine.formats.quants import QTensor, dequantize, require_native, row_bytes
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from tests.gguf_files import qtensor, random_blocks
 
-OURS = (QType.Q2_K, QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_XS, *GRIDS)
+OURS = (
+    QType.Q2_K, QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.IQ4_NL, QType.IQ4_XS, QType.NVFP4, *GRIDS,
+)  # fmt: skip
 READABLE = {  # a version of the package that reads fewer would narrow the test below unseen
     QType.F32, QType.F16, QType.BF16, QType.Q4_0, QType.Q4_1, QType.Q5_0, QType.Q5_1, QType.Q8_0, QType.Q2_K,
     QType.Q3_K, QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.TQ1_0, QType.TQ2_0, QType.MXFP4, QType.IQ1_S, QType.IQ1_M,
-    QType.IQ2_XXS, QType.IQ2_XS, QType.IQ2_S, QType.IQ3_XXS, QType.IQ3_S, QType.IQ4_NL, QType.IQ4_XS,
+    QType.IQ2_XXS, QType.IQ2_XS, QType.IQ2_S, QType.IQ3_XXS, QType.IQ3_S, QType.IQ4_NL, QType.IQ4_XS, QType.NVFP4,
 }  # fmt: skip
 rng = np.random.default_rng(11)
 
@@ -101,7 +103,7 @@ def test_dequantize_is_that_of_the_package(qtype: QType) -> None:
 # ---- writing
 
 
-@pytest.mark.parametrize("qtype", [QType.F32, QType.F16, QType.BF16, QType.Q8_0, QType.Q4_0], ids=lambda q: q.name)
+@pytest.mark.parametrize("qtype", [t for t in NATIVE_TYPES if t not in OURS], ids=lambda q: q.name)
 def test_package_quantizers(qtype: QType) -> None:
     values = normal(3, 2, 96)
     packed = quantize(values, qtype)
@@ -116,6 +118,8 @@ def test_package_quantizers(qtype: QType) -> None:
 # Relative RMSE of normal weights, a little above what was measured; and of a plain quantizer of the same type.
 BOUNDS = {
     QType.Q8_0: 0.0055, QType.Q6_K: 0.0170, QType.Q5_K: 0.0358, QType.Q4_K: 0.0708, QType.IQ4_XS: 0.0752,
+    QType.IQ4_NL: 0.0745, QType.Q5_0: 0.0435, QType.Q5_1: 0.0385, QType.Q4_1: 0.0795, QType.MXFP4: 0.116,
+    QType.NVFP4: 0.0935,
     QType.Q3_K: 0.145, QType.Q2_K: 0.264, QType.IQ3_S: 0.133, QType.IQ3_XXS: 0.180, QType.IQ2_S: 0.241,
     QType.IQ2_XS: 0.289, QType.IQ2_XXS: 0.332,
 }  # fmt: skip
@@ -179,7 +183,7 @@ def test_a_block_does_not_depend_on_its_neighbors(qtype: QType) -> None:
     packed = quantize(values, qtype)
     for at in [(0, 0), (1, 7), (2, 89)]:
         np.testing.assert_array_equal(packed[at], quantize(values[at], qtype))
-    assert packed.shape == (3, 90, gguf.GGML_QUANT_SIZES[qtype][1])
+    assert packed.shape == (3, 90, row_bytes(qtype, 256, "t"))
 
 
 @pytest.mark.parametrize("qtype", OURS, ids=lambda q: q.name)
@@ -215,7 +219,7 @@ def test_error_on_any_shape_of_weights(
         error, baseline = (np.sqrt(np.square(y - values).mean()) for y in (found[qtype], plain))
         assert error <= 1.1 * baseline + 0.025 * rms + 1e-6
     assert np.sqrt(np.square(found[with_grid] - values).mean()) <= 0.8 * rms + 1e-6  # zeros would have 1
-    for qtype, bound in [(QType.Q6_K, 1 / 32), (QType.IQ4_XS, 1 / 7)]:
+    for qtype, bound in [(QType.Q6_K, 1 / 32), (QType.IQ4_NL, 1 / 7), (QType.IQ4_XS, 1 / 7)]:
         assert np.abs(found[qtype] - values).max() <= bound * np.abs(values).max() + 3e-6
 
 

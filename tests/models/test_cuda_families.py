@@ -17,6 +17,7 @@ from tests.engine_runs import config, feed, generate
 from tests.tiny_models import (
     BLOCK_TYPES,
     MODELS,
+    everything,
     k_quant_mix,
     nmse,
     random_path,
@@ -41,6 +42,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+NVFP4 = everything(QType.NVFP4)
+
+
 @pytest.fixture(scope="module", params=[name for name in models.known() if name != "qwen3moe"])
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -52,9 +56,13 @@ def model(arch: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(path, k_quant_mix, arch=models.find(arch), variant=VARIANTS[arch])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_is_near_transformers(name: str) -> None:
-    path = tiny_path(name)
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [*((name, k_quant_mix) for name in MODELS), ("laguna", NVFP4)],
+    ids=lambda v: v if isinstance(v, str) else "" if v is k_quant_mix else "NVFP4",
+)
+def test_prefill_is_near_transformers(name: str, types: Any) -> None:
+    path = tiny_path(name, types)
     loaded = load(config(path, **OPTIONS))
     logits, experts = feed(loaded, PROMPT[:41], [41])
     oracle, _ = transformers_choices(loaded.source.config, read_weights(path), PROMPT[:41], imposed=experts)
@@ -63,6 +71,15 @@ def test_prefill_is_near_transformers(name: str) -> None:
 
 
 def test_decoding_with_the_same_routing_is_near_the_cpu_backends(model: Path, tmp_path: Path) -> None:
+    decoding_is_near_the_cpu_backends(model, tmp_path)
+
+
+def test_decoding_with_factors_is_near_the_cpu_backends(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", NVFP4, arch=models.find("laguna"), variant=VARIANTS["laguna"])
+    decoding_is_near_the_cpu_backends(path, tmp_path)
+
+
+def decoding_is_near_the_cpu_backends(model: Path, tmp_path: Path) -> None:
     cpu = load(config(model, device="cpu", **OPTIONS))
     tokens = PROMPT[:24]
     expected, experts = feed(cpu, tokens, [1] * len(tokens))

@@ -21,6 +21,7 @@ from tests.tiny_models import (
     ALL_F32,
     BLOCK_TYPES,
     MODELS,
+    everything,
     float_logits,
     nmse,
     random_path,
@@ -30,6 +31,7 @@ from tests.tiny_models import (
     transformers_logits,
 )
 
+NVFP4 = everything(QType.NVFP4)
 TOKENS = np.random.default_rng(7).integers(0, 301, 121).astype(np.int32)
 MIXTURES = [name for name in models.known() if name != "qwen35"]
 
@@ -89,7 +91,8 @@ def test_the_oracle_equals_float64_loops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_type"), [*((name, "f16") for name in models.known()), ("qwen3moe", "q8_0"), ("laguna", "q8_0")]
+    ("name", "kv_type"),
+    [*((name, "f16") for name in (*models.known(), "gemma4-ragged")), ("qwen3moe", "q8_0"), ("laguna", "q8_0")],
 )
 def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
     cpu, twin = (loaded_for(tiny_path(name), device, kv_type=kv_type) for device in ("cpu", "reference"))
@@ -117,6 +120,30 @@ def test_quantized_model_is_near_its_dequantized_float_model(name: str, record_p
         experts.reshape(-1, experts.shape[2]), free.reshape(-1, free.shape[2]), strict=True)])  # fmt: skip
     record_property("routing_agreement", float(same))
     assert same > 0.8  # reported apart: a random router has near ties, so it is no measure of the arithmetic
+
+
+@pytest.mark.parametrize("name", [n if n == "qwen3moe" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_factors_beside_a_matrix_multiply_its_products(name: str) -> None:
+    """NVFP4 as converters write it: a factor for each matrix and expert, and an input's, which changes nothing."""
+    path = tiny_path(name, NVFP4)
+    loaded = loaded_for(path, "cpu")
+    logits, experts = run(loaded, TOKENS[:40], [30, 1, 9])
+    oracle, _ = transformers_choices(loaded.source.config, read_weights(path), TOKENS[:40], imposed=experts)
+    assert nmse(logits, oracle) < 3e-3
+    twin, _ = run(loaded_for(path, "reference"), TOKENS[:9], [6, 1, 2])
+    assert np.array_equal(bits(logits[:9]), bits(twin))
+
+
+def test_a_factor_is_of_an_nvfp4_matrix_and_of_its_shape(tmp_path: Path) -> None:
+    config, tensors = models.find("qwen3moe").tiny(np.random.default_rng(1))
+    metadata, key = {"general.architecture": "qwen3moe", **config.metadata()}, "blk.1.ffn_up_exps"
+    one, each = np.ones(1, np.float32), np.ones(config.n_expert, np.float32)
+    assert f"{key}.scale is not part of qwen3moe" in str(refused(tmp_path, metadata, tensors | {f"{key}.scale": each}))
+    stacked = tensors | {f"{key}.weight": (tensors[f"{key}.weight"], QType.NVFP4)}
+    error = refused(tmp_path, metadata, stacked | {f"{key}.scale": one})
+    assert f"{key}.scale has shape (1,), the metadata asks for (11,)" in str(error)
+    table = tensors | {"token_embd.weight": (tensors["token_embd.weight"], QType.NVFP4)}
+    assert "token_embd.scale is not part" in str(refused(tmp_path, metadata, table | {"token_embd.scale": one}))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -147,7 +174,8 @@ def test_sequences_in_one_step_do_not_touch_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("percent", [10, 30, 60])
 @pytest.mark.parametrize(
-    ("name", "policy"), [*((name, "lru") for name in (*MIXTURES, "qwen35moe-fused")), ("qwen3moe", "uniform")]
+    ("name", "policy"),
+    [*((name, "lru") for name in (*MIXTURES, "qwen35moe-fused", "gemma4-ragged")), ("qwen3moe", "uniform")],
 )
 def test_residency_changes_no_bit(name: str, policy: str, percent: int) -> None:
     chunks = [57, 20, 1, 1, 1, 1, 1, 1]

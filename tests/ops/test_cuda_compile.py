@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from math import prod
 from types import ModuleType
@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType as QType
 from benchmarks.full_shape import SHAPES, first_layers, mix_of
 from engine.formats.block_types import NATIVE_TYPES
 from engine.formats.quants import QTensor
+from engine.memory.residency import ExpertTensors
 from engine.models import qwen3moe
 from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
@@ -57,12 +58,12 @@ class Shapes:
 
 def launched(
     arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
-    module: ModuleType = qwen3moe,
+    module: ModuleType = qwen3moe, change: Callable[[Any], Any] = lambda weights: weights,
 ) -> Kernels:  # fmt: skip
-    """The modules that a model's steps of up to `max_tokens` take, and the kernels in them."""
+    """The modules that a model's steps of up to `max_tokens` take, and the kernels in them; change: of its weights."""
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
-    weights = module.load(Shapes(config, type_of), config)
+    weights = change(module.load(Shapes(config, type_of), config))
     counted = dryrun.count(device, module, config, weights, dryrun.limits_of(config, 8192, max_tokens), kv_type)
     found: Kernels = {}
     for source, name in counted.kernels:
@@ -127,6 +128,30 @@ def test_kernels_compile_for_every_architecture(arch: str) -> None:
 @pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
 def test_kernels_compile_for_every_type(qtype: QType) -> None:
     check("sm_80", of_type(qtype))
+
+
+def with_factors(record: Any) -> Any:
+    """Weights whose products are all multiplied by something."""
+    if isinstance(record, ExpertTensors):
+        return replace(record, gate_scale=np.ones(record.gate.shape[0], np.float32))
+    if isinstance(record, QTensor):
+        return replace(record, scale=0.5) if record.qtype == QType.NVFP4 else record
+    if isinstance(record, tuple):
+        return tuple(map(with_factors, record))
+    if not is_dataclass(record):
+        return record
+    return replace(record, **{f.name: with_factors(getattr(record, f.name)) for f in fields(record)})
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_products_with_factors() -> None:
+    module, config = SHAPES["laguna-xs2"]
+    config = first_layers(config, 2)
+    kernels = launched("sm_80", config, all_of_type(QType.NVFP4), max_tokens=64, module=module, change=with_factors)
+    weighted = {m: names for m, names in kernels.items() if ("WEIGHTED", "1") in m.defines}
+    assert {m.file for m in weighted} == {"product.cu", "experts.cu"}
+    assert {name for names in weighted.values() for name in names} == {"product", "gate_up", "gate_up_dense"}
+    check("sm_80", weighted)
 
 
 @pytest.mark.slow

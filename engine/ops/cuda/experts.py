@@ -35,7 +35,8 @@ def runs_beside(shared: SharedExpert, bank: Experts) -> bool:
     """Whether the first half of a shared expert can be one more expert of the launch that does the chosen ones'."""
     types = (shared.gate.qtype, shared.up.qtype) == (bank.gate_type, bank.up_type)
     shapes = shared.gate.shape == shared.up.shape == (bank.n_ff, bank.n_embd)
-    return types and shapes and (shared.down.qtype in FLOAT_TYPES) == (bank.down_type in FLOAT_TYPES)
+    plain = shared.gate.scale == shared.up.scale == shared.down.scale == 1
+    return plain and types and shapes and (shared.down.qtype in FLOAT_TYPES) == (bank.down_type in FLOAT_TYPES)
 
 
 class SmallExperts:
@@ -112,7 +113,9 @@ class SmallExperts:
                 shared_bytes = max(shared_bytes, 8 * bank.n_embd)
                 more[3:] = [expert.shared_gate.data, floats, self._row_scale]
         args = [*active, n_used, bank.n_ff, *_rows(h), *_rows(z), *more]
-        args += [COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes]
+        if bank.gate_scale is not None:
+            defines = (*defines, ("WEIGHTED", "1"))
+        args += [COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes, bank.gate_scale]
         grid = (n_records + (beside is not None), COPIERS + -(-bank.n_ff // Z_ROWS))
         kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
@@ -200,8 +203,10 @@ class SmallDense:
         if shared is not None:
             more = (*more, ("SHARED", _gate_type(shared[0], D)))
             gating = [shared[0].data, shared[1], self._row_scale]
+        if (gate.scale, up.scale) != (1, 1):
+            more = (*more, ("WEIGHTED", "1"))
         shape = _first_half(self.device, h, gate.qtype, up.qtype, is_float, activation, rows)
-        args = [gate.data, up.data, T, F, *_rows(h), *_rows(z), *gating, shape.stage_bytes]
+        args = [gate.data, up.data, T, F, *_rows(h), *_rows(z), *gating, shape.stage_bytes, gate.scale, up.scale]
         grid = -(-F // rows) + (T if shared else 0)
         shared_bytes = max(shape.shared_bytes, 8 * D if shared else 0)
         kernel = self.device.kernel(Module("experts.cu", (*shape.defines, *more)), "gate_up_dense")

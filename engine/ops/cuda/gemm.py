@@ -143,7 +143,7 @@ class Gemm:
         self.device.kernel(module, "gemm")(
             (-(-N // (32 * warps)), -(-T // tokens)),
             32 * warps,
-            (w.data, x.values, x.scale, y, T, N, K, x.stride, w.row_bytes, int(add)),
+            (w.data, x.values, x.scale, y, T, N, K, x.stride, w.row_bytes, int(add), w.scale),
             shared_bytes=tile_bytes(w.qtype, 2, tokens, warps),
         )
 
@@ -204,7 +204,10 @@ class Gemm:
         self.device.kernel(module, "gate_up_dense")(
             (-(-z.stride // (16 * warps)), -(-T // tokens)),
             32 * warps,
-            (gate.data, up.data, T, h.values, h.scale, *sizes, z.values, z.stride, self._dense_exponents),
+            (
+                *(gate.data, up.data, T, h.values, h.scale, *sizes, z.values, z.stride, self._dense_exponents),
+                *(gate.scale, up.scale),
+            ),
             shared_bytes=max(tile_bytes(t, matrices, tokens, warps) for t in types),
         )
         gating = None
@@ -279,7 +282,7 @@ class Gemm:
         self.device.kernel(module, "gate_up")(
             (-(-stride // (16 * warps)), n_pairs // tokens + source.shape[0]),
             32 * warps,
-            (*at, h.values, h.scale, *sizes, self._z, stride, self._z_exponents),
+            (*at, h.values, h.scale, *sizes, self._z, stride, self._z_exponents, bank.gate_scale),
             shared_bytes=max(tile_bytes(t, matrices, tokens, warps) for t in types),
         )
         self._join(self._z, self._z_exponents, self._z_scale, n_pairs, stride)

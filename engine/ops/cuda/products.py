@@ -265,6 +265,8 @@ class Products:
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
         numbers["WARPS"] = shape.warps
         defines = [(f"TYPE{i}", name) for i, name in enumerate(types)] + [(name, str(n)) for name, n in numbers.items()]
+        scales = [w.scale for w in ws] + [1.0] * (MATRICES - len(ws))
+        defines += [("WEIGHTED", "1")] * (scales != [1.0] * MATRICES)
         defines += [("SCALED", "1")] * (row_scale is not None) + [("CAPPED", "1")] * (softcap > 0)
         kernel = self.device.kernel(Module("product.cu", tuple(defines)), "product")
         args: list[object] = []
@@ -275,7 +277,7 @@ class Products:
         else:
             inputs = [x, None, None, None]
         weight, eps = norm if norm else (None, 0.0)
-        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes]
+        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes, *scales]
         grid = (shape.blocks, -(-T // WARP))
         shared_bytes = fixed + shape.warps * shape.stages * shape.stage_bytes
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)

@@ -216,7 +216,7 @@ class Staging:
 
 
 def poison(device: Device, limits: Limits, fetches: Fetches, bank: Experts) -> None:
-    """Fill the slots of the step's fetches with 0xFF, which every block format reads as NaN; for tests.
+    """Fill the slots of the step's fetches with 0xFF, which no block format reads as weights of a model; for tests.
 
     Before the FFN of a short step, between the FFN and `fill` of a long one.
     """
