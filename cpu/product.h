@@ -96,6 +96,7 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
     constexpr size_t kPanelBytes = size_t(Format::kBytes) * kSuper / Format::kElements;
     const int64_t panels = w.cols / kSuper, used = least(4, in.supers);
     const LastBlocks last_blocks(w.cols % kSuper / 32);
+    const F scale = splat(w.scale);
     const int64_t last_bytes = w.row_bytes - panels * int64_t(kPanelBytes);
     const uint8_t *const end = w.data + w.rows * w.row_bytes;
     const int64_t fits = kTileBytes / (in.supers * int64_t(sizeof(Activations))) / 4 * 4;
@@ -136,10 +137,10 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
                 for (int k = 0; k < 4; k++)
                     fold_panels(lanes[least(t + k, some - 1)], used, v[k]);
                 alignas(64) float sums[kWidth];
-                store(sums, fold_blocks(v));
+                store(sums, fold_blocks(v) * scale);
                 for (int k = 0; k < 4 && t + k < some; k++)
                     for (int r = 0; r < live; r++)
-                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k] * w.scale;
+                        out[(start + t + k) * stride + row - first + r] = sums[4 * r + k];
             }
         }
     }
@@ -153,6 +154,7 @@ template <class Single>
 void product_of_one(const Weights &w, int64_t first, int64_t last, const Activations *a, float *out) {
     constexpr size_t kPanelBytes = size_t(Single::kBytes) * kSuper / Single::kElements;
     const int64_t panels = w.cols / kSuper;
+    const F scale = splat(w.scale);
     Spread spread[kMostSpread];
     for (int64_t s = 0; s < panels; s++)
         Single::prepare(a[s], spread[s]);
@@ -177,9 +179,9 @@ void product_of_one(const Weights &w, int64_t first, int64_t last, const Activat
             fold_panels(lanes, least(4, panels), v[k]);
         }
         alignas(64) float sums[kWidth];
-        store(sums, fold_blocks(v));
+        store(sums, fold_blocks(v) * scale);
         for (int64_t i = 0; i < 16 && row + i < last; i++)
-            out[row - first + i] = sums[4 * (i % 4) + i / 4] * w.scale;
+            out[row - first + i] = sums[4 * (i % 4) + i / 4];
     }
 }
 
@@ -212,6 +214,7 @@ struct BF16 : Record<SPARK_BF16> {
 template <class Format>
 void float_product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in, const int32_t *index, int64_t n,
                       float *out, int64_t stride) {
+    const float scale = w.scale; // `out` might be it, as far as the compiler sees
     constexpr int kTogether = 4; // rows: independent chains of fma
     for (int64_t row = first; row < last; row += kTogether) {
         const uint8_t *rows[kTogether];
@@ -238,7 +241,7 @@ void float_product_of(const Weights &w, int64_t first, int64_t last, const Input
                     sums[r].tail(w.cols, [&](int64_t i, float lane) {
                         return __builtin_fmaf(Format::one(rows[r] + i * Format::kBytes), x[i], lane);
                     });
-                out[t * stride + row - first + r] = sums[r].fold() * w.scale;
+                out[t * stride + row - first + r] = sums[r].fold() * scale;
             }
         }
     }

@@ -48,6 +48,7 @@ class Shapes:
 
     def __init__(self, config: qwen3moe.Config, type_of: Callable[[str], QType]) -> None:
         self.tensors, self.type_of = config.tensors(), type_of
+        self.architecture, self.metadata = "of shapes alone", dict[str, Any]()
 
     def tensor(self, name: str) -> QTensor:
         shape, qtype = self.tensors[name], self.type_of(name)
