@@ -232,6 +232,7 @@ def test_blocks_of_requests_and_of_prefixes_alone_are_told_apart(engine: Engine)
     assert held() == 0
 
 
+@pytest.mark.usefixtures("short_units")
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_request_cancelled_among_others_leaves_them_alone(engine: Engine, victim: int) -> None:
     engine.submit(Generate(1, PROMPT[:30], 150, stop_tokens=()))
