@@ -72,10 +72,9 @@ class Config(Common):
             raise keys.missing(f"expert_gating_func {function}")
         common = keys.common()
         n_layer, head_dim, rope_base = common["n_layer"], common["head_dim"], common["rope_base"]
-        n_head = keys.sizes("attention.head_count", n_layer)
-        window, rope_dims = keys.size("attention.sliding_window", 0, 0), keys.size("rope.dimension_count", 2)
+        n_head, window = keys.sizes("attention.head_count", n_layer), keys.size("attention.sliding_window", 0, 0)
+        rope_dims, n_dense = keys.size("rope.dimension_count", 2), keys.size("leading_dense_block_count", 0)
         gate = keys.file.tensors.get("blk.0.attn_gate.weight")
-        n_dense = keys.size("leading_dense_block_count", 0)
         config = cls(
             **common,
             n_head=n_head,
