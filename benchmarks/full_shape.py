@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from data.nano.quantizer import fitting, quantize  # noqa: E402
 from engine.formats.quants import row_bytes  # noqa: E402
 from engine.models import gemma4, laguna, qwen3moe, qwen35, qwen35moe  # noqa: E402
+from engine.models.loading import fused_parts  # noqa: E402
 from tests.gguf_files import add_keys  # noqa: E402
 
 QWEN35: dict[str, Any] = {
@@ -116,7 +117,8 @@ def mix_of(config: Any) -> TypeOf:
 
     def type_of(name: str) -> QType:
         tied = name == "token_embd.weight" and "output.weight" not in shapes
-        return fitting(q4_k_mix("output.weight" if tied else name), shapes[name][-1])
+        shape = shapes[name] if name in shapes else next(iter(fused_parts(shapes, name).values()))
+        return fitting(q4_k_mix("output.weight" if tied else name), shape[-1])
 
     return type_of
 

@@ -122,7 +122,10 @@ def test_quantized_model_is_near_its_dequantized_float_model(name: str, record_p
     assert same > 0.8  # reported apart: a random router has near ties, so it is no measure of the arithmetic
 
 
-@pytest.mark.parametrize("name", [n if n == "qwen3moe" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+OF_NVFP4 = [name for name in MODELS if name != "gemma4-ragged"]  # whose rows of 352 are not whole blocks of 64
+
+
+@pytest.mark.parametrize("name", [n if n == "qwen3moe" else pytest.param(n, marks=pytest.mark.slow) for n in OF_NVFP4])
 def test_factors_beside_a_matrix_multiply_its_products(name: str) -> None:
     """NVFP4 as converters write it: a factor for each matrix and expert, and an input's, which changes nothing."""
     path = tiny_path(name, NVFP4)
