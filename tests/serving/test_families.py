@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import models
 from engine.ground.protocol import Done, Error, Event, Generate, Progress, Tokens
 from engine.ground.sampling import Sampling
 from engine.memory.kv import Fork
 from engine.serving.families import Families
 from engine.serving.scheduler import Engine
-from tests.engine_runs import config
-from tests.tiny_models import k_quant_mix, write_tiny
 
 N = 150  # tokens of the prompt: two blocks and a part of one, longer than the windows of the tiny models
 PROMPT = tuple(int(t) for t in np.random.default_rng(11).integers(0, 301, N))
@@ -60,39 +56,8 @@ class Watched(Engine):
 
 
 Open = Callable[..., Watched]
+ENGINE, CTX_TOKENS = Watched, 800  # of the fixture `opened`
 UNENFORCEABLE = '{"kind":"json_schema","schema":{"not":{}}}'
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[Open]:
-    """A function that opens an engine; whatever happens in it, no block and no host memory is lost."""
-    engines: list[Watched] = []
-
-    def make(device: str = "cpu", arch: str = "qwen3moe", **options: Any) -> Watched:
-        if device == "cuda":
-            request.getfixturevalue("on_the_device")
-        path = folder / f"{arch}.gguf"
-        if not path.exists():
-            smaller = {"n_layer": 2, "n_expert_used": 3} if arch == "qwen3moe" else {}
-            variant = VARIANTS.get(arch, {})
-            write_tiny(path, k_quant_mix, arch=models.find(arch), variant=variant, n_ctx_train=8192, **smaller)
-        options = {"ctx_tokens": 800, "chunk_tokens": 64} | options
-        engines.append(Watched(config(path, device=device, **options)))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        assert not engine.busy and len(engine._families) == 0
-        engine.loaded.prefixes.clear()
-        kv = engine.loaded.kv
-        assert kv.free_blocks == kv.n_blocks and engine.loaded.prefixes.host_bytes == 0
-        assert kv.states is None or kv.states.free_blocks == kv.states.n_blocks
-        engine.close()
 
 
 def drain(engine: Engine) -> list[Event]:

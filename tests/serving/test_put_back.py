@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import models
 from engine.ground.errors import CapacityError
 from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.memory import swap
 from engine.serving.scheduler import Engine
 from engine.serving.tasks import GenerateTask
-from tests.engine_runs import config
 from tests.forms_here import FormHere
-from tests.tiny_models import k_quant_mix, write_tiny
 
 # Every kind of layer, and no more of it than emulation has time for.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen35": {"n_layer": 2, "n_ff": 512, "interval": 2},
 }  # fmt: skip
 Open = Callable[..., Engine]
+ENGINE, CTX_TOKENS = Engine, 400  # of the fixture `opened`
 Replies = dict[int, list[Any]]
 
 
@@ -37,36 +34,6 @@ def tokens(seed: int, n: int) -> tuple[int, ...]:
 
 
 pytestmark = pytest.mark.usefixtures("short_units")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[Open]:
-    """A function that opens an engine; whatever happens in it, no block and no host memory is lost."""
-    engines: list[Engine] = []
-
-    def make(device: str = "cpu", arch: str = "qwen3moe", **options: Any) -> Engine:
-        if device == "cuda":
-            request.getfixturevalue("on_the_device")
-        path = folder / f"{arch}.gguf"
-        if not path.exists():
-            smaller = {"n_layer": 2, "n_expert_used": 3} if arch == "qwen3moe" else {}
-            variant = VARIANTS.get(arch, {})
-            write_tiny(path, k_quant_mix, arch=models.find(arch), variant=variant, n_ctx_train=8192, **smaller)
-        engines.append(Engine(config(path, device=device, **({"ctx_tokens": 400, "chunk_tokens": 64} | options))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.loaded.prefixes.clear()
-        kv = engine.loaded.kv
-        assert not engine.busy and kv.free_blocks == kv.n_blocks and engine.loaded.prefixes.host_bytes == 0
-        assert kv.states is None or kv.states.free_blocks == kv.states.n_blocks
-        engine.close()
 
 
 def asked(seed: int, n: int, made: int, **more: Any) -> Generate:
