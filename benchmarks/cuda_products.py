@@ -100,7 +100,9 @@ class Cases:
                 lambda w: p.head(x, rows, norm, EPS, w, all_logits),
             )
 
-    def bank(self, types: tuple[QType, QType, QType], in_host_memory: bool) -> tuple[Experts, np.ndarray]:
+    def bank(
+        self, types: tuple[QType, QType, QType], in_host_memory: bool, D: int = D, F: int = F
+    ) -> tuple[Experts, np.ndarray]:
         """A bank of random experts and the addresses of their parts, uint64 [E, 3]."""
         shapes = ((F, D), (F, D), (D, F))
         sizes = [rows * row_bytes(t, cols, "part") for t, (rows, cols) in zip(types, shapes, strict=True)]

@@ -1,6 +1,6 @@
 """Synthetic models with the shapes and block types of real ones, to measure what depends on shapes alone.
 
-    python benchmarks/full_shape.py SHAPE OUT.gguf [--layers N]
+    python benchmarks/full_shape.py SHAPE OUT.gguf [--mixture NAME] [--layers N]
 
 Weights are normal with variance 1 / columns, really quantized, so that activations keep their size: the residual
 stream grows by a small factor over the model, routers spread their choices and logits are as peaked as a language
@@ -111,14 +111,40 @@ def q4_k_mix(name: str) -> QType:
     return QType.Q4_K
 
 
-def mix_of(config: Any) -> TypeOf:
-    """`q4_k_mix` in a file of these shapes: a tied embedding has the output matrix's type, ragged rows blocks of 32."""
+def q3_k_mix(name: str) -> QType:
+    """Q3_K_M, as llama.cpp's quantizer has it where there are 48 layers."""
+    plain = q4_k_mix(name)
+    if name == "output.weight" or plain == QType.F32:
+        return plain
+    first = name.split(".")[1] in ("0", "1", "2")
+    if "ffn_down" in name:
+        return QType.Q5_K if first else QType.Q4_K
+    if "attn_v" in name:
+        return QType.Q5_K if first and ".2." not in name else QType.Q4_K
+    return QType.Q4_K if "attn_output" in name else QType.Q3_K
+
+
+def iq2_mix(name: str) -> QType:
+    """Experts of 2 bits, the first layers' down of 3, beside attention of 4: much like "dynamic" IQ2_XXS files."""
+    if "ffn_gate_exps" in name or "ffn_up_exps" in name:
+        return QType.IQ2_XXS
+    if "ffn_down_exps" in name:
+        layer = int(name.split(".")[1])
+        return QType.IQ3_XXS if layer < 6 else QType.IQ2_S if layer % 2 else QType.IQ2_XXS
+    return q4_k_mix(name)
+
+
+MIXTURES: dict[str, TypeOf] = {"Q4_K_M": q4_k_mix, "Q3_K_M": q3_k_mix, "UD-IQ2_XXS": iq2_mix}
+
+
+def mix_of(config: Any, mix: TypeOf = q4_k_mix) -> TypeOf:
+    """`mix` in a file of these shapes: a tied embedding has the output matrix's type, ragged rows blocks of 32."""
     shapes = config.tensors()
 
     def type_of(name: str) -> QType:
         tied = name == "token_embd.weight" and "output.weight" not in shapes
         shape = shapes[name] if name in shapes else next(iter(fused_parts(shapes, name).values()))
-        return fitting(q4_k_mix("output.weight" if tied else name), shape[-1])
+        return fitting(mix("output.weight" if tied else name), shape[-1])
 
     return type_of
 
@@ -305,16 +331,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
+    parser.add_argument("--mixture", choices=MIXTURES, default="Q4_K_M", help="types of the tensors")
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     (arch, config), shape = SHAPES[options.shape], options.shape
+    if options.mixture != "Q4_K_M":
+        shape = f"{shape} {options.mixture}"
     if options.layers is not None:
         if not 1 <= options.layers <= config.n_layer:
             parser.error(f"--layers: {options.shape} has 1 to {config.n_layer}")
         config, shape = first_layers(config, options.layers), f"{shape} ({options.layers} layers)"
     began = time.perf_counter()
-    n_bytes = write_model(options.out, config, mix_of(config), options.seed, shape, arch)
+    n_bytes = write_model(options.out, config, mix_of(config, MIXTURES[options.mixture]), options.seed, shape, arch)
     seconds = time.perf_counter() - began
     print(f"{options.out}: {n_bytes / 2**30:.2f} GiB in {seconds:.1f} s", file=sys.stderr)
 

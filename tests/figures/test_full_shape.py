@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from benchmarks.full_shape import SHAPES, first_layers, mix_of, q4_k_mix, write_model
+from benchmarks.full_shape import MIXTURES, SHAPES, first_layers, mix_of, q4_k_mix, write_model
 from engine.formats.gguf import open_model
 from engine.ground.config import EngineConfig
 from engine.models.qwen3moe import Config
@@ -108,6 +108,7 @@ def test_the_published_shape_has_its_size(name: str) -> None:
 
 # The first layers of every family, the vocabulary and what else only costs time made small.
 SMALL: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {"n_layer": 7, "n_embd": 512, "n_head": 4, "n_head_kv": 2, "n_expert": 12, "n_expert_used": 4},
     "laguna-xs2": {"n_layer": 5, "n_embd": 512, "n_head": (6, 8, 8, 8, 6), "n_head_kv": 2, "n_ff": 1024, "n_expert": 12,
                    "n_expert_used": 4, "window": 50},
     "qwen3.6-35b-a3b": {"n_layer": 4, "n_embd": 512, "n_head": 4, "n_head_k": 2, "n_head_v": 4, "n_expert": 12,
@@ -120,11 +121,13 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_every_family_computes_sane_numbers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name, mixture", [(name, "Q4_K_M") for name in SMALL] + [("qwen3-30b-a3b", m) for m in MIXTURES if m != "Q4_K_M"]
+)
+def test_every_family_computes_sane_numbers(tmp_path: Path, name: str, mixture: str) -> None:
     arch, config = SHAPES[name]
     config = replace(first_layers(config, SMALL[name]["n_layer"]), n_vocab=1024, n_ctx_train=192, **SMALL[name])
-    write_model(tmp_path / "model.gguf", config, mix_of(config), arch=arch)
+    write_model(tmp_path / "model.gguf", config, mix_of(config, MIXTURES[mixture]), arch=arch)
     with open_model(tmp_path / "model.gguf") as file:
         assert arch.Config.from_gguf(file).tensors() == config.tensors()
     loaded = load(EngineConfig(model=tmp_path / "model.gguf", device="cpu", threads=2))
