@@ -175,12 +175,15 @@ struct BlockCode<Q3_K> : BlockType<Q3_K> {
             w.q[i] = and_or(__funnelshift_l(bits, bits, (2 - s) & 31), 0x04040404u,
                             __funnelshift_r(low[i], low[i + 1], low_shift) & 0x03030303u);
         }
+        load_factors(stage, at, s, w.factor);
+        w.scale = half_to_float(load_half(stage, at + 108));
+    }
+    DEVICE void load_factors(const u8* stage, i32 at, i32 s, i32 (&factor)[2]) {
         const u32 four = load_half(stage, at + 96 + 2 * (s & 3)) >> (4 * (s >> 2));
         const u32 two = load_half(stage, at + 104 + 2 * (s & 1)) >> (2 * (s >> 1));
         const u32 factors = (four & 0x0f0fu) | ((two & 0x0303u) << 4);
-        w.factor[0] = (i32)(factors & 63) - 32;
-        w.factor[1] = (i32)(factors >> 8) - 32;
-        w.scale = half_to_float(load_half(stage, at + 108));
+        factor[0] = (i32)(factors & 63) - 32;
+        factor[1] = (i32)(factors >> 8) - 32;
     }
 };
 
@@ -326,10 +329,14 @@ struct BlockCode<IQ4_NL> : BlockType<IQ4_NL> {
     DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
         const i32 at = offset + b * BLOCK_BYTES;
         u32 v[4];
-        load_run<2>(stage, at + 2, v);
+        load_run<CODE_ALIGN>(stage, codes_at(at, b), v);
         split_iq4(v, w.q);
-        w.scale = half_to_float(load_half(stage, at));
+        w.scale = scale_at(stage, at, b);
     }
+    // Where the block's 16 bytes of codes are, and its scale.
+    static constexpr i32 CODE_ALIGN = 2;
+    DEVICE i32 codes_at(i32 at, i32) { return at + 2; }
+    DEVICE float scale_at(const u8* stage, i32 at, i32) { return half_to_float(load_half(stage, at)); }
 };
 
 template <>
@@ -338,14 +345,19 @@ struct BlockCode<IQ4_XS> : BlockType<IQ4_XS> {
     static constexpr i32 OFFSET = 0;
 
     DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
-        const i32 s = b & 7;
         const i32 at = offset + (b >> 3) * BLOCK_BYTES;
-        const uint2 head = *(const uint2*)(stage + at);
-        const u32 scale = ((head.y >> (4 * s)) & 15) | (((head.x >> (16 + 2 * s)) & 3) << 4);
-        w.scale = half_to_float((u16)head.x) * (float)((i32)scale - 32);
-        const uint2* bytes = (const uint2*)(stage + at + 8 + 16 * s);
+        const uint2* bytes = (const uint2*)(stage + codes_at(at, b));
         const uint2 v0 = bytes[0], v1 = bytes[1];
         split_iq4({v0.x, v0.y, v1.x, v1.y}, w.q);
+        w.scale = scale_at(stage, at, b);
+    }
+    static constexpr i32 CODE_ALIGN = 8;
+    DEVICE i32 codes_at(i32 at, i32 b) { return at + 8 + 16 * (b & 7); }
+    DEVICE float scale_at(const u8* stage, i32 at, i32 b) {
+        const i32 s = b & 7;
+        const uint2 head = *(const uint2*)(stage + at);
+        const u32 scale = ((head.y >> (4 * s)) & 15) | (((head.x >> (16 + 2 * s)) & 3) << 4);
+        return half_to_float((u16)head.x) * (float)((i32)scale - 32);
     }
 };
 
@@ -357,10 +369,13 @@ struct BlockCode<MXFP4> : BlockType<MXFP4> {
     DEVICE void load(const u8* stage, i32 offset, i32 b, Block& w) {
         const i32 at = offset + b * BLOCK_BYTES;
         u32 v[4];
-        load_run<1>(stage, at + 1, v);
+        load_run<CODE_ALIGN>(stage, codes_at(at, b), v);
         split_e2m1(v, w.q);
-        w.scale = e8m0_to_float(stage[at]);
+        w.scale = scale_at(stage, at, b);
     }
+    static constexpr i32 CODE_ALIGN = 1;
+    DEVICE i32 codes_at(i32 at, i32) { return at + 1; }
+    DEVICE float scale_at(const u8* stage, i32 at, i32) { return e8m0_to_float(stage[at]); }
 };
 
 template <>
@@ -376,9 +391,13 @@ struct BlockCode<NVFP4> : BlockType<NVFP4> {
 #pragma unroll
         for (i32 i = 0; i < 8; i++) // each eight bytes have the low halves of 8 elements, then the high ones
             w.q[i] = q[i / 4 * 2 + i % 2 + (i & 2) * 2];
+        float scale[2];
+        load_scales(stage, at, b, scale);
+        w.scale = scale[0], w.second = scale[1];
+    }
+    DEVICE void load_scales(const u8* stage, i32 at, i32 b, float (&scale)[2]) {
         const u32 scales = ue4m3_to_halves(load_half(stage, at + 2 * (b & 1)));
-        w.scale = half_to_float((u16)scales);
-        w.second = half_to_float((u16)(scales >> 16));
+        scale[0] = half_to_float((u16)scales), scale[1] = half_to_float((u16)(scales >> 16));
     }
 };
 
@@ -459,70 +478,4 @@ DEVICE float block_term(const Block& w, const Activations& x) {
     if constexpr (Code::MINIMUM)
         return __fmaf_rn(w.scale, (float)(total >> w.shift), -(w.minimum * (float)subtracted));
     return w.scale * (float)total;
-}
-
-// --- Q4_K for one token ---------------------------------------------------------------------------
-
-// Two blocks share 32 bytes, one has the low halves, the other the high ones. Two neighboring lanes read 16 of the
-// bytes each, add up both blocks' products there, and exchange one sum: half the loads and no shifts.
-
-#define RECORD(name, id, elements, bytes, kind, ...) \
-    static_assert(Kind::kind != Kind::PAIRS || name == Q4_K, #name ": split_term has the layout of Q4_K");
-BLOCK_TYPES(RECORD)
-#undef RECORD
-
-// What a lane takes of the activations for block b: 16 elements of the block, the same 16 of its neighbor b ^ 1.
-struct SplitActivations {
-    i32 own[4], other[4];
-    float d, sum;
-};
-
-constexpr i32 SPLIT_BYTES = 4 * BlockType<Q4_K>::BLOCK_BYTES; // that a warp reads at a time
-
-// What differs among lanes. Lane j reads piece j % 8 of superblock j / 8 of four.
-struct SplitLane {
-    i32 head, at;                        // offsets of the superblock and of the piece
-    u32 own, other;                      // masks of the two blocks' bits
-    u32 selector, byte, shift, low, high; // where the six bits of scale and minimum are
-    u32 factor, bias;                    // halves: the scale makes up for bits that were not shifted down
-};
-
-DEVICE SplitLane split_lane() {
-    const i32 lane = threadIdx.x % WARP;
-    const u32 s = lane % 8, j = s % 4;
-    const bool odd = s & 1, first = s < 4;
-    SplitLane l;
-    l.head = lane / 8 * BlockType<Q4_K>::BLOCK_BYTES;
-    l.at = l.head + 16 + 16 * s;
-    l.own = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
-    l.other = ~l.own;
-    l.selector = j | (j + 4) << 8;
-    l.byte = 0x4440u | j;
-    l.shift = first ? 0 : 2;
-    l.low = first ? 0x003f003fu : 0x00300030u;
-    l.high = first ? 0 : 0x000f000fu;
-    l.factor = odd ? 0x3c002c00u : 0x3c003c00u; // (1, 1 / 16) or (1, 1)
-    l.bias = odd ? 0xe400d400u : 0xe400e400u;   // 1024 times that, negative
-    return l;
-}
-
-// The term of the lane's block; `head` and `piece` as SplitLane has them. The whole warp takes part.
-DEVICE float split_term(const u8* head, const u8* piece, const SplitLane& l, const SplitActivations& x) {
-    const uint4 h = *(const uint4*)head, v = *(const uint4*)piece;
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-    i32 own = 0, other = 0;
-#pragma unroll
-    for (i32 i = 0; i < 4; i++)
-        other = dot4_unsigned(words[i] & l.other, x.other[i], other);
-#pragma unroll
-    for (i32 i = 0; i < 4; i++)
-        own = dot4_unsigned(words[i] & l.own, x.own[i], own);
-    own += __shfl_xor_sync(FULL_WARP, other, 1);
-    // Scale and minimum, two halves at once: 1024 + n is the bits of n below the exponent of 1024. All is exact.
-    const u32 four = __byte_perm(h.w, 0, l.byte) * 0x1001u;
-    const u32 bits = and_or(four, l.high, and_or(__byte_perm(h.y, h.z, l.selector) >> l.shift, l.low, 0x64006400u));
-    const u32 pair = half2_fma(bits, l.factor, l.bias);
-    const float scale = half_to_float((u16)h.x) * half_to_float((u16)pair);
-    const float minimum = half_to_float((u16)(h.x >> 16)) * half_to_float((u16)(pair >> 16));
-    return __fmaf_rn(scale, (float)own, -(minimum * x.sum));
 }

@@ -22,6 +22,25 @@ DEVICE constexpr Grid<u32, entries> nibbles(const u16 (&grid)[entries]) {
     return made;
 }
 
+// The same in bits 1 and 2 of nibbles: weights 3, 7, 2, 6, 1, 5, 0, 4 (Iq2Term of single.cuh).
+template <i32 entries>
+DEVICE constexpr Grid<u32, entries> spread(const u16 (&grid)[entries]) {
+    Grid<u32, entries> made{};
+    for (i32 e = 0; e < entries; e++)
+        for (i32 m = 0; m < 4; m++)
+            made.entry[e] |= (u32)(grid[e] >> (6 - 2 * m) & 3) << (8 * m + 1) | (u32)(grid[e] >> (14 - 2 * m) & 3) << (8 * m + 5);
+    return made;
+}
+
+// Magnitudes of four weights, which nibbles name, as bytes from the last to the first.
+template <i32 entries, i32 n>
+DEVICE constexpr Grid<u32, entries> bytes_of(const u16 (&grid)[entries], const u8 (&level)[n]) {
+    Grid<u32, entries> made{};
+    for (i32 e = 0; e < entries; e++)
+        for (i32 m = 0; m < 4; m++) made.entry[e] |= (u32)level[grid[e] >> (12 - 4 * m) & 15] << (8 * m);
+    return made;
+}
+
 // Magnitudes as two words of bytes.
 struct Levels {
     u32 low, high;
@@ -74,6 +93,10 @@ struct GridBlock<IQ2_XXS> {
         static constexpr Grid<u32, 256> GRID = nibbles({IQ2_XXS_GRID});
         return GRID.entry[(g.index >> (16 * half + 8 * (c >> 1))) & 255] >> (16 * (c & 1));
     }
+    DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
+        static constexpr Grid<u32, 256> GRID = spread({IQ2_XXS_GRID});
+        return GRID.entry[__byte_perm(g.index, 0, 0x4440u + i)];
+    }
 };
 
 template <>
@@ -92,6 +115,10 @@ struct GridBlock<IQ2_XS> {
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
         static constexpr Grid<u32, 512> GRID = nibbles({IQ2_XS_GRID});
         return GRID.entry[(g.index[half] >> (16 * (c >> 1))) & 511] >> (16 * (c & 1));
+    }
+    DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
+        static constexpr Grid<u32, 512> GRID = spread({IQ2_XS_GRID});
+        return GRID.entry[(g.index[i >> 1] >> (16 * (i & 1))) & 511];
     }
 };
 
@@ -112,6 +139,10 @@ struct GridBlock<IQ2_S> {
         const u32 i = 2 * half + (c >> 1);
         return GRID.entry[((g.index >> (8 * i)) & 255) | ((g.high >> (2 * i)) & 3) << 8] >> (16 * (c & 1));
     }
+    DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
+        static constexpr Grid<u32, 1024> GRID = spread({IQ2_S_GRID});
+        return GRID.entry[and_or(g.high << (8 - 2 * i), 0x300u, __byte_perm(g.index, 0, 0x4440u + i))];
+    }
 };
 
 template <>
@@ -129,6 +160,10 @@ struct GridBlock<IQ3_XXS> {
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
         static constexpr Grid<u16, 256> GRID = {{IQ3_XXS_GRID}};
         return GRID.entry[(g.index[half] >> (8 * c)) & 255];
+    }
+    DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
+        static constexpr Grid<u32, 256> GRID = bytes_of({IQ3_XXS_GRID}, {IQ3_XXS_LEVELS});
+        return GRID.entry[__byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3))];
     }
 };
 
@@ -148,6 +183,10 @@ struct GridBlock<IQ3_S> {
     DEVICE u32 entry(const GridBlock& g, u32 half, u32 c) {
         static constexpr Grid<u16, 512> GRID = {{IQ3_S_GRID}};
         return GRID.entry[((g.index[half] >> (8 * c)) & 255) | ((g.high >> (4 * half + c)) & 1) << 8];
+    }
+    DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
+        static constexpr Grid<u32, 512> GRID = bytes_of({IQ3_S_GRID}, {IQ3_S_LEVELS});
+        return GRID.entry[and_or(g.high << (8 - i), 0x100u, __byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3)))];
     }
 };
 

@@ -68,6 +68,13 @@ DEVICE u32 and_or(u32 a, u32 mask, u32 pattern) {
     return r;
 }
 
+// __byte_perm, in which a nibble of 8 or more stands for the sign of the byte that its low three bits name, eight times.
+DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selectors) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selectors));
+    return r;
+}
+
 // c + the dot product of four unsigned bytes (a) and four signed ones (b).
 DEVICE i32 dot4_unsigned(u32 a, i32 b, i32 c) {
     i32 r;

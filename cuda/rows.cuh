@@ -6,7 +6,7 @@
 #pragma once
 
 #include "arithmetic.cuh"
-#include "blocks.cuh"
+#include "single.cuh"
 
 // --- weights --------------------------------------------------------------------------------------
 
@@ -253,6 +253,23 @@ DEVICE void quantize_row(const Input& to, const float* x, const float* weight, f
 template <Type type, i32 rows, i32 tokens>
 DEVICE void multiply_block(float* acc, const u8* stage, i32 offset, i32 k, i32 b, const Input& x,
                            const Activations* held, const i32 (&token)[tokens], i32 n) {
+    if constexpr (tokens == 1 && Single<type>::ARRANGED) {
+        const i32 row_bytes = row_bytes_of(type, k);
+        const bool alike = Single<type>::FIXED || row_bytes % 4 == 0; // known when it is compiled
+        Activations loaded;
+        if (!held)
+            load_activations<has_halves(type)>(x, token[0], k, b, loaded);
+        const Activations& a = held ? *held : loaded;
+        Arranged arranged;
+#pragma unroll
+        for (i32 r = 0; r < rows; r++) {
+            if (r == 0 || !alike)
+                Single<type>::arrange(a, block_at<type>(offset + r * row_bytes, b), arranged);
+            const float term = Single<type>::term(stage, offset + r * row_bytes, b, a, arranged);
+            acc[r] = __fmaf_rn(a.d, term, acc[r]);
+        }
+        return;
+    }
     Block w[rows];
 #pragma unroll
     for (i32 r = 0; r < rows; r++)
@@ -389,9 +406,7 @@ DEVICE void multiply_packed(float (&acc)[rows], const u8* stage, i32 offset, con
             const u8* const base = stage + offset + i * SPLIT_BYTES;
             terms[task] = split_term(base + l.head, base + l.at, l, held[i % N]);
         } else {
-            Block w;
-            load_block<type>(stage, offset, task, w);
-            terms[task] = block_term<type>(w, held[i % N]);
+            terms[task] = single_term<type>(stage, offset, task, held[i % N]);
         }
     }
     __syncwarp();

@@ -55,6 +55,8 @@ DEVICE float bfloat_to_float(u16 b) { return __uint_as_float((u32)b << 16); }
 
 DEVICE u32 and_or(u32 a, u32 mask, u32 pattern) { return (a & mask) | pattern; }
 
+DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selectors) { return __byte_perm(a, b, selectors); }
+
 DEVICE i32 dot4_unsigned(u32 a, i32 b, i32 c) {
     u32 sum = (u32)c;
     for (i32 i = 0; i < 32; i += 8) sum += (u32)((i32)(a >> i & 0xff) * (i32)(i8)((u32)b >> i));
