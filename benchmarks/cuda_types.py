@@ -23,7 +23,7 @@ from engine.ops.cuda.gemm import Gemm
 from engine.ops.cuda.products import Products
 
 QWEN3, GEMMA = (2048, 768), (2816, 704)
-SMALL, LONG = (1, 8, 16, 32), (512, 4096)
+SMALL, LONG = (1, 2, 8, 16, 32), (512, 4096)
 Q4 = QType.Q4_K
 MIXED = ((Q4, Q4, QType.Q5_0), (Q4, Q4, QType.Q8_0), (Q4, Q4, QType.Q4_0))
 

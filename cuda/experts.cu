@@ -7,7 +7,7 @@
 //   i32 first, count     pairs[first .. first + count]: the (token, rank) that use it, as t * n_used + a
 //   i32 0
 // With one token, record a is that of rank a. A record is worked on once for all its tokens, so a byte of its source is
-// read once. Sources and targets are 16-byte aligned and padded to 16.
+// read once. Most records have one token or two, even of a step of 32; they are multiplied one after the other. Sources and targets are 16-byte aligned and padded to 16.
 //
 // Kernels.
 //   kernel          writes                                           grid                                block
@@ -23,9 +23,11 @@
 // Macros.
 //   GATE, UP, DOWN   types of the matrices; GATE and UP are both float or neither
 //   COLS             columns: D in gate_up and gate_up_dense, F in down_one and down
-//   ROWS             of each matrix at a time a warp: 1, 2 or 4; 1 where TOKENS is 4
+//   ROWS             of each matrix at a time a warp: 1, 2 or 4; in gate_up_dense 1 where TOKENS is 4. In down 4, or 1
+//                    where rows are very long
 //   STAGES           of those in flight
-//   TOKENS           at a time: 1 or 4
+//   TOKENS           at a time: 1, or in gate_up_dense 4
+//   MANY             1: a step of several tokens, in gate_up and down
 //   WARPS            at most 8
 //   USED             experts a token: A (down_one)
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
@@ -39,11 +41,10 @@
 //                    times the matrix `beside` times the last z
 //
 // Shared memory.
-//   gate_up          with TOKENS = 1, unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes
+//   gate_up          for one token, unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes
 //                    a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D bytes at least
-//   down_one         a warp: its z as in product.cu, COLS / 2 bytes rounded up to 16; then STAGES * stage_bytes, each
-//                    four rows and 32
-//   down             a warp: STAGES * stage_bytes, each two rows and 32
+//   down_one, down   a warp: its z as in product.cu, COLS / 2 bytes rounded up to 16; then STAGES * stage_bytes, each
+//                    four rows and 32; in down these are all of a warp's rows
 #include "rows.cuh"
 
 struct ActiveExpert {
@@ -74,6 +75,10 @@ DEVICE bool read_record(const u64* words, ActiveExpert& record) {
     record.count = (i32)words[7];
     return words[RECORD_WORDS - 1] != 0;
 }
+
+#ifndef MANY
+#define MANY 0
+#endif
 
 #ifdef GATE
 
@@ -171,7 +176,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
             i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
 #endif
-    constexpr i32 MAX_COUNT = TOKENS == 1 ? 1 : 32;
+    constexpr bool SINGLE = TOKENS == 1 && !MANY; // the step has one token
+    constexpr i32 MAX_COUNT = SINGLE ? 1 : 32;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
     constexpr bool IN_REGISTERS =
@@ -181,7 +187,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 #if DENSE
     dependency_release();
-    const i32 row0 = blockIdx.x * Z_ROWS, rows = min(Z_ROWS, F - row0), first = 0, count = TOKENS == 1 ? 1 : n_tokens;
+    const i32 row0 = blockIdx.x * Z_ROWS, rows = min(Z_ROWS, F - row0), first = 0, count = SINGLE ? 1 : n_tokens;
 #ifdef SHARED
     if (rows <= 0) {
         const i32 t = blockIdx.x - (F + Z_ROWS - 1) / Z_ROWS;
@@ -221,11 +227,11 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
     if (record.target[0] || record.target[1])
         __syncthreads();
-    const i32 first = record.first, count = TOKENS == 1 ? 1 : record.count;
+    const i32 first = record.first, count = SINGLE ? 1 : record.count;
     const float gate_scale = WEIGHTED && !beside ? gate_scales[record.expert] : 1.0f, up_scale = 1.0f;
 #endif
     u8* stages = shared + 2 * warp * STAGES * stage_bytes;
-    if (TOKENS == 1 && !IN_REGISTERS)
+    if (SINGLE && !IN_REGISTERS)
         stages += shared_input_bytes<GATE>(COLS);
     auto issue = [&](i32 r, u8* stage) {
         if (r < rows)
@@ -245,7 +251,13 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 
     Input input = global_input(x, q, d, sums);
     typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
-    if constexpr (IN_REGISTERS) {
+    auto take = [&](i32 t) { // token t, one of many
+        input = row_of(global_input(x, q, d, sums), t, COLS);
+        if constexpr (!is_float(GATE))
+            hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
+    };
+    if constexpr (MANY) {
+    } else if constexpr (IN_REGISTERS) {
         hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
     } else if constexpr (TOKENS == 1) {
         const Input local = shared_input<GATE>(shared, COLS);
@@ -261,9 +273,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     auto token_of = [&](i32 i) -> i32 { return i; };
     auto pair_of = [&](i32 i) -> i64 { return i; };
 #else
-    auto token_of = [&](i32 i) -> i32 { return TOKENS == 1 ? 0 : beside ? i : pairs[first + i] / n_used; };
+    auto token_of = [&](i32 i) -> i32 { return SINGLE ? 0 : beside ? i : pairs[first + i] / n_used; };
     auto pair_of = [&](i32 i) -> i64 {
-        return TOKENS == 1 ? blockIdx.x : beside ? n_tokens * n_used + i : pairs[first + i];
+        return SINGLE ? blockIdx.x : beside ? n_tokens * n_used + i : pairs[first + i];
     };
 #endif
     auto tokens_of = [&](i32 i0, i32(&token)[TOKENS]) {
@@ -273,6 +285,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     };
     i32 token[TOKENS];
     tokens_of(0, token);
+    if (MANY)
+        take(token[0]);
     for (i32 r = warp * ROWS, i = 0; r < rows; r += WARPS * ROWS, i = i + 1 < STAGES ? i + 1 : 0) {
         constexpr i32 N = ROWS * TOKENS, EACH = WARP / 2 / N; // lanes that hold the same sum
         u8* const stage = stages + 2 * i * stage_bytes;
@@ -280,12 +294,17 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
         const i32 skew_up = skew_of<UP_BYTES>(up + r * UP_BYTES);
         for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
             float acc[2 * N] = {};
-            if (count > TOKENS)
+            if (count > TOKENS && (i0 || r > warp * ROWS)) {
                 tokens_of(i0, token);
+                if (MANY)
+                    take(token[0]);
+            }
+            const i32 none[TOKENS] = {};
+            const i32(&rows_of)[TOKENS] = MANY ? none : token;
             stage_wait<2 * STAGES - 1>();
-            multiply<GATE, ROWS, TOKENS>(acc, stage, skew_gate, COLS, input, held, token, count - i0);
+            multiply<GATE, ROWS, TOKENS>(acc, stage, skew_gate, COLS, input, held, rows_of, count - i0);
             stage_wait<2 * STAGES - 2>();
-            multiply<UP, ROWS, TOKENS>(acc + N, stage + stage_bytes, skew_up, COLS, input, held, token, count - i0);
+            multiply<UP, ROWS, TOKENS>(acc + N, stage + stage_bytes, skew_up, COLS, input, held, rows_of, count - i0);
             const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
             const i32 t = i0 + lane / EACH % TOKENS, row = r + lane / EACH / TOKENS % ROWS;
             if (lane % EACH == 0 && t < count && row < rows)
@@ -305,7 +324,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     for (i32 i = threadIdx.x; i < count * 32; i += blockDim.x)
         if (i % 32 < rows)
             z[pair_of(i / 32) * F + row0 + i % 32] = activate(gs[i / 32][i % 32]) * us[i / 32][i % 32];
-#elif TOKENS == 1
+#elif TOKENS == 1 && !MANY
     if (warp == 0) {
         float scale;
         i32 sum;
@@ -343,7 +362,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #endif
 #ifdef DOWN
 
-constexpr i32 ROWS = TOKENS == 1 ? 4 : 2, UNITS = 8 / ROWS; // a warp's rows: units, one after the other
+#ifndef ROWS
+#define ROWS 4
+#endif
+constexpr i32 UNITS = MANY ? STAGES : 2; // a warp's rows: units, one after the other
 
 template <Type type>
 DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
@@ -352,15 +374,6 @@ DEVICE void issue(u8* stage, const u8* part, i32 row, i32 D) {
         stage_rows<ROWS * BYTES, BYTES>(stage, part + (i64)row * BYTES, min(ROWS, D - row) * BYTES);
     copies_commit();
 }
-
-#if TOKENS == 1
-
-#ifdef BESIDE_DOWN
-constexpr i32 RANKS = USED + 1;
-#else
-constexpr i32 RANKS = USED;
-#define BESIDE_DOWN DOWN
-#endif
 
 // A warp's rows of one down matrix of the type: `begin` loads them, `finish` makes ys, the products with z. base: its
 // shared memory, as said above.
@@ -380,13 +393,14 @@ struct Rank {
         for (i32 i = 0; i < STAGES; i++)
             issue<type>(stage(i), part, row0 + i * ROWS, D);
     }
-    // z: row `row` of the first halves' results.
+    // z: row `row` of the first halves' results. With `keep` the stages stay as they are, for another row.
+    template <bool keep = false>
     __device__ void finish(const Input& z, i32 row, float* ys) const {
         // All of a row of activations is in registers, straight from global memory, or else in shared memory.
         constexpr bool IN_REGISTERS = P::APPLIES || (!is_float(type) && COLS <= 1024 * n_held(type, COLS));
         const i32 lane = threadIdx.x % WARP;
         float* const terms = (float*)(base + shared_input_bytes<type>(COLS));
-        Input input = global_input(z.x, z.q + row * COLS, z.d + row * (COLS / 32), z.sums + row * (COLS / 32));
+        Input input = row_of(z, row, COLS);
         if constexpr (!IN_REGISTERS) {
             input = shared_input<type>(base, COLS);
             copy_input<type>(input, 0, z, row, COLS, lane, WARP);
@@ -402,16 +416,19 @@ struct Rank {
 #pragma unroll
         for (i32 i = 0; i < UNITS; i++) {
             const i32 first = row0 + i * ROWS, offset = skew_of<ROW_BYTES>(part + (i64)first * ROW_BYTES);
-            stage_wait<STAGES - 1>();
+            if (!keep)
+                stage_wait<STAGES - 1>();
             float acc[ROWS] = {};
             if constexpr (P::APPLIES)
                 multiply_packed<type, COLS, ROWS>(acc, stage(i), offset, held, ds, terms);
             else
                 multiply<type, ROWS, 1>(acc, stage(i), offset, COLS, input, held, token, 1);
             const float y = fold_rows(acc);
-            if (lane % (WARP / ROWS) == 0)
+            if (lane % (WARP / ROWS) == 0 && (!keep || first + lane / (WARP / ROWS) < D))
                 ys[i * ROWS + lane / (WARP / ROWS)] = y;
             __syncwarp(); // the stage and the terms are free
+            if (keep)
+                continue;
             if (i + STAGES < UNITS)
                 issue<type>(stage(i), part, first + STAGES * ROWS, D);
             else
@@ -419,6 +436,15 @@ struct Rank {
         }
     }
 };
+
+#if !MANY
+
+#ifdef BESIDE_DOWN
+constexpr i32 RANKS = USED + 1;
+#else
+constexpr i32 RANKS = USED;
+#define BESIDE_DOWN DOWN
+#endif
 
 KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_active, const float* weights,
                                                 i32 D, const float* z, const i8* zq, const float* zd, const i32* zsums,
@@ -475,56 +501,31 @@ KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_a
 
 #else
 
-constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
-
 KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const i32* pairs, i32 D, const float* z,
                                    const i8* zq, const float* zd, const i32* zsums, float* y, i32 stage_bytes) {
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     const i32 row0 = (blockIdx.x * n_warps + warp) * UNITS * ROWS;
     dependency_release();
-    dependency_wait();
     __shared__ u64 words[RECORD_WORDS];
-    fetch_record(words, active, n_active, blockIdx.y, threadIdx.x);
+    fetch_record(words, active, n_active, blockIdx.y, threadIdx.x); // complete when gate_up began
     __syncthreads();
     ActiveExpert record;
-    if (!read_record(words, record) || row0 >= D)
+    const bool works = read_record(words, record) && row0 < D;
+    if (!works || record.target[2]) // gate_up writes what enters a slot; the rest is there already
+        dependency_wait();
+    if (!works)
         return;
-    const u8* const part = record.target[2] ? record.target[2] : record.source[2];
-    u8* const stages = shared + warp * STAGES * stage_bytes;
-#pragma unroll
-    for (i32 i = 0; i < STAGES; i++)
-        issue<DOWN>(stages + i * stage_bytes, part, row0 + i * ROWS, D);
+    const i32 input_bytes = shared_input_bytes<DOWN>(COLS) + Rank<DOWN>::TERM_BYTES;
+    u8* const base = shared + warp * (input_bytes + STAGES * stage_bytes);
+    const Rank<DOWN> rank{base, record.target[2] ? record.target[2] : record.source[2], row0, D, stage_bytes};
+    rank.begin();
+    dependency_wait();
     const Input input = global_input(z, zq, zd, zsums);
-    const Activations held[1] = {};
-    const i32 first = record.first, count = record.count;
-    auto pairs_of = [&](i32 i0, i32(&pair)[TOKENS]) {
-#pragma unroll
-        for (i32 j = 0; j < TOKENS; j++)
-            pair[j] = pairs[first + min(i0 + j, count - 1)];
-    };
-    i32 pair[TOKENS];
-    pairs_of(0, pair);
-    for (i32 i = 0, s = 0; i < UNITS; i++, s = s + 1 < STAGES ? s + 1 : 0) {
-        constexpr i32 N = ROWS * TOKENS, EACH = WARP / N; // lanes that hold the same sum
-        u8* const stage = stages + s * stage_bytes;
-        const i32 row = row0 + i * ROWS, offset = skew_of<ROW_BYTES>(part + (i64)row * ROW_BYTES);
-        stage_wait<STAGES - 1>();
-        for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
-            float acc[N] = {};
-            if (count > TOKENS)
-                pairs_of(i0, pair);
-            multiply<DOWN, ROWS, TOKENS>(acc, stage, offset, COLS, input, held, pair, count - i0);
-            const float sum = fold_rows(acc);
-            const i32 t = i0 + lane / EACH % TOKENS, r = row + lane / EACH / TOKENS;
-            if (lane % EACH == 0 && t < count && r < D)
-                y[(i64)pairs[first + t] * D + r] = sum;
-        }
-        __syncwarp(); // the stage is free
-        if (i + STAGES < UNITS)
-            issue<DOWN>(stage, part, row + STAGES * ROWS, D);
-        else
-            copies_commit();
+    stage_wait<0>();
+    for (i32 i = 0; i < record.count; i++) {
+        const i32 pair = pairs[record.first + i];
+        rank.finish<true>(input, pair, y + (i64)pair * D + row0);
     }
 }
 

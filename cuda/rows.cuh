@@ -65,6 +65,11 @@ DEVICE Input global_input(const float* x, const i8* q, const float* d, const i32
     return {x, (i8*)q, (float*)d, (i32*)sums, 32, 16};
 }
 
+// The same from row t of k elements on.
+DEVICE Input row_of(const Input& x, i64 t, i32 k) {
+    return {x.x + t * k, x.q + t * k, x.d + t * (k / 32), x.sums + t * (k / 32), x.stride, x.half};
+}
+
 // `tokens` rows of k elements at `base`, 16-byte aligned.
 template <Type type>
 DEVICE Input shared_input(u8* base, i32 k, i32 tokens = 1) {

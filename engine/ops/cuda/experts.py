@@ -28,7 +28,7 @@ Z_ROWS = 32  # rows of gate and up whose results one block quantizes
 SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
-TOKENS = 4  # of an expert at a time, where a step has several
+TOKENS = 4  # of a dense FFN's at a time, where a step has several
 
 
 def runs_beside(shared: SharedExpert, bank: Experts) -> bool:
@@ -101,7 +101,7 @@ class SmallExperts:
     ) -> None:
         """The first half: z of each pair, then of each token; `active` is the table, its length and the pairs."""
         down_float = bank.down_type in FLOAT_TYPES
-        shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation)
+        shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation, in_turn=True)
         defines, shared_bytes = shape.defines, shape.shared_bytes
         more: list[object] = [None, None, 0, None, None, None]
         if beside is not None:
@@ -138,7 +138,7 @@ class SmallExperts:
         scale = None if beside is None or beside.shared_gate is None else self._row_scale[:T]
         widest = row if beside is None else max(row, beside.down.row_bytes)
         stage, n_warps = stage_bytes(4, widest), A + (beside is not None)
-        each = shared_input_bytes(F, qtype in FLOAT_TYPES) + -(-F // 2 // 16) * 16
+        each = _z_bytes(F, qtype in FLOAT_TYPES)
         stages = _stages(self.device, n_warps * stage, n_warps * each, DOWN_ROWS // 4)
         if T == 1 and stages:
             module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
@@ -149,18 +149,29 @@ class SmallExperts:
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks))
             self.device.kernel(module, "down_one")(blocks, n_warps * WARP, args, shared_bytes, overlap=True)
             return
-        stage = stage_bytes(2, row)
-        stages, warps = _stages_and_warps(self.device, stage, 0, DOWN_ROWS // 2)
-        module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=TOKENS)
-        grid = (-(-D // (DOWN_ROWS * warps)), n_records)
+        rows, stages, warps = self._whole(row, F, qtype in FLOAT_TYPES)
+        stage = stage_bytes(rows, row)
+        module = _module(("DOWN", qtype.name), COLS=F, ROWS=rows, STAGES=stages, TOKENS=1, MANY=1)
+        grid = (-(-D // (rows * stages * warps)), n_records)
         args = [*active, D, *_rows(z), self._y, stage]
-        self.device.kernel(module, "down")(grid, warps * WARP, args, warps * stages * stage, overlap=True)
+        shared_bytes = warps * (_z_bytes(F, qtype in FLOAT_TYPES) + stages * stage)
+        self.device.kernel(module, "down")(grid, warps * WARP, args, shared_bytes, overlap=True)
         self.device.kernel(module, "combine")(
             (-(-D // 256), T), 256, [self._y, weights, A, D, x, int(add)], overlap=True
         )
         if beside is not None:
             own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
             self.products.product(beside.down, own, x, True, scale)
+
+
+    def _whole(self, row: int, n_ff: int, is_float: bool) -> tuple[int, int, int]:
+        """Rows a unit, units a warp, warps a block of a down matrix with rows of `row` bytes, all in shared memory."""
+        for rows, units in ((4, DOWN_ROWS // 4), (1, 1)):
+            for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
+                n_bytes = warps * (_z_bytes(n_ff, is_float) + units * stage_bytes(rows, row))
+                if _stages(self.device, n_bytes, 0, 1):
+                    return rows, units, warps
+        raise ValueError(f"an FFN's rows of {row} bytes do not fit into shared memory")
 
 
 class SmallDense:
@@ -232,23 +243,27 @@ def _first_half(
     down_float: bool,
     activation: Activation,
     z_rows: int = Z_ROWS,
+    in_turn: bool = False,
 ) -> _FirstHalf:
+    """in_turn: several tokens are multiplied one after the other, as one is."""
     T, D = (h.q if isinstance(h, Quantized) else h).shape
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
-    tokens = 1 if T == 1 else TOKENS
+    tokens = 1 if T == 1 or in_turn else TOKENS
     paired = [block_types.record(t).kind == "PAIRS" for t in (gate, up)]
     held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
-    fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if tokens == 1 and not held else 0
-    results = 0 if tokens == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
+    fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if T == 1 and not held else 0
+    results = 0 if T == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
     # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
     half = device.max_shared_bytes // 2 - 2 * STATIC_SHARED
     most = z_rows // WARPS if tokens == 1 else 1
-    rows = next(n for n in (4, 2, 1) if n == 1 or (n <= most and fixed + 2 * WARPS * stage_bytes(n, widest) <= half))
+    half -= fixed + results
+    rows = next(n for n in (4, 2, 1) if n == 1 or (n <= most and 2 * WARPS * stage_bytes(n, widest) <= half))
     stage = stage_bytes(rows, widest)
     stages, warps = _stages_and_warps(device, 2 * stage, fixed + results, -(-z_rows // (WARPS * rows)))
     numbers = {"DOWN_FLOAT": int(down_float), "COLS": D, "ROWS": rows, "STAGES": stages}
     numbers |= {"WARPS": warps, "TOKENS": tokens} | ({"GELU": 1} if activation == "gelu" else {})
     numbers |= {} if z_rows == Z_ROWS else {"Z_ROWS": z_rows}
+    numbers |= {"MANY": 1} if in_turn and T > 1 else {}
     defines = (("GATE", gate.name), ("UP", up.name), *((name, str(n)) for name, n in numbers.items()))
     return _FirstHalf(defines, warps, stage, fixed + 2 * warps * stages * stage)
 
@@ -271,6 +286,11 @@ def _gate_type(gate: QTensor, D: int) -> str:
 def _rows(h: Quantized | Array) -> list[Array | None]:
     """Rows as the kernels take them, to read or to write: x, or q, d, sums."""
     return [None, h.q, h.d, h.sums] if isinstance(h, Quantized) else [h, None, None, None]
+
+
+def _z_bytes(n_ff: int, is_float: bool) -> int:
+    """Shared memory of a warp of the second half beside its rows: a row of z, and the terms of four rows."""
+    return shared_input_bytes(n_ff, is_float) + -(-n_ff // 2 // 16) * 16
 
 
 def _stages_and_warps(device: Device, stage: int, fixed: int, most: int) -> tuple[int, int]:
