@@ -299,8 +299,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
                 if (MANY)
                     take(token[0]);
             }
-            const i32 none[TOKENS] = {};
-            const i32(&rows_of)[TOKENS] = MANY ? none : token;
+            i32 rows_of[TOKENS]; // of `input`
+#pragma unroll
+            for (i32 j = 0; j < TOKENS; j++)
+                rows_of[j] = MANY ? 0 : token[j];
             stage_wait<2 * STAGES - 1>();
             multiply<GATE, ROWS, TOKENS>(acc, stage, skew_gate, COLS, input, held, rows_of, count - i0);
             stage_wait<2 * STAGES - 2>();
