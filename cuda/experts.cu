@@ -245,6 +245,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue((warp + i * WARPS) * ROWS, stages + 2 * i * stage_bytes);
+    if constexpr (TOKENS == 1)
+        fill_grids<GATE, UP>();
 #if DENSE
     dependency_wait();
 #endif
@@ -477,6 +479,7 @@ KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_a
         rank.begin();
     if (is_beside)
         last.begin();
+    fill_grids<DOWN, BESIDE_DOWN>();
     dependency_wait();
     const float old = add && valid ? x[row] : 0.0f;
     if (lane == 0)
@@ -514,15 +517,17 @@ KERNEL __launch_bounds__(256) down(const u8* active, const i32* n_active, const 
     __syncthreads();
     ActiveExpert record;
     const bool works = read_record(words, record) && row0 < D;
-    if (!works || record.target[2]) // gate_up writes what enters a slot; the rest is there already
-        dependency_wait();
-    if (!works)
-        return;
     const i32 input_bytes = shared_input_bytes<DOWN>(COLS) + Rank<DOWN>::TERM_BYTES;
     u8* const base = shared + warp * (input_bytes + STAGES * stage_bytes);
     const Rank<DOWN> rank{base, record.target[2] ? record.target[2] : record.source[2], row0, D, stage_bytes};
-    rank.begin();
+    if (works && record.target[2]) // gate_up writes what enters a slot; the rest is there already
+        dependency_wait();
+    if (works)
+        rank.begin();
+    fill_grids<DOWN>();
     dependency_wait();
+    if (!works)
+        return;
     const Input input = global_input(z, zq, zd, zsums);
     stage_wait<0>();
     for (i32 i = 0; i < record.count; i++) {

@@ -68,6 +68,38 @@ DEVICE u32 four_sevens(u32 v) {
     return with_parity((v & 0x7fu) | ((v << 1) & 0x7f00u) | ((v << 2) & 0x7f0000u) | ((v << 3) & 0x7f000000u));
 }
 
+template <Type type>
+struct GridBlock;
+
+DEVICE constexpr bool has_grid(Type type) {
+    return type == IQ2_XXS || type == IQ2_XS || type == IQ2_S || type == IQ3_XXS || type == IQ3_S;
+}
+
+// The entries as the terms of one token take them (single.cuh), in shared memory: of the first-level cache a warp's 32
+// addresses take as many cycles as the table has lines.
+template <Type type>
+DEVICE u32* entries() {
+    __shared__ u32 made[sizeof(GridBlock<type>::ENTRIES) / 4];
+    return made;
+}
+
+template <Type type>
+DEVICE void fill_entries() {
+    if constexpr (has_grid(type)) {
+        constexpr i32 N = sizeof(GridBlock<type>::ENTRIES) / 4;
+        for (i32 i = threadIdx.x; i < N; i += blockDim.x)
+            entries<type>()[i] = GridBlock<type>::ENTRIES.entry[i];
+    }
+}
+
+// The whole block, before its terms of one token of these types.
+template <Type... types>
+DEVICE void fill_grids() {
+    (fill_entries<types>(), ...);
+    if constexpr ((has_grid(types) || ...))
+        __syncthreads();
+}
+
 // Block s of 32 weights in the superblock at `at`, an even address, a specialization each.
 //   LEVELS    its magnitudes
 //   SHRINK    what scales are multiplied by, a power of two
@@ -75,11 +107,11 @@ DEVICE u32 four_sevens(u32 v) {
 //   load      the others are read of what it has read
 //   entry     selectors of weights 16 * half + 4 * c ..., four of them, in the low 16 bits
 //   signs     a bit for each weight
-template <Type type>
-struct GridBlock;
+//   ENTRIES    what `entries` has; spread_entry, magnitudes: of its i-th entry
 
 template <>
 struct GridBlock<IQ2_XXS> {
+    static constexpr Grid<u32, 256> ENTRIES = spread({IQ2_XXS_GRID});
     static constexpr Levels LEVELS = packed({IQ2_LEVELS});
     static constexpr float SHRINK = 0.125f;
     u32 index, signs;
@@ -94,13 +126,13 @@ struct GridBlock<IQ2_XXS> {
         return GRID.entry[(g.index >> (16 * half + 8 * (c >> 1))) & 255] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
-        static constexpr Grid<u32, 256> GRID = spread({IQ2_XXS_GRID});
-        return GRID.entry[__byte_perm(g.index, 0, 0x4440u + i)];
+        return entries<IQ2_XXS>()[__byte_perm(g.index, 0, 0x4440u + i)];
     }
 };
 
 template <>
 struct GridBlock<IQ2_XS> {
+    static constexpr Grid<u32, 512> ENTRIES = spread({IQ2_XS_GRID});
     static constexpr Levels LEVELS = packed({IQ2_LEVELS});
     static constexpr float SHRINK = 0.125f;
     u32 index[2], signs;
@@ -117,13 +149,13 @@ struct GridBlock<IQ2_XS> {
         return GRID.entry[(g.index[half] >> (16 * (c >> 1))) & 511] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
-        static constexpr Grid<u32, 512> GRID = spread({IQ2_XS_GRID});
-        return GRID.entry[(g.index[i >> 1] >> (16 * (i & 1))) & 511];
+        return entries<IQ2_XS>()[(g.index[i >> 1] >> (16 * (i & 1))) & 511];
     }
 };
 
 template <>
 struct GridBlock<IQ2_S> {
+    static constexpr Grid<u32, 1024> ENTRIES = spread({IQ2_S_GRID});
     static constexpr Levels LEVELS = packed({IQ2_LEVELS});
     static constexpr float SHRINK = 0.125f;
     u32 index, high, signs;
@@ -140,13 +172,13 @@ struct GridBlock<IQ2_S> {
         return GRID.entry[((g.index >> (8 * i)) & 255) | ((g.high >> (2 * i)) & 3) << 8] >> (16 * (c & 1));
     }
     DEVICE u32 spread_entry(const GridBlock& g, u32 i) {
-        static constexpr Grid<u32, 1024> GRID = spread({IQ2_S_GRID});
-        return GRID.entry[and_or(g.high << (8 - 2 * i), 0x300u, __byte_perm(g.index, 0, 0x4440u + i))];
+        return entries<IQ2_S>()[and_or(g.high << (8 - 2 * i), 0x300u, __byte_perm(g.index, 0, 0x4440u + i))];
     }
 };
 
 template <>
 struct GridBlock<IQ3_XXS> {
+    static constexpr Grid<u32, 256> ENTRIES = bytes_of({IQ3_XXS_GRID}, {IQ3_XXS_LEVELS});
     static constexpr Levels LEVELS = packed({IQ3_XXS_LEVELS});
     static constexpr float SHRINK = 0.25f;
     u32 index[2], signs;
@@ -162,13 +194,13 @@ struct GridBlock<IQ3_XXS> {
         return GRID.entry[(g.index[half] >> (8 * c)) & 255];
     }
     DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
-        static constexpr Grid<u32, 256> GRID = bytes_of({IQ3_XXS_GRID}, {IQ3_XXS_LEVELS});
-        return GRID.entry[__byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3))];
+        return entries<IQ3_XXS>()[__byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3))];
     }
 };
 
 template <>
 struct GridBlock<IQ3_S> {
+    static constexpr Grid<u32, 512> ENTRIES = bytes_of({IQ3_S_GRID}, {IQ3_S_LEVELS});
     static constexpr Levels LEVELS = packed({IQ3_S_LEVELS});
     static constexpr float SHRINK = 1.0f;
     u32 index[2], high, signs;
@@ -185,8 +217,7 @@ struct GridBlock<IQ3_S> {
         return GRID.entry[((g.index[half] >> (8 * c)) & 255) | ((g.high >> (4 * half + c)) & 1) << 8];
     }
     DEVICE u32 magnitudes(const GridBlock& g, u32 i) {
-        static constexpr Grid<u32, 512> GRID = bytes_of({IQ3_S_GRID}, {IQ3_S_LEVELS});
-        return GRID.entry[and_or(g.high << (8 - i), 0x100u, __byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3)))];
+        return entries<IQ3_S>()[and_or(g.high << (8 - i), 0x100u, __byte_perm(g.index[i >> 2], 0, 0x4440u + (i & 3)))];
     }
 };
 

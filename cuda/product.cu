@@ -108,6 +108,8 @@ KERNEL __launch_bounds__(WARPS * WARP)
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue(stages + i * stage_bytes, u + i * step);
+    if constexpr (TOKENS == 1)
+        fill_grids<TYPE0, TYPE1, TYPE2, TYPE3>();
     constexpr i32 SHARES = (COLS + 128 * WARPS - 1) / (128 * WARPS); // of the row that a warp quantizes
     constexpr bool AHEAD = TOKENS == 1 && !FLOATS && SHARES <= 2;    // they fit in registers
     float4 xs[AHEAD ? SHARES : 1], norms[AHEAD ? SHARES : 1];

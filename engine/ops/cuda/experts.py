@@ -19,6 +19,7 @@ from engine.ops.cuda.products import (
     Products,
     Quantized,
     QuantizedScratch,
+    grid_bytes,
     held_columns,
     shared_input_bytes,
     stage_bytes,
@@ -139,7 +140,8 @@ class SmallExperts:
         widest = row if beside is None else max(row, beside.down.row_bytes)
         stage, n_warps = stage_bytes(4, widest), A + (beside is not None)
         each = _z_bytes(F, qtype in FLOAT_TYPES)
-        stages = _stages(self.device, n_warps * stage, n_warps * each, DOWN_ROWS // 4)
+        grids = grid_bytes(qtype, *((beside.down.qtype,) if beside else ()))
+        stages = _stages(self.device, n_warps * stage, n_warps * each + grids, DOWN_ROWS // 4)
         if T == 1 and stages:
             module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
             if beside is not None:
@@ -149,7 +151,7 @@ class SmallExperts:
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks))
             self.device.kernel(module, "down_one")(blocks, n_warps * WARP, args, shared_bytes, overlap=True)
             return
-        rows, stages, warps = self._whole(row, F, qtype in FLOAT_TYPES)
+        rows, stages, warps = self._whole(row, F, qtype)
         stage = stage_bytes(rows, row)
         module = _module(("DOWN", qtype.name), COLS=F, ROWS=rows, STAGES=stages, TOKENS=1, MANY=1)
         grid = (-(-D // (rows * stages * warps)), n_records)
@@ -164,12 +166,12 @@ class SmallExperts:
             self.products.product(beside.down, own, x, True, scale)
 
 
-    def _whole(self, row: int, n_ff: int, is_float: bool) -> tuple[int, int, int]:
+    def _whole(self, row: int, n_ff: int, qtype: QType) -> tuple[int, int, int]:
         """Rows a unit, units a warp, warps a block of a down matrix with rows of `row` bytes, all in shared memory."""
         for rows, units in ((4, DOWN_ROWS // 4), (1, 1)):
             for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
-                n_bytes = warps * (_z_bytes(n_ff, is_float) + units * stage_bytes(rows, row))
-                if _stages(self.device, n_bytes, 0, 1):
+                n_bytes = warps * (_z_bytes(n_ff, qtype in FLOAT_TYPES) + units * stage_bytes(rows, row))
+                if _stages(self.device, n_bytes, grid_bytes(qtype), 1):
                     return rows, units, warps
         raise ValueError(f"an FFN's rows of {row} bytes do not fit into shared memory")
 
@@ -253,6 +255,7 @@ def _first_half(
     held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
     fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if T == 1 and not held else 0
     results = 0 if T == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
+    results += grid_bytes(gate, up) if tokens == 1 else 0
     # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
     half = device.max_shared_bytes // 2 - 2 * STATIC_SHARED
     most = z_rows // WARPS if tokens == 1 else 1

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.formats import block_types
 from engine.formats.block_types import FLOAT_TYPES
+from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.device import Array, Device, Module
@@ -72,6 +73,11 @@ class QuantizedScratch:
 def stage_bytes(rows: int, row_bytes: int) -> int:
     """Shared memory for `rows` staged rows, a multiple of 16."""
     return -(-rows * row_bytes // 16) * 16 + STAGE_SLACK
+
+
+def grid_bytes(*types: QType) -> int:
+    """Shared memory of a block for the grids of types, where it multiplies one token (entries of grids.cuh)."""
+    return sum(4 * len(GRIDS[t]) for t in set(types) & GRIDS.keys())
 
 
 def held_columns(qtype: QType) -> int:
@@ -257,7 +263,8 @@ class Products:
         if tokens == 1 or shared:
             fixed = shared_input_bytes(K, is_float, tokens)
         repeated = not is_float and not quantized  # every block quantizes the row: few large ones
-        shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), fixed, tokens, repeated)
+        besides = fixed + (grid_bytes(*(w.qtype for w in ws)) if tokens == 1 else 0)
+        shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), besides, tokens, repeated)
 
         n_matrices = max(len(ws), 3)
         types = [block_types.record(w.qtype, w.name).name for w in ws]
