@@ -145,11 +145,14 @@ class DeviceOps:
             return self.device.upload(value)
         if isinstance(value, RECORDS):
             return type(value)(*(self._to(getattr(value, f.name)) for f in fields(value)))
-        return value
+        return tuple(map(self._to, value)) if isinstance(value, tuple) else value
 
     def _back(self, value: Any, there: Any) -> None:
         if isinstance(value, np.ndarray) and value.size and value.flags.writeable:
             value[...] = self.device.read(there)
+        elif isinstance(value, tuple):
+            for v, t in zip(value, there, strict=True):
+                self._back(v, t)
         elif isinstance(value, KVLayer | DeltaLayer | Fetches | SlotState):
             for f in fields(value):
                 if getattr(value, f.name) is not None:

@@ -80,7 +80,7 @@ class Case:
     def exact_on_cuda(self) -> bool:
         """Whether docs/arithmetic.md fixes the bits there too: not in attention, nor in long steps but for routing."""
         short = self.tokens <= SMALL_TOKENS
-        return self.op != "attention" and (short or self.op in ("route", "add_norm"))
+        return self.op != "attention" and (short or self.op in ("route", "add_norm", "add_norms"))
 
 
 def weights(qtype: QType, rows: int, cols: int, seed: int) -> QTensor:

@@ -267,23 +267,18 @@ def layer(p: Pass[Config], i: int, w: Layer) -> None:
     c = p.config
     ops, ws, b, windowed = p.ops, p.ws, p.b, c.windowed[i]
     p.attention(i, w.attention, c.head_dim_of(i), 1.0, rope=windowed, window=c.window if windowed else 0, to=b.y)
-    ops.add_norm(ws, b.y, w.post_attention_norm, c.eps, b.x)
-    ops.norm(ws, b.x, w.ffn_norm, c.eps, b.h)
-    ops.dense_ffn(ws, b.h, w.ffn.gate, w.ffn.up, w.ffn.down, b.y, activation="gelu", add=False)
-    mixed = b.y if w.moe is None else add_experts(p, i, w.moe)
-    ops.add_norm(ws, mixed, w.post_ffw_norm, c.eps, b.x, scale=w.out_scale)
-
-
-def add_experts(p: Pass[Config], m: int, w: MoE) -> F32:
-    """rms(b.y) + rms(experts), where b.y is the dense FFN's output; a buffer [T, D] that is free after attention."""
-    ops, ws, b, eps = p.ops, p.ws, p.b, p.config.eps
-    mixed = b.attended(p.config.n_embd)
-    ops.norm(ws, b.y, w.dense_post_norm, eps, mixed)
-    p.route(m, w.router_norm, w.router, w.gating)
-    ops.norm(ws, b.x, w.pre_norm, eps, b.h)
-    p.experts(m, to=b.y)
-    ops.add_norm(ws, b.y, w.post_norm, eps, mixed)
-    return mixed
+    other, moe = b.attended(c.n_embd), w.moe  # free after attention
+    then = [(w.ffn_norm, other)] + ([] if moe is None else [(moe.pre_norm, b.h)])
+    ops.add_norm(ws, b.y, w.post_attention_norm, c.eps, b.x, then=then)
+    ops.dense_ffn(ws, other, w.ffn.gate, w.ffn.up, w.ffn.down, b.y, activation="gelu", add=False)
+    if moe is None:
+        ops.add_norm(ws, b.y, w.post_ffw_norm, c.eps, b.x, scale=w.out_scale)
+        return
+    p.route(i, moe.router_norm, moe.router, moe.gating, h=other)
+    p.experts(i, to=other)
+    ops.add_norms(
+        ws, b.y, moe.dense_post_norm, other, moe.post_norm, w.post_ffw_norm, c.eps, b.x, scale=w.out_scale
+    )  # fmt: skip
 
 
 def tiny(rng: np.random.Generator, **changes: Any) -> tuple[Config, dict[str, F32]]:

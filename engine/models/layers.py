@@ -259,11 +259,11 @@ class Pass(Generic[ConfigT]):
         self.ops.norm(self.ws, self.b.x, norm, self.config.eps, self.b.h)
         self.ops.dense_ffn(self.ws, self.b.h, w.gate, w.up, w.down, self.b.x)
 
-    def route(self, m: int, norm: F32, router: QTensor, gating: Gating) -> None:
-        """Choose the experts of MoE layer m by rms(x) * norm, which is left in `b.h`."""
+    def route(self, m: int, norm: F32, router: QTensor, gating: Gating, h: F32 | None = None) -> None:
+        """Choose the experts of MoE layer m by rms(x) * norm, which is left in `h` or `b.h`."""
         b, r = self.b, self.residency
         assert r is not None
-        self.ops.router(self.ws, b.x, norm, self.config.eps, router, b.h, b.router)
+        self.ops.router(self.ws, b.x, norm, self.config.eps, router, b.h if h is None else h, b.router)
         self.ops.route(
             self.ws, b.router, gating, r.live, r.banks[m], self.step.counted, r.rule, *b.chosen(m), b.fetches
         )

@@ -6,6 +6,7 @@ The kernels compute the bits of docs/arithmetic.md on every instruction set. A c
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,10 @@ def norm(ws: Workspace, x: F32, weight: F32, eps: float, out: F32) -> None:
     )
 
 
-def add_norm(ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0) -> None:
-    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D])."""
+def add_norm(
+    ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0, then: Sequence[tuple[F32, F32]] = ()
+) -> None:
+    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D]); then norms of x, as `norm` makes them."""
     T, D = _rows(ws, y, "y"), y.shape[1]
     _within(D, ws.widest, "columns of y")
     ws.kernels.spark_add_norm(
@@ -122,6 +125,17 @@ def add_norm(ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: floa
         output_of(ws, x, FLOAT32, (T, D), "x"),
         scale,
     )
+    for norm_weight, out in then:
+        norm(ws, x, norm_weight, eps, out)
+
+
+def add_norms(
+    ws: Workspace, a: F32, a_norm: F32, b: F32, b_norm: F32, weight: F32, eps: float, x: F32, scale: float = 1.0
+) -> None:
+    """x [T, D] = scale * (x + the RMS norm of the sum of those of a and b [T, D]); a is scratch afterwards."""
+    norm(ws, a, a_norm, eps, a)
+    add_norm(ws, b, b_norm, eps, a)
+    add_norm(ws, a, weight, eps, x, scale)
 
 
 def attention_input(

@@ -6,6 +6,7 @@ the backends with this page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine.formats.quants import QTensor
@@ -54,8 +55,17 @@ class Ops(Protocol):
     def norm(self, ws: Scratch, x: F32, weight: F32, eps: float, out: F32) -> None:
         """The RMS norm."""
 
-    def add_norm(self, ws: Scratch, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0) -> None:
-        """Add the RMS norm of y to x."""
+    def add_norm(
+        self, ws: Scratch, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0,
+        then: Sequence[tuple[F32, F32]] = (),
+    ) -> None:  # fmt: skip
+        """Add the RMS norm of y to x; then norms of x."""
+
+    def add_norms(
+        self, ws: Scratch, a: F32, a_norm: F32, b: F32, b_norm: F32, weight: F32, eps: float, x: F32,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Add the RMS norm of the sum of two RMS norms to x."""
 
     def attention_input(
         self, ws: Scratch, x: F32, w: AttentionInput, eps: float, rope: F32, positions: I32, kv: KVLayer, slots: I32,

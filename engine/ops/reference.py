@@ -78,10 +78,26 @@ def norm(ws: Workspace, x: F32, weight: F32, eps: float, out: F32) -> None:
     out[:] = rms_norm(x, weight, eps)
 
 
-def add_norm(ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0) -> None:
-    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D])."""
+def add_norm(
+    ws: Workspace, y: F32, weight: F32, eps: float, x: F32, scale: float = 1.0, then: Sequence[tuple[F32, F32]] = ()
+) -> None:
+    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D]).
+
+    then: pairs of a weight [D] and an array [T, D] that becomes the RMS norm of x times it.
+    """
     with np.errstate(all="ignore"):
         x[:] = (x + rms_norm(y, weight, eps)) * np.float32(scale)
+    for norm_weight, out in then:
+        norm(ws, x, norm_weight, eps, out)
+
+
+def add_norms(
+    ws: Workspace, a: F32, a_norm: F32, b: F32, b_norm: F32, weight: F32, eps: float, x: F32, scale: float = 1.0
+) -> None:
+    """x [T, D] = scale * (x + rms(rms(a) * a_norm + rms(b) * b_norm) * weight); a [T, D] is scratch afterwards."""
+    norm(ws, a, a_norm, eps, a)
+    add_norm(ws, b, b_norm, eps, a)
+    add_norm(ws, a, weight, eps, x, scale)
 
 
 def _rotate(x: F32, table: F32, positions: I32) -> F32:

@@ -73,7 +73,8 @@ WRITES: dict[str, tuple[Callable[[Call], None], tuple[str, ...]]] = {
     "embed": (lambda c: ops.embed(c.ws, c.embedding, c.rows, c.x), ("x",)),
     "copy": (lambda c: ops.copy(c.ws, c.y, c.x), ("x",)),
     "norm": (lambda c: ops.norm(c.ws, c.x, c.norm, EPS, c.h), ("h",)),
-    "add_norm": (lambda c: ops.add_norm(c.ws, c.y, c.norm, EPS, c.x), ("x",)),
+    "add_norm": (lambda c: ops.add_norm(c.ws, c.y, c.norm, EPS, c.x, 1.0, ((c.norm, c.h),)), ("x", "h")),
+    "add_norms": (lambda c: ops.add_norms(c.ws, c.y, c.norm, c.h, c.norm, c.norm, EPS, c.x), ("y", "x")),
     "attention_input": (
         lambda c: ops.attention_input(c.ws, c.x, c.inputs, EPS, c.rope, c.rows, c.kv, c.rows, c.q, c.gate),
         ("q", "gate"),

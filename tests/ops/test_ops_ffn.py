@@ -64,22 +64,37 @@ def norm_case(T: int, D: int) -> Case:
     return Case("norm", f"T={T} D={D}", run, lambda: {"out": rms(x, weight, EPS)}, 1e-12, tokens=T)
 
 
-def add_norm_case(T: int, D: int, scale: float) -> Case:
+def add_norm_case(T: int, D: int, scale: float, n_then: int = 0) -> Case:
     y, weight, residual = floats(52, T, D), gain(53, D), floats(54, T, D)
+
+    others = [gain(55 + i, D) for i in range(n_then)]
+
+    def run(ops: ModuleType, ws: Any) -> Outputs:
+        x, outs = residual.copy(), [np.full((T, D), np.nan, np.float32) for _ in others]
+        ops.add_norm(ws, y, weight, EPS, x, scale, tuple(zip(others, outs, strict=True)))
+        return {"x": x} | {f"norm {i}": out for i, out in enumerate(outs)}
+
+    def oracle() -> Outputs:
+        x = (residual + rms(y, weight, EPS)) * np.float32(scale)
+        return {"x": x} | {f"norm {i}": rms(x, w, EPS) for i, w in enumerate(others)}
+
+    op = "add_norm_then" if n_then else "add_norm"
+    return Case(op, f"T={T} D={D} scale={scale} norms={n_then}", run, oracle, 1e-12, tokens=T)
+
+
+def add_norms_case(T: int, D: int, scale: float) -> Case:
+    a, b, residual = (floats(56 + i, T, D) for i in range(3))
+    of_a, of_b, of_sum = (gain(59 + i, D) for i in range(3))
 
     def run(ops: ModuleType, ws: Any) -> Outputs:
         x = residual.copy()
-        ops.add_norm(ws, y, weight, EPS, x, scale)
+        ops.add_norms(ws, a.copy(), of_a, b, of_b, of_sum, EPS, x, scale)
         return {"x": x}
 
-    return Case(
-        "add_norm",
-        f"T={T} D={D} scale={scale}",
-        run,
-        lambda: {"x": (residual + rms(y, weight, EPS)) * np.float32(scale)},
-        1e-12,
-        tokens=T,
-    )
+    def oracle() -> Outputs:
+        return {"x": (residual + rms(rms(a, of_a, EPS) + rms(b, of_b, EPS), of_sum, EPS)) * np.float32(scale)}
+
+    return Case("add_norms", f"T={T} D={D} scale={scale}", run, oracle, 1e-12, tokens=T)
 
 
 def dense_case(
@@ -197,6 +212,8 @@ CASES = [
     scaled_embed_case(QType.BF16, 3.1),
     *(norm_case(T, D) for T, D in ((1, 256), (3, 77), (20, 352), (40, 256))),
     *(add_norm_case(T, D, s) for T, D, s in ((1, 256, 1.0), (5, 77, 0.37), (40, 352, 1.7))),
+    *(add_norm_case(T, D, 0.6, n) for T, D, n in ((1, 352, 2), (3, 77, 2), (32, 256, 1), (40, 352, 2))),
+    *(add_norms_case(T, D, s) for T, D, s in ((1, 352, 1.0), (5, 77, 0.37), (40, 256, 1.7))),
     dense_case((K4, K4, K6), 256, 512, 1),
     dense_case((K4, K4, K4), 512, 1280, 1, shared=QType.F32),
     dense_case((Q8, Q8, Q8), 96, 160, 1, "gelu", add=False, shared=QType.BF16),

@@ -7,6 +7,7 @@ device, allocates, or decides by what an array holds, so a whole step can be cap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,7 @@ from engine.placing import policy
 
 # From so many tokens on a prefill step brings in a layer's missing experts while the layer before it computes; a
 # shorter one waits for its own choice and brings in no other experts. At 128 tokens both take about as long.
+MOST_PREPARED = 2  # arrays
 AHEAD_TOKENS = 128
 
 
@@ -83,7 +85,7 @@ class Workspace:
         self.active_step: Array | None = None
         self.replay: Replay | None = None
         self.streaming: Streaming | None = None
-        self._prepared: _Prepared | None = None
+        self._prepared: list[_Prepared] = []
 
     @property
     def routing(self) -> Routing:
@@ -119,27 +121,29 @@ class Workspace:
 
     def prepare(self, array: Array, value: Quantized | Halves | None) -> None:
         """Remember what an op made of `array` for those that read it before anything writes it."""
+        self.writes(array)
         first = self.device.pointer(array)
-        self._prepared = _Prepared(first, first + int(array.nbytes), array.shape, value)
+        made = _Prepared(first, first + int(array.nbytes), array.shape, value)
+        self._prepared = [*self._prepared[1 - MOST_PREPARED :], made]
 
     def writes(self, *arrays: Array | None) -> None:
         """Forget what was prepared of memory that an op writes: each says so (tests/ops/test_cuda_prepared.py)."""
         for array in arrays:
-            known = self._prepared
-            if known is not None and array is not None:
-                first = self.device.pointer(array)
-                if first < known.end and known.first < first + int(array.nbytes):
-                    self._prepared = None
+            if self._prepared and array is not None:
+                first, end = (at := self.device.pointer(array)), at + int(array.nbytes)
+                self._prepared = [known for known in self._prepared if end <= known.first or known.end <= first]
 
     def forget(self) -> None:
         """Forget whatever was prepared: a step begins, and captured ones may have run since the last."""
-        self._prepared = None
+        self._prepared = []
 
     def prepared(self, array: Array) -> Quantized | Halves | None:
-        """What was prepared last, if it was `array` and nothing has written there since; None if not."""
-        known = self._prepared
-        if known is None or known.first != self.device.pointer(array) or known.shape != array.shape:
+        """What was prepared of `array`, if nothing has written there since; None if not."""
+        first = self.device.pointer(array)
+        found = [known for known in self._prepared if known.first == first and known.shape == array.shape]
+        if not found:
             return None
+        known = found[0]
         if isinstance(known.value, Halves) and known.value is not self.gemm.newest:
             return None  # another array's halves have taken their place
         return known.value
@@ -187,10 +191,31 @@ def norm(ws: Workspace, x: Array, weight: Array, eps: float, out: Array) -> None
         ws.prepare(out, ws.gemm.norm_to_halves(x, weight, eps, out))
 
 
-def add_norm(ws: Workspace, y: Array, weight: Array, eps: float, x: Array, scale: float = 1.0) -> None:
-    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D])."""
-    ws.writes(x)
-    ws.products.add_norm(y, weight, eps, x, scale)
+def add_norm(
+    ws: Workspace, y: Array, weight: Array, eps: float, x: Array, scale: float = 1.0,
+    then: Sequence[tuple[Array, Array]] = (),
+) -> None:  # fmt: skip
+    """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D]); then norms of x, as `norm` makes them."""
+    ws.writes(x, *(out for _, out in then))
+    if x.shape[0] <= SMALL_TOKENS:
+        for (_, out), made in zip(then, ws.products.add_norm(y, weight, eps, x, scale, then), strict=True):
+            ws.prepare(out, made)
+    else:
+        ws.products.add_norm(y, weight, eps, x, scale)
+        for norm_weight, out in reversed(then):  # what is read first is prepared last
+            norm(ws, x, norm_weight, eps, out)
+
+
+def add_norms(
+    ws: Workspace, a: Array, a_norm: Array, b: Array, b_norm: Array, weight: Array, eps: float, x: Array,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """x [T, D] = scale * (x + the RMS norm of the sum of those of a and b [T, D]); a is scratch afterwards."""
+    ws.writes(a, x)
+    if not ws.products.add_norms(a, a_norm, b, b_norm, weight, eps, x, scale):
+        ws.products.norm(a, a_norm, eps, a)
+        ws.products.add_norm(b, b_norm, eps, a, 1.0)
+        ws.products.add_norm(a, weight, eps, x, scale)
 
 
 def copy(ws: Workspace, x: Array, to: Array) -> None:

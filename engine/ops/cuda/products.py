@@ -6,6 +6,7 @@ for any number of rows within the limits, but past 32 the tensor-core products a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,7 +100,8 @@ class Products:
     """Products with small batches of activations.
 
     Results called scratch below stay valid until the same method is called again: `quantize` has its own memory,
-    `norm_quantize` another, `router` and `norm_routed` a third, `head` a fourth, so all can be alive at once.
+    `norm_quantize` another, `router` and `norm_routed` a third, `head` a fourth, `add_norm` two, so all can be alive at
+    once.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -109,6 +111,7 @@ class Products:
         self._quantized = QuantizedScratch(device, SMALL_TOKENS, width)
         self._normed = QuantizedScratch(device, SMALL_TOKENS, limits.n_embd)
         self._routed = QuantizedScratch(device, SMALL_TOKENS, limits.n_embd)
+        self._added = [QuantizedScratch(device, SMALL_TOKENS, limits.n_embd) for _ in range(2)]
         self._headed = QuantizedScratch(device, limits.max_rows, limits.n_embd)
         self._head_h = device.empty((limits.max_rows * limits.n_embd,), np.float32)
 
@@ -137,14 +140,40 @@ class Products:
         self._norm(x, None, weight, eps, h, to)
         return to
 
-    def add_norm(self, y: Array, weight: Array, eps: float, x: Array, scale: float) -> None:
-        """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D]); any T."""
+    def add_norm(
+        self, y: Array, weight: Array, eps: float, x: Array, scale: float, then: Sequence[tuple[Array, Array]] = ()
+    ) -> list[Quantized | None]:
+        """x [T, D] = scale * (x + the RMS norm of y [T, D] times weight [D]); any T.
+
+        then: up to two weights and arrays [T, D] that become norms of x, T at most 32. Returns them in 8 bits
+        (scratch), where D is a multiple of 32.
+        """
         T, D = y.shape
-        if weight.shape != (D,) or x.shape != (T, D):
-            raise ValueError(f"a norm of shape {weight.shape} of {y.shape} added to {x.shape}")
+        if weight.shape != (D,) or x.shape != (T, D) or len(then) > len(self._added):
+            raise ValueError(f"a norm of shape {weight.shape} of {y.shape} added to {x.shape}, then {len(then)} norms")
+        made = [to.rows(T, D) if D % 32 == 0 else None for to, _ in zip(self._added, then, strict=False)]
+        args: list[object] = [y, weight, float(eps), D, x, float(scale)]
+        for (norm, out), to in zip(then, made, strict=True):
+            args += [norm, out, *((None,) * 3 if to is None else (to.q, to.d, to.sums))]
+        args += [None] * (16 - len(args))
         kernel = self.device.kernel(Module("norm.cu"), "add_norm")
-        args = (y, weight, float(eps), D, x, float(scale))
         kernel(T, 2 * WARPS * WARP, args, 8 * (-(-D // 4) * 4), overlap=T <= SMALL_TOKENS)
+        return made
+
+    def add_norms(
+        self, a: Array, a_norm: Array, b: Array, b_norm: Array, norm: Array, eps: float, x: Array, scale: float
+    ) -> bool:
+        """x [T, D] = scale * (x + rms(rms(a) * a_norm + rms(b) * b_norm) * norm); False where rows are too long."""
+        T, D = a.shape
+        if {w.shape for w in (a_norm, b_norm, norm)} != {(D,)} or {v.shape for v in (b, x)} != {(T, D)}:
+            raise ValueError(f"norms of {a.shape} and {b.shape} added to {x.shape}")
+        n_bytes = 20 * (-(-D // 4) * 4)
+        if n_bytes + STATIC_SHARED > self.device.max_shared_bytes:
+            return False
+        kernel = self.device.kernel(Module("norm.cu"), "add_norms")
+        args = (a, a_norm, b, b_norm, norm, float(eps), D, x, float(scale))
+        kernel(T, 2 * WARPS * WARP, args, n_bytes, overlap=T <= SMALL_TOKENS)
+        return True
 
     def product(
         self, w: QTensor, x: Quantized | Array, y: Array, add: bool = False, row_scale: Array | None = None
