@@ -403,17 +403,21 @@ DEVICE void multiply_packed(float (&acc)[rows], const u8* stage, i32 offset, con
                             const float (&d)[Packed<type, k, rows>::STEPS], float* terms) {
     typedef Packed<type, k, rows> P;
     const i32 lane = threadIdx.x % WARP;
+    constexpr i32 TASKS = rows * P::BLOCKS / WARP;
+    float made[TASKS]; // all before the first is stored: a load could not go ahead of a store
 #pragma unroll
-    for (i32 i = 0; i < rows * P::BLOCKS / WARP; i++) {
-        const i32 task = lane + i * WARP; // its rows are contiguous, so is whatever K format: block `task` of them all
+    for (i32 i = 0; i < TASKS; i++) { // rows are contiguous, so is whatever K format: block `lane + i * WARP` of them all
         if constexpr (is_paired(type)) {
             const SplitLane l = split_lane();
             const u8* const base = stage + offset + i * SPLIT_BYTES;
-            terms[task] = split_term(base + l.head, base + l.at, l, held[i % N]);
+            made[i] = split_term(base + l.head, base + l.at, l, held[i % N]);
         } else {
-            terms[task] = single_term<type>(stage, offset, task, held[i % N]);
+            made[i] = single_term<type>(stage, offset, lane + i * WARP, held[i % N]);
         }
     }
+#pragma unroll
+    for (i32 i = 0; i < TASKS; i++)
+        terms[lane + i * WARP] = made[i];
     __syncwarp();
 #pragma unroll
     for (i32 i = 0; i < P::STEPS; i++)
