@@ -1,6 +1,10 @@
 """Where the time of one decoded token goes: every kernel of the captured step, its count, time and rate.
 
     python benchmarks/profile_step.py model.gguf --depth 512 --json data/results/profile_step.json
+    python benchmarks/profile_step.py model.gguf --sequences 8
+
+With --sequences, of a step that so many sequences share, a token each. `the graph alone` is such a step without what
+the host does between two: it is launched again and again on the same inputs.
 
 Decoding runs for real, and what the engine captures into its graph is noted: the kernels, in order, with the weights
 that they are given. Their times are CUPTI's, of every kernel inside the graph launches, read through torch's profiler
@@ -39,6 +43,7 @@ from engine.ops.cuda.device import Module
 from engine.placing import policies
 from engine.running.ahead import AHEAD_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer
+from engine.running.forward import GRAPH_TOKENS
 from engine.running.loaded import Loaded
 from engine.running.reply import Reply
 from engine.running.sampling import SamplingParams
@@ -274,6 +279,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     json_option(parser)
     parser.add_argument("--depth", type=int, default=512, help="tokens in the cache")
+    parser.add_argument("--sequences", type=int, default=1, choices=GRAPH_TOKENS[:4], help="that share a step")
     parser.add_argument("--residency", type=float, default=100.0)
     parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
     parser.add_argument("--steps", type=int, default=8, help="decoded tokens that are traced")
@@ -281,7 +287,8 @@ def main() -> None:
     o = parser.parse_args()
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
-        policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name, ctx_tokens=o.depth + o.steps + 1024,
+        policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name,
+        ctx_tokens=o.sequences * (o.depth + o.steps + 1024),
     )  # fmt: skip
     engine = Engine(config)
     check_settings(config, engine.ready())
@@ -289,12 +296,22 @@ def main() -> None:
     device, A = loaded.backend.device, loaded.source.config.n_expert_used
     graphs, drawer = loaded.steps.graphs, loaded.drawer
     assert graphs is not None and isinstance(drawer, DeviceDrawer)
-    sequence = loaded.kv.sequence()
-    history = Prompts(loaded.source.config.n_vocab, seed=4).next(o.depth)
-    feed(loaded, sequence, history[:-1])
+    prompts = Prompts(loaded.source.config.n_vocab, seed=4)
+    sequences = [loaded.kv.sequence() for _ in range(o.sequences)]
+    histories = [prompts.next(o.depth) for _ in sequences]
+    for sequence, history in zip(sequences, histories, strict=True):
+        feed(loaded, sequence, history[:-1])
+    sequence, history = sequences[0], histories[0]
 
     def decode(n: int) -> float:
-        """Seconds of n tokens after whatever was decoded before."""
+        """Seconds of n tokens, of every sequence, after whatever was decoded before."""
+        if o.sequences > 1:
+            began = time.perf_counter()
+            for i in range(n):
+                token = np.full(1, histories[i % len(histories)][i % o.depth], np.int32)
+                loaded.steps.run([Span(s, token, np.zeros(1, np.bool_), (0,)) for s in sequences])
+                device.synchronize()
+            return (time.perf_counter() - began) / n
         last = np.asarray(history[-1:], np.int32)
         result = loaded.steps.run([Span(sequence, last, np.zeros(1, np.bool_), (0,))])
         reply = Reply(history, SamplingParams(), n, sequence=sequence)
@@ -306,6 +323,12 @@ def main() -> None:
 
     decode(16)
     step_us = 1e6 * statistics.median(decode(64) for _ in range(5))
+    if o.sequences > 1:
+        began = time.perf_counter()
+        for _ in range(64):
+            loaded.steps.launch(o.sequences)
+        device.synchronize()
+        print(f"{1e6 * (time.perf_counter() - began) / 64:24.1f}{'':16}the graph alone")
     graphs.forget()
     recorder = Recorder(device, [[A * n for n in e.part_bytes] for e in loaded.source.weights.experts])
     with recorder.recording():
@@ -333,7 +356,8 @@ def main() -> None:
     print(f"{'':14}{apart_us:10.1f}{'':16}a step of kernels one after the other\n{'':14}{step_us:10.1f}{'':16}a step")
     if o.json:
         write_json(o.json, {
-            "model": o.model.name, "depth_tokens": o.depth, "residency_pct": o.residency, "kv_type": o.kv_type,
+            "model": o.model.name, "depth_tokens": o.depth, "sequences": o.sequences,
+            "residency_pct": o.residency, "kv_type": o.kv_type,
             "measured_by": how, "step_us": step_us, "apart_us": apart_us, "kernels_us": every, "launches": len(step),
             "rows": rows,
         })  # fmt: skip

@@ -24,7 +24,7 @@ from engine.ops import F32, I32, Fetches, Limits
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
 
-GRAPH_TOKENS = (1, 2, 4, 8)  # tokens of a step that a device with graphs captures
+GRAPH_TOKENS = (1, 2, 4, 8, 16, 32)  # tokens of a step that a device with graphs captures
 MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
 
 

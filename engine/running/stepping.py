@@ -202,7 +202,10 @@ class Steps:
 
     def _captured(self, T: int) -> bool:
         """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""
-        return self.graphs is not None and T in GRAPH_TOKENS and self.forward.buffers.hidden is None
+        return (
+            self.graphs is not None and T in GRAPH_TOKENS and T <= self._limits.max_rows
+            and self.forward.buffers.hidden is None
+        )  # fmt: skip
 
     def _width(self, spans: list[Span], T: int) -> int:
         """Tokens of the step that T are run in: more where one token each of several sequences make up no graph."""
