@@ -68,15 +68,10 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
 template <Type type>
 DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constants* constants, u8* unpacked,
                           const Unit& unit, i32 s, const WideInput& x) {
-    typedef Runs<type, COLS> R;
-    WideStage wide = {stage, constants, unpacked, {0, 0}};
-    if constexpr (R::ALIGN < 16) {
-        const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1, g = threadIdx.x % WARP / 4;
-        const u32 from = (u32)(u64)unit.w + (u32)unit.row0 * R::ROW_BYTES + s * R::BYTES;
-        wide.skew[0] = (i32)((from + min(g, last) * R::ROW_BYTES) & 15);
-        wide.skew[1] = (i32)((from + min(g + 8, last) * R::ROW_BYTES) & 15);
-    }
-    multiply_run<type, COLS, GROUPS>(acc, wide, s * RUN, x);
+    const u8* const from = unit.w + (i64)unit.row0 * row_bytes_of(type, COLS) + s * Runs<type, COLS>::BYTES;
+    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
+    const Tile tile = {stage, constants, unpacked, (u32)(u64)from, last, min(RUN, BLOCKS - s * RUN)};
+    multiply_run<type, COLS, GROUPS>(acc, tile, s * RUN, x);
 }
 
 // The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
