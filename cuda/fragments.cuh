@@ -10,13 +10,13 @@ constexpr i32 TILE_ROWS = 16, PARTS = 4; // rows that four warps share
 constexpr i32 RUN = 8;                   // blocks of 32 that a warp takes at a time
 
 // Runs of rows of k columns, which were copied to shared memory in pieces of 16 bytes: row r is at r * PITCH, and begins as
-// far behind that as its address behind a 16-byte boundary.
+// far behind that as its address behind a 32-byte boundary, since memory is read in sectors of so many.
 template <Type type, i32 k>
 struct Runs {
     static constexpr i32 BYTES = row_bytes_of(type, 32 * RUN), ROW_BYTES = row_bytes_of(type, k);
     static constexpr i32 N = (k / 32 + RUN - 1) / RUN;
     static constexpr i32 ALIGN = common_divisor(common_divisor(BYTES, ROW_BYTES), 16); // of their addresses
-    static constexpr i32 PIECES = (BYTES + 16 - ALIGN + 15) / 16;
+    static constexpr i32 PIECES = (BYTES + 32 - ALIGN + 31) / 32 * 2;
     // Lanes read four bytes of eight rows, or where rows are aligned eight bytes of four rows, without bank conflicts.
     static constexpr i32 PITCH = ALIGN == 16 ? 16 * PIECES + (96 - 16 * PIECES % 64) % 64 : 16 * (PIECES | 1);
     static constexpr i32 STAGE_BYTES = TILE_ROWS * PITCH + 16; // a word is read beyond
@@ -41,11 +41,27 @@ struct Tile {
     i32 n_blocks;
 };
 
-// Where row r of a tile begins.
+// Where a row's run begins, and for words at multiples of four bytes from there a multiple of four before them and the bits
+// between; the same for words two bytes further.
+struct Place {
+    i32 at, base, shift, base2, shift2;
+};
+
+// `ahead`: the first byte that the lane reads of what it reads in words.
 template <class R>
-DEVICE i32 row_at(const Tile& tile, i32 r) {
-    const u32 address = tile.from + (R::ROW_BYTES % 16 ? (u32)(min(r, tile.last) * R::ROW_BYTES) : 0);
-    return r * R::PITCH + (R::ALIGN == 16 ? 0 : (i32)(address & 15));
+DEVICE Place place_of(const Tile& tile, i32 r, i32 ahead) {
+    const u32 address = tile.from + (R::ROW_BYTES % 32 ? (u32)(min(r, tile.last) * R::ROW_BYTES) : 0);
+    const i32 at = r * R::PITCH + (i32)(address & 31), base = (at & ~3) + ahead, shift = (at & 3) * 8;
+    return {at, base, shift, base + (shift & 16 ? 4 : 0), shift ^ 16};
+}
+
+// The word at byte `to` of the row's run, for the lane; `to`, once it is known, a multiple of two.
+template <i32 align>
+DEVICE u32 word_of(const u8* rows, const Place& p, i32 to) {
+    const u32* const w = (const u32*)(rows + (to % 4 == 0 || align >= 4 ? p.base : p.base2) + (to & ~3));
+    if (to % 4 == 0)
+        return align >= 4 ? w[0] : __funnelshift_r(w[0], w[1], p.shift);
+    return __funnelshift_r(w[0], w[1], align >= 4 ? 16 : p.shift2);
 }
 
 // Byte i of a word as a float, by way of the bits of 2^23 + it.
@@ -53,22 +69,13 @@ DEVICE float byte_to_float(u32 word, i32 i) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | i)) - 8388608.0f;
 }
 
-// Words i and i + step of those that begin at byte `at`, a multiple of `align`.
-template <i32 align>
-DEVICE void load_two(const u8* rows, i32 at, i32 i, i32 step, u32& first, u32& second) {
-    u32 w[1];
-    load_run<align>(rows, at + 4 * i, w);
-    first = w[0];
-    load_run<align>(rows, at + 4 * (i + step), w);
-    second = w[0];
-}
-
 template <Type type>
 DEVICE constexpr bool in_halves() { return has_halves(type) || is_kind(type, Kind::SIXTEENS); }
 
 // A run as fragments of the mma. Lane 4 * g + t has of rows g and g + 8 words t and t + 4 of each block, or, PAIRED, words
 // 2 * t and 2 * t + 1, in the order (g first, g + 8 first, g second, g + 8 second).
-//   begin   by the whole warp, once a run: the constants; at: where rows lane % 16, g and g + 8 begin
+//   begin   by the whole warp, once a run: the constants; at: where rows lane % 16, g and g + 8 begin, of the latter two
+//           the lane's first word
 //   get     the fragment of block j; blocks come in ascending order
 //
 // A type without a specialization: lanes unpack whole blocks as for one token, and the warp exchanges them.
@@ -77,14 +84,14 @@ struct Fragments {
     static constexpr bool PAIRED = !in_halves<type>();
 
     template <i32 align>
-    DEVICE void begin(Fragments&, const Tile& tile, const i32 (&at)[3]) {
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
         typedef BlockCode<type> Code;
         const i32 lane = threadIdx.x % WARP, row = lane % TILE_ROWS;
         Constants& to = *tile.constants;
 #pragma unroll 1
         for (i32 j = lane / TILE_ROWS; j < tile.n_blocks; j += 2) {
             Block w;
-            load_block<type>(tile.rows, at[0], j, w);
+            load_block<type>(tile.rows, at[0].at, j, w);
             if constexpr (has_halves(type)) {
                 const float f0 = (float)w.factor[0], f1 = (float)w.factor[1];
                 if constexpr (Code::MINIMUM)
@@ -105,12 +112,13 @@ struct Fragments {
     }
 
     template <i32 align>
-    DEVICE void get(Fragments&, const Tile& tile, const i32 (&)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments&, const Tile& tile, const Place (&)[3], i32 j, u32 (&a)[4]) {
         const i32 g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
             const u8* const block = tile.unpacked + (g + 8 * r) * 256 + (j ^ g) * 32;
-            load_two<4>(block, 0, PAIRED ? 2 * t : t, PAIRED ? 1 : 4, a[r], a[r + 2]);
+            a[r] = *(const u32*)(block + (PAIRED ? 8 : 4) * t);
+            a[r + 2] = *(const u32*)(block + (PAIRED ? 8 * t + 4 : 4 * t + 16));
         }
     }
 };
@@ -138,15 +146,15 @@ struct Fragments<Q4_K> {
     uint2 codes[2]; // of two blocks
 
     template <i32 align>
-    DEVICE void begin(Fragments&, const Tile& tile, const i32 (&at)[3]) {
-        put_k_constants(tile, at[0], 0.0625f);
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
+        put_k_constants(tile, at[0].at, 0.0625f);
     }
     template <i32 align>
-    DEVICE void get(Fragments& f, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
             if (j % 2 == 0)
-                f.codes[r] = *(const uint2*)(tile.rows + at[1 + r] + 16 + 16 * j + 8 * (threadIdx.x % 4));
+                f.codes[r] = *(const uint2*)(tile.rows + at[1 + r].base + 16 + 16 * j);
             const u32 mask = 0x0f0f0f0fu << (4 * (j % 2)); // the scale makes up for bits that stay where they are
             a[r] = f.codes[r].x & mask;
             a[r + 2] = f.codes[r].y & mask;
@@ -160,21 +168,21 @@ struct Fragments<Q5_K> {
     uint2 codes[2], high[2];
 
     template <i32 align>
-    DEVICE void begin(Fragments& f, const Tile& tile, const i32 (&at)[3]) {
-        put_k_constants(tile, at[0], 1.0f);
+    DEVICE void begin(Fragments& f, const Tile& tile, const Place (&at)[3]) {
+        put_k_constants(tile, at[0].at, 1.0f);
 #pragma unroll
         for (i32 r = 0; r < 2; r++)
-            f.high[r] = *(const uint2*)(tile.rows + at[1 + r] + 16 + 8 * (threadIdx.x % 4));
+            f.high[r] = *(const uint2*)(tile.rows + at[1 + r].base + 16);
     }
     DEVICE u32 joined(u32 codes, u32 high, i32 j) {
         return and_or(j < 4 ? high << (4 - j) : high >> (j - 4), 0x10101010u, (codes >> (4 * (j % 2))) & 0x0f0f0f0fu);
     }
     template <i32 align>
-    DEVICE void get(Fragments& f, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
             if (j % 2 == 0)
-                f.codes[r] = *(const uint2*)(tile.rows + at[1 + r] + 48 + 16 * j + 8 * (threadIdx.x % 4));
+                f.codes[r] = *(const uint2*)(tile.rows + at[1 + r].base + 48 + 16 * j);
             a[r] = joined(f.codes[r].x, f.high[r].x, j);
             a[r + 2] = joined(f.codes[r].y, f.high[r].y, j);
         }
@@ -187,26 +195,25 @@ struct Fragments<Q6_K> {
     u32 codes[2][4], high[4]; // of four blocks
 
     template <i32 align>
-    DEVICE void begin(Fragments&, const Tile& tile, const i32 (&at)[3]) {
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
         const i32 lane = threadIdx.x % WARP, first = lane / TILE_ROWS * 4;
-        const float d = half_to_float(load_half(tile.rows, at[0] + 208));
+        const float d = half_to_float(load_half(tile.rows, at[0].at + 208));
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
-            const u32 factors = load_half(tile.rows, at[0] + 192 + 2 * (first + i));
+            const u32 factors = load_half(tile.rows, at[0].at + 192 + 2 * (first + i));
             tile.constants->factor[lane % TILE_ROWS][first + i] =
                 make_float4((float)(i8)factors, (float)(i8)(factors >> 8), d, 0.0f);
         }
     }
     template <i32 align>
-    DEVICE void get(Fragments& f, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
-        const i32 t = threadIdx.x % 4, quarter = j % 4;
+    DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
+        const i32 quarter = j % 4;
 #pragma unroll
-        for (i32 r = 0; r < 2; r++) {
-            const i32 row = at[1 + r];
+        for (i32 i = 0; i < 4; i++) {
             if (quarter < 2)
-                load_two<align>(tile.rows, row + j / 4 * 64 + 32 * quarter, t, 4, f.codes[quarter][r], f.codes[quarter][r + 2]);
+                f.codes[quarter][i] = word_of<align>(tile.rows, at[1 + i % 2], j / 4 * 64 + 32 * quarter + i / 2 * 16);
             if (quarter == 0)
-                load_two<align>(tile.rows, row + 128 + j / 4 * 32, t, 4, f.high[r], f.high[r + 2]);
+                f.high[i] = word_of<align>(tile.rows, at[1 + i % 2], 128 + 8 * j + i / 2 * 16);
         }
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
@@ -222,27 +229,27 @@ struct Fragments<Q3_K> {
     u32 codes[4], high[4];
 
     template <i32 align>
-    DEVICE void begin(Fragments& f, const Tile& tile, const i32 (&at)[3]) {
+    DEVICE void begin(Fragments& f, const Tile& tile, const Place (&at)[3]) {
         const i32 lane = threadIdx.x % WARP, upper = lane / TILE_ROWS;
-        const float d = half_to_float(load_half(tile.rows, at[0] + 108));
+        const float d = half_to_float(load_half(tile.rows, at[0].at + 108));
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
-            const u32 four = load_half(tile.rows, at[0] + 96 + 2 * i) >> (4 * upper);
-            const u32 two = load_half(tile.rows, at[0] + 104 + 2 * (i % 2)) >> (2 * (i / 2) + 4 * upper);
+            const u32 four = load_half(tile.rows, at[0].at + 96 + 2 * i) >> (4 * upper);
+            const u32 two = load_half(tile.rows, at[0].at + 104 + 2 * (i % 2)) >> (2 * (i / 2) + 4 * upper);
             const u32 factors = (four & 0x0f0fu) | ((two & 0x0303u) << 4);
             tile.constants->factor[lane % TILE_ROWS][4 * upper + i] =
                 make_float4((float)((i32)(factors & 63) - 32), (float)((i32)(factors >> 8) - 32), d, 0.0f);
         }
 #pragma unroll
-        for (i32 r = 0; r < 2; r++)
-            load_two<align>(tile.rows, at[1 + r], threadIdx.x % 4, 4, f.high[r], f.high[r + 2]);
+        for (i32 i = 0; i < 4; i++)
+            f.high[i] = word_of<align>(tile.rows, at[1 + i % 2], i / 2 * 16);
     }
     template <i32 align>
-    DEVICE void get(Fragments& f, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
         if (j % 4 == 0)
 #pragma unroll
-            for (i32 r = 0; r < 2; r++)
-                load_two<align>(tile.rows, at[1 + r] + 32 + 8 * j, threadIdx.x % 4, 4, f.codes[r], f.codes[r + 2]);
+            for (i32 i = 0; i < 4; i++)
+                f.codes[i] = word_of<align>(tile.rows, at[1 + i % 2], 32 + 8 * j + i / 2 * 16);
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
             a[i] = and_or(j < 2 ? f.high[i] << (2 - j) : f.high[i] >> (j - 2), 0x04040404u,
@@ -256,13 +263,13 @@ struct Fragments<Q2_K> {
     u32 codes[4];
 
     template <i32 align>
-    DEVICE void begin(Fragments&, const Tile& tile, const i32 (&at)[3]) {
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
         const i32 lane = threadIdx.x % WARP, first = lane / TILE_ROWS * 4;
-        const u32 both = *(const u32*)(tile.rows + at[0] + 80);
+        const u32 both = *(const u32*)(tile.rows + at[0].at + 80);
         const float d = half_to_float((u16)both), least = half_to_float((u16)(both >> 16));
 #pragma unroll
         for (i32 i = 0; i < 4; i += 2) {
-            const u32 bytes = *(const u32*)(tile.rows + at[0] + 2 * (first + i));
+            const u32 bytes = *(const u32*)(tile.rows + at[0].at + 2 * (first + i));
             const u32 factors = bytes & 0x0f0f0f0fu, minimums = (bytes >> 4) & 0x0f0f0f0fu;
 #pragma unroll
             for (i32 b = 0; b < 2; b++)
@@ -275,11 +282,11 @@ struct Fragments<Q2_K> {
         }
     }
     template <i32 align>
-    DEVICE void get(Fragments& f, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
         if (j % 4 == 0)
 #pragma unroll
-            for (i32 r = 0; r < 2; r++)
-                load_two<4>(tile.rows, at[1 + r] + 16 + 8 * j, threadIdx.x % 4, 4, f.codes[r], f.codes[r + 2]);
+            for (i32 i = 0; i < 4; i++)
+                f.codes[i] = word_of<4>(tile.rows, at[1 + i % 2], 16 + 8 * j + i / 2 * 16);
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
             a[i] = f.codes[i] & (0x03030303u << (j % 4 * 2));
@@ -311,23 +318,15 @@ struct Fragments<Q8_0> {
     static constexpr bool PAIRED = true;
 
     template <i32 align>
-    DEVICE void begin(Fragments&, const Tile& tile, const i32 (&at)[3]) {
-        put_scales(tile, [&](i32 j) { return half_to_float(load_half(tile.rows, at[0] + 34 * j)); },
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
+        put_scales(tile, [&](i32 j) { return half_to_float(load_half(tile.rows, at[0].at + 34 * j)); },
                    [](i32) { return 0.0f; });
     }
     template <i32 align>
-    DEVICE void get(Fragments&, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
-        for (i32 r = 0; r < 2; r++) {
-            const i32 from = at[1 + r] + 34 * j + 2 + 8 * (threadIdx.x % 4);
-            u32 w[2];
-            if (align >= 4 && j % 2)
-                load_run<4>(tile.rows, from, w);
-            else
-                load_run<2>(tile.rows, from, w);
-            a[r] = w[0];
-            a[r + 2] = w[1];
-        }
+        for (i32 i = 0; i < 4; i++)
+            a[i] = word_of<align>(tile.rows, at[1 + i % 2], 34 * j + 2 + i / 2 * 4);
     }
 };
 
@@ -336,39 +335,31 @@ struct Fragments<Q8_0> {
 template <Type type>
 struct NibbleFragments {
     static constexpr bool PAIRED = false, MINIMUM = BlockCode<type>::MINIMUM;
-    static constexpr i32 BYTES = BlockType<type>::BLOCK_BYTES, CODES = BYTES - 16, FIFTH = CODES - (MINIMUM ? 4 : 2);
+    static constexpr i32 BYTES = BlockType<type>::BLOCK_BYTES, CODES = BYTES - 16;
 
     template <i32 align>
-    DEVICE void begin(NibbleFragments&, const Tile& tile, const i32 (&at)[3]) {
-        put_scales(tile, [&](i32 j) { return half_to_float(load_half(tile.rows, at[0] + BYTES * j)); },
-                   [&](i32 j) { return MINIMUM ? -half_to_float(load_half(tile.rows, at[0] + BYTES * j + 2)) : 0.0f; });
+    DEVICE void begin(NibbleFragments&, const Tile& tile, const Place (&at)[3]) {
+        put_scales(tile, [&](i32 j) { return half_to_float(load_half(tile.rows, at[0].at + BYTES * j)); },
+                   [&](i32 j) { return MINIMUM ? -half_to_float(load_half(tile.rows, at[0].at + BYTES * j + 2)) : 0.0f; });
     }
     template <i32 align>
-    DEVICE void get(NibbleFragments&, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(NibbleFragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
         const i32 t = threadIdx.x % 4;
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
-            const i32 codes = at[1 + r] + BYTES * j + CODES;
-            // Blocks of 18 and 22 bytes are aligned to words in turn.
-            const bool aligned = align >= 4 && (BYTES * j + CODES) % 4 == 0;
-            u32 v[1], bits[1];
-            if (aligned)
-                load_run<4>(tile.rows, codes + 4 * t, v);
-            else
-                load_run<2>(tile.rows, codes + 4 * t, v);
+            const u32 v = word_of<align>(tile.rows, at[1 + r], BYTES * j + CODES);
             if constexpr (type == IQ4_NL) {
-                look_up_both<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v[0], a[r], a[r + 2]);
+                look_up_both<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v, a[r], a[r + 2]);
             } else {
-                a[r] = v[0] & 0x0f0f0f0fu;
-                a[r + 2] = (v[0] >> 4) & 0x0f0f0f0fu;
+                a[r] = v & 0x0f0f0f0fu;
+                a[r + 2] = (v >> 4) & 0x0f0f0f0fu;
             }
-            if constexpr (FIFTH) {
-                if (aligned)
-                    load_run<4>(tile.rows, codes - 4, bits);
-                else
-                    load_run<2>(tile.rows, codes - 4, bits);
-                a[r] |= fifth_bits(bits[0] >> (4 * t));
-                a[r + 2] |= fifth_bits(bits[0] >> (4 * t + 16));
+            if constexpr (CODES > 4) {
+                Place row = at[1 + r];
+                row.base -= 4 * t, row.base2 -= 4 * t;
+                const u32 bits = word_of<align>(tile.rows, row, BYTES * j + CODES - 4);
+                a[r] |= fifth_bits(bits >> (4 * t));
+                a[r + 2] |= fifth_bits(bits >> (4 * t + 16));
             }
         }
     }
@@ -390,8 +381,8 @@ struct Fragments<IQ4_XS> {
     static constexpr bool PAIRED = false;
 
     template <i32 align>
-    DEVICE void begin(Fragments&, const Tile& tile, const i32 (&at)[3]) {
-        const uint2 head = *(const uint2*)(tile.rows + at[0]);
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
+        const uint2 head = *(const uint2*)(tile.rows + at[0].at);
         const float d = half_to_float((u16)head.x);
         put_scales(tile, [&](i32 j) {
             const u32 scale = ((head.y >> (4 * j)) & 15) | (((head.x >> (16 + 2 * j)) & 3) << 4);
@@ -399,10 +390,10 @@ struct Fragments<IQ4_XS> {
         }, [](i32) { return 0.0f; });
     }
     template <i32 align>
-    DEVICE void get(Fragments&, const Tile& tile, const i32 (&at)[3], i32 j, u32 (&a)[4]) {
+    DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
-            const u32 v = *(const u32*)(tile.rows + at[1 + r] + 8 + 16 * j + 4 * (threadIdx.x % 4));
+            const u32 v = *(const u32*)(tile.rows + at[1 + r].base + 8 + 16 * j);
             look_up_both<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v, a[r], a[r + 2]);
         }
     }

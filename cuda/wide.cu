@@ -45,23 +45,52 @@ struct Unit {
     i32 matrix, row0, n;
 };
 
+// Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
+template <class R, i32 per_row, i32 first_piece>
+DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
+    constexpr i32 ROWS = WARP / per_row; // at once
+    const i32 lane = threadIdx.x % WARP, row = lane / per_row, begin = 16 * (first_piece + lane % per_row);
+    if (ROWS > TILE_ROWS && row >= TILE_ROWS)
+        return;
+    stage += row * R::PITCH + begin;
+    const u8* run = from + row * R::ROW_BYTES;
+#pragma unroll
+    for (i32 i = 0; i < TILE_ROWS; i += ROWS) {
+        const i32 skew = (i32)((u64)(ROWS * R::ROW_BYTES % 32 ? run : from + row * R::ROW_BYTES) & 31);
+        // The first piece and the last ones may be none of the run's.
+        if ((first_piece || begin + 16 > skew) && begin < skew + n_bytes)
+            copy16_async(stage + i * R::PITCH, run - skew + begin);
+        run += ROWS * R::ROW_BYTES;
+    }
+}
+
 // Start copying run s of a unit.
 template <Type type>
 DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
     typedef Runs<type, COLS> R;
-    const i32 lane = threadIdx.x % WARP, last = min(TILE_ROWS, unit.n - unit.row0) - 1;
+    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
     const u8* const from = unit.w + (i64)unit.row0 * R::ROW_BYTES + s * R::BYTES;
-    const i32 n_bytes = min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
-    constexpr i32 N = TILE_ROWS * R::PIECES;
-#pragma unroll
-    for (i32 i = 0; i < N; i += WARP) {
-        const i32 row = (i + lane) / R::PIECES, piece = (i + lane) % R::PIECES;
-        if (N % WARP && i + WARP > N && i + lane >= N)
-            continue;
-        const u8* begin = from + min(row, last) * R::ROW_BYTES;
-        const i32 skew = R::ALIGN == 16 ? 0 : (i32)((u64)begin & 15);
-        if ((R::ALIGN == 16 && COLS % (32 * RUN) == 0) || 16 * piece < skew + n_bytes)
-            copy16_async(stage + row * R::PITCH + 16 * piece, begin - skew + 16 * piece);
+    const i32 n_bytes = COLS % (32 * RUN) == 0 ? R::BYTES : min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
+    constexpr i32 P = R::PIECES;
+    static_assert(P < 32, "a run of more than 496 bytes");
+    if (last == TILE_ROWS - 1) {
+        if (P & 16)
+            copy_pieces<R, 16, 0>(stage, from, n_bytes);
+        if (P & 8)
+            copy_pieces<R, 8, (P & 16)>(stage, from, n_bytes);
+        if (P & 4)
+            copy_pieces<R, 4, (P & 24)>(stage, from, n_bytes);
+        if (P & 2)
+            copy_pieces<R, 2, (P & 28)>(stage, from, n_bytes);
+    } else {
+#pragma unroll 1
+        for (i32 i = threadIdx.x % WARP; i < TILE_ROWS * P; i += WARP) {
+            const i32 row = i / P, begin = 16 * (i % P);
+            const u8* const run = from + min(row, last) * R::ROW_BYTES;
+            const i32 skew = (i32)((u64)run & 31);
+            if (begin + 16 > skew && begin < skew + n_bytes)
+                copy16_async(stage + row * R::PITCH + begin, run - skew + begin);
+        }
     }
 }
 

@@ -109,7 +109,8 @@ DEVICE void multiply_run(float (&acc)[groups][RUN][4], const Tile& tile, i32 fir
     typedef Fragments<type> F;
     constexpr bool NO_FACTOR = !has_halves(type), NO_SCALE = has_halves(type) && !BlockCode<type>::MINIMUM;
     const i32 lane = threadIdx.x % WARP, g = lane / 4;
-    const i32 at[3] = {row_at<R>(tile, lane % TILE_ROWS), row_at<R>(tile, g), row_at<R>(tile, g + 8)};
+    const i32 ahead = (F::PAIRED ? 8 : 4) * (lane % 4);
+    const Place at[3] = {place_of<R>(tile, lane % TILE_ROWS, 0), place_of<R>(tile, g, ahead), place_of<R>(tile, g + 8, ahead)};
     F fragments;
     F::template begin<R::ALIGN>(fragments, tile, at);
     __syncwarp();

@@ -40,7 +40,7 @@ def stage_bytes(w: QTensor) -> int:
     """Shared memory for a run of 256 columns of 16 rows (Runs of wide.cuh)."""
     run = row_bytes(w.qtype, 256, w.name)
     align = gcd(run, w.row_bytes, 16)
-    pieces = (run + 31 - align) // 16
+    pieces = (run + 63 - align) // 32 * 2
     pitch = 16 * pieces + (96 - 16 * pieces % 64) % 64 if align == 16 else 16 * (pieces | 1)
     return TILE_ROWS * pitch + 16
 
