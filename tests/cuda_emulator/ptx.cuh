@@ -218,6 +218,48 @@ DEVICE void mma_s8(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMULATOR_SITE
     memcpy(d, sums, sizeof d);
 }
 
+// One 16x8 product of unsigned or signed bytes with signed ones: as EmulatorMma, the first matrix's elements of either kind.
+template <class First, int k>
+struct EmulatorByteMma {
+    u32 a[4], b[2];
+    i32* d;
+    static void run(EmulatorByteMma** lanes, u32) {
+        i32 a[16][k], b[k][8];
+        for (int lane = 0; lane < 32; lane++) {
+            int group = lane / 4, first = lane % 4 * 4;
+            for (int r = 0; r < k / 8; r++)
+                for (int i = 0; i < 4; i++)
+                    a[group + r % 2 * 8][first + i + r / 2 * 16] = (First)(lanes[lane]->a[r] >> (8 * i));
+            for (int r = 0; r < k / 16; r++)
+                for (int i = 0; i < 4; i++) b[first + i + r * 16][group] = (i8)(lanes[lane]->b[r] >> (8 * i));
+        }
+        for (int lane = 0; lane < 32; lane++)
+            for (int e = 0; e < 4; e++)
+                for (int i = 0; i < k; i++)
+                    lanes[lane]->d[e] += a[lane / 4 + e / 2 * 8][i] * b[i][lane % 4 * 2 + e % 2];
+    }
+};
+
+template <class First, int k>
+DEVICE void emulator_mma_bytes(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, i32 c, const emulator::Site& site) {
+    i32 sums[4] = {c, c, c, c};
+    EmulatorByteMma<First, k> op = {{a[0], a[1], a[2], a[3]}, {b0, b1}, sums};
+    emulator::collective(FULL_WARP, op, site);
+    memcpy(d, sums, sizeof d);
+}
+
+template <bool is_signed>
+DEVICE void mma_bytes(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, i32 c, EMULATOR_SITE("mma_bytes")) {
+    if constexpr (is_signed) emulator_mma_bytes<i8, 32>(d, a, b0, b1, c, site);
+    else emulator_mma_bytes<u8, 32>(d, a, b0, b1, c, site);
+}
+
+template <bool is_signed>
+DEVICE void mma_bytes(i32 (&d)[4], u32 a0, u32 a1, u32 b, i32 c, EMULATOR_SITE("mma_bytes")) {
+    if constexpr (is_signed) emulator_mma_bytes<i8, 16>(d, {a0, a1, 0, 0}, b, 0, c, site);
+    else emulator_mma_bytes<u8, 16>(d, {a0, a1, 0, 0}, b, 0, c, site);
+}
+
 DEVICE float exp2_fast(float x) { return exp2f(x); }
 
 DEVICE float reciprocal_fast(float x) { return 1.0f / x; }

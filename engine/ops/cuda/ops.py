@@ -263,9 +263,7 @@ def attention_input(
         None if m is None else _rows_of(a, T, m.shape[0])
         for a, m in ((ws.raw_q, w.wq), (ws.raw_k, w.wk), (ws.raw_v, w.wv))
     )
-    products = [
-        (m, y) for m, y in ((w.wq, raw_q), (w.wk, raw_k), (w.wv, raw_v), (w.gate, gate_out)) if m is not None
-    ]
+    products = [(m, y) for m, y in ((w.wq, raw_q), (w.wk, raw_k), (w.wv, raw_v), (w.gate, gate_out)) if m is not None]
     if T <= SMALL_TOKENS:
         matrices, outputs = zip(*products, strict=True)
         ws.products.norm_several(x, w.norm, eps, matrices, outputs, _rows_of(ws.normed, *x.shape))

@@ -1,7 +1,7 @@
 """Small-batch matrix products and what feeds them: norms, quantized activations, the router, the head.
 
-Bits as docs/arithmetic.md; twins in engine/ops/arithmetic.py; kernels product.cu, norm.cu, router.cu. Everything works
-for any number of rows within the limits, but past 32 the tensor-core products are faster.
+Bits as docs/arithmetic.md; twins in engine/ops/arithmetic.py; kernels product.cu, wide.cu, norm.cu, router.cu. All
+works for any number of rows within the limits, but past 32 the tensor-core products of gemm.py are faster.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.wide import PARTS, wide_shape
 
 WARP = 32
 WARPS = 8  # of a block
@@ -94,6 +95,30 @@ def _target_bytes(rows: int) -> int:
 def shared_input_bytes(width: int, is_float: bool, tokens: int = 1) -> int:
     """Shared memory for rows of activations (shared_input_bytes of rows.cuh)."""
     return -(-tokens * (4 * width if is_float else width + width // 4) // 16) * 16
+
+
+def _scales(ws: tuple[QTensor, ...]) -> list[float]:
+    return [w.scale for w in ws] + [1.0] * (MATRICES - len(ws))
+
+
+def _defines(
+    ws: tuple[QTensor, ...], numbers: dict[str, int], row_scale: Array | None, softcap: float
+) -> tuple[tuple[str, str], ...]:
+    """Macros of a product's kernel: types, of three matrices at least, numbers, and what is done to the results."""
+    types = [block_types.record(w.qtype, w.name).name for w in ws]
+    types += types[:1] * (max(len(ws), 3) - len(ws))
+    defines = [(f"TYPE{i}", name) for i, name in enumerate(types)] + [(name, str(n)) for name, n in numbers.items()]
+    defines += [("WEIGHTED", "1")] * (_scales(ws) != [1.0] * MATRICES)
+    defines += [("SCALED", "1")] * (row_scale is not None) + [("CAPPED", "1")] * (softcap > 0)
+    return tuple(defines)
+
+
+def _matrices(ws: tuple[QTensor, ...], ys: tuple[Array, ...]) -> list[object]:
+    """A product's first arguments: three matrices at least, with their rows and results."""
+    args: list[object] = []
+    for i in range(max(len(ws), 3)):
+        args += [ws[i].data, ws[i].shape[0], ys[i]] if i < len(ws) else [None, 0, None]
+    return args
 
 
 class Products:
@@ -286,6 +311,8 @@ class Products:
             if w.shape[1] != K or y.shape != (T, w.shape[0]) or (is_float and quantized):
                 raise ValueError(f"{w.name}: {w.qtype.name} {w.shape} of [{T}, {K}] to {y.shape}")
 
+        if isinstance(x, Quantized) and 1 < T <= SMALL_TOKENS and self._wide(ws, x, ys, add, row_scale, softcap):
+            return
         tokens = next(n for n in (1, 2, 4, 8) if n >= min(T, 8))
         fixed = 0
         shared = tokens >= T and not is_float and tokens * K <= SHARED_INPUT
@@ -295,28 +322,41 @@ class Products:
         besides = fixed + (grid_bytes(*(w.qtype for w in ws)) if tokens == 1 else 0)
         shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), besides, tokens, repeated)
 
-        n_matrices = max(len(ws), 3)
-        types = [block_types.record(w.qtype, w.name).name for w in ws]
-        types += types[:1] * (n_matrices - len(ws))
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
         numbers["WARPS"] = shape.warps
-        defines = [(f"TYPE{i}", name) for i, name in enumerate(types)] + [(name, str(n)) for name, n in numbers.items()]
-        scales = [w.scale for w in ws] + [1.0] * (MATRICES - len(ws))
-        defines += [("WEIGHTED", "1")] * (scales != [1.0] * MATRICES)
-        defines += [("SCALED", "1")] * (row_scale is not None) + [("CAPPED", "1")] * (softcap > 0)
-        kernel = self.device.kernel(Module("product.cu", tuple(defines)), "product")
-        args: list[object] = []
-        for i in range(n_matrices):
-            args += [ws[i].data, ws[i].shape[0], ys[i]] if i < len(ws) else [None, 0, None]
+        defines = _defines(ws, numbers, row_scale, softcap)
+        kernel = self.device.kernel(Module("product.cu", defines), "product")
+        args = _matrices(ws, ys)
         if isinstance(x, Quantized):
             inputs = [None, x.q, x.d, x.sums]
         else:
             inputs = [x, None, None, None]
         weight, eps = norm if norm else (None, 0.0)
-        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes, *scales]
+        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes, *_scales(ws)]
         grid = (shape.blocks, -(-T // WARP))
         shared_bytes = fixed + shape.warps * shape.stages * shape.stage_bytes
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
+
+    def _wide(
+        self,
+        ws: tuple[QTensor, ...],
+        x: Quantized,
+        ys: tuple[Array, ...],
+        add: bool,
+        row_scale: Array | None,
+        softcap: float,
+    ) -> bool:
+        """`_product` on tensor cores, for 2 to 32 rows; False where shared memory does not allow it."""
+        T, K = x.q.shape
+        shape = wide_shape(self.device, ws, T)
+        if shape is None:
+            return False
+        numbers = {"COLS": K, "GROUPS": shape.groups, "QUADS": shape.quads}
+        numbers |= {"STAGES": shape.stages, "SHARED": int(shape.shared)}
+        kernel = self.device.kernel(Module("wide.cu", _defines(ws, numbers, row_scale, softcap)), "wide")
+        args = [*_matrices(ws, ys), x.q, x.d, x.sums, T, int(add), row_scale, float(softcap), *_scales(ws)]
+        kernel(shape.blocks, shape.quads * PARTS * WARP, args, shape.shared_bytes, overlap=True)
+        return True
 
     def _shape(self, matrices: list[int], row_bytes: int, fixed: int, tokens: int, repeated: bool) -> _Shape:
         """How the rows of some matrices are dealt to warps, which share `fixed` bytes of shared memory a block.

@@ -1,0 +1,285 @@
+// Matrix products of 2 to 32 rows of activations with at most four quantized matrices, on tensor cores. Twin: product.
+//
+// y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
+// scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes
+// cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2 and, of a fourth matrix, TYPE3 are block formats; COLS is a multiple
+// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS.
+//
+// Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
+// units, and nobody else reads them. Grid: any; block: 128 * QUADS threads. Shared memory: with SHARED = 1 q, COLS
+// rounded up to 32 more than a multiple of 128 a token; 128 * GROUPS bytes for 32 columns (types with halves: twice as many);
+// 16 KiB a quad; then the constants of a run and STAGES * STAGE_BYTES a warp.
+#include "wide.cuh"
+
+#ifndef WEIGHTED
+#define WEIGHTED 0
+#endif
+#ifndef SCALED
+#define SCALED 0
+#endif
+#ifndef CAPPED
+#define CAPPED 0
+#endif
+
+#ifdef TYPE3
+#define FOUR
+#define OF_FOURTH const u8 *w3, i32 n3, float *y3,
+#else
+#define OF_FOURTH
+#define TYPE3 TYPE2
+#endif
+DEVICE constexpr i32 larger(i32 a, i32 b) { return a > b ? a : b; }
+constexpr bool FIRST = has_halves(TYPE0) || has_halves(TYPE1) || has_halves(TYPE2) || has_halves(TYPE3);
+constexpr i32 STAGE_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<TYPE1, COLS>::STAGE_BYTES),
+                                   larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
+constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUNS + PARTS - 1) / PARTS;
+constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + 32; // four rows in different banks
+constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
+constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
+constexpr i32 FOLD_FLOATS = PARTS * RUN * TILE_ROWS * GROUP; // of a quad
+
+// 16 rows of a matrix of n rows, or those that there are.
+struct Unit {
+    const u8* w;
+    float* y;
+    i32 matrix, row0, n;
+};
+
+// Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
+template <class R, i32 per_row, i32 first_piece>
+DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
+    constexpr i32 ROWS = WARP / per_row; // at once
+    const i32 lane = threadIdx.x % WARP, row = lane / per_row, begin = 16 * (first_piece + lane % per_row);
+    if (ROWS > TILE_ROWS && row >= TILE_ROWS)
+        return;
+    stage += row * R::PITCH + begin;
+    const u8* run = from + row * R::ROW_BYTES;
+#pragma unroll
+    for (i32 i = 0; i < TILE_ROWS; i += ROWS) {
+        const i32 skew = (i32)((u64)(ROWS * R::ROW_BYTES % 32 ? run : from + row * R::ROW_BYTES) & 31);
+        // The first piece and the last ones may be none of the run's.
+        if ((first_piece || begin + 16 > skew) && begin < skew + n_bytes)
+            copy16_async(stage + i * R::PITCH, run - skew + begin);
+        run += ROWS * R::ROW_BYTES;
+    }
+}
+
+// Start copying run s of a unit.
+template <Type type>
+DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
+    typedef Runs<type, COLS> R;
+    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
+    const u8* const from = unit.w + (i64)unit.row0 * R::ROW_BYTES + s * R::BYTES;
+    const i32 n_bytes = COLS % (32 * RUN) == 0 ? R::BYTES : min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
+    constexpr i32 P = R::PIECES;
+    static_assert(P < 32, "a run of more than 496 bytes");
+    if (last == TILE_ROWS - 1) {
+        if (P & 16)
+            copy_pieces<R, 16, 0>(stage, from, n_bytes);
+        if (P & 8)
+            copy_pieces<R, 8, (P & 16)>(stage, from, n_bytes);
+        if (P & 4)
+            copy_pieces<R, 4, (P & 24)>(stage, from, n_bytes);
+        if (P & 2)
+            copy_pieces<R, 2, (P & 28)>(stage, from, n_bytes);
+    } else {
+#pragma unroll 1
+        for (i32 i = threadIdx.x % WARP; i < TILE_ROWS * P; i += WARP) {
+            const i32 row = i / P, begin = 16 * (i % P);
+            const u8* const run = from + min(row, last) * R::ROW_BYTES;
+            const i32 skew = (i32)((u64)run & 31);
+            if (begin + 16 > skew && begin < skew + n_bytes)
+                copy16_async(stage + row * R::PITCH + begin, run - skew + begin);
+        }
+    }
+}
+
+template <Type type>
+DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constants* constants, u8* unpacked,
+                          const Unit& unit, i32 s, const WideInput& x) {
+    const u8* const from = unit.w + (i64)unit.row0 * row_bytes_of(type, COLS) + s * Runs<type, COLS>::BYTES;
+    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
+    const Tile tile = {stage, constants, unpacked, (u32)(u64)from, last, min(RUN, BLOCKS - s * RUN)};
+    multiply_run<type, COLS, GROUPS>(acc, tile, s * RUN, x);
+}
+
+// The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
+// quad gets row l / 4 + p / 2 * 8 and token 2 * (l % 4) + p % 2. fold: FOLD_FLOATS, where part, result and lane have
+// eight accumulators, of which every other four lanes have the two halves the other way round, for the banks' sake.
+DEVICE float fold_parts(const float (&acc)[RUN][4], float* fold, i32 part) {
+    const i32 lane = threadIdx.x % WARP, half = lane & 4;
+#pragma unroll
+    for (i32 c = 0; c < 4; c++) {
+        float* const to = fold + ((part * 4 + c) * WARP + lane) * RUN;
+        *(float4*)(to + half) = make_float4(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
+        *(float4*)(to + (half ^ 4)) = make_float4(acc[4][c], acc[5][c], acc[6][c], acc[7][c]);
+    }
+    __syncthreads();
+    float v[PARTS][RUN];
+#pragma unroll
+    for (i32 p = 0; p < PARTS; p++) {
+        const float* const from = fold + ((p * 4 + part) * WARP + lane) * RUN;
+        const float4 low = *(const float4*)(from + half), high = *(const float4*)(from + (half ^ 4));
+        v[p][0] = low.x, v[p][1] = low.y, v[p][2] = low.z, v[p][3] = low.w;
+        v[p][4] = high.x, v[p][5] = high.y, v[p][6] = high.z, v[p][7] = high.w;
+    }
+    __syncthreads();
+    float sum[RUN];
+#pragma unroll
+    for (i32 j = 0; j < RUN; j++)
+        sum[j] = (v[0][j] + v[2][j]) + (v[1][j] + v[3][j]);
+#pragma unroll
+    for (i32 o = RUN / 2; o; o /= 2)
+#pragma unroll
+        for (i32 j = 0; j < o; j++)
+            sum[j] = sum[j] + sum[j + o];
+    return sum[0];
+}
+
+KERNEL __launch_bounds__(THREADS)
+    wide(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
+         OF_FOURTH const i8* q, const float* d, const i32* sums, i32 n_tokens, i32 add, const float* row_scale, float cap,
+         float scale0, float scale1, float scale2, float scale3) {
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, quad = warp / PARTS, part = warp % PARTS;
+    const i32 units0 = (n0 + TILE_ROWS - 1) / TILE_ROWS, units1 = (n1 + TILE_ROWS - 1) / TILE_ROWS;
+    const i32 units2 = (n2 + TILE_ROWS - 1) / TILE_ROWS;
+#ifdef FOUR
+    const i32 units3 = (n3 + TILE_ROWS - 1) / TILE_ROWS;
+#else
+    const i32 units3 = 0;
+#endif
+    const i32 n_units = units0 + units1 + units2 + units3, step = gridDim.x * QUADS;
+    auto unit_of = [&](i32 u) -> Unit {
+        if (u < units0)
+            return {w0, y0, 0, u * TILE_ROWS, n0};
+        u -= units0;
+        if (u < units1)
+            return {w1, y1, 1, u * TILE_ROWS, n1};
+        u -= units1;
+#ifdef FOUR
+        if (u >= units2)
+            return {w3, y3, 3, (u - units2) * TILE_ROWS, n3};
+#endif
+        return {w2, y2, 2, u * TILE_ROWS, n2};
+    };
+
+    u8* at = shared;
+    i8* const local_q = (i8*)at;
+    if (SHARED)
+        at += n_tokens * Q_STRIDE;
+    float* const scaled = (float*)at;
+    at += BLOCKS * PAIRS * 16;
+    float* const halves = (float*)at;
+    if (FIRST)
+        at += BLOCKS * PAIRS * 16;
+    float* const fold = (float*)at + quad * FOLD_FLOATS;
+    at += QUADS * FOLD_FLOATS * 4 + warp * WARP_BYTES;
+    Constants* const constants = (Constants*)at;
+    u8* const stages = at + CONSTANTS_BYTES;
+
+    // Copies run ahead of what is multiplied, on into the next units.
+    i32 ahead_u = blockIdx.x * QUADS + quad, ahead_run = part;
+    Unit ahead = unit_of(ahead_u);
+    auto issue = [&](u8* stage) {
+        if (ahead_u < n_units && ahead_run < N_RUNS) {
+            if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
+                copy_run<TYPE0>(stage, ahead, ahead_run);
+            } else {
+                if (ahead.matrix == 0)
+                    copy_run<TYPE0>(stage, ahead, ahead_run);
+                else if (ahead.matrix == 1)
+                    copy_run<TYPE1>(stage, ahead, ahead_run);
+                else if (TYPE2 == TYPE3 || ahead.matrix == 2)
+                    copy_run<TYPE2>(stage, ahead, ahead_run);
+                else
+                    copy_run<TYPE3>(stage, ahead, ahead_run);
+            }
+        }
+        copies_commit();
+        ahead_run += PARTS;
+        if (ahead_run >= ROUNDS * PARTS) {
+            ahead_run = part, ahead_u += step;
+            ahead = unit_of(ahead_u);
+        }
+    };
+    dependency_release();
+#pragma unroll
+    for (i32 i = 0; i < STAGES; i++)
+        issue(stages + i * STAGE_BYTES);
+    dependency_wait();
+
+    if (SHARED)
+        for (i32 t = 0; t < n_tokens; t++)
+            for (i32 i = 16 * threadIdx.x; i < COLS; i += 16 * THREADS)
+                *(uint4*)(local_q + t * Q_STRIDE + i) = *(const uint4*)(q + (i64)t * COLS + i);
+    for (i32 i = threadIdx.x; i < n_tokens * BLOCKS; i += THREADS) {
+        const i32 t = i / BLOCKS, to = (i % BLOCKS * PAIRS + t / 2) * 4 + t % 2, sum = sums[i];
+        scaled[to] = d[i];
+        scaled[to + 2] = (float)sum;
+        if (FIRST) {
+            const uint4 v = *(const uint4*)(q + (i64)i * 32);
+            i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
+            first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
+            halves[to] = (float)first;
+            halves[to + 2] = (float)(sum - first);
+        }
+    }
+    __syncthreads();
+    const WideInput x = {SHARED ? local_q : q, (const float4*)scaled, (const float4*)halves, SHARED ? Q_STRIDE : COLS,
+                         n_tokens - 1};
+
+    const i32 my_row = lane / 4 + part / 2 * 8, my_token = lane % 4 * 2 + part % 2;
+    i32 i = 0;
+    for (i32 base = blockIdx.x * QUADS; base < n_units; base += step) {
+        const i32 u = base + quad;
+        const Unit unit = unit_of(u);
+        const bool exists = u < n_units && unit.row0 + my_row < unit.n;
+        float old[GROUPS], of_row[GROUPS];
+        float* const y = unit.y + unit.row0 + my_row;
+#pragma unroll
+        for (i32 g = 0; g < GROUPS; g++) {
+            const i32 t = GROUP * g + my_token;
+            const bool valid = exists && t < n_tokens;
+            old[g] = add && valid ? y[(i64)t * unit.n] : 0.0f;
+            of_row[g] = SCALED && valid ? row_scale[t] : 1.0f;
+        }
+        float acc[GROUPS][RUN][4] = {};
+#pragma unroll 1
+        for (i32 s = part; s < ROUNDS * PARTS; s += PARTS, i = i + 1 < STAGES ? i + 1 : 0) {
+            u8* const stage = stages + i * STAGE_BYTES;
+            stage_wait<STAGES - 1>();
+            if (u < n_units && s < N_RUNS) {
+                u8* const unpacked = (u8*)fold + part * (FOLD_FLOATS * 4 / PARTS);
+                if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
+                    multiply_unit<TYPE0>(acc, stage, constants, unpacked, unit, s, x);
+                } else {
+                    if (unit.matrix == 0)
+                        multiply_unit<TYPE0>(acc, stage, constants, unpacked, unit, s, x);
+                    else if (unit.matrix == 1)
+                        multiply_unit<TYPE1>(acc, stage, constants, unpacked, unit, s, x);
+                    else if (TYPE2 == TYPE3 || unit.matrix == 2)
+                        multiply_unit<TYPE2>(acc, stage, constants, unpacked, unit, s, x);
+                    else
+                        multiply_unit<TYPE3>(acc, stage, constants, unpacked, unit, s, x);
+                }
+            }
+            __syncwarp(); // the stage is free
+            issue(stage);
+        }
+        const i32 matrix = unit.matrix;
+#pragma unroll
+        for (i32 g = 0; g < GROUPS; g++) {
+            const i32 t = GROUP * g + my_token;
+            float sum = fold_parts(acc[g], fold, part);
+            if (WEIGHTED)
+                sum = (matrix == 0 ? scale0 : matrix == 1 ? scale1 : matrix == 2 ? scale2 : scale3) * sum;
+            if (SCALED)
+                sum = of_row[g] * sum;
+            if (CAPPED)
+                sum = softcap(sum, cap);
+            if (exists && t < n_tokens)
+                y[(i64)t * unit.n] = add ? old[g] + sum : sum;
+        }
+    }
+}

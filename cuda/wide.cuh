@@ -1,0 +1,136 @@
+// Products of 16 rows of a quantized matrix with groups of eight rows of activations on the tensor cores, with the bits
+// of docs/arithmetic.md.
+//
+// One mma multiplies a block of 32 weights of 16 rows (its first operand) with eight tokens (its second): the integer
+// sums of 128 block terms. A lane has four of them, of rows lane / 4 and 8 further, tokens 2 * (lane % 4) and the next;
+// it gives each block of a run of eight an accumulator of its own, so that no order is lost. Four warps share the
+// rows: warp p takes runs p, p + 4, ..., and meets accumulators 8 * p and the seven after it. A weight is unpacked once
+// for all groups.
+//
+// A sum starts at 1.5 * 2^23, as an integer: its bits are then a float from which an addition takes that off again,
+// with what the type's offset amounts to. So nothing is converted. Integers here are far below 2^22, and what is made of
+// them below 2^24, so floats hold them exactly; sums of two products start at +0, lest a zero were negative.
+#pragma once
+
+#include "fragments.cuh"
+
+constexpr i32 GROUP = 8;                 // tokens of an mma
+constexpr i32 SUM_START = 0x4b400000;
+constexpr float START = 12582912.0f; // the same bits
+
+// Activations: q [T, k] with `stride` bytes a row; the others in shared memory, of block b and tokens 2 * p and the next
+// at b * PAIRS + p.
+struct WideInput {
+    const i8* q;
+    const float4* scaled; // d of both tokens, then their sums
+    const float4* halves; // sums of the first halves of both tokens, then of the second halves
+    i32 stride, last;     // of the tokens
+};
+
+// --- terms ----------------------------------------------------------------------------------------
+
+// What a lane needs of the activations of a block: words of a token, scales and sums of two.
+struct WideBlock {
+    u32 b0, b1;
+    float d[2], sum[2];
+    float half[4]; // the first halves of both tokens, the second ones
+};
+
+template <Type type, i32 pairs>
+DEVICE void load_wide(const WideInput& x, i32 b, i32 group, WideBlock& to) {
+    const i32 lane = threadIdx.x % WARP, t = lane % 4;
+    const i8* const q = x.q + (i64)min(GROUP * group + lane / 4, x.last) * x.stride + 32 * b;
+    if constexpr (!Fragments<type>::PAIRED) {
+        to.b0 = *(const u32*)(q + 4 * t);
+        to.b1 = *(const u32*)(q + 16 + 4 * t);
+    } else {
+        const uint2 v = *(const uint2*)(q + 8 * t);
+        to.b0 = v.x;
+        to.b1 = v.y;
+    }
+    const i32 at = b * pairs + GROUP / 2 * group + t;
+    const float4 s = x.scaled[at];
+    to.d[0] = s.x, to.d[1] = s.y, to.sum[0] = s.z, to.sum[1] = s.w;
+    if constexpr (has_halves(type)) {
+        const float4 h = x.halves[at];
+        to.half[0] = h.x, to.half[1] = h.y, to.half[2] = h.z, to.half[3] = h.w;
+    }
+}
+
+// acc += d * term, of the lane's two rows and two tokens.
+template <Type type>
+DEVICE void add_terms(float (&acc)[4], const u32 (&a)[4], const float2 (&scale)[2], const float4 (&factor)[2],
+                      const WideBlock& x) {
+    typedef BlockCode<type> Code;
+    constexpr float OFFSET = (float)Code::OFFSET;
+    if constexpr (in_halves<type>()) {
+        i32 sums[2][4];
+        mma_bytes<Code::SIGNED>(sums[0], a[0], a[1], x.b0, SUM_START);
+        mma_bytes<Code::SIGNED>(sums[1], a[2], a[3], x.b1, SUM_START);
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            const i32 r = i / 2, t = i % 2;
+            float half[2];
+#pragma unroll
+            for (i32 h = 0; h < 2; h++)
+                half[h] = __int_as_float(sums[h][i]) -
+                          (Code::OFFSET ? __fmaf_rn(OFFSET, x.half[2 * h + t], START) : START);
+            if constexpr (is_kind(type, Kind::SIXTEENS)) {
+                acc[i] = __fmaf_rn(x.d[t], scale[r].x * half[0] + scale[r].y * half[1], acc[i]);
+            } else {
+                const float total = __fmaf_rn(factor[r].y, half[1], __fmaf_rn(factor[r].x, half[0], 0.0f));
+                float term;
+                if constexpr (Code::MINIMUM) {
+                    const float less = __fmaf_rn(factor[r].w, x.half[2 + t], __fmaf_rn(factor[r].z, x.half[t], 0.0f));
+                    term = __fmaf_rn(scale[r].x, total, -(scale[r].y * less));
+                } else {
+                    term = factor[r].z * total;
+                }
+                acc[i] = __fmaf_rn(x.d[t], term, acc[i]);
+            }
+        }
+    } else {
+        i32 sums[4];
+        mma_bytes<Code::SIGNED>(sums, a, x.b0, x.b1, SUM_START);
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            const i32 r = i / 2, t = i % 2;
+            const float sum = __int_as_float(sums[i]) - (Code::OFFSET ? __fmaf_rn(OFFSET, x.sum[t], START) : START);
+            const float term = Code::MINIMUM ? __fmaf_rn(scale[r].x, sum, -(scale[r].y * x.sum[t])) : scale[r].x * sum;
+            acc[i] = __fmaf_rn(x.d[t], term, acc[i]);
+        }
+    }
+}
+
+// acc[group][j] += the terms of block j of the run in `tile`, which begins at block `first` of the rows.
+template <Type type, i32 k, i32 groups>
+DEVICE void multiply_run(float (&acc)[groups][RUN][4], const Tile& tile, i32 first, const WideInput& x) {
+    typedef Runs<type, k> R;
+    typedef Fragments<type> F;
+    constexpr bool NO_FACTOR = !has_halves(type), NO_SCALE = has_halves(type) && !BlockCode<type>::MINIMUM;
+    const i32 lane = threadIdx.x % WARP, g = lane / 4;
+    const i32 ahead = (F::PAIRED ? 8 : 4) * (lane % 4);
+    const Place at[3] = {place_of<R>(tile, lane % TILE_ROWS, 0), place_of<R>(tile, g, ahead), place_of<R>(tile, g + 8, ahead)};
+    F fragments;
+    F::template begin<R::ALIGN>(fragments, tile, at);
+    __syncwarp();
+#pragma unroll
+    for (i32 j = 0; j < RUN; j++)
+        if (k % (32 * RUN) == 0 || j < tile.n_blocks) {
+            u32 a[4];
+            F::template get<R::ALIGN>(fragments, tile, at, j, a);
+            float2 scale[2];
+            float4 factor[2];
+#pragma unroll
+            for (i32 r = 0; r < 2; r++) {
+                scale[r] = NO_SCALE ? make_float2(0.0f, 0.0f) : tile.constants->scale[g + 8 * r][j];
+                factor[r] = NO_FACTOR ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : tile.constants->factor[g + 8 * r][j];
+            }
+#pragma unroll
+            for (i32 group = 0; group < groups; group++) {
+                WideBlock b;
+                load_wide<type, GROUP / 2 * groups>(x, first + j, group, b);
+                add_terms<type>(acc[group][j], a, scale, factor, b);
+            }
+        }
+}

@@ -1,0 +1,81 @@
+"""Products of 2 to 32 rows of activations in 8 bits on tensor cores (wide.cu): how a launch is cut.
+
+Bits as docs/arithmetic.md; twin `product` of engine/ops/arithmetic.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from engine.formats import block_types
+from engine.formats.quants import QTensor, row_bytes
+from engine.ops.cuda.device import Device
+
+TILE_ROWS = 16  # of a matrix, that four warps share
+PARTS = 4
+GROUP = 8  # tokens of a product of the tensor cores
+FOLD_BYTES = 16384  # where the four warps' sums meet
+QUADS_PER_SM = (4, 3, 2, 2)  # for 1 to 4 groups of tokens: what registers allow
+MAX_STAGES = 4
+RESERVED = 1024  # bytes that the device keeps of each block's shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class WideShape:
+    """Of a launch: groups of tokens, quads of warps a block, runs in flight a warp, blocks, shared memory.
+
+    shared: the activations are in it, and not read from global memory each time.
+    """
+
+    groups: int
+    quads: int
+    stages: int
+    shared: bool
+    blocks: int
+    shared_bytes: int
+
+
+def stage_bytes(w: QTensor) -> int:
+    """Shared memory for a run of 256 columns of 16 rows (Runs of wide.cuh)."""
+    run = row_bytes(w.qtype, 256, w.name)
+    align = gcd(run, w.row_bytes, 16)
+    pieces = (run + 63 - align) // 32 * 2
+    pitch = 16 * pieces + (96 - 16 * pieces % 64) % 64 if align == 16 else 16 * (pieces | 1)
+    return TILE_ROWS * pitch + 16
+
+
+def _activation_bytes(tokens: int, groups: int, columns: int, halves: bool, shared: bool) -> int:
+    """Of a block, for `tokens` rows of activations."""
+    stride = (columns + 95) // 128 * 128 + 32
+    return tokens * stride * shared + columns // 32 * groups * 8 * GROUP * (1 + halves)
+
+
+def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShape | None:
+    """How to launch the products of some matrices of block types; None where shared memory is too small for it."""
+    columns = ws[0].shape[1]
+    halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
+    stage = max(map(stage_bytes, ws))
+    groups = -(-tokens // GROUP)
+    constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
+    units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
+    most = min(QUADS_PER_SM[groups - 1], -(-units // device.n_sm))
+    rounds = -(-columns // (256 * PARTS))
+
+    def quad_bytes(stages: int) -> int:
+        return FOLD_BYTES + PARTS * (constants + stages * stage)
+
+    for fewest, shared in ((min(2, most), True), (1, False), (1, True)):
+        # Blocks of the same kernel whatever the number of tokens of a group.
+        fixed = _activation_bytes(groups * GROUP, groups, columns, halves, shared)
+        for n_quads in range(most, fewest - 1, -1):
+            stages_most = min(MAX_STAGES, max(rounds * -(-units // (n_quads * device.n_sm)), 1))
+            for stages in range(stages_most, min(2, stages_most) - 1, -1):
+                for quads in (q for q in range(1, n_quads + 1) if n_quads % q == 0):
+                    block = fixed + quads * quad_bytes(stages) + RESERVED
+                    if n_quads // quads * block > device.max_shared_bytes:
+                        continue
+                    blocks = min(n_quads // quads * device.n_sm, -(-units // quads))
+                    used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * quad_bytes(stages)
+                    return WideShape(groups, quads, stages, shared, blocks, used)
+    return None
