@@ -207,6 +207,7 @@ def attention(
     window: int = 0,
     gate: F32 | None = None,
     gate_kind: str = "",
+    apart: bool = False,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`."""
     T, n_head = _rows(ws, q, "q"), q.shape[1]

@@ -181,6 +181,7 @@ def attention(
     window: int = 0,
     gate: F32 | None = None,
     gate_kind: str = "",
+    apart: bool = False,
 ) -> None:
     """Causal attention over cached blocks, in logical order.
 
@@ -188,7 +189,8 @@ def attention(
     one, or -1: its positions are passed over as if they were masked; sequence, positions int32 [T]: row t sees
     positions 0..positions[t] of sequence[t], or the last `window` of them, and reads no block before; query head h
     reads kv head h * K // H; out [T, H * head_dim] is written. gate
-    [T, H] or [T, H * head_dim]: the result is multiplied by "softplus" or "sigmoid" (gate_kind) of it.
+    [T, H] or [T, H * head_dim]: the result is multiplied by "softplus" or "sigmoid" (gate_kind) of it. apart: a hint
+    that no two tokens are of one sequence.
     """
     T, H, head_dim = q.shape
     group = H // kv.k.shape[1]

@@ -130,6 +130,8 @@ def _run(steps: Steps, sampler: Sampler) -> None:
     for n in GRAPH_TOKENS:
         if n <= most:
             steps.launch(n)
+            if 1 < n <= limits.max_sequences:
+                steps.launch(n, apart=True)
     i, logits = forward.inputs, forward.buffers.logits
     for greedy in (True, False):
         sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)

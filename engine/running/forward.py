@@ -141,12 +141,12 @@ class Forward:
         views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
         for field in dataclasses.fields(Step):
             array, host = getattr(views, field.name), getattr(step, field.name)
-            if field.name != "n_positions":
+            if field.name not in ("n_positions", "apart"):
                 pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
                 for to, values in pairs:
                     if len(values):
                         self.device.write(to, values)
-        return dataclasses.replace(views, n_positions=int(step.positions.max()) + 1)
+        return dataclasses.replace(views, n_positions=int(step.positions.max()) + 1, apart=step.apart)
 
     @property
     def table_width(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class Steps:
         captured = self._captured(width)
         step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
         if captured:
-            self.launch(width)
+            self.launch(width, apart=1 < len(spans) == T)
             result = StepResult(self._device, self.forward.buffers.first(width, width), rows, T)
         else:
             result = StepResult(self._device, self.forward.run(step, self.residency))
@@ -134,14 +134,17 @@ class Steps:
             span.sequence.reserve(0)
         return result
 
-    def launch(self, T: int) -> None:
-        """Enqueue a captured step of T tokens, one of GRAPH_TOKENS, on what was fed; all rows get logits."""
+    def launch(self, T: int, apart: bool = False) -> None:
+        """Enqueue a captured step of T tokens, one of GRAPH_TOKENS, on what was fed; all rows get logits.
+
+        apart: no two of the tokens are of one sequence, but for what fills the step up.
+        """
         assert self.graphs is not None
 
         def work() -> None:
-            self.forward.run(self.captured_inputs(T), self.residency)
+            self.forward.run(replace(self.captured_inputs(T), apart=apart), self.residency)
 
-        self.graphs.get(T, work).launch()
+        self.graphs.get((T, apart), work).launch()
 
     def captured_inputs(self, T: int) -> Step:
         """The inputs that a captured step of T tokens reads, of as many sequences as it can have."""
@@ -203,7 +206,7 @@ class Steps:
     def _captured(self, T: int) -> bool:
         """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""
         return (
-            self.graphs is not None and T in GRAPH_TOKENS and T <= self._limits.max_rows
+            self.graphs is not None and T in GRAPH_TOKENS and self._limits.max_rows >= T
             and self.forward.buffers.hidden is None
         )  # fmt: skip
 

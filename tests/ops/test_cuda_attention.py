@@ -162,6 +162,7 @@ class Scene:
         window: int = 0,
         gate: np.ndarray | None = None,
         gate_kind: str = "",
+        apart: bool = False,
     ) -> np.ndarray:
         T = len(q)
         n_ctx = self.max_blocks * KV_BLOCK_TOKENS
@@ -170,8 +171,9 @@ class Scene:
         arrays = [device.upload(a) for a in (self.table, sequence, positions)]
         gates = None if gate is None else device.upload(gate)
         attention.decode(
-            device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized, window, gates, gate_kind
-        )
+            device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized, window, gates, gate_kind,
+            apart,
+        )  # fmt: skip
         found: np.ndarray = device.read(out)
         return found
 
@@ -239,6 +241,7 @@ def test_a_row_depends_on_nothing_but_itself(device: Any, q8: bool) -> None:
     for t in range(len(sequence)):
         alone = scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])
         same_bits(alone[0], together[t])
+    same_bits(scene.run(device, q, sequence, positions, apart=True), together)
 
     # In another order of blocks, with a longer table, on another number of multiprocessors.
     moved = np.random.default_rng(5).permutation(len(scene.cache.k) // KV_BLOCK_TOKENS).astype(np.int32)

@@ -116,6 +116,7 @@ class Attention:
         window: int = 0,
         gate: Array | None = None,
         gate_kind: str = "",
+        apart: bool = False,
     ) -> None:
         """Causal attention of small batches over cached blocks.
 
@@ -123,7 +124,7 @@ class Attention:
         sees positions 0..positions[t] of sequence[t], or the last `window` of them; out [T, H * head_dim], also in 8
         bits where `quantized` of that shape is given. gate float32 [T, H] or [T, H * head_dim]: out is multiplied by
         gate_kind ("softplus", "sigmoid") of it. Any T, best up to 8. Tokens of one sequence should be neighbors: they
-        read its cache together.
+        read its cache together, unless they are taken `apart`, which is faster where each is of its own.
         """
         limits = self.limits
         T, H, head_dim = q.shape
@@ -146,7 +147,7 @@ class Attention:
         for first in range(0, T, MAX_TOKENS):
             rows = slice(first, min(first + MAX_TOKENS, T))
             n = rows.stop - first
-            plan = self._plan(n, H // K, head_dim, kv, max_splits if window else most)
+            plan = self._plan(1 if apart else n, H // K, head_dim, kv, max_splits if window else most)
             workers = max(min(plan.per_sm * self.device.n_sm // K, n * max_splits), 1)
             flags = [("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv))]
             if plan.tile < KV_BLOCK_TOKENS:

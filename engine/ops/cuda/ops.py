@@ -293,17 +293,19 @@ def attention(
     window: int = 0,
     gate: Array | None = None,
     gate_kind: str = "",
+    apart: bool = False,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`.
 
-    n_positions: one more than the largest position, which a long step needs from the host.
+    n_positions: one more than the largest position, which a long step needs from the host. apart: no two tokens are of
+    one sequence, so there is nothing that they could read together.
     """
     ws.writes(out)
     if q.shape[0] <= SMALL_TOKENS:
         T, width = out.shape
         quantized = ws.attended.rows(T, width) if width % 32 == 0 else None
         ws.attention.decode(
-            q, kv, block_table, sequence, positions, scale, out, quantized, window, gate, gate_kind
+            q, kv, block_table, sequence, positions, scale, out, quantized, window, gate, gate_kind, apart
         )  # fmt: skip
         if quantized is not None:
             ws.prepare(out, quantized)
