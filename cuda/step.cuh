@@ -27,16 +27,17 @@ enum Status { RUNNING, STOPPED, LENGTH, FAILED };
 #define KV_BLOCK_TOKENS 64
 #define STEP_PARAMETERS                                                                                              \
     i32 *control, i32 *history, i32 *counts, const i32 *stop, const i32 *block_tables, int table_stride,              \
-        int n_groups, i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u64 *ring, int ring_size
+        int n_groups, i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u8 *counted, u64 *ring, int ring_size
 #define STEP_ARGUMENTS                                                                                               \
-    control, history, counts, stop, block_tables, table_stride, n_groups, tokens, positions, slots, slot_stride, ring, \
-        ring_size
+    control, history, counts, stop, block_tables, table_stride, n_groups, tokens, positions, slots, slot_stride, \
+        counted, ring, ring_size
 
 // Whether a penalty depends on what the reply has; both are floats, and -0 is 0.
 DEVICE bool counts_reply(const i32* control) { return ((control[FREQUENCY] | control[PRESENCE]) & 0x7fffffff) != 0; }
 
 // The whole block ends the step with a token, or with -1 where logits were not finite. KV group g has the block table
-// at block_tables + g * table_stride and the slot of the token at slots + g * slot_stride.
+// at block_tables + g * table_stride and the slot of the token at slots + g * slot_stride. `counted`, if it is given,
+// becomes 0 where nothing follows: of a row whose step goes on for others.
 DEVICE void finish_step(i32 token, STEP_PARAMETERS) {
     const i32 position = control[POSITION], left = control[N_LEFT], step = control[STEP] + 1;
     const int group = threadIdx.x;
@@ -65,6 +66,8 @@ DEVICE void finish_step(i32 token, STEP_PARAMETERS) {
         positions[0] = position;
     } else {
         control[ACTIVE] = 0;
+        if (counted)
+            *counted = 0;
     }
     store_system(ring + (step - 1) % ring_size,
                  (u64)step << 43 | (u64)epoch << 34 | (u64)status << 32 | (u32)token);

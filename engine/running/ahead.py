@@ -20,8 +20,8 @@ from engine.running.sampling import Drawn, counts_reply
 from engine.running.stepping import Span, StepResult, Steps
 
 AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
-_POLL_S = 0.0001
-_CHECK_S = 1.0  # without news for so long, ask the device whether it failed
+POLL_S = 0.0001
+CHECK_S = 1.0  # without news for so long, ask the device whether it failed
 
 
 class AheadOfHost:
@@ -53,11 +53,11 @@ class AheadOfHost:
                 self._run()
             if self._accept():
                 return
-            if time.monotonic() - heard_s > _CHECK_S:
+            if time.monotonic() - heard_s > CHECK_S:
                 self._device.synchronize()
                 heard_s = time.monotonic()
             if not self.ended:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def pause(self) -> None:
         """As `Alone.pause`."""

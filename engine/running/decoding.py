@@ -27,6 +27,7 @@ from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.reply import Reply
 from engine.running.sampling import Drawing
 from engine.running.stepping import Span, StepResult, Steps
+from engine.running.together import Together, can_share
 
 MASK_WAIT_S = 0.01  # a step waits so long for a mask; whoever has none then draws when it comes, without the others
 
@@ -127,6 +128,12 @@ class Decoder:
         drawing = reply.drawing(lambda: logits[None], 0, until_s)
         if drawing is not None:
             reply.take(self.drawer.draw_from(logits, drawing))
+
+    def together(self, replies: Many[Reply], until: float) -> list[SparkError | None]:
+        """Steps of all replies until that time of time.perf_counter, or one at least; returns as `step`."""
+        if isinstance(self.drawer, DeviceDrawer) and can_share(self.steps, replies):
+            return Together(self.steps, self.drawer, replies).run(until)
+        return self.step(replies)
 
     def alone(self, reply: Reply) -> Alone:
         """Decode a reply that no other shares steps with: ahead of the host, where steps are captured."""

@@ -81,7 +81,7 @@ class DeviceDrawer:
         A sampler goes on by itself with the request it had, without a mask.
         """
         for d in drawings:
-            self._draw(d, self._aligned(result.at(d.row)))
+            self._draw(d, self.aligned(result.at(d.row)))
         return self._drawn(drawings)
 
     def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
@@ -120,8 +120,8 @@ class DeviceDrawer:
             tokens.append(None if failed else Drawn(drawn.token, found))
         return tokens
 
-    def _aligned(self, row: int) -> Array:
-        """A row of the last step's logits, where vectors of four can be read."""
+    def aligned(self, row: int) -> Array:
+        """A row of the last step's logits, where vectors of four can be read until the next is asked for."""
         logits = self.forward.buffers.logits[row : row + 1]
         if row * logits.shape[1] % 4 == 0:
             return logits

@@ -146,6 +146,16 @@ class Steps:
 
         self.graphs.get((T, apart), work).launch()
 
+    def shared_width(self, n: int) -> int | None:
+        """Tokens of the captured step that n sequences share, a token each; None where there is none."""
+        fits = (w for w in GRAPH_TOKENS if n <= w <= self._limits.max_sequences and self._captured(w))
+        return next(fits, None) if self._limits.max_tokens >= n else None
+
+    def captured(self, name: Hashable, work: Callable[[], None]) -> Graph:
+        """The graph of that name, captured from `work` when it is asked for first."""
+        assert self.graphs is not None
+        return self.graphs.get(name, work)
+
     def captured_inputs(self, T: int) -> Step:
         """The inputs that a captured step of T tokens reads, of as many sequences as it can have."""
         return self.forward.inputs_of(T, min(T, self._limits.max_sequences), T)

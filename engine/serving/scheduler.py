@@ -444,7 +444,7 @@ class Engine:
                 break
             try:
                 with translated():
-                    failures = self.loaded.decoder.step(tasks)
+                    failures = self.loaded.decoder.together(tasks, until)
             except DeviceLostError:
                 raise
             except SparkError as error:  # of a step that they share, so of all of them

@@ -149,20 +149,25 @@ class Sampler:
             self.device.set_bytes(self.device.pointer(self.counts), 0, self.counts.nbytes)
 
     def step(
-        self, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array, greedy: bool = False
-    ) -> None:
+        self, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array, greedy: bool = False,
+        row: int = 0, counted: Array | None = None,
+    ) -> None:  # fmt: skip
         """Draw a token and make it the next step's input.
 
         logits float32 [1, V]. tokens, positions int32, slots int32 [G, n], G the KV groups: the first of each (of each
         row) is written: the token, its position and its KV slots; where nothing follows these are -1. block_tables
         int32 [G, n_sequence, max_blocks], of which sequence 0 counts. greedy: only requests of temperature 0 will run;
-        one kernel, not three.
+        one kernel, not three. row: write that one, for that sequence, in place of the first; counted: uint8 [n], whose
+        element of the row becomes 0 where nothing follows.
         """
         if logits.shape != (1, self.n_vocab):
             raise ValueError(f"sampling: logits {logits.shape}, expected {(1, self.n_vocab)}")
+        at, own = self.device.pointer, slice(row, row + 1)
+        table, slot = (np.uint64(at(a) + 4 * row * n) for a, n in ((block_tables, block_tables.shape[2]), (slots, 1)))
         next_step = (
-            self.control, self.history, self.counts, self.stop, block_tables, int(np.prod(block_tables.shape[1:])),
-            len(slots), tokens, positions, slots, slots.shape[1], self.ring_pointer, RING_ENTRIES,
+            self.control, self.history, self.counts, self.stop, table, int(np.prod(block_tables.shape[1:])),
+            len(slots), tokens[own], positions[own], slot, slots.shape[1], None if counted is None else counted[own],
+            self.ring_pointer, RING_ENTRIES,
         )  # fmt: skip
         V, values = self.n_vocab, None if greedy else self.values
         kernel = self.device.kernel(self.module, "largest")
