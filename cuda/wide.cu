@@ -36,6 +36,7 @@ constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUN
 constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + 32; // four rows in different banks
 constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
+constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
 constexpr i32 FOLD_FLOATS = PARTS * RUN * TILE_ROWS * GROUP; // of a quad
 
 // 16 rows of a matrix of n rows, or those that there are.
@@ -136,7 +137,7 @@ DEVICE float fold_parts(const float (&acc)[RUN][4], float* fold, i32 part) {
     return sum[0];
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, RESIDENT)
     wide(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
          OF_FOURTH const i8* q, const float* d, const i32* sums, i32 n_tokens, i32 add, const float* row_scale, float cap,
          float scale0, float scale1, float scale2, float scale3) {
