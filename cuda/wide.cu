@@ -7,7 +7,7 @@
 //
 // Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
 // units, and nobody else reads them. Grid: any; block: 128 * QUADS threads. Shared memory: with SHARED = 1 q, COLS
-// rounded up to 32 more than a multiple of 128 a token; 128 * GROUPS bytes for 32 columns (types with halves: twice as many);
+// rounded up to 48 more than a multiple of 128 a token; 128 * GROUPS bytes for 32 columns (types with halves: twice as many);
 // 16 KiB a quad; then the constants of a run and STAGES * STAGE_BYTES a warp.
 #include "wide.cuh"
 
@@ -33,7 +33,9 @@ constexpr bool FIRST = has_halves(TYPE0) || has_halves(TYPE1) || has_halves(TYPE
 constexpr i32 STAGE_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<TYPE1, COLS>::STAGE_BYTES),
                                    larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
 constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUNS + PARTS - 1) / PARTS;
-constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + 32; // four rows in different banks
+// Of a row of q: eight rows' words or, where a type is read by twos, four rows' lie in different banks.
+constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED || Fragments<TYPE3>::PAIRED;
+constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + (BY_TWOS ? 32 : 48);
 constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
 constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
@@ -210,10 +212,13 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
         issue(stages + i * STAGE_BYTES);
     dependency_wait();
 
-    if (SHARED)
-        for (i32 t = 0; t < n_tokens; t++)
-            for (i32 i = 16 * threadIdx.x; i < COLS; i += 16 * THREADS)
-                *(uint4*)(local_q + t * Q_STRIDE + i) = *(const uint4*)(q + (i64)t * COLS + i);
+    if (SHARED) {
+#pragma unroll 4
+        for (i32 i = threadIdx.x; i < n_tokens * (COLS / 16); i += THREADS)
+            copy16_async(local_q + i / (COLS / 16) * Q_STRIDE + i % (COLS / 16) * 16, q + (i64)i * 16);
+        copies_commit();
+    }
+#pragma unroll 4
     for (i32 i = threadIdx.x; i < n_tokens * BLOCKS; i += THREADS) {
         const i32 t = i / BLOCKS, to = (i % BLOCKS * PAIRS + t / 2) * 4 + t % 2, sum = sums[i];
         scaled[to] = d[i];
@@ -226,6 +231,8 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             halves[to + 2] = (float)(sum - first);
         }
     }
+    if (SHARED)
+        copies_wait<0>(); // and for the weights before it, which are on their way for longer
     __syncthreads();
     const WideInput x = {SHARED ? local_q : q, (const float4*)scaled, (const float4*)halves, SHARED ? Q_STRIDE : COLS,
                          n_tokens - 1};

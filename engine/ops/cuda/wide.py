@@ -47,7 +47,7 @@ def stage_bytes(w: QTensor) -> int:
 
 def _activation_bytes(tokens: int, groups: int, columns: int, halves: bool, shared: bool) -> int:
     """Of a block, for `tokens` rows of activations."""
-    stride = (columns + 95) // 128 * 128 + 32
+    stride = (columns + 95) // 128 * 128 + 48
     return tokens * stride * shared + columns // 32 * groups * 8 * GROUP * (1 + halves)
 
 
