@@ -182,7 +182,8 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     u8* const stages = at + CONSTANTS_BYTES;
 
     // Copies run ahead of what is multiplied, on into the next units.
-    i32 ahead_u = blockIdx.x * QUADS + quad, ahead_run = part;
+    const i32 first = blockIdx.x + gridDim.x * quad; // so that no block has more than its share
+    i32 ahead_u = first, ahead_run = part;
     Unit ahead = unit_of(ahead_u);
     auto issue = [&](u8* stage) {
         if (ahead_u < n_units && ahead_run < N_RUNS) {
@@ -239,8 +240,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
 
     const i32 my_row = lane / 4 + part / 2 * 8, my_token = lane % 4 * 2 + part % 2;
     i32 i = 0;
-    for (i32 base = blockIdx.x * QUADS; base < n_units; base += step) {
-        const i32 u = base + quad;
+    for (i32 u = first; u - first + (i32)blockIdx.x < n_units; u += step) { // all quads in step
         const Unit unit = unit_of(u);
         const bool exists = u < n_units && unit.row0 + my_row < unit.n;
         float old[GROUPS], of_row[GROUPS];

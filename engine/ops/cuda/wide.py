@@ -75,7 +75,7 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
                     block = fixed + quads * quad_bytes(stages) + RESERVED
                     if n_quads // quads * block > device.max_shared_bytes:
                         continue
-                    blocks = min(n_quads // quads * device.n_sm, -(-units // quads))
+                    blocks = min(n_quads // quads * device.n_sm, units)
                     used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * quad_bytes(stages)
                     return WideShape(groups, quads, stages, shared, blocks, used)
     return None
