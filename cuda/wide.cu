@@ -3,7 +3,7 @@
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
 // scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes
 // cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2 and, of a fourth matrix, TYPE3 are block formats; COLS is a multiple
-// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS.
+// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS (1, 2, 4).
 //
 // Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
 // units, and nobody else reads them. Grid: any; block: 128 * QUADS threads. Shared memory: with SHARED = 1 q, COLS

@@ -16,7 +16,7 @@ TILE_ROWS = 16  # of a matrix, that four warps share
 PARTS = 4
 GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet
-QUADS_PER_SM = (4, 3, 2, 2)  # for 1 to 4 groups of tokens: what registers allow
+QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
 MAX_STAGES = 4
 RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 
@@ -56,10 +56,10 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     columns = ws[0].shape[1]
     halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
     stage = max(map(stage_bytes, ws))
-    groups = -(-tokens // GROUP)
+    groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
-    most = min(QUADS_PER_SM[groups - 1], -(-units // device.n_sm))
+    most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
     rounds = -(-columns // (256 * PARTS))
 
     def quad_bytes(stages: int) -> int:
