@@ -41,12 +41,17 @@ constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_B
 constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
 constexpr i32 FOLD_FLOATS = PARTS * RUN * TILE_ROWS * GROUP; // of a quad
 
-// 16 rows of a matrix of n rows, or those that there are.
+// 16 rows of a matrix of n rows, or the `left` ones that there are; y: of the first one and token 0.
 struct Unit {
-    const u8* w;
+    const u8* from;
     float* y;
-    i32 matrix, row0, n;
+    i32 matrix, left, n;
 };
+
+template <Type type>
+DEVICE Unit unit_at(const u8* w, float* y, i32 matrix, i32 u, i32 n) {
+    return {w + (i64)u * (TILE_ROWS * row_bytes_of(type, COLS)), y + u * TILE_ROWS, matrix, n - u * TILE_ROWS, n};
+}
 
 // Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
 template <class R, i32 per_row, i32 first_piece>
@@ -71,12 +76,11 @@ DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
 template <Type type>
 DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
     typedef Runs<type, COLS> R;
-    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
-    const u8* const from = unit.w + (i64)unit.row0 * R::ROW_BYTES + s * R::BYTES;
+    const u8* const from = unit.from + s * R::BYTES;
     const i32 n_bytes = COLS % (32 * RUN) == 0 ? R::BYTES : min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
     constexpr i32 P = R::PIECES;
     static_assert(P < 32, "a run of more than 496 bytes");
-    if (last == TILE_ROWS - 1) {
+    if (unit.left >= TILE_ROWS) {
         if (P & 16)
             copy_pieces<R, 16, 0>(stage, from, n_bytes);
         if (P & 8)
@@ -89,7 +93,7 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
 #pragma unroll 1
         for (i32 i = threadIdx.x % WARP; i < TILE_ROWS * P; i += WARP) {
             const i32 row = i / P, begin = 16 * (i % P);
-            const u8* const run = from + min(row, last) * R::ROW_BYTES;
+            const u8* const run = from + min(row, unit.left - 1) * R::ROW_BYTES;
             const i32 skew = (i32)((u64)run & 31);
             if (begin + 16 > skew && begin < skew + n_bytes)
                 copy16_async(stage + row * R::PITCH + begin, run - skew + begin);
@@ -100,9 +104,8 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
 template <Type type>
 DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constants* constants, u8* unpacked,
                           const Unit& unit, i32 s, const WideInput& x) {
-    const u8* const from = unit.w + (i64)unit.row0 * row_bytes_of(type, COLS) + s * Runs<type, COLS>::BYTES;
-    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
-    const Tile tile = {stage, constants, unpacked, (u32)(u64)from, last, min(RUN, BLOCKS - s * RUN)};
+    const u32 from = (u32)(u64)unit.from + s * Runs<type, COLS>::BYTES;
+    const Tile tile = {stage, constants, unpacked, from, unit.left - 1, min(RUN, BLOCKS - s * RUN)};
     multiply_run<type, COLS, GROUPS>(acc, tile, s * RUN, x);
 }
 
@@ -155,16 +158,16 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     const i32 n_units = units0 + units1 + units2 + units3, step = gridDim.x * QUADS;
     auto unit_of = [&](i32 u) -> Unit {
         if (u < units0)
-            return {w0, y0, 0, u * TILE_ROWS, n0};
+            return unit_at<TYPE0>(w0, y0, 0, u, n0);
         u -= units0;
         if (u < units1)
-            return {w1, y1, 1, u * TILE_ROWS, n1};
+            return unit_at<TYPE1>(w1, y1, 1, u, n1);
         u -= units1;
 #ifdef FOUR
         if (u >= units2)
-            return {w3, y3, 3, (u - units2) * TILE_ROWS, n3};
+            return unit_at<TYPE3>(w3, y3, 3, u - units2, n3);
 #endif
-        return {w2, y2, 2, u * TILE_ROWS, n2};
+        return unit_at<TYPE2>(w2, y2, 2, u, n2);
     };
 
     u8* at = shared;
@@ -242,9 +245,9 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     i32 i = 0;
     for (i32 u = first; u - first + (i32)blockIdx.x < n_units; u += step) { // all quads in step
         const Unit unit = unit_of(u);
-        const bool exists = u < n_units && unit.row0 + my_row < unit.n;
+        const bool exists = u < n_units && my_row < unit.left;
         float old[GROUPS], of_row[GROUPS];
-        float* const y = unit.y + unit.row0 + my_row;
+        float* const y = unit.y + my_row;
 #pragma unroll
         for (i32 g = 0; g < GROUPS; g++) {
             const i32 t = GROUP * g + my_token;
