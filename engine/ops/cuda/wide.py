@@ -14,6 +14,7 @@ from engine.ops.cuda.device import Device
 
 TILE_ROWS = 16  # of a matrix, that four warps share
 PARTS = 4
+FEWEST_TOKENS = 2  # one has product.cu
 GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
