@@ -1,4 +1,7 @@
-"""Cases of cuda_kernels.py: small-batch products and the expert FFN at Qwen3-30B-A3B's shapes, T = 1 and 8."""
+"""Cases of cuda_kernels.py: small-batch products and the expert FFN at Qwen3-30B-A3B's shapes, T = 1 and 8.
+
+The products of quantized matrices have T = 2, 4, 16 and 32, too.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ LIMITS = Limits(32, D, ATTENTION, F, VOCAB, E, A)
 EPS = 1e-6
 ROTATED_BYTES = 150_000_000
 TABLES = 64  # choices of experts, one after the other
+STEPS = (1, 2, 4, 8, 16, 32)  # tokens
 
 
 def _matrix(device: Any, qtype: QType, rows: int, cols: int) -> QTensor:
@@ -40,8 +44,8 @@ class Cases:
         self.products = Products(device, LIMITS)
         self.experts = SmallExperts(device, LIMITS, self.products)
         rng = np.random.default_rng(0)
-        self.x = {T: device.upload(rng.standard_normal((T, D), np.float32)) for T in (1, 8)}
-        self.attended = {T: device.upload(rng.standard_normal((T, ATTENTION), np.float32)) for T in (1, 8)}
+        self.x = {T: device.upload(rng.standard_normal((T, D), np.float32)) for T in STEPS}
+        self.attended = {T: device.upload(rng.standard_normal((T, ATTENTION), np.float32)) for T in STEPS}
         self.norm = device.upload(rng.uniform(0.5, 1.5, D).astype(np.float32))
 
     def floats(self, *shape: int) -> Any:
@@ -62,6 +66,26 @@ class Cases:
 
         return KernelCase(name, launch, sum(w.nbytes for w in groups[0]))
 
+    def dense(self, T: int) -> Iterator[KernelCase]:
+        """Products of quantized matrices: Q, K and V, the attention's output, the head."""
+        x, norm, p = self.x[T], self.norm, self.products
+        quantized = p.norm_quantize(x, norm, EPS)
+        for v in (QType.Q4_K, QType.Q6_K):
+            qkv = [(QType.Q4_K, ATTENTION, D), (QType.Q4_K, KV, D), (v, KV, D)]
+            ys = (self.floats(T, ATTENTION), self.floats(T, KV), self.floats(T, KV))
+            yield self.rotate(f"qkv V {v.name} T={T}", qkv, lambda *ws, ys=ys: p.several(ws, quantized, ys))
+        y, wide = self.floats(T, D), p.quantize(self.attended[T])
+        shape = [(QType.Q4_K, D, ATTENTION)]
+        yield self.rotate(f"output T={T}", shape, lambda w: p.product(w, wide, y, add=True))
+        all_logits = self.floats(T, VOCAB)
+        rows = self.device.upload(np.arange(T, dtype=np.int32))
+        for qtype in (QType.Q6_K, QType.Q4_K):
+            yield self.rotate(
+                f"norm + head {qtype.name} T={T}",
+                [(qtype, VOCAB, D)],
+                lambda w: p.head(x, rows, norm, EPS, w, all_logits),
+            )
+
     def plain(self, T: int) -> Iterator[KernelCase]:
         """Everything but the experts."""
         x, h = self.x[T], self.floats(T, D)
@@ -69,11 +93,10 @@ class Cases:
         yield KernelCase(f"norm_quantize T={T}", lambda i: p.norm_quantize(x, norm, EPS) and None, T * D * 5)
         attended = self.attended[T]
         yield KernelCase(f"quantize [{T}, {ATTENTION}]", lambda i: p.quantize(attended) and None, T * ATTENTION * 5)
-        quantized = p.norm_quantize(x, norm, EPS)
+        yield from self.dense(T)
         for v in (QType.Q4_K, QType.Q6_K):
             qkv = [(QType.Q4_K, ATTENTION, D), (QType.Q4_K, KV, D), (v, KV, D)]
             ys = (self.floats(T, ATTENTION), self.floats(T, KV), self.floats(T, KV))
-            yield self.rotate(f"qkv V {v.name} T={T}", qkv, lambda *ws, ys=ys: p.several(ws, quantized, ys))
             yield self.rotate(
                 f"norm + qkv V {v.name} T={T}", qkv, lambda *ws, ys=ys: p.norm_several(x, norm, EPS, ws, ys, h)
             )
@@ -84,21 +107,12 @@ class Cases:
                         p.norm_several(x, norm, EPS, ws, ys, h)
 
                 yield self.rotate(f"norm + qkv, {2 * warps} warps", qkv, launch)
-        y, wide = self.floats(T, D), p.quantize(attended)
+        y = self.floats(T, D)
         shape = [(QType.Q4_K, D, ATTENTION)]
-        yield self.rotate(f"output T={T}", shape, lambda w: p.product(w, wide, y, add=True))
         yield self.rotate(f"quantize + output T={T}", shape, lambda w: p.product(w, attended, y, add=True))
         logits = self.floats(T, E)
         gates = [(QType.F32, E, D)]
         yield self.rotate(f"norm + router T={T}", gates, lambda w: p.router(x, norm, EPS, w, h, logits) and None)
-        all_logits = self.floats(T, VOCAB)
-        rows = self.device.upload(np.arange(T, dtype=np.int32))
-        for qtype in (QType.Q6_K, QType.Q4_K):
-            yield self.rotate(
-                f"norm + head {qtype.name} T={T}",
-                [(qtype, VOCAB, D)],
-                lambda w: p.head(x, rows, norm, EPS, w, all_logits),
-            )
 
     def bank(
         self, types: tuple[QType, QType, QType], in_host_memory: bool, D: int = D, F: int = F
@@ -192,3 +206,6 @@ def cases(device: Any) -> Iterator[KernelCase]:
         yield from shared.plain(T)
         for down in (QType.Q4_K, QType.Q6_K):
             yield from shared.expert_cases(T, down)
+    for T in STEPS:
+        if T not in (1, 8):
+            yield from shared.dense(T)

@@ -97,24 +97,24 @@ DEVICE void split_nibbles(const u32 (&v)[4], u32 (&q)[8]) {
     }
 }
 
-// The same as the bytes that the codes stand for.
-template <u32 v0, u32 v4, u32 v8, u32 v12>
+// The bytes that four codes in the low 16 bits stand for.
+DEVICE u32 iq4_bytes(u32 codes) { return look_up<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(codes); }
+DEVICE u32 e2m1_bytes(u32 codes) { return look_up<0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu>(codes); } // doubled
+
+// Eight codes as bytes: those of the low halves, those of the high ones.
+template <u32 (*bytes_of)(u32)>
+DEVICE void split_word(u32 codes, u32& low, u32& high) {
+    const u32 a = bytes_of(codes), c = bytes_of(codes >> 16);
+    low = __byte_perm(a, c, 0x6420);
+    high = __byte_perm(a, c, 0x7531);
+}
+
+// As split_nibbles, the bytes.
+template <u32 (*bytes_of)(u32)>
 DEVICE void split_values(const u32 (&v)[4], u32 (&q)[8]) {
 #pragma unroll
-    for (i32 i = 0; i < 4; i++) {
-        const u32 a = look_up<v0, v4, v8, v12>(v[i]), c = look_up<v0, v4, v8, v12>(v[i] >> 16);
-        q[i] = __byte_perm(a, c, 0x6420);
-        q[i + 4] = __byte_perm(a, c, 0x7531);
-    }
-}
-
-DEVICE void split_iq4(const u32 (&v)[4], u32 (&q)[8]) {
-    split_values<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v, q);
-}
-
-// E2M1, doubled.
-DEVICE void split_e2m1(const u32 (&v)[4], u32 (&q)[8]) {
-    split_values<0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu>(v, q);
+    for (i32 i = 0; i < 4; i++)
+        split_word<bytes_of>(v[i], q[i], q[i + 4]);
 }
 
 DEVICE void add_fifth_bits(u32 bits, u32 (&q)[8]) {
@@ -330,7 +330,7 @@ struct BlockCode<IQ4_NL> : BlockType<IQ4_NL> {
         const i32 at = offset + b * BLOCK_BYTES;
         u32 v[4];
         load_run<CODE_ALIGN>(stage, codes_at(at, b), v);
-        split_iq4(v, w.q);
+        split_values<iq4_bytes>(v, w.q);
         w.scale = scale_at(stage, at, b);
     }
     // Where the block's 16 bytes of codes are, and its scale.
@@ -348,7 +348,7 @@ struct BlockCode<IQ4_XS> : BlockType<IQ4_XS> {
         const i32 at = offset + (b >> 3) * BLOCK_BYTES;
         const uint2* bytes = (const uint2*)(stage + codes_at(at, b));
         const uint2 v0 = bytes[0], v1 = bytes[1];
-        split_iq4({v0.x, v0.y, v1.x, v1.y}, w.q);
+        split_values<iq4_bytes>({v0.x, v0.y, v1.x, v1.y}, w.q);
         w.scale = scale_at(stage, at, b);
     }
     static constexpr i32 CODE_ALIGN = 8;
@@ -370,7 +370,7 @@ struct BlockCode<MXFP4> : BlockType<MXFP4> {
         const i32 at = offset + b * BLOCK_BYTES;
         u32 v[4];
         load_run<CODE_ALIGN>(stage, codes_at(at, b), v);
-        split_e2m1(v, w.q);
+        split_values<e2m1_bytes>(v, w.q);
         w.scale = scale_at(stage, at, b);
     }
     static constexpr i32 CODE_ALIGN = 1;
@@ -387,7 +387,7 @@ struct BlockCode<NVFP4> : BlockType<NVFP4> {
         const i32 at = offset + (b >> 1) * BLOCK_BYTES;
         u32 v[4], q[8];
         load_run<4>(stage, at + 4 + 16 * (b & 1), v);
-        split_e2m1(v, q);
+        split_values<e2m1_bytes>(v, q);
 #pragma unroll
         for (i32 i = 0; i < 8; i++) // each eight bytes have the low halves of 8 elements, then the high ones
             w.q[i] = q[i / 4 * 2 + i % 2 + (i & 2) * 2];

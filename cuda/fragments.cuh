@@ -41,8 +41,8 @@ struct Tile {
     i32 n_blocks;
 };
 
-// Where a row's run begins, and for words at multiples of four bytes from there a multiple of four before them and the bits
-// between; the same for words two bytes further.
+// Where a row's run begins; for words at multiples of four bytes from there a multiple of four before them and the bits
+// between; the same for words two bytes further (where runs begin at even addresses).
 struct Place {
     i32 at, base, shift, base2, shift2;
 };
@@ -55,13 +55,21 @@ DEVICE Place place_of(const Tile& tile, i32 r, i32 ahead) {
     return {at, base, shift, base + (shift & 16 ? 4 : 0), shift ^ 16};
 }
 
-// The word at byte `to` of the row's run, for the lane; `to`, once it is known, a multiple of two.
+// The word at byte `to` of the row's run, for the lane: all but rows of odd bytes need no arithmetic but a shift.
 template <i32 align>
 DEVICE u32 word_of(const u8* rows, const Place& p, i32 to) {
-    const u32* const w = (const u32*)(rows + (to % 4 == 0 || align >= 4 ? p.base : p.base2) + (to & ~3));
-    if (to % 4 == 0)
-        return align >= 4 ? w[0] : __funnelshift_r(w[0], w[1], p.shift);
-    return __funnelshift_r(w[0], w[1], align >= 4 ? 16 : p.shift2);
+    if (align >= 4 || to % 4 == 0) {
+        const u32* const w = (const u32*)(rows + p.base + (to & ~3));
+        const i32 shift = align >= 4 ? to % 4 * 8 : p.shift;
+        return align >= 4 && to % 4 == 0 ? w[0] : __funnelshift_r(w[0], w[1], shift);
+    }
+    if (to % 2 == 0 && align == 2) {
+        const u32* const w = (const u32*)(rows + p.base2 + (to & ~3));
+        return __funnelshift_r(w[0], w[1], p.shift2);
+    }
+    u32 w[1];
+    load_run<1>(rows, p.base + p.shift / 8 + to, w);
+    return w[0];
 }
 
 // Byte i of a word as a float, by way of the bits of 2^23 + it.
@@ -295,14 +303,6 @@ struct Fragments<Q2_K> {
 
 // --- types with a scale for 32 weights beside them ------------------------------------------------
 
-// Eight codes of four bits to the bytes that they stand for: those of the low halves, those of the high ones.
-template <u32 v0, u32 v4, u32 v8, u32 v12>
-DEVICE void look_up_both(u32 codes, u32& low, u32& high) {
-    const u32 a = look_up<v0, v4, v8, v12>(codes), c = look_up<v0, v4, v8, v12>(codes >> 16);
-    low = __byte_perm(a, c, 0x6420);
-    high = __byte_perm(a, c, 0x7531);
-}
-
 // Four constants a lane: scale(j) and minimum(j) of block j.
 template <class Scale, class Minimum>
 DEVICE void put_scales(const Tile& tile, Scale scale, Minimum minimum) {
@@ -349,7 +349,7 @@ struct NibbleFragments {
         for (i32 r = 0; r < 2; r++) {
             const u32 v = word_of<align>(tile.rows, at[1 + r], BYTES * j + CODES);
             if constexpr (type == IQ4_NL) {
-                look_up_both<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v, a[r], a[r + 2]);
+                split_word<iq4_bytes>(v, a[r], a[r + 2]);
             } else {
                 a[r] = v & 0x0f0f0f0fu;
                 a[r + 2] = (v >> 4) & 0x0f0f0f0fu;
@@ -394,7 +394,47 @@ struct Fragments<IQ4_XS> {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
             const u32 v = *(const u32*)(tile.rows + at[1 + r].base + 8 + 16 * j);
-            look_up_both<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>(v, a[r], a[r + 2]);
+            split_word<iq4_bytes>(v, a[r], a[r + 2]);
+        }
+    }
+};
+
+template <>
+struct Fragments<MXFP4> {
+    static constexpr bool PAIRED = false;
+
+    template <i32 align>
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
+        put_scales(tile, [&](i32 j) { return e8m0_to_float(tile.rows[at[0].at + 17 * j]); }, [](i32) { return 0.0f; });
+    }
+    template <i32 align>
+    DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
+#pragma unroll
+        for (i32 r = 0; r < 2; r++)
+            split_word<e2m1_bytes>(word_of<align>(tile.rows, at[1 + r], 17 * j + 1), a[r], a[r + 2]);
+    }
+};
+
+template <>
+struct Fragments<NVFP4> {
+    static constexpr bool PAIRED = false;
+
+    template <i32 align>
+    DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
+        auto scales = [&](i32 j) { return ue4m3_to_halves(load_half(tile.rows, at[0].at + j / 2 * 36 + j % 2 * 2)); };
+        put_scales(tile, [&](i32 j) { return half_to_float((u16)scales(j)); },
+                   [&](i32 j) { return half_to_float((u16)(scales(j) >> 16)); });
+    }
+    template <i32 align>
+    DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
+        const i32 t = threadIdx.x % 4;
+        const u32 which = t < 2 ? 0x6420u : 0x7531u; // of 16 elements, words 2 and 3 are in the high halves of bytes
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            Place row = at[1 + i % 2];
+            row.base -= 4 * (t & 2);
+            const u32 v = word_of<4>(tile.rows, row, j / 2 * 36 + 4 + j % 2 * 16 + i / 2 * 8);
+            a[i] = __byte_perm(e2m1_bytes(v), e2m1_bytes(v >> 16), which);
         }
     }
 };

@@ -3,11 +3,11 @@
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
 // scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes
 // cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2 and, of a fourth matrix, TYPE3 are block formats; COLS is a multiple
-// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS.
+// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS (1, 2, 4).
 //
 // Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
 // units, and nobody else reads them. Grid: any; block: 128 * QUADS threads. Shared memory: with SHARED = 1 q, COLS
-// rounded up to 32 more than a multiple of 128 a token; 128 * GROUPS bytes for 32 columns (types with halves: twice as many);
+// rounded up to 48 more than a multiple of 128 a token; 128 * GROUPS bytes for 32 columns (types with halves: twice as many);
 // 16 KiB a quad; then the constants of a run and STAGES * STAGE_BYTES a warp.
 #include "wide.cuh"
 
@@ -33,17 +33,25 @@ constexpr bool FIRST = has_halves(TYPE0) || has_halves(TYPE1) || has_halves(TYPE
 constexpr i32 STAGE_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<TYPE1, COLS>::STAGE_BYTES),
                                    larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
 constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUNS + PARTS - 1) / PARTS;
-constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + 32; // four rows in different banks
+// Of a row of q: eight rows' words or, where a type is read by twos, four rows' lie in different banks.
+constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED || Fragments<TYPE3>::PAIRED;
+constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + (BY_TWOS ? 32 : 48);
 constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
+constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
 constexpr i32 FOLD_FLOATS = PARTS * RUN * TILE_ROWS * GROUP; // of a quad
 
-// 16 rows of a matrix of n rows, or those that there are.
+// 16 rows of a matrix of n rows, or the `left` ones that there are; y: of the first one and token 0.
 struct Unit {
-    const u8* w;
+    const u8* from;
     float* y;
-    i32 matrix, row0, n;
+    i32 matrix, left, n;
 };
+
+template <Type type>
+DEVICE Unit unit_at(const u8* w, float* y, i32 matrix, i32 u, i32 n) {
+    return {w + (i64)u * (TILE_ROWS * row_bytes_of(type, COLS)), y + u * TILE_ROWS, matrix, n - u * TILE_ROWS, n};
+}
 
 // Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
 template <class R, i32 per_row, i32 first_piece>
@@ -68,12 +76,11 @@ DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
 template <Type type>
 DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
     typedef Runs<type, COLS> R;
-    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
-    const u8* const from = unit.w + (i64)unit.row0 * R::ROW_BYTES + s * R::BYTES;
+    const u8* const from = unit.from + s * R::BYTES;
     const i32 n_bytes = COLS % (32 * RUN) == 0 ? R::BYTES : min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
     constexpr i32 P = R::PIECES;
     static_assert(P < 32, "a run of more than 496 bytes");
-    if (last == TILE_ROWS - 1) {
+    if (unit.left >= TILE_ROWS) {
         if (P & 16)
             copy_pieces<R, 16, 0>(stage, from, n_bytes);
         if (P & 8)
@@ -86,7 +93,7 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
 #pragma unroll 1
         for (i32 i = threadIdx.x % WARP; i < TILE_ROWS * P; i += WARP) {
             const i32 row = i / P, begin = 16 * (i % P);
-            const u8* const run = from + min(row, last) * R::ROW_BYTES;
+            const u8* const run = from + min(row, unit.left - 1) * R::ROW_BYTES;
             const i32 skew = (i32)((u64)run & 31);
             if (begin + 16 > skew && begin < skew + n_bytes)
                 copy16_async(stage + row * R::PITCH + begin, run - skew + begin);
@@ -97,9 +104,8 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
 template <Type type>
 DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constants* constants, u8* unpacked,
                           const Unit& unit, i32 s, const WideInput& x) {
-    const u8* const from = unit.w + (i64)unit.row0 * row_bytes_of(type, COLS) + s * Runs<type, COLS>::BYTES;
-    const i32 last = min(TILE_ROWS, unit.n - unit.row0) - 1;
-    const Tile tile = {stage, constants, unpacked, (u32)(u64)from, last, min(RUN, BLOCKS - s * RUN)};
+    const u32 from = (u32)(u64)unit.from + s * Runs<type, COLS>::BYTES;
+    const Tile tile = {stage, constants, unpacked, from, unit.left - 1, min(RUN, BLOCKS - s * RUN)};
     multiply_run<type, COLS, GROUPS>(acc, tile, s * RUN, x);
 }
 
@@ -136,7 +142,7 @@ DEVICE float fold_parts(const float (&acc)[RUN][4], float* fold, i32 part) {
     return sum[0];
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, RESIDENT)
     wide(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
          OF_FOURTH const i8* q, const float* d, const i32* sums, i32 n_tokens, i32 add, const float* row_scale, float cap,
          float scale0, float scale1, float scale2, float scale3) {
@@ -152,16 +158,16 @@ KERNEL __launch_bounds__(THREADS)
     const i32 n_units = units0 + units1 + units2 + units3, step = gridDim.x * QUADS;
     auto unit_of = [&](i32 u) -> Unit {
         if (u < units0)
-            return {w0, y0, 0, u * TILE_ROWS, n0};
+            return unit_at<TYPE0>(w0, y0, 0, u, n0);
         u -= units0;
         if (u < units1)
-            return {w1, y1, 1, u * TILE_ROWS, n1};
+            return unit_at<TYPE1>(w1, y1, 1, u, n1);
         u -= units1;
 #ifdef FOUR
         if (u >= units2)
-            return {w3, y3, 3, (u - units2) * TILE_ROWS, n3};
+            return unit_at<TYPE3>(w3, y3, 3, u - units2, n3);
 #endif
-        return {w2, y2, 2, u * TILE_ROWS, n2};
+        return unit_at<TYPE2>(w2, y2, 2, u, n2);
     };
 
     u8* at = shared;
@@ -179,7 +185,8 @@ KERNEL __launch_bounds__(THREADS)
     u8* const stages = at + CONSTANTS_BYTES;
 
     // Copies run ahead of what is multiplied, on into the next units.
-    i32 ahead_u = blockIdx.x * QUADS + quad, ahead_run = part;
+    const i32 first = blockIdx.x + gridDim.x * quad; // so that no block has more than its share
+    i32 ahead_u = first, ahead_run = part;
     Unit ahead = unit_of(ahead_u);
     auto issue = [&](u8* stage) {
         if (ahead_u < n_units && ahead_run < N_RUNS) {
@@ -209,10 +216,13 @@ KERNEL __launch_bounds__(THREADS)
         issue(stages + i * STAGE_BYTES);
     dependency_wait();
 
-    if (SHARED)
-        for (i32 t = 0; t < n_tokens; t++)
-            for (i32 i = 16 * threadIdx.x; i < COLS; i += 16 * THREADS)
-                *(uint4*)(local_q + t * Q_STRIDE + i) = *(const uint4*)(q + (i64)t * COLS + i);
+    if (SHARED) {
+#pragma unroll 4
+        for (i32 i = threadIdx.x; i < n_tokens * (COLS / 16); i += THREADS)
+            copy16_async(local_q + i / (COLS / 16) * Q_STRIDE + i % (COLS / 16) * 16, q + (i64)i * 16);
+        copies_commit();
+    }
+#pragma unroll 4
     for (i32 i = threadIdx.x; i < n_tokens * BLOCKS; i += THREADS) {
         const i32 t = i / BLOCKS, to = (i % BLOCKS * PAIRS + t / 2) * 4 + t % 2, sum = sums[i];
         scaled[to] = d[i];
@@ -225,18 +235,19 @@ KERNEL __launch_bounds__(THREADS)
             halves[to + 2] = (float)(sum - first);
         }
     }
+    if (SHARED)
+        copies_wait<0>(); // and for the weights before it, which are on their way for longer
     __syncthreads();
     const WideInput x = {SHARED ? local_q : q, (const float4*)scaled, (const float4*)halves, SHARED ? Q_STRIDE : COLS,
                          n_tokens - 1};
 
     const i32 my_row = lane / 4 + part / 2 * 8, my_token = lane % 4 * 2 + part % 2;
     i32 i = 0;
-    for (i32 base = blockIdx.x * QUADS; base < n_units; base += step) {
-        const i32 u = base + quad;
+    for (i32 u = first; u - first + (i32)blockIdx.x < n_units; u += step) { // all quads in step
         const Unit unit = unit_of(u);
-        const bool exists = u < n_units && unit.row0 + my_row < unit.n;
+        const bool exists = u < n_units && my_row < unit.left;
         float old[GROUPS], of_row[GROUPS];
-        float* const y = unit.y + unit.row0 + my_row;
+        float* const y = unit.y + my_row;
 #pragma unroll
         for (i32 g = 0; g < GROUPS; g++) {
             const i32 t = GROUP * g + my_token;

@@ -136,7 +136,8 @@ def _run(steps: Steps, sampler: Sampler) -> None:
     for greedy in (True, False):
         sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)
     sampler.describe(logits[:1])
-    lengths = {n for n in (1, 2, SMALL_TOKENS, *_LONG_STEPS, most) if n <= most}
+    # Products have kernels for 1, 8, half as many as a small step and as many.
+    lengths = {n for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, *_LONG_STEPS, most) if n <= most}
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
             _step(forward, steps.residency, n, wanted)

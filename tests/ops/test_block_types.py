@@ -239,6 +239,7 @@ def test_the_cpu_does_not_compile_without_code_for_a_record(added: Path, file: s
 
 SMALL = {"COLS": 256, "ROWS": 1, "STAGES": 1, "TOKENS": 32, "WARPS": 4, "SHARED": 0}
 PRODUCT = (*((f"TYPE{i}", NAME) for i in range(3)), *((n, str(v)) for n, v in SMALL.items()))
+WIDE = (*PRODUCT[:3], *((n, "1") for n in ("GROUPS", "QUADS", "STAGES", "SHARED")), ("COLS", "256"))
 MODULES = [
     Module("embed.cu", (("TYPE", NAME),)),
     Module("gemm.cu", (("TYPE", NAME), ("TOKENS", "32"), ("WARPS", "4"))),
@@ -246,6 +247,7 @@ MODULES = [
     Module("router.cu", (("TYPE", NAME), ("COLS", "256"))),
     Module("experts.cu", (*(("GATE", NAME), ("UP", NAME), ("DOWN_FLOAT", "0")), *PRODUCT[3:])),
     Module("product.cu", tuple((n, "1" if n == "TOKENS" else v) for n, v in PRODUCT)),
+    Module("wide.cu", WIDE),
 ]
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
-from engine.formats.quants import QTensor
+from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Limits, arithmetic, reference
+from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.products import Products, Quantized
+from engine.ops.cuda.wide import wide_shape
 from tests.gguf_files import random_blocks
 
 LIMITS = Limits(
     max_tokens=64, n_embd=768, n_head_dim=1280, n_ff=512, n_vocab=100, n_expert=24, n_expert_used=3, max_rows=40
 )
 EPS = 1e-6
+SCALES = (1.0, 0.37, 1.0, -1.9)
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def matrix(qtype: QType, rows: int, cols: int, seed: int = 0) -> QTensor:
 
 
 def upload(device: Any, w: QTensor) -> QTensor:
-    return QTensor(w.name, w.qtype, w.shape, device.upload(w.data))
+    return replace(w, data=device.upload(w.data))
 
 
 def normal(*shape: int, seed: int = 1) -> np.ndarray:
@@ -171,6 +176,38 @@ def test_several(device: Any, products: Products, types: tuple[QType, ...], T: i
     products.several(on_device, device.upload(h), ys)
     for w, y in zip(ws, ys, strict=True):
         check(device.read(y), arithmetic.product(w, h))
+
+
+@pytest.mark.parametrize(("T", "kib"), [(2, 99), (9, 227), (32, 227), (15, 64), (32, 64), (8, 40)])
+@pytest.mark.parametrize("types", ["Q4_K Q6_K Q4_K Q2_K", "Q8_0 Q5_0 IQ4_NL MXFP4", "NVFP4 Q4_1 NVFP4"])
+def test_several_of_a_step(device: Any, products: Products, types: str, T: int, kib: int) -> None:
+    """Different types and rows in one launch, and what is done to a product, whatever shared memory there is."""
+    D = 768 if "K" in types else 704
+    parts = zip(types.split(), (70, 16, 9, 33), SCALES, strict=False)
+    ws = [replace(matrix(QType[t], n, D), scale=s) for t, n, s in parts]
+    x, factors = normal(T, D), normal(T, seed=4)
+    on_device = tuple(upload(device, w) for w in ws)
+    with patch.object(device, "max_shared_bytes", kib << 10):
+        ys = tuple(device.empty((T, w.shape[0]), np.float32) for w in ws)
+        products.several(on_device, device.upload(x), ys)
+        y = device.upload(normal(T, 70))
+        products.product(on_device[0], device.upload(x), y, add=True, row_scale=device.upload(factors))
+    for w, found in zip(ws, ys, strict=True):
+        check(device.read(found), arithmetic.product(w, x))
+    check(device.read(y), normal(T, 70) + factors[:, None] * arithmetic.product(ws[0], x))
+
+
+def test_what_does_not_fit_on_tensor_cores() -> None:
+    """Launches fit their memory, and where none does, another kernel takes the rows one by one."""
+    N, K = 5120, 4096
+    w = QTensor("w", QType.Q6_K, (N, K), CountingDevice().empty((N * row_bytes(QType.Q6_K, K, "w"),), np.uint8))
+    for kib in (227, 163, 99, 64, 40):
+        for T in (2, 8, 16, 32):
+            cut = wide_shape(CountingDevice("sm_90", 132, kib << 10), (w,), T)
+            assert cut is None or cut.shared_bytes < kib << 10
+            assert cut is not None or T > 8 or kib < 99
+    cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (w,), 8)
+    assert cut is not None and cut.shared and cut.blocks >= 132
 
 
 @pytest.mark.parametrize("qtype", FLOAT_TYPES, ids=lambda t: t.name)

@@ -14,9 +14,10 @@ from engine.ops.cuda.device import Device
 
 TILE_ROWS = 16  # of a matrix, that four warps share
 PARTS = 4
+FEWEST_TOKENS = 2  # one has product.cu
 GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet
-QUADS_PER_SM = (4, 3, 2, 2)  # for 1 to 4 groups of tokens: what registers allow
+QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
 MAX_STAGES = 4
 RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 
@@ -47,7 +48,7 @@ def stage_bytes(w: QTensor) -> int:
 
 def _activation_bytes(tokens: int, groups: int, columns: int, halves: bool, shared: bool) -> int:
     """Of a block, for `tokens` rows of activations."""
-    stride = (columns + 95) // 128 * 128 + 32
+    stride = (columns + 95) // 128 * 128 + 48
     return tokens * stride * shared + columns // 32 * groups * 8 * GROUP * (1 + halves)
 
 
@@ -56,10 +57,10 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     columns = ws[0].shape[1]
     halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
     stage = max(map(stage_bytes, ws))
-    groups = -(-tokens // GROUP)
+    groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
-    most = min(QUADS_PER_SM[groups - 1], -(-units // device.n_sm))
+    most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
     rounds = -(-columns // (256 * PARTS))
 
     def quad_bytes(stages: int) -> int:
@@ -75,7 +76,7 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
                     block = fixed + quads * quad_bytes(stages) + RESERVED
                     if n_quads // quads * block > device.max_shared_bytes:
                         continue
-                    blocks = min(n_quads // quads * device.n_sm, -(-units // quads))
+                    blocks = min(n_quads // quads * device.n_sm, units)
                     used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * quad_bytes(stages)
                     return WideShape(groups, quads, stages, shared, blocks, used)
     return None
