@@ -37,7 +37,8 @@ constexpr i32 STAGE_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<T
                                    larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
 constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUNS + PARTS - 1) / PARTS;
 // Of a row of q: eight rows' words or, where a type is read by twos, four rows' lie in different banks.
-constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED || Fragments<TYPE3>::PAIRED;
+constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED ||
+                         Fragments<TYPE3>::PAIRED;
 constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + (BY_TWOS ? 32 : 48);
 constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
