@@ -30,11 +30,15 @@
 #endif
 DEVICE constexpr i32 larger(i32 a, i32 b) { return a > b ? a : b; }
 constexpr bool FIRST = has_halves(TYPE0) || has_halves(TYPE1) || has_halves(TYPE2) || has_halves(TYPE3);
+constexpr i32 HALF_OFFSET = same_offset(same_offset(half_offset<TYPE0>(), half_offset<TYPE1>()),
+                                        same_offset(half_offset<TYPE2>(), half_offset<TYPE3>()));
+constexpr bool BEGUN = HALF_OFFSET > 0; // what sums of halves start at is worked out once a block
 constexpr i32 STAGE_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<TYPE1, COLS>::STAGE_BYTES),
                                    larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
 constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUNS + PARTS - 1) / PARTS;
 // Of a row of q: eight rows' words or, where a type is read by twos, four rows' lie in different banks.
-constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED || Fragments<TYPE3>::PAIRED;
+constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED ||
+                         Fragments<TYPE3>::PAIRED;
 constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + (BY_TWOS ? 32 : 48);
 constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
@@ -106,7 +110,7 @@ DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constan
                           const Unit& unit, i32 s, const WideInput& x) {
     const u32 from = (u32)(u64)unit.from + s * Runs<type, COLS>::BYTES;
     const Tile tile = {stage, constants, unpacked, from, unit.left - 1, min(RUN, BLOCKS - s * RUN)};
-    multiply_run<type, COLS, GROUPS>(acc, tile, s * RUN, x);
+    multiply_run<type, COLS, GROUPS, BEGUN>(acc, tile, s * RUN, x);
 }
 
 // The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
@@ -231,8 +235,8 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             const uint4 v = *(const uint4*)(q + (i64)i * 32);
             i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
             first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
-            halves[to] = (float)first;
-            halves[to + 2] = (float)(sum - first);
+            halves[to] = BEGUN ? START + (float)(HALF_OFFSET * first) : (float)first;
+            halves[to + 2] = BEGUN ? START + (float)(HALF_OFFSET * (sum - first)) : (float)(sum - first);
         }
     }
     if (SHARED)

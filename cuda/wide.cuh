@@ -23,11 +23,17 @@ constexpr float START = 12582912.0f; // the same bits
 struct WideInput {
     const i8* q;
     const float4* scaled; // d of both tokens, then their sums
-    const float4* halves; // sums of the first halves of both tokens, then of the second halves
+    const float4* halves; // sums of the first halves of both tokens, then of the second halves; or START and OFFSET of them
     i32 stride, last;     // of the tokens
 };
 
 // --- terms ----------------------------------------------------------------------------------------
+
+// What is taken off a type's weights, where halves are summed apart; NO_HALVES where they are not, 0 of types that differ.
+constexpr i32 NO_HALVES = -1;
+template <Type type>
+DEVICE constexpr i32 half_offset() { return has_halves(type) ? BlockCode<type>::OFFSET : NO_HALVES; }
+DEVICE constexpr i32 same_offset(i32 a, i32 b) { return a == NO_HALVES || a == b ? b : b == NO_HALVES ? a : 0; }
 
 // What a lane needs of the activations of a block: words of a token, scales and sums of two.
 struct WideBlock {
@@ -57,8 +63,8 @@ DEVICE void load_wide(const WideInput& x, i32 b, i32 group, WideBlock& to) {
     }
 }
 
-// acc += d * term, of the lane's two rows and two tokens.
-template <Type type>
+// acc += d * term, of the lane's two rows and two tokens. begun: x has START and OFFSET of the halves.
+template <Type type, bool begun>
 DEVICE void add_terms(float (&acc)[4], const u32 (&a)[4], const float2 (&scale)[2], const float4 (&factor)[2],
                       const WideBlock& x) {
     typedef BlockCode<type> Code;
@@ -73,8 +79,9 @@ DEVICE void add_terms(float (&acc)[4], const u32 (&a)[4], const float2 (&scale)[
             float half[2];
 #pragma unroll
             for (i32 h = 0; h < 2; h++)
-                half[h] = __int_as_float(sums[h][i]) -
-                          (Code::OFFSET ? __fmaf_rn(OFFSET, x.half[2 * h + t], START) : START);
+                half[h] = __int_as_float(sums[h][i]) - (begun         ? x.half[2 * h + t]
+                                                        : Code::OFFSET ? __fmaf_rn(OFFSET, x.half[2 * h + t], START)
+                                                                       : START);
             if constexpr (is_kind(type, Kind::SIXTEENS)) {
                 acc[i] = __fmaf_rn(x.d[t], scale[r].x * half[0] + scale[r].y * half[1], acc[i]);
             } else {
@@ -103,7 +110,7 @@ DEVICE void add_terms(float (&acc)[4], const u32 (&a)[4], const float2 (&scale)[
 }
 
 // acc[group][j] += the terms of block j of the run in `tile`, which begins at block `first` of the rows.
-template <Type type, i32 k, i32 groups>
+template <Type type, i32 k, i32 groups, bool begun>
 DEVICE void multiply_run(float (&acc)[groups][RUN][4], const Tile& tile, i32 first, const WideInput& x) {
     typedef Runs<type, k> R;
     typedef Fragments<type> F;
@@ -130,7 +137,7 @@ DEVICE void multiply_run(float (&acc)[groups][RUN][4], const Tile& tile, i32 fir
             for (i32 group = 0; group < groups; group++) {
                 WideBlock b;
                 load_wide<type, GROUP / 2 * groups>(x, first + j, group, b);
-                add_terms<type>(acc[group][j], a, scale, factor, b);
+                add_terms<type, begun && has_halves(type)>(acc[group][j], a, scale, factor, b);
             }
         }
 }
