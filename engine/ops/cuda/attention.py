@@ -147,7 +147,8 @@ class Attention:
         for first in range(0, T, MAX_TOKENS):
             rows = slice(first, min(first + MAX_TOKENS, T))
             n = rows.stop - first
-            plan = self._plan(1 if apart else n, H // K, head_dim, kv, max_splits if window else most)
+            each = max_splits if window else most
+            plan = self._plan(1, H // K, head_dim, kv, n * each) if apart else self._plan(n, H // K, head_dim, kv, each)
             workers = max(min(plan.per_sm * self.device.n_sm // K, n * max_splits), 1)
             flags = [("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv))]
             if plan.tile < KV_BLOCK_TOKENS:
@@ -176,7 +177,7 @@ class Attention:
             )
 
     def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer, splits: int) -> _Plan:
-        """How a block of attention_splits works, for n_tokens with `splits` at most."""
+        """How a block of attention_splits works, for n_tokens that may share a tile; splits: of all, at most."""
         row_bytes = head_dim * kv.k.dtype.itemsize
         # The tile decides how a row's positions are summed, so it follows from the layer alone.
         tile = KV_BLOCK_TOKENS
