@@ -2,22 +2,21 @@
 //
 // Records of experts that are used and their pairs are those of experts.cuh. Most experts of such a step have one token
 // or two. A warp multiplies its rows of an expert with each of them in turn, as it would with one token's, so a byte of
-// the expert is read once. Workers take work from several experts, one after the other, and load what comes next while
-// they compute: nobody waits for memory again when an expert begins.
+// the expert is read once.
 //
 // Kernels.
 //   kernel            writes                                     grid                   block
 //   gate_up_several   z [T * A, F] = act(gate h) * (up h)        copiers + workers      WARPS warps
-//   down_several      y [T * A, D] = down z                      workers                WARPS warps
+//   down_several      y [T * A, D] = down z                      (ceil(D / STAGES / ROWS / WARPS), records)   WARPS warps
 //   combine           x [T, D] += the fold of y over ranks       (ceil(D / block), T)   any
-// A worker is a block in gate_up_several, which takes 32 rows of an expert at a time (a block of z has one scale), and a
-// warp in down_several, which takes ROWS. What enters a slot is written there from shared memory, by who multiplies it;
-// the down part is copied by the copiers meanwhile. Where `add` is 0, x becomes the fold.
+// A worker takes 32 rows of an expert at a time (a block of z has one scale), then of another one, and loads what comes
+// next while it computes. What enters a slot is written there from shared memory by who multiplies it; the down part is
+// copied by the copiers meanwhile. Where `add` is 0, x becomes the fold.
 //
 // Macros, and those of experts.cuh.
 //   TOKENS           at most: 8 or 32
 //   ROWS             of a matrix at a time a warp: 1, 2 or 4
-//   STAGES           of those in flight, in down_several
+//   STAGES           times ROWS rows has a warp of down_several
 //   WARPS            of a block; 32 is a multiple of WARPS * ROWS
 //   PER_SM           of a multiprocessor at a time
 //   SHARED           the copiers make row_scale
@@ -51,18 +50,12 @@ DEVICE void store_rows(u8* to, const u8* stage, i32 skew, i32 n_bytes) {
         *(uint4*)(to - skew + i) = *(const uint4*)(stage + i);
 }
 
-// Rows of an expert's gate and up.
-struct Rows {
-    const u8 *gate, *up;
-    i32 n;
-};
-
 KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     gate_up_several(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x,
                     const i8* q, const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums,
                     const u8* beside_gate, const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h,
                     float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
-    constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS), HALVES = 32 / (WARPS * ROWS);
+    constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     __shared__ float gs[2][TOKENS][33], us[2][TOKENS][33]; // by turns, so that one barrier is enough
     DYNAMIC_SHARED(u8, shared);
     // In this order: when the kernel behind begins, the table is complete (down_several reads it before it waits).
@@ -87,42 +80,34 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         return;
     }
     const i32 each = (F + 31) / 32, n_units = (n_active_now + BESIDE) * each, n_workers = gridDim.x - copiers;
-    u8* const gate_stage = shared + 2 * warp * stage_bytes;
-    u8* const up_stage = gate_stage + stage_bytes;
+    u8* const stages = shared + 2 * warp * stage_bytes;
+    constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // of a unit: ROWS rows of gate, the same of up, and so on
 
     auto is_beside = [&](i32 unit) { return BESIDE && unit >= n_active_now * each; };
     auto fetch = [&](i32 unit) -> u64 {
         if (!is_beside(unit))
             return record_word(active, unit / each);
-        const u64 pairs_of_it = (u64)(u32)(n_tokens * n_used) << 32;
-        return lane == 0 ? (u64)beside_gate : lane == 1 ? (u64)beside_up : lane == 6 ? pairs_of_it : lane == 7 ? n_tokens : 0;
+        const u64 first = (u64)(u32)(n_tokens * n_used) << 32;
+        return lane == 0 ? (u64)beside_gate : lane == 1 ? (u64)beside_up : lane == 6 ? first : lane == 7 ? n_tokens : 0;
     };
-    auto rows_of = [&](i32 unit, u64 record) -> Rows {
-        const i32 row0 = unit % each * 32;
-        return {(const u8*)word_of(record, 0) + (i64)row0 * GATE_BYTES,
-                (const u8*)word_of(record, 1) + (i64)row0 * UP_BYTES, min(32, F - row0)};
-    };
-    auto issue_gate = [&](const Rows& from, i32 r) {
-        if (r < from.n)
-            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(gate_stage, from.gate + r * GATE_BYTES,
-                                                      min(ROWS, from.n - r) * GATE_BYTES);
-        copies_commit();
-    };
-    auto issue_up = [&](const Rows& from, i32 r) {
-        if (r < from.n)
-            stage_rows<ROWS * UP_BYTES, UP_BYTES>(up_stage, from.up + r * UP_BYTES, min(ROWS, from.n - r) * UP_BYTES);
+    auto row_of_step = [&](i32 unit, i32 s) { return unit % each * 32 + (s / 2 * WARPS + warp) * ROWS; };
+    auto issue = [&](u64 record, i32 unit, i32 s) { // step s of the unit; gate's and up's stages never meet
+        const i32 row = row_of_step(unit, s), n = min(ROWS, F - row);
+        const u8* const part = (const u8*)word_of(record, s & 1);
+        if (n > 0 && s & 1)
+            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stages + stage_bytes, part + (i64)row * UP_BYTES, n * UP_BYTES);
+        else if (n > 0)
+            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stages, part + (i64)row * GATE_BYTES, n * GATE_BYTES);
         copies_commit();
     };
 
     i32 unit = blockIdx.x - copiers;
-    u64 ahead = 0; // the record of the unit whose rows are loaded next
-    Rows rows = {nullptr, nullptr, 0};
+    u64 ahead = 0; // the record of the unit that is loaded next
     if (unit < n_units) {
         ahead = fetch(unit);
-        rows = rows_of(unit, ahead);
+        issue(ahead, unit, 0);
+        issue(ahead, unit, 1);
     }
-    issue_gate(rows, warp * ROWS);
-    issue_up(rows, warp * ROWS);
     fill_grids<GATE, UP>();
     Input input = global_input(x, q, d, sums);
     typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
@@ -138,57 +123,46 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             if constexpr (!is_float(GATE))
                 hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
         };
-        const float scale = WEIGHTED && !beside ? gate_scales[(i32)word_of(record, 6)] : 1.0f;
-        u8* const gate_slot = (u8*)word_of(record, 3);
-        u8* const up_slot = (u8*)word_of(record, 4);
         take(0);
-        Rows next = rows;
 #pragma unroll 1
-        for (i32 half = 0; half < HALVES; half++) {
-            const i32 r = (half * WARPS + warp) * ROWS, n = min(ROWS, rows.n - r);
-            const i32 gate_skew = skew_of<GATE_BYTES>(rows.gate + r * GATE_BYTES);
-            const i32 up_skew = skew_of<UP_BYTES>(rows.up + r * UP_BYTES);
-            const i64 row = unit % each * 32 + r; // of the expert's
-            i32 next_r = r + WARPS * ROWS;
-            if (half + 1 == HALVES) {
-                next_r = warp * ROWS;
-                next = more ? rows_of(unit + n_workers, ahead) : Rows{nullptr, nullptr, 0};
-            }
+        for (i32 s = 0; s < STEPS; s++) {
+            const bool is_up = s & 1;
+            u8* const stage = stages + (is_up ? stage_bytes : 0);
+            const i32 row = row_of_step(unit, s), n = min(ROWS, F - row);
+            const i32 row_bytes = is_up ? UP_BYTES : GATE_BYTES, skew = row * row_bytes & 15;
 #pragma unroll 1
             for (i32 i = 0; i < uses.count; i++) {
-                const bool last = i + 1 == uses.count;
-                const i32 token[1] = {0};
-                float acc[2 * ROWS] = {};
-                if (i || (half && uses.count > 1))
+                if (i || (s && uses.count > 1))
                     take(i);
                 stage_wait<1>();
-                if (i == 0 && gate_slot && n > 0)
-                    store_rows(gate_slot + row * GATE_BYTES, gate_stage, gate_skew, n * GATE_BYTES);
-                multiply<GATE, ROWS, 1>(acc, gate_stage, gate_skew, COLS, input, held, token, 1);
-                if (last) {
+                if (u8* const slot = (u8*)word_of(record, 3 + is_up); i == 0 && slot && n > 0)
+                    store_rows(slot + (i64)row * row_bytes, stage, skew, n * row_bytes);
+                const i32 token[1] = {0};
+                float acc[ROWS] = {};
+                if (GATE == UP || !is_up)
+                    multiply<GATE, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
+                else
+                    multiply<UP, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
+                if (i + 1 == uses.count) {
                     __syncwarp(); // the stage is free
-                    issue_gate(next, next_r);
-                    stage_wait<1>();
-                } else {
-                    stage_wait<0>();
+                    if (s + 2 < STEPS)
+                        issue(record, unit, s + 2);
+                    else if (more)
+                        issue(ahead, unit + n_workers, s + 2 - STEPS);
+                    else
+                        copies_commit(); // groups of copies are counted
                 }
-                if (i == 0 && up_slot && n > 0)
-                    store_rows(up_slot + row * UP_BYTES, up_stage, up_skew, n * UP_BYTES);
-                multiply<UP, ROWS, 1>(acc + ROWS, up_stage, up_skew, COLS, input, held, token, 1);
-                if (last) {
-                    __syncwarp();
-                    issue_up(next, next_r);
-                }
-                const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
-                constexpr i32 EACH = WARP / 2 / ROWS;  // lanes that hold the same sum
-                if (lane % EACH == 0 && lane / EACH % ROWS < n)
-                    (lane < WARP / 2 ? gs : us)[turn][i][r + lane / EACH % ROWS] =
-                        WEIGHTED && lane < WARP / 2 ? scale * sum : sum;
+                float sum = fold_rows(acc);
+                if (WEIGHTED && !is_up && !beside)
+                    sum = gate_scales[(i32)word_of(record, 6)] * sum;
+                constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
+                if (lane % EACH == 0 && lane / EACH < n)
+                    (is_up ? us : gs)[turn][i][row % 32 + lane / EACH] = sum;
             }
         }
         __syncthreads();
-        store_z<WARPS>({gs[turn], us[turn], uses.count, rows.n}, {z, zq, zd, zsums, F}, pair_of, unit % each * 32);
-        rows = next;
+        const i32 row0 = unit % each * 32;
+        store_z<WARPS>({gs[turn], us[turn], uses.count, min(32, F - row0)}, {z, zq, zd, zsums, F}, pair_of, row0);
     }
 }
 
@@ -201,79 +175,46 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const i32 row0 = (blockIdx.x * WARPS + warp) * STAGES * ROWS;
     dependency_release();
     u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);
     u8* const stages = base + HeldRow<DOWN>::base_bytes();
-    // Units of ROWS rows of one expert after the other; a warp's are neighbors. The table is complete since gate_up began.
-    const i64 each = (D + ROWS - 1) / ROWS, n_units = load_fresh(n_active) * each;
-    const i32 worker = blockIdx.x * WARPS + warp, n_workers = gridDim.x * WARPS;
-    const i32 begin = (i32)(n_units * worker / n_workers), end = (i32)(n_units * (worker + 1) / n_workers);
-
-    bool waited = false;
-    u64 ahead = 0; // the record of the unit that is loaded next
-    const u8* part = nullptr;
-    auto enter = [&](i32 i) {
-        ahead = record_word(active, i);
-        const u8* const slot = (const u8*)word_of(ahead, 5);
-        part = slot ? slot : (const u8*)word_of(ahead, 2);
-        if (slot && !waited) { // gate_up writes what enters a slot; the rest is there already
+    // The table is complete since gate_up began.
+    const bool works = row0 < D && (i32)blockIdx.y < load_fresh(n_active);
+    const u64 record = record_word(active, blockIdx.y);
+    if (works) {
+        const u8* const slot = (const u8*)word_of(record, 5);
+        if (slot) // gate_up writes what enters a slot; the rest is there already
             dependency_wait();
-            waited = true;
-        }
-    };
-    i32 loaded = begin, loaded_record = (i32)(begin / each), loaded_row = (i32)(begin - loaded_record * each) * ROWS;
-    auto issue = [&](u8* stage) {
-        if (loaded < end) {
-            if (loaded_row >= D)
-                loaded_row = 0, enter(++loaded_record);
-            stage_rows<ROWS * ROW_BYTES, ROW_BYTES>(stage, part + (i64)loaded_row * ROW_BYTES,
-                                                    min(ROWS, D - loaded_row) * ROW_BYTES);
-            loaded_row += ROWS, loaded++;
+        const u8* const part = slot ? slot : (const u8*)word_of(record, 2);
+#pragma unroll
+        for (i32 i = 0; i < STAGES; i++) {
+            const i32 row = row0 + i * ROWS;
+            if (row < D)
+                stage_rows<ROWS * ROW_BYTES, ROW_BYTES>(stages + i * stage_bytes, part + (i64)row * ROW_BYTES,
+                                                        min(ROWS, D - row) * ROW_BYTES);
         }
         copies_commit();
-    };
-    i32 record = loaded_record, row = loaded_row;
-    if (begin < end)
-        enter(record);
-    u64 words = ahead;
-#pragma unroll
-    for (i32 i = 0; i < STAGES; i++)
-        issue(stages + i * stage_bytes);
+    }
     fill_grids<DOWN>();
-    if (!waited)
-        dependency_wait();
-    waited = true;
-
+    dependency_wait();
+    if (!works)
+        return;
     const Input input = global_input(z, zq, zd, zsums);
-    HeldRow<DOWN> held;
-    Uses uses = uses_of(words);
-    i64 pair = 0;
-    auto take = [&](i32 i) {
-        pair = pairs[uses.first + i];
+    const Uses uses = uses_of(record);
+    for (i32 i = 0; i < uses.count; i++) {
+        const i64 pair = pairs[uses.first + i];
+        HeldRow<DOWN> held;
         held.take(input, pair, base);
-    };
-    if (begin < end)
-        take(0);
-    for (i32 unit = begin, s = 0; unit < end; unit++, s = s + 1 < STAGES ? s + 1 : 0) {
-        if (row >= D) {
-            row = 0;
-            words = record_word(active, ++record);
-            uses = uses_of(words);
-            take(0);
-        }
-        u8* const stage = stages + s * stage_bytes;
-        const i32 offset = (i32)((i64)row * ROW_BYTES % 16);
-        stage_wait<STAGES - 1>();
-        for (i32 i = 0; i < uses.count; i++) {
-            if (uses.count > 1)
-                take(i);
-            const float sum = held.products(stage, offset, base);
+        stage_wait<0>();
+#pragma unroll
+        for (i32 j = 0; j < STAGES; j++) {
+            const i32 row = row0 + j * ROWS;
+            const float sum = held.products(stages + j * stage_bytes, (i32)((i64)row * ROW_BYTES & 15), base);
             if (lane % (WARP / ROWS) == 0 && row + lane / (WARP / ROWS) < D)
                 y[pair * D + row + lane / (WARP / ROWS)] = sum;
-            __syncwarp(); // the stage and the terms are free
+            __syncwarp(); // the terms are free
         }
-        row += ROWS;
-        issue(stage);
     }
 }
 

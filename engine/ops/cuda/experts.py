@@ -34,7 +34,7 @@ COPIERS = 8  # blocks that write the down part of a missed expert to its slot: a
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
 SEVERAL_WARPS = 4  # of a block, where a step has several
-SEVERAL_BLOCKS = {"gate_up_several": 4, "down_several": 5}  # of a multiprocessor, as registers allow
+SEVERAL_BLOCKS = {"gate_up_several": 5, "down_several": 6}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
@@ -176,7 +176,7 @@ class SmallExperts:
         module = Module(
             "several.cu", _defines(("DOWN", qtype), COLS=F, ROWS=rows, STAGES=stages, WARPS=warps, PER_SM=blocks)
         )
-        grid = min(blocks * self.device.n_sm, -(-n_records * -(-D // rows) // warps))
+        grid = (-(-D // (rows * stages * warps)), n_records)
         self.device.kernel(module, "down_several")(
             grid, warps * WARP, [*active, D, *_rows(z), self._y, stage], shared_bytes, overlap=True
         )
@@ -188,7 +188,7 @@ class SmallExperts:
             self.products.product(beside.down, own, x, True, scale)
 
     def _whole(self, row: int, n_ff: int, qtype: QType) -> tuple[int, int, int]:
-        """Rows a unit, units in flight, warps a block of a down matrix with rows of `row` bytes."""
+        """Rows at a time, how many times, warps a block: of a down matrix whose rows have `row` bytes."""
         for rows, stages in ((4, 2), (1, 2), (1, 1)):
             for warps in (SEVERAL_WARPS, 2, 1):
                 n_bytes = warps * (_z_bytes(n_ff, qtype in FLOAT_TYPES) + stages * stage_bytes(rows, row))
