@@ -5,13 +5,13 @@
 // the expert is read once.
 //
 // Kernels.
-//   kernel            writes                                     grid                   block
-//   gate_up_several   z [T * A, F] = act(gate h) * (up h)        copiers + workers      WARPS warps
-//   down_several      y [T * A, D] = down z                      (ceil(D / STAGES / ROWS / WARPS), records)   WARPS warps
-//   combine           x [T, D] += the fold of y over ranks       (ceil(D / block), T)   any
-// A worker takes 32 rows of an expert at a time (a block of z has one scale), then of another one, and loads what comes
-// next while it computes. What enters a slot is written there from shared memory by who multiplies it; the down part is
-// copied by the copiers meanwhile. Where `add` is 0, x becomes the fold.
+//   kernel            writes                                 grid                                        block
+//   gate_up_several   z [T * A, F] = act(gate h) * (up h)    copiers + records * ceil(F / 32)            WARPS warps
+//   down_several      y [T * A, D] = down z                  (ceil(D / STAGES / ROWS / WARPS), records)  WARPS warps
+//   combine           x [T, D] += the fold of y over ranks   (ceil(D / block), T)                        any
+// A block of gate_up_several has 32 rows of an expert, since a block of z has one scale. What enters a slot is written
+// there from shared memory by who multiplies it; the down part is copied by the copiers meanwhile. Where `add` is 0, x
+// becomes the fold.
 //
 // Macros, and those of experts.cuh.
 //   TOKENS           at most: 8 or 32
@@ -56,7 +56,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
                     const u8* beside_gate, const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h,
                     float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
-    __shared__ float gs[2][TOKENS][33], us[2][TOKENS][33]; // by turns, so that one barrier is enough
+    __shared__ float gs[TOKENS][33], us[TOKENS][33];
     DYNAMIC_SHARED(u8, shared);
     // In this order: when the kernel behind begins, the table is complete (down_several reads it before it waits).
     dependency_wait();
@@ -79,20 +79,25 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
 #endif
         return;
     }
-    const i32 each = (F + 31) / 32, n_units = (n_active_now + BESIDE) * each, n_workers = gridDim.x - copiers;
-    u8* const stages = shared + 2 * warp * stage_bytes;
-    constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // of a unit: ROWS rows of gate, the same of up, and so on
+    const i32 each = (F + 31) / 32, unit = blockIdx.x - copiers, expert = unit / each, row0 = unit % each * 32;
+    if (expert >= n_active_now + BESIDE)
+        return;
+    const bool beside = BESIDE && expert == n_active_now;
+    u64 record;
+    if (beside)
+        record = lane == 0   ? (u64)beside_gate
+                 : lane == 1 ? (u64)beside_up
+                 : lane == 6 ? (u64)(u32)(n_tokens * n_used) << 32
+                 : lane == 7 ? n_tokens
+                             : 0;
+    else
+        record = record_word(active, expert);
 
-    auto is_beside = [&](i32 unit) { return BESIDE && unit >= n_active_now * each; };
-    auto fetch = [&](i32 unit) -> u64 {
-        if (!is_beside(unit))
-            return record_word(active, unit / each);
-        const u64 first = (u64)(u32)(n_tokens * n_used) << 32;
-        return lane == 0 ? (u64)beside_gate : lane == 1 ? (u64)beside_up : lane == 6 ? first : lane == 7 ? n_tokens : 0;
-    };
-    auto row_of_step = [&](i32 unit, i32 s) { return unit % each * 32 + (s / 2 * WARPS + warp) * ROWS; };
-    auto issue = [&](u64 record, i32 unit, i32 s) { // step s of the unit; gate's and up's stages never meet
-        const i32 row = row_of_step(unit, s), n = min(ROWS, F - row);
+    constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // ROWS rows of gate, the same of up, and so on
+    u8* const stages = shared + 2 * warp * stage_bytes; // of gate's rows and of up's
+    auto row_of_step = [&](i32 s) { return row0 + (s / 2 * WARPS + warp) * ROWS; };
+    auto issue = [&](i32 s) {
+        const i32 row = row_of_step(s), n = min(ROWS, F - row);
         const u8* const part = (const u8*)word_of(record, s & 1);
         if (n > 0 && s & 1)
             stage_rows<ROWS * UP_BYTES, UP_BYTES>(stages + stage_bytes, part + (i64)row * UP_BYTES, n * UP_BYTES);
@@ -100,70 +105,55 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stages, part + (i64)row * GATE_BYTES, n * GATE_BYTES);
         copies_commit();
     };
-
-    i32 unit = blockIdx.x - copiers;
-    u64 ahead = 0; // the record of the unit that is loaded next
-    if (unit < n_units) {
-        ahead = fetch(unit);
-        issue(ahead, unit, 0);
-        issue(ahead, unit, 1);
-    }
+    issue(0);
+    issue(1);
     fill_grids<GATE, UP>();
-    Input input = global_input(x, q, d, sums);
+    const Uses uses = uses_of(record);
+    auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
+    Input input;
     typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
-    for (i32 turn = 0; unit < n_units; unit += n_workers, turn ^= 1) {
-        const u64 record = ahead;
-        const bool more = unit + n_workers < n_units, beside = is_beside(unit);
-        if (more)
-            ahead = fetch(unit + n_workers);
-        const Uses uses = uses_of(record);
-        auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
-        auto take = [&](i32 i) {
-            input = row_of(global_input(x, q, d, sums), beside ? i : pair_of(i) / n_used, COLS);
-            if constexpr (!is_float(GATE))
-                hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
-        };
-        take(0);
+    auto take = [&](i32 i) {
+        input = row_of(global_input(x, q, d, sums), beside ? i : pair_of(i) / n_used, COLS);
+        if constexpr (!is_float(GATE))
+            hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
+    };
+    take(0);
 #pragma unroll 1
-        for (i32 s = 0; s < STEPS; s++) {
-            const bool is_up = s & 1;
-            u8* const stage = stages + (is_up ? stage_bytes : 0);
-            const i32 row = row_of_step(unit, s), n = min(ROWS, F - row);
-            const i32 row_bytes = is_up ? UP_BYTES : GATE_BYTES, skew = row * row_bytes & 15;
+    for (i32 s = 0; s < STEPS; s++) {
+        const bool is_up = s & 1;
+        u8* const stage = stages + (is_up ? stage_bytes : 0);
+        const i32 row = row_of_step(s), n = min(ROWS, F - row);
+        const i32 row_bytes = is_up ? UP_BYTES : GATE_BYTES, skew = row * row_bytes & 15;
+        stage_wait<1>();
+        if (u8* const slot = (u8*)word_of(record, 3 + is_up); slot && n > 0)
+            store_rows(slot + (i64)row * row_bytes, stage, skew, n * row_bytes);
 #pragma unroll 1
-            for (i32 i = 0; i < uses.count; i++) {
-                if (i || (s && uses.count > 1))
-                    take(i);
-                stage_wait<1>();
-                if (u8* const slot = (u8*)word_of(record, 3 + is_up); i == 0 && slot && n > 0)
-                    store_rows(slot + (i64)row * row_bytes, stage, skew, n * row_bytes);
-                const i32 token[1] = {0};
-                float acc[ROWS] = {};
-                if (GATE == UP || !is_up)
-                    multiply<GATE, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
+        for (i32 i = 0; i < uses.count; i++) {
+            if (i || (s && uses.count > 1))
+                take(i);
+            const i32 token[1] = {0};
+            float acc[ROWS] = {};
+            if (GATE == UP || !is_up)
+                multiply<GATE, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
+            else
+                multiply<UP, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
+            if (i + 1 == uses.count) {
+                __syncwarp(); // the stage is free
+                if (s + 2 < STEPS)
+                    issue(s + 2);
                 else
-                    multiply<UP, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
-                if (i + 1 == uses.count) {
-                    __syncwarp(); // the stage is free
-                    if (s + 2 < STEPS)
-                        issue(record, unit, s + 2);
-                    else if (more)
-                        issue(ahead, unit + n_workers, s + 2 - STEPS);
-                    else
-                        copies_commit(); // groups of copies are counted
-                }
-                float sum = fold_rows(acc);
-                if (WEIGHTED && !is_up && !beside)
-                    sum = gate_scales[(i32)word_of(record, 6)] * sum;
-                constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
-                if (lane % EACH == 0 && lane / EACH < n)
-                    (is_up ? us : gs)[turn][i][row % 32 + lane / EACH] = sum;
+                    copies_commit(); // groups of copies are counted
             }
+            float sum = fold_rows(acc);
+            if (WEIGHTED && !is_up && !beside)
+                sum = gate_scales[(i32)word_of(record, 6)] * sum;
+            constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
+            if (lane % EACH == 0 && lane / EACH < n)
+                (is_up ? us : gs)[i][row - row0 + lane / EACH] = sum;
         }
-        __syncthreads();
-        const i32 row0 = unit % each * 32;
-        store_z<WARPS>({gs[turn], us[turn], uses.count, min(32, F - row0)}, {z, zq, zd, zsums, F}, pair_of, row0);
     }
+    __syncthreads();
+    store_z<WARPS>({gs, us, uses.count, min(32, F - row0)}, {z, zq, zd, zsums, F}, pair_of, row0);
 }
 
 #endif

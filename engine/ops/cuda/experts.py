@@ -34,7 +34,7 @@ COPIERS = 8  # blocks that write the down part of a missed expert to its slot: a
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
 SEVERAL_WARPS = 4  # of a block, where a step has several
-SEVERAL_BLOCKS = {"gate_up_several": 5, "down_several": 6}  # of a multiprocessor, as registers allow
+SEVERAL_BLOCKS = {"gate_up_several": 4, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
@@ -135,7 +135,7 @@ class SmallExperts:
             grid: int | tuple[int, int] = (n_records, copiers + n_blocks)
         else:
             kernel = self.device.kernel(Module("several.cu", defines), "gate_up_several")
-            grid = copiers + min(n_records * n_blocks, shape.blocks * self.device.n_sm)
+            grid = copiers + n_records * n_blocks
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
     def down(
@@ -250,13 +250,12 @@ class SmallDense:
 
 @dataclass(frozen=True, slots=True)
 class _FirstHalf:
-    """How a block of gate_up is compiled and launched; stage_bytes of one of the two matrices; blocks at a time."""
+    """How a block of gate_up is compiled and launched; stage_bytes of one of the two matrices."""
 
     defines: tuple[tuple[str, str], ...]
     warps: int
     stage_bytes: int
     shared_bytes: int
-    blocks: int = 0
 
 
 def _first_half(
@@ -296,7 +295,7 @@ def _first_half_of_several(device: Device, h: Quantized | Array, bank: Experts) 
     types = bank.gate_type, bank.up_type
     widest = max(row_bytes(t, D, "gate and up") for t in types)
     tokens = FEW_TOKENS if T <= FEW_TOKENS else SMALL_TOKENS
-    results = 4 * tokens * (Z_ROWS + 1) * 4 + grid_bytes(*types)
+    results = 2 * tokens * (Z_ROWS + 1) * 4 + grid_bytes(*types)
     for least in (3, 2, 1):
         for rows, warps in ((4, SEVERAL_WARPS), (2, SEVERAL_WARPS), (1, SEVERAL_WARPS), (1, 2), (1, 1)):
             stage = stage_bytes(rows, widest)
@@ -307,7 +306,7 @@ def _first_half_of_several(device: Device, h: Quantized | Array, bank: Experts) 
             numbers |= {"WARPS": warps, "TOKENS": tokens, "PER_SM": blocks}
             numbers |= {"GELU": 1} if bank.activation == "gelu" else {}
             defines = _defines(("GATE", types[0]), ("UP", types[1]), **numbers)
-            return _FirstHalf(defines, warps, stage, 2 * warps * stage, blocks)
+            return _FirstHalf(defines, warps, stage, 2 * warps * stage)
     raise ValueError(f"an FFN's rows of {widest} bytes do not fit into shared memory")
 
 
