@@ -309,8 +309,9 @@ def main() -> None:
         if o.sequences > 1:
             began = time.perf_counter()
             for i in range(n):
-                token = np.full(1, histories[i % len(histories)][i % o.depth], np.int32)
-                loaded.steps.run([Span(s, token, np.zeros(1, np.bool_), (0,)) for s in sequences])
+                tokens = [np.asarray(history[i % o.depth :][:1], np.int32) for history in histories]
+                spans = [Span(s, t, np.zeros(1, np.bool_), (0,)) for s, t in zip(sequences, tokens, strict=True)]
+                loaded.steps.run(spans)
                 device.synchronize()
             return (time.perf_counter() - began) / n
         last = np.asarray(history[-1:], np.int32)

@@ -16,6 +16,7 @@
 // Macros, and those of experts.cuh.
 //   TOKENS           at most: 8 or 32
 //   ROWS             of a matrix at a time a warp: 1, 2 or 4
+//   KEPT             tokens that a warp of gate_up_several keeps: 1 or 2
 //   STAGES           times ROWS rows has a warp of down_several
 //   WARPS            of a block; 32 is a multiple of WARPS * ROWS
 //   PER_SM           of a multiprocessor at a time
@@ -110,12 +111,17 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     fill_grids<GATE, UP>();
     const Uses uses = uses_of(record);
     auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
-    Input input;
-    typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
-    auto take = [&](i32 i) {
-        input = row_of(global_input(x, q, d, sums), beside ? i : pair_of(i) / n_used, COLS);
-        if constexpr (!is_float(GATE))
-            hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
+    Input input[KEPT];
+    typename HeldOf<GATE>::Block held[KEPT][n_held(GATE, COLS)];
+    auto take = [&](i32 i0) { // tokens of the expert's uses from the i0-th on
+#pragma unroll
+        for (i32 j = 0; j < KEPT; j++)
+            if (i0 + j < uses.count) {
+                const i64 token = beside ? i0 + j : pair_of(i0 + j) / n_used;
+                input[j] = row_of(global_input(x, q, d, sums), token, COLS);
+                if constexpr (!is_float(GATE))
+                    hold_activations<has_halves(GATE) || has_halves(UP)>(input[j], COLS, held[j]);
+            }
     };
     take(0);
 #pragma unroll 1
@@ -128,29 +134,32 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         if (u8* const slot = (u8*)word_of(record, 3 + is_up); slot && n > 0)
             store_rows(slot + (i64)row * row_bytes, stage, skew, n * row_bytes);
 #pragma unroll 1
-        for (i32 i = 0; i < uses.count; i++) {
-            if (i || (s && uses.count > 1))
-                take(i);
-            const i32 token[1] = {0};
-            float acc[ROWS] = {};
-            if (GATE == UP || !is_up)
-                multiply<GATE, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
-            else
-                multiply<UP, ROWS, 1>(acc, stage, skew, COLS, input, held, token, 1);
-            if (i + 1 == uses.count) {
-                __syncwarp(); // the stage is free
-                if (s + 2 < STEPS)
-                    issue(s + 2);
+        for (i32 i0 = 0; i0 < uses.count; i0 += KEPT) {
+            if (i0 || (s && uses.count > KEPT))
+                take(i0);
+#pragma unroll
+            for (i32 j = 0; j < KEPT; j++) {
+                if (i0 + j >= uses.count)
+                    break;
+                const i32 token[1] = {0};
+                float acc[ROWS] = {};
+                if (GATE == UP || !is_up)
+                    multiply<GATE, ROWS, 1>(acc, stage, skew, COLS, input[j], held[j], token, 1);
                 else
-                    copies_commit(); // groups of copies are counted
+                    multiply<UP, ROWS, 1>(acc, stage, skew, COLS, input[j], held[j], token, 1);
+                float sum = fold_rows(acc);
+                if (WEIGHTED && !is_up && !beside)
+                    sum = gate_scales[(i32)word_of(record, 6)] * sum;
+                constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
+                if (lane % EACH == 0 && lane / EACH < n)
+                    (is_up ? us : gs)[i0 + j][row - row0 + lane / EACH] = sum;
             }
-            float sum = fold_rows(acc);
-            if (WEIGHTED && !is_up && !beside)
-                sum = gate_scales[(i32)word_of(record, 6)] * sum;
-            constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
-            if (lane % EACH == 0 && lane / EACH < n)
-                (is_up ? us : gs)[i][row - row0 + lane / EACH] = sum;
         }
+        __syncwarp(); // the stage is free
+        if (s + 2 < STEPS)
+            issue(s + 2);
+        else
+            copies_commit(); // groups of copies are counted
     }
     __syncthreads();
     store_z<WARPS>({gs, us, uses.count, min(32, F - row0)}, {z, zq, zd, zsums, F}, pair_of, row0);

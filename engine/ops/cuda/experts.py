@@ -303,7 +303,7 @@ def _first_half_of_several(device: Device, h: Quantized | Array, bank: Experts) 
             if blocks < least or (warps < SEVERAL_WARPS and least > 1):
                 continue
             numbers = {"DOWN_FLOAT": int(bank.down_type in FLOAT_TYPES), "COLS": D, "ROWS": rows}
-            numbers |= {"WARPS": warps, "TOKENS": tokens, "PER_SM": blocks}
+            numbers |= {"WARPS": warps, "TOKENS": tokens, "KEPT": 2, "PER_SM": blocks}
             numbers |= {"GELU": 1} if bank.activation == "gelu" else {}
             defines = _defines(("GATE", types[0]), ("UP", types[1]), **numbers)
             return _FirstHalf(defines, warps, stage, 2 * warps * stage)
