@@ -34,7 +34,7 @@ COPIERS = 8  # blocks that write the down part of a missed expert to its slot: a
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
 SEVERAL_WARPS = 4  # of a block, where a step has several
-SEVERAL_BLOCKS = {"gate_up_several": 4, "down_several": 5}  # of a multiprocessor, as registers allow
+SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
