@@ -1,6 +1,6 @@
 """The time of a step of several given tokens: what verifying drafts, or the rest of a prompt, costs.
 
-    python benchmarks/given_tokens.py model.gguf --depths 512,32768 --json data/results/given_tokens.json
+    python benchmarks/given_tokens.py model.gguf --depths 512,32000 --json data/results/given_tokens.json
 
 Tokens are random, others in each step, so experts are chosen as independently as the router lets them be; the
 sequence's length is set back in between. `--sequences N` instead steps N sequences by one token each. Times are from
@@ -62,7 +62,9 @@ def main() -> None:
     depths, counts = [int(n) for n in parse_list(o.depths)], [int(n) for n in parse_list(o.sequences)]
     most = max(counts, default=1)
     context = most * (max(depths) + 256)
-    config = EngineConfig(model=o.model, device="cuda", policy=policies.ALL.name, residency_pct=100.0, ctx_tokens=context)
+    config = EngineConfig(
+        model=o.model, device="cuda", policy=policies.ALL.name, residency_pct=100.0, ctx_tokens=context
+    )
     engine = Engine(config)
     check_settings(config, engine.ready())
     loaded = engine.loaded
