@@ -32,16 +32,6 @@
 
 #ifdef GATE
 
-// The block's rows of gate or up: where it may read them. A part that enters a slot is copied there first, in whole
-// 16-byte pieces: the ones at both ends belong to other blocks too, which write the same bytes.
-DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes) {
-    if (!target)
-        return source + offset;
-    const i32 skew = (i32)(offset & 15);
-    copy_part(target + offset - skew, source + offset - skew, skew + n_bytes, 0, 1);
-    return target + offset;
-}
-
 #ifndef DENSE
 #define DENSE 0
 #endif

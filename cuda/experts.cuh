@@ -81,6 +81,16 @@ DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_bloc
     }
 }
 
+// The block's rows of gate or up: where it may read them. A part that enters a slot is copied there first, in whole
+// 16-byte pieces: the ones at both ends belong to other blocks too, which write the same bytes.
+DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes) {
+    if (!target)
+        return source + offset;
+    const i32 skew = (i32)(offset & 15);
+    copy_part(target + offset - skew, source + offset - skew, skew + n_bytes, 0, 1);
+    return target + offset;
+}
+
 #ifdef SHARED
 // A row's factor, by a block. The gate is loaded before the kernel ahead has ended, unless the caller waited for that.
 DEVICE void shared_scale(float* shared, const u8* shared_gate, const float* h, float* row_scale) {

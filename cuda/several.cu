@@ -9,9 +9,9 @@
 //   gate_up_several   z [T * A, F] = act(gate h) * (up h)    copiers + records * ceil(F / 32)            WARPS warps
 //   down_several      y [T * A, D] = down z                  (ceil(D / STAGES / ROWS / WARPS), records)  WARPS warps
 //   combine           x [T, D] += the fold of y over ranks   (ceil(D / block), T)                        any
-// A block of gate_up_several has 32 rows of an expert, since a block of z has one scale. What enters a slot is written
-// there from shared memory by who multiplies it; the down part is copied by the copiers meanwhile. Where `add` is 0, x
-// becomes the fold.
+// A block of gate_up_several has 32 rows of an expert, since a block of z has one scale. What enters a slot is copied
+// there first, by the block whose rows they are, or all copiers in turn for the down part. Where `add` is 0, x becomes
+// the fold.
 //
 // Macros, and those of experts.cuh.
 //   TOKENS           at most: 8 or 32
@@ -43,13 +43,6 @@ struct Uses {
 DEVICE Uses uses_of(u64 record) { return {(i32)(word_of(record, 6) >> 32), (i32)word_of(record, 7)}; }
 
 #ifdef GATE
-
-// ROWS rows in shared memory, by the warp, to where the part lies whose row begins at `to`; whole pieces of 16 bytes: those
-// at both ends may belong to others too, who write the same bytes.
-DEVICE void store_rows(u8* to, const u8* stage, i32 skew, i32 n_bytes) {
-    for (i32 i = 16 * (threadIdx.x % WARP); i < skew + n_bytes; i += 16 * WARP)
-        *(uint4*)(to - skew + i) = *(const uint4*)(stage + i);
-}
 
 KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     gate_up_several(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x,
@@ -94,16 +87,24 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     else
         record = record_word(active, expert);
 
+    // The block's rows, which it brings to their slots first where they come from the host.
+    const i32 rows = min(32, F - row0);
+    u8* const gate_slot = (u8*)word_of(record, 3);
+    u8* const up_slot = (u8*)word_of(record, 4);
+    const u8* const gate =
+        own_rows((const u8*)word_of(record, 0), gate_slot, (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
+    const u8* const up = own_rows((const u8*)word_of(record, 1), up_slot, (i64)row0 * UP_BYTES, rows * UP_BYTES);
+    if (gate_slot || up_slot)
+        __syncthreads();
+
     constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // ROWS rows of gate, the same of up, and so on
     u8* const stages = shared + 2 * warp * stage_bytes; // of gate's rows and of up's
-    auto row_of_step = [&](i32 s) { return row0 + (s / 2 * WARPS + warp) * ROWS; };
     auto issue = [&](i32 s) {
-        const i32 row = row_of_step(s), n = min(ROWS, F - row);
-        const u8* const part = (const u8*)word_of(record, s & 1);
+        const i32 r = (s / 2 * WARPS + warp) * ROWS, n = min(ROWS, rows - r);
         if (n > 0 && s & 1)
-            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stages + stage_bytes, part + (i64)row * UP_BYTES, n * UP_BYTES);
+            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stages + stage_bytes, up + r * UP_BYTES, n * UP_BYTES);
         else if (n > 0)
-            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stages, part + (i64)row * GATE_BYTES, n * GATE_BYTES);
+            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stages, gate + r * GATE_BYTES, n * GATE_BYTES);
         copies_commit();
     };
     issue(0);
@@ -128,11 +129,9 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     for (i32 s = 0; s < STEPS; s++) {
         const bool is_up = s & 1;
         u8* const stage = stages + (is_up ? stage_bytes : 0);
-        const i32 row = row_of_step(s), n = min(ROWS, F - row);
-        const i32 row_bytes = is_up ? UP_BYTES : GATE_BYTES, skew = row * row_bytes & 15;
+        const i32 r = (s / 2 * WARPS + warp) * ROWS, n = min(ROWS, rows - r);
+        const i32 skew = (row0 + r) * (is_up ? UP_BYTES : GATE_BYTES) & 15; // parts are aligned
         stage_wait<1>();
-        if (u8* const slot = (u8*)word_of(record, 3 + is_up); slot && n > 0)
-            store_rows(slot + (i64)row * row_bytes, stage, skew, n * row_bytes);
 #pragma unroll 1
         for (i32 i0 = 0; i0 < uses.count; i0 += KEPT) {
             if (i0 || (s && uses.count > KEPT))
@@ -152,7 +151,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
                     sum = gate_scales[(i32)word_of(record, 6)] * sum;
                 constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
                 if (lane % EACH == 0 && lane / EACH < n)
-                    (is_up ? us : gs)[i0 + j][row - row0 + lane / EACH] = sum;
+                    (is_up ? us : gs)[i0 + j][r + lane / EACH] = sum;
             }
         }
         __syncwarp(); // the stage is free
@@ -162,7 +161,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             copies_commit(); // groups of copies are counted
     }
     __syncthreads();
-    store_z<WARPS>({gs, us, uses.count, min(32, F - row0)}, {z, zq, zd, zsums, F}, pair_of, row0);
+    store_z<WARPS>({gs, us, uses.count, rows}, {z, zq, zd, zsums, F}, pair_of, row0);
 }
 
 #endif
