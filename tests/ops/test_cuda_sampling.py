@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 
 from engine.ground.errors import NumericalError
+from engine.ground.protocol import MAX_STOP_TOKENS
 from engine.ops import KV_BLOCK_TOKENS, Limits, arithmetic
+from engine.ops.cuda import library
+from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.sampling import (
     DESCRIBED_ENTRIES,
     FAILED,
@@ -21,6 +25,7 @@ from engine.ops.cuda.sampling import (
     Draw,
     News,
     Sampler,
+    SamplerStates,
 )
 from engine.ops.likelihood import likelihood
 from engine.running.ahead import AHEAD_STEPS
@@ -375,3 +380,37 @@ def test_bounds_are_checked(device: Any) -> None:
         sampler.prepare(P(), [1], 1, [], 0)
     with pytest.raises(ValueError, match="vocabulary"):
         Sampler(device, limits(1 << 21))
+
+
+def test_states_lie_as_far_apart_as_the_kernels_say() -> None:
+    text = (library.folder() / "step.cuh").read_text()
+    found = {name: int(n) for name, n in re.findall(r"#define (\w+) (\d+)\n", text)}
+    states = SamplerStates(CountingDevice(), limits(41), 2)
+    assert found["MAX_STOP_TOKENS"] == MAX_STOP_TOKENS == states.stop.shape[1]
+    assert found["N_CONTROL"] == states.control.shape[1] and found["HISTORY_TOKENS"] == states.history.shape[1]
+    assert states.counts.shape[1] == states.values.shape[1] == 44
+
+
+def test_requests_of_one_launch_draw_what_each_draws_alone(device: Any) -> None:
+    V, n = 2052, 3
+    rng = np.random.default_rng(3)
+    logits = device.upload(rng.standard_normal((n, V), np.float32))
+    params = [P(), P(temperature=0.8, top_p=0.7, seed=4), P(temperature=1.3, seed=9, presence_penalty=0.5)]
+    tables = device.upload(np.arange(2 * n * 5, dtype=np.int32).reshape(2, n, 5))
+    drawn = []
+    for rows in ([slice(0, n)], [slice(i, i + 1) for i in range(n)]):
+        states = SamplerStates(device, limits(V), n)
+        samplers = [Sampler(device, limits(V), states, i) for i in range(n)]
+        for i, sampler in enumerate(samplers):
+            history = list(range(7 + i))
+            sampler.prepare(params[i], history, len(history), {5}, 9)
+            sampler.count([1, 2, 2])
+        tokens, positions = (device.upload(np.full(n, -9, np.int32)) for _ in range(2))
+        slots, counted = device.upload(np.full((2, n), -9, np.int32)), device.upload(np.ones(n, np.uint8))
+        for own in rows:
+            states.step(own, logits[own], tokens, positions, slots, tables, row=own.start, counted=counted)
+        device.synchronize()
+        news = [sampler.poll(0).tokens for sampler in samplers]
+        drawn.append([news, *(device.read(a).tolist() for a in (tokens, positions, slots, counted))])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][1] == [tokens[0] for tokens in drawn[0][0]] and drawn[0][2] == [7, 8, 9]
