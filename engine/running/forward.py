@@ -66,7 +66,7 @@ class Forward:
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
         self.weights: Weights[Any] = placed(weights, put or device.upload)
-        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.max_sequences)
+        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.places)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         T, c = limits.max_tokens, config

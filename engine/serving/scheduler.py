@@ -122,6 +122,7 @@ class Engine:
             "threads": r.threads,
             "ctx_tokens": r.limits.n_ctx,
             "chunk_tokens": r.limits.max_tokens,
+            "parallel": r.limits.places,
             "kv_type": self.config.kv_type,
             "policy": self.config.policy,
             "residency_pct": r.residency.percent,
@@ -199,7 +200,7 @@ class Engine:
 
     def _look(self) -> View:
         """What there is to decide about."""
-        places = self.loaded.limits.max_sequences
+        places = self.loaded.limits.places
         crowded = self._put_back_at == self._releases
         beginning = self._waiting if len(self._running) < places else ()
         return View(

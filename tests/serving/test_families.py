@@ -235,7 +235,7 @@ def test_a_fork_is_given_up_when_blocks_are_short(opened: Open) -> None:
     requests = family(3, made=4)
     long = Generate(30, tuple(reversed(PROMPT)), 100, Sampling(), (), logprobs=0)
     expected = alone(engine, [*requests, long])
-    place = engine.loaded.limits.max_sequences
+    place = engine.loaded.limits.places
     for request in requests[:2]:
         engine.submit(request)
     while not (events := engine.step()) or not any(isinstance(e, Tokens) for e in events):
@@ -247,7 +247,7 @@ def test_a_fork_is_given_up_when_blocks_are_short(opened: Open) -> None:
     engine.submit(long)
     engine.submit(requests[2])
     found = replies(events + drain(engine))
-    assert found == {r.id: expected[r.id] for r in (*requests, long)} and place == 8
+    assert found == {r.id: expected[r.id] for r in (*requests, long)} and place == 16
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35"])
