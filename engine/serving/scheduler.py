@@ -54,9 +54,11 @@ from engine.serving.schedule import (
     Work,
     decide,
     gives_way,
+    joins,
     owed,
+    space,
 )
-from engine.serving.tasks import SLICE_S, GenerateTask, Rereading, ScoreTask
+from engine.serving.tasks import SLICE_S, GenerateTask, Rereading, ScoreTask, read_together
 from engine.text.forms import Form
 
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
@@ -253,8 +255,9 @@ class Engine:
             case Draw(request_id):
                 task = self._generating(request_id)
                 return self._guarded(task, task.draw_held)
-            case Read(request_id):
-                return self._read(next(task for task in self._running if task.id == request_id))
+            case Read(ids):
+                by_id = {task.id: task for task in self._running}
+                return self._read([by_id[request_id] for request_id in ids])
             case Ahead(request_id, pause):
                 if self._ahead is None:
                     task = self._generating(request_id)
@@ -295,15 +298,67 @@ class Engine:
         assert isinstance(task, GenerateTask)
         return task
 
-    def _read(self, task: Task) -> list[Event]:
-        """Read a chunk of a prompt, if there is room for it."""
-        self._last_read = task.turn
-        read, reused = task.read_tokens, task.reused_tokens
-        events = self._make_room(task)
-        if not events and task in self._running:
-            events = self._guarded(task, task.read)
-        self._tokens["read"] += task.read_tokens - read
-        self._tokens["reused"] += task.reused_tokens - reused
+    def _read(self, tasks: list[Task]) -> list[Event]:
+        """Read a chunk of the first one's prompt, if there is room for it, and of the others' that fit in its step."""
+        before = [(task.read_tokens, task.reused_tokens) for task in tasks]
+        first = tasks[0]
+        self._last_read = first.turn
+        events = self._make_room(first)
+        if not events and first in self._running:
+            if isinstance(first, ScoreTask):
+                events = self._guarded(first, first.read)
+            else:
+                events = self._read_beside(first, [task for task in tasks[1:] if isinstance(task, GenerateTask)])
+        for task, (read, reused) in zip(tasks, before, strict=True):
+            self._tokens["read"] += task.read_tokens - read
+            self._tokens["reused"] += task.reused_tokens - reused
+        return events
+
+    def _read_beside(self, first: GenerateTask, others: list[GenerateTask]) -> list[Event]:
+        """The step of one that is prepared, and of those that can join it; nobody is put back for these."""
+        most, small = self.loaded.limits.max_tokens, self.loaded.small_tokens
+        events: list[Event] = []
+        taken: list[GenerateTask] = []
+        passed = False
+        for task in (first, *others):
+            parts = [other.part_tokens for other in taken]
+            if task is not first and not self._prepared(task, taken, space(parts, most, small)):
+                passed = True
+            elif not task.part_tokens:
+                events += self._guarded(task, task.begin)
+            elif joins(parts, task.part_tokens, most, small):
+                taken.append(task)
+            else:
+                passed = True
+            if not passed:
+                self._last_read = task.turn
+        return events + self._read_together(taken) if taken else events
+
+    def _prepared(self, task: GenerateTask, taken: list[GenerateTask], most: int) -> bool:
+        """Whether one can do what is next beside `taken`, in a step that has room for so many tokens more."""
+        if task not in self._running or most <= 0 or any(task.repeats(other) for other in taken):
+            return False
+        try:
+            with translated():
+                task.prepare(most)
+        except DeviceLostError:
+            raise
+        except SparkError:  # when it is its turn it is told, or room is made
+            return False
+        return bool(task.part_tokens) or task.is_ready
+
+    def _read_together(self, tasks: list[GenerateTask]) -> list[Event]:
+        """One step of the chunks of all tasks."""
+        try:
+            with translated():
+                outcomes = read_together(tasks)
+        except DeviceLostError:
+            raise
+        except SparkError as error:  # of a step that they share, so of all of them
+            return [self._failed(task, error) for task in tasks]
+        events: list[Event] = []
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            events += [self._failed(task, outcome)] if isinstance(outcome, SparkError) else self._ended(task, outcome)
         return events
 
     def cancel(self, request_id: int) -> bool:

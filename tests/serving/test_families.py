@@ -128,7 +128,7 @@ def test_prompts_of_any_length(opened: Open, n_tokens: int) -> None:
 @pytest.mark.parametrize("arch", ["qwen3moe", "gemma4", "qwen35"])
 def test_choices_that_wait_in_the_queue_need_no_second_reading(opened: Open, arch: str) -> None:
     """The first has long ended when the last one begins, and others have come between."""
-    engine = opened("cpu", arch)
+    engine = opened("cpu", arch, parallel=4)
     requests = family(12, made=4)
     other = replace(family(1, PROMPT[::-1], made=30, first=50)[0], sampling=Sampling())
     expected = alone(engine, [*requests, other])
