@@ -93,6 +93,10 @@ class PrefixCache:
             end = self.tree.cut(begin, begin + most, len(tokens))
         return end - begin
 
+    def last_begin(self, n_tokens: int) -> int:
+        """The last place where a prompt of so many tokens may go on after what is remembered."""
+        return self.tree.last_begin(n_tokens)
+
     def attach(self, sequence: Sequence, match: Match, again: bool = False) -> int:
         """Let an empty sequence begin after the matched prefix, or a shorter one where that turns out to be gone.
 

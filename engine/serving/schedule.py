@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias
 GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
 
 State: TypeAlias = Literal["reading", "decoding", "held", "due"]
+Wants: TypeAlias = Literal["place", "room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,17 @@ def decide(view: View) -> Work:
     if view.idle and not view.running and not view.waiting:
         return Recompute()
     return Wait()
+
+
+def wanting(view: View) -> Wants | None:
+    """What those that may begin wait for, where `decide` lets none of them; None: nobody waits, or beside a score.
+
+    Who is first waits for it; the others wait behind him for the same.
+    """
+    job = next((job for job in view.waiting if job.may_begin), None)
+    if job is None or not view.running or job.score or any(task.score for task in view.running):
+        return None
+    return "place" if len(view.running) >= view.places else None if _fits_beside(job, view) else "room"
 
 
 def owed(work: Work, owed_s: float, took_s: float) -> float:

@@ -1,11 +1,12 @@
 """Requests in, units of work out: a loop that looks, asks schedule.py what is next, and does it.
 
-Up to eight requests run at a time, in the order they came; each call of `Engine.step` is one unit of work between which
-the daemon answers pings and cancels. What its clients are told comes from tasks.py.
+As many requests run at a time as there are places (`--parallel`), in the order they came; each call of `Engine.step` is
+one unit of work between which the daemon answers pings and cancels. What its clients are told comes from tasks.py.
 
 A chunk and the tokens being decoded are not one step: the arithmetic of long steps is not that of short ones
-(docs/arithmetic.md), and what a request says must not depend on who else reads a prompt. Those that decode share steps
-of up to eight tokens, whose rows do not depend on each other; a request that is alone runs ahead of the host instead.
+(docs/arithmetic.md), and what a request says must not depend on who else reads a prompt. Chunks of several prompts
+share long steps, and those that decode share short ones, whose rows do not depend on each other; a request that is
+alone runs ahead of the host instead.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from engine.placing.learning import Learning
 from engine.running.decoding import MASK_WAIT_S, Alone
 from engine.running.loaded import load
 from engine.serving.families import Families
+from engine.serving.reading import gather, read_together
 from engine.serving.schedule import (
     Admit,
     Ahead,
@@ -54,11 +56,10 @@ from engine.serving.schedule import (
     Work,
     decide,
     gives_way,
-    joins,
     owed,
-    space,
+    wanting,
 )
-from engine.serving.tasks import SLICE_S, GenerateTask, Rereading, ScoreTask, read_together
+from engine.serving.tasks import SLICE_S, GenerateTask, Rereading, ScoreTask
 from engine.text.forms import Form
 
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
@@ -94,6 +95,8 @@ class Engine:
         self._releases = 0  # of what requests held
         self._put_back_at = -1  # how many there were when one was put back last
         self._tokens = {"read": 0, "reused": 0, "written": 0}
+        self._waits = {"place": 0, "room": 0, "moved_out": 0, "read_again": 0}
+        self._waited: set[tuple[int, str]] = set()  # requests that have not begun, and what they have waited for
         self._followed = 0  # uses counted when the pinned slots last followed them
         self._rereading: Rereading | None = None
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
@@ -190,7 +193,9 @@ class Engine:
         with translated():
             self.loaded.forms.poll()
             while True:
-                work = decide(self._look())
+                view = self._look()
+                work = decide(view)
+                self._note_waits(view, work)
                 began = time.perf_counter()
                 if not isinstance(work, Wait):
                     events += self._do(work)
@@ -217,6 +222,15 @@ class Engine:
             crowded=crowded,
             idle=self.idle_work,
         )
+
+    def _note_waits(self, view: View, work: Work) -> None:
+        """Count those that wait to begin, once for each reason; who was put back is counted there."""
+        wants = None if isinstance(work, Admit) or not view.waiting else wanting(view)
+        if wants is not None:
+            back = {job.id for job in self._waiting if isinstance(job, Task)}
+            new = {(job.id, wants) for job in view.waiting if job.may_begin and job.id not in back} - self._waited
+            self._waited |= new
+            self._waits[wants] += len(new)
 
     def _seen(self, task: Task) -> Running:
         cached = None if task.sequence is None else task.sequence.length
@@ -308,44 +322,17 @@ class Engine:
             if isinstance(first, ScoreTask):
                 events = self._guarded(first, first.read)
             else:
-                events = self._read_beside(first, [task for task in tasks[1:] if isinstance(task, GenerateTask)])
+                # Those that made room for the first are not there any more.
+                others = [t for t in tasks[1:] if isinstance(t, GenerateTask) and t in self._running]
+                found = gather(first, others)
+                self._last_read = found.last.turn
+                for ready in found.ready:
+                    events += self._guarded(ready, ready.begin)
+                events += self._read_together(found.taken) if found.taken else []
         for task, (read, reused) in zip(tasks, before, strict=True):
             self._tokens["read"] += task.read_tokens - read
             self._tokens["reused"] += task.reused_tokens - reused
         return events
-
-    def _read_beside(self, first: GenerateTask, others: list[GenerateTask]) -> list[Event]:
-        """The step of one that is prepared, and of those that can join it; nobody is put back for these."""
-        most, small = self.loaded.limits.max_tokens, self.loaded.small_tokens
-        events: list[Event] = []
-        taken: list[GenerateTask] = []
-        passed = False
-        for task in (first, *others):
-            parts = [other.part_tokens for other in taken]
-            if task is not first and not self._prepared(task, taken, space(parts, most, small)):
-                passed = True
-            elif not task.part_tokens:
-                events += self._guarded(task, task.begin)
-            elif joins(parts, task.part_tokens, most, small):
-                taken.append(task)
-            else:
-                passed = True
-            if not passed:
-                self._last_read = task.turn
-        return events + self._read_together(taken) if taken else events
-
-    def _prepared(self, task: GenerateTask, taken: list[GenerateTask], most: int) -> bool:
-        """Whether one can do what is next beside `taken`, in a step that has room for so many tokens more."""
-        if task not in self._running or most <= 0 or any(task.repeats(other) for other in taken):
-            return False
-        try:
-            with translated():
-                task.prepare(most)
-        except DeviceLostError:
-            raise
-        except SparkError:  # when it is its turn it is told, or room is made
-            return False
-        return bool(task.part_tokens) or task.is_ready
 
     def _read_together(self, tasks: list[GenerateTask]) -> list[Event]:
         """One step of the chunks of all tasks."""
@@ -375,6 +362,7 @@ class Engine:
         if work.follow:
             self._follow()
         self._waiting.remove(job)
+        self._waited -= {(job.id, "place"), (job.id, "room")}
         try:
             task = job if isinstance(job, Task) else self._task(job)
         except SparkError as error:
@@ -410,6 +398,7 @@ class Engine:
             job.close()
             self._releases += 1
         self._families.end(job.id)
+        self._waited -= {(job.id, "place"), (job.id, "room")}
         (self._running if job in self._running else self._waiting).remove(job)  # type: ignore[arg-type]
         self._requests += 1
 
@@ -462,7 +451,10 @@ class Engine:
 
     def _put_back(self, task: GenerateTask) -> None:
         """Let a task wait, first in the queue, until somebody has ended and there is room to read its tokens again."""
+        held = task.sequence is not None
         task.put_back()
+        if held:
+            self._waits["moved_out" if task.is_moved_out else "read_again"] += 1
         self._running.remove(task)
         self._waiting.appendleft(task)
         self._put_back_at = self._releases
@@ -541,6 +533,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the start: requests, tokens, hits and misses by layer, memory.
 
+        waits: requests that waited for a place or for room before they began, and how often one was put back and moved
+        to host memory, or is read again because that had no room.
         kv_blocks: what is neither free nor reclaimable (of prefixes alone, given up when room is short) requests hold.
         """
         r = self.loaded
@@ -551,6 +545,7 @@ class Engine:
             "running": len(self._running),
             "queued": len(self._waiting),
             "tokens": dict(self._tokens),
+            "waits": dict(self._waits),
             **totals,
             "kv_blocks": {
                 "total": r.kv.n_blocks,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.trace import TraceWriter
-from engine.ground.errors import DeviceLostError, SparkError
 from engine.ground.protocol import Done, Event, Generate, Progress, Score, Timing, Tokens, Usage
 from engine.memory import swap
 from engine.memory.blocks import Sequence
@@ -147,11 +145,10 @@ class GenerateTask(Reply):
         """Whether it has not begun, and can go on after what the step that `other` is prepared for computes."""
         if self.sequence is not None or self._swapped is not None or other.sequence is None:
             return False
-        n = min(len(self._reading) - 1, other.sequence.length + other.part_tokens, len(other._reading))
-        differ = np.flatnonzero(self._reading[:n] != other._reading[:n])
-        same = int(differ[0]) if len(differ) else n
-        chunk = self.loaded.prefixes.chunk_tokens
-        return same // chunk * chunk > other.sequence.length
+        prefixes, before = self.loaded.prefixes, other.sequence.length
+        end = (before // prefixes.chunk_tokens + 1) * prefixes.chunk_tokens  # of the first chunk that it completes
+        most = min(prefixes.last_begin(len(self._reading)), before + other.part_tokens, len(other._reading))
+        return end <= most and np.array_equal(self._reading[:end], other._reading[:end])
 
     def begin(self) -> list[Event]:
         """Go on without a step: from what another has read, or as it was when it left."""
@@ -262,6 +259,11 @@ class GenerateTask(Reply):
         self._release()
         self.decoding = False
 
+    @property
+    def is_moved_out(self) -> bool:
+        """Whether what it had cached lies in host memory."""
+        return self._swapped is not None
+
     def close(self) -> None:
         """Give back what is cached, and the form."""
         self._release()
@@ -276,35 +278,6 @@ class GenerateTask(Reply):
         if self.sequence is not None:
             self.sequence.release()
             self.sequence = None
-
-
-def read_together(tasks: Many[GenerateTask]) -> list[list[Event] | SparkError]:
-    """One step of the chunks that tasks are prepared for; then those whose prompts are read draw their first token.
-
-    Returns each task's events, or its own failure; one that all share is raised.
-    """
-    loaded = tasks[0].loaded
-    chunks = [task.chunk() for task in tasks]
-    result = loaded.decoder.run(chunks)
-    outcomes: list[list[Event] | SparkError] = []
-    drawing = [i for i, chunk in enumerate(chunks) if chunk.span.want]
-    end = 0
-    for i, (task, chunk) in enumerate(zip(tasks, chunks, strict=True)):
-        end += len(chunk.span.tokens)
-        row = drawing.index(i) if chunk.span.want else None
-        try:
-            logits = None if row is None else lambda row=row: result.logits[row]
-            outcomes.append(task.fed(result.residual_at(end - 1), logits))  # waits for the step
-        except DeviceLostError:
-            raise
-        except SparkError as error:
-            outcomes.append(error)
-    failures = loaded.decoder.accept([chunks[i] for i in drawing], result) if drawing else []
-    for i, failure in zip(drawing, failures, strict=True):
-        told = outcomes[i]
-        if not isinstance(told, SparkError):
-            outcomes[i] = [*told, *tasks[i].drawn()] if failure is None else failure
-    return outcomes
 
 
 class Rereading:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ground.errors import CapacityError, SparkError
+from engine.ground.errors import CapacityError
 from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
+from engine.running.stepping import StepResult
 from engine.serving.scheduler import Engine
 from engine.serving.tasks import GenerateTask
 
@@ -83,15 +84,16 @@ ARCHS = ["qwen3moe", "gemma4", "qwen35moe"]
 EMULATED = [pytest.param("cuda", arch, marks=pytest.mark.slow) for arch in ARCHS]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "arch"), [*(("cpu", arch) for arch in ARCHS), *EMULATED])
 def test_rests_of_every_kind_beside_others(opened: Open, backend: str, arch: str) -> None:
     """Prompts that are a rest, and prompts with a piece before it."""
-    engine = opened(backend, arch, chunk_tokens=1536, parallel=16)
+    engine = opened(backend, arch, chunk_tokens=2048, parallel=16)
     requests = [asked(i + 1, tokens(i, n)) for i, n in enumerate(RESTS)]
     if backend == "cpu":
         requests += [asked(i + 20, tokens(i + 20, 512 + n)) for i, n in enumerate(RESTS)]
-    else:
-        requests += [asked(20, tokens(20, 545)), asked(21, tokens(21, 1500))]
+    elif arch != "qwen3moe":
+        requests = [asked(i + 1, tokens(i, n)) for i, n in enumerate((31, 1, 33, 545))]
     expected = alone(engine, requests)
     engine.chunks.clear()
     for request in requests:
@@ -102,3 +104,99 @@ def test_rests_of_every_kind_beside_others(opened: Open, backend: str, arch: str
     assert shared and len(engine.chunks) < len(requests)
     sizes = {n for chunks in shared for _, _, n in chunks}
     assert 33 in sizes and (arch != "qwen3moe" or {511, 512, 513} <= sizes)
+
+
+def test_a_long_prompt_fills_what_is_left_and_is_cut_where_no_bit_depends_on_it(opened: Open) -> None:
+    engine = opened("cpu", chunk_tokens=512)
+    requests = [asked(1, tokens(1, 100)), asked(2, tokens(2, 1000)), asked(3, tokens(3, 90)), asked(4, tokens(4, 30))]
+    expected = alone(engine, requests)
+    engine.chunks.clear()
+    for request in requests:
+        engine.submit(request)
+    assert drain(engine) == expected
+    assert engine.chunks == [
+        [(1, 0, 100), (2, 0, 384)],
+        [(3, 0, 90), (4, 0, 30), (2, 384, 128)],
+        [(2, 512, 488)],
+    ]
+
+
+def test_who_shares_a_beginning_waits_for_it_and_computes_it_once(opened: Open) -> None:
+    engine = opened("cpu", chunk_tokens=512)
+    common = tokens(9, 130)
+    requests = [asked(i, (*common, *tokens(i, 40))) for i in (1, 2, 3)]
+    other = asked(4, tokens(4, 60))
+    expected = alone(engine, [*requests, other])
+    engine.chunks.clear()
+    for request in (*requests, other):
+        engine.submit(request)
+    done: dict[int, int] = {}
+    while engine.busy:
+        done |= {e.id: e.usage.cached_tokens for e in engine.step() if isinstance(e, Done)}
+    assert engine.chunks == [[(1, 0, 170), (4, 0, 60)], [(2, 128, 42), (3, 128, 42)]]
+    assert done == {1: 0, 2: 128, 3: 128, 4: 0}
+    for request in (*requests, other):  # and one that has begun goes on beside it
+        engine.submit(request)
+    assert drain(engine) == expected
+
+
+def test_one_that_is_not_finite_fails_alone(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened("cpu", chunk_tokens=512)
+    requests = [asked(i, tokens(i, 170)) for i in (1, 2, 3)]
+    expected = alone(engine, requests)
+    residual_at = StepResult.residual_at
+
+    def broken(result: StepResult, token: int) -> Any:
+        found = residual_at(result, token)
+        return np.full_like(found, np.nan) if token == 339 else found
+
+    monkeypatch.setattr(StepResult, "residual_at", broken)
+    for request in requests:
+        engine.submit(request)
+    found: dict[int, list[Any]] = {}
+    failed: list[tuple[int | None, str]] = []
+    while engine.busy:
+        for e in engine.step():
+            if isinstance(e, Error):
+                failed.append((e.id, e.code))
+            if isinstance(e, Tokens):
+                found.setdefault(e.id, []).extend(e.tokens)
+    assert failed == [(2, "numerical")]
+    assert found == {i: [token for token, *_ in expected[i]] for i in (1, 3)}
+    assert engine.loaded.prefixes.match(np.array(requests[1].tokens, np.int32)).length == 0  # it is not gone on after
+    assert engine.loaded.prefixes.match(np.array(requests[2].tokens, np.int32)).length == 128
+
+
+def test_a_step_that_fails_fails_whoever_is_in_it(opened: Open) -> None:
+    engine = opened("cpu", chunk_tokens=512)
+    run = engine.loaded.forward.run
+
+    def failing(step: Any, residency: Any) -> Any:
+        engine.loaded.forward.run = run  # type: ignore[method-assign]
+        raise CapacityError("the GPU is out of memory")
+
+    engine.loaded.forward.run = failing  # type: ignore[method-assign]
+    for i, n in ((1, 300), (2, 200), (3, 400)):
+        engine.submit(asked(i, tokens(i, n)))
+    events = [event for _ in range(200) if engine.busy for event in engine.step()]
+    assert [(e.id, e.code) for e in events if isinstance(e, Error)] == [(1, "capacity"), (2, "capacity")]
+    assert [e.id for e in events if isinstance(e, Done)] == [3]
+
+
+@pytest.mark.parametrize("gib", [0.0, 1.0])
+def test_what_requests_wait_for_is_counted(opened: Open, gib: float) -> None:
+    """Replies that together are longer than the cache; whoever is put back is moved out, or read again."""
+    engine = opened("cpu", ctx_tokens=640, chunk_tokens=512, parallel=3, prefix_gib=gib)
+    requests = [asked(i, tokens(i, 30), made=400) for i in range(1, 6)]
+    expected = alone(engine, requests)
+    assert engine.stats()["waits"] == {"place": 0, "room": 0, "moved_out": 0, "read_again": 0}
+    for request in requests:
+        engine.submit(request)
+    assert drain(engine) == expected
+    waits = engine.stats()["waits"]
+    assert waits["room"] == 3 and (waits["moved_out"] > 0) == (gib > 0) and (waits["read_again"] > 0) == (gib == 0)
+    small = [asked(i, tokens(i, 9), made=3) for i in range(1, 8)]
+    for request in small:
+        engine.submit(request)
+    drain(engine)
+    assert engine.stats()["waits"] == waits | {"place": 4}

@@ -15,8 +15,9 @@ from engine.ground.errors import ContextOverflowError, RequestError
 from engine.ground.protocol import Done, Error, Event, Generate, Score, Tokens
 from engine.ground.sampling import Sampling
 from engine.serving import schedule
+from engine.serving.reading import read_together
 from engine.serving.scheduler import Engine
-from engine.serving.tasks import GenerateTask, read_together
+from engine.serving.tasks import GenerateTask
 from tests.tiny_models import float_logits, k_quant_mix, read_weights, write_tiny
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(5).integers(0, 301, 61))
