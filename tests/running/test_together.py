@@ -130,3 +130,10 @@ def test_logits_that_are_not_finite_fail_their_own_row(loaded: Loaded) -> None:
     assert isinstance(failures[0], NumericalError)
     assert failures[1] is None
     assert replies[1].history[12:] == good[: replies[1].made]
+
+
+def test_nine_share_a_step_of_sixteen(loaded: Loaded) -> None:
+    assert loaded.limits.places == 16 and loaded.steps.shared_width(9) == 16
+    kinds = [(2 + n, 2 + n % 2, SAMPLED if n % 3 else GREEDY) for n in range(9)]
+    alone = [finished(loaded, [reply(loaded, *kind)])[0] for kind in kinds]
+    assert finished(loaded, [reply(loaded, *kind) for kind in kinds]) == alone

@@ -94,12 +94,21 @@ def test_rests_of_every_kind_beside_others(opened: Open, backend: str, arch: str
         requests += [asked(i + 20, tokens(i + 20, 512 + n)) for i, n in enumerate(RESTS)]
     elif arch != "qwen3moe":
         requests = [asked(i + 1, tokens(i, n)) for i, n in enumerate((31, 1, 33, 545))]
-    expected = alone(engine, requests)
+    # New turns, which go on after a piece that was read in a step with others.
+    turns = [asked(40 + i, (*tokens(RESTS.index(n), n), *tokens(40 + i, 33 + i))) for i, n in enumerate((512, 513))]
+    turns = turns if arch == "qwen3moe" else []
+    expected, later = alone(engine, requests), alone(engine, turns)
     engine.chunks.clear()
     for request in requests:
         engine.submit(request)
     assert drain(engine) == expected
     check_steps(engine)
+    begun = len(engine.chunks)
+    for turn in turns:
+        engine.submit(turn)
+    assert drain(engine) == later
+    assert engine.chunks[begun:] == ([[(40, 512, 33), (41, 512, 35)]] if turns else [])
+    del engine.chunks[begun:]
     shared = [chunks for chunks in engine.chunks if len(chunks) > 1]
     assert shared and len(engine.chunks) < len(requests)
     sizes = {n for chunks in shared for _, _, n in chunks}
