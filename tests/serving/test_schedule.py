@@ -507,3 +507,20 @@ def test_what_is_computed_otherwise_never_shares_a_step(parts: list[int], small:
             of_one_kind = (part <= small) == (taken[0] <= small)
             assert not of_one_kind or sum(taken) + part > (small if part <= small else most)
     assert all(n > small for n in taken) or sum(taken) <= small
+
+
+@given(running_ones, st.lists(st.booleans(), max_size=3), st.booleans(), st.integers(0, 90), st.integers(1, 6))
+def test_what_they_wait_for_is_a_place_or_room(
+    running: tuple[Running, ...], ready: list[bool], score: bool, free: int, places: int
+) -> None:
+    """Where nobody begins who may: no place, or else no room; beside a score, and with nobody there, it is neither."""
+    waiting = tuple(Waiting(100 + i, 5, 9, score, ready=is_ready) for i, is_ready in enumerate(ready))
+    view = View(running, waiting, Room(free, 0, 1), places)
+    wants = schedule.wanting(view)
+    if not any(ready) or score or any(task.score for task in running):
+        assert wants is None
+    elif len(running) >= places:
+        assert wants == "place"
+    else:
+        assert wants == (None if isinstance(decide(view), Admit) else "room")
+    assert schedule.wanting(replace(view, running=())) is None
