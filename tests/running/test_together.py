@@ -135,5 +135,10 @@ def test_logits_that_are_not_finite_fail_their_own_row(loaded: Loaded) -> None:
 def test_nine_share_a_step_of_sixteen(loaded: Loaded) -> None:
     assert loaded.limits.places == 16 and loaded.steps.shared_width(9) == 16
     kinds = [(2 + n, 2 + n % 2, SAMPLED if n % 3 else GREEDY) for n in range(9)]
-    alone = [finished(loaded, [reply(loaded, *kind)])[0] for kind in kinds]
+    alone = []
+    for kind in kinds:
+        one = reply(loaded, *kind)
+        alone += finished(loaded, [one])
+        assert one.sequence is not None
+        one.sequence.release()
     assert finished(loaded, [reply(loaded, *kind) for kind in kinds]) == alone
