@@ -451,7 +451,7 @@ class Engine:
 
     def _put_back(self, task: GenerateTask) -> None:
         """Let a task wait, first in the queue, until somebody has ended and there is room to read its tokens again."""
-        held = task.sequence is not None
+        held = task.sequence is not None and task.sequence.length > 0
         task.put_back()
         if held:
             self._waits["moved_out" if task.is_moved_out else "read_again"] += 1

@@ -250,7 +250,7 @@ class GenerateTask(Reply):
         Where the host's budget is short of that it is fed again: its prompt as a prompt, then what was drawn in short
         steps, which have the bits of those that drew it.
         """
-        if self.sequence is not None:  # else what was moved out before, if anything was, still lies there
+        if self.sequence is not None and self.sequence.length:  # else what was moved out before still lies there
             self._swapped = swap.swap_out(self.loaded.kv, self.sequence) if self._kept is None else None
             self._was_read = self._swapped is not None and self.decoding
             self._again = self._swapped is None
