@@ -209,3 +209,21 @@ def test_what_requests_wait_for_is_counted(opened: Open, gib: float) -> None:
         engine.submit(request)
     drain(engine)
     assert engine.stats()["waits"] == waits | {"place": 4}
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_nine_of_a_model_with_recurrent_layers_run_at_once(opened: Open, backend: str) -> None:
+    engine = opened(backend, "qwen35moe", ctx_tokens=640, parallel=9)
+    requests = [asked(i, tokens(i, 3 + i), made=3) for i in range(1, 11)]
+    expected = alone(engine, requests)
+    for request in requests:
+        engine.submit(request)
+    most = 0
+    found: dict[int, list[Any]] = {}
+    while engine.busy:
+        for e in engine.step():
+            if isinstance(e, Tokens):
+                found.setdefault(e.id, []).extend(e.tokens)
+        most = max(most, sum(task.decoding for task in engine._running))
+    assert found == {i: [token for token, *_ in said] for i, said in expected.items()}
+    assert engine.stats()["waits"]["place"] == 1 and most > 4
