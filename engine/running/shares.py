@@ -77,9 +77,7 @@ def _of_host(options: EngineConfig, source: Source, backend: Backend, n_ctx: int
     places = options.parallel or min(plan.PLACES[0], most)
     limits = dryrun.limits_of(c, n_ctx, min(options.chunk_tokens or HOST_CHUNK_TOKENS, n_ctx), places)
     why = "asked for" if options.parallel else "as many as there may be by default"
-    return Shares(
-        limits, placed.placement, placed.rule, (f"{places} requests at a time: {why}", *placed.reasons)
-    )
+    return Shares(limits, placed.placement, placed.rule, (f"{places} requests at a time: {why}", *placed.reasons))
 
 
 def _of_gpu(
