@@ -122,12 +122,13 @@ class Recorder:
             del self.device.kernel, self.device.capture  # the class's own are back
 
     def _bytes(self, before: list[Launch], module: Module, name: str, args: list[Any]) -> int:
-        if module.file == "experts.cu":
-            layer = sum(launch.name == "gate_up" for launch in before) - (name != "gate_up")
+        if module.file in ("experts.cu", "several.cu"):
+            first = name.startswith("gate_up")
+            layer = sum(launch.name.startswith("gate_up") for launch in before) - (not first)
             if not 0 <= layer < len(self.expert_bytes):
                 return 0
             gate, up, down = self.expert_bytes[layer]
-            return gate + up if name == "gate_up" else down if name.startswith("down") else 0
+            return gate + up if first else down if name.startswith("down") else 0
         if module.file in CACHE_KERNELS:
             return 0
         weights = [int(a.nbytes) for a in args if getattr(a, "dtype", None) == np.uint8]
@@ -308,8 +309,9 @@ def main() -> None:
         if o.sequences > 1:
             began = time.perf_counter()
             for i in range(n):
-                token = np.full(1, histories[i % len(histories)][i % o.depth], np.int32)
-                loaded.steps.run([Span(s, token, np.zeros(1, np.bool_), (0,)) for s in sequences])
+                tokens = [np.asarray(history[i % o.depth :][:1], np.int32) for history in histories]
+                spans = [Span(s, t, np.zeros(1, np.bool_), (0,)) for s, t in zip(sequences, tokens, strict=True)]
+                loaded.steps.run(spans)
                 device.synchronize()
             return (time.perf_counter() - began) / n
         last = np.asarray(history[-1:], np.int32)

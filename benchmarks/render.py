@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +52,12 @@ CUDA_KERNELS = """\
 Each kernel in a graph of its own launches, rotating through more data than the L2 cache holds; bytes are the least
 that a launch must move. A plain copy within the device moves {copy:,.0f} GB/s (read and written), one from page-locked
 memory {host:.1f} GB/s."""
+BATCHED = """\
+{model}, {size:.1f} GiB: several requests at once, each with a prompt of {depth:,} random tokens and {tokens:,}
+generated. The rate is of the stretch in which all decode; first token: of the last of them, of prompts sent together.
+Beside it llama.cpp's llama-batched-bench on the same file, in turns."""
 PROFILE = """\
-All {launches} kernels of one token at depth {depth:,}, {how}; together {kernels:,.0f} us one after the other, of which
+All {launches} kernels of one {what} at depth {depth:,}, {how}; together {kernels:,.0f} us one after the other, of which
 overlapping leaves a step of {step:,.0f} us."""
 ON_THE_PATH = """\
 *On the path*: from when a kernel's first block has what it waits for until the next kernel's has, summed over the
@@ -273,9 +278,9 @@ def routing(name: str, made: Json) -> list[str]:
     )
 
 
-def cuda_kernels(name: str, made: Json) -> list[str]:
+def cuda_kernels(name: str, made: Json, title: str = "CUDA kernels") -> list[str]:
     device = made["device"]
-    lines = ["## CUDA kernels", "", *origin(name, made)]
+    lines = [f"## {title}", "", *origin(name, made)]
     lines += [CUDA_KERNELS.format(copy=device["copy_gb_per_s"], host=device["host_to_device_gb_per_s"]), ""]
     rows = []
     for r in made["rows"]:
@@ -288,9 +293,12 @@ def cuda_kernels(name: str, made: Json) -> list[str]:
 
 
 def profile_step(name: str, made: Json) -> list[str]:
-    lines = [f"## One decoded token{family(name)}", "", *origin(name, made)]
+    shared = made.get("sequences", 1)
+    heading = f"A step that {shared} sequences share" if shared > 1 else f"One decoded token{family(name)}"
+    lines = [f"## {heading}", "", *origin(name, made)]
     lines += [PROFILE.format(launches=made["launches"], depth=made["depth_tokens"], how=made["measured_by"],
-                             kernels=made["kernels_us"], step=made["step_us"])]  # fmt: skip
+                             kernels=made["kernels_us"], step=made["step_us"],
+                             what="token" if shared == 1 else "step")]  # fmt: skip
     stamped = any(row.get("path_us") for row in made["rows"])
     lines += [*([ON_THE_PATH] if stamped else []), ""]
     return lines + table(
@@ -299,6 +307,18 @@ def profile_step(name: str, made: Json) -> list[str]:
           *([f"{r['path_us']:,.1f}" if r["path_us"] else ""] if stamped else []),
           "" if r["gb_per_s"] is None else f"{r['gb_per_s']:,.0f}"] for r in made["rows"]],
     )  # fmt: skip
+
+
+def batched(name: str, made: Json) -> list[str]:
+    model, size = made["model"], made["model_bytes"] / 2**30
+    text = BATCHED.format(model=model, size=size, depth=made["depth"], tokens=made["tokens"])
+    return [f"## Requests at once: {model.partition(' ')[0]}", "", *origin(name, made), text, "", *table(
+        ["at once", "tokens/s", "llama.cpp", "ratio", "first token, ms"],
+        [[r["requests"], spread(r["spark"]["tokens_per_s"]),
+          spread(r["llama_cpp"]["tokens_per_s"]) if "llama_cpp" in r else "",
+          f"{r['ratio']:.2f}" if "ratio" in r else "",
+          f"{1e3 * r['spark']['first_token_s']['median']:.0f}"] for r in made["rows"]],
+    )]  # fmt: skip
 
 
 def memory_plan(name: str, made: Json) -> list[str]:
@@ -358,7 +378,9 @@ def soak(name: str, made: Json) -> list[str]:
 
 
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
-PARTS = {"policies": "real policies"}  # of a measurement that has a file of its own
+MIXTURES = {"q4": "Q4_K_M", "q3": "Q3_K_M", "iq2": "UD-IQ2_XXS"}
+PARTS = {"policies": "real policies", **MIXTURES}  # of a measurement that has a file of its own
+SHARED = (2, 4, 8)  # sequences of a step
 
 
 SECTIONS = {
@@ -369,13 +391,17 @@ SECTIONS = {
     **{f"decode-{key}.json": decode for key in (*PARTS, *FAMILIES)},
     **{f"prefill-{key}.json": prefill for key in FAMILIES},
     "bench.json": bench,
+    "batched.json": batched,
+    "batched-gemma.json": batched,
     "cuda_kernels.json": cuda_kernels,
+    "cuda_types.json": partial(cuda_kernels, title="CUDA kernels: every block type"),
     "profile_step.json": profile_step,
-    **{f"profile_step-{key}.json": profile_step for key in FAMILIES},
+    **{f"profile_step-{key}.json": profile_step for key in (*FAMILIES, *SHARED)},
     "next_turn.json": next_turn,
     "memory_plan.json": memory_plan,
     "exactness.json": rows_of("Exactness on the GPU"),
     "calibrate.json": rows_of("Calibration on the GPU"),
+    "calibrate-gemma.json": rows_of("Calibration on the GPU: Gemma-4-26B-A4B's shapes"),
     "compile_kernels.json": rows_of("Compiling the CUDA kernels"),
     "soak.json": soak,
     "before_after.json": before_after,

@@ -85,29 +85,52 @@ DEVICE bool advance(Cursor& at, i32 n_workers, const Chunk* chunks, i32 n_chunks
     return true;
 }
 
+DEVICE i32 fresh_of(const i32* sequences, const i32* last, i32 T, i32 t) {
+    i32 fresh = last[t];
+    for (i32 i = 0; i < T; i++)
+        if (sequences[i] == sequences[t])
+            fresh = min(fresh, last[i]);
+    return fresh;
+}
+
+DEVICE void count_splits(Chunk& chunk) {
+    chunk.splits = count_splits(chunk.last);
+    if (WINDOW)
+        chunk.splits += first_split(chunk.last) - first_split(chunk.lowest);
+}
+
+// By the block's first warp; all of its lanes get how many there are.
 DEVICE i32 find_chunks(Chunk* chunks, const i32* sequences, const i32* last, i32 T, i32 group) {
-    i32 n = 0;
+    const i32 lane = threadIdx.x % WARP;
+    const i32 fresh = lane < T ? fresh_of(sequences, last, T, lane) : 0;
+    i32 n = T;
+    if (2 * group > ROWS) { // none has two tokens
+        if (lane < T)
+            chunks[lane] = {lane, 1, sequences[lane], last[lane], last[lane], fresh, split_blocks(last[lane]), 0};
+    } else {
+        n = 0;
 #pragma unroll 1
-    for (i32 t = 0; t < T; t++) {
-        const i32 position = last[t], blocks = split_blocks(position);
-        Chunk& chunk = chunks[max(n - 1, 0)];
-        if (t > 0 && sequences[t] == chunk.sequence && blocks == chunk.blocks && (chunk.n + 1) * group <= ROWS &&
-            (!WINDOW || position == chunk.last + 1)) { // between windows apart there may be no blocks
-            chunk.n++;
-            chunk.lowest = min(chunk.lowest, position);
-            chunk.last = max(chunk.last, position);
-        } else {
-            i32 fresh = position;
-#pragma unroll 1
-            for (i32 i = 0; i < T; i++)
-                if (i != t && sequences[i] == sequences[t])
-                    fresh = min(fresh, last[i]);
-            chunks[n++] = {t, 1, sequences[t], position, position, fresh, blocks, 0};
+        for (i32 t = 0; t < T; t++) {
+            const i32 position = last[t], blocks = split_blocks(position), fresh_t = __shfl_sync(FULL_WARP, fresh, t);
+            Chunk& chunk = chunks[max(n - 1, 0)];
+            const bool joins = t > 0 && sequences[t] == chunk.sequence && blocks == chunk.blocks &&
+                               (chunk.n + 1) * group <= ROWS &&
+                               (!WINDOW || position == chunk.last + 1); // between windows apart there may be no blocks
+            __syncwarp();
+            n += !joins;
+            if (lane == 0 && joins) {
+                chunk.n++;
+                chunk.lowest = min(chunk.lowest, position);
+                chunk.last = max(chunk.last, position);
+            } else if (lane == 0) {
+                chunks[n - 1] = {t, 1, sequences[t], position, position, fresh_t, blocks, 0};
+            }
+            __syncwarp();
         }
-        chunks[n - 1].splits = count_splits(chunks[n - 1].last);
-        if (WINDOW)
-            chunks[n - 1].splits += first_split(chunks[n - 1].last) - first_split(chunks[n - 1].lowest);
     }
+    __syncwarp();
+    if (lane < n)
+        count_splits(chunks[lane]);
     return n;
 }
 
@@ -332,8 +355,11 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         token_position[threadIdx.x] = clamped_position(positions[threadIdx.x], max_blocks);
     }
     __syncwarp();
-    if (threadIdx.x == 0)
-        found_chunks = find_chunks(chunks, token_sequence, token_position, T, group);
+    if (threadIdx.x < WARP) {
+        const i32 n = find_chunks(chunks, token_sequence, token_position, T, group);
+        if (threadIdx.x == 0)
+            found_chunks = n;
+    }
     if (HEAD_DIM % 32)
         for (i32 i = 0; i < STAGES; i++) {
             zero_kv_padding<THREADS>(kv_tiles(memory + i * SLOT).k);

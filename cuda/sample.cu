@@ -7,7 +7,8 @@
 //
 // Each kernel's last block does what needs all blocks. Grids cover V with 4 (`collect`: 1) tokens a thread, blocks of
 // 256 (`collect`: 512) threads. V <= 2^20. scratch u64 [N_SCRATCH], bin_mass and bin_count [N_BINS] are zero before the
-// first step, and are left so. values float [V], masses u64 [a block of `weigh` each], list u32 [3, V].
+// first step, and are left so. values float [V], masses u64 [a block of `weigh` each], list u32 [3, V]. The grid's rows
+// are requests, each with a row of logits and of all these arrays; rows of values end with whole vectors.
 #include "arithmetic.cuh"
 #include "block.cuh"
 #include "order.cuh"
@@ -28,6 +29,9 @@
 // BEST: order of the largest logit and the complement of its id, 0 = the step is over. CUT: 1 + the last bin to collect.
 // TOTAL: the sum of all weights where top-k keeps all, else 0.
 enum Scratch { BEST, BAD, BLOCKS_DONE, CUT, TOTAL, N_LISTED };
+#define N_SCRATCH 8
+
+DEVICE i64 row_of_values(int V) { return (i64)blockIdx.y * ((V + 3) / 4 * 4); }
 
 // --- arithmetic -------------------------------------------------------------------------------------
 
@@ -74,6 +78,9 @@ KERNEL largest(const float* logits, int V, const u32* allowed, float* values, u6
     __shared__ u64 best_of_warp[THREADS / WARP];
     const int i = threadIdx.x, lane = i % WARP, begin = blockIdx.x * BLOCK_TOKENS, id = begin + i * PER_THREAD;
     float x[PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f};
+    begin_row(V, STEP_ROW);
+    logits += (i64)blockIdx.y * V, allowed += (i64)blockIdx.y * ((V + 31) / 32), scratch += blockIdx.y * N_SCRATCH;
+    values += values ? row_of_values(V) : 0;
     dependency_release();
     dependency_wait();
     if (id + PER_THREAD <= V) {
@@ -166,6 +173,9 @@ KERNEL weigh(const float* values, int V, u64* masses, u64* bin_mass, u32* bin_co
     __shared__ u64 rest;
     __shared__ i32 chosen;
     const int i = threadIdx.x, id = blockIdx.x * BLOCK_TOKENS + i * PER_THREAD;
+    begin_row(V, STEP_ROW);
+    values += row_of_values(V), masses += (i64)blockIdx.y * gridDim.x, scratch += blockIdx.y * N_SCRATCH;
+    bin_mass += blockIdx.y * N_BINS, bin_count += blockIdx.y * N_BINS;
     dependency_release();
     dependency_wait();
     const u64 best = scratch[BEST];
@@ -346,6 +356,8 @@ DEVICE u32 draw_long(const List& list, const Rules& rules, int& turn) {
 KERNEL collect(const float* values, int V, u32* list, u64* scratch, STEP_PARAMETERS) {
     __shared__ u32 near_list[3][SHARED_LIST];
     const int i = threadIdx.x, lane = i % WARP, id = blockIdx.x * COLLECT_THREADS + i;
+    begin_row(V, STEP_ROW);
+    values += row_of_values(V), list += (i64)blockIdx.y * 3 * V, scratch += blockIdx.y * N_SCRATCH;
     dependency_release();
     dependency_wait();
     const u64 cut = scratch[CUT], best = scratch[BEST], total = scratch[TOTAL];

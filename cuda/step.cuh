@@ -23,14 +23,30 @@ enum Control {
 };
 enum Status { RUNNING, STOPPED, LENGTH, FAILED };
 
+#define N_CONTROL 20
 #define HISTORY_TOKENS 256
+#define MAX_STOP_TOKENS 1024
 #define KV_BLOCK_TOKENS 64
 #define STEP_PARAMETERS                                                                                              \
     i32 *control, i32 *history, i32 *counts, const i32 *stop, const i32 *block_tables, int table_stride,              \
-        int n_groups, i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u8 *counted, u64 *ring, int ring_size
+        int table_row, int n_groups, i32 *tokens, i32 *positions, i32 *slots, int slot_stride, u8 *counted, u64 *ring, \
+        int ring_size
+#define STEP_ROW_PARAMETERS                                                                                          \
+    i32 *&control, i32 *&history, i32 *&counts, const i32 *&stop, const i32 *&block_tables, int table_row, i32 *&tokens, \
+        i32 *&positions, i32 *&slots, u8 *&counted, u64 *&ring, int ring_size
+#define STEP_ROW control, history, counts, stop, block_tables, table_row, tokens, positions, slots, counted, ring, ring_size
 #define STEP_ARGUMENTS                                                                                               \
-    control, history, counts, stop, block_tables, table_stride, n_groups, tokens, positions, slots, slot_stride, \
-        counted, ring, ring_size
+    control, history, counts, stop, block_tables, table_stride, table_row, n_groups, tokens, positions, slots, \
+        slot_stride, counted, ring, ring_size
+
+// A launch may draw for several requests, a row of the grid each, from as many rows of logits: their states lie one after
+// the other, and so do what they read and write of a step. The parameters become those of a request.
+DEVICE void begin_row(int V, STEP_ROW_PARAMETERS) {
+    const i64 row = blockIdx.y;
+    control += row * N_CONTROL, history += row * HISTORY_TOKENS, counts += row * ((V + 3) / 4 * 4);
+    stop += row * MAX_STOP_TOKENS, block_tables += row * table_row;
+    tokens += row, positions += row, slots += row, counted += counted ? row : 0, ring += row * ring_size;
+}
 
 // Whether a penalty depends on what the reply has; both are floats, and -0 is 0.
 DEVICE bool counts_reply(const i32* control) { return ((control[FREQUENCY] | control[PRESENCE]) & 0x7fffffff) != 0; }

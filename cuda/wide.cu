@@ -1,4 +1,4 @@
-// Matrix products of 2 to 32 rows of activations with at most four quantized matrices, on tensor cores. Twin: product.
+// Matrix products of 3 to 32 rows of activations with at most four quantized matrices, on tensor cores. Twin: product.
 //
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
 // scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes

@@ -10,7 +10,7 @@ import numpy as np
 from engine.ground.errors import NumericalError
 from engine.ops import F32
 from engine.ops.cuda.device import Device
-from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler
+from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler, SamplerStates
 from engine.ops.device import Array
 from engine.ops.likelihood import likelihood
 from engine.running.forward import Forward
@@ -65,7 +65,9 @@ class DeviceDrawer:
 
     def __init__(self, forward: Forward, device: Device) -> None:
         self.forward, self.device = forward, device
-        self._samplers = [Sampler(device, forward.limits) for _ in range(forward.limits.max_sequences)]
+        n = forward.limits.max_sequences
+        self.states = SamplerStates(device, forward.limits, n)
+        self._samplers = [Sampler(device, forward.limits, self.states, i) for i in range(n)]
         self._known = [_NOTHING] * len(self._samplers)
         self._nowhere = device.empty((2 + len(forward.kv.groups), 1), np.int32)
         self._row = device.empty((1, forward.limits.n_vocab), np.float32)

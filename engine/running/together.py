@@ -109,11 +109,12 @@ class Together:
 
     def _draw(self) -> None:
         f, i = self._forward, self._forward.inputs
-        for row, sampler in enumerate(self._samplers):
-            sampler.step(
-                self._drawer.aligned(row), i.tokens, i.positions, f.slots, f.block_tables, self._greedy,
-                row=row, counted=i.counted,
-            )  # fmt: skip
+        step = self._drawer.states.step
+        at_once = self._width if f.limits.n_vocab % 4 == 0 else 1  # rows of logits at whole vectors
+        for row in range(0, self._width, at_once):
+            own = slice(row, row + at_once)
+            logits = f.buffers.logits[own] if at_once > 1 else self._drawer.aligned(row)
+            step(own, logits, i.tokens, i.positions, f.slots, f.block_tables, self._greedy, row, i.counted)
 
     def _describe(self) -> None:
         for i, row in enumerate(self._rows):

@@ -67,8 +67,8 @@ CASES = [
     *(product_case(t, 3, 2112, 5) for t in SMALL_BLOCKS),
     *(product_case(t, 5, 77, 3) for t in FLOATS),
     # 2 to 32 rows, of every type, in more than one turn of the four warps that share a matrix's rows
-    *(product_case(t, 37, 2080, T) for t, T in zip(NATIVE_TYPES, cycle((8, 2, 17, 9, 32))) if t not in FLOATS),
-    *(product_case(t, 35, 1280, T) for t in (K4, K6, Q8) for T in (2, 9, 24, 32)),
+    *(product_case(t, 37, 2080, T) for t, T in zip(NATIVE_TYPES, cycle((8, 3, 17, 9, 32))) if t not in FLOATS),
+    *(product_case(t, 35, 1280, T) for t, T in ((K4, 2), (K4, 24), (K6, 9), (Q8, 32))),
     *(extreme_product_case(t) for t in NATIVE_TYPES if t not in FLOATS),
     *(odd_activations_case(t) for t in NATIVE_TYPES),
     *(any_scale_case(t) for t in (QType.MXFP4, QType.NVFP4)),

@@ -93,10 +93,10 @@ def test_a_stop_token_ends_one_and_the_others_go_on(loaded: Loaded) -> None:
 
 
 def test_it_ends_in_time_with_the_last_token_drawn_and_not_fed(loaded: Loaded) -> None:
-    replies = [reply(loaded, n, 50) for n in (9, 12)]
+    replies = [reply(loaded, n, 24) for n in (9, 12)]
     assert loaded.decoder.together(replies, time.perf_counter()) == [None, None]
-    assert all(1 <= r.made < 50 and r.reason is None for r in replies)
-    more = [reply(loaded, n, 50) for n in (9, 12)]
+    assert all(1 <= r.made < 24 and r.reason is None for r in replies)
+    more = [reply(loaded, n, 24) for n in (9, 12)]
     assert finished(loaded, replies) == finished(loaded, more)
 
 

@@ -1,4 +1,7 @@
-"""FFNs of a step of at most 32 tokens: of experts, over the active table that `route` leaves on the device; dense."""
+"""FFNs of a step of at most 32 tokens: of experts, over the active table that `route` leaves on the device; dense.
+
+Kernels: experts.cu for one token and for dense FFNs, several.cu for the experts of more.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,10 @@ SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there a
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
+SEVERAL_WARPS = 4  # of a block, where a step has several
+SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
+SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
+FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
 
 def runs_beside(shared: SharedExpert, bank: Experts) -> bool:
@@ -102,7 +109,11 @@ class SmallExperts:
     ) -> None:
         """The first half: z of each pair, then of each token; `active` is the table, its length and the pairs."""
         down_float = bank.down_type in FLOAT_TYPES
-        shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation, in_turn=True)
+        T = (h.q if isinstance(h, Quantized) else h).shape[0]
+        if T == 1:
+            shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation)
+        else:
+            shape = _first_half_of_several(self.device, h, bank)
         defines, shared_bytes = shape.defines, shape.shared_bytes
         more: list[object] = [None, None, 0, None, None, None]
         if beside is not None:
@@ -116,9 +127,15 @@ class SmallExperts:
         args = [*active, n_used, bank.n_ff, *_rows(h), *_rows(z), *more]
         if bank.gate_scale is not None:
             defines = (*defines, ("WEIGHTED", "1"))
-        args += [COPIERS, np.int64(bank.part_bytes[2]), shape.stage_bytes, bank.gate_scale]
-        grid = (n_records + (beside is not None), COPIERS + -(-bank.n_ff // Z_ROWS))
-        kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
+        copiers = COPIERS if T == 1 else SEVERAL_COPIERS
+        args += [copiers, np.int64(bank.part_bytes[2]), shape.stage_bytes, bank.gate_scale]
+        n_blocks, n_records = -(-bank.n_ff // Z_ROWS), n_records + (beside is not None)
+        if T == 1:
+            kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
+            grid: int | tuple[int, int] = (n_records, copiers + n_blocks)
+        else:
+            kernel = self.device.kernel(Module("several.cu", defines), "gate_up_several")
+            grid = copiers + n_records * n_blocks
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
     def down(
@@ -143,9 +160,10 @@ class SmallExperts:
         grids = grid_bytes(qtype, *((beside.down.qtype,) if beside else ()))
         stages = _stages(self.device, n_warps * stage, n_warps * each + grids, DOWN_ROWS // 4)
         if T == 1 and stages:
-            module = _module(("DOWN", qtype.name), COLS=F, STAGES=stages, TOKENS=1, USED=A)
+            defines = _defines(("DOWN", qtype), COLS=F, STAGES=stages, TOKENS=1, USED=A)
             if beside is not None:
-                module = Module(module.file, (*module.defines, ("BESIDE_DOWN", beside.down.qtype.name)))
+                defines = (*defines, ("BESIDE_DOWN", beside.down.qtype.name))
+            module = Module("experts.cu", defines)
             args = [*active[:2], weights, D, *_rows(z), x, int(add), beside and beside.down.data, scale, stage]
             blocks = -(-D // DOWN_ROWS)
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks))
@@ -153,11 +171,15 @@ class SmallExperts:
             return
         rows, stages, warps = self._whole(row, F, qtype)
         stage = stage_bytes(rows, row)
-        module = _module(("DOWN", qtype.name), COLS=F, ROWS=rows, STAGES=stages, TOKENS=1, MANY=1)
-        grid = (-(-D // (rows * stages * warps)), n_records)
-        args = [*active, D, *_rows(z), self._y, stage]
         shared_bytes = warps * (_z_bytes(F, qtype in FLOAT_TYPES) + stages * stage)
-        self.device.kernel(module, "down")(grid, warps * WARP, args, shared_bytes, overlap=True)
+        blocks = _at_once(self.device, shared_bytes + grids, "down_several")
+        module = Module(
+            "several.cu", _defines(("DOWN", qtype), COLS=F, ROWS=rows, STAGES=stages, WARPS=warps, PER_SM=blocks)
+        )
+        grid = (-(-D // (rows * stages * warps)), n_records)
+        self.device.kernel(module, "down_several")(
+            grid, warps * WARP, [*active, D, *_rows(z), self._y, stage], shared_bytes, overlap=True
+        )
         self.device.kernel(module, "combine")(
             (-(-D // 256), T), 256, [self._y, weights, A, D, x, int(add)], overlap=True
         )
@@ -165,14 +187,13 @@ class SmallExperts:
             own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
             self.products.product(beside.down, own, x, True, scale)
 
-
     def _whole(self, row: int, n_ff: int, qtype: QType) -> tuple[int, int, int]:
-        """Rows a unit, units a warp, warps a block of a down matrix with rows of `row` bytes, all in shared memory."""
-        for rows, units in ((4, DOWN_ROWS // 4), (1, 1)):
-            for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
-                n_bytes = warps * (_z_bytes(n_ff, qtype in FLOAT_TYPES) + units * stage_bytes(rows, row))
+        """Rows at a time, how many times, warps a block: of a down matrix whose rows have `row` bytes."""
+        for rows, stages in ((4, 2), (1, 2), (1, 1)):
+            for warps in (SEVERAL_WARPS, 2, 1):
+                n_bytes = warps * (_z_bytes(n_ff, qtype in FLOAT_TYPES) + stages * stage_bytes(rows, row))
                 if _stages(self.device, n_bytes, grid_bytes(qtype), 1):
-                    return rows, units, warps
+                    return rows, stages, warps
         raise ValueError(f"an FFN's rows of {row} bytes do not fit into shared memory")
 
 
@@ -245,12 +266,10 @@ def _first_half(
     down_float: bool,
     activation: Activation,
     z_rows: int = Z_ROWS,
-    in_turn: bool = False,
 ) -> _FirstHalf:
-    """in_turn: several tokens are multiplied one after the other, as one is."""
     T, D = (h.q if isinstance(h, Quantized) else h).shape
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
-    tokens = 1 if T == 1 or in_turn else TOKENS
+    tokens = 1 if T == 1 else TOKENS
     paired = [block_types.record(t).kind == "PAIRS" for t in (gate, up)]
     held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
     fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if T == 1 and not held else 0
@@ -266,9 +285,35 @@ def _first_half(
     numbers = {"DOWN_FLOAT": int(down_float), "COLS": D, "ROWS": rows, "STAGES": stages}
     numbers |= {"WARPS": warps, "TOKENS": tokens} | ({"GELU": 1} if activation == "gelu" else {})
     numbers |= {} if z_rows == Z_ROWS else {"Z_ROWS": z_rows}
-    numbers |= {"MANY": 1} if in_turn and T > 1 else {}
-    defines = (("GATE", gate.name), ("UP", up.name), *((name, str(n)) for name, n in numbers.items()))
+    defines = _defines(("GATE", gate), ("UP", up), **numbers)
     return _FirstHalf(defines, warps, stage, fixed + 2 * warps * stages * stage)
+
+
+def _first_half_of_several(device: Device, h: Quantized | Array, bank: Experts) -> _FirstHalf:
+    """The most rows at a time with which three blocks share a multiprocessor; else whatever fits."""
+    T, D = (h.q if isinstance(h, Quantized) else h).shape
+    types = bank.gate_type, bank.up_type
+    widest = max(row_bytes(t, D, "gate and up") for t in types)
+    tokens = FEW_TOKENS if T <= FEW_TOKENS else SMALL_TOKENS
+    results = 2 * tokens * (Z_ROWS + 1) * 4 + grid_bytes(*types)
+    for least in (3, 2, 1):
+        for rows, warps in ((4, SEVERAL_WARPS), (2, SEVERAL_WARPS), (1, SEVERAL_WARPS), (1, 2), (1, 1)):
+            stage = stage_bytes(rows, widest)
+            blocks = _at_once(device, 2 * warps * stage + results, "gate_up_several")
+            if blocks < least or (warps < SEVERAL_WARPS and least > 1):
+                continue
+            numbers = {"DOWN_FLOAT": int(bank.down_type in FLOAT_TYPES), "COLS": D, "ROWS": rows}
+            numbers |= {"WARPS": warps, "TOKENS": tokens, "KEPT": 2, "PER_SM": blocks}
+            numbers |= {"GELU": 1} if bank.activation == "gelu" else {}
+            defines = _defines(("GATE", types[0]), ("UP", types[1]), **numbers)
+            return _FirstHalf(defines, warps, stage, 2 * warps * stage)
+    raise ValueError(f"an FFN's rows of {widest} bytes do not fit into shared memory")
+
+
+def _at_once(device: Device, n_bytes: int, kernel: str) -> int:
+    """Blocks with n_bytes of shared memory that a multiprocessor runs at a time."""
+    each = n_bytes + STATIC_SHARED
+    return min(SEVERAL_BLOCKS[kernel], (device.max_shared_bytes + STATIC_SHARED) // each)
 
 
 def _check_types(gate: QType, up: QType, h: Quantized | Array) -> None:
@@ -320,5 +365,5 @@ def _crowding(device: Device, n_blocks: int) -> int:
     return (device.max_shared_bytes + STATIC_SHARED) // (fair + 1) - STATIC_SHARED
 
 
-def _module(*types: tuple[str, str], **numbers: int) -> Module:
-    return Module("experts.cu", (*types, *((name, str(n)) for name, n in numbers.items())))
+def _defines(*types: tuple[str, QType], **numbers: int) -> tuple[tuple[str, str], ...]:
+    return (*((name, t.name) for name, t in types), *((name, str(n)) for name, n in numbers.items()))

@@ -49,8 +49,72 @@ class News(NamedTuple):
     likelihoods: tuple[Likelihood, ...] = ()
 
 
+class SamplerStates:
+    """What n samplers have on the device, one after the other, so that one launch can draw for several."""
+
+    def __init__(self, device: Device, limits: Limits, n: int) -> None:
+        V = limits.n_vocab
+        if not 0 < V <= MAX_VOCAB:
+            raise ValueError(f"sampling: a vocabulary of {V}, at most {MAX_VOCAB} is supported")
+        self.device, self.n_vocab, self.blocks = device, V, -(-V // _BLOCK_TOKENS)
+        vectors = -(-V // 4) * 4  # rows of these end with whole ones
+        self.control = device.empty((n, _N_CONTROL), np.int32)
+        self.history = device.empty((n, HISTORY_TOKENS), np.int32)
+        self.stop = device.empty((n, MAX_STOP_TOKENS), np.int32)
+        self.allowed = device.empty((n, -(-V // 32)), np.uint32)
+        self.counts = device.empty((n, vectors), np.int32)
+        self.values = device.empty((n, vectors), np.float32)
+        self.list = device.empty((n, 3 * V), np.uint32)
+        self.masses = device.empty((n, self.blocks), np.uint64)
+        self.scratch = device.empty((n, _N_SCRATCH), np.uint64)
+        self.bin_mass = device.empty((n, _N_BINS), np.uint64)
+        self.bin_count = device.empty((n, _N_BINS), np.uint32)
+        for array in (self.control, self.history, self.stop, self.scratch, self.bin_mass, self.bin_count):
+            device.write(array, np.zeros(array.shape, array.dtype))
+        memory = device.page_locked(8 * RING_ENTRIES * n)
+        memory[:] = 0
+        self.rings: NDArray[np.uint64] = memory.view(np.uint64).reshape(n, RING_ENTRIES)
+        self._rings_pointer = device.pointer(memory)
+
+    def step(
+        self, own: slice, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array,
+        greedy: bool = False, row: int = 0, counted: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Let samplers `own` draw a token each and make them the next step's input, in rows from `row` on.
+
+        logits float32, a row for each, 16-byte aligned. tokens, positions int32 [n], slots int32 [G, n], G the
+        KV groups; block_tables int32 [G, n_sequence, max_blocks]: of a row are written the token, its position and its
+        KV slots, which are -1 where nothing follows. greedy: only requests of temperature 0 will run; one kernel, not
+        three. counted: uint8 [n], whose element of a row becomes 0 where nothing follows.
+        """
+        V, n = self.n_vocab, own.stop - own.start
+        if logits.shape != (n, V) or (n > 1 and V % 4):
+            raise ValueError(f"sampling: logits {logits.shape}, expected {(n, V)}")
+        at = self.device.pointer
+        max_blocks = block_tables.shape[2]
+        table, slot = (np.uint64(at(a) + 4 * row * each) for a, each in ((block_tables, max_blocks), (slots, 1)))
+        next_step = (
+            self.control[own], self.history[own], self.counts[own], self.stop[own], table,
+            int(np.prod(block_tables.shape[1:])), max_blocks, len(slots), tokens[row:], positions[row:], slot,
+            slots.shape[1], None if counted is None else counted[row:],
+            np.uint64(self._rings_pointer + 8 * RING_ENTRIES * own.start), RING_ENTRIES,
+        )  # fmt: skip
+        module, values, scratch = Module("sample.cu"), self.values[own], self.scratch[own]
+        kernel = self.device.kernel(module, "largest")
+        arguments = (logits, V, self.allowed[own], None if greedy else values, scratch, *next_step)
+        kernel((self.blocks, n), 256, arguments, overlap=True)
+        if greedy:
+            return
+        kernel = self.device.kernel(module, "weigh")
+        bins = self.bin_mass[own], self.bin_count[own]
+        kernel((self.blocks, n), 256, (values, V, self.masses[own], *bins, scratch, *next_step), overlap=True)
+        kernel = self.device.kernel(module, "collect")
+        last = (values, V, self.list[own], scratch, *next_step)
+        kernel((-(-V // _COLLECT_THREADS), n), _COLLECT_THREADS, last, overlap=True)
+
+
 class Sampler:
-    """Draws for one request at a time; `step` can be captured.
+    """Draws for one request at a time; `step` can be captured. `number`: of those that have their states together.
 
     active: int32 [1], a view of the control block: 1 while the request runs. ring: page-locked uint64 [RING_ENTRIES],
     which `poll` reads; entry (n - 1) % RING_ENTRIES holds draw n = 1, 2, ... of the request as
@@ -58,38 +122,19 @@ class Sampler:
     a rest to a multiple of 4], how often each token is in the reply, where a penalty depends on it.
     """
 
-    def __init__(self, device: Device, limits: Limits) -> None:
-        V = limits.n_vocab
-        if not 0 < V <= MAX_VOCAB:
-            raise ValueError(f"sampling: a vocabulary of {V}, at most {MAX_VOCAB} is supported")
-        self.device = device
-        self.n_vocab = V
-        self.module = Module("sample.cu")
-        self.blocks = -(-V // _BLOCK_TOKENS)
-        self.control = device.empty(_N_CONTROL, np.int32)
+    def __init__(self, device: Device, limits: Limits, states: SamplerStates | None = None, number: int = 0) -> None:
+        self.device, self.n_vocab = device, limits.n_vocab
+        self.states = states = states or SamplerStates(device, limits, 1)
+        self._own = slice(number, number + 1)
+        self.control, self.history, self.stop = states.control[number], states.history[number], states.stop[number]
+        self.allowed, self.counts, self.ring = states.allowed[number], states.counts[number], states.rings[number]
         self.active = self.control[:1]
-        self.history = device.empty(HISTORY_TOKENS, np.int32)
-        self.stop = device.empty(MAX_STOP_TOKENS, np.int32)
-        self.allowed = device.empty(-(-V // 32), np.uint32)
-        self.counts = device.empty(-(-V // 4) * 4, np.int32)
-        self.values = device.empty(V, np.float32)
-        self.list = device.empty((3, V), np.uint32)
         self.likeliest = Module("logprobs.cu")
+        self.blocks = states.blocks
         self.best = device.empty((self.blocks, _MAX_TOP), np.uint64)
         self.sums = device.empty(self.blocks, np.uint64)
         self.described = device.empty(1, np.uint64)
-        self.masses = device.empty(self.blocks, np.uint64)
-        self.scratch = device.empty(_N_SCRATCH, np.uint64)
-        self.bin_mass = device.empty(_N_BINS, np.uint64)
-        self.bin_count = device.empty(_N_BINS, np.uint32)
-        for array in (
-            self.control, self.history, self.stop, self.scratch, self.bin_mass, self.bin_count, self.described,
-        ):  # fmt: skip
-            device.write(array, np.zeros(array.shape, array.dtype))
-        memory = device.page_locked(8 * RING_ENTRIES)
-        memory[:] = 0
-        self.ring: NDArray[np.uint64] = memory.view(np.uint64)
-        self.ring_pointer = np.uint64(device.pointer(memory))
+        device.write(self.described, np.zeros(1, np.uint64))
         memory = device.page_locked(8 * DESCRIBED_ENTRIES * _ENTRY_WORDS)
         memory[:] = 0
         self.entries: NDArray[np.uint64] = memory.view(np.uint64).reshape(DESCRIBED_ENTRIES, _ENTRY_WORDS)
@@ -152,34 +197,8 @@ class Sampler:
         self, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array, greedy: bool = False,
         row: int = 0, counted: Array | None = None,
     ) -> None:  # fmt: skip
-        """Draw a token and make it the next step's input.
-
-        logits float32 [1, V]. tokens, positions int32, slots int32 [G, n], G the KV groups: the first of each (of each
-        row) is written: the token, its position and its KV slots; where nothing follows these are -1. block_tables
-        int32 [G, n_sequence, max_blocks], of which sequence 0 counts. greedy: only requests of temperature 0 will run;
-        one kernel, not three. row: write that one, for that sequence, in place of the first; counted: uint8 [n], whose
-        element of the row becomes 0 where nothing follows.
-        """
-        if logits.shape != (1, self.n_vocab):
-            raise ValueError(f"sampling: logits {logits.shape}, expected {(1, self.n_vocab)}")
-        at, own = self.device.pointer, slice(row, row + 1)
-        table, slot = (np.uint64(at(a) + 4 * row * n) for a, n in ((block_tables, block_tables.shape[2]), (slots, 1)))
-        next_step = (
-            self.control, self.history, self.counts, self.stop, table, int(np.prod(block_tables.shape[1:])),
-            len(slots), tokens[own], positions[own], slot, slots.shape[1], None if counted is None else counted[own],
-            self.ring_pointer, RING_ENTRIES,
-        )  # fmt: skip
-        V, values = self.n_vocab, None if greedy else self.values
-        kernel = self.device.kernel(self.module, "largest")
-        kernel(self.blocks, 256, (logits, V, self.allowed, values, self.scratch, *next_step), overlap=True)
-        if greedy:
-            return
-        kernel = self.device.kernel(self.module, "weigh")
-        arguments = (values, V, self.masses, self.bin_mass, self.bin_count, self.scratch, *next_step)
-        kernel(self.blocks, 256, arguments, overlap=True)
-        kernel = self.device.kernel(self.module, "collect")
-        last = (values, V, self.list, self.scratch, *next_step)
-        kernel(-(-V // _COLLECT_THREADS), _COLLECT_THREADS, last, overlap=True)
+        """Draw a token and make it the next step's input, as `SamplerStates.step` of one row."""
+        self.states.step(self._own, logits, tokens, positions, slots, block_tables, greedy, row, counted)
 
     def describe(self, logits: Array) -> None:
         """Find how likely the token was that the last `step` drew from the same logits, and the likeliest ones.

@@ -1,4 +1,4 @@
-"""Products of 2 to 32 rows of activations in 8 bits on tensor cores (wide.cu): how a launch is cut.
+"""Products of 3 to 32 rows of activations in 8 bits on tensor cores (wide.cu): how a launch is cut.
 
 Bits as docs/arithmetic.md; twin `product` of engine/ops/arithmetic.py.
 """
@@ -14,7 +14,7 @@ from engine.ops.cuda.device import Device
 
 TILE_ROWS = 16  # of a matrix, that four warps share
 PARTS = 4
-FEWEST_TOKENS = 2  # one has product.cu
+FEWEST_TOKENS = 3  # one and two have product.cu
 GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow

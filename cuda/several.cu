@@ -1,0 +1,233 @@
+// The expert FFN of a step of 2 to 32 tokens. Twin: expert_ffn.
+//
+// Records of experts that are used and their pairs are those of experts.cuh. Most experts of such a step have one token
+// or two. A warp multiplies its rows of an expert with each of them in turn, as it would with one token's, so a byte of
+// the expert is read once.
+//
+// Kernels.
+//   kernel            writes                                 grid                                        block
+//   gate_up_several   z [T * A, F] = act(gate h) * (up h)    copiers + records * ceil(F / 32)            WARPS warps
+//   down_several      y [T * A, D] = down z                  (ceil(D / STAGES / ROWS / WARPS), records)  WARPS warps
+//   combine           x [T, D] += the fold of y over ranks   (ceil(D / block), T)                        any
+// A block of gate_up_several has 32 rows of an expert, since a block of z has one scale. What enters a slot is copied
+// there first, by the block whose rows they are, or all copiers in turn for the down part. Where `add` is 0, x becomes
+// the fold.
+//
+// Macros, and those of experts.cuh.
+//   TOKENS           at most: 8 or 32
+//   ROWS             of a matrix at a time a warp: 1, 2 or 4
+//   KEPT             tokens that a warp of gate_up_several keeps: 1 or 2
+//   STAGES           times ROWS rows has a warp of down_several
+//   WARPS            of a block; 32 is a multiple of WARPS * ROWS
+//   PER_SM           of a multiprocessor at a time
+//   SHARED           the copiers make row_scale
+//
+// Shared memory.
+//   gate_up_several  2 * stage_bytes a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D at least
+//   down_several     a warp: HeldRow::base_bytes, then STAGES * stage_bytes
+#include "experts.cuh"
+
+// Words of a record, each in a lane. All warps begin with the same few records: a load each, not one for every field.
+DEVICE u64 record_word(const u8* active, i32 i) {
+    const i32 lane = threadIdx.x % WARP;
+    return lane < 8 ? load_fresh((const u64*)(active + (i64)i * 64) + lane) : 0;
+}
+
+DEVICE u64 word_of(u64 record, i32 i) { return __shfl_sync(FULL_WARP, record, i); }
+
+// Uses of an expert: pairs[first .. first + count].
+struct Uses {
+    i32 first, count;
+};
+
+DEVICE Uses uses_of(u64 record) { return {(i32)(word_of(record, 6) >> 32), (i32)word_of(record, 7)}; }
+
+#ifdef GATE
+
+KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
+    gate_up_several(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x,
+                    const i8* q, const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums,
+                    const u8* beside_gate, const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h,
+                    float* row_scale, i32 copiers, i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
+    constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
+    __shared__ float gs[TOKENS][33], us[TOKENS][33];
+    DYNAMIC_SHARED(u8, shared);
+    // In this order: when the kernel behind begins, the table is complete (down_several reads it before it waits).
+    dependency_wait();
+    dependency_release();
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_active_now = load_fresh(n_active);
+    if ((i32)blockIdx.x < copiers) {
+        for (i32 i = 0; i < n_active_now; i += WARP) {
+            const u64* const parts = (const u64*)(active + (i64)(i + lane) * 64);
+            const bool enters = i + lane < n_active_now && load_fresh(parts + 5);
+            for (u32 left = __ballot_sync(FULL_WARP, enters); left; left &= left - 1) {
+                const u64* const found = (const u64*)(active + (i64)(i + __ffs((i32)left) - 1) * 64);
+                copy_part((u8*)load_fresh(found + 5), (const u8*)load_fresh(found + 2), down_bytes, blockIdx.x, copiers);
+            }
+        }
+#ifdef SHARED
+        for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
+            __syncthreads(); // of the row before
+            shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
+        }
+#endif
+        return;
+    }
+    const i32 each = (F + 31) / 32, unit = blockIdx.x - copiers, expert = unit / each, row0 = unit % each * 32;
+    if (expert >= n_active_now + BESIDE)
+        return;
+    const bool beside = BESIDE && expert == n_active_now;
+    u64 record;
+    if (beside)
+        record = lane == 0   ? (u64)beside_gate
+                 : lane == 1 ? (u64)beside_up
+                 : lane == 6 ? (u64)(u32)(n_tokens * n_used) << 32
+                 : lane == 7 ? n_tokens
+                             : 0;
+    else
+        record = record_word(active, expert);
+
+    // The block's rows, which it brings to their slots first where they come from the host.
+    const i32 rows = min(32, F - row0);
+    u8* const gate_slot = (u8*)word_of(record, 3);
+    u8* const up_slot = (u8*)word_of(record, 4);
+    const u8* const gate =
+        own_rows((const u8*)word_of(record, 0), gate_slot, (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
+    const u8* const up = own_rows((const u8*)word_of(record, 1), up_slot, (i64)row0 * UP_BYTES, rows * UP_BYTES);
+    if (gate_slot || up_slot)
+        __syncthreads();
+
+    constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // ROWS rows of gate, the same of up, and so on
+    u8* const stages = shared + 2 * warp * stage_bytes; // of gate's rows and of up's
+    auto issue = [&](i32 s) {
+        const i32 r = (s / 2 * WARPS + warp) * ROWS, n = min(ROWS, rows - r);
+        if (n > 0 && s & 1)
+            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stages + stage_bytes, up + r * UP_BYTES, n * UP_BYTES);
+        else if (n > 0)
+            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stages, gate + r * GATE_BYTES, n * GATE_BYTES);
+        copies_commit();
+    };
+    issue(0);
+    issue(1);
+    fill_grids<GATE, UP>();
+    const Uses uses = uses_of(record);
+    auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
+    Input input[KEPT];
+    typename HeldOf<GATE>::Block held[KEPT][n_held(GATE, COLS)];
+    auto take = [&](i32 i0) { // tokens of the expert's uses from the i0-th on
+#pragma unroll
+        for (i32 j = 0; j < KEPT; j++)
+            if (i0 + j < uses.count) {
+                const i64 token = beside ? i0 + j : pair_of(i0 + j) / n_used;
+                input[j] = row_of(global_input(x, q, d, sums), token, COLS);
+                if constexpr (!is_float(GATE))
+                    hold_activations<has_halves(GATE) || has_halves(UP)>(input[j], COLS, held[j]);
+            }
+    };
+    take(0);
+#pragma unroll 1
+    for (i32 s = 0; s < STEPS; s++) {
+        const bool is_up = s & 1;
+        u8* const stage = stages + (is_up ? stage_bytes : 0);
+        const i32 r = (s / 2 * WARPS + warp) * ROWS, n = min(ROWS, rows - r);
+        const i32 skew = (row0 + r) * (is_up ? UP_BYTES : GATE_BYTES) & 15; // parts are aligned
+        stage_wait<1>();
+#pragma unroll 1
+        for (i32 i0 = 0; i0 < uses.count; i0 += KEPT) {
+            if (i0 || (s && uses.count > KEPT))
+                take(i0);
+#pragma unroll
+            for (i32 j = 0; j < KEPT; j++) {
+                if (i0 + j >= uses.count)
+                    break;
+                const i32 token[1] = {0};
+                float acc[ROWS] = {};
+                if (GATE == UP || !is_up)
+                    multiply<GATE, ROWS, 1>(acc, stage, skew, COLS, input[j], held[j], token, 1);
+                else
+                    multiply<UP, ROWS, 1>(acc, stage, skew, COLS, input[j], held[j], token, 1);
+                float sum = fold_rows(acc);
+                if (WEIGHTED && !is_up && !beside)
+                    sum = gate_scales[(i32)word_of(record, 6)] * sum;
+                constexpr i32 EACH = WARP / ROWS; // lanes that hold the same sum
+                if (lane % EACH == 0 && lane / EACH < n)
+                    (is_up ? us : gs)[i0 + j][r + lane / EACH] = sum;
+            }
+        }
+        __syncwarp(); // the stage is free
+        if (s + 2 < STEPS)
+            issue(s + 2);
+        else
+            copies_commit(); // groups of copies are counted
+    }
+    __syncthreads();
+    store_z<WARPS>({gs, us, uses.count, rows}, {z, zq, zd, zsums, F}, pair_of, row0);
+}
+
+#endif
+#ifdef DOWN
+
+KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
+    down_several(const u8* active, const i32* n_active, const i32* pairs, i32 D, const float* z, const i8* zq,
+                 const float* zd, const i32* zsums, float* y, i32 stage_bytes) {
+    constexpr i32 ROW_BYTES = row_bytes_of(DOWN, COLS);
+    DYNAMIC_SHARED(u8, shared);
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const i32 row0 = (blockIdx.x * WARPS + warp) * STAGES * ROWS;
+    dependency_release();
+    u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);
+    u8* const stages = base + HeldRow<DOWN>::base_bytes();
+    // The table is complete since gate_up began.
+    const bool works = row0 < D && (i32)blockIdx.y < load_fresh(n_active);
+    const u64 record = record_word(active, blockIdx.y);
+    if (works) {
+        const u8* const slot = (const u8*)word_of(record, 5);
+        if (slot) // gate_up writes what enters a slot; the rest is there already
+            dependency_wait();
+        const u8* const part = slot ? slot : (const u8*)word_of(record, 2);
+#pragma unroll
+        for (i32 i = 0; i < STAGES; i++) {
+            const i32 row = row0 + i * ROWS;
+            if (row < D)
+                stage_rows<ROWS * ROW_BYTES, ROW_BYTES>(stages + i * stage_bytes, part + (i64)row * ROW_BYTES,
+                                                        min(ROWS, D - row) * ROW_BYTES);
+        }
+        copies_commit();
+    }
+    fill_grids<DOWN>();
+    dependency_wait();
+    if (!works)
+        return;
+    const Input input = global_input(z, zq, zd, zsums);
+    const Uses uses = uses_of(record);
+    for (i32 i = 0; i < uses.count; i++) {
+        const i64 pair = pairs[uses.first + i];
+        HeldRow<DOWN> held;
+        held.take(input, pair, base);
+        stage_wait<0>();
+#pragma unroll
+        for (i32 j = 0; j < STAGES; j++) {
+            const i32 row = row0 + j * ROWS;
+            const float sum = held.products(stages + j * stage_bytes, (i32)((i64)row * ROW_BYTES & 15), base);
+            if (lane % (WARP / ROWS) == 0 && row + lane / (WARP / ROWS) < D)
+                y[pair * D + row + lane / (WARP / ROWS)] = sum;
+            __syncwarp(); // the terms are free
+        }
+    }
+}
+
+KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x, i32 add) {
+    const i32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 t = blockIdx.y;
+    dependency_release();
+    dependency_wait();
+    if (i >= D)
+        return;
+    float r = 0.0f;
+#pragma unroll 8
+    for (i32 a = 0; a < n_used; a++)
+        r = __fmaf_rn(weights[t * n_used + a], y[(t * n_used + a) * D + i], r);
+    x[t * D + i] = add ? x[t * D + i] + r : r;
+}
+
+#endif
