@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from engine.ground import protocol
-from engine.ground.config import DEVICES, KV_TYPES, EngineConfig
+from engine.ground.config import DEVICES, KV_TYPES, MAX_PARALLEL, EngineConfig
 from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
@@ -334,6 +334,13 @@ def _at_least(low: int) -> Callable[[str], int]:
     return read
 
 
+def _parallel(value: str) -> int:
+    number = _at_least(1)(value)
+    if number > MAX_PARALLEL:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_PARALLEL}, found {value}")
+    return number
+
+
 def _gib_or_zero(value: str) -> float:
     try:
         number = float(value)
@@ -385,6 +392,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
     add("--kv-type", choices=KV_TYPES, help="type of the KV cache (default: f16)")
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
+    add(
+        "--parallel",
+        type=_parallel,
+        help=f"requests that run at a time, up to {MAX_PARALLEL} (default: 16, fewer where they take too much memory)",
+    )
     add("--threads", type=_at_least(1), help="CPU threads (default: one a physical core)")
     add("--replay", type=Path, help="expert choices to impose on decoded tokens (benchmarks)")
     add("--prefix-gib", type=_gib_or_zero, help="GiB of host memory for prefixes that may come again (default: 2)")

@@ -28,6 +28,7 @@ from spark.commands.options import (
     JsonOption,
     KVOption,
     Model,
+    ParallelOption,
     PrefixOption,
     ProfileOption,
     ReadyOption,
@@ -322,6 +323,7 @@ def serve(
     ctx: ContextOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
+    parallel: ParallelOption = None,
     prefix: PrefixOption = 2.0,
     cache_dir: CacheDirOption = None,
     cache_dir_gib: CacheDirGibOption = 32.0,
@@ -353,8 +355,7 @@ def serve(
     config, learned = serving(
         model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
         kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
-        exact_prefixes=exact_prefixes,
-        device=device, threads=threads,
+        exact_prefixes=exact_prefixes, parallel=parallel, device=device, threads=threads,
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress:
@@ -379,6 +380,7 @@ def launch(
     ctx: ContextOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
+    parallel: ParallelOption = None,
     prefix: PrefixOption = 2.0,
     cache_dir: CacheDirOption = None,
     cache_dir_gib: CacheDirGibOption = 32.0,
@@ -400,8 +402,7 @@ def launch(
     config, learned = serving(
         model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
         kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
-        exact_prefixes=exact_prefixes,
-        device=device, threads=threads,
+        exact_prefixes=exact_prefixes, parallel=parallel, device=device, threads=threads,
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = ServeOptions(config, port=0, deadlines=deadlines, learned_profile=learned)
@@ -448,6 +449,7 @@ def plan(
     ctx: ContextOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
+    parallel: ParallelOption = None,
     ready_timeout: ReadyOption = 120.0,
     json_file: JsonOption = None,
 ) -> None:
@@ -473,6 +475,7 @@ def plan(
         ctx_tokens=ctx,
         kv_type=kv_type,
         chunk_tokens=chunk,
+        parallel=parallel,
     )
     report = planning.plan(config, vram or (), ready_timeout)
     save(json_file, report.to_json())

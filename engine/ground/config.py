@@ -11,6 +11,7 @@ KVType = Literal["f16", "q8_0"]
 
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
+MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class EngineConfig:
     cache_slots: slots of each layer that are cache, under a policy that goes by evidence; None chooses.
     ctx_tokens: context length; None takes the model's own, bounded by what is sensible.
     kv_type, chunk_tokens: type of the KV cache, tokens a prefill step; None: as many as the backend likes.
+    parallel: requests that run at a time, up to MAX_PARALLEL; None: sixteen, or as many as leave the memory to experts.
     threads: CPU threads; None takes the physical cores.
     poison: fill evicted slots with NaN (tests of the exactness invariant).
     replay: expert choices (.npy, integers [n_tokens, L, A]) that steps of one token take in place of the router's, one
@@ -48,6 +50,7 @@ class EngineConfig:
     ctx_tokens: int | None = None
     kv_type: KVType = "f16"
     chunk_tokens: int | None = None
+    parallel: int | None = None
     threads: int | None = None
     poison: bool = False
     replay: Path | None = None

@@ -24,7 +24,6 @@ from engine.ops import KV_BLOCK_TOKENS, DeltaLayer, KVLayer
 from engine.ops.device import Memory
 
 Data = tuple[NDArray[np.uint8], ...]  # the bytes of some blocks, an array a group without a window
-N_STATES = 4  # recurrent states at once: of the sequences that are alive, and one more for a span being verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,8 @@ class KVCache:
     """Keys, values and recurrent states on `device`, and the pools of their blocks.
 
     config: a model's, which says what each layer keeps (`kv_groups`, `kv_layer`, `delta`). n_tokens: positions that the
-    cache holds. step_tokens: of the longest step. layers[i] is what layer i reads, its own cache, that of the layer it
+    cache holds. step_tokens: of the longest step. n_sequences: that are alive at a time, each with a recurrent state
+    where the model has such. layers[i] is what layer i reads, its own cache, that of the layer it
     shares with, or None; group_of[i] its group; delta[i] its recurrent state or None. host: where copies in host memory
     come from; until it is given a tier with a budget, nothing is kept there.
     """
@@ -164,9 +164,9 @@ class KVCache:
         self.states: BlockPool | None = None
         states: dict[int, DeltaLayer] = {}
         if self.shape is not None:
-            self.states = BlockPool(N_STATES, "recurrent states")
-            self.nbytes += N_STATES * self.shape.state_bytes
-            states = {layer: _state(device, self.shape) for layer in self.shape.layers}
+            self.states = BlockPool(n_sequences, "recurrent states")
+            self.nbytes += n_sequences * self.shape.state_bytes
+            states = {layer: _state(device, self.shape, n_sequences) for layer in self.shape.layers}
         self.delta = tuple(states.get(i) for i in range(config.n_layer))
 
     def sequence(self) -> Sequence:
@@ -374,8 +374,8 @@ def _layer(device: Memory, group: KVGroup, n_slots: int, kv_type: KVType) -> KVL
     return KVLayer(k, v, device.empty(scales, np.float16), device.empty(scales, np.float16))
 
 
-def _state(device: Memory, shape: DeltaShape) -> DeltaLayer:
+def _state(device: Memory, shape: DeltaShape, n_states: int) -> DeltaLayer:
     return DeltaLayer(
-        device.empty((N_STATES, shape.kernel - 1, shape.n_channels), np.float32),
-        device.empty((N_STATES, shape.n_head_v, shape.d_v, shape.d_k), np.float32),
+        device.empty((n_states, shape.kernel - 1, shape.n_channels), np.float32),
+        device.empty((n_states, shape.n_head_v, shape.d_v, shape.d_k), np.float32),
     )

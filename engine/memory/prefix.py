@@ -80,13 +80,22 @@ class PrefixCache:
         """
         return self.tree.match(tokens, exact or self._exact)
 
-    def step_tokens(self, sequence: Sequence, tokens: I32) -> int:
-        """How many tokens the next prefill step of a prompt has: less than it could, where a snapshot is wanted."""
+    def step_tokens(self, sequence: Sequence, tokens: I32, most: int | None = None) -> int:
+        """How many tokens the next prefill step of a prompt has: less than it could, where a snapshot is wanted.
+
+        most: that there may be; 0 where the step cannot be cut to that with no bit changed.
+        """
         begin = sequence.length
         end = self.tree.step_end(begin, tokens, cuts=False)
         if self._cuts and (self._files or self._kv.snapshot_bytes(end) <= self._host.budget_bytes):
             end = self.tree.step_end(begin, tokens, cuts=True)
+        if most is not None and end - begin > most:
+            end = self.tree.cut(begin, begin + most, len(tokens))
         return end - begin
+
+    def last_begin(self, n_tokens: int) -> int:
+        """The last place where a prompt of so many tokens may go on after what is remembered."""
+        return self.tree.last_begin(n_tokens)
 
     def attach(self, sequence: Sequence, match: Match, again: bool = False) -> int:
         """Let an empty sequence begin after the matched prefix, or a shorter one where that turns out to be gone.

@@ -176,6 +176,13 @@ class PrefixTree:
         wanted = (self._parting(tokens), self.last_begin(len(tokens)))
         return min((n for n in wanted if begin < n < end and self.may_begin(n, len(tokens))), default=end)
 
+    def cut(self, begin: int, limit: int, n_tokens: int) -> int:
+        """The last place up to `limit` where a step of a prompt may end with no bit changed; `begin`: there is none."""
+        end = limit // self.chunk_tokens * self.chunk_tokens
+        while end > begin and not self.may_begin(end, n_tokens):
+            end -= self.chunk_tokens
+        return max(begin, end)
+
     def _parting(self, tokens: I32) -> int:
         """Where a prompt parts from others that are remembered; 0: nowhere."""
         node = self.root

@@ -102,7 +102,8 @@ class Step:
     [T], slot in the cache of KV group g. block_table[g]: int32 [n_sequence, max_blocks]. states: int32 [n_sequence, 2],
     the recurrent state to read and to write. counted: uint8 [T], whose routing enters the counters. rows: int32 [R],
     the tokens whose logits are wanted. n_positions: one more than the largest position, as the host knows it (0 in a
-    captured graph). apart: every token is of a sequence of its own.
+    captured graph). apart: every token is of a sequence of its own. spans: of a long step of several sequences, the
+    tokens of each and one more than its largest position.
     """
 
     tokens: I32
@@ -115,6 +116,7 @@ class Step:
     rows: I32
     n_positions: int = 0
     apart: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ class Pass(Generic[ConfigT]):
         )
         ops.attention(
             ws, q, kv, step.block_table[group], step.sequence, step.positions, scale, attended, step.n_positions,
-            window=window, gate=gate, gate_kind=gate_kind, apart=step.apart,
+            window=window, gate=gate, gate_kind=gate_kind, apart=step.apart, spans=step.spans,
         )  # fmt: skip
         ops.attention_output(ws, attended, w.wo, b.x if to is None else to, add=to is None)
 

@@ -38,7 +38,8 @@ class Limits:
     max_tokens: rows T of one step. n_embd, n_ff, n_vocab, n_expert, n_expert_used: of the model.
     n_head_dim: n_head * head_dim, the width of the attention output. n_head, n_head_kv, head_dim: the
     largest of any layer. n_ctx: positions of a sequence. max_rows: rows of logits of a
-    step. max_sequences: sequences that share a step. n_ff: of the widest FFN; n_ff_exp: of the widest expert, 0: n_ff.
+    step. max_sequences: sequences that share a step;
+    places: those that are alive at a time. n_ff: of the widest FFN; n_ff_exp: of the widest expert, 0: n_ff.
     n_mixed: channels C of a gated DeltaNet; n_z = n_head_v * d_v; d_k, d_v of its heads; all 0: there is none.
     """
 
@@ -55,6 +56,7 @@ class Limits:
     n_ctx: int = 4096
     max_rows: int = 64
     max_sequences: int = 8
+    places: int = 8
     n_ff_exp: int = 0
     n_mixed: int = 0
     n_z: int = 0

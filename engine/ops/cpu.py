@@ -208,6 +208,7 @@ def attention(
     gate: F32 | None = None,
     gate_kind: str = "",
     apart: bool = False,
+    spans: tuple[tuple[int, int], ...] = (),
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`."""
     T, n_head = _rows(ws, q, "q"), q.shape[1]

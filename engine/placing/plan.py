@@ -21,6 +21,8 @@ CONTEXT_BYTES = 640 << 20
 # Of a card that no --vram caps: what other programs may still take, and what the driver rounds up.
 SPARE_BYTES = 256 << 20
 CHUNKS = (4096, 2048, 1024, 512)  # tokens of a prefill step, the longest first
+PLACES = (16, 8, 4, 2, 1)  # requests at a time, the most first
+_PLACES_SHARE = 32  # more than four of them are worth one part in so many of the memory that slots could have
 _BUFFERS_SHARE = 8  # a longer chunk is worth one part in so many of the memory that slots could have
 
 
@@ -145,6 +147,18 @@ def chunks(room_bytes: int, buffers_bytes: Callable[[int], int]) -> list[int]:
     """
     fitting = [n for n in CHUNKS if buffers_bytes(n) * _BUFFERS_SHARE <= room_bytes]
     return fitting or [CHUNKS[-1]]
+
+
+def places(room_bytes: int, experts_bytes: int, most: int, bytes_of: Callable[[int], int]) -> list[int]:
+    """Requests at a time, in the order to try: the most whose states and buffers leave the room to slots, then fewer.
+
+    Four are tried whatever they take, and fewer where not even these fit.
+    room_bytes: of slots, staging, and what `bytes_of` so many requests take more than one does. experts_bytes: of all
+    of them in slots: what is left beside these costs nothing. most: there may be.
+    """
+    counts = list(PLACES) if most >= PLACES[0] else [most, *(n for n in PLACES if n < most)]
+    spare = max(room_bytes // _PLACES_SHARE, room_bytes - experts_bytes)
+    return [n for n in counts if n <= 4 or bytes_of(n) <= spare]
 
 
 def gib(n_bytes: int) -> str:

@@ -6,6 +6,7 @@ not there. No GPU is needed. On the count stands the decision how much of a GPU 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
-from engine.ground.config import EngineConfig, KVType
+from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
 from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
 from engine.memory.kv import KVCache
 from engine.memory.residency import Piece, Progress, Residency, largest_parts, slot_bytes
@@ -94,7 +95,7 @@ def count(
 
     dense, kv = CountingDevice.like(device), CountingDevice.like(device)
     placed(weights, dense.upload)
-    KVCache(kv, config, limits.n_ctx, kv_type, limits.max_tokens, limits.max_sequences)
+    KVCache(kv, config, limits.n_ctx, kv_type, limits.max_tokens, limits.places)
     ws = ops.workspace(limits, device)
     if weights.experts:
         ws.stream_experts(0, largest_parts(weights.experts))
@@ -211,7 +212,7 @@ class Sharing:
             [staging_bytes(e.part_bytes) for e in weights.experts],
             n_used=config.n_expert_used,
         )
-        self._counted: dict[tuple[int, bool], Counted] = {}
+        self._counted: dict[tuple[int, int, bool], Counted] = {}
 
     def decide(self, *, cap_bytes: int, context_bytes: int, context_measured: bool = True) -> Decision:
         """Share out `cap_bytes` of the device, of which `context_bytes` are gone.
@@ -219,49 +220,104 @@ class Sharing:
         CapacityError where it is too little, naming what would do; UnsupportedModelError where the kernels do not run
         the model.
         """
-        asked_chunk, experts = self.options.chunk_tokens, self.experts
-        tries = [asked_chunk] if asked_chunk else self._chunks(cap_bytes - context_bytes)
-        for chunk in tries:
-            found = self._count(chunk)
+        experts = self.experts
+        tries = self._tries(cap_bytes - context_bytes)
+        for places, chunk in tries:
+            found = self._count(chunk, places)
             fixed = plan.Fixed(context_bytes, found.dense_bytes, found.kv_bytes, found.buffers_bytes)
             try:
                 share = self._share(fixed.bytes, cap_bytes)
                 break
-            except CapacityError:  # a shorter chunk may yet fit
-                if chunk == tries[-1]:
-                    raise
-        limits = limits_of(self.config, self.n_ctx, min(chunk, self.n_ctx))
+            except CapacityError as error:  # fewer requests or a shorter chunk may yet fit
+                if (places, chunk) == tries[-1]:
+                    raise self._refused(error, chunk, places, cap_bytes, context_bytes) from None
+        limits = limits_of(self.config, self.n_ctx, min(chunk, self.n_ctx), places)
         reasons = []
-        if asked_chunk is None:
+        if self.options.chunk_tokens is None:
             reasons.append(
                 f"prefill steps of {limits.max_tokens} tokens: the longest that leaves the memory to experts"
             )
+        reasons.append(self._said(chunk, places))
         made = self._asked or self._place(share.slots_bytes, resident=share.resident)
         host_bytes = tier_bytes(self.weights.experts, made.placement.pinned)
         whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured)
         return Decision(whole, limits, made.placement, made.rule, found.kernels, (*reasons, *made.reasons))
 
-    def _chunks(self, room_bytes: int) -> list[int]:
+    def _tries(self, room_bytes: int) -> list[tuple[int, int]]:
+        """Requests at a time and tokens of a prefill step, in the order to try; room_bytes: of all but the context."""
+        asked, chunk = self.options.parallel, self.options.chunk_tokens
+        most = most_places(self.options, self.n_ctx)
+        counts = [asked] if asked else self._places(room_bytes, most)
+        return [(n, c) for n in counts for c in ([chunk] if chunk else self._chunks(room_bytes, n))]
+
+    def _places(self, room_bytes: int, most: int) -> list[int]:
+        """Requests at a time, in the order to try."""
+        chunk = self.options.chunk_tokens or plan.CHUNKS[0]
+        one = self._count(chunk, 1, run=False)
+        room = room_bytes - one.dense_bytes - one.kv_bytes - one.buffers_bytes
+        return plan.places(room, self.experts.bytes, most, lambda n: self._places_bytes(chunk, n))
+
+    def _places_bytes(self, chunk_tokens: int, places: int) -> int:
+        """What so many requests at a time take more than one does."""
+        one, more = (self._count(chunk_tokens, n, run=False) for n in (1, places))
+        return more.kv_bytes + more.buffers_bytes - one.kv_bytes - one.buffers_bytes
+
+    def _said(self, chunk_tokens: int, places: int) -> str:
+        """Why so many requests run at a time, and what they take."""
+        asked = self.options.parallel is not None
+        why = "asked for" if asked else "as many as there may be by default"
+        if not asked and places < min(most_places(self.options, self.n_ctx), plan.PLACES[0]):
+            why = "more would take too much of the memory of experts"
+        n_bytes = self._places_bytes(chunk_tokens, places)
+        return f"{places} requests at a time: {why}; {n_bytes / 2**20:.0f} MiB more than one"
+
+    def _refused(
+        self, error: CapacityError, chunk_tokens: int, places: int, cap_bytes: int, context_bytes: int
+    ) -> CapacityError:
+        """The error of a plan that was refused; another one where fewer requests at a time than asked for would fit."""
+
+        def is_too_much(n: int) -> bool:
+            found = self._count(chunk_tokens, n, run=False)
+            fixed = plan.Fixed(context_bytes, found.dense_bytes, found.kv_bytes, found.buffers_bytes)
+            try:
+                self._share(fixed.bytes, cap_bytes)
+            except CapacityError:
+                return True
+            return False
+
+        most = bisect_left(range(1, places), True, key=is_too_much)
+        if not most:
+            return error
+        n_bytes = self._places_bytes(chunk_tokens, places)
+        return CapacityError(
+            f"{places} requests at a time take {plan.gib(n_bytes)} GiB more than one, and there is room for {most}: "
+            f"{error.message}",
+            hint=f"--parallel {most} fits; {error.hint}",
+        )
+
+    def _chunks(self, room_bytes: int, places: int) -> list[int]:
         """Tokens of a prefill step, in the order to try; room_bytes: of all but the context."""
         ends = (plan.CHUNKS[-1], plan.CHUNKS[0])
-        few, many = (self._count(n, run=False) for n in ends)
+        few, many = (self._count(n, places, run=False) for n in ends)
         room = room_bytes - few.dense_bytes - few.kv_bytes
         # Buffers grow in proportion to the tokens, near enough for a choice.
         return plan.chunks(room, lambda n: int(np.interp(n, ends, (few.buffers_bytes, many.buffers_bytes))))
 
-    def _count(self, chunk_tokens: int, run: bool = True) -> Counted:
+    def _count(self, chunk_tokens: int, places: int, run: bool = True) -> Counted:
         n = min(chunk_tokens, self.n_ctx)
-        if (n, run) not in self._counted:
-            device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n)
+        if not run and (n, places, True) in self._counted:
+            return self._counted[n, places, True]
+        if (n, places, run) not in self._counted:
+            device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
             try:
-                self._counted[n, run] = count(
+                self._counted[n, places, run] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type, run=run
                 )
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
                     f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
                 ) from error
-        return self._counted[n, run]
+        return self._counted[n, places, run]
 
     def _share(self, fixed_bytes: int, cap_bytes: int) -> plan.Share:
         if self._asked is None:
@@ -284,8 +340,20 @@ class Sharing:
         )
 
 
-def limits_of(config: ModelConfig, n_ctx: int, max_tokens: int) -> Limits:
-    """Bounds of the steps of a model."""
+def most_places(options: EngineConfig, n_ctx: int) -> int:
+    """How many requests can run at a time: a step has a token of each. UsageError where more are asked for."""
+    most = min(options.chunk_tokens or MAX_PARALLEL, n_ctx, MAX_PARALLEL)
+    if options.parallel is not None and options.parallel > most:
+        raise UsageError(
+            f"--parallel {options.parallel}: expected 1 to {most}, since a step has a token of each request, and the "
+            f"longest has {most}",
+            hint="give a smaller --parallel" + ("" if most == MAX_PARALLEL else ", or a larger --chunk and --ctx"),
+        )
+    return most
+
+
+def limits_of(config: ModelConfig, n_ctx: int, max_tokens: int, places: int) -> Limits:
+    """Bounds of the steps of a model; places: requests that run at a time, up to MAX_PARALLEL."""
     w = config.widths
     return Limits(
         max_tokens=max_tokens,
@@ -300,6 +368,9 @@ def limits_of(config: ModelConfig, n_ctx: int, max_tokens: int) -> Limits:
         head_dim=w.head_dim,
         n_ctx=n_ctx,
         max_rows=MAX_ROWS,
+        # As many as the captured step has in which all decode.
+        max_sequences=next(n for n in GRAPH_TOKENS if places <= n),
+        places=places,
         n_ff_exp=config.n_ff_exp,
         n_mixed=w.n_mixed,
         n_z=w.n_z,
@@ -357,6 +428,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "device": "cuda",
         "ctx_tokens": n_ctx,
         "chunk_tokens": decision.limits.max_tokens,
+        "parallel": decision.limits.places,
         "kv_type": options.kv_type,
         "policy": options.policy,
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,

@@ -66,7 +66,7 @@ class Forward:
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
         self.weights: Weights[Any] = placed(weights, put or device.upload)
-        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.max_sequences)
+        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.places)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         T, c = limits.max_tokens, config
@@ -141,12 +141,13 @@ class Forward:
         views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
         for field in dataclasses.fields(Step):
             array, host = getattr(views, field.name), getattr(step, field.name)
-            if field.name not in ("n_positions", "apart"):
+            if field.name not in ("n_positions", "apart", "spans"):
                 pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
                 for to, values in pairs:
                     if len(values):
                         self.device.write(to, values)
-        return dataclasses.replace(views, n_positions=int(step.positions.max()) + 1, apart=step.apart)
+        n_positions = int(step.positions.max()) + 1
+        return dataclasses.replace(views, n_positions=n_positions, apart=step.apart, spans=step.spans)
 
     @property
     def table_width(self) -> int:

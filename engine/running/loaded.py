@@ -70,6 +70,11 @@ class Loaded:
         """Bounds of a step, and of a sequence."""
         return self.shares.limits
 
+    @property
+    def small_tokens(self) -> int:
+        """Tokens of a step whose rows have other bits than those of a longer one; 0 where no bit depends on that."""
+        return SMALL_TOKENS if self.backend.name == "cuda" else 0
+
     def resume(self, tokens: I32, exact: bool = False, again: bool = False) -> tuple[Sequence, int]:
         """Begin a sequence after the longest prefix of a prompt that is remembered; the sequence, the prefix's length.
 

@@ -26,7 +26,7 @@ from engine.running.dryrun import Decision
 from engine.running.source import Source
 
 HOST_CHUNK_TOKENS = 512
-GRAPH_BYTES = 48 << 20  # what captured steps take of the device; see docs/cuda.md
+GRAPH_BYTES = 64 << 20  # what captured steps take of the device; see docs/cuda.md
 Progress = Callable[[Stage, int, int], None]  # a stage, how much of it is done, of how much
 
 
@@ -73,8 +73,11 @@ def _of_host(options: EngineConfig, source: Source, backend: Backend, n_ctx: int
     placed = policies.place(
         policy, Experts(counts, sizes, n_used=c.n_expert_used), budget, source.profile, options.cache_slots
     )
-    limits = dryrun.limits_of(c, n_ctx, min(options.chunk_tokens or HOST_CHUNK_TOKENS, n_ctx))
-    return Shares(limits, placed.placement, placed.rule, placed.reasons)
+    most = dryrun.most_places(options, n_ctx)
+    places = options.parallel or min(plan.PLACES[0], most)
+    limits = dryrun.limits_of(c, n_ctx, min(options.chunk_tokens or HOST_CHUNK_TOKENS, n_ctx), places)
+    why = "asked for" if options.parallel else "as many as there may be by default"
+    return Shares(limits, placed.placement, placed.rule, (f"{places} requests at a time: {why}", *placed.reasons))
 
 
 def _of_gpu(

@@ -18,7 +18,7 @@ from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence, block_table
 from engine.memory.residency import Residency
 from engine.models.layers import KEPT_TOKENS, Buffers, Step
-from engine.ops import F32, I32
+from engine.ops import F32, I32, SMALL_TOKENS
 from engine.ops.cuda.device import Device, Graph
 from engine.ops.device import Memory
 from engine.running.forward import GRAPH_TOKENS, Forward
@@ -81,8 +81,11 @@ class StepResult:
     @property
     def last_residual(self) -> F32:
         """The last token's, float32 [D]: whatever is not finite in a cache or a state reaches it."""
-        T = len(self._buffers.x) if self._T is None else self._T
-        return np.asarray(self._device.read(self._buffers.x[T - 1 : T])[0])
+        return self.residual_at((len(self._buffers.x) if self._T is None else self._T) - 1)
+
+    def residual_at(self, token: int) -> F32:
+        """A token's, float32 [D]."""
+        return np.asarray(self._device.read(self._buffers.x[token : token + 1])[0])
 
     @property
     def residual(self) -> F32:
@@ -211,6 +214,7 @@ class Steps:
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
             rows=np.arange(width, dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32),
+            spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
         )
 
     def _captured(self, T: int) -> bool:

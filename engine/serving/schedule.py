@@ -8,19 +8,21 @@ whoever has to make room is named by `gives_way`. The rules, in the order in whi
    begins beside nobody.
 2. A token whose mask was late is drawn as soon as the mask has come.
 3. Who runs ahead of the host stops when anybody else wants a step.
-4. Prompts are read in turn, a chunk each; then those that decode get the time that it took before the next chunk.
+4. Prompts are read in turn, a chunk each; then those that decode get the time that it took before the next chunk. The
+   chunks of several share a step as far as it has room (`joins`): whoever is next fills it as it would alone.
 5. What was decoded is read again as a prompt when nothing runs and nothing waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 GROWTH_TOKENS = 256  # of a reply, for which there is to be room before another request begins
 
 State: TypeAlias = Literal["reading", "decoding", "held", "due"]
+Wants: TypeAlias = Literal["place", "room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,9 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read a chunk of a prompt."""
+    """Read a chunk of the first one's prompt, and in the same step of the others' in this order, as far as they fit."""
 
-    id: int
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def decide(view: View) -> Work:
     if view.ahead is not None:
         return Ahead(view.ahead, pause=bool(reading) or [task.id for task in decoding] != [view.ahead])
     if reading and (not decoding or view.owed_s <= 0):
-        return Read(_next_reader(reading, view.last_read).id)
+        return Read(tuple(task.id for task in _readers(reading, view.last_read)))
     if len(decoding) == 1 and not reading and not decoding[0].formed:
         return Ahead(decoding[0].id, pause=False)
     if decoding:
@@ -174,11 +176,37 @@ def decide(view: View) -> Work:
     return Wait()
 
 
+def wanting(view: View) -> Wants | None:
+    """What those that may begin wait for, where `decide` lets none of them; None: nobody waits, or beside a score.
+
+    Who is first waits for it; the others wait behind him for the same.
+    """
+    job = next((job for job in view.waiting if job.may_begin), None)
+    if job is None or not view.running or job.score or any(task.score for task in view.running):
+        return None
+    return "place" if len(view.running) >= view.places else None if _fits_beside(job, view) else "room"
+
+
 def owed(work: Work, owed_s: float, took_s: float) -> float:
     """The time that those that decode have to come, after a unit of work that took so long."""
     if isinstance(work, Read):
         return took_s
     return owed_s - took_s if isinstance(work, Decode) else owed_s
+
+
+def joins(taken: Sequence[int], part: int, most: int, small: int) -> bool:
+    """Whether `part` tokens of a prompt may be in a step with `taken` tokens of others.
+
+    most: tokens of a step. small: of a step whose rows have other bits than in a longer one, 0: of none. So what would
+    be such a step by itself never joins a longer one, and several share one as far as it stays one.
+    """
+    is_small = part <= small
+    return all((n <= small) == is_small for n in taken) and space([*taken, part], most, small) >= 0
+
+
+def space(taken: Sequence[int], most: int, small: int) -> int:
+    """How many tokens more a step has room for, as `joins` says, that has `taken` tokens of each."""
+    return (min(small, most) if taken and taken[0] <= small else most) - sum(taken)
 
 
 def gives_way(running: Iterable[Running], needy: int) -> int | None:
@@ -218,7 +246,6 @@ def _needs(job: Running | Waiting) -> int:
     return job.to_read + min(job.left, GROWTH_TOKENS)
 
 
-def _next_reader(reading: Sequence[Running], last_read: int) -> Running:
-    """The one after the last in the order in which they began."""
-    later: Iterator[Running] = (task for task in reading if task.turn > last_read)
-    return next(later, reading[0])
+def _readers(reading: Sequence[Running], last_read: int) -> list[Running]:
+    """In the order in which they began, from the one after the last on, and then from the first."""
+    return sorted(reading, key=lambda task: (task.turn <= last_read, task.turn))

@@ -1,11 +1,12 @@
 """Requests in, units of work out: a loop that looks, asks schedule.py what is next, and does it.
 
-Up to eight requests run at a time, in the order they came; each call of `Engine.step` is one unit of work between which
-the daemon answers pings and cancels. What its clients are told comes from tasks.py.
+As many requests run at a time as there are places (`--parallel`), in the order they came; each call of `Engine.step` is
+one unit of work between which the daemon answers pings and cancels. What its clients are told comes from tasks.py.
 
 A chunk and the tokens being decoded are not one step: the arithmetic of long steps is not that of short ones
-(docs/arithmetic.md), and what a request says must not depend on who else reads a prompt. Those that decode share steps
-of up to eight tokens, whose rows do not depend on each other; a request that is alone runs ahead of the host instead.
+(docs/arithmetic.md), and what a request says must not depend on who else reads a prompt. Chunks of several prompts
+share long steps, and those that decode share short ones, whose rows do not depend on each other; a request that is
+alone runs ahead of the host instead.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from engine.placing.learning import Learning
 from engine.running.decoding import MASK_WAIT_S, Alone
 from engine.running.loaded import load
 from engine.serving.families import Families
+from engine.serving.reading import gather, read_together
 from engine.serving.schedule import (
     Admit,
     Ahead,
@@ -55,6 +57,7 @@ from engine.serving.schedule import (
     decide,
     gives_way,
     owed,
+    wanting,
 )
 from engine.serving.tasks import SLICE_S, GenerateTask, Rereading, ScoreTask
 from engine.text.forms import Form
@@ -92,6 +95,8 @@ class Engine:
         self._releases = 0  # of what requests held
         self._put_back_at = -1  # how many there were when one was put back last
         self._tokens = {"read": 0, "reused": 0, "written": 0}
+        self._waits = {"place": 0, "room": 0, "moved_out": 0, "read_again": 0}
+        self._waited: set[tuple[int, str]] = set()  # requests that have not begun, and what they have waited for
         self._followed = 0  # uses counted when the pinned slots last followed them
         self._rereading: Rereading | None = None
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
@@ -122,6 +127,7 @@ class Engine:
             "threads": r.threads,
             "ctx_tokens": r.limits.n_ctx,
             "chunk_tokens": r.limits.max_tokens,
+            "parallel": r.limits.places,
             "kv_type": self.config.kv_type,
             "policy": self.config.policy,
             "residency_pct": r.residency.percent,
@@ -187,7 +193,9 @@ class Engine:
         with translated():
             self.loaded.forms.poll()
             while True:
-                work = decide(self._look())
+                view = self._look()
+                work = decide(view)
+                self._note_waits(view, work)
                 began = time.perf_counter()
                 if not isinstance(work, Wait):
                     events += self._do(work)
@@ -199,7 +207,7 @@ class Engine:
 
     def _look(self) -> View:
         """What there is to decide about."""
-        places = self.loaded.limits.max_sequences
+        places = self.loaded.limits.places
         crowded = self._put_back_at == self._releases
         beginning = self._waiting if len(self._running) < places else ()
         return View(
@@ -214,6 +222,15 @@ class Engine:
             crowded=crowded,
             idle=self.idle_work,
         )
+
+    def _note_waits(self, view: View, work: Work) -> None:
+        """Count those that wait to begin, once for each reason; who was put back is counted there."""
+        wants = None if isinstance(work, Admit) or not view.waiting else wanting(view)
+        if wants is not None:
+            back = {job.id for job in self._waiting if isinstance(job, Task)}
+            new = {(job.id, wants) for job in view.waiting if job.may_begin and job.id not in back} - self._waited
+            self._waited |= new
+            self._waits[wants] += len(new)
 
     def _seen(self, task: Task) -> Running:
         cached = None if task.sequence is None else task.sequence.length
@@ -252,8 +269,9 @@ class Engine:
             case Draw(request_id):
                 task = self._generating(request_id)
                 return self._guarded(task, task.draw_held)
-            case Read(request_id):
-                return self._read(next(task for task in self._running if task.id == request_id))
+            case Read(ids):
+                by_id = {task.id: task for task in self._running}
+                return self._read([by_id[request_id] for request_id in ids])
             case Ahead(request_id, pause):
                 if self._ahead is None:
                     task = self._generating(request_id)
@@ -294,15 +312,40 @@ class Engine:
         assert isinstance(task, GenerateTask)
         return task
 
-    def _read(self, task: Task) -> list[Event]:
-        """Read a chunk of a prompt, if there is room for it."""
-        self._last_read = task.turn
-        read, reused = task.read_tokens, task.reused_tokens
-        events = self._make_room(task)
-        if not events and task in self._running:
-            events = self._guarded(task, task.read)
-        self._tokens["read"] += task.read_tokens - read
-        self._tokens["reused"] += task.reused_tokens - reused
+    def _read(self, tasks: list[Task]) -> list[Event]:
+        """Read a chunk of the first one's prompt, if there is room for it, and of the others' that fit in its step."""
+        before = [(task.read_tokens, task.reused_tokens) for task in tasks]
+        first = tasks[0]
+        self._last_read = first.turn
+        events = self._make_room(first)
+        if not events and first in self._running:
+            if isinstance(first, ScoreTask):
+                events = self._guarded(first, first.read)
+            else:
+                # Those that made room for the first are not there any more.
+                others = [t for t in tasks[1:] if isinstance(t, GenerateTask) and t in self._running]
+                found = gather(first, others)
+                self._last_read = found.last.turn
+                for ready in found.ready:
+                    events += self._guarded(ready, ready.begin)
+                events += self._read_together(found.taken) if found.taken else []
+        for task, (read, reused) in zip(tasks, before, strict=True):
+            self._tokens["read"] += task.read_tokens - read
+            self._tokens["reused"] += task.reused_tokens - reused
+        return events
+
+    def _read_together(self, tasks: list[GenerateTask]) -> list[Event]:
+        """One step of the chunks of all tasks."""
+        try:
+            with translated():
+                outcomes = read_together(tasks)
+        except DeviceLostError:
+            raise
+        except SparkError as error:  # of a step that they share, so of all of them
+            return [self._failed(task, error) for task in tasks]
+        events: list[Event] = []
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            events += [self._failed(task, outcome)] if isinstance(outcome, SparkError) else self._ended(task, outcome)
         return events
 
     def cancel(self, request_id: int) -> bool:
@@ -319,6 +362,7 @@ class Engine:
         if work.follow:
             self._follow()
         self._waiting.remove(job)
+        self._waited -= {(job.id, "place"), (job.id, "room")}
         try:
             task = job if isinstance(job, Task) else self._task(job)
         except SparkError as error:
@@ -354,6 +398,7 @@ class Engine:
             job.close()
             self._releases += 1
         self._families.end(job.id)
+        self._waited -= {(job.id, "place"), (job.id, "room")}
         (self._running if job in self._running else self._waiting).remove(job)  # type: ignore[arg-type]
         self._requests += 1
 
@@ -406,7 +451,10 @@ class Engine:
 
     def _put_back(self, task: GenerateTask) -> None:
         """Let a task wait, first in the queue, until somebody has ended and there is room to read its tokens again."""
+        held = task.sequence is not None and task.sequence.length > 0
         task.put_back()
+        if held:
+            self._waits["moved_out" if task.is_moved_out else "read_again"] += 1
         self._running.remove(task)
         self._waiting.appendleft(task)
         self._put_back_at = self._releases
@@ -485,6 +533,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the start: requests, tokens, hits and misses by layer, memory.
 
+        waits: requests that waited for a place or for room before they began, and how often one was put back and moved
+        to host memory, or is read again because that had no room.
         kv_blocks: what is neither free nor reclaimable (of prefixes alone, given up when room is short) requests hold.
         """
         r = self.loaded
@@ -495,6 +545,7 @@ class Engine:
             "running": len(self._running),
             "queued": len(self._waiting),
             "tokens": dict(self._tokens),
+            "waits": dict(self._waits),
             **totals,
             "kv_blocks": {
                 "total": r.kv.n_blocks,

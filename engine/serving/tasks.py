@@ -8,7 +8,7 @@ enqueued ahead. So it can go from one to the other after any token, and can be p
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -62,7 +62,8 @@ class GenerateTask(Reply):
         self.read_tokens = self.reused_tokens = 0
         self._before = loaded.residency.counters()
         self._began = time.perf_counter()
-        self._reading = self._part = np.zeros(0, np.int32)  # to_read, of the sequence; its next step
+        self._reading = np.asarray(request.tokens, np.int32)
+        self._part = np.zeros(0, np.int32)  # what it feeds in its next step
         self._kept: F32 | None = None  # the logits of a prompt that another has read, to be drawn from
         self._swapped: Swapped | None = None  # what it held when it was put back
         self._was_read = False  # and whether that was all that was to be read
@@ -94,8 +95,11 @@ class GenerateTask(Reply):
             return "decoding"
         return "held" if self.grammar.is_late else "due"
 
-    def prepare(self) -> None:
-        """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little."""
+    def prepare(self, most: int | None = None) -> None:
+        """Take what the next chunk, or the next token, needs of the cache; CapacityError where there is too little.
+
+        most: tokens that a chunk may have; where it cannot be cut to that there is none, and `part_tokens` is 0.
+        """
         if self._kept is not None:
             return
         if self._swapped is not None:
@@ -110,55 +114,79 @@ class GenerateTask(Reply):
             self.reused_tokens += self.cached_tokens
             return
         if self.sequence is None:
-            self._reading = np.asarray(self.request.tokens, np.int32)
             self.sequence, reused = self.loaded.resume(self._reading, exact=self._again)
             self.reused_tokens += reused
             if self.cached_tokens is None:
                 self.cached_tokens = min(reused, len(self.request.tokens))
         if not self.decoding:
-            self._part = self._next_part(self.sequence)
+            self._part = self._next_part(self.sequence, most)
         self.sequence.reserve(1 if self.decoding else len(self._part))
 
-    def _next_part(self, sequence: Sequence) -> NDArray[np.int32]:
+    def _next_part(self, sequence: Sequence, most: int | None) -> NDArray[np.int32]:
         """The tokens of the next step: of the prompt, then, as they were fed before, of what was drawn."""
         if sequence.length < len(self._reading):
-            return self._reading[sequence.length :][: self.loaded.prefixes.step_tokens(sequence, self._reading)]
+            n = self.loaded.prefixes.step_tokens(sequence, self._reading, most)
+            return self._reading[sequence.length :][:n]
         end = min(self.n_to_read, sequence.length + min(SMALL_TOKENS, self.loaded.limits.max_tokens))
-        return np.asarray(self.history[sequence.length : end], np.int32)
+        fits = most is None or end - sequence.length <= most
+        return np.asarray(self.history[sequence.length : end] if fits else (), np.int32)
 
-    def read(self) -> list[Event]:
-        """Feed one more chunk, for which there is room, then draw the first token."""
-        if self._kept is not None:
-            return self._begin(self._kept)
-        if self.decoding:  # it has come back as it left
-            return []
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of the step that it is prepared for; 0: none, or `is_ready`."""
+        return 0 if self.is_ready else len(self._part)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it goes on without a step (`begin`)."""
+        return self._kept is not None or self.decoding
+
+    def repeats(self, other: GenerateTask) -> bool:
+        """Whether it has not begun, and can go on after what the step that `other` is prepared for computes."""
+        if self.sequence is not None or self._swapped is not None or other.sequence is None:
+            return False
+        prefixes, before = self.loaded.prefixes, other.sequence.length
+        end = (before // prefixes.chunk_tokens + 1) * prefixes.chunk_tokens  # of the first chunk that it completes
+        most = min(prefixes.last_begin(len(self._reading)), before + other.part_tokens, len(other._reading))
+        return end <= most and np.array_equal(self._reading[:end], other._reading[:end])
+
+    def begin(self) -> list[Event]:
+        """Go on without a step: from what another has read, or as it was when it left."""
+        return [] if self._kept is None else self._begin(self._kept)
+
+    def chunk(self) -> Proposal:
+        """What it feeds in the step that it is prepared for, and the logits that it draws its first token from."""
+        assert self.sequence is not None
+        part = self._part  # as it was when there was room: to make room, prefixes may have been given up
+        last = self.sequence.length + len(part) == self.n_to_read
+        wanted = (len(part) - 1,) if last and not self.made else ()
+        return Proposal(self, Span(self.sequence, part, np.zeros(len(part), bool), wanted))
+
+    def fed(self, residual: F32, logits: Callable[[], F32] | None) -> list[Event]:
+        """Note that the chunk was fed, of whose last token that is the residual; who has a first token to draw is told.
+
+        logits: of the prompt's last token, where it is to be drawn from; it is not yet.
+        """
         loaded, sequence = self.loaded, self.sequence
         assert sequence is not None
-        part = self._part  # as it was when there was room: to make room, prefixes may have been given up
-        last = sequence.length + len(part) == self.n_to_read
-        wanted = (len(part) - 1,) if last and not self.made else ()
-        chunk = Proposal(self, Span(sequence, part, np.zeros(len(part), bool), wanted))
-        result = loaded.decoder.run([chunk])
-        check_finite(result.last_residual)  # before others are let begin after it; waits for the step
+        check_finite(residual)  # before others are let begin after it
         if sequence.length <= len(self._reading):
             loaded.prefixes.insert(sequence, self._reading)
         if sequence.length == len(self._reading) and sequence.exact is None:
             sequence.exact = sequence.length
-        self.read_tokens += len(part)
-        progress = Progress(self.id, sequence.length, self.n_to_read, self.cached_tokens or 0)
-        if not last:
-            return [progress]
-        self.decoding = True
-        if self.made:
-            return []
-        self._share(result)
-        (failure,) = loaded.decoder.accept([chunk], result)
-        if failure is not None:
-            raise failure
-        self._read_s = time.perf_counter()
-        return [progress, *self.flush()]
+        self.read_tokens += len(self._part)
+        self.decoding = sequence.length == self.n_to_read
+        if logits is not None:
+            self._share(logits)
+        told = not (self.decoding and self.made)
+        return [Progress(self.id, sequence.length, self.n_to_read, self.cached_tokens or 0)] if told else []
 
-    def _share(self, result: StepResult) -> None:
+    def drawn(self) -> list[Event]:
+        """What its client is told of the first token."""
+        self._read_s = time.perf_counter()
+        return self.flush()
+
+    def _share(self, logits: Callable[[], F32]) -> None:
         """Let the others of the family go on from the prompt that was read."""
         family = self.family
         if family is None:
@@ -167,7 +195,7 @@ class GenerateTask(Reply):
         if family.wants(self.id):
             fork = self.loaded.prefixes.fork(self.sequence)
             if fork is not None:
-                family.keep(Kept(fork, result.logits[0].copy()))
+                family.keep(Kept(fork, logits().copy()))
         family.begun(self.id)
 
     def _begin(self, logits: F32) -> list[Event]:
@@ -222,7 +250,7 @@ class GenerateTask(Reply):
         Where the host's budget is short of that it is fed again: its prompt as a prompt, then what was drawn in short
         steps, which have the bits of those that drew it.
         """
-        if self.sequence is not None:  # else what was moved out before, if anything was, still lies there
+        if self.sequence is not None and self.sequence.length:  # else what was moved out before still lies there
             self._swapped = swap.swap_out(self.loaded.kv, self.sequence) if self._kept is None else None
             self._was_read = self._swapped is not None and self.decoding
             self._again = self._swapped is None
@@ -230,6 +258,11 @@ class GenerateTask(Reply):
                 self.held = None
         self._release()
         self.decoding = False
+
+    @property
+    def is_moved_out(self) -> bool:
+        """Whether what it had cached lies in host memory."""
+        return self._swapped is not None
 
     def close(self) -> None:
         """Give back what is cached, and the form."""

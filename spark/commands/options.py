@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.ground.config import EngineConfig, KVType
+from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
 from engine.ground.errors import UsageError
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
@@ -58,6 +58,13 @@ ContextOption = Annotated[
 ]
 KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
 ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
+ParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_PARALLEL, metavar="N",
+        help="Requests that run at a time; default: 16, or fewer where they would take much of the experts' memory.",
+    ),
+]  # fmt: skip
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the figures there; -: to stdout, and all else to stderr."),

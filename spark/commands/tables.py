@@ -251,6 +251,7 @@ def show_plan(report: PlanReport) -> None:
     rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
     rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
     rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
+    rows.append(["requests at a time", *(f"{info['parallel']}" for info in infos)])
     rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
     heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
     table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)

@@ -19,7 +19,7 @@ from typing import Any
 from engine.ground.errors import SparkError
 from spark.speech.conversation import Usage
 
-OPEN_SHOWN = 16  # of the open ones: eight run at a time, and the first of those that wait
+OPEN_SHOWN = 16  # of the open ones: as many as run at a time by default, or the first of those that wait
 ENDED_SHOWN = 20
 _FINISHED = ("stop", "tool_calls", "length")  # how choices end; of several the last of these is said
 # How requests fail, by the codes of errors; what is none of them is `failed`.

@@ -96,6 +96,12 @@ class _Daemon(Collector):
             if isinstance(self.stats.get(name), int):
                 text = f"Active experts: {name} in fast memory."
                 made.append(CounterMetricFamily(f"spark_expert_{name}", text, value=self.stats[name]))
+        waits = self.stats.get("waits")
+        if isinstance(waits, Mapping):
+            waited = CounterMetricFamily("spark_waits", "Requests that had to wait, by what for.", labels=["reason"])
+            for reason, n in sorted(waits.items()):
+                waited.add_metric([reason], n)
+            made.append(waited)
         prefixes = self.stats.get("prefixes")
         if isinstance(prefixes, Mapping) and isinstance(prefixes.get("inexact_tokens"), int):
             text = "Tokens of replies that prompts reused before they were computed again as a prompt."

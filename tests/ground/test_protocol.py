@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine import daemon
 from engine.ground import protocol
-from engine.ground.config import DEVICES, KV_TYPES, EngineConfig
+from engine.ground.config import DEVICES, KV_TYPES, MAX_PARALLEL, EngineConfig
 from engine.ground.errors import CapacityError, ContextOverflowError, RequestError, from_code
 from engine.ground.sampling import Sampling
 from engine.placing import policies
@@ -317,6 +317,7 @@ CONFIGS = st.builds(
     ctx_tokens=st.none() | st.integers(1, 1 << 40),
     kv_type=st.sampled_from(KV_TYPES),
     chunk_tokens=st.none() | st.integers(1, 1 << 40),
+    parallel=st.none() | st.integers(1, MAX_PARALLEL),
     threads=st.none() | st.integers(1, 1 << 40),
     poison=st.booleans(),
     replay=st.none() | PATHS.map(Path),
@@ -335,8 +336,8 @@ def test_the_command_line_survives_the_daemon(config: EngineConfig) -> None:
 
 def test_every_setting_has_a_flag() -> None:
     config = EngineConfig(
-        model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, threads=3,
-        poison=True, replay=Path("r"), cache_dir=Path("c"), exact_prefixes=True, plan_only=True,
+        model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, parallel=4,
+        threads=3, poison=True, replay=Path("r"), cache_dir=Path("c"), exact_prefixes=True, plan_only=True,
     )  # fmt: skip
     flags = {argument.split("=")[0] for argument in protocol.command_line(config)[:-2]}
     assert flags == {"--" + f.name.replace("_", "-") for f in fields(EngineConfig)} - {"--model"}
@@ -346,7 +347,7 @@ def test_every_setting_has_a_flag() -> None:
     "flag",
     ["--residency-pct=101", "--residency-pct=nan", "--vram-gib=0", "--vram-gib=inf", "--threads=0", "--cache-slots=-1",
      "--prefix-gib=-1", "--cache-dir-gib=0", "--device=tpu", "--ctx-tokens=1.5", "--residency=5",
-     "--chunk-tokens=" + "9" * 5000],
+     "--chunk-tokens=" + "9" * 5000, "--parallel=0", "--parallel=33"],
 )  # fmt: skip
 def test_a_bad_flag_is_a_usage_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import WINDOW_MARGIN_TOKENS, block_table
-from engine.memory.kv import N_STATES, DeltaShape, KVCache, KVGroup, group_blocks, group_bytes
+from engine.memory.kv import DeltaShape, KVCache, KVGroup, group_blocks, group_bytes
 from engine.ops.host import HostDevice
 
 FULL, NARROW = KVGroup((0, 2), 2, 96), KVGroup((1, 3), 3, 64, window=70)
@@ -85,7 +85,7 @@ def test_the_plan_is_what_is_allocated(kv_type: str) -> None:
     arrays = [a for y in kv.layers[:4] for a in (y.k, y.v, y.k_scale, y.v_scale) if a is not None]
     states = [a for y in kv.delta if y is not None for a in (y.conv, y.state)]
     assert sum(a.nbytes for a in arrays + states) == kv.nbytes
-    assert sum(a.nbytes for a in states) == N_STATES * SHAPE.state_bytes
+    assert sum(a.nbytes for a in states) == 4 * SHAPE.state_bytes
     assert sum(group_bytes(g, p.n_blocks, kv_type) for g, p in zip(kv.groups, kv.pools, strict=True)) == sum(
         a.nbytes for a in arrays
     )
@@ -150,11 +150,11 @@ def test_states_are_kept_taken_back_and_given_back() -> None:
     assert sequence.next_states(keep=True)[0] == written
     assert sequence.take_back(3, 3) is None and sequence.length == 8 and sequence.state == written
     sequence.release()
-    assert kv.states.free_blocks == N_STATES
-    alive = [kv.sequence() for _ in range(N_STATES)]
+    assert kv.states.free_blocks == 4
+    alive = [kv.sequence() for _ in range(4)]
     with pytest.raises(CapacityError, match="recurrent states"):
         kv.sequence()
-    assert len({s.state for s in alive}) == N_STATES
+    assert len({s.state for s in alive}) == 4
 
 
 def test_a_saved_state_comes_back() -> None:

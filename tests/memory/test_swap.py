@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
-from engine.memory.kv import N_STATES, KVCache
+from engine.memory.kv import KVCache
 from engine.memory.swap import Swapped, drop, swap_in, swap_out
 from tests.cached_prompts import CHUNK, KINDS, check, compute, make_cache, prefix_cache, prompt
 
@@ -139,7 +139,7 @@ class Swapping(RuleBasedStateMachine):
 
     @rule(chunks=st.text("ab", max_size=3), tail=st.integers(1, 130), remember=st.booleans())
     def begin(self, chunks: str, tail: int, remember: bool) -> None:
-        if len(self.here) == N_STATES:
+        if len(self.here) == 4:
             return
         tokens = prompt(chunks, tail)
         sequence = self.kv.sequence()
@@ -182,7 +182,7 @@ class Swapping(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(which=st.integers(0, 9))
     def back(self, which: int) -> None:
-        if len(self.here) == N_STATES:
+        if len(self.here) == 4:
             return
         entry = self.there[which % len(self.there)]
         sequence = self.kv.sequence()

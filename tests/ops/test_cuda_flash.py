@@ -38,6 +38,8 @@ CASES: dict[str, tuple[int, int, int, bool, list[Span]]] = {
     "groups of eight large heads": (256, 16, 2, False, [(0, 100, 33)]),
     "pieces": (64, 6, 3, False, [(0, 70, 250)]),
     "pieces of q8_0": (96, 10, 2, True, [(0, 0, 200)]),
+    "pieces of several": (64, 6, 3, False, [(0, 70, 250), (2, 0, 128), (1, 0, 290), (3, 200, 40)]),
+    "pieces of several in q8_0": (96, 10, 2, True, [(1, 128, 161), (0, 0, 256)]),
 }
 
 # The windows of cases: of several tiles, of less than one, not full; beginnings on the edges of blocks and off them.
@@ -67,7 +69,7 @@ class Step:
     gate: Any = None
     gate_kind: str = ""
 
-    def run(self, device: Any) -> Any:
+    def run(self, device: Any, spans: list[tuple[int, int]] | None = None) -> Any:
         T, H, head_dim = self.q.shape
         n_positions = int(self.positions.max()) + 1
         limits = Limits(T, 64, H * head_dim, 64, 64, 8, 2, H, self.kv.k.shape[1], head_dim, n_positions)
@@ -80,6 +82,7 @@ class Step:
         Flash(device, limits)(
             arrays[0], kv, *arrays[1:], scale_of(head_dim), out,
             n_positions=n_positions, window=self.window, gate=gate, gate_kind=self.gate_kind,
+            spans=spans or (),
         )  # fmt: skip
         return device.read(out)
 
@@ -231,9 +234,10 @@ def test_a_long_step_has_the_bits_of_its_pieces(
 def test_whole_pieces_are_not_split_whatever_is_around_them(T: int, first: int, more: int) -> None:
     def found(T: int) -> dict[int, tuple[int, int] | None]:
         """By position: the launch that a row is in, or None in one that is not split."""
-        made = flash.launches(T, first + T, 1)
-        assert [a for a, _, _ in made] == [0, *(b for _, b, _ in made[:-1])] and made[-1][1] == T
-        return {first + t: (first + a, first + b) if splits else None for a, b, splits in made for t in range(a, b)}
+        made = flash.launches([(T, first + T)])
+        assert [a for a, *_ in made] == [0, *(b for _, b, *_ in made[:-1])] and made[-1][1] == T
+        assert all(end == first + b for _, b, _, end in made)
+        return {first + t: (first + a, first + b) if splits else None for a, b, splits, _ in made for t in range(a, b)}
 
     rows = found(T)
     for position, launch in rows.items():
@@ -241,7 +245,46 @@ def test_whole_pieces_are_not_split_whatever_is_around_them(T: int, first: int, 
         assert (launch is None) == (piece >= first and piece + 512 <= first + T)
     longer = found(T + more)
     assert all(longer[p] is None for p, launch in rows.items() if launch is None)
-    assert flash.launches(T, first + T, 2) == [(0, T, True)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 4000)), min_size=1, max_size=5))
+def test_what_is_split_has_the_launches_that_it_has_alone(spans: list[tuple[int, int]]) -> None:
+    """Of each sequence its tokens, and those before; what is not split shares launches, up to the last position."""
+    together = flash.launches([(T, first + T) for T, first in spans])
+    assert [a for a, *_ in together] == [0, *(b for _, b, *_ in together[:-1])]
+    at, split, whole = 0, [], []
+    for T, first in spans:
+        for a, b, splits, end in flash.launches([(T, first + T)]):
+            (split if splits else whole).append((at + a, at + b, splits, end))
+        at += T
+    assert [made for made in together if made[2]] == split and together[-1][1] == at
+    for a, b, splits, end in together:
+        if not splits:
+            inside = [made for made in whole if a <= made[0] and made[1] <= b]
+            assert sum(made[1] - made[0] for made in inside) == b - a and end == max(made[3] for made in inside)
+
+
+@pytest.mark.parametrize(("case", "slots"), [("pieces of several", 24), ("pieces of several in q8_0", 16)])
+@pytest.mark.usefixtures("cached_splits")
+def test_sequences_of_a_long_step_have_the_bits_of_each_alone(
+    device: Any, case: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SLOTS", slots), ("MAX_BLOCKS", 3 * slots), ("SPLIT_COST", 0), ("COMBINE_COST", 0)):
+        monkeypatch.setattr(flash, name, value)
+    monkeypatch.setattr(flash, "PIECE_TOKENS", 128)
+    step, spans = make_step(case), CASES[case][4]
+    together = step.run(device, [(n, first + n) for _, first, n in spans])
+    assert nmse(together, step.expected()) < 1e-6
+    assert not np.array_equal(together, step.run(device))  # or there would be nothing to test
+    at = 0
+    for _, _, n in spans:
+        rows = slice(at, at + n)
+        alone = Step(step.q[rows].copy(), step.kv, step.table, step.sequence[rows], step.positions[rows])
+        own = [(n, int(step.positions[at + n - 1]) + 1)]
+        assert np.array_equal(alone.run(device, own), together[rows])
+        at += n
+    with pytest.raises(ValueError, match="spans"):
+        step.run(device, own)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ FOREVER = float("inf")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_tiny(path, k_quant_mix, n_layer=2, n_expert_used=3, n_ctx_train=2048)
 
 
 @pytest.fixture
@@ -130,3 +131,18 @@ def test_logits_that_are_not_finite_fail_their_own_row(loaded: Loaded) -> None:
     assert isinstance(failures[0], NumericalError)
     assert failures[1] is None
     assert replies[1].history[12:] == good[: replies[1].made]
+
+
+@pytest.mark.parametrize(("n", "width"), [(9, 16), pytest.param(17, 32, marks=pytest.mark.slow)])
+def test_more_than_eight_share_a_step(model: Path, n: int, width: int) -> None:
+    loaded = load(config(model, policy="lru", residency_pct=50, ctx_tokens=64 * n, parallel=n))
+    assert loaded.limits.places == n and loaded.steps.shared_width(n) == width == loaded.limits.max_sequences
+    kinds = [(2 + i, 2 + i % 2, SAMPLED if i % 3 else GREEDY) for i in range(n)]
+    alone = []
+    for kind in kinds:
+        one = reply(loaded, *kind)
+        alone += finished(loaded, [one])
+        assert one.sequence is not None
+        one.sequence.release()
+    assert finished(loaded, [reply(loaded, *kind) for kind in kinds]) == alone
+    loaded.close()

@@ -128,7 +128,7 @@ def test_prompts_of_any_length(opened: Open, n_tokens: int) -> None:
 @pytest.mark.parametrize("arch", ["qwen3moe", "gemma4", "qwen35"])
 def test_choices_that_wait_in_the_queue_need_no_second_reading(opened: Open, arch: str) -> None:
     """The first has long ended when the last one begins, and others have come between."""
-    engine = opened("cpu", arch)
+    engine = opened("cpu", arch, parallel=4)
     requests = family(12, made=4)
     other = replace(family(1, PROMPT[::-1], made=30, first=50)[0], sampling=Sampling())
     expected = alone(engine, [*requests, other])
@@ -235,7 +235,7 @@ def test_a_fork_is_given_up_when_blocks_are_short(opened: Open) -> None:
     requests = family(3, made=4)
     long = Generate(30, tuple(reversed(PROMPT)), 100, Sampling(), (), logprobs=0)
     expected = alone(engine, [*requests, long])
-    place = engine.loaded.limits.max_sequences
+    place = engine.loaded.limits.places
     for request in requests[:2]:
         engine.submit(request)
     while not (events := engine.step()) or not any(isinstance(e, Tokens) for e in events):
@@ -247,7 +247,7 @@ def test_a_fork_is_given_up_when_blocks_are_short(opened: Open) -> None:
     engine.submit(long)
     engine.submit(requests[2])
     found = replies(events + drain(engine))
-    assert found == {r.id: expected[r.id] for r in (*requests, long)} and place == 8
+    assert found == {r.id: expected[r.id] for r in (*requests, long)} and place == 16
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35"])

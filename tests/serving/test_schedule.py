@@ -29,7 +29,7 @@ from engine.serving.schedule import (
     owed,
 )
 
-PLACES, BLOCKS, CHUNK = 3, 48, 8
+PLACES, BLOCKS, CHUNK, SMALL = 3, 48, 8, 2
 
 
 @dataclass(eq=False)
@@ -75,11 +75,12 @@ class Simulation:
     owed_s: float = 0.0
     turns: int = 0
     put_back: list[Job] = field(default_factory=list)  # and have not begun again, the last first
-    read_since: dict[int, set[int]] = field(default_factory=dict)  # turns of others that read since one did
+    read_since: dict[int, set[int]] = field(default_factory=dict)  # turns of others that read first since one did
     decoded_s: float = 0.0  # since a chunk was read
     chunk_s: float = 0.0
     done: list[int] = field(default_factory=list)
     idle_units: int = 0
+    together: int = 0  # chunks in one step, at most
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -150,22 +151,9 @@ class Simulation:
                 job = self.by_id(self.running, request_id)
                 job.late = 0
                 self.drawn(job)
-            case Read(request_id):
-                job = self.by_id(self.running, request_id)
-                self.last_read = job.turn
+            case Read(ids):
                 self.chunk_s, self.decoded_s = took, 0.0
-                for read in self.read_since.values():
-                    read.add(job.turn)
-                self.read_since[job.turn] = set()
-                n = min(job.to_read, (job.cached or 0) + CHUNK)
-                if self.make_room(job, n):
-                    job.cached = n
-                    if n == job.to_read:
-                        job.reading = False
-                        if job.score:
-                            self.end(job)
-                        elif not job.made:
-                            self.drawn(job)
+                self.read([self.by_id(self.running, i) for i in ids])
             case Decode(ids):
                 self.decoded_s += took
                 for job in [self.by_id(self.running, i) for i in ids]:
@@ -182,6 +170,39 @@ class Simulation:
                     self.ahead = None
             case Recompute():
                 self.idle_units += 1
+
+    def read(self, jobs: list[Job]) -> None:
+        """A chunk of the first, and of those that can join it."""
+        for read in self.read_since.values():
+            read.add(jobs[0].turn)
+        taken: list[int] = []
+        passed = False
+        for job in jobs:
+            n = min(job.to_read - (job.cached or 0), CHUNK, CHUNK if not taken else schedule.space(taken, CHUNK, SMALL))
+            begun = (job.cached or 0) + n
+            if taken and n < min(job.to_read - (job.cached or 0), CHUNK) and job.to_read - begun <= SMALL:
+                n = 0  # what would be left is computed otherwise
+            free = not taken or self.free >= -(-begun // self.block) - self.blocks(job)
+            if taken and (n <= 0 or not free or not schedule.joins(taken, n, CHUNK, SMALL)):
+                passed = True
+                continue
+            if not passed:
+                self.last_read = job.turn
+            self.read_since[job.turn] = set()
+            if self.make_room(job, begun):
+                taken.append(n)
+                self.together = max(self.together, len(taken))
+                job.cached = begun
+                if begun == job.to_read:
+                    job.reading = False
+                    if job.score:
+                        self.end(job)
+                    elif not job.made:
+                        self.drawn(job)
+            else:
+                return
+        assert sum(taken) <= CHUNK
+        assert all(n > SMALL for n in taken) or sum(taken) <= SMALL
 
     def by_id(self, jobs: list[Job], request_id: int) -> Job:
         return next(job for job in jobs if job.id == request_id)
@@ -235,12 +256,13 @@ class Simulation:
                 self.check_admission(view, request_id, number, follow)
             case Draw(request_id):
                 assert self.state(self.by_id(self.running, request_id)) == "due"
-            case Read(request_id):
-                assert view.ahead is None and self.state(self.by_id(self.running, request_id)) == "reading"
+            case Read(ids):
+                assert view.ahead is None
+                assert sorted(ids) == sorted(task.id for task in view.running if task.state == "reading")
                 if "decoding" in states:
                     assert self.decoded_s >= self.chunk_s - 1e-9, "those that decode are owed time"
-                turn = self.by_id(self.running, request_id).turn
-                for job in self.running:  # before it is anyone's turn, a chunk of each of the others, and not two
+                turn = self.by_id(self.running, ids[0]).turn
+                for job in self.running:  # before one is read, each of the others is read first once, and not twice
                     if job.reading and job.turn != turn:
                         assert turn not in self.read_since[job.turn], f"request {job.id} starves"
             case Decode(ids):
@@ -331,7 +353,7 @@ def test_the_simulation_meets_what_the_rules_are_about() -> None:
     simulation.check = watched  # type: ignore[method-assign]
     simulation.run()
     assert seen == {Admit, Draw, Read, Decode, Ahead, Recompute, Wait}
-    assert simulation.put_back_at >= 0
+    assert simulation.put_back_at >= 0 and simulation.together > 1
 
 
 def test_nobody_begins_before_those_that_were_put_back_have_room() -> None:
@@ -411,7 +433,8 @@ def test_the_rules_are_asked_in_their_order(
     elif ahead is not None:
         expected = Ahead(ahead, pause=bool(reading) or len(decoding) > 1)
     elif reading and not (decoding and owed_s > 0):
-        expected = Read(min(reading, key=lambda task: (task.turn <= last_read, task.turn)).id)
+        later = [task.id for task in reading if task.turn > last_read]  # who runs is given in the order of turns
+        expected = Read((*later, *(task.id for task in reading if task.turn <= last_read)))
     elif decoding and not reading and len(decoding) == 1 and not decoding[0].formed:
         expected = Ahead(decoding[0].id, pause=False)
     else:
@@ -449,7 +472,7 @@ def test_one_begins_beside_others_where_all_they_need_fits(
 
 @pytest.mark.parametrize(
     ("work", "owed_s"),
-    [(Read(1), 3.0), (Decode((1,)), 2.0), (Ahead(1, False), 5.0), (Recompute(), 5.0), (Wait(), 5.0), (Draw(1), 5.0)],
+    [(Read((1,)), 3.0), (Decode((1,)), 2.0), (Ahead(1, False), 5.0), (Recompute(), 5.0), (Wait(), 5.0), (Draw(1), 5.0)],
 )
 def test_a_chunk_of_a_prompt_is_owed_to_those_that_decode_until_they_had_it(work: Work, owed_s: float) -> None:
     assert owed(work, 5.0, 3.0) == owed_s
@@ -457,9 +480,9 @@ def test_a_chunk_of_a_prompt_is_owed_to_those_that_decode_until_they_had_it(work
 
 def test_in_the_beginning_nobody_has_read_is_owed_or_was_put_back() -> None:
     both = tuple(Running(i, i, i, "reading", 3, 3, None) for i in range(2))
-    assert decide(View(both, (), Room(9, 0, 1), PLACES)) == Read(0)
+    assert decide(View(both, (), Room(9, 0, 1), PLACES)) == Read((0, 1))
     decoding = Running(2, 2, 2, "decoding", 3, 3, 3)
-    assert decide(View((*both, decoding), (), Room(9, 0, 1), PLACES)) == Read(0)
+    assert decide(View((*both, decoding), (), Room(9, 0, 1), PLACES)) == Read((0, 1))
     assert decide(View((decoding,), (Waiting(3, 1, 1),), Room(99, 0, 1), PLACES)) == Admit(3, 0, follow=False)
 
 
@@ -468,3 +491,36 @@ def test_no_more_run_than_there_are_places() -> None:
     view = View(running, (Waiting(9, 1, 1),), Room(99, 0, 1), PLACES)
     assert decide(view) == Decode(tuple(range(PLACES)))
     assert decide(replace(view, running=running[:1] + running[2:])) == Admit(9, 1, follow=False)
+
+
+@given(st.lists(st.integers(1, 60), max_size=8), st.integers(0, 32), st.integers(33, 100))
+def test_what_is_computed_otherwise_never_shares_a_step(parts: list[int], small: int, most: int) -> None:
+    """Chunks that come one after the other: a step is short or long, and each is in it what it would be alone."""
+    taken: list[int] = []
+    for part in (min(part, most) for part in parts):
+        assert schedule.space(taken, most, small) >= part or not schedule.joins(taken, part, most, small)
+        if schedule.joins(taken, part, most, small):
+            taken.append(part)
+            assert sum(taken) <= most
+        else:
+            assert taken  # alone any chunk is a step
+            of_one_kind = (part <= small) == (taken[0] <= small)
+            assert not of_one_kind or sum(taken) + part > (small if part <= small else most)
+    assert all(n > small for n in taken) or sum(taken) <= small
+
+
+@given(running_ones, st.lists(st.booleans(), max_size=3), st.booleans(), st.integers(0, 90), st.integers(1, 6))
+def test_what_they_wait_for_is_a_place_or_room(
+    running: tuple[Running, ...], ready: list[bool], score: bool, free: int, places: int
+) -> None:
+    """Where nobody begins who may: no place, or else no room; beside a score, and with nobody there, it is neither."""
+    waiting = tuple(Waiting(100 + i, 5, 9, score, ready=is_ready) for i, is_ready in enumerate(ready))
+    view = View(running, waiting, Room(free, 0, 1), places)
+    wants = schedule.wanting(view)
+    if not any(ready) or score or any(task.score for task in running):
+        assert wants is None
+    elif len(running) >= places:
+        assert wants == "place"
+    else:
+        assert wants == (None if isinstance(decide(view), Admit) else "room")
+    assert schedule.wanting(replace(view, running=())) is None

@@ -15,6 +15,7 @@ from engine.ground.errors import ContextOverflowError, RequestError
 from engine.ground.protocol import Done, Error, Event, Generate, Score, Tokens
 from engine.ground.sampling import Sampling
 from engine.serving import schedule
+from engine.serving.reading import read_together
 from engine.serving.scheduler import Engine
 from engine.serving.tasks import GenerateTask
 from tests.tiny_models import float_logits, k_quant_mix, read_weights, write_tiny
@@ -54,11 +55,11 @@ def test_a_step_is_fed_as_there_was_room_for_it(engine: Engine, monkeypatch: pyt
     monkeypatch.setattr(engine.loaded.prefixes, "step_tokens", lambda *_: 20)
     task.prepare()
     monkeypatch.setattr(engine.loaded.prefixes, "step_tokens", lambda *_: 31)
-    task.read()
+    read_together([task])
     assert task.sequence is not None and task.sequence.length == task.read_tokens == 20
     while not task.decoding:
         task.prepare()
-        task.read()
+        read_together([task])
     assert task.sequence.length == len(PROMPT)
     task.close()
 

@@ -30,7 +30,7 @@ class Watched(Engine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.put_back: list[int] = []
-        self.read: list[int] = []
+        self.read: list[tuple[int, ...]] = []  # whose prompts, in each step
         self.fed = 0
         run = self.loaded.steps.run
 
@@ -45,9 +45,9 @@ class Watched(Engine):
         self.put_back.append(task.id)
         super()._put_back(task)
 
-    def _read(self, task: Any) -> list[Event]:
-        self.read.append(task.id)
-        return super()._read(task)
+    def _read_together(self, tasks: list[GenerateTask]) -> list[Event]:
+        self.read.append(tuple(task.id for task in tasks))
+        return super()._read_together(tasks)
 
     def drain(self, steps: int = 2000) -> list[Event]:
         events: list[Event] = []
@@ -115,7 +115,8 @@ def test_prompts_are_read_in_turn(opened: Any) -> None:
     for i, n in enumerate((20, 130, 20, 70, 20), start=1):
         engine.submit(Generate(i, tokens(i, n), 2, stop_tokens=()))
     engine.drain()
-    assert engine.read == [1, 2, 3, 4, 5, 2, 4, 2]
+    # What fits beside the first joins it; whoever was passed over is first in the next step.
+    assert engine.read == [(1, 3, 5), (2,), (4,), (2,), (4, 2)]
 
 
 def test_a_score_runs_alone_and_counts_once(opened: Any) -> None:

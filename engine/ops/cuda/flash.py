@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -44,19 +45,30 @@ def split(n_blocks: int, n_positions: int) -> tuple[int, int]:
     return best[1], best[2]
 
 
-def launches(T: int, n_positions: int, n_sequences: int) -> list[tuple[int, int, bool]]:
-    """The rows of each launch for a step, and whether its positions may be split.
+def launches(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool, int]]:
+    """The rows of each launch for a step, whether its positions may be split, and one more than the largest of them.
 
-    How positions are split depends on the rows and positions of a launch, and bits on how positions are split. So a
-    step of one sequence is cut at multiples of PIECE_TOKENS, and what lies between two of them is not split: it has the
-    same bits in any step. There is plenty of it where it is worth anything.
+    spans: of each sequence, its tokens and one more than the largest position. How positions are split depends on the
+    rows and positions of a launch, and bits on how positions are split. So each sequence is cut at multiples of
+    PIECE_TOKENS, and what lies between two of them is not split: it has the same bits in any step, and can share a
+    launch with what is not split of another. There is plenty of it where it is worth anything. What is split has
+    launches of its own: those that it has where its sequence is alone.
     """
-    first = n_positions - T
-    begin, end = -first % PIECE_TOKENS, n_positions // PIECE_TOKENS * PIECE_TOKENS - first
-    if n_sequences > 1 or begin >= end:
-        return [(0, T, True)]
-    made = [(0, begin, True), (begin, end, False), (end, T, True)]
-    return [rows for rows in made if rows[0] < rows[1]]
+    made: list[tuple[int, int, bool, int]] = []
+    at = 0
+    for T, n_positions in spans:
+        first = n_positions - T
+        begin, end = -first % PIECE_TOKENS, n_positions // PIECE_TOKENS * PIECE_TOKENS - first
+        parts = [(0, T, True)] if begin >= end else [(0, begin, True), (begin, end, False), (end, T, True)]
+        for a, b, splits in parts:
+            if a == b:
+                continue
+            if made and not splits and not made[-1][2]:
+                made[-1] = (made[-1][0], at + b, False, max(made[-1][3], first + b))
+            else:
+                made.append((at + a, at + b, splits, first + b))
+        at += T
+    return made
 
 
 class Flash:
@@ -90,6 +102,7 @@ class Flash:
         window: int = 0,
         gate: Array | None = None,
         gate_kind: str = "",
+        spans: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Causal attention over cached blocks, in logical order.
 
@@ -98,6 +111,7 @@ class Flash:
         them, the rows of a sequence are contiguous and their positions ascend by one; query head h reads kv head
         h * K // H; out float32 [T, H * head_dim] is written. gate float32 [T, H] or [T, H * head_dim]: out is
         multiplied by gate_kind ("softplus", "sigmoid") of it. n_positions: the largest position of the step, plus one.
+        spans: as of `launches`, where there are several sequences; then each has the bits that it has alone.
         ValueError: shapes that the kernels do not take.
         """
         T, H, head_dim = q.shape
@@ -110,11 +124,14 @@ class Flash:
         if not 0 < n_positions <= block_table.shape[1] * KV_BLOCK_TOKENS:
             raise ValueError(f"{n_positions} positions in a table of {block_table.shape[1]} blocks")
         # A window is short, so its rows need no splits.
-        made = [(0, T, False)] if window else launches(T, n_positions, block_table.shape[0])
-        for a, b, splits in made:
+        if spans and (sum(n for n, _ in spans), max(end for _, end in spans)) != (T, n_positions):
+            raise ValueError(f"spans {spans} of {T} tokens up to position {n_positions}")
+        several = block_table.shape[0] > 1 and not spans
+        whole = [(0, T, not window, n_positions)]
+        for a, b, splits, end in whole if window or several else launches(spans or [(T, n_positions)]):
             self._launch(
-                q[a:b], kv, block_table, sequence[a:b], positions[a:b], scale, out[a:b], n_positions - T + b,
-                splits, window, None if gate is None else gate[a:b], gate_kind,
+                q[a:b], kv, block_table, sequence[a:b], positions[a:b], scale, out[a:b], end, splits,
+                window, None if gate is None else gate[a:b], gate_kind,
             )  # fmt: skip
 
     def _launch(

@@ -294,11 +294,13 @@ def attention(
     gate: Array | None = None,
     gate_kind: str = "",
     apart: bool = False,
+    spans: tuple[tuple[int, int], ...] = (),
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`.
 
     n_positions: one more than the largest position, which a long step needs from the host. apart: no two tokens are of
-    one sequence, so there is nothing that they could read together.
+    one sequence, so there is nothing that they could read together. spans: of a long step of several sequences, the
+    tokens of each and one more than its largest position: then each has the bits that it has alone.
     """
     ws.writes(out)
     if q.shape[0] <= SMALL_TOKENS:
@@ -312,7 +314,7 @@ def attention(
     else:
         ws.flash(
             q, kv, block_table, sequence, positions, scale, out,
-            n_positions=n_positions, window=window, gate=gate, gate_kind=gate_kind,
+            n_positions=n_positions, window=window, gate=gate, gate_kind=gate_kind, spans=spans,
         )  # fmt: skip
 
 
