@@ -6,7 +6,8 @@ that one counts as well. What was proposed beyond is taken back, so that whateve
 
 `Decoder` does this with replies that share a step; what it proposes is a function, today one that proposes nothing.
 `AheadOfHost` does it with one that is alone, and the device waits for nobody: it proposes to itself what it drew,
-a step is one graph launch, and the host accepts behind what it has enqueued.
+a step is one graph launch, and the host accepts behind what it has enqueued. So do `Together`, with several, and
+`Masked`, where a form binds one of them and the host has to see each token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
 from engine.running.ahead import AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
+from engine.running.masked import Masked, can_mask
 from engine.running.reply import Reply
 from engine.running.sampling import Drawing
 from engine.running.stepping import Span, StepResult, Steps
@@ -131,8 +133,11 @@ class Decoder:
 
     def together(self, replies: Many[Reply], until: float) -> list[SparkError | None]:
         """Steps of all replies until that time of time.perf_counter, or one at least; returns as `step`."""
-        if isinstance(self.drawer, DeviceDrawer) and can_share(self.steps, replies):
-            return Together(self.steps, self.drawer, replies).run(until)
+        if isinstance(self.drawer, DeviceDrawer):
+            if can_share(self.steps, replies):
+                return Together(self.steps, self.drawer, replies).run(until)
+            if can_mask(self.steps, replies):
+                return Masked(self.steps, self.drawer, replies).run(until)
         return self.step(replies)
 
     def alone(self, reply: Reply) -> Alone:
