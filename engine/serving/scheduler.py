@@ -38,6 +38,7 @@ from engine.placing import policies
 from engine.placing.learning import Learning
 from engine.running.decoding import MASK_WAIT_S, Alone
 from engine.running.loaded import load
+from engine.running.warm import warm_up
 from engine.serving.families import Families
 from engine.serving.schedule import (
     Admit,
@@ -95,6 +96,13 @@ class Engine:
         self._followed = 0  # uses counted when the pinned slots last followed them
         self._rereading: Rereading | None = None
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
+
+    def warm_up(self) -> None:
+        """Do on a GPU what a first request would wait for; it counts as a part of the load, and leaves no trace."""
+        if self.loaded.backend.gpu is not None:
+            took_s = warm_up(self.loaded)
+            self.load_s += took_s
+            _log.info("warmed up in %.2f s", took_s)
 
     def hello(self) -> dict[str, Any]:
         """Which file was opened."""
