@@ -26,12 +26,10 @@ from engine.ops import F32
 from engine.running.ahead import AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.masked import Masked, can_mask
-from engine.running.reply import Reply
+from engine.running.reply import Reply, mask_wait_s
 from engine.running.sampling import Drawing
 from engine.running.stepping import Span, StepResult, Steps
 from engine.running.together import Together, can_share
-
-MASK_WAIT_S = 0.01  # a step waits so long for a mask; whoever has none then draws when it comes, without the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class Decoder:
         """
         failures: list[SparkError | None] = [None] * len(proposals)
         rows = list(itertools.accumulate((len(p.span.want) for p in proposals), initial=0))
-        until_s = time.monotonic() + MASK_WAIT_S
+        until_s = time.monotonic() + mask_wait_s(p.reply for p in proposals)
         stay = [0] * len(proposals)  # of the tokens that were proposed
         going = list(range(len(proposals)))
         while going:

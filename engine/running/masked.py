@@ -19,11 +19,10 @@ from engine.memory.blocks import Sequence, block_table
 from engine.ops.cuda.sampling import Sampler
 from engine.running.ahead import CHECK_S, POLL_S
 from engine.running.drawing import DeviceDrawer
-from engine.running.reply import Reply, not_finite
+from engine.running.reply import Reply, mask_wait_s, not_finite
 from engine.running.sampling import Drawn, counts_reply
 from engine.running.stepping import Span, StepResult, Steps
 
-LATE_S = 0.001  # how long a step waits for a mask when it could have been drawn from
 _FIRST_S = 0.004  # what the first step is taken for
 
 
@@ -69,9 +68,10 @@ class Masked:
         """As `Together.run`; also ends where a mask is late, whose reply is `held` then."""
         self._begin()
         is_room, heard_s = self._reserved(), time.monotonic()
+        late_s = mask_wait_s(row.reply for row in self._rows)
         while True:
-            # A captured step and its draw take this long at least; a mask that comes meanwhile costs nothing.
-            self._draw(heard_s + self._step_s + LATE_S)
+            # A mask that comes while the step runs costs nothing.
+            self._draw(heard_s + self._step_s + late_s)
             going = [row for row in self._rows if not row.ended]
             over = len(going) < len(self._rows) or time.perf_counter() >= until
             over = over or all(row.reply.left <= 1 for row in going) or not is_room or not self._reserved()

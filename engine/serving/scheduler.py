@@ -36,8 +36,9 @@ from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.placing import policies
 from engine.placing.learning import Learning
-from engine.running.decoding import MASK_WAIT_S, Alone
+from engine.running.decoding import Alone
 from engine.running.loaded import load
+from engine.running.reply import MASK_WAIT_S
 from engine.running.warm import warm_up
 from engine.serving.families import Families
 from engine.serving.schedule import (
