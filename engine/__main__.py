@@ -14,7 +14,13 @@ def _open_engine(config: EngineConfig, progress: daemon.Loading) -> daemon.Drive
     # Imported only now: whatever the engine's libraries print when they load must not reach stdout.
     from engine.serving.scheduler import Engine
 
-    return Engine(config, progress)
+    engine = Engine(config, progress)
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _plan(config: EngineConfig) -> Mapping[str, Any]:

@@ -103,6 +103,20 @@ def items(item: Check, longest: int, *, shortest: int = 0) -> Check:
     return check
 
 
+def integers(low: int, high: int, longest: int, *, shortest: int = 0) -> Check:
+    """As `items` of `integer`, for lists of many: what has nothing to refuse is looked at as a whole."""
+    one_by_one = items(integer(low, high), longest, shortest=shortest)
+
+    def check(name: str, value: Any) -> tuple[int, ...]:
+        is_many = type(value) is list and shortest <= len(value) <= longest and set(map(type, value)) == {int}
+        if is_many and low <= min(value) and max(value) <= high:
+            return tuple(value)
+        made: tuple[int, ...] = one_by_one(name, value)
+        return made
+
+    return check
+
+
 def pair(first: Check, second: Check) -> Check:
     """Check for a list of two items, one for each check; gives a tuple."""
 

@@ -6,7 +6,8 @@ that one counts as well. What was proposed beyond is taken back, so that whateve
 
 `Decoder` does this with replies that share a step; what it proposes is a function, today one that proposes nothing.
 `AheadOfHost` does it with one that is alone, and the device waits for nobody: it proposes to itself what it drew,
-a step is one graph launch, and the host accepts behind what it has enqueued.
+a step is one graph launch, and the host accepts behind what it has enqueued. So do `Together`, with several, and
+`Masked`, where a form binds one of them and the host has to see each token.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
 from engine.running.ahead import AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
-from engine.running.reply import Reply
+from engine.running.masked import Masked, can_mask
+from engine.running.reply import Reply, mask_wait_s
 from engine.running.sampling import Drawing
 from engine.running.stepping import Span, StepResult, Steps
 from engine.running.together import Together, can_share
-
-MASK_WAIT_S = 0.01  # a step waits so long for a mask; whoever has none then draws when it comes, without the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Decoder:
         """
         failures: list[SparkError | None] = [None] * len(proposals)
         rows = list(itertools.accumulate((len(p.span.want) for p in proposals), initial=0))
-        until_s = time.monotonic() + MASK_WAIT_S
+        until_s = time.monotonic() + mask_wait_s(p.reply for p in proposals)
         stay = [0] * len(proposals)  # of the tokens that were proposed
         going = list(range(len(proposals)))
         while going:
@@ -131,8 +131,11 @@ class Decoder:
 
     def together(self, replies: Many[Reply], until: float) -> list[SparkError | None]:
         """Steps of all replies until that time of time.perf_counter, or one at least; returns as `step`."""
-        if isinstance(self.drawer, DeviceDrawer) and can_share(self.steps, replies):
-            return Together(self.steps, self.drawer, replies).run(until)
+        if isinstance(self.drawer, DeviceDrawer):
+            if can_share(self.steps, replies):
+                return Together(self.steps, self.drawer, replies).run(until)
+            if can_mask(self.steps, replies):
+                return Masked(self.steps, self.drawer, replies).run(until)
         return self.step(replies)
 
     def alone(self, reply: Reply) -> Alone:

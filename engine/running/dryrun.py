@@ -42,7 +42,7 @@ from engine.running.stepping import Graphs, Steps
 DEFAULT_CTX_TOKENS = 32768
 _ROUNDING_BYTES = 1024  # of arrays whose size the count does not know yet
 
-_LONG_STEPS = (33, 64, 128, 256, 512, 1024, 2048, 4096)  # kernels are chosen by the length of a step
+LONG_STEPS = (33, 64, 128, 256, 512, 1024, 2048, 4096)  # kernels are chosen by the length of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _run(steps: Steps, sampler: Sampler) -> None:
         sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)
     sampler.describe(logits[:1])
     # Products have kernels for 1, 8, half as many as a small step and as many.
-    lengths = {n for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, *_LONG_STEPS, most) if n <= most}
+    lengths = {n for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, *LONG_STEPS, most) if n <= most}
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
             _step(forward, steps.residency, n, wanted)

@@ -11,6 +11,9 @@ from engine.ops import F32
 from engine.running.sampling import Drawing, Drawn, SamplingParams
 from engine.text.forms import Form
 
+MASK_WAIT_S = 0.01  # a step waits so long for a mask; whoever has none then draws when it comes, without the others
+LATE_S = 0.001  # and so long where some of the others have no form: these must not be slowed
+
 _serials = itertools.count()
 
 
@@ -97,6 +100,11 @@ class Reply:
             elif self.made == self.limit:
                 self.reason = "length"
         return self.reason is None
+
+
+def mask_wait_s(replies: Iterable[Reply]) -> float:
+    """How long a step of replies waits for a mask."""
+    return LATE_S if any(reply.grammar is None for reply in replies) else MASK_WAIT_S
 
 
 def not_finite() -> NumericalError:

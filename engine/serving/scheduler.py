@@ -37,8 +37,10 @@ from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.placing import policies
 from engine.placing.learning import Learning
-from engine.running.decoding import MASK_WAIT_S, Alone
+from engine.running.decoding import Alone
 from engine.running.loaded import load
+from engine.running.reply import MASK_WAIT_S
+from engine.running.warm import warm_up
 from engine.serving.families import Families
 from engine.serving.reading import gather, read_together
 from engine.serving.schedule import (
@@ -101,6 +103,13 @@ class Engine:
         self._rereading: Rereading | None = None
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
 
+    def warm_up(self) -> None:
+        """Do on a GPU what a first request would wait for; it counts as a part of the load, and leaves no trace."""
+        if self.loaded.backend.gpu is not None:
+            took_s = warm_up(self.loaded)
+            self.load_s += took_s
+            _log.info("warmed up in %.2f s", took_s)
+
     def hello(self) -> dict[str, Any]:
         """Which file was opened."""
         file = self.loaded.source.file
@@ -145,8 +154,8 @@ class Engine:
     def submit(self, request: Generate | Score) -> None:
         """Queue a request; raises RequestError for one that can never run."""
         n_vocab = self.loaded.source.config.n_vocab
-        bad = next((t for t in request.tokens if t >= n_vocab), None)
-        if bad is not None:
+        if max(request.tokens, default=0) >= n_vocab:
+            bad = next(t for t in request.tokens if t >= n_vocab)
             raise RequestError(f"token {bad} is outside the vocabulary of {n_vocab}")
         n, limit = len(request.tokens), self.loaded.limits.n_ctx
         if n > limit or (isinstance(request, Generate) and n == limit):

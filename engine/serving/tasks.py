@@ -21,10 +21,10 @@ from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.memory.swap import Swapped
 from engine.ops import F32, SMALL_TOKENS
-from engine.running.decoding import MASK_WAIT_S, Proposal
+from engine.running.decoding import Proposal
 from engine.running.forward import MAX_ROWS
 from engine.running.loaded import Loaded
-from engine.running.reply import Reply
+from engine.running.reply import MASK_WAIT_S, Reply
 from engine.running.sampling import check_finite
 from engine.running.stepping import Span, StepResult
 from engine.serving.families import Families, Family, Kept

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,10 @@ _MARKS = frozenset((
     "<system>", "</system>", "<user>", "</user>", "<assistant>",
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>',
 ))  # fmt: skip
+
+# Where every rule of cutting text begins a word, whatever stands around: long text is cut there, for several cores.
+_WORD_BEGINS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+_PART_CHARS = 8192
 
 
 def _byte_letters() -> dict[str, int]:
@@ -154,6 +159,8 @@ class Tokenizer:
         self._bpe = tokenizers.Tokenizer(bpe)
         self._bpe.normalizer, self._bpe.pre_tokenizer, self._bpe.decoder = rule.normalizer(), rule.words, decoder
         self._bpe.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in user_defined])
+        # A token that is found in any text, before words are, must not be cut.
+        self._is_cut = rule.words is not None and not any(map(_WORD_BEGINS.search, user_defined))
         self._bytes: list[bytes | None] = [None] * self.vocab_size
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
@@ -181,11 +188,28 @@ class Tokenizer:
         """The tokens of text pieces, each encoded by itself and as plain text, with ids between them."""
         pieces = list(pieces)
         texts = [_without_surrogates(piece) for piece in pieces if isinstance(piece, str)]
-        encoded = iter(self._bpe.encode_batch_fast(texts, add_special_tokens=False) if texts else [])
+        parts = [self._parts(text) for text in texts]
+        found = iter(self._bpe.encode_batch_fast([*itertools.chain(*parts)], add_special_tokens=False) if texts else [])
+        encoded = iter(parts)
         ids: list[int] = []
         for piece in pieces:
-            ids += next(encoded).ids if isinstance(piece, str) else [piece]
+            if isinstance(piece, str):
+                for encoding in itertools.islice(found, len(next(encoded))):
+                    ids += encoding.ids
+            else:
+                ids.append(piece)
         return ids
+
+    def _parts(self, text: str) -> list[str]:
+        """Text in parts that have, one after the other, the tokens of all of it."""
+        parts, begin = [], 0
+        while self._is_cut and len(text) - begin >= 2 * _PART_CHARS:
+            found = _WORD_BEGINS.search(text, begin + _PART_CHARS)
+            if found is None:
+                break
+            parts.append(text[begin : found.start()])
+            begin = found.start()
+        return [*parts, text[begin:]]
 
     def is_control(self, name: str) -> bool:
         """Whether `name`, of `special_ids`, is that of a control token."""

@@ -6,13 +6,14 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import daemon
-from engine.ground import protocol
+from engine.ground import checks, protocol
 from engine.ground.config import DEVICES, KV_TYPES, MAX_PARALLEL, EngineConfig
 from engine.ground.errors import CapacityError, ContextOverflowError, RequestError, from_code
 from engine.ground.sampling import Sampling
@@ -359,3 +360,14 @@ def test_a_bad_flag_is_a_usage_error(flag: str, capsys: pytest.CaptureFixture[st
 def test_the_protocol_needs_no_array_library() -> None:
     code = "import sys, engine.ground.protocol, engine.daemon; sys.exit('numpy' in sys.modules)"
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0
+
+
+@pytest.mark.parametrize("value", [[], [3], [0, 7], [1, True], [1.0], [-1], [8], [1] * 5, "12", [[1]], None])
+def test_many_integers_are_checked_as_one_by_one(value: Any) -> None:
+    found = []
+    for check in (checks.integers(0, 7, 4, shortest=1), checks.items(checks.integer(0, 7), 4, shortest=1)):
+        try:
+            found.append(check("tokens", value))
+        except RequestError as error:
+            found.append(error.message)
+    assert found[0] == found[1]

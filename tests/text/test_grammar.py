@@ -553,9 +553,15 @@ def test_a_device_draws_as_the_host_would(
     before = run(made, free)[0]
     drawn.clear()
     wanted = json.dumps({"kind": "json_schema", "schema": {"type": "array", "items": {"enum": [1, 23]}, "maxItems": 2}})
-    tokens, done = run(made, Generate(2, tuple(range(20, 57)), 60, sampling, (256,), wanted))
+    formed = Generate(2, tuple(range(20, 57)), 60, sampling, (256,), wanted)
+    with monkeypatch.context() as patched:  # where the host waits for each step
+        patched.setattr("engine.running.decoding.can_mask", lambda steps, replies: False)
+        tokens, done = run(made, formed)
     assert isinstance(done, Done) and done.finish_reason == "stop"
     assert set(json.loads(bytes(tokens))) <= {1, 23}
     assert drawn == tokens or drawn == [*tokens, 256]
+    again, done = run(made, formed)
+    assert isinstance(done, Done) and done.finish_reason == "stop"
+    assert again == tokens and len(drawn) < 2 * len(tokens)
     assert run(made, free)[0] == before
     made.close()

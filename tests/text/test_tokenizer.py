@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -214,6 +214,28 @@ def test_encodes_as_the_published_tokenizer(pre: str, folder: Path) -> None:
         assert ours.encode(text, parse_special=True) == ids, text
         assert not names.keys() & set(ours.encode(text))
     compare()
+
+
+@pytest.mark.parametrize("pre", TESTED)
+def test_text_in_parts_has_the_tokens_of_the_whole(pre: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = load(write(folder / f"{pre}.gguf", metadata(oracle(pre), pre)))
+    words = st.sampled_from([*PIECES, "a", " b", "Cd ", "'s e", "I'LL we'Ve", "x \u0301y", "e\u0301 f", "1 g", "h  i"])
+    texts = st.lists(words, max_size=30).map("".join).map(lambda s: s.encode("utf-8", "replace").decode())
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(texts)
+    @example(corpus()[0])
+    def compare(text: str) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("engine.text.tokenizer._PART_CHARS", 1 << 40)
+            whole = ours.encode(text)
+            patched.setattr("engine.text.tokenizer._PART_CHARS", 3)
+            assert "".join(ours._parts(text)) == text
+            assert ours.encode(text) == whole
+
+    compare()
+    monkeypatch.setattr("engine.text.tokenizer._PART_CHARS", 3)
+    assert len(ours._parts(corpus()[0])) > 100
 
 
 def test_every_known_name_is_tested_or_an_alias() -> None:

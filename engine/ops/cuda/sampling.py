@@ -185,6 +185,10 @@ class Sampler:
         fields = (np.array(words, np.int32), *(a.view(np.int32) for a in (floats, wide, penalties)))
         self.device.write(self.control, np.concatenate((*fields, np.array([logprobs or 0, 0], np.int32))))
 
+    def allow(self, allowed: NDArray[np.uint32]) -> None:
+        """Set the mask of the next draw, in stream order, of a request that was prepared with one."""
+        self.device.write(self.allowed, allowed)
+
     def count(self, reply: Sequence[int]) -> None:
         """Set the counts to those of a reply so far, in stream order; draws then go on from there."""
         if len(reply):
@@ -230,6 +234,13 @@ class Sampler:
             return None
         token = entry & 0xFFFFFFFF
         return Draw(token - (token >> 31 << 32), entry >> 32 & 3)
+
+    def is_there(self, n: int) -> bool:
+        """Whether draw n can be taken, with its likelihood where the request asks for that."""
+        found = self.drawn(n)
+        if found is None or self.logprobs is None or found.status in (STOPPED, FAILED):
+            return found is not None
+        return self.likelihood(n) is not None
 
     def poll(self, made: int) -> News:
         """What is there beyond the first `made` tokens of the request; never waits."""

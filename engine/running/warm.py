@@ -1,0 +1,110 @@
+"""What a first request would have to wait for, done before there is one: kernels loaded, steps captured, pools touched.
+
+Steps of every kind run, on tokens that nobody asked for, and leave no trace. While they do, all slots are pinned, so no
+expert moves; afterwards heat, clocks and counters are what they were. Nothing is told to the cache of prefixes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+
+from engine.ground.errors import CapacityError, DeviceLostError, SparkError
+from engine.ground.sampling import Sampling
+from engine.memory.residency import Residency
+from engine.ops import SMALL_TOKENS
+from engine.ops.cuda.failures import translated
+from engine.running.dryrun import LONG_STEPS
+from engine.running.forward import GRAPH_TOKENS
+from engine.running.loaded import Loaded
+from engine.running.reply import Reply
+from engine.running.stepping import Span
+
+_DRAWS = 3  # the first of a reply, and those of captured steps
+_KINDS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))  # which have graphs of their own
+
+_log = logging.getLogger(__name__)
+
+
+def warm_up(loaded: Loaded) -> float:
+    """Run a step of every kind; the seconds that it took. What fails then will say so to a request that needs it.
+
+    Imposed choices of experts are used up by steps, so with them nothing is done.
+    """
+    began_s = time.perf_counter()
+    if loaded.options.replay is None:
+        try:
+            with translated(), _untouched(loaded.residency):
+                _read(loaded)
+                _decode(loaded)
+        except DeviceLostError:
+            raise
+        except SparkError as error:
+            _log.info("not warmed up: %s", error)
+    return time.perf_counter() - began_s
+
+
+@contextlib.contextmanager
+def _untouched(residency: Residency) -> Iterator[None]:
+    """Let no expert move within the block, and have all state of slots afterwards as it was before."""
+    state = residency.pull()
+    before = {f.name: getattr(state, f.name).copy() for f in fields(state)}
+    state.pinned[...] = 1
+    residency.push()
+    try:
+        yield
+    finally:
+        residency.device.synchronize()
+        for name, values in before.items():
+            getattr(state, name)[...] = values
+        residency.push()
+
+
+def _read(loaded: Loaded) -> None:
+    """Steps of every length that has kernels or a graph of its own, the longest first."""
+    most = min(loaded.limits.max_tokens, loaded.limits.n_ctx)
+    for n in sorted({n for n in (*GRAPH_TOKENS, *LONG_STEPS, most) if n <= most}, reverse=True):
+        with _replies(loaded, 1, n + 1) as (one,):
+            assert one.sequence is not None
+            tokens = np.asarray(one.history[:n], np.int32)
+            result = loaded.steps.run([Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,))])
+            _ = result.last_residual
+
+
+def _decode(loaded: Loaded) -> None:
+    """Replies alone and in all widths of steps that they share, greedy and not."""
+    widths = [w for w in GRAPH_TOKENS if 1 < w <= min(loaded.limits.max_sequences, SMALL_TOKENS)]
+    for params in _KINDS:
+        with _replies(loaded, 1, 1, params) as (one,):
+            steps = loaded.decoder.alone(one)
+            while not steps.ended:
+                steps.advance()
+        for width in widths:
+            # So short a context has no room for so many, nor will it have.
+            with contextlib.suppress(CapacityError), _replies(loaded, width, 1, params) as together:
+                while not any(one.reason for one in together):
+                    failures = loaded.decoder.together(together, time.perf_counter() + 1)
+                    for failure in filter(None, failures):
+                        raise failure
+
+
+@contextlib.contextmanager
+def _replies(loaded: Loaded, n: int, n_tokens: int, params: Sampling = _KINDS[0]) -> Iterator[list[Reply]]:
+    """Replies to so many tokens, different ones, of which nothing is fed."""
+    n_vocab = loaded.source.config.n_vocab
+    replies: list[Reply] = []
+    try:
+        for i in range(n):
+            tokens = ((np.arange(n_tokens) * 7919 + 31 * i) % n_vocab).tolist()
+            limit = max(1, min(_DRAWS, loaded.limits.n_ctx - n_tokens))
+            replies.append(Reply(tokens, params, limit, sequence=loaded.kv.sequence(), number=i))
+        yield replies
+    finally:
+        for one in replies:
+            assert one.sequence is not None
+            one.sequence.release()
