@@ -65,7 +65,7 @@ def launched(
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
     weights = change(module.load(Shapes(config, type_of), config))
-    counted = dryrun.count(device, module, config, weights, dryrun.limits_of(config, 8192, max_tokens), kv_type)
+    counted = dryrun.count(device, module, config, weights, dryrun.limits_of(config, 8192, max_tokens, 8), kv_type)
     found: Kernels = {}
     for source, name in counted.kernels:
         found.setdefault(source, set()).add(name)

@@ -127,7 +127,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("which", [[2], [0, 1], [0, 1, 2, 3]])
+@pytest.mark.parametrize(
+    "which", [[2], pytest.param([0, 1], marks=pytest.mark.slow), pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)]
+)
 def test_tokens_and_likelihoods_are_those_of_each_alone(loaded: Loaded, which: list[int]) -> None:
     def made(late: set[int]) -> list[Reply]:
         return [
@@ -148,6 +150,7 @@ def test_tokens_and_likelihoods_are_those_of_each_alone(loaded: Loaded, which: l
         release(replies)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_form_ends_its_reply_alone(loaded: Loaded) -> None:
     expected = stepwise(loaded, reply(loaded, 9, 50, form=turns(loaded, 6)))
     free = stepwise(loaded, reply(loaded, 12, 20, SAMPLED))
@@ -171,6 +174,7 @@ def test_a_failure_of_a_form_is_its_replys(loaded: Loaded) -> None:
     assert stepwise(loaded, replies[1]) == free
 
 
+@pytest.mark.slow
 def test_where_blocks_run_out_it_ends_between_steps(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stepwise(loaded, reply(loaded, 39, 40, form=turns(loaded)))
     replies = [reply(loaded, 39, 40, form=turns(loaded)), reply(loaded, 12, 40)]

@@ -48,7 +48,7 @@ def said(engine: Engine) -> list[Any]:
     return [tokens]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_a_warm_start_is_a_cold_one(model: Path, backend: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     found = []
