@@ -141,7 +141,8 @@ def test_requests_of_every_api_and_how_they_ended() -> None:
 def test_a_client_that_leaves_and_a_daemon_that_dies() -> None:
     with running(fake(step_s=0.02)) as made:
         with made.http.stream("POST", "/v1/chat/completions", json=body("x" * 900, stream=True)) as response:
-            next(response.iter_bytes())
+            chunks = response.iter_bytes()  # kept: forgotten, they close the connection
+            next(chunks)
             wait_until(lambda: any(row["written"] for row in figures(made)["open"]))
         wait_until(lambda: not figures(made)["open"])
         assert made.ask("crash").status_code == 503
