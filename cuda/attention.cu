@@ -30,7 +30,7 @@ struct Choice<false, A, B> {
     typedef B Type;
 };
 
-constexpr i32 MAX_TOKENS = 8; // of a launch
+constexpr i32 MAX_TOKENS = 32; // of a launch
 constexpr i32 PART = 16, PARTS = KV_TILE / PART;
 constexpr i32 SHARES = KV_BLOCK / KV_TILE; // of the output's dimensions, and tiles of a block
 constexpr i32 TILES = (ROWS + 15) / 16, TILE_ROWS = TILES * 16;
@@ -47,7 +47,7 @@ constexpr i32 Q_LOW = PACKED ? 8 : TILE_ROWS, Q_ROWS = 2 * Q_LOW; // the low hal
 constexpr i32 MERGE_ROWS = PACKED ? 8 : TILE_ROWS;
 constexpr i32 MERGE_COLUMNS = TILES == 1 && HEAD_DIM <= 128 ? COLUMNS : 4, MERGE_DIMS = MERGE_COLUMNS * 8; // at a time
 constexpr i32 MERGE_STRIDE = MERGE_DIMS + 8;
-constexpr i32 AHEAD = STAGES - 1; // tiles that are loaded before the dependency
+constexpr i32 AHEAD = STAGES > 1 ? STAGES - 1 : 1; // tiles that are loaded before the dependency
 constexpr float P_SCALE = 0x1p14f; // keeps probabilities in halves clear of subnormals; cancels in o / l
 
 // --- work ---
@@ -402,11 +402,32 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         }
     };
     reset();
-    // Turns before STAGES - 1 copy what is older than this step, of the first tiles; then, with the kernel ahead at its
-    // end, as many the rest of these tiles where there is any; then each turn copies one tile and works on another.
+    // Turns before AHEAD copy what is older than this step, of the first tiles; then, with the kernel ahead at its end,
+    // as many the rest of these tiles where there is any; then each turn works on a tile and copies another one, if
+    // there is but one stage when it is done with its own.
     bool missing = false;
     u32 absent = 0; // a bit a slot: its tile is of a negative block
     i32 slot = 0, chunk = -1;
+    // Start copying the next tile: of its rows those older than this step, the others, or all.
+    const auto load = [&](bool early, bool late) {
+        if (loading.chunk < n_chunks) {
+            const Chunk& from = chunks[loading.chunk];
+            const i32 physical = __shfl_sync(FULL_WARP, entries, loading.block / SHARES - entries0);
+            const i32 valid = physical < 0 ? 0 : from.last + 1 - loading.block * KV_TILE;
+            const i32 fresh = from.fresh - loading.block * KV_TILE;
+            const i64 first_slot = (i64)max(physical, 0) * KV_BLOCK + loading.block % SHARES * KV_TILE;
+            missing |= early && fresh < KV_TILE;
+            absent = (absent & ~(1u << loading_slot)) | (u32)(physical < 0) << loading_slot;
+            copy_kv_rows<GROUP, WINDOW != 0>(
+                kv_tiles(memory + loading_slot * SLOT), k, v, k_scale, v_scale, first_slot, position0,
+                late ? fresh : 0, early ? fresh : KV_TILE, fresh < KV_TILE ? !early : !late,
+                window_begin(from.lowest) - loading.block * KV_TILE, valid, head, n_head_kv, threadIdx.x % GROUP);
+            if (advance(loading, n_workers, chunks, n_chunks) || loading.block / SHARES - entries0 == WARP)
+                load_entries();
+            loading_slot = loading_slot + 1 == STAGES ? 0 : loading_slot + 1;
+        }
+        copies_commit();
+    };
 #pragma unroll 1
     for (i32 turn = 0;; turn++) {
         if (turn == AHEAD) {
@@ -440,33 +461,14 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             if (missing)
                 copies_wait<0>(); // the first tile came in several groups
             else
-                copies_wait<(AHEAD > 0 ? AHEAD - 1 : 0)>();
+                copies_wait<AHEAD - 1>();
             missing = false;
             part_barrier();
         }
-        if (loading.chunk < n_chunks) {
-            const Chunk& from = chunks[loading.chunk];
-            const i32 physical = __shfl_sync(FULL_WARP, entries, loading.block / SHARES - entries0);
-            const i32 valid = physical < 0 ? 0 : from.last + 1 - loading.block * KV_TILE;
-            const i32 fresh = from.fresh - loading.block * KV_TILE;
-            const i64 first_slot = (i64)max(physical, 0) * KV_BLOCK + loading.block % SHARES * KV_TILE;
-            missing |= early && fresh < KV_TILE;
-            absent = (absent & ~(1u << loading_slot)) | (u32)(physical < 0) << loading_slot;
-            copy_kv_rows<GROUP, WINDOW != 0>(
-                kv_tiles(memory + loading_slot * SLOT), k, v, k_scale, v_scale, first_slot, position0,
-                late ? fresh : 0, early ? fresh : KV_TILE, fresh < KV_TILE ? !early : !late,
-                window_begin(from.lowest) - loading.block * KV_TILE, valid, head, n_head_kv, threadIdx.x % GROUP);
-            if (advance(loading, n_workers, chunks, n_chunks) || loading.block / SHARES - entries0 == WARP)
-                load_entries();
-            loading_slot = loading_slot + 1 == STAGES ? 0 : loading_slot + 1;
-        }
-        copies_commit();
+        if (STAGES > 1 || early || late)
+            load(early, late);
         if (early || late)
             continue;
-        if (STAGES == 1) {
-            copies_wait<0>();
-            part_barrier();
-        }
 
         const i32 base = at.block * KV_TILE;
         const KvTiles tiles = kv_tiles(memory + slot * SLOT);
@@ -618,5 +620,9 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         }
         advance(at, n_workers, chunks, n_chunks);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
+        if (STAGES == 1) {
+            part_barrier();
+            load(false, false);
+        }
     }
 }

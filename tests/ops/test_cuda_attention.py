@@ -257,6 +257,20 @@ def test_a_row_depends_on_nothing_but_itself(device: Any, q8: bool) -> None:
 
 
 @pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+def test_rows_of_many_sequences_share_a_launch(device: Any, q8: bool) -> None:
+    device.n_sm, device.max_shared_bytes = 12, 227 << 10
+    device = Launches(device)
+    lengths = [70, 1, 130, 64, 65, 5, 200, 128, 63, 33, 140, 2]
+    T = len(lengths)
+    scene = Scene(12, 4, 128, q8, lengths, 64)
+    q, sequence, positions = scene.query(T), np.arange(T, dtype=np.int32), np.array(lengths, np.int32) - 1
+    together = scene.run(device, q, sequence, positions, apart=True)
+    assert device.grids["attention_splits"] == [(4, 9)] and device.grids["attention_combine"] == [(48, T)]
+    for t in range(T):
+        same_bits(scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])[0], together[t])
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
 @pytest.mark.parametrize(("H", "T"), [(3, 2), (5, 8)])  # one row tile, three
 def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, T: int) -> None:
     scene = Scene(H, 1, 96, q8, [130], 3)

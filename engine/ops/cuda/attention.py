@@ -21,9 +21,11 @@ from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
 
 MAX_TOKENS = 8  # of a launch of attention_splits
+MAX_APART = 32  # the same where each is of a sequence of its own
 TARGET_BLOCKS = 128  # of attention_splits for one long sequence: about the multiprocessors of a large GPU
 SPLITS = (16, 64)  # at least, at most: of a sequence, for each kv head
 MAX_STAGES = 4  # tiles in flight: enough for the latency of memory
+MAX_BLOCKS = 3  # of a multiprocessor, as registers allow where rows and heads are small
 COMBINE_THREADS = 256
 INPUT_HEADS = 4  # of a block of attention_input
 MAX_HEAD_DIM = 512
@@ -140,14 +142,17 @@ class Attention:
         if window:
             max_splits = min(_window_splits(window, most), max_blocks)
             splits = (*splits, ("WINDOW", str(window)))
-        overlap = self.overlap and T <= MAX_TOKENS  # else a launch would read what the tokens of another one store
+        # Else a launch would read what the tokens of another one store.
+        overlap = self.overlap and (apart or T <= MAX_TOKENS)
         if out.shape != (T, H * head_dim) or (quantized is not None and H * head_dim % 32):
             raise ValueError(f"attention of q {q.shape} into {out.shape}")
         gating = gate_macros(gate, gate_kind, (T, H, head_dim))
-        for first in range(0, T, MAX_TOKENS):
-            rows = slice(first, min(first + MAX_TOKENS, T))
+        each = max_splits if window else most
+        at_once = min(self._partial_o.shape[0] // (H * head_dim), self._partial_ml.shape[0] // (H * 2)) // max_splits
+        at_once = min(at_once, MAX_APART if apart else MAX_TOKENS)
+        for first in range(0, T, at_once):
+            rows = slice(first, min(first + at_once, T))
             n = rows.stop - first
-            each = max_splits if window else most
             plan = self._plan(1, H // K, head_dim, kv, n * each) if apart else self._plan(n, H // K, head_dim, kv, each)
             workers = max(min(plan.per_sm * self.device.n_sm // K, n * max_splits), 1)
             flags = [("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv))]
@@ -186,17 +191,18 @@ class Attention:
         slot = tile * (-(-row_bytes // 64) * 64 + 16)
         if kv.k_scale is not None:
             slot += tile * 4 * -(-kv.k_scale.shape[2] // 2)
-        per_sm = min(-(-splits * kv.k.shape[1] // self.device.n_sm), 2)
+        per_sm = min(-(-splits * kv.k.shape[1] // self.device.n_sm), MAX_BLOCKS)
         least = 8 if group <= 8 else 16
         most = next((n for n in (8, 16, 32) if n_tokens * group <= n), 64 if head_dim <= 128 else 32)  # registers
-        for rows, n in product((n for n in (64, 32, 16, 8) if least <= n <= most), (per_sm, 1)):
-            if n > 1 and rows > 16:
+        for rows, n in product((n for n in (64, 32, 16, 8) if least <= n <= most), range(per_sm, 0, -1)):
+            if n > (1 if rows > 16 else 2 if rows > 8 or head_dim > 128 else MAX_BLOCKS):
                 continue  # registers
             merged = -(-head_dim // 32) * 32 if rows <= 16 and head_dim <= 128 else 32  # dimensions at a time
             besides = 2 * rows * (-(-head_dim // 16) * 16 + 8) * 2 + 4 * rows * (merged + 8) * 4
             memory = self.device.max_shared_bytes // n - STATIC_SHARED_BYTES
-            stages = max(min((memory - besides) // (2 * slot), self.max_stages), 1)
-            if stages > 1:
+            fit = (memory - besides) // (2 * slot)
+            stages = max(min(fit, self.max_stages), 1)
+            if stages > 1 or (n > 2 and fit > 0):
                 break
         return _Plan(2 * stages * slot + besides, rows, stages, tile, n)
 
