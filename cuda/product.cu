@@ -7,7 +7,7 @@
 // arrive, so few large ones are best.
 //
 // Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4,
-// 8) activation rows at a time; with SHARED = 1, the only ones. Grid: (any, T / 32 rounded up); block: WARPS
+// 8) activation rows at a time; with SHARED = 1 and with two that are not floats, the only ones. Grid: (any, T / 32 rounded up); block: WARPS
 // warps. Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row,
 // float types COLS * 4); then STAGES * stage_bytes a warp, each at least ROWS rows of the widest type, 32 and
 // TARGET_BYTES. Rows of floats are 16-byte aligned where they are normed or quantized.
@@ -25,6 +25,7 @@
 
 constexpr bool FLOATS = is_float(TYPE0);
 constexpr bool LOCAL = TOKENS == 1 || (SHARED && !FLOATS); // the input is in shared memory
+constexpr bool KEPT = TOKENS == 2 && !SHARED && !FLOATS;   // each of two rows is in registers, and takes its turn
 #ifdef TYPE3
 #define FOUR
 #define OF_FOURTH const u8 *w3, i32 n3, float *y3,
@@ -56,7 +57,25 @@ struct Target {
 };
 constexpr i32 TARGET_BYTES = (i32)(sizeof(Target) + 15) / 16 * 16;
 
-KERNEL __launch_bounds__(WARPS * WARP)
+// `multiply` by the rows of one of the matrices.
+template <i32 tokens, class H, i32 N>
+DEVICE void multiply_rows(float* acc, const u8* rows, i32 offset, i32 matrix, const Input& x, const H (&held)[N],
+                          const i32 (&token)[tokens], i32 n) {
+    if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
+        multiply<TYPE0, ROWS, tokens>(acc, rows, offset, COLS, x, held, token, n);
+    } else {
+        if (matrix == 0)
+            multiply<TYPE0, ROWS, tokens>(acc, rows, offset, COLS, x, held, token, n);
+        else if (matrix == 1)
+            multiply<TYPE1, ROWS, tokens>(acc, rows, offset, COLS, x, held, token, n);
+        else if (TYPE2 == TYPE3 || matrix == 2)
+            multiply<TYPE2, ROWS, tokens>(acc, rows, offset, COLS, x, held, token, n);
+        else
+            multiply<TYPE3, ROWS, tokens>(acc, rows, offset, COLS, x, held, token, n);
+    }
+}
+
+KERNEL __launch_bounds__(WARPS * WARP, KEPT ? COLS <= 2048 ? 3 : 2 : 0)
     product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
             OF_FOURTH const float* x, const i8* q, const float* d, const i32* sums, const float* norm, float eps, i32 n_tokens,
             i32 add, const float* row_scale, float cap, i32 stage_bytes, float scale0, float scale1, float scale2,
@@ -108,7 +127,7 @@ KERNEL __launch_bounds__(WARPS * WARP)
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue(stages + i * stage_bytes, u + i * step);
-    if constexpr (TOKENS == 1)
+    if constexpr (TOKENS == 1 || KEPT)
         fill_grids<TYPE0, TYPE1, TYPE2, TYPE3>();
     constexpr i32 SHARES = (COLS + 128 * WARPS - 1) / (128 * WARPS); // of the row that a warp quantizes
     constexpr bool AHEAD = TOKENS == 1 && !FLOATS && SHARES <= 2;    // they fit in registers
@@ -121,12 +140,17 @@ KERNEL __launch_bounds__(WARPS * WARP)
     dependency_wait();
 
     Input input = global_input(x, q, d, sums);
-    typename HeldOf<TYPE0>::Block held[n_held(TYPE0, COLS)];
+    typename HeldOf<TYPE0>::Block held[KEPT ? TOKENS : 1][n_held(TYPE0, COLS)];
     // All of a quantized row is in registers, straight from global memory.
     constexpr bool IN_REGISTERS = !FLOATS && COLS <= 1024 * n_held(TYPE0, COLS);
-    if (TOKENS == 1 && IN_REGISTERS && q) {
+    static_assert(!KEPT || IN_REGISTERS, "rows of activations that registers hold");
+    if constexpr (KEPT) {
+#pragma unroll
+        for (i32 t = 0; t < TOKENS; t++)
+            hold_activations<FIRST>(row_of(input, min(t, n_tokens - 1), COLS), COLS, held[t]);
+    } else if (TOKENS == 1 && IN_REGISTERS && q) {
         if constexpr (TOKENS == 1 && IN_REGISTERS)
-            hold_activations<FIRST>(input, COLS, held);
+            hold_activations<FIRST>(input, COLS, held[0]);
     } else if constexpr (TOKENS == 1) {
         const Input local = shared_input<TYPE0>(shared, COLS);
         if (FLOATS || q) {
@@ -167,7 +191,7 @@ KERNEL __launch_bounds__(WARPS * WARP)
         __syncthreads();
         input = local;
         if constexpr (!FLOATS)
-            hold_activations<FIRST>(input, COLS, held);
+            hold_activations<FIRST>(input, COLS, held[0]);
     } else if constexpr (LOCAL) {
         const Input local = shared_input<TYPE0>(shared, COLS, TOKENS);
         for (i32 t = 0; t < n_tokens; t++)
@@ -194,21 +218,22 @@ KERNEL __launch_bounds__(WARPS * WARP)
             if (first == begin)
                 stage_wait<STAGES - 1>();
             float acc[N] = {};
-            i32 token[TOKENS];
+            if constexpr (KEPT) {
 #pragma unroll
-            for (i32 j = 0; j < TOKENS; j++)
-                token[j] = first + j;
-            if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
-                multiply<TYPE0, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
+                for (i32 t = 0; t < TOKENS; t++) {
+                    float own[ROWS] = {};
+                    const i32 token[1] = {0};
+                    multiply_rows<1>(own, rows, offset, matrix, row_of(input, t, COLS), held[t], token, 1);
+#pragma unroll
+                    for (i32 r = 0; r < ROWS; r++)
+                        acc[r * TOKENS + t] = own[r];
+                }
             } else {
-                if (matrix == 0)
-                    multiply<TYPE0, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
-                else if (matrix == 1)
-                    multiply<TYPE1, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
-                else if (TYPE2 == TYPE3 || matrix == 2)
-                    multiply<TYPE2, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
-                else
-                    multiply<TYPE3, ROWS, TOKENS>(acc, rows, offset, COLS, input, held, token, end - first);
+                i32 token[TOKENS];
+#pragma unroll
+                for (i32 j = 0; j < TOKENS; j++)
+                    token[j] = first + j;
+                multiply_rows<TOKENS>(acc, rows, offset, matrix, input, held[0], token, end - first);
             }
             float sum = fold_rows(acc);
             if (WEIGHTED)

@@ -316,12 +316,16 @@ class Products:
             return
         tokens = next(n for n in (1, 2, 4, 8) if n >= min(T, 8))
         fixed = 0
-        shared = tokens >= T and not is_float and tokens * K <= SHARED_INPUT
+        n_rows = [w.shape[0] for w in ws]
+        # Two rows of activations in registers, for matrices whose rows are dealt one at a time.
+        kept = tokens == 2 and not is_float and not self._are_many(n_rows) and held_columns(ws[0].qtype) >= K
+        shared = tokens >= T and not is_float and not kept and tokens * K <= SHARED_INPUT
         if tokens == 1 or shared:
             fixed = shared_input_bytes(K, is_float, tokens)
         repeated = not is_float and not quantized  # every block quantizes the row: few large ones
-        besides = fixed + (grid_bytes(*(w.qtype for w in ws)) if tokens == 1 else 0)
-        shape = self._shape([w.shape[0] for w in ws], max(w.row_bytes for w in ws), besides, tokens, repeated)
+        single = tokens == 1 or kept
+        besides = fixed + (grid_bytes(*(w.qtype for w in ws)) if single else 0)
+        shape = self._shape(n_rows, max(w.row_bytes for w in ws), besides, 1 if kept else tokens, repeated)
 
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
         numbers["WARPS"] = shape.warps
@@ -359,6 +363,9 @@ class Products:
         kernel(shape.blocks, shape.quads * PARTS * WARP, args, shape.shared_bytes, overlap=True)
         return True
 
+    def _are_many(self, matrices: list[int]) -> bool:
+        return sum(matrices) >= 128 * self.device.n_sm
+
     def _shape(self, matrices: list[int], row_bytes: int, fixed: int, tokens: int, repeated: bool) -> _Shape:
         """How the rows of some matrices are dealt to warps, which share `fixed` bytes of shared memory a block.
 
@@ -366,7 +373,7 @@ class Products:
         """
         n_sm, memory = self.device.n_sm, self.device.max_shared_bytes
         # A row at a time spreads few rows best; more share the fold and what is read of the activations.
-        if sum(matrices) >= 128 * n_sm:
+        if self._are_many(matrices):
             rows = 4 if tokens >= 4 else 2
         else:
             rows = 1 if tokens == 1 else 2
