@@ -1,6 +1,7 @@
-// The expert FFN of one token, and the first half of a dense one of at most 32. Twins: expert_ffn, dense_ffn.
+// The expert FFN of one token, the second half of two tokens', and the first half of a dense one of at most 32. Twins:
+// expert_ffn, dense_ffn.
 //
-// Record a of the active experts (experts.cuh) is that of rank a.
+// Record a of the active experts (experts.cuh) is that of rank a where there is one token.
 //
 // Kernels.
 //   kernel          writes                                           grid                                block
@@ -17,6 +18,7 @@
 //   TOKENS           at a time: 1, or in gate_up_dense 4
 //   WARPS            at most 8
 //   USED             experts a token: A (down_one)
+//   FOUND            in down_one 1: there are several tokens, whose records are looked for among the pairs
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
 //   WEIGHTED         in gate_up_dense 1: products are multiplied by gate_scale and up_scale
 //   BESIDE           1: the grid has one record more
@@ -186,6 +188,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #endif
 #ifdef DOWN
 
+#ifndef FOUND
+#define FOUND 0
+#endif
+
 constexpr i32 UNITS = 2; // a warp's rows: units, one after the other
 
 // A warp's rows of one down matrix of the type: `begin` loads them, `finish` makes ys, the products with z. base: its
@@ -237,23 +243,48 @@ constexpr i32 RANKS = USED;
 #define BESIDE_DOWN DOWN
 #endif
 
-KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_active, const float* weights,
-                                                i32 D, const float* z, const i8* zq, const float* zd, const i32* zsums,
-                                                float* x, i32 add, const u8* beside, const float* row_scale,
-                                                i32 stage_bytes) {
+// Records of a token's ranks, -1 where the table has none; by the first warp, for the block.
+DEVICE void find_records(i32 (&places)[USED], const u8* active, i32 n_active, const i32* pairs, i32 t) {
+    if (threadIdx.x >= WARP)
+        return;
+    const i32 lane = threadIdx.x;
+    if (lane < USED)
+        places[lane] = -1;
+    __syncwarp();
+    for (i32 i = lane; i < n_active; i += WARP) {
+        const u64* const words = (const u64*)(active + (i64)i * 64);
+        const i32 first = (i32)(load_fresh(words + 6) >> 32), count = (i32)load_fresh(words + 7);
+        for (i32 j = first; j < first + count; j++)
+            if (const i32 pair = load_fresh(pairs + j); pair / USED == t)
+                places[pair % USED] = i;
+    }
+}
+
+// The bound: as many blocks as a multiprocessor gets of two tokens' (experts.py), which is then one round of them.
+KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
+    down_one(const u8* active, const i32* n_active, const i32* pairs, const float* weights, i32 D, const float* z,
+             const i8* zq, const float* zd, const i32* zsums, float* x, i32 add, const u8* beside,
+             const float* row_scale, i32 stage_bytes) {
     __shared__ float ys[RANKS][UNITS * ROWS], ws[RANKS];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const i32 row0 = blockIdx.x * UNITS * ROWS, row = row0 + threadIdx.x;
+    const i32 row0 = blockIdx.x * UNITS * ROWS, row = row0 + threadIdx.x, t = blockIdx.y;
     u8* const base = shared + warp * (HeldRow<DOWN>::base_bytes() + STAGES * stage_bytes);
     const bool valid = threadIdx.x < UNITS * ROWS && row < D, is_beside = RANKS > USED && warp == USED;
     dependency_release();
     // The source of the down part, its target, and whether there is such a record: as fetch_record, no more than needed.
     __shared__ u64 words[RANKS][3];
+    i32 place = warp;
+    if constexpr (FOUND) {
+        __shared__ i32 places[USED];
+        find_records(places, active, load_fresh(n_active), pairs, t);
+        __syncthreads();
+        place = is_beside ? 0 : places[warp];
+    }
     if (!is_beside && lane < 2)
-        words[warp][lane] = load_fresh((const u64*)(active + (i64)warp * 64) + (lane ? 5 : 2));
+        words[warp][lane] = load_fresh((const u64*)(active + (i64)max(place, 0) * 64) + (lane ? 5 : 2));
     else if (lane == 2)
-        words[warp][2] = !is_beside && warp < load_fresh(n_active);
+        words[warp][2] = !is_beside && (FOUND ? place >= 0 : place < load_fresh(n_active));
     __syncwarp();
     const bool active_rank = words[warp][2] != 0;
     const u8* const target = active_rank ? (const u8*)words[warp][1] : nullptr;
@@ -267,14 +298,15 @@ KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_a
         last.begin();
     fill_grids<DOWN, BESIDE_DOWN>();
     dependency_wait();
-    const float old = add && valid ? x[row] : 0.0f;
+    float* const to = x + (i64)t * D + row;
+    const float old = add && valid ? *to : 0.0f;
     if (lane == 0)
-        ws[warp] = active_rank ? weights[warp] : is_beside && row_scale ? *row_scale : 0.0f;
+        ws[warp] = active_rank ? weights[t * USED + warp] : is_beside && row_scale ? row_scale[t] : 0.0f;
     const Input input = global_input(z, zq, zd, zsums);
     if (active_rank)
-        rank.finish(input, warp, ys[warp]);
+        rank.finish(input, t * USED + warp, ys[warp]);
     else if (is_beside)
-        last.finish(input, warp, ys[warp]);
+        last.finish(input, gridDim.y * USED + t, ys[warp]);
     else if (lane < UNITS * ROWS) // a step that does nothing has an empty table
         ys[warp][lane] = 0.0f;
     __syncthreads();
@@ -286,7 +318,7 @@ KERNEL __launch_bounds__(RANKS * WARP) down_one(const u8* active, const i32* n_a
         r = add ? old + r : r;
         if (RANKS > USED)
             r = r + (row_scale ? ws[RANKS - 1] * ys[RANKS - 1][threadIdx.x] : ys[RANKS - 1][threadIdx.x]);
-        x[row] = r;
+        *to = r;
     }
 }
 

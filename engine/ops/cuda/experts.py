@@ -33,6 +33,7 @@ SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there a
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
+FOUND_TOKENS = 2  # up to which a block folds a token's ranks, since hardly two tokens have an expert in common
 SEVERAL_WARPS = 4  # of a block, where a step has several
 SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
@@ -159,15 +160,17 @@ class SmallExperts:
         each = _z_bytes(F, qtype in FLOAT_TYPES)
         grids = grid_bytes(qtype, *((beside.down.qtype,) if beside else ()))
         stages = _stages(self.device, n_warps * stage, n_warps * each + grids, DOWN_ROWS // 4)
-        if T == 1 and stages:
+        if T <= FOUND_TOKENS and stages:
             defines = _defines(("DOWN", qtype), COLS=F, STAGES=stages, TOKENS=1, USED=A)
+            if T > 1:
+                defines = (*defines, ("FOUND", "1"))
             if beside is not None:
                 defines = (*defines, ("BESIDE_DOWN", beside.down.qtype.name))
             module = Module("experts.cu", defines)
-            args = [*active[:2], weights, D, *_rows(z), x, int(add), beside and beside.down.data, scale, stage]
+            args = [*active, weights, D, *_rows(z), x, int(add), beside and beside.down.data, scale, stage]
             blocks = -(-D // DOWN_ROWS)
-            shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks))
-            self.device.kernel(module, "down_one")(blocks, n_warps * WARP, args, shared_bytes, overlap=True)
+            shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks * T))
+            self.device.kernel(module, "down_one")((blocks, T), n_warps * WARP, args, shared_bytes, overlap=True)
             return
         rows, stages, warps = self._whole(row, F, qtype)
         stage = stage_bytes(rows, row)
