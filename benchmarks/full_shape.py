@@ -333,9 +333,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     parser.add_argument("--mixture", choices=MIXTURES, default="Q4_K_M", help="types of the tensors")
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of its context (default: the published)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     (arch, config), shape = SHAPES[options.shape], options.shape
+    if options.context is not None:
+        config, shape = replace(config, n_ctx_train=options.context), f"{shape} (context {options.context})"
     if options.mixture != "Q4_K_M":
         shape = f"{shape} {options.mixture}"
     if options.layers is not None:

@@ -1,15 +1,19 @@
 // A routing replay: recorded expert choices take the place of the router's, for benchmarks and tests.
 //
-// replay   choices int16 [n_tokens, n], n = L * A; imposed int32 [n] gets row `counter % n_tokens`, and the counter
-//          moves on unless the step is a no-op. One block, any number of threads.
+// replay   choices int16 [n_tokens, L, A], width = A; imposed int32 [L, most, A] gets rows `counter + t` % n_tokens for
+//          its first n_rows t of every layer, n = L * A, and the counter moves on by as many unless the step is a no-op.
+//          One block, any number of threads.
 #include "ptx.cuh"
 
-KERNEL replay(const i16* choices, int n_tokens, int n, const i32* active_step, i32* counter, i32* imposed) {
+KERNEL replay(const i16* choices, int n_tokens, int n, int width, int n_rows, int most, const i32* active_step,
+              i32* counter, i32* imposed) {
     const int row = *counter % n_tokens;
     const bool active = active_step == nullptr || *active_step != 0;
-    for (int i = threadIdx.x; i < n; i += blockDim.x)
-        imposed[i] = choices[(i64)row * n + i];
+    for (int i = threadIdx.x; i < n * n_rows; i += blockDim.x) {
+        const int t = i / n, layer = i % n / width;
+        imposed[(layer * most + t) * width + i % width] = choices[(i64)((row + t) % n_tokens) * n + i % n];
+    }
     __syncthreads();
     if (threadIdx.x == 0 && active)
-        *counter = (row + 1) % n_tokens;
+        *counter = (row + n_rows) % n_tokens;
 }

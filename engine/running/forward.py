@@ -21,6 +21,7 @@ from engine.models import layers
 from engine.models.layers import KEPT_TOKENS, Architecture, Buffers, ModelConfig, Pass, Recurrent, Step
 from engine.models.loading import Weights
 from engine.ops import F32, I32, Fetches, Limits
+from engine.ops.cuda.ops import Workspace as DeviceWorkspace
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
 
@@ -156,7 +157,10 @@ class Forward:
 
     def run(self, step: Step, residency: Residency) -> Buffers:
         """Enqueue one step; returns the views of the buffers that it writes."""
-        b = self.buffers.first(len(step.tokens), len(step.rows))
+        T = len(step.tokens)
+        b = self.buffers.first(T, len(step.rows))
+        if isinstance(self.ws, DeviceWorkspace) and self.ws.replay is not None:
+            self.ws.replay.n_rows = T if step.apart or T == 1 else 0
         layers.forward(self.arch, self.weights, self._pass(step, residency, b))
         return b
 

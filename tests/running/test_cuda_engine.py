@@ -95,6 +95,22 @@ def test_imposed_choices_are_taken_one_by_one_from_request_to_request(model: Pat
     engine.close()
 
 
+@pytest.mark.slow
+def test_imposed_choices_are_taken_in_turn_by_those_that_share_a_step(model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    choices = np.stack([np.stack([rng.permutation(E)[:A] for _ in range(L)]) for _ in range(11)])
+    np.save(tmp_path / "choices.npy", choices)
+    loaded = load(config(model, policy="uniform", residency_pct=40, replay=tmp_path / "choices.npy"))
+    sequences = [loaded.kv.sequence() for _ in range(3)]
+    for at in (0, 4, 8, 1):  # steps of three are steps of four
+        spans = [Span(s, PROMPT[i : i + 1], np.ones(1, bool), (0,)) for i, s in enumerate(sequences)]
+        found = loaded.steps.run(spans).experts
+        np.testing.assert_array_equal(found, np.moveaxis(choices[(at + np.arange(4)) % 11], 0, 1)[:, :3])
+    long = loaded.steps.run([Span(sequences[0], PROMPT[:5], np.ones(5, bool), (4,))]).experts
+    assert not np.array_equal(long, np.moveaxis(choices[(5 + np.arange(5)) % 11], 0, 1))
+    loaded.close()
+
+
 def test_prefill_is_near_float64(model: Path) -> None:
     loaded = load(config(model))
     found, experts = feed(loaded, PROMPT[:40], [40])

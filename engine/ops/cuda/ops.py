@@ -175,10 +175,10 @@ def workspace(limits: Limits, device: Device) -> Workspace:
 def embed(ws: Workspace, table: QTensor, tokens: Array, x: Array, scale: float = 1.0) -> None:
     """Rows of the embedding table: x [T, D] = scale * table[tokens]; table [V, D] of any native type.
 
-    The first op of a step: if that has one token, the next recorded choices become those that `route` imposes.
+    The first op of a step: where choices are replayed, the next become those that `route` imposes.
     """
     ws.forget()
-    if ws.replay is not None and len(tokens) == 1:
+    if ws.replay is not None and ws.replay.n_rows:
         ws.replay.next(ws.active_step)
     routing.embed(ws.device, table, tokens, x, scale)
 
@@ -357,7 +357,7 @@ def route(
     """
     ws.writes(weights)
     T, r, s, layer = logits.shape[0], ws.routing, ws.streaming, bank.layer
-    imposed = None if ws.replay is None or T > 1 else ws.replay.imposed[layer]
+    imposed = None if ws.replay is None or not ws.replay.n_rows else ws.replay.imposed[layer]
     if T <= SMALL_TOKENS or s is None:
         r.route(
             logits, gating, state, layer, counted, rule, experts, weights, fetches, ws.active_step, imposed

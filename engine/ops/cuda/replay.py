@@ -5,24 +5,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.ops import SMALL_TOKENS
 from engine.ops.cuda.device import Array, Device, Module
 
 
 class Replay:
-    """Choices of steps of one token, one after the other and then from the first again.
+    """Choices of decoded tokens, one after the other and then from the first again; sequences of a step take turns.
 
-    choices: integers [n_tokens, L, A]. imposed: int32 [L, 1, A] on the device, those of the step at hand.
+    choices: integers [n_tokens, L, A]. imposed: int32 [L, SMALL_TOKENS, A] on the device, those of the step at hand.
+    n_rows: rows of the step that follows; 0: its choices are its own.
     """
 
     def __init__(self, device: Device, choices: NDArray[np.integer]) -> None:
-        self.device = device
+        self.device, self.n_rows = device, 0
         self.n_tokens, L, A = choices.shape
         self.choices = device.upload(np.ascontiguousarray(choices.astype(np.int16)))
         self.counter = device.upload(np.zeros(1, np.int32))
-        self.imposed: Array = device.upload(choices[:1].astype(np.int32).reshape(L, 1, A))
+        self.imposed: Array = device.upload(np.zeros((L, SMALL_TOKENS, A), np.int32))
 
     def next(self, active_step: Array | None) -> None:
-        """Enqueue: the next token's choices become the imposed ones, unless the step is a no-op."""
-        n = self.imposed.shape[0] * self.imposed.shape[2]
-        arguments = (self.choices, self.n_tokens, n, active_step, self.counter, self.imposed)
+        """Enqueue: the next tokens' choices become the imposed ones, unless the step is a no-op."""
+        L, most, A = self.imposed.shape
+        sizes = self.n_tokens, L * A, A, self.n_rows, most
+        arguments = (self.choices, *sizes, active_step, self.counter, self.imposed)
         self.device.kernel(Module("replay.cu"), "replay")(1, 256, arguments)
