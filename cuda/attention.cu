@@ -1,4 +1,4 @@
-// Attention of few rows (at most 8 tokens a launch) over the paged KV cache. Twin: `attention` of
+// Attention of few rows (at most 32 tokens a launch) over the paged KV cache. Twin: `attention` of
 // engine/ops/reference.py, within rounding: sums are split by position, and probabilities are rounded to halves. A
 // row's bits depend on its query, its position and the cached keys and values that it sees, alone.
 //

@@ -1,9 +1,14 @@
 // The normed residual, its quantized form and the router's logits. Twin: router.
 //
 // Row t of h [T, D] = norm of row t of x [T, D], D = COLS; logits [T, E] = gate [E, D] of h, gate of the float type
-// TYPE; where q is given also q [T, D], d and sums [T, D / 32] of h (D a multiple of 32). Every warp repeats the norm,
-// so that none waits for another: warp i < E has row i of the gate, the others 128 elements of h each. Grid
-// ((E + D / 128 rounded up) / warps rounded up, T), block at most 4 warps. Arrays are 16-byte aligned.
+// TYPE; where q is given also q [T, D], d and sums [T, D / 32] of h (D a multiple of 32). Unit i < E has row i of the
+// gate, the others 128 elements of h each. Arrays are 16-byte aligned.
+//
+// Kernels.
+//   router           a warp a unit, and every warp repeats the norm, so that none waits for another: for one token
+//                    grid ((E + D / 128 rounded up) / warps rounded up, T), block at most 4 warps
+//   router_several   a block's warps share the norm: for the rows of several tokens, whose norms would be too many
+//                    grid (units / WARPS rounded up, T), block WARPS warps, shared memory 2 * D floats
 #include "rows.cuh"
 
 constexpr i32 D = COLS;
@@ -15,6 +20,8 @@ DEVICE float element(const T& row, i32 step) {
     const i32 i = step * WARP + threadIdx.x % WARP;
     return D % WARP == 0 || i < D ? row(i) : 0.0f; // a term of +0 leaves a lane's sum as it is
 }
+
+#ifndef WARPS
 
 KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h,
                                      float* logits, i8* q, float* d, i32* sums) {
@@ -71,3 +78,70 @@ KERNEL __launch_bounds__(128) router(const float* x, const float* norm, float ep
             h[t * D + i] = (x[i] * scale) * norm[i];
     }
 }
+
+#else
+
+KERNEL __launch_bounds__(WARPS * WARP, 3)
+    router_several(const float* x, const float* norm, float eps, const u8* gate, i32 E, float* h, float* logits, i8* q,
+                   float* d, i32* sums) {
+    DYNAMIC_SHARED(float, row);
+    __shared__ float shared_scale;
+    constexpr i32 PADDED = (D + 3) / 4 * 4;
+    float* const norms = row + PADDED;
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, unit = blockIdx.x * WARPS + warp;
+    const i64 t = blockIdx.y;
+    const u8* const weights = gate + (i64)min(unit, E - 1) * row_bytes_of(TYPE, D);
+    auto ws = [&](i32 i) { return weight_of<TYPE>(weights, i); };
+    x += t * D;
+    dependency_release();
+    copy_floats(norms, norm, D);
+    copies_commit();
+    float held_w[HELD];
+#pragma unroll
+    for (i32 i = 0; i < HELD; i++)
+        held_w[i] = element(ws, i);
+    dependency_wait();
+    copy_floats(row, x, D);
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+    if (warp == 0) { // the others would only compete with it
+        const float scale = norm_scale(square_sum<16>(row, D), D, eps);
+        if (lane == 0)
+            shared_scale = scale;
+    }
+    __syncthreads();
+    const float scale = shared_scale;
+    const i32 first = 128 * (unit - E); // of the elements that a warp without a row of the gate writes
+    if (unit >= E && q) {
+        const Input to = global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32));
+        if (first < D)
+            quantize_four(to, four_of(row, D, first + 4 * lane), true, four_of(norms, D, first + 4 * lane), scale,
+                          h + t * D, D, first + 4 * lane);
+    } else if (unit >= E) {
+        for (i32 i = first + lane; i < min(first + 128, D); i += WARP)
+            h[t * D + i] = (row[i] * scale) * norms[i];
+    }
+    // The block's warps share the normed row, too.
+    if (blockIdx.x * WARPS >= E)
+        return;
+    __syncthreads();
+    for (i32 i = threadIdx.x; i < D; i += WARPS * WARP)
+        row[i] = (row[i] * scale) * norms[i];
+    __syncthreads();
+    if (unit >= E)
+        return;
+    auto hs = [&](i32 i) { return row[i]; };
+    float acc = 0.0f;
+#pragma unroll
+    for (i32 i = 0; i < HELD; i++)
+        acc = __fmaf_rn(held_w[i], element(hs, i), acc);
+#pragma unroll 8
+    for (i32 i = HELD; i < STEPS; i++)
+        acc = __fmaf_rn(element(ws, i), element(hs, i), acc);
+    const float logit = fold(acc);
+    if (lane == 0)
+        logits[t * E + unit] = logit;
+}
+
+#endif

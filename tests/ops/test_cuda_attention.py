@@ -270,6 +270,17 @@ def test_rows_of_many_sequences_share_a_launch(device: Any, q8: bool) -> None:
         same_bits(scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])[0], together[t])
 
 
+def test_rows_of_one_sequence_share_a_launch(device: Any) -> None:
+    device.n_sm = 12
+    device = Launches(device)
+    T, scene = 13, Scene(20, 4, 64, False, [300], 64)
+    q, sequence, positions = scene.query(T), np.zeros(T, np.int32), np.arange(287, 300, dtype=np.int32)
+    together = scene.run(device, q, sequence, positions)
+    assert len(device.grids["attention_splits"]) == 1
+    for t in range(T):
+        same_bits(scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])[0], together[t])
+
+
 @pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
 @pytest.mark.parametrize(("H", "T"), [(3, 2), (5, 8)])  # one row tile, three
 def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, T: int) -> None:

@@ -20,12 +20,13 @@ from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
 
-MAX_TOKENS = 8  # of a launch of attention_splits
-MAX_APART = 32  # the same where each is of a sequence of its own
+MAX_TOKENS = 32  # of a launch of attention_splits, if partial results of so many have room
+ROOM_TOKENS = 8  # that have, with the most splits
 TARGET_BLOCKS = 128  # of attention_splits for one long sequence: about the multiprocessors of a large GPU
 SPLITS = (16, 64)  # at least, at most: of a sequence, for each kv head
 MAX_STAGES = 4  # tiles in flight: enough for the latency of memory
 MAX_BLOCKS = 3  # of a multiprocessor, as registers allow where rows and heads are small
+MANY = 4  # splits of a multiprocessor; with more of them, more blocks are better than more tiles of each in flight
 COMBINE_THREADS = 256
 INPUT_HEADS = 4  # of a block of attention_input
 MAX_HEAD_DIM = 512
@@ -56,7 +57,7 @@ class Attention:
         self.max_stages = MAX_STAGES
         self.overlap = True
         # Layers may have fewer kv heads than the limit, and so more splits.
-        rows = min(limits.max_tokens, MAX_TOKENS) * min(SPLITS[1], -(-limits.n_ctx // KV_BLOCK_TOKENS))
+        rows = min(limits.max_tokens, ROOM_TOKENS) * min(SPLITS[1], -(-limits.n_ctx // KV_BLOCK_TOKENS))
         self._partial_o = device.empty((rows * limits.n_head_dim,), np.float32)
         self._partial_ml = device.empty((rows * limits.n_head * 2,), np.float32)
 
@@ -142,14 +143,13 @@ class Attention:
         if window:
             max_splits = min(_window_splits(window, most), max_blocks)
             splits = (*splits, ("WINDOW", str(window)))
-        # Else a launch would read what the tokens of another one store.
-        overlap = self.overlap and (apart or T <= MAX_TOKENS)
         if out.shape != (T, H * head_dim) or (quantized is not None and H * head_dim % 32):
             raise ValueError(f"attention of q {q.shape} into {out.shape}")
         gating = gate_macros(gate, gate_kind, (T, H, head_dim))
         each = max_splits if window else most
         at_once = min(self._partial_o.shape[0] // (H * head_dim), self._partial_ml.shape[0] // (H * 2)) // max_splits
-        at_once = min(at_once, MAX_APART if apart else MAX_TOKENS)
+        at_once = min(at_once, MAX_TOKENS)
+        overlap = self.overlap and (apart or T <= at_once)  # else a launch would read what tokens of another one store
         for first in range(0, T, at_once):
             rows = slice(first, min(first + at_once, T))
             n = rows.stop - first
@@ -191,7 +191,8 @@ class Attention:
         slot = tile * (-(-row_bytes // 64) * 64 + 16)
         if kv.k_scale is not None:
             slot += tile * 4 * -(-kv.k_scale.shape[2] // 2)
-        per_sm = min(-(-splits * kv.k.shape[1] // self.device.n_sm), MAX_BLOCKS)
+        units, n_sm = splits * kv.k.shape[1], self.device.n_sm
+        per_sm = min(-(-units // n_sm), 2 if units <= MANY * n_sm else MAX_BLOCKS)
         least = 8 if group <= 8 else 16
         most = next((n for n in (8, 16, 32) if n_tokens * group <= n), 64 if head_dim <= 128 else 32)  # registers
         for rows, n in product((n for n in (64, 32, 16, 8) if least <= n <= most), range(per_sm, 0, -1)):

@@ -255,10 +255,14 @@ class Products:
             self.product(gate, h, logits)
             return None
         to = self._routed.rows(T, D) if D % 32 == 0 else None
-        kernel = self.device.kernel(Module("router.cu", (("TYPE", gate.qtype.name), ("COLS", str(D)))), "router")
-        q, d, sums = (to.q, to.d, to.sums) if to is not None else (None, None, None)
-        grid = (E + -(-D // 128), T)
-        kernel(grid, WARP, (x, norm, eps, gate.data, E, h, logits, q, d, sums), overlap=True)
+        defines = (("TYPE", gate.qtype.name), ("COLS", str(D)))
+        args = (x, norm, eps, gate.data, E, h, logits, *((None,) * 3 if to is None else (to.q, to.d, to.sums)))
+        units, n_bytes = E + -(-D // 128), 8 * (-(-D // 4) * 4)
+        if T > 1 and n_bytes + STATIC_SHARED <= self.device.max_shared_bytes:
+            kernel = self.device.kernel(Module("router.cu", (*defines, ("WARPS", str(WARPS)))), "router_several")
+            kernel((-(-units // WARPS), T), WARPS * WARP, args, n_bytes, overlap=True)
+        else:
+            self.device.kernel(Module("router.cu", defines), "router")((units, T), WARP, args, overlap=True)
         return to
 
     def head(
