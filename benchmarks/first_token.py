@@ -152,7 +152,7 @@ def main() -> None:
     json_option(parser)
     o = parser.parse_args()
     if o.vram_gib is not None:
-        o.option += ["--vram-gib", str(o.vram_gib)]
+        o.option += ["--vram", str(o.vram_gib)]
     prompts = Prompts(o.model, o.seed)
     config = EngineConfig(model=o.model, device=o.device, ctx_tokens=o.ctx, vram_gib=o.vram_gib)
     with contextlib.ExitStack() as opened:

@@ -149,7 +149,7 @@ class Attention:
         each = max_splits if window else most
         at_once = min(self._partial_o.shape[0] // (H * head_dim), self._partial_ml.shape[0] // (H * 2)) // max_splits
         at_once = min(at_once, MAX_TOKENS)
-        overlap = self.overlap and (apart or T <= at_once)  # else a launch would read what tokens of another one store
+        overlap = self.overlap and (apart or at_once >= T)  # else a launch would read what tokens of another one store
         for first in range(0, T, at_once):
             rows = slice(first, min(first + at_once, T))
             n = rows.stop - first
