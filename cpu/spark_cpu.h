@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 5 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 6 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2 };
 
@@ -177,6 +177,13 @@ SPARK_API int32_t spark_delta(spark_workspace *ws, const float *mixed, int64_t T
 /* y, z [T, w_out->cols], norm [d_v] */
 SPARK_API int32_t spark_delta_output(spark_workspace *ws, const float *y, int64_t T, const float *z, const float *norm,
                                      int64_t d_v, float eps, const spark_matrix *w_out, float *x);
+
+/* Operations are called again. spark_operation: the number of one by its name, -1 where it is none. spark_repeat: n of
+ * them, operations [n], with the arguments behind the workspace in `words`, one after the other: an address, an integer, or
+ * the bits of a float. It stops at the first that does not return SPARK_OK and returns what that did; done: how many did. */
+SPARK_API int64_t spark_operation(const char *name);
+SPARK_API int32_t spark_repeat(spark_workspace *ws, const int64_t *operations, int64_t n, const uint64_t *words,
+                               int64_t *done);
 
 /* Pieces of the arithmetic, for tests: exp of n values, and a plain parallel read of n bytes (the
  * benchmark's floor), which returns a sum so that the read cannot be dropped. */

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.ground.errors import SparkError
 
-ABI = 5  # SPARK_CPU_ABI
+ABI = 6  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -100,8 +100,8 @@ class SlotsRecord(ctypes.Structure):
     )
 
 
-# P: a pointer; i: int64; w: int32; f: float. Every function takes the workspace first and returns int32.
-_SIGNATURES = {
+# The operations. P: a pointer; i: int64; w: int32; f: float. Each takes the workspace first and returns int32.
+SIGNATURES = {
     "spark_product": "PPiP",
     "spark_embed": "PPiPf",
     "spark_norm": "PiiPfP",
@@ -151,7 +151,7 @@ def load() -> ctypes.CDLL:
     found = int(library.spark_abi())
     if found != ABI:
         raise SparkError(f"{path} has interface {found}, this version needs {ABI}", hint="reinstall spark-moe")
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [c_void_p, *(_CTYPES[a] for a in arguments)]
         function.restype = c_int32
@@ -160,6 +160,10 @@ def load() -> ctypes.CDLL:
     library.spark_workspace_create.restype = c_void_p
     library.spark_workspace_destroy.argtypes = [c_void_p]
     library.spark_workspace_destroy.restype = None
+    library.spark_operation.argtypes = [c_char_p]
+    library.spark_operation.restype = c_int64
+    library.spark_repeat.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+    library.spark_repeat.restype = c_int32
     library.spark_simulate.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiPiiiPP"]
     library.spark_simulate.restype = c_int32
     library.spark_exp.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import Structure, addressof, c_int64
 from operator import is_
 from typing import Any
@@ -32,6 +33,7 @@ from engine.ground.cpu_library import (
 )
 from engine.ground.errors import CapacityError, SparkError, UnsupportedModelError
 from engine.ops import KV_BLOCK_TOKENS, DeltaLayer, Experts, Gating, KVLayer, Limits
+from engine.ops.cpu_repeat import Noted, Noting
 from engine.placing import policy
 
 MAX_HEAD_DIM = 512
@@ -124,7 +126,7 @@ class Workspace:
         self.limits = limits
         self.threads = threads
         self.widest = max(limits.n_embd, limits.n_head_dim, limits.n_ff, limits.n_z)
-        self.kernels = kernels()
+        self.kernels: Any = kernels()
         sizes = LimitsRecord(*(getattr(limits, name) for name in LIMITS))
         self.handle = self.kernels.spark_workspace_create(addressof(sizes), threads, ISAS.index(self.isa))
         if not self.handle:
@@ -138,6 +140,7 @@ class Workspace:
         self._caches: dict[int, tuple[KVLayer, KVRecord, int]] = {}
         self._states: dict[int, tuple[policy.SlotState, tuple[NDArray[Any], ...], SlotsRecord, int]] = {}
         self.arrays: dict[int, tuple[NDArray[Any], np.dtype[Any], tuple[int, ...], int]] = {}
+        self.version = 0  # how often something was forgotten, whose address a kernel may have got
 
     def close(self) -> None:
         """Stop the threads and release the memory; a second call does nothing."""
@@ -154,12 +157,32 @@ class Workspace:
     def remember_array(self, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...], address: int) -> None:
         """Keep the address of a writeable array that passed its checks."""
         if len(self.arrays) >= 1 << 10:  # mostly views of steps gone by
-            self.arrays.clear()
+            self._forget(self.arrays)
         self.arrays[id(array)] = (array, dtype, shape, address)
+
+    def _forget(self, known: dict[int, Any]) -> None:
+        known.clear()
+        self.version += 1
+
+    def repeat(self, noted: Noted | None, work: Callable[[], None]) -> Noted | None:
+        """Run `work`, ops of this workspace alone, or the calls that were noted of it, if they can be made again.
+
+        Returns what to give the next time that nothing is different but the contents of arrays.
+        """
+        if noted is not None and noted.version == self.version:
+            check(*noted.run(self.kernels, self.handle))
+            return noted
+        noting, before = Noting(self.kernels), self.version
+        self.kernels = noting
+        try:
+            work()
+        finally:
+            self.kernels = kernels()
+        return Noted(self.kernels, noting.calls, before) if self.version == before else None
 
     def _remember(self, record: object, structure: Structure) -> int:
         if len(self._seen) >= MAX_RECORDS:
-            self._seen.clear()
+            self._forget(self._seen)
         address = addressof(structure)
         self._seen[id(record)] = (record, structure, address)
         return address
@@ -179,7 +202,7 @@ class Workspace:
         seen = self._caches.get(id(kv))
         if seen is None:
             if len(self._caches) >= MAX_RECORDS:
-                self._caches.clear()
+                self._forget(self._caches)
             record = _cache_record(kv)
             seen = self._caches[id(kv)] = (kv, record, addressof(record))
         return seen[2], seen[1].n_head_kv, seen[1].head_dim
@@ -210,8 +233,8 @@ class Workspace:
         )  # fmt: skip
         seen = self._states.get(id(state))
         if seen is None or not all(map(is_, seen[1], arrays)):
-            if len(self._states) >= MAX_RECORDS:
-                self._states.clear()
+            if len(self._states) >= MAX_RECORDS or seen is not None:
+                self._forget(self._states)
             record = _slots_record(state)
             seen = self._states[id(state)] = (state, arrays, record, addressof(record))
         return seen[3]

@@ -6,7 +6,7 @@ the backends with this page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.formats.quants import QTensor
@@ -35,6 +35,12 @@ class Workspace(Protocol):
 
     limits: Limits
     isa: str
+
+    def repeat(self, noted: Any, work: Callable[[], None]) -> Any:
+        """Run `work`, ops alone, or what a backend noted of it; what to give for `noted` the next time, None at first.
+
+        For work that was done before and differs in nothing but the contents of arrays.
+        """
 
     def close(self) -> None:
         """Release the memory, and threads where there are any."""

@@ -56,6 +56,10 @@ class Workspace:
         self.limits = limits
         self.threads = threads
 
+    def repeat(self, noted: None, work: Callable[[], None]) -> None:
+        """Run `work`: nothing is noted."""
+        work()
+
     def close(self) -> None:
         """Release nothing; here so that backends are used alike."""
 

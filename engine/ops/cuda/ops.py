@@ -7,7 +7,7 @@ device, allocates, or decides by what an array holds, so a whole step can be cap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +110,10 @@ class Workspace:
         """Gated DeltaNet layers."""
         assert self._delta is not None, "the workspace was made for a model without them"
         return self._delta
+
+    def repeat(self, noted: None, work: Callable[[], None]) -> None:
+        """Run `work`: steps that come again are graphs here (running/stepping.py)."""
+        work()
 
     def stream_experts(self, n_bytes: int, part_bytes: tuple[int, int, int]) -> None:
         """Allocate for experts that have no slot: two staging buffers of n_bytes, and what misses pass through.
