@@ -31,6 +31,9 @@ MAX_NOTED = 64  # shapes of steps whose calls are known
 MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
 
 
+# What a step's kernels read of it; the rest is the host's.
+_FED = tuple(f.name for f in dataclasses.fields(Step) if f.name not in ("n_positions", "apart", "spans"))
+
 Put = Callable[[NDArray[Any]], Any]
 
 
@@ -143,13 +146,12 @@ class Forward:
         Every table of `step.block_table` has the cache's whole width.
         """
         views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
-        for field in dataclasses.fields(Step):
-            array, host = getattr(views, field.name), getattr(step, field.name)
-            if field.name not in ("n_positions", "apart", "spans"):
-                pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
-                for to, values in pairs:
-                    if len(values):
-                        self.device.write(to, values)
+        for name in _FED:
+            array, host = getattr(views, name), getattr(step, name)
+            pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
+            for to, values in pairs:
+                if len(values):
+                    self.device.write(to, values)
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(views, n_positions=n_positions, apart=step.apart, spans=step.spans)
 

@@ -202,7 +202,9 @@ class Steps:
         sequences, groups = [s.sequence for s in spans], range(len(self.forward.kv.groups))
 
         def padded(values: Many[NDArray[Any]], dtype: type, last: int | None = None) -> NDArray[Any]:
-            row: NDArray[Any] = np.concatenate(values).astype(dtype)
+            row: NDArray[Any] = np.concatenate(values).astype(dtype, copy=False)
+            if len(row) == width:
+                return row
             return np.concatenate([row, np.full(width - len(row), row[-1] if last is None else last, dtype)])
 
         return Step(
