@@ -86,6 +86,11 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
         const float scale = which == 0 && bank->gate_scale ? bank->gate_scale[expert] : 1.0f;
         return {at(bank->expert_ptr[expert * 3 + which]), rows, cols, row_bytes(type, cols), type, scale};
     };
+    // Row `first` of a part. A chunk is short, and what comes after it lies elsewhere: it is prefetched from there.
+    auto row_of = [&](int64_t expert, int which, int64_t cols, int64_t first) {
+        return at(bank->expert_ptr[expert * 3 + which]) + first * row_bytes(bank->type[which], cols);
+    };
+    const int64_t n_threads = ws->pool.threads(); // that take items in turn, mostly
 
     const Inputs in{ws->activations.get(), h, supers(D), D};
     if (!is_float(bank->type[0]) || !is_float(bank->type[1]))
@@ -99,7 +104,10 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
     ws->pool.run(n_groups * ff_chunks, [&](int64_t item, int thread) {
         const Group &g = groups[item / ff_chunks];
         const int64_t chunk = item % ff_chunks, first = chunk * kChunkRows, last = std::min(first + kChunkRows, F);
-        const Weights gate = part(g.expert, 0, F, D), up = part(g.expert, 1, F, D);
+        Weights gate = part(g.expert, 0, F, D), up = part(g.expert, 1, F, D);
+        gate.then = row_of(g.expert, 1, D, first);
+        if (const int64_t next = item + n_threads; next < n_groups * ff_chunks)
+            up.then = row_of(groups[next / ff_chunks].expert, 0, D, next % ff_chunks * kChunkRows);
         float *gated = ws->expert_scratch.get() + thread * ws->expert_floats, *upped = gated + kGroupTokens * kChunkRows;
         for (int64_t start = g.first; start < g.last; start += kGroupTokens) {
             const int64_t n = std::min(kGroupTokens, g.last - start);
@@ -122,8 +130,12 @@ extern "C" int32_t spark_expert_ffn(spark_workspace *ws, const float *h, int64_t
         float *y = ws->expert_scratch.get() + thread * ws->expert_floats; // [pairs][kChunkRows]
         for (const Group *g = groups; g < groups + n_groups; g++) {
             const Inputs of_group{hidden.quantized + g->first * ff_supers, hidden.plain + g->first * F, ff_supers, F};
-            k.product(part(g->expert, 2, D, F), first, last, of_group, nullptr, g->last - g->first,
-                      y + g->first * kChunkRows, kChunkRows);
+            Weights down = part(g->expert, 2, D, F);
+            if (g + 1 < groups + n_groups)
+                down.then = row_of(g[1].expert, 2, F, first);
+            else if (item + n_threads < chunks)
+                down.then = row_of(groups->expert, 2, F, (item + n_threads) * kChunkRows);
+            k.product(down, first, last, of_group, nullptr, g->last - g->first, y + g->first * kChunkRows, kChunkRows);
         }
         for (int64_t t = 0; t < T; t++)
             k.fold_experts(x + t * D + first, weights + t * n_used, y, ws->place_of_pair.get() + t * n_used, kChunkRows,
@@ -161,8 +173,12 @@ extern "C" int32_t spark_dense_ffn(spark_workspace *ws, const float *h, int64_t 
         const int64_t start = item % groups * kGroupTokens, n = std::min(kGroupTokens, T - start);
         float *gated = ws->expert_scratch.get() + thread * ws->expert_floats, *upped = gated + kGroupTokens * kChunkRows;
         const Inputs some{in.quantized + start * in.supers, h + start * D, in.supers, D};
-        k.product(gates, first, last, some, nullptr, n, gated, kChunkRows);
-        k.product(ups, first, last, some, nullptr, n, upped, kChunkRows);
+        Weights gate_rows = gates, up_rows = ups;
+        gate_rows.then = ups.data + first * ups.row_bytes;
+        if (const int64_t next = (item + ws->pool.threads()) / groups * kChunkRows; next < F)
+            up_rows.then = gates.data + next * gates.row_bytes;
+        k.product(gate_rows, first, last, some, nullptr, n, gated, kChunkRows);
+        k.product(up_rows, first, last, some, nullptr, n, upped, kChunkRows);
         for (int64_t i = 0; i < n; i++) {
             float *z = plain ? ws->plain_hidden.get() + (start + i) * F + first : gated + i * kChunkRows;
             activate(gated + i * kChunkRows, upped + i * kChunkRows, last - first, z);

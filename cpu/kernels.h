@@ -38,7 +38,8 @@ struct Weights {
     const uint8_t *data;
     int64_t rows, cols, row_bytes;
     int64_t type;
-    float scale = 1.0f; // of the products
+    float scale = 1.0f;            // of the products
+    const uint8_t *then = nullptr; // what the thread reads after the rows of a call, if it is known
 };
 
 // Scores and values of a group of query heads that share one KV head, for a few tokens of a sequence.

@@ -26,6 +26,16 @@ inline void prefetch(const uint8_t *p, size_t n) {
         __builtin_prefetch(p + b, 0, 2);
 }
 
+// What is to be prefetched while four rows from `row` on are multiplied: rows that follow, of first .. last, or what is
+// read after them (`then`); nullptr where that is not known.
+inline const uint8_t *ahead_of(const Weights &w, int64_t first, int64_t row, int64_t last) {
+    const int64_t whole = (last - first + 3) / 4 * 4, n = least((kAheadBytes / w.row_bytes + 4) / 4 * 4, whole);
+    if (row + n < last)
+        return w.data + (row + n) * w.row_bytes;
+    const int64_t over = row + n - first - whole;
+    return w.then ? w.then + (over > 0 ? over : 0) * w.row_bytes : nullptr;
+}
+
 // Lane 8c + 2g + p of a row's sum is lane g of its group in lanes[c].acc[p]; c counts panels modulo 4. The
 // first two steps of the tree are over c; a lane without terms is +0 and takes part.
 inline void fold_panels(const Lanes (&lanes)[4], int64_t used, F (&v)[2]) {
@@ -111,14 +121,12 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
             const uint8_t *rows[kRows]; // past the end: the last row again
             for (int r = 0; r < kRows; r++)
                 rows[r] = w.data + least(row + r, last - 1) * w.row_bytes;
-            const int64_t rows_ahead = (kAheadBytes / w.row_bytes + kRows) / kRows * kRows;
-            const bool reads_ahead = start == 0 && row + rows_ahead < last; // beyond, another thread reads
-            const uint8_t *ahead = rows[0] + rows_ahead * w.row_bytes;
+            const uint8_t *const ahead = start ? nullptr : ahead_of(w, first, row, last);
             for (int64_t t = 0; t < some; t++)
                 for (int64_t c = 0; c < used; c++)
                     lanes[t][c].acc[0] = lanes[t][c].acc[1] = splat(0.0f);
             for (int64_t s = 0; s < panels; s++) {
-                if (reads_ahead)
+                if (ahead)
                     prefetch(ahead + s * kRows * kPanelBytes, kRows * kPanelBytes);
                 Format panel;
                 panel.load(rows, s * kPanelBytes);
@@ -127,7 +135,7 @@ void product_of(const Weights &w, int64_t first, int64_t last, const Inputs &in,
             }
             if constexpr (Format::kElements < kSuper)
                 if (last_bytes) {
-                    if (reads_ahead)
+                    if (ahead)
                         prefetch(ahead + panels * kRows * kPanelBytes, kRows * last_bytes);
                     add_last_blocks<Format>(last_blocks, rows, panels * kPanelBytes, last_bytes, end, a, panels, some, lanes);
                 }
@@ -164,14 +172,12 @@ void product_of_one(const Weights &w, int64_t first, int64_t last, const Activat
             const uint8_t *rows[4];
             for (int r = 0; r < 4; r++)
                 rows[r] = w.data + least(row + 4 * k + r, last - 1) * w.row_bytes;
-            const int64_t rows_ahead = (kAheadBytes / w.row_bytes + 4) / 4 * 4;
-            const bool reads_ahead = row + 4 * k + rows_ahead < last;
-            const uint8_t *ahead = rows[0] + rows_ahead * w.row_bytes;
+            const uint8_t *const ahead = row + 4 * k < last ? ahead_of(w, first, row + 4 * k, last) : nullptr;
             Lanes lanes[4];
             for (Lanes &l : lanes)
                 l.acc[0] = l.acc[1] = splat(0.0f);
             for (int64_t s = 0; s < panels; s++) {
-                if (reads_ahead)
+                if (ahead)
                     prefetch(ahead + s * 4 * kPanelBytes, 4 * kPanelBytes);
                 Single panel;
                 panel.add(rows, s * kPanelBytes, a[s], spread[s], lanes[s % 4]);
