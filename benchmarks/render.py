@@ -54,8 +54,8 @@ that a launch must move. A plain copy within the device moves {copy:,.0f} GB/s (
 memory {host:.1f} GB/s."""
 BATCHED = """\
 {model}, {size:.1f} GiB: several requests at once, each with a prompt of {depth:,} random tokens and {tokens:,}
-generated. The rate is of the stretch in which all decode; first token: of the last of them, of prompts sent together.
-Beside it llama.cpp's llama-batched-bench on the same file, in turns."""
+generated. The rate is of the stretch in which all decode; first token: of the last of them, of prompts sent together."""
+BESIDE = "Beside it llama.cpp's llama-batched-bench on the same file, in turns."
 PROFILE = """\
 All {launches} kernels of one {what} at depth {depth:,}, {how}; together {kernels:,.0f} us one after the other, of which
 overlapping leaves a step of {step:,.0f} us."""
@@ -309,16 +309,38 @@ def profile_step(name: str, made: Json) -> list[str]:
     )  # fmt: skip
 
 
-def batched(name: str, made: Json) -> list[str]:
+def batched(name: str, made: Json, what: str = "") -> list[str]:
     model, size = made["model"], made["model_bytes"] / 2**30
     text = BATCHED.format(model=model, size=size, depth=made["depth"], tokens=made["tokens"])
-    return [f"## Requests at once: {model.partition(' ')[0]}", "", *origin(name, made), text, "", *table(
+    if any("llama_cpp" in row for row in made["rows"]):
+        text += " " + BESIDE
+    return [f"## Requests at once: {model.partition(' ')[0]}{what}", "", *origin(name, made), text, "", *table(
         ["at once", "tokens/s", "llama.cpp", "ratio", "first token, ms"],
         [[r["requests"], spread(r["spark"]["tokens_per_s"]),
           spread(r["llama_cpp"]["tokens_per_s"]) if "llama_cpp" in r else "",
           f"{r['ratio']:.2f}" if "ratio" in r else "",
           f"{1e3 * r['spark']['first_token_s']['median']:.0f}"] for r in made["rows"]],
     )]  # fmt: skip
+
+
+def given_tokens(name: str, made: Json) -> list[str]:
+    text = "Random tokens, all logits; from the call until the device is done."
+    return ["## Steps of several given tokens", "", *origin(name, made), text, "", *table(
+        ["depth", "sequences", "tokens each", "ms"],
+        [[f"{r['depth']:,}", r["sequences"], r["tokens_each"],
+          spread({k: v if k == "n" else 1e3 * v for k, v in r["seconds"].items()}, 2)] for r in made["rows"]],
+    )]  # fmt: skip
+
+
+def forms_speed(name: str, made: Json) -> list[str]:
+    rows = [
+        [kind, whose, spread(figure), percent(figure["of_free"])]
+        for kind, figures in made["rows"].items()
+        for whose, figure in figures.items()
+    ]
+    text = f"Replies of {made['tokens']} tokens under a JSON schema and without, the kinds in turns on one daemon."
+    columns = ["requests at once", "of those that are", "tokens/s each", "of free"]
+    return ["## Speed under a form", "", *origin(name, made), text, "", *table(columns, rows)]
 
 
 def memory_plan(name: str, made: Json) -> list[str]:
@@ -392,7 +414,14 @@ SECTIONS = {
     **{f"prefill-{key}.json": prefill for key in FAMILIES},
     "bench.json": bench,
     "batched.json": batched,
+    "batched-16.json": partial(batched, what=", up to sixteen"),
     "batched-gemma.json": batched,
+    **{
+        f"batched-cpu{key}.json": partial(batched, what=f" on the CPU, {threads}")
+        for key, threads in (("", "two threads"), ("-nano", "two threads"), ("-nano-1", "one thread"))
+    },
+    "given_tokens.json": given_tokens,
+    "forms_speed.json": forms_speed,
     "cuda_kernels.json": cuda_kernels,
     "cuda_types.json": partial(cuda_kernels, title="CUDA kernels: every block type"),
     "profile_step.json": profile_step,
