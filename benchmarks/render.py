@@ -54,7 +54,7 @@ that a launch must move. A plain copy within the device moves {copy:,.0f} GB/s (
 memory {host:.1f} GB/s."""
 BATCHED = """\
 {model}, {size:.1f} GiB: several requests at once, each with a prompt of {depth:,} random tokens and {tokens:,}
-generated. The rate is of the stretch in which all decode; first token: of the last of them, of prompts sent together."""
+generated. The rate is of the stretch in which all decode; first token: of the last one, of prompts sent together."""
 BESIDE = "Beside it llama.cpp's llama-batched-bench on the same file, in turns."
 PROFILE = """\
 All {launches} kernels of one {what} at depth {depth:,}, {how}; together {kernels:,.0f} us one after the other, of which
