@@ -39,7 +39,13 @@ TORCH = "torch==2.13.0"  # as in constraints.txt, which a wheel does not have
 PASS_BYTES = 2 << 30  # hidden states in memory at a time: as many layers as fit are read in one pass
 SHARED_WEIGHTS = 1 << 16  # of a router; threads that share smaller products mostly wait for each other
 
-_ROUTERS = ("qwen3moe",)  # architectures whose router is one norm and one matrix: the largest logits are chosen
+# Architectures with a router, and the weights of the norm before it.
+_ROUTER_NORMS = {
+    "qwen3moe": "ffn_norm.weight",
+    "qwen35moe": "post_attention_norm.weight",
+    "laguna": "ffn_norm.weight",
+    "gemma4": "ffn_gate_inp.scale",  # of a norm without weights; times 1 / sqrt(D)
+}
 
 F16 = npt.NDArray[np.float16]
 Tokens = npt.NDArray[np.int64]  # indices into the trace, ascending
@@ -116,13 +122,36 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """What chooses a layer's experts, for residuals of unit mean square: the largest scores.
+
+    weight: float32 [E, D], the weights of the norm folded in. bias: float32 [E], added to scores; None: logits choose.
+    softmax: whether those scores are shares, else sigmoids.
+    """
+
+    weight: F32
+    bias: F32 | None = None
+    softmax: bool = False
+
+    def scores(self, x: F32) -> F32:
+        """Of rows [T, D]: float32 [T, E]."""
+        logits: F32 = x @ self.weight.T
+        if self.bias is None:
+            return logits
+        if self.softmax:
+            shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+            return np.asarray(shares / shares.sum(axis=1, keepdims=True) + self.bias, np.float32)
+        return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)) + self.bias, np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """All that training needs. routers: float32 [E, D] for each MoE layer, see `_router`; eps: of the norms."""
+    """All that training needs. routers: of each MoE layer; eps: of the norms."""
 
     trace_dir: Path
     trace: RoutingTrace
     split: _Split
-    routers: tuple[F32, ...]
+    routers: tuple[Router, ...]
     eps: float
     options: PregateOptions
 
@@ -153,11 +182,11 @@ def train(
     with open_model(model_path) as file:
         trace = read_routing(trace_dir, file.model_id)
         split = _split(trace, trace_dir, options)
-        routers = tuple(_router(file, layer) for layer in trace.layers)
+        routers = tuple(read_router(file, layer) for layer in trace.layers)
         eps = file.value(f"{file.architecture}.attention.layer_norm_rms_epsilon", float)
     work = _Work(trace_dir, trace, split, routers, eps, options)
     before = torch.get_num_threads()
-    torch.set_num_threads(options.threads or (1 if routers[0].size < SHARED_WEIGHTS else before))
+    torch.set_num_threads(options.threads or (1 if routers[0].weight.size < SHARED_WEIGHTS else before))
     try:
         tensors, rows = _train(work, progress)
     finally:
@@ -196,15 +225,21 @@ def _check(options: PregateOptions, out: Path, torch: Any) -> None:
         raise UsageError(f"torch has no device {options.device!r}: {reason}", hint="'cpu' always works") from error
 
 
-def _router(file: GGUFFile, layer: int) -> F32:
-    """A layer's router with the weights of its norm folded in: float32 [E, D], for residuals of unit mean square."""
-    if file.architecture not in _ROUTERS:
+def read_router(file: GGUFFile, layer: int) -> Router:
+    """The router of a layer that has one; UnsupportedModelError for an architecture whose routers we don't know."""
+    arch, prefix = file.architecture, f"blk.{layer}."
+    if arch not in _ROUTER_NORMS:
         raise UnsupportedModelError(
-            f"train-pregate does not know the router of architecture {file.architecture!r}, only of "
-            + ", ".join(_ROUTERS)
+            f"train-pregate does not know the router of architecture {arch!r}, only of {', '.join(_ROUTER_NORMS)}"
         )
-    norm = dequantize(file.tensor(f"blk.{layer}.ffn_norm.weight"))
-    return dequantize(file.tensor(f"blk.{layer}.ffn_gate_inp.weight")) * norm
+    norm = dequantize(file.tensor(prefix + _ROUTER_NORMS[arch]))
+    weight = dequantize(file.tensor(prefix + "ffn_gate_inp.weight")) * norm
+    if arch == "gemma4":
+        weight *= np.float32(weight.shape[1] ** -0.5)
+    if prefix + "exp_probs_b.bias" not in file.tensors:
+        return Router(weight)
+    softmax = file.value(f"{arch}.expert_gating_func", int, 2) == 1
+    return Router(weight, dequantize(file.tensor(prefix + "exp_probs_b.bias")), softmax)
 
 
 def _split(trace: RoutingTrace, trace_dir: Path, options: PregateOptions) -> _Split:
@@ -245,7 +280,7 @@ def _sample(tokens: Tokens, most: int, rng: np.random.Generator) -> Tokens:
 
 def _train(work: _Work, progress: Progress) -> tuple[dict[str, F32], list[RecallRow]]:
     """Tensors by name, and figures, of every layer and target."""
-    T, L, D = len(work.trace.session), len(work.trace.layers), work.routers[0].shape[1]
+    T, L, D = len(work.trace.session), len(work.trace.layers), work.routers[0].weight.shape[1]
     tokens = np.sort(np.concatenate([work.split.train, work.split.held_out]))
     is_train = np.isin(tokens, work.split.train, assume_unique=True)
     at_once = max(1, PASS_BYTES // (2 * D * len(tokens)))
@@ -277,14 +312,14 @@ def _predict(
     targets = range(layer, min(layer + 2, len(trace.layers)))
     examples = trace.experts[split.train, targets.start : targets.stop]
     fitted = predictors.fit(
-        predictors.standardize(x_train, options.device), examples, np.stack([work.routers[i] for i in targets]),
+        predictors.standardize(x_train, options.device), examples, np.stack([work.routers[i].weight for i in targets]),
         hidden_units=options.hidden_units, epochs=options.epochs, rng=np.random.default_rng([options.seed, layer]),
     )  # fmt: skip
     for i, target in enumerate(targets):
         scores: dict[str, npt.NDArray[Any]] = {
             kind: predictors.trained_scores(tensors, x_held_out) for kind, tensors in fitted[i].items()
         }
-        scores["router"] = x_held_out @ work.routers[target].T
+        scores["router"] = work.routers[target].scores(x_held_out)
         scores["previous_token"] = predictors.reuse_scores(
             trace.experts[:, target], trace.session, split.held_out, trace.n_expert
         )
@@ -297,7 +332,7 @@ def _read_hidden(work: _Work, layers: range, tokens: Tokens, out: F16) -> Iterat
     begin = 0
     for part in iter_parts(work.trace_dir, work.trace.model_id, ("hidden",)):
         end = begin + len(part.position)
-        found, expected = (part.model.n_expert, part.model.n_embd), work.routers[0].shape
+        found, expected = (part.model.n_expert, part.model.n_embd), work.routers[0].weight.shape
         if found != expected:
             raise FileFormatError(f"{part.path}: expected experts and width {expected} as in the model, found {found}")
         first, last = np.searchsorted(tokens, (begin, end))
@@ -336,7 +371,7 @@ def _save(tensors: dict[str, F32], work: _Work, report: PregateReport) -> None:
         "version": VERSION,
         "model_id": report.model_id,
         "layers": work.trace.layers,
-        "n_embd": work.routers[0].shape[1],
+        "n_embd": work.routers[0].weight.shape[1],
         "n_expert": report.n_expert,
         "n_expert_used": report.n_expert_used,
         "eps": work.eps,

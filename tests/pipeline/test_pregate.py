@@ -28,9 +28,14 @@ from engine.ground.errors import (
     WrongModelError,
 )
 from engine.ground.install import requirement
+from engine.ops import cpu
+from engine.running.loaded import load
+from engine.running.stepping import Span
 from spark.pipeline import predictors, pregate
 from spark.pipeline.pregate import PregateOptions
+from tests.engine_runs import config
 from tests.gguf_files import write_gguf
+from tests.tiny_models import MODELS, tiny_path
 
 LAYERS, N_LAYER = (1, 2, 4), 6  # the others are dense
 D, E, A = 24, 13, 3
@@ -390,11 +395,39 @@ def test_a_trace_that_grows_meanwhile_is_refused(tmp_path, monkeypatch, model, g
     refused(FileFormatError, f"had {sum(SIZES) - 5} tokens .* has {sum(SIZES)} now", model, good_trace, tmp_path)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("dense") and name != "qwen35"])
+def test_a_router_chooses_what_the_engine_chooses(name, monkeypatch):
+    """Given what the router of the engine is given, of every family."""
+    entering = []
+    real = cpu.router
+    monkeypatch.setattr(cpu, "router", lambda ws, x, *rest: (entering.append(x.copy()), real(ws, x, *rest)))
+    loaded = load(config(tiny_path(name), device="cpu"))
+    tokens = np.arange(30, dtype=np.int32)
+    chosen = loaded.steps.run([Span(loaded.kv.sequence(), tokens, np.ones(30, bool))]).experts.copy()
+    c = loaded.source.config
+    assert len(entering) == len(c.moe_layers) > 0
+    for m, layer in enumerate(c.moe_layers):
+        scores = pregate.read_router(loaded.source.file, layer).scores(predictors.rms_norm(entering[m], c.eps))
+        assert predictors.recall(scores, chosen[m].astype(np.uint16))[0] == 1
+    loaded.close()
+
+
+def test_shares_and_a_bias_choose_together():
+    rng = np.random.default_rng(4)
+    weight, bias, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((E, D), E, (9, D)))
+    logits = x.astype(np.float64) @ weight.T
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(pregate.Router(weight, bias, softmax=True).scores(x), shares + bias, rtol=1e-4)
+    sigmoids = 1 / (1 + np.exp(-logits))
+    np.testing.assert_allclose(pregate.Router(weight, bias).scores(x), sigmoids + bias, rtol=1e-4, atol=1e-6)
+
+
 def test_an_unknown_router_is_refused(tmp_path, data):
     write_model(tmp_path / "other.gguf", arch="other")
     with open_model(tmp_path / "other.gguf") as file:
         trace = write_trace(tmp_path / "trace", file.model_id, *data)
-    refused(UnsupportedModelError, "'other', only of qwen3moe", (tmp_path / "other.gguf",), trace, tmp_path)
+    known = "'other', only of qwen3moe, qwen35moe, laguna, gemma4"
+    refused(UnsupportedModelError, known, (tmp_path / "other.gguf",), trace, tmp_path)
 
 
 def test_without_torch_the_line_that_installs_it(tmp_path, monkeypatch, model, good_trace):
