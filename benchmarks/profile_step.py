@@ -2,9 +2,11 @@
 
     python benchmarks/profile_step.py model.gguf --depth 512 --json data/results/profile_step.json
     python benchmarks/profile_step.py model.gguf --sequences 8
+    python benchmarks/profile_step.py model.gguf --given 16
 
-With --sequences, of a step that so many sequences share, a token each. `the graph alone` is such a step without what
-the host does between two: it is launched again and again on the same inputs.
+With --sequences, of a step that so many sequences share, a token each; with --given, of a step of so many tokens of one
+sequence, whose length is set back after it. `the graph alone` is such a step without what the host does between two: it
+is launched again and again on the same inputs.
 
 Decoding runs for real, and what the engine captures into its graph is noted: the kernels, in order, with the weights
 that they are given. Their times are CUPTI's, of every kernel inside the graph launches, read through torch's profiler
@@ -178,13 +180,13 @@ def by_kind(step: list[Launch], times: list[tuple[str, float, float]]) -> tuple[
     return found, "CUPTI, by name"
 
 
-STAMP_TICKS, TICK_NS = 1 << 19, 32  # of the ring of stamps: 17 ms
+STAMP_TICKS, TICK_NS = 1 << 22, 32  # of the ring of stamps: 134 ms
 
 
 def path_times(loaded: Loaded, step: list[Launch], decode: Callable[[int], float]) -> dict[str, list[float]]:
     """Microseconds on the path of each kind of kernel, of one that does not wait in those of the one ahead of it.
 
-    decode(n): n tokens, well within the ring, from graphs that are captured again.
+    decode(n): n steps, well within the ring, from graphs that are captured again.
     """
     device, graphs = loaded.backend.device, loaded.steps.graphs
     assert graphs is not None
@@ -280,12 +282,16 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     json_option(parser)
     parser.add_argument("--depth", type=int, default=512, help="tokens in the cache")
-    parser.add_argument("--sequences", type=int, default=1, choices=GRAPH_TOKENS[:4], help="that share a step")
+    parser.add_argument("--sequences", type=int, default=1, choices=GRAPH_TOKENS, help="that share a step")
+    parser.add_argument("--given", type=int, default=1, choices=GRAPH_TOKENS, help="tokens of one sequence in a step")
     parser.add_argument("--residency", type=float, default=100.0)
     parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
     parser.add_argument("--steps", type=int, default=8, help="decoded tokens that are traced")
     parser.add_argument("--alone", action="store_true", help="replay each kind by itself, though CUPTI would do")
     o = parser.parse_args()
+    if o.sequences > 1 < o.given:
+        parser.error("--given is of one sequence")
+    width = o.sequences * o.given
     config = EngineConfig(
         model=o.model, device="cuda", kv_type=o.kv_type, residency_pct=o.residency,
         policy=(policies.ALL if o.residency == 100 else policies.UNIFORM).name,
@@ -305,14 +311,19 @@ def main() -> None:
     sequence, history = sequences[0], histories[0]
 
     def decode(n: int) -> float:
-        """Seconds of n tokens, of every sequence, after whatever was decoded before."""
-        if o.sequences > 1:
+        """Seconds of n tokens, or steps of several tokens, after whatever was decoded before."""
+        if width > 1:
             began = time.perf_counter()
             for i in range(n):
-                tokens = [np.asarray(history[i % o.depth :][:1], np.int32) for history in histories]
-                spans = [Span(s, t, np.zeros(1, np.bool_), (0,)) for s, t in zip(sequences, tokens, strict=True)]
-                loaded.steps.run(spans)
+                lengths = [s.length for s in sequences]
+                first = i * o.given % (o.depth - o.given)
+                tokens = [np.asarray(history[first:][: o.given], np.int32) for history in histories]
+                wanted = np.zeros(o.given, np.bool_), tuple(range(o.given))
+                loaded.steps.run([Span(s, t, *wanted) for s, t in zip(sequences, tokens, strict=True)])
                 device.synchronize()
+                if o.given > 1:
+                    for s, length in zip(sequences, lengths, strict=True):
+                        s.length = length
             return (time.perf_counter() - began) / n
         last = np.asarray(history[-1:], np.int32)
         result = loaded.steps.run([Span(sequence, last, np.zeros(1, np.bool_), (0,))])
@@ -325,10 +336,10 @@ def main() -> None:
 
     decode(16)
     step_us = 1e6 * statistics.median(decode(64) for _ in range(5))
-    if o.sequences > 1:
+    if width > 1:
         began = time.perf_counter()
         for _ in range(64):
-            loaded.steps.launch(o.sequences)
+            loaded.steps.launch(width, apart=o.given == 1)
         device.synchronize()
         print(f"{1e6 * (time.perf_counter() - began) / 64:24.1f}{'':16}the graph alone")
     graphs.forget()
@@ -359,7 +370,7 @@ def main() -> None:
     if o.json:
         write_json(o.json, {
             "model": o.model.name, "depth_tokens": o.depth, "sequences": o.sequences,
-            "residency_pct": o.residency, "kv_type": o.kv_type,
+            "tokens_each": o.given, "residency_pct": o.residency, "kv_type": o.kv_type,
             "measured_by": how, "step_us": step_us, "apart_us": apart_us, "kernels_us": every, "launches": len(step),
             "rows": rows,
         })  # fmt: skip

@@ -14,7 +14,7 @@
 // the fold.
 //
 // Macros, and those of experts.cuh.
-//   TOKENS           at most: 2, 8 or 32
+//   TOKENS           that use an expert, at most: 4, 8 or 32
 //   ROWS             of a matrix at a time a warp: 1, 2 or 4
 //   KEPT             tokens that a warp of gate_up_several keeps: 1 or 2
 //   DEPTH            stages of each matrix that a warp of gate_up_several has in flight

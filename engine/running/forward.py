@@ -75,7 +75,7 @@ class Forward:
         self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.places)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
-        self._noted: dict[Hashable, Any] = {}
+        self._noted: dict[Hashable, tuple[Weights[Any], Any]] = {}  # what a step of a shape called, and with which
         T, c = limits.max_tokens, config
         L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)
         w = c.widths
@@ -171,10 +171,12 @@ class Forward:
             layers.forward(self.arch, self.weights, passing)
         else:  # the inputs lie where they did in the last step of this shape
             shape = T, len(step.states), len(step.rows), residency
-            if shape not in self._noted and len(self._noted) >= MAX_NOTED:
+            weights, noted = self._noted.get(shape, (None, None))
+            if len(self._noted) >= MAX_NOTED:
                 self._noted.clear()
             work = functools.partial(layers.forward, self.arch, self.weights, passing)
-            self._noted[shape] = self.ws.repeat(self._noted.get(shape), work)
+            noted = self.ws.repeat(noted if weights is self.weights else None, work)
+            self._noted[shape] = self.weights, noted
         return b
 
     def replay(self, step: Step) -> None:

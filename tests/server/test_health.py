@@ -48,6 +48,7 @@ def test_a_daemon_that_answers_is_ready(made: Running) -> None:
 def test_a_daemon_that_is_stopped_is_not_ready(made: Running) -> None:
     daemon = psutil.Process(made.backend.client().pid)
     daemon.suspend()
+    wait_until(lambda: daemon.status() == psutil.STATUS_STOPPED)
     response = health(made)
     assert response.status_code == 503
     assert response.json()["daemon"] == "stopped" and "SIGSTOP" in response.json()["reason"]

@@ -126,7 +126,7 @@ class Attention:
         q float32 [T, H, head_dim]; block_table int32 [n_sequence, max_blocks]; sequence, positions int32 [T]: row t
         sees positions 0..positions[t] of sequence[t], or the last `window` of them; out [T, H * head_dim], also in 8
         bits where `quantized` of that shape is given. gate float32 [T, H] or [T, H * head_dim]: out is multiplied by
-        gate_kind ("softplus", "sigmoid") of it. Any T, best up to 8. Tokens of one sequence should be neighbors: they
+        gate_kind ("softplus", "sigmoid") of it. Any T, best up to 32. Tokens of one sequence should be neighbors: they
         read its cache together, unless they are taken `apart`, which is faster where each is of its own.
         """
         limits = self.limits

@@ -300,7 +300,7 @@ def _first_half_of_several(device: Device, h: Quantized | Array, bank: Experts) 
     T, D = (h.q if isinstance(h, Quantized) else h).shape
     types = bank.gate_type, bank.up_type
     widest = max(row_bytes(t, D, "gate and up") for t in types)
-    tokens = next(n for n in (2, FEW_TOKENS, SMALL_TOKENS) if n >= T)
+    tokens = 4 if T == 2 else FEW_TOKENS if T <= FEW_TOKENS else SMALL_TOKENS
     results = 2 * tokens * (Z_ROWS + 1) * 4 + grid_bytes(*types)
     for least, depth in ((3, 2), (3, 1), (2, 1), (1, 1)):
         for rows, warps in ((4, SEVERAL_WARPS), (2, SEVERAL_WARPS), (1, SEVERAL_WARPS), (1, 2), (1, 1)):
