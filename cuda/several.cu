@@ -14,17 +14,16 @@
 // the fold.
 //
 // Macros, and those of experts.cuh.
-//   TOKENS           that use an expert, at most: 4, 8 or 32
+//   TOKENS           at most: 8 or 32
 //   ROWS             of a matrix at a time a warp: 1, 2 or 4
 //   KEPT             tokens that a warp of gate_up_several keeps: 1 or 2
-//   DEPTH            stages of each matrix that a warp of gate_up_several has in flight
 //   STAGES           times ROWS rows has a warp of down_several
 //   WARPS            of a block; 32 is a multiple of WARPS * ROWS
 //   PER_SM           of a multiprocessor at a time
 //   SHARED           the copiers make row_scale
 //
 // Shared memory.
-//   gate_up_several  2 * DEPTH * stage_bytes a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D at least
+//   gate_up_several  2 * stage_bytes a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D at least
 //   down_several     a warp: HeldRow::base_bytes, then STAGES * stage_bytes
 #include "experts.cuh"
 
@@ -99,20 +98,17 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         __syncthreads();
 
     constexpr i32 STEPS = 2 * (32 / (WARPS * ROWS)); // ROWS rows of gate, the same of up, and so on
-    constexpr i32 FLIGHT = 2 * DEPTH < STEPS ? 2 * DEPTH : STEPS; // steps, the even ones of gate
-    u8* const stages = shared + FLIGHT * warp * stage_bytes;
+    u8* const stages = shared + 2 * warp * stage_bytes; // of gate's rows and of up's
     auto issue = [&](i32 s) {
-        u8* const stage = stages + s % FLIGHT * stage_bytes;
         const i32 r = (s / 2 * WARPS + warp) * ROWS, n = min(ROWS, rows - r);
         if (n > 0 && s & 1)
-            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stage, up + r * UP_BYTES, n * UP_BYTES);
+            stage_rows<ROWS * UP_BYTES, UP_BYTES>(stages + stage_bytes, up + r * UP_BYTES, n * UP_BYTES);
         else if (n > 0)
-            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stage, gate + r * GATE_BYTES, n * GATE_BYTES);
+            stage_rows<ROWS * GATE_BYTES, GATE_BYTES>(stages, gate + r * GATE_BYTES, n * GATE_BYTES);
         copies_commit();
     };
-#pragma unroll
-    for (i32 s = 0; s < FLIGHT; s++)
-        issue(s);
+    issue(0);
+    issue(1);
     fill_grids<GATE, UP>();
     const Uses uses = uses_of(record);
     auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
@@ -132,10 +128,10 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
 #pragma unroll 1
     for (i32 s = 0; s < STEPS; s++) {
         const bool is_up = s & 1;
-        u8* const stage = stages + s % FLIGHT * stage_bytes;
+        u8* const stage = stages + (is_up ? stage_bytes : 0);
         const i32 r = (s / 2 * WARPS + warp) * ROWS, n = min(ROWS, rows - r);
         const i32 skew = (row0 + r) * (is_up ? UP_BYTES : GATE_BYTES) & 15; // parts are aligned
-        stage_wait<FLIGHT - 1>();
+        stage_wait<1>();
 #pragma unroll 1
         for (i32 i0 = 0; i0 < uses.count; i0 += KEPT) {
             if (i0 || (s && uses.count > KEPT))
@@ -159,8 +155,8 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             }
         }
         __syncwarp(); // the stage is free
-        if (s + FLIGHT < STEPS)
-            issue(s + FLIGHT);
+        if (s + 2 < STEPS)
+            issue(s + 2);
         else
             copies_commit(); // groups of copies are counted
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES, RECORDS
@@ -40,7 +42,15 @@ LIMITS = Limits(
 )  # fmt: skip
 FLOATS = FLOAT_TYPES
 SMALL_BLOCKS = tuple(qtype for qtype, t in RECORDS.items() if 1 < t.elements < 256)
+# Types that few files have: their kernels are compiled for the emulator by `make slow` alone.
+USUAL = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"}
+SELDOM = {t.name for t in RECORDS} - USUAL
 CUDA_NMSE = 1e-5  # of tensor cores with half-precision operands, against float64
+
+
+def slow_if(condition: object) -> list[pytest.MarkDecorator]:
+    """Marks of a parameter."""
+    return [pytest.mark.slow] if condition else []
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,11 @@ class Case:
     def name(self) -> str:
         """What the test is called."""
         return f"{self.op} {self.label}"
+
+    @property
+    def on_cuda(self) -> Any:
+        """The case as a parameter of a CUDA test."""
+        return pytest.param(self, id=self.name, marks=slow_if(SELDOM & {*re.findall(r"\w+", self.label)}))
 
     @property
     def refused_on_cuda(self) -> str:

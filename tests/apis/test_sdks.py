@@ -91,6 +91,7 @@ def test_responses(openai_client: OpenAI) -> None:
     assert json.loads(call.arguments) == ARGUMENTS and final.output_text == "Let me see."
 
 
+@pytest.mark.slow
 def test_signs_of_life_in_responses_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a prompt is read, and while the input of a custom tool is written, which is shown only when it is whole."""
     for module, name, value in ((generation, "_SOON_S", 0.1), (generation, "KEEP_ALIVE_S", 0.1)):

@@ -134,6 +134,7 @@ def test_ctrl_c(data: Path, tmp_path: Path, name: str) -> None:
         assert len(part_paths(tmp_path / "out" / "trace")) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["extract-sessions", "calibrate", "validate", "serve"])
 def test_sigterm(data: Path, tmp_path: Path, name: str) -> None:
     status, stderr, daemons = cut_short(name, data, tmp_path, signal.SIGTERM)
@@ -149,6 +150,7 @@ def test_a_server_ends_by_sighup_as_by_sigterm(data: Path, tmp_path: Path) -> No
     assert none_left(daemons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["calibrate", "serve"])
 def test_no_daemon_outlives_a_killed_command(data: Path, tmp_path: Path, name: str) -> None:
     status, _, daemons = cut_short(name, data, tmp_path, signal.SIGKILL)
@@ -156,6 +158,7 @@ def test_no_daemon_outlives_a_killed_command(data: Path, tmp_path: Path, name: s
     assert none_left(daemons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True])
 def test_ctrl_c_does_not_wait_for_a_long_reply(tmp_path: Path, twice: bool) -> None:
     arguments = ["serve", NANO, "--port", "0"]

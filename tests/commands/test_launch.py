@@ -169,6 +169,7 @@ def test_ctrl_c_is_the_clients(folder: Path) -> None:
         assert none_left(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "end"), [(signal.SIGTERM, "wait"), (signal.SIGHUP, "wait"), (signal.SIGTERM, "stubborn")]
 )

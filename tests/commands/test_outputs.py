@@ -173,6 +173,7 @@ def test_what_a_header_shows_is_refused_before_loading(files: Path, tmp_path: Pa
 # --- figures on stdout --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["-", "/dev/stdout"])
 def test_figures_have_stdout_to_themselves(files: Path, tmp_path: Path, name: str) -> None:
     for arguments, key, words in (
@@ -191,6 +192,7 @@ def closed(redirection: str, *arguments: str, cwd: Path) -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed(tmp_path: Path) -> None:
     plan = ["plan", str(NANO), "--vram", "4"]
     for redirection in (">&-", "2>&-", "<&-", "<&- >&- 2>&-"):

@@ -175,6 +175,7 @@ def test_a_plan_in_too_little_address_space_is_one_line(tmp_path: Path) -> None:
 # --- a trace that was cut off ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_calibration_killed_in_its_first_window_goes_on(tmp_path: Path) -> None:
     spark("extract-sessions", "--out-dir", ".", *LOGS, cwd=tmp_path)
     spark("tokenize", NANO, "test.jsonl", "--out", "t.parquet", "--window", "1024", cwd=tmp_path)

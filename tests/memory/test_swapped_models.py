@@ -51,6 +51,7 @@ def check_that_it_comes_back(loaded: Loaded, prompt: int) -> None:
     assert kv.free_blocks == kv.n_blocks and kv.host.n_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", models.known())
 def test_a_model_goes_on_with_the_same_bits(arch: str, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, arch=models.find(arch))

@@ -147,6 +147,7 @@ TYPES: list[Types] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(t.name for t in types))
 def test_all_types(device: Any, types: Types) -> None:
     bank = Bank(device, types, D=256, F=512)
@@ -167,6 +168,7 @@ def test_ragged_floats(device: Any, T: int) -> None:
     run(bank, T, resident={}, entering={0: 0, 1: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 4])
 def test_rows_too_large_for_a_whole_block(device: Any, T: int) -> None:
     bank = Bank(device, (QType.F32, QType.F32, QType.F32), D=5000, F=36)

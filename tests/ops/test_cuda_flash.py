@@ -144,6 +144,7 @@ def test_near_float64(device: Any, case: str) -> None:
     assert nmse(step.run(device), step.expected()) < 1e-6  # NaN fails
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WINDOWS)
 def test_window(device: Any, case: str) -> None:
     step = make_step(case)
@@ -264,6 +265,7 @@ def test_what_is_split_has_the_launches_that_it_has_alone(spans: list[tuple[int,
             assert sum(made[1] - made[0] for made in inside) == b - a and end == max(made[3] for made in inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "slots"), [("pieces of several", 24), ("pieces of several in q8_0", 16)])
 @pytest.mark.usefixtures("cached_splits")
 def test_sequences_of_a_long_step_have_the_bits_of_each_alone(
@@ -287,6 +289,7 @@ def test_sequences_of_a_long_step_have_the_bits_of_each_alone(
         step.run(device, own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind", "by_head"),
     [
@@ -319,6 +322,7 @@ def test_near_the_twin(device: Any) -> None:
     assert nmse(step.run(device), twin) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["q8_0", "splits"])
 def test_bits_do_not_depend_on_where_blocks_lie(device: Any, case: str) -> None:
     first = make_step(case).run(device)
@@ -356,6 +360,7 @@ def test_nan_and_infinity_show(device: Any) -> None:
     assert np.isfinite(out[3:, 8:]).all()
 
 
+@pytest.mark.slow
 def test_large_scores(device: Any) -> None:
     """One position takes all the weight, whichever tile it lies in."""
     step = make_step("splits")

@@ -17,6 +17,7 @@ from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.products import Products, Quantized
 from engine.ops.cuda.wide import wide_shape
 from tests.gguf_files import random_blocks
+from tests.op_cases import SELDOM, slow_if
 
 LIMITS = Limits(
     max_tokens=64, n_embd=768, n_head_dim=1280, n_ff=512, n_vocab=100, n_expert=24, n_expert_used=3, max_rows=40
@@ -103,7 +104,9 @@ def test_norm_of_a_ragged_row(device: Any, products: Products) -> None:
 SHAPES = [(5, 256), (37, 768)]
 
 
-@pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "qtype", [pytest.param(t, id=t.name, marks=slow_if(t.name in SELDOM)) for t in NATIVE_TYPES]
+)
 def test_product(device: Any, products: Products, qtype: QType) -> None:
     for N, K in SHAPES:
         w = matrix(qtype, N, K)
@@ -178,6 +181,7 @@ def test_several(device: Any, products: Products, types: tuple[QType, ...], T: i
         check(device.read(y), arithmetic.product(w, h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "kib"), [(3, 99), (9, 227), (32, 227), (15, 64), (32, 64), (8, 40)])
 @pytest.mark.parametrize("types", ["Q4_K Q6_K Q4_K Q2_K", "Q8_0 Q5_0 IQ4_NL MXFP4", "NVFP4 Q4_1 NVFP4"])
 def test_several_of_a_step(device: Any, products: Products, types: str, T: int, kib: int) -> None:

@@ -193,7 +193,7 @@ def test_kernels_equal_the_twin_bit_for_bit(case: Case, isa: str) -> None:
         assert same_bits(outputs[name], expected), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c.on_cuda for c in CASES])
 def test_cuda_kernels_equal_the_twin(case: Case, device: Any) -> None:
     """Bit for bit in small steps, attention's sums excepted; tensor cores by their distance from float64."""
     small = replace(LIMITS, n_expert=case.experts[0], n_expert_used=case.experts[1])

@@ -250,7 +250,7 @@ def test_kernels_equal_the_twin_bit_for_bit(case: Case, isa: str) -> None:
     test_ops.test_kernels_equal_the_twin_bit_for_bit(case, isa)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c.on_cuda for c in CASES])
 def test_cuda_kernels_equal_the_twin(case: Case, device: Any) -> None:
     test_ops.test_cuda_kernels_equal_the_twin(case, device)
 

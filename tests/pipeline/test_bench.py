@@ -216,6 +216,7 @@ def test_growth_is_of_the_last_quarter() -> None:
     assert soak.growth(samples, "device") is None
 
 
+@pytest.mark.slow
 def test_soak_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tmp_path / "soak.json"
     arguments = ["--device=cpu", "--seconds=3", "--longest=100", "--ctx=512", f"--json={report}"]

@@ -361,6 +361,7 @@ def test_a_checkpoint_knows_all_that_the_counts_depend_on(tmp_path: Path, change
         calibrate._load_checkpoint(tmp_path / "p.csv", fingerprint(**changed)[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_counted_nothing_stands_in_no_ones_way(files: Path, tmp_path: Path, unbroken: Path) -> None:
     """It was killed in its first window: its checkpoint is as none, but for the trace that it began."""
     out, partial = tmp_path / "p.csv", calibrate.partial_path(tmp_path / "p.csv")

@@ -60,6 +60,7 @@ def decide(weights: Any, vram_gib: float, **options: Any) -> dryrun.Decision:
     return sharing.decide(cap_bytes=plan.cap_bytes(vram_gib), context_bytes=plan.CONTEXT_BYTES)
 
 
+@pytest.mark.slow
 def test_a_model_with_recurrent_layers_on_common_cards(weights: Any) -> None:
     """A small card keeps its slots; one that holds all experts has room for sixteen."""
     state_bytes = CONFIG.delta.state_bytes

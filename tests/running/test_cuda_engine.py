@@ -61,6 +61,7 @@ def test_small_steps_are_near_the_cpu_backend(model: Path, kv_type: str) -> None
     cuda.close()
 
 
+@pytest.mark.slow
 def test_logits_with_the_same_routing_are_near_the_cpu_backends(model: Path, tmp_path: Path) -> None:
     cpu = load(config(model, device="cpu"))
     expected, experts = feed(cpu, PROMPT[:45], [1] * 45)
@@ -297,6 +298,7 @@ def test_nan_logits_are_an_error_and_the_engine_goes_on(model: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_leaves_no_trace_in_the_next(model: Path, device: Any) -> None:
     engine = Engine(config(model))
     expected, _ = generate(engine, tuple(PROMPT[:12].tolist()))
@@ -328,6 +330,7 @@ def test_a_prompt_of_several_steps(
     assert found[0] == found[1] and len(found[0]) == 4
 
 
+@pytest.mark.slow
 def test_one_engine_after_the_other(model: Path) -> None:
     found = []
     for _ in range(2):

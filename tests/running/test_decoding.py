@@ -259,6 +259,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(folder / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
 
 
+@pytest.mark.slow
 def test_a_reply_pauses_in_the_middle_of_decoding_ahead(
     model: Path, on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

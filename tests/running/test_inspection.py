@@ -363,6 +363,7 @@ def run(count: int, seed: int) -> tuple[int, float, int]:
     return int(accepted), float(slowest), int(used)
 
 
+@pytest.mark.slow
 def test_some_mutated_headers_load_as_their_inspection_says() -> None:
     accepted, slowest, used = run(200, 1)
     assert 10 < accepted < 150 and slowest < 2 and used < 300

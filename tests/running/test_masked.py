@@ -127,9 +127,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "which", [[2], pytest.param([0, 1], marks=pytest.mark.slow), pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [[2], [0, 1], [0, 1, 2, 3]])
 def test_tokens_and_likelihoods_are_those_of_each_alone(loaded: Loaded, which: list[int]) -> None:
     def made(late: set[int]) -> list[Reply]:
         return [
@@ -165,6 +164,7 @@ def test_the_end_of_a_form_ends_its_reply_alone(loaded: Loaded) -> None:
     assert replies[0].reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_form_is_its_replys(loaded: Loaded) -> None:
     free = stepwise(loaded, reply(loaded, 12, 20))
     form = FormHere(Turns(loaded.source.config.n_vocab, fails=3))
@@ -194,6 +194,7 @@ def test_where_blocks_run_out_it_ends_between_steps(loaded: Loaded, monkeypatch:
     assert finished(loaded, replies)[0] == expected
 
 
+@pytest.mark.slow
 def test_it_ends_in_time_with_the_last_token_drawn_and_not_fed(loaded: Loaded) -> None:
     expected = stepwise(loaded, reply(loaded, 9, 30, form=turns(loaded)))
     one = reply(loaded, 9, 30, form=turns(loaded))

@@ -64,6 +64,7 @@ def finished(loaded: Loaded, replies: list[Reply]) -> list[list[int]]:
     return [r.history[len(r.history) - r.made :] for r in replies]
 
 
+@pytest.mark.slow
 def test_tokens_counts_and_likelihoods_are_those_of_each_alone(loaded: Loaded) -> None:
     kinds = [(9, 7, GREEDY, None), (12, 4, SAMPLED, None), (20, 9, GREEDY, 2)]
     expected, likely = [], []
@@ -92,6 +93,7 @@ def test_a_stop_token_ends_one_and_the_others_go_on(loaded: Loaded) -> None:
     assert [r.reason for r in replies] == ["stop", "length"]
 
 
+@pytest.mark.slow
 def test_it_ends_in_time_with_the_last_token_drawn_and_not_fed(loaded: Loaded) -> None:
     replies = [reply(loaded, n, 24) for n in (9, 12)]
     assert loaded.decoder.together(replies, time.perf_counter()) == [None, None]
@@ -100,6 +102,7 @@ def test_it_ends_in_time_with_the_last_token_drawn_and_not_fed(loaded: Loaded) -
     assert finished(loaded, replies) == finished(loaded, more)
 
 
+@pytest.mark.slow
 def test_where_blocks_run_out_it_ends_between_steps(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = [reply(loaded, n, 40) for n in (39, 12)]
     reserve, asked = Sequence.reserve, list[int]()
@@ -133,7 +136,8 @@ def test_logits_that_are_not_finite_fail_their_own_row(loaded: Loaded) -> None:
     assert replies[1].history[12:] == good[: replies[1].made]
 
 
-@pytest.mark.parametrize(("n", "width"), [(9, 16), pytest.param(17, 32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "width"), [(9, 16), (17, 32)])
 def test_more_than_eight_share_a_step(model: Path, n: int, width: int) -> None:
     loaded = load(config(model, policy="lru", residency_pct=50, ctx_tokens=64 * n, parallel=n))
     assert loaded.limits.places == n and loaded.steps.shared_width(n) == width == loaded.limits.max_sequences

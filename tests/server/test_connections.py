@@ -125,6 +125,7 @@ def open_connections(made: Running) -> int:
     return len(made.uvicorn.server_state.connections)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_at_a_fair_pace_gets_everything(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REPLY_BYTES_S", 500)
     with running(fake(ctx=100_000)) as made:
@@ -177,6 +178,7 @@ def limited(files: int, *, hard: bool) -> tuple[str, ...]:
     return ("sh", "-c", f'ulimit {"-n" if hard else "-Sn"} {files}; exec "$@"', "sh")
 
 
+@pytest.mark.slow
 def test_more_half_open_connections_than_files(tmp_path: Path) -> None:
     with served(tmp_path, *limited(256, hard=True)) as (process, url), contextlib.ExitStack() as stack:
         port = int(url.rpartition(":")[2])

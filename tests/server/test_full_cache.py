@@ -43,7 +43,8 @@ def waits(url: str) -> dict[str, int]:
     return {reason: int(float(n)) for reason, n in re.findall(r'spark_waits_total\{reason="(\w+)"\} (\S+)', said)}
 
 
-@pytest.mark.parametrize("gib", ["2", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", ["2", "0"])
 def test_all_get_what_they_get_alone(tmp_path: Path, gib: str) -> None:
     command = ("serve", NANO, "--device", "cpu", "--port", "0", "--ctx", str(CTX_TOKENS), "--prefix-gib", gib)
     with started(*command, "--parallel", "16", cwd=tmp_path, tmp=tmp_path) as process:

@@ -143,6 +143,7 @@ def test_events(fast: Running) -> None:
     assert sample["replies"] == 0 and sample["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_one_task_asks_for_all_who_watch(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     stats = fast.backend.stats
@@ -165,6 +166,8 @@ def test_one_task_asks_for_all_who_watch(fast: Running, monkeypatch: pytest.Monk
 
 
 def test_not_everybody_can_watch(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = fast.app.state.feed
+    wait_until(lambda: feed.watchers == 0)  # of the tests before
     monkeypatch.setattr("spark.server.events.MAX_WATCHERS", 1)
     with fast.http.stream("GET", "/events") as response:
         lines = response.iter_lines()

@@ -243,6 +243,7 @@ def test_a_server_that_is_to_ignore_hangups_does(tmp_path: Path) -> None:
         assert process.communicate(timeout=PATIENCE_S)[0] == "served\n"
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_up_no_end(tmp_path: Path) -> None:
     with served(tmp_path) as (process, url):
         content = json.dumps(body(LONG, stream=True)).encode()

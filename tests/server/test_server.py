@@ -352,6 +352,7 @@ def at_once(port: int, path: str, bodies: list[dict]) -> list[httpx.Response]:
     return asyncio.run(ask())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_requests_at_once_than_there_are_places(stream: bool) -> None:
     with running(fake(step_s=0.005)) as made:
@@ -386,6 +387,7 @@ def test_the_limit_of_the_daemon_is_no_fault_of_the_request() -> None:
         assert made.ask("x").status_code == 200
 
 
+@pytest.mark.slow
 def test_places_are_given_back_however_a_reply_ends(slow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_REPLIES", 1)
 

@@ -176,6 +176,7 @@ def check(served: Running, path: str, content: bytes) -> int:
     return response.status_code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_bodies(served: Running, path: str) -> None:
     answers: Counter[int] = Counter()

@@ -79,6 +79,7 @@ LONG = {"gemma4": ("another", "put back", "small", "off"), "qwen35": ("another",
 BACKENDS = [*(("cpu", arch) for arch in ARCHS), *EMULATED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", [0.0, 1.0])
 @pytest.mark.parametrize(("backend", "arch"), BACKENDS)
 def test_who_is_put_back_says_what_it_would_have_said(

@@ -84,6 +84,7 @@ ARCHS = ["qwen3moe", "gemma4", "qwen35moe"]
 EMULATED = [pytest.param("cuda", arch, marks=pytest.mark.slow) for arch in ARCHS]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "arch"), [*(("cpu", arch) for arch in ARCHS), *EMULATED])
 def test_rests_of_every_kind_beside_others(opened: Open, backend: str, arch: str) -> None:

@@ -21,7 +21,7 @@ from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
 
 MAX_TOKENS = 32  # of a launch of attention_splits, if partial results of so many have room
-ROOM_TOKENS = 8  # that have, with the most splits
+ROOM_SPLITS = 32  # of each, that have: what four kv heads make; with fewer heads, half as many tokens
 TARGET_BLOCKS = 128  # of attention_splits for one long sequence: about the multiprocessors of a large GPU
 SPLITS = (16, 64)  # at least, at most: of a sequence, for each kv head
 MAX_STAGES = 4  # tiles in flight: enough for the latency of memory
@@ -57,7 +57,8 @@ class Attention:
         self.max_stages = MAX_STAGES
         self.overlap = True
         # Layers may have fewer kv heads than the limit, and so more splits.
-        rows = min(limits.max_tokens, ROOM_TOKENS) * min(SPLITS[1], -(-limits.n_ctx // KV_BLOCK_TOKENS))
+        n_blocks = -(-limits.n_ctx // KV_BLOCK_TOKENS)
+        rows = max(min(limits.max_tokens, MAX_TOKENS) * min(ROOM_SPLITS, n_blocks), min(SPLITS[1], n_blocks))
         self._partial_o = device.empty((rows * limits.n_head_dim,), np.float32)
         self._partial_ml = device.empty((rows * limits.n_head * 2,), np.float32)
 

@@ -293,27 +293,23 @@ def _first_half(
 
 
 def _first_half_of_several(device: Device, h: Quantized | Array, bank: Experts) -> _FirstHalf:
-    """The most rows at a time with which three blocks share a multiprocessor; else whatever fits.
-
-    Two tokens' blocks are at it all at once, so there all rows of a block are in flight if three have room for that.
-    """
+    """The most rows at a time with which three blocks share a multiprocessor; else whatever fits."""
     T, D = (h.q if isinstance(h, Quantized) else h).shape
     types = bank.gate_type, bank.up_type
     widest = max(row_bytes(t, D, "gate and up") for t in types)
-    tokens = 4 if T == 2 else FEW_TOKENS if T <= FEW_TOKENS else SMALL_TOKENS
+    tokens = FEW_TOKENS if T <= FEW_TOKENS else SMALL_TOKENS
     results = 2 * tokens * (Z_ROWS + 1) * 4 + grid_bytes(*types)
-    for least, depth in ((3, 2), (3, 1), (2, 1), (1, 1)):
+    for least in (3, 2, 1):
         for rows, warps in ((4, SEVERAL_WARPS), (2, SEVERAL_WARPS), (1, SEVERAL_WARPS), (1, 2), (1, 1)):
-            n_bytes = 2 * warps * depth * stage_bytes(rows, widest)
-            blocks = _at_once(device, n_bytes + results, "gate_up_several")
-            all_rows = depth * warps * rows == Z_ROWS
-            if blocks < least or (warps < SEVERAL_WARPS and least > 1) or (depth > 1 and not (T == 2 and all_rows)):
+            stage = stage_bytes(rows, widest)
+            blocks = _at_once(device, 2 * warps * stage + results, "gate_up_several")
+            if blocks < least or (warps < SEVERAL_WARPS and least > 1):
                 continue
             numbers = {"DOWN_FLOAT": int(bank.down_type in FLOAT_TYPES), "COLS": D, "ROWS": rows}
-            numbers |= {"WARPS": warps, "TOKENS": tokens, "KEPT": 2, "DEPTH": depth, "PER_SM": blocks}
+            numbers |= {"WARPS": warps, "TOKENS": tokens, "KEPT": 2, "PER_SM": blocks}
             numbers |= {"GELU": 1} if bank.activation == "gelu" else {}
             defines = _defines(("GATE", types[0]), ("UP", types[1]), **numbers)
-            return _FirstHalf(defines, warps, stage_bytes(rows, widest), n_bytes)
+            return _FirstHalf(defines, warps, stage, 2 * warps * stage)
     raise ValueError(f"an FFN's rows of {widest} bytes do not fit into shared memory")
 
 
