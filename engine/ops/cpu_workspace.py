@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, c_int64
 from operator import is_
 from typing import Any
@@ -163,6 +163,11 @@ class Workspace:
     def _forget(self, known: dict[int, Any]) -> None:
         known.clear()
         self.version += 1
+
+    def feed(self, pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+        """Copy the second array of each pair into the first."""
+        for array, host in pairs:
+            array[...] = host
 
     def repeat(self, noted: Noted | None, work: Callable[[], None]) -> Noted | None:
         """Run `work`, ops of this workspace alone, or the calls that were noted of it, if they can be made again.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
 from engine.formats.quants import QTensor
 from engine.ops import (
     F32,
@@ -41,6 +43,9 @@ class Workspace(Protocol):
 
         For work that was done before and differs in nothing but the contents of arrays.
         """
+
+    def feed(self, pairs: Sequence[tuple[Any, NDArray[Any]]]) -> None:
+        """Copy arrays of the host into arrays of the device, in order with ops; the host's may change afterwards."""
 
     def close(self) -> None:
         """Release the memory, and threads where there are any."""

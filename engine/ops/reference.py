@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,11 @@ class Workspace:
     def repeat(self, noted: None, work: Callable[[], None]) -> None:
         """Run `work`: nothing is noted."""
         work()
+
+    def feed(self, pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+        """Copy the second array of each pair into the first."""
+        for array, host in pairs:
+            array[...] = host
 
     def close(self) -> None:
         """Release nothing; here so that backends are used alike."""

@@ -75,6 +75,7 @@ class Forward:
         self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.places)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
+        self._views: dict[tuple[int, int, int], Step] = {}  # of the inputs, for the shapes of steps
         self._noted: dict[Hashable, tuple[Weights[Any], Any]] = {}  # what a step of a shape called, and with which
         T, c = limits.max_tokens, config
         L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)
@@ -134,11 +135,17 @@ class Forward:
 
     def inputs_of(self, T: int, n_sequences: int, R: int) -> Step:
         """Views of the inputs for T tokens of so many sequences, R of which want logits."""
-        i = self.inputs
-        return Step(
-            i.tokens[:T], i.positions[:T], i.sequence[:T], tuple(slots[:T] for slots in i.slots),
-            tuple(table[:n_sequences] for table in i.block_table), i.states[:n_sequences], i.counted[:T], i.rows[:R],
-        )  # fmt: skip
+        views = self._views.get((T, n_sequences, R))
+        if views is None:
+            if len(self._views) >= MAX_NOTED:
+                self._views.clear()
+            i = self.inputs
+            views = self._views[T, n_sequences, R] = Step(
+                i.tokens[:T], i.positions[:T], i.sequence[:T], tuple(slots[:T] for slots in i.slots),
+                tuple(table[:n_sequences] for table in i.block_table), i.states[:n_sequences], i.counted[:T],
+                i.rows[:R],
+            )  # fmt: skip
+        return views
 
     def feed(self, step: Step) -> Step:
         """Copy a step's inputs, NumPy arrays, to the device; the views of them that `run` takes.
@@ -146,12 +153,11 @@ class Forward:
         Every table of `step.block_table` has the cache's whole width.
         """
         views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
+        pairs: list[tuple[Any, NDArray[Any]]] = []
         for name in _FED:
             array, host = getattr(views, name), getattr(step, name)
-            pairs = zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
-            for to, values in pairs:
-                if len(values):
-                    self.device.write(to, values)
+            pairs += zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
+        self.ws.feed(pairs)
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(views, n_positions=n_positions, apart=step.apart, spans=step.spans)
 

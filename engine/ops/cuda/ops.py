@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
+from numpy.typing import NDArray
 
 from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.quants import QTensor
@@ -33,6 +35,7 @@ from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.delta import Delta
 from engine.ops.cuda.device import Array, Device
 from engine.ops.cuda.experts import SmallDense, SmallExperts, runs_beside
+from engine.ops.cuda.feeding import Feeding
 from engine.ops.cuda.flash import Flash
 from engine.ops.cuda.gemm import Gemm, Halves
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
@@ -85,6 +88,7 @@ class Workspace:
         self.active_step: Array | None = None
         self.replay: Replay | None = None
         self.streaming: Streaming | None = None
+        self._feeding = Feeding(device)
         self._prepared: list[_Prepared] = []
 
     @property
@@ -114,6 +118,10 @@ class Workspace:
     def repeat(self, noted: None, work: Callable[[], None]) -> None:
         """Run `work`: steps that come again are graphs here (running/stepping.py)."""
         work()
+
+    def feed(self, pairs: Sequence[tuple[Array, NDArray[Any]]]) -> None:
+        """Copy arrays of the host into arrays of the device, in one launch where they are small."""
+        self._feeding(pairs)
 
     def stream_experts(self, n_bytes: int, part_bytes: tuple[int, int, int]) -> None:
         """Allocate for experts that have no slot: two staging buffers of n_bytes, and what misses pass through.
