@@ -4,6 +4,7 @@ Reading JSON keeps the interpreter's lock for as long as it takes, and so do ten
 away. So a body of more than `LARGE_BYTES` goes to a process of its own (`python -c`, on demand, which ends when it has
 had nothing to do for a while): it counts what the text would become before it reads it, checks the request, measures
 it, and sends back what is needed of it. A thread waits for it. Smaller bodies cannot hold much; a thread reads them.
+A body of `SMALL_BYTES` or less is read sooner than a thread is asked to.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from spark.speech.json_text import one_body, parse_object
 MAX_BODY_BYTES = 32 << 20
 MAX_ALL_BYTES = 4 * MAX_BODY_BYTES  # of bodies that are being received or read, over all connections
 SLOW_S = 20.0  # a body that takes longer makes room for others where there is none
+SMALL_BYTES = 8 << 10
 LARGE_BYTES = 256 << 10
 _READ_S = 60.0  # a process that takes longer is ended
 _IDLE_S = 60.0  # and one that has had nothing to do for so long ends itself
@@ -99,6 +101,8 @@ class Bodies:
     async def _read(self, wanted: Wanted, content: bytes, added: Size) -> _Made:
         if len(content) + added.n_bytes > LARGE_BYTES:
             return await self._large.read(wanted, content, added)
+        if len(content) + added.n_bytes <= SMALL_BYTES:
+            return _read(wanted, content, added)
         return await asyncio.to_thread(_read, wanted, content, added)
 
     def close(self) -> None:

@@ -517,13 +517,13 @@ class _Service:
         """The reply as server-sent events; an error that comes too late for a status is one of them."""
         outcome, left, (i, item) = "left", len(writers), first
         try:
-            yield b"".join(writer.start(len(prompt.opening.tokens)) for writer in writers)
+            begun = b"".join(writer.start(len(prompt.opening.tokens)) for writer in writers)
             said_s = time.monotonic()
             while True:
                 if isinstance(item, Finish):
                     left -= 1
                     outcome = "left" if left else "ok"
-                    yield writers[i].end(item)
+                    yield begun + writers[i].end(item)
                     if not left:
                         break
                 else:
@@ -531,9 +531,10 @@ class _Service:
                     # What a writer keeps until it is whole, as a custom tool's input, is no reason to be silent either.
                     if not made and (not item or time.monotonic() - said_s >= KEEP_ALIVE_S):
                         made = writers[i].keep_alive
-                    if made:
-                        yield made
+                    if begun or made:
+                        yield begun + made  # in one, since each event that is sent wakes its reader
                         said_s = time.monotonic()
+                begun = b""
                 i, item = await self.closing.run(anext(replies))
         except SparkError as error:
             outcome = error.code

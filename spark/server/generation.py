@@ -32,6 +32,7 @@ from spark.speech.reply import ReplyParser
 KEEP_ALIVE_S = 10.0
 AT_ONCE = 8  # replies of one request that the engine has at a time, so that those of others come between
 _SOON_S = 1.0  # how long to wait for a first sign before there is a keep-alive
+_SOON_CHARS = 4096
 _CHARS_A_TOKEN = 32  # more than any text has on average
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,10 @@ class Model:
         """
         arrived_s = time.monotonic()
         async with self._rendering:  # one after the other: requests must not take all cores
-            opening, budget = await asyncio.to_thread(self._open, conversation, where)
+            if self._length(conversation) <= _SOON_CHARS:  # sooner done than a thread is asked to
+                opening, budget = self._open(conversation, where)
+            else:
+                opening, budget = await asyncio.to_thread(self._open, conversation, where)
         assert not conversation.more_raw
         room = self.ctx_tokens - len(opening.tokens)
         if room < 1:
@@ -101,14 +105,17 @@ class Model:
         max_tokens = min(room, conversation.max_tokens or room)
         return Prompt(conversation, opening, max_tokens, budget, self._grammar(conversation, opening), arrived_s)
 
+    def _length(self, conversation: Conversation) -> int:
+        """Characters to be rendered, or tokens that are given."""
+        return len(conversation.raw or "") + conversation.text_chars + conversation.tool_chars
+
     def _open(self, conversation: Conversation, where: str) -> tuple[Opening, int | None]:
         raw = conversation.raw
         if isinstance(raw, tuple):
             if not all(0 <= token < self._tokenizer.vocab_size for token in raw):
                 raise refusal(where, f"tokens lie between 0 and {self._tokenizer.vocab_size - 1}")
             return Opening(list(raw), ""), None
-        most = self.most_chars
-        n = len(raw or "") + conversation.text_chars + conversation.tool_chars
+        most, n = self.most_chars, self._length(conversation)
         if n > most:
             too_long = PromptTooLongError(n, most, "characters")
             too_long.field = "tools" if conversation.tool_chars > most else where
@@ -190,7 +197,8 @@ class Model:
                 chosen = replace(prompt, conversation=prompt.conversation.choice(k))
                 progress = None if row is None else row.choice()
                 replies.append(self.reply(chosen, leader, first=k == 0, progress=progress))
-        async with contextlib.aclosing(_interleaved(replies)) as items:
+        items = _interleaved(replies) if len(replies) > 1 else _numbered(replies[0])
+        async with contextlib.aclosing(items):
             async for item in items:
                 yield item
 
@@ -287,6 +295,12 @@ _Reply = AsyncGenerator[list[Part] | Finish]
 def _pass_on(leader: asyncio.Future[Sent | None], sent: asyncio.Future[Sent]) -> None:
     if not leader.done():
         leader.set_result(sent.result())
+
+
+async def _numbered(reply: _Reply) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:
+    async with contextlib.aclosing(reply):
+        async for item in reply:
+            yield 0, item
 
 
 async def _interleaved(replies: Sequence[_Reply]) -> AsyncGenerator[tuple[int, list[Part] | Finish]]:

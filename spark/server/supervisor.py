@@ -250,7 +250,8 @@ class Generation:
         """Wait for the next event, `patience_s` at most (then None); raises what the request failed with."""
         left_s = patience_s if self._end_s is None else min(patience_s, self._end_s - time.monotonic())
         try:
-            event = await asyncio.wait_for(self._events.get(), max(0.0, left_s))
+            async with asyncio.timeout(max(0.0, left_s)):
+                event = await self._events.get()
         except TimeoutError:
             if left_s < patience_s:
                 raise DeadlineError(f"the reply was not finished after {self._total_s:g} s") from None
