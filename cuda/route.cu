@@ -250,7 +250,7 @@ struct Step {
     i32 first_pair[EXPERTS]; // the first recent pair (token, rank) that uses it
     i32 chosen[MAX_PAIRS];
     i64 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
-    u32 pair[MAX_PAIRS];       // expert, whether it is the first pair of it, uses
+    u32 pair[MAX_PAIRS];       // expert, whether it misses, whether it is the first pair of it, uses
     i64 victim[EXPERTS];       // sort keys of the candidates, by slot of the layer
     u64 source[EXPERTS * 3];   // expert_ptr of the layer before the step; only with an active table
     i32 entering[MAX_PAIRS + 1]; // by rank: first pairs of experts, -1 beyond the last
@@ -303,7 +303,9 @@ DEVICE i64 warmed(i64 heat, u32 uses, i64 clock, int memory) {
 
 // `advance` of the twin. On entry (after a barrier) uses, counted, resident, first_pair and chosen are set; heat: of expert
 // `threadIdx.x` before the step. With a table, the active experts are written too (records of 64 bytes: source, target,
-// expert, first, count, 0). Experts that miss and enter no slot pass through `bypass` memory, place by record, while there are places.
+// expert, first, count, 0). Experts that miss and enter no slot pass through `bypass` memory, place by record, while there
+// are places. Several tokens' records begin with those that miss, so that their bytes are under way first and these get
+// the places; one token's are in order of rank.
 struct Bypass {
     u64 base;
     i64 expert_bytes, up_at, down_at;
@@ -356,7 +358,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     if (i < n_pairs) {
         expert = step.chosen[i];
         first = step.first_pair[expert] == i;
-        step.pair[i] = (u32)expert | (u32)first << 15 | step.uses[expert] << 16;
+        step.pair[i] = (u32)expert | (u32)!step.resident[expert] << 14 | (u32)first << 15 | step.uses[expert] << 16;
         if (with_table && first)
             for (int part = 0; part < 3; part++)
                 source[part] = step.source[expert * 3 + part];
@@ -390,14 +392,22 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     int record = 0, start = 0, before = 0, firsts = 0;
     if (with_table && i < n_pairs) {
         const int first_pair = step.first_pair[expert];
+        const auto place = [&](const auto& is_ahead) {
 #pragma unroll 8
-        for (int j = 0; j < n_pairs; j++) {
-            const u32 other = step.pair[j];
-            const int is_first = other >> 15 & 1;
-            firsts += is_first;
-            record += j < first_pair ? is_first : 0;
-            start += j < first_pair && is_first ? other >> 16 : 0;
-            before += j < i && (other & 0x7fff) == (u32)expert;
+            for (int j = 0; j < n_pairs; j++) {
+                const u32 other = step.pair[j];
+                const int is_first = other >> 15 & 1;
+                firsts += is_first;
+                record += is_first && is_ahead(j, (other >> 14 & 1) != 0);
+                start += j < first_pair && is_first ? other >> 16 : 0;
+                before += j < i && (other & 0x3fff) == (u32)expert;
+            }
+        };
+        if (any_missing && n_pairs > USED) {
+            const bool misses = !step.resident[expert];
+            place([&](int j, bool other) { return other == misses ? j < first_pair : other; });
+        } else {
+            place([&](int j, bool) { return j < first_pair; });
         }
         pairs[start + before] = i;
         if (i == 0)

@@ -258,8 +258,8 @@ class Products:
         defines = (("TYPE", gate.qtype.name), ("COLS", str(D)))
         args = (x, norm, eps, gate.data, E, h, logits, *((None,) * 3 if to is None else (to.q, to.d, to.sums)))
         units, n_bytes = E + -(-D // 128), 8 * (-(-D // 4) * 4)
-        # Of two tokens each warp makes the norm for itself sooner than a block's warps share one.
-        if T > 2 and n_bytes + STATIC_SHARED <= self.device.max_shared_bytes:
+        # Of a few tokens each warp makes the norm for itself sooner than a block's warps share one.
+        if T > 4 and n_bytes + STATIC_SHARED <= self.device.max_shared_bytes:
             kernel = self.device.kernel(Module("router.cu", (*defines, ("WARPS", str(WARPS)))), "router_several")
             kernel((-(-units // WARPS), T), WARPS * WARP, args, n_bytes, overlap=True)
         else:
