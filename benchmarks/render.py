@@ -293,12 +293,17 @@ def cuda_kernels(name: str, made: Json, title: str = "CUDA kernels") -> list[str
 
 
 def profile_step(name: str, made: Json) -> list[str]:
-    shared = made.get("sequences", 1)
-    heading = f"A step that {shared} sequences share" if shared > 1 else f"One decoded token{family(name)}"
+    shared, each = made.get("sequences", 1), made.get("tokens_each", 1)
+    if each > 1:
+        heading = f"A step of {each} given tokens"
+    elif shared > 1:
+        heading = f"A step that {shared} sequences share"
+    else:
+        heading = f"One decoded token{family(name)}"
     lines = [f"## {heading}", "", *origin(name, made)]
     lines += [PROFILE.format(launches=made["launches"], depth=made["depth_tokens"], how=made["measured_by"],
                              kernels=made["kernels_us"], step=made["step_us"],
-                             what="token" if shared == 1 else "step")]  # fmt: skip
+                             what="token" if shared == each == 1 else "step")]  # fmt: skip
     stamped = any(row.get("path_us") for row in made["rows"])
     lines += [*([ON_THE_PATH] if stamped else []), ""]
     return lines + table(
@@ -323,12 +328,25 @@ def batched(name: str, made: Json, what: str = "") -> list[str]:
     )]  # fmt: skip
 
 
+def milliseconds(seconds: Json, digits: int) -> str:
+    return spread({key: value if key == "n" else 1e3 * value for key, value in seconds.items()}, digits)
+
+
+def first_token(name: str, made: Json) -> list[str]:
+    text = "Prompts that were never sent before, to a server and to a daemon in turn; milliseconds to the first token."
+    return ["## The first token over HTTP", "", *origin(name, made), text, "", *table(
+        ["tokens of prompt", "HTTP", "daemon", "added"],
+        [[f"{r['tokens']:,}", milliseconds(r["http_s"], 1), milliseconds(r["daemon_s"], 1), f"{1e3 * r['added_s']:.1f}"]
+         for r in made["rows"]],
+    )]  # fmt: skip
+
+
 def given_tokens(name: str, made: Json) -> list[str]:
     text = "Random tokens, all logits; from the call until the device is done."
     return ["## Steps of several given tokens", "", *origin(name, made), text, "", *table(
         ["depth", "sequences", "tokens each", "ms"],
         [[f"{r['depth']:,}", r["sequences"], r["tokens_each"],
-          spread({k: v if k == "n" else 1e3 * v for k, v in r["seconds"].items()}, 2)] for r in made["rows"]],
+          milliseconds(r["seconds"], 2)] for r in made["rows"]],
     )]  # fmt: skip
 
 
@@ -403,6 +421,7 @@ FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
 MIXTURES = {"q4": "Q4_K_M", "q3": "Q3_K_M", "iq2": "UD-IQ2_XXS"}
 PARTS = {"policies": "real policies", **MIXTURES}  # of a measurement that has a file of its own
 SHARED = (2, 4, 8)  # sequences of a step
+GIVEN = tuple(f"given-{n}" for n in (2, 16, 32))  # tokens of one sequence in a step
 
 
 SECTIONS = {
@@ -422,10 +441,11 @@ SECTIONS = {
     },
     "given_tokens.json": given_tokens,
     "forms_speed.json": forms_speed,
+    "first_token.json": first_token,
     "cuda_kernels.json": cuda_kernels,
     "cuda_types.json": partial(cuda_kernels, title="CUDA kernels: every block type"),
     "profile_step.json": profile_step,
-    **{f"profile_step-{key}.json": profile_step for key in (*FAMILIES, *SHARED)},
+    **{f"profile_step-{key}.json": profile_step for key in (*FAMILIES, *SHARED, *GIVEN)},
     "next_turn.json": next_turn,
     "memory_plan.json": memory_plan,
     "exactness.json": rows_of("Exactness on the GPU"),

@@ -9,9 +9,10 @@
 //   gate_up_several   z [T * A, F] = act(gate h) * (up h)    copiers + records * ceil(F / 32)            WARPS warps
 //   down_several      y [T * A, D] = down z                  (ceil(D / STAGES / ROWS / WARPS), records)  WARPS warps
 //   combine           x [T, D] += the fold of y over ranks   (ceil(D / block), T)                        any
+//   combine_norm      the same, and q, d, sums of x's norm   T                                           any
 // A block of gate_up_several has 32 rows of an expert, since a block of z has one scale. What enters a slot is copied
 // there first, by the block whose rows they are, or all copiers in turn for the down part. Where `add` is 0, x becomes
-// the fold.
+// the fold. combine_norm saves the launch of an rms_norm, in whose place its results are read; D is a multiple of 32.
 //
 // Macros, and those of experts.cuh.
 //   TOKENS           at most: 8 or 32
@@ -25,6 +26,7 @@
 // Shared memory.
 //   gate_up_several  2 * stage_bytes a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D at least
 //   down_several     a warp: HeldRow::base_bytes, then STAGES * stage_bytes
+//   combine_norm     8 * D
 #include "experts.cuh"
 
 // Words of a record, each in a lane. All warps begin with the same few records: a load each, not one for every field.
@@ -228,6 +230,37 @@ KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x
     for (i32 a = 0; a < n_used; a++)
         r = __fmaf_rn(weights[t * n_used + a], y[(t * n_used + a) * D + i], r);
     x[t * D + i] = add ? x[t * D + i] + r : r;
+}
+
+KERNEL combine_norm(const float* y, const float* weights, i32 n_used, i32 D, float* x, i32 add, const float* norm,
+                    float eps, i8* q, float* d, i32* sums) {
+    DYNAMIC_SHARED(float, xs);
+    float* const norms = xs + D;
+    const i64 t = blockIdx.x;
+    dependency_release();
+    copy_floats(norms, norm, D);
+    copies_commit();
+    dependency_wait();
+    for (i32 i = 4 * threadIdx.x; i < D; i += 4 * blockDim.x) {
+        float4* const to = (float4*)(x + t * D + i);
+        const float4 old = add ? *to : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        float4 r = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 8
+        for (i32 a = 0; a < n_used; a++) {
+            const float weight = weights[t * n_used + a];
+            const float4 of = *(const float4*)(y + (t * n_used + a) * D + i);
+            r = {__fmaf_rn(weight, of.x, r.x), __fmaf_rn(weight, of.y, r.y), __fmaf_rn(weight, of.z, r.z),
+                 __fmaf_rn(weight, of.w, r.w)};
+        }
+        if (add)
+            r = {old.x + r.x, old.y + r.y, old.z + r.z, old.w + r.w};
+        *to = *(float4*)(xs + i) = r;
+    }
+    copies_wait<0>();
+    __syncthreads();
+    const float scale = norm_scale(square_sum(xs, D), D, eps);
+    quantize_row(global_input(nullptr, q + t * D, d + t * (D / 32), sums + t * (D / 32)), xs, norms, scale, nullptr, D,
+                 threadIdx.x / WARP, blockDim.x / WARP);
 }
 
 #endif

@@ -20,6 +20,7 @@ from engine.memory.kv import KVGroup
 from engine.models.config import Common, Keys, check_heads, check_rope
 from engine.models.layers import Pass, Widths
 from engine.models.loading import (
+    AttentionLayer,
     AttentionWeights,
     Dense,
     Tensors,
@@ -187,7 +188,7 @@ class MoE:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(AttentionLayer):
     """Weights of one layer."""
 
     attention: AttentionWeights

@@ -217,7 +217,7 @@ class Pass(Generic[ConfigT]):
     """One forward pass: what the layers of a model compute with.
 
     ops, ws: the backend and its workspace. residency: None in a model without experts. ropes: what the architecture's
-    `rope_tables` gave, on the device.
+    `rope_tables` gave, on the device. norms: by which each layer reads the residual stream first.
     """
 
     config: ConfigT
@@ -227,6 +227,7 @@ class Pass(Generic[ConfigT]):
     kv: KVCache
     residency: Residency | None
     ropes: tuple[F32, ...]
+    norms: tuple[F32, ...]
     b: Buffers
 
     def attention(
@@ -273,11 +274,12 @@ class Pass(Generic[ConfigT]):
 
     def experts(self, m: int, shared: SharedExpert | None = None, to: F32 | None = None) -> None:
         """Experts of MoE layer m, as they were chosen: x += experts(h), or `to` = it."""
-        b, r = self.b, self.residency
+        b, r, behind = self.b, self.residency, self.config.moe_layers[m] + 1
         assert r is not None
+        then = (self.norms[behind], self.config.eps) if to is None and behind < len(self.norms) else None
         self.ops.expert_ffn(
             self.ws, b.h, *b.chosen(m), r.banks[m], b.fetches, b.x if to is None else to,
-            add=to is None, shared=shared,
+            add=to is None, shared=shared, then=then,
         )  # fmt: skip
 
 

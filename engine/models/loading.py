@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
@@ -116,7 +116,27 @@ class Dense:
     down: QTensor
 
 
-LayerT = TypeVar("LayerT")
+class LayerWeights(Protocol):
+    """What the weights of a layer have, whatever the architecture."""
+
+    @property
+    def norm(self) -> F32:
+        """By which the layer reads the residual stream first, [D]."""
+
+
+class AttentionLayer:
+    """A layer that begins with attention."""
+
+    __slots__ = ()
+    attention: AttentionWeights
+
+    @property
+    def norm(self) -> F32:
+        """The one ahead of Q, K and V."""
+        return self.attention.inputs.norm
+
+
+LayerT = TypeVar("LayerT", bound=LayerWeights)
 
 
 @dataclass(frozen=True, slots=True)

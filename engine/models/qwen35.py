@@ -211,8 +211,20 @@ class Delta:
     out: QTensor
 
 
+class MixerLayer:
+    """A layer that begins with either mixer."""
+
+    __slots__ = ()
+    mixer: AttentionWeights | Delta
+
+    @property
+    def norm(self) -> F32:
+        """The one ahead of the mixer's products."""
+        return self.mixer.inputs.norm
+
+
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(MixerLayer):
     """Weights of one layer."""
 
     mixer: AttentionWeights | Delta

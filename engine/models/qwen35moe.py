@@ -15,7 +15,7 @@ from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
 from engine.models.layers import Pass
 from engine.models.loading import AttentionWeights, Tensors, Weights, random_tensors
-from engine.models.qwen35 import VISION, Config, Delta, load_mixer, mix, own_values, replay, rope_tables
+from engine.models.qwen35 import VISION, Config, Delta, MixerLayer, load_mixer, mix, own_values, replay, rope_tables
 from engine.ops import F32, Gating, SharedExpert
 
 __all__ = ["ARCH", "Config", "Layer", "layer", "load", "replay", "rope_tables", "tiny"]
@@ -25,7 +25,7 @@ GATING = Gating()
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(MixerLayer):
     """Weights of one layer, its experts apart (see Residency)."""
 
     mixer: AttentionWeights | Delta

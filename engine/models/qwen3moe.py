@@ -17,6 +17,7 @@ from engine.memory.kv import KVGroup
 from engine.models.config import Common, Keys, check_heads, check_rope
 from engine.models.layers import Pass, Widths
 from engine.models.loading import (
+    AttentionLayer,
     AttentionWeights,
     Tensors,
     Weights,
@@ -86,7 +87,7 @@ class Config(Common):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(AttentionLayer):
     """Weights of one layer, its experts apart (see Residency)."""
 
     attention: AttentionWeights

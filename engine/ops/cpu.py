@@ -361,11 +361,12 @@ def expert_ffn(
     x: F32,
     add: bool = True,
     shared: SharedExpert | None = None,
+    then: tuple[F32, float] | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it where `add` is false.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A]. Performs `fetches` first, then
-    reads every expert through `bank.expert_ptr`. What a shared expert gives is added last.
+    reads every expert through `bank.expert_ptr`. What a shared expert gives is added last. then: of no use here.
     """
     T, A = _rows(ws, h, "h"), experts.shape[1]
     D, E = bank.n_embd, len(bank.expert_ptr)

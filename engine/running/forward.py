@@ -190,7 +190,8 @@ class Forward:
         cast(Recurrent, self.arch).replay(self._pass(step, None, self.buffers.first(len(step.tokens), 0)), self.weights)
 
     def _pass(self, step: Step, residency: Residency | None, b: Buffers) -> Pass[ModelConfig]:
-        return Pass(self.config, self.ops, self.ws, step, self.kv, residency, self.ropes, b)
+        norms = tuple(layer.norm for layer in self.weights.layers)
+        return Pass(self.config, self.ops, self.ws, step, self.kv, residency, self.ropes, norms, b)
 
     def head(self, rows: I32) -> F32:
         """Logits [len(rows), V] of more rows of the last step."""

@@ -10,10 +10,10 @@ import pytest
 from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES
-from engine.ops import Experts, Fetches, Limits, SharedExpert, reference
+from engine.ops import Experts, Fetches, Limits, SharedExpert, arithmetic, reference
 from engine.ops.cuda.experts import SmallExperts, runs_beside
 from engine.ops.cuda.products import Products
-from tests.ops.test_cuda_products import check, matrix, normal
+from tests.ops.test_cuda_products import EPS, check, check_quantized, matrix, normal
 
 E, A = 7, 3
 K4, K6 = QType.Q4_K, QType.Q6_K
@@ -117,7 +117,8 @@ def run(
     products = Products(device, bank.limits)
     if bank.types[0] not in FLOAT_TYPES:
         given = products.quantize(given)
-    SmallExperts(device, bank.limits, products)(
+    norm = normal(bank.D, seed=seed + 3)
+    made = SmallExperts(device, bank.limits, products)(
         given,
         device.upload(experts),
         device.upload(weights),
@@ -125,8 +126,14 @@ def run(
         *bank.table(experts, resident, entering),
         on_device,
         beside=None if beside is None else (beside, floats),
+        then=(device.upload(norm), EPS),
     )
-    check(device.read(on_device), bank.expected(h, experts, weights, x, shared))
+    expected = bank.expected(h, experts, weights, x, shared)
+    check(device.read(on_device), expected)
+    fits = bank.D % 32 == 0 and device.max_shared_bytes >= 8 * bank.D
+    assert (made is not None) == (T > 2 and beside is None and fits)  # the norm of the sum: one kernel makes both
+    if made is not None:
+        check_quantized(device, made, arithmetic.rms_norm(expected, norm, EPS))
     for e, slot in entering.items():
         for part in range(3):
             used = np.isin(e, experts)

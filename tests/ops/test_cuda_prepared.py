@@ -161,3 +161,27 @@ def test_a_row_that_was_written_again_is_read_again(device: Any, T: int) -> None
         ops.dense_ffn(ws, h, *matrices, y)
         found.append(device.read(y).copy())
     assert np.array_equal(*found)
+
+
+def test_a_norm_that_came_with_the_experts_is_not_made_again() -> None:
+    """Unless it is another's, or something wrote the residual stream in between."""
+
+    def norms(between: Callable[[Call], None] = lambda c: None, T: int = 5, **changes: Any) -> bool:
+        c = Call(T)
+        ops.expert_ffn(c.ws, c.h, c.experts, c.weights, c.bank, c.fetches, c.x, then=(c.norm, EPS), **changes)
+        between(c)
+        c.ws.device.kernels.clear()
+        WRITES["attention_input"][0](c)
+        return any(name == "rms_norm" for _, name in c.ws.device.kernels)
+
+    def other_norm(c: Call) -> None:
+        c.inputs = replace(c.inputs, norm=c.ws.device.empty(D, np.float32))
+
+    assert not norms()
+    assert not norms(lambda c: ops.copy(c.ws, c.y, c.h))
+    assert norms(lambda c: ops.copy(c.ws, c.y, c.x))
+    assert norms(lambda c: ops.copy(c.ws, c.y[:1], c.x[2:3]))
+    assert norms(other_norm)
+    assert norms(T=2)
+    c = Call(5)
+    assert norms(shared=SharedExpert(*c.dense))

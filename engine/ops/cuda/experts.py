@@ -28,12 +28,14 @@ from engine.ops.cuda.products import (
     stage_bytes,
 )
 
+Norm = tuple[Array, float]  # weight [D] and epsilon
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
 SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
 FOUND_TOKENS = 2  # up to which a block folds a token's ranks, since hardly two tokens have an expert in common
+COMBINE_THREADS = 512  # of combine_norm: four columns each of a row of 2,048
 SEVERAL_WARPS = 4  # of a block, where a step has several
 SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
@@ -74,12 +76,14 @@ class SmallExperts:
         x: Array,
         add: bool = True,
         beside: tuple[SharedExpert, Array] | None = None,
-    ) -> None:
+        then: Norm | None = None,
+    ) -> Quantized | None:
         """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
 
         h: the normed residual [T, D], `Quantized` where gate and up are of block types, else float32. experts int32
         [T, A]; active uint64 [n, 8], n_active int32 [1], pairs int32 [T * A] as `Routing` describes them. beside: a
-        shared expert that `runs_beside` these, whose output is added last, and h as float32.
+        shared expert that `runs_beside` these, whose output is added last, and h as float32. Returns the norm `then` of
+        x in 8 bits (scratch of `norm_quantize`), where the last kernel can make it.
         """
         T, D = x.shape
         A = experts.shape[1]
@@ -90,7 +94,7 @@ class SmallExperts:
         n_records = min(active.shape[0], T * A)
         z = self.z_of(bank, T * A + (T if beside else 0))
         self.gate_up(h, bank, A, active_pairs, n_records, z, beside)
-        self.down(weights, bank, active_pairs, n_records, z, x, add, None if beside is None else beside[0])
+        return self.down(weights, bank, active_pairs, n_records, z, x, add, None if beside is None else beside[0], then)
 
     def z_of(self, bank: Experts, n_rows: int) -> Quantized | Array:
         """Scratch for the results of so many rows' first halves."""
@@ -149,7 +153,8 @@ class SmallExperts:
         x: Array,
         add: bool = True,
         beside: SharedExpert | None = None,
-    ) -> None:
+        then: Norm | None = None,
+    ) -> Quantized | None:
         """The second half: x += the fold over ranks of weights times down z, or becomes it; `beside` is added last."""
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
         qtype = bank.down_type
@@ -171,7 +176,7 @@ class SmallExperts:
             blocks = -(-D // DOWN_ROWS)
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks * T))
             self.device.kernel(module, "down_one")((blocks, T), n_warps * WARP, args, shared_bytes, overlap=True)
-            return
+            return None
         rows, stages, warps = self._whole(row, F, qtype)
         stage = stage_bytes(rows, row)
         shared_bytes = warps * (_z_bytes(F, qtype in FLOAT_TYPES) + stages * stage)
@@ -183,12 +188,18 @@ class SmallExperts:
         self.device.kernel(module, "down_several")(
             grid, warps * WARP, [*active, D, *_rows(z), self._y, stage], shared_bytes, overlap=True
         )
-        self.device.kernel(module, "combine")(
-            (-(-D // 256), T), 256, [self._y, weights, A, D, x, int(add)], overlap=True
-        )
+        folded = [self._y, weights, A, D, x, int(add)]
+        if then is not None and beside is None and D % 32 == 0 and self.device.max_shared_bytes >= 8 * D:
+            to = self.products.normed(T, D)
+            self.device.kernel(module, "combine_norm")(
+                T, COMBINE_THREADS, [*folded, then[0], float(then[1]), to.q, to.d, to.sums], 8 * D, overlap=True
+            )
+            return to
+        self.device.kernel(module, "combine")((-(-D // 256), T), 256, folded, overlap=True)
         if beside is not None:
             own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
             self.products.product(beside.down, own, x, True, scale)
+        return None
 
     def _whole(self, row: int, n_ff: int, qtype: QType) -> tuple[int, int, int]:
         """Rows at a time, how many times, warps a block: of a down matrix whose rows have `row` bytes."""

@@ -53,13 +53,14 @@ AHEAD_TOKENS = 128
 class _Prepared:
     """A float array in the form in which the next op reads it, so that the kernel which made it wrote both.
 
-    first, end: addresses of the array's memory.
+    first, end: addresses of the array's memory. norm: of the weight of the norm of the array that this is; 0: itself.
     """
 
     first: int
     end: int
     shape: tuple[int, ...]
     value: Quantized | Halves | None
+    norm: int = 0
 
 
 class Workspace:
@@ -131,11 +132,11 @@ class Workspace:
         self.streaming = Streaming(self.device, self.limits, n_bytes)
         self.routing.pass_through(part_bytes)
 
-    def prepare(self, array: Array, value: Quantized | Halves | None) -> None:
-        """Remember what an op made of `array` for those that read it before anything writes it."""
+    def prepare(self, array: Array, value: Quantized | Halves | None, norm: Array | None = None) -> None:
+        """Remember what an op made of `array`, or of its norm, for those that read it before anything writes it."""
         self.writes(array)
-        first = self.device.pointer(array)
-        made = _Prepared(first, first + int(array.nbytes), array.shape, value)
+        first, of = self.device.pointer(array), 0 if norm is None else self.device.pointer(norm)
+        made = _Prepared(first, first + int(array.nbytes), array.shape, value, of)
         self._prepared = [*self._prepared[1 - MOST_PREPARED :], made]
 
     def writes(self, *arrays: Array | None) -> None:
@@ -149,16 +150,21 @@ class Workspace:
         """Forget whatever was prepared: a step begins, and captured ones may have run since the last."""
         self._prepared = []
 
-    def prepared(self, array: Array) -> Quantized | Halves | None:
-        """What was prepared of `array`, if nothing has written there since; None if not."""
-        first = self.device.pointer(array)
-        found = [known for known in self._prepared if known.first == first and known.shape == array.shape]
+    def prepared(self, array: Array, norm: Array | None = None) -> Quantized | Halves | None:
+        """What was prepared of `array`, or of its norm, if nothing has written there since; None if not."""
+        at = self.device.pointer(array), array.shape, 0 if norm is None else self.device.pointer(norm)
+        found = [known for known in self._prepared if (known.first, known.shape, known.norm) == at]
         if not found:
             return None
         known = found[0]
         if isinstance(known.value, Halves) and known.value is not self.gemm.newest:
             return None  # another array's halves have taken their place
         return known.value
+
+    def prepared_norm(self, array: Array, norm: Array) -> Quantized | None:
+        """The norm of `array` in 8 bits, if it was prepared and nothing has written there since."""
+        known = self.prepared(array, norm)
+        return known if isinstance(known, Quantized) else None
 
     def halves(self, array: Array) -> Halves:
         """`array` [T, K] for a product of a long step."""
@@ -278,7 +284,8 @@ def attention_input(
     products = [(m, y) for m, y in ((w.wq, raw_q), (w.wk, raw_k), (w.wv, raw_v), (w.gate, gate_out)) if m is not None]
     if T <= SMALL_TOKENS:
         matrices, outputs = zip(*products, strict=True)
-        ws.products.norm_several(x, w.norm, eps, matrices, outputs, _rows_of(ws.normed, *x.shape))
+        scratch, ready = _rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
+        ws.products.norm_several(x, w.norm, eps, matrices, outputs, scratch, ready)
     else:
         halves = ws.gemm.norm_to_halves(x, w.norm, eps)
         for m, y in products:
@@ -424,10 +431,12 @@ def expert_ffn(
     x: Array,
     add: bool = True,
     shared: SharedExpert | None = None,
+    then: tuple[Array, float] | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it; not before `route`.
 
-    h [T, D] the normed residual; experts int32, weights float32 [T, A]. What a shared expert gives is added last.
+    h [T, D] the normed residual; experts int32, weights float32 [T, A]. What a shared expert gives is added last. then:
+    weight and epsilon of the norm by which x is read next, which a short step can make along with it.
     """
     r, s = ws.routing, ws.streaming
     if h.shape[0] <= SMALL_TOKENS:
@@ -435,10 +444,13 @@ def expert_ffn(
             s.staging.poison(fetches, bank)
         values = _small_input(ws, h, bank.gate_type)
         beside = (shared, h) if shared is not None and runs_beside(shared, bank) else None
-        ws.small_experts(
-            values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside
+        made = ws.small_experts(
+            values, experts, weights, bank, r.active, r.n_active, r.pairs, x, add, beside,
+            then if shared is None else None,
         )  # fmt: skip
         ws.writes(x)
+        if made is not None and then is not None:
+            ws.prepare(x, made, then[0])
         if shared is not None and beside is None:
             dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
         return
@@ -487,7 +499,8 @@ def delta_input(
     outputs = (mixed, z, beta, alpha)
     ws.writes(*outputs)
     if x.shape[0] <= SMALL_TOKENS:
-        ws.products.norm_several(x, w.norm, eps, w.matrices, outputs, _rows_of(ws.normed, *x.shape))
+        scratch, ready = _rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
+        ws.products.norm_several(x, w.norm, eps, w.matrices, outputs, scratch, ready)
     else:
         halves = ws.gemm.norm_to_halves(x, w.norm, eps)
         for matrix, y in zip(w.matrices, outputs, strict=True):

@@ -153,9 +153,13 @@ class Products:
         kernel(grid, WARPS * WARP, (x, T * K, to.q, to.d, to.sums), overlap=True)
         return to
 
+    def normed(self, T: int, D: int) -> Quantized:
+        """The scratch of `norm_quantize` for T rows."""
+        return self._normed.rows(T, D)
+
     def norm_quantize(self, x: Array, weight: Array, eps: float, h: Array | None = None) -> Quantized:
         """The RMS norm of x [T, D] in 8 bits (scratch), and as float32 in `h` where that is given."""
-        to = self._normed.rows(*x.shape)
+        to = self.normed(*x.shape)
         self._norm(x, None, weight, eps, h, to)
         return to
 
@@ -220,10 +224,12 @@ class Products:
                 self._product((w,), x, (y,), False)
 
     def norm_several(
-        self, x: Array, weight: Array, eps: float, ws: tuple[QTensor, ...], ys: tuple[Array, ...], h: Array
-    ) -> None:
+        self, x: Array, weight: Array, eps: float, ws: tuple[QTensor, ...], ys: tuple[Array, ...], h: Array,
+        ready: Quantized | None = None,
+    ) -> None:  # fmt: skip
         """Products of the RMS norm of x [T, D], made by themselves where T is 1; h [T, D] is scratch for float types.
 
+        ready: the norm, if it was made already, for matrices of block types.
         A launch does matrices that are all of float types or all of block types.
         """
         floats = {w.qtype in FLOAT_TYPES for w in ws}
@@ -232,6 +238,8 @@ class Products:
             values[True] = x
         elif floats == {True}:
             self.norm(x, weight, eps, h)
+        elif ready is not None and floats == {False}:
+            values[False] = ready
         else:
             values[False] = self.norm_quantize(x, weight, eps, h if True in floats else None)
         for is_float in sorted(floats):
