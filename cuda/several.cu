@@ -44,6 +44,12 @@ struct Uses {
 
 DEVICE Uses uses_of(u64 record) { return {(i32)(word_of(record, 6) >> 32), (i32)word_of(record, 7)}; }
 
+// All of them, at most 32, a lane each, by one load: a use that looked its pair up by itself would wait for that, too.
+DEVICE i32 own_pair(const i32* pairs, const Uses& uses) {
+    const i32 lane = threadIdx.x % WARP;
+    return lane < uses.count ? load_fresh(pairs + uses.first + lane) : 0;
+}
+
 #ifdef GATE
 
 KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
@@ -113,14 +119,14 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     issue(1);
     fill_grids<GATE, UP>();
     const Uses uses = uses_of(record);
-    auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
+    const i32 own = beside ? lane : own_pair(pairs, uses) / n_used; // tokens
     Input input[KEPT];
     typename HeldOf<GATE>::Block held[KEPT][n_held(GATE, COLS)];
     auto take = [&](i32 i0) { // tokens of the expert's uses from the i0-th on
 #pragma unroll
         for (i32 j = 0; j < KEPT; j++)
             if (i0 + j < uses.count) {
-                const i64 token = beside ? i0 + j : pair_of(i0 + j) / n_used;
+                const i64 token = __shfl_sync(FULL_WARP, own, i0 + j);
                 input[j] = row_of(global_input(x, q, d, sums), token, COLS);
                 if constexpr (!is_float(GATE))
                     hold_activations<has_halves(GATE) || has_halves(UP)>(input[j], COLS, held[j]);
@@ -163,6 +169,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
             copies_commit(); // groups of copies are counted
     }
     __syncthreads();
+    const auto pair_of = [&](i32 i) -> i64 { return beside ? uses.first + i : pairs[uses.first + i]; };
     store_z<WARPS>({gs, us, uses.count, rows}, {z, zq, zd, zsums, F}, pair_of, row0);
 }
 
@@ -182,6 +189,8 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     // The table is complete since gate_up began.
     const bool works = row0 < D && (i32)blockIdx.y < load_fresh(n_active);
     const u64 record = record_word(active, blockIdx.y);
+    const Uses uses = uses_of(record);
+    const i32 own = works ? own_pair(pairs, uses) : 0;
     if (works) {
         const u8* const slot = (const u8*)word_of(record, 5);
         if (slot) // gate_up writes what enters a slot; the rest is there already
@@ -201,9 +210,8 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     if (!works)
         return;
     const Input input = global_input(z, zq, zd, zsums);
-    const Uses uses = uses_of(record);
     for (i32 i = 0; i < uses.count; i++) {
-        const i64 pair = pairs[uses.first + i];
+        const i64 pair = __shfl_sync(FULL_WARP, own, i);
         HeldRow<DOWN> held;
         held.take(input, pair, base);
         stage_wait<0>();

@@ -177,7 +177,7 @@ class SmallExperts:
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks * T))
             self.device.kernel(module, "down_one")((blocks, T), n_warps * WARP, args, shared_bytes, overlap=True)
             return None
-        rows, stages, warps = self._whole(row, F, qtype)
+        rows, stages, warps = self._whole(row, F, qtype, T)
         stage = stage_bytes(rows, row)
         shared_bytes = warps * (_z_bytes(F, qtype in FLOAT_TYPES) + stages * stage)
         blocks = _at_once(self.device, shared_bytes + grids, "down_several")
@@ -201,9 +201,10 @@ class SmallExperts:
             self.products.product(beside.down, own, x, True, scale)
         return None
 
-    def _whole(self, row: int, n_ff: int, qtype: QType) -> tuple[int, int, int]:
+    def _whole(self, row: int, n_ff: int, qtype: QType, T: int) -> tuple[int, int, int]:
         """Rows at a time, how many times, warps a block: of a down matrix whose rows have `row` bytes."""
-        for rows, stages in ((4, 2), (1, 2), (1, 1)):
+        # Where experts have several tokens, a warp has more rows for each that it loads.
+        for rows, stages in (*(((4, 4),) if T > FEW_TOKENS else ()), (4, 2), (1, 2), (1, 1)):
             for warps in (SEVERAL_WARPS, 2, 1):
                 n_bytes = warps * (_z_bytes(n_ff, qtype in FLOAT_TYPES) + stages * stage_bytes(rows, row))
                 if _stages(self.device, n_bytes, grid_bytes(qtype), 1):

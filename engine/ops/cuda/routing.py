@@ -103,7 +103,7 @@ class Routing:
             self.advance(experts, counted, state, layer, rule, fetches, self.source)
             return
         self._check(logits, experts, weights)
-        threads = -(-max(self.n_expert, T * self.n_used, 32 * min(T, 16)) // 32) * 32
+        threads = -(-max(self.n_expert, T * self.n_used, 32 * T) // 32) * 32
         self.device.kernel(self._module(gating), "route")(
             1,
             threads,
