@@ -182,6 +182,5 @@ def test_a_norm_that_came_with_the_experts_is_not_made_again() -> None:
     assert norms(lambda c: ops.copy(c.ws, c.y, c.x))
     assert norms(lambda c: ops.copy(c.ws, c.y[:1], c.x[2:3]))
     assert norms(other_norm)
-    assert norms(T=2)
     c = Call(5)
     assert norms(shared=SharedExpert(*c.dense))

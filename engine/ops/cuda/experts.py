@@ -34,7 +34,9 @@ SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there a
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
-FOUND_TOKENS = 2  # up to which a block folds a token's ranks, since hardly two tokens have an expert in common
+# Up to so many tokens a block folds a token's ranks, since hardly two of them have an expert in common; but two tokens'
+# fold in a launch of its own is made up for where it makes the norm behind it, too.
+FOUND_TOKENS = 2
 COMBINE_THREADS = 512  # of combine_norm: four columns each of a row of 2,048
 SEVERAL_WARPS = 4  # of a block, where a step has several
 SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
@@ -165,7 +167,9 @@ class SmallExperts:
         each = _z_bytes(F, qtype in FLOAT_TYPES)
         grids = grid_bytes(qtype, *((beside.down.qtype,) if beside else ()))
         stages = _stages(self.device, n_warps * stage, n_warps * each + grids, DOWN_ROWS // 4)
-        if T <= FOUND_TOKENS and stages:
+        makes_norm = then is not None and T > 1 and beside is None and D % 32 == 0
+        makes_norm &= self.device.max_shared_bytes >= 8 * D
+        if T <= FOUND_TOKENS and stages and not makes_norm:
             defines = _defines(("DOWN", qtype), COLS=F, STAGES=stages, TOKENS=1, USED=A)
             if T > 1:
                 defines = (*defines, ("FOUND", "1"))
@@ -189,7 +193,7 @@ class SmallExperts:
             grid, warps * WARP, [*active, D, *_rows(z), self._y, stage], shared_bytes, overlap=True
         )
         folded = [self._y, weights, A, D, x, int(add)]
-        if then is not None and beside is None and D % 32 == 0 and self.device.max_shared_bytes >= 8 * D:
+        if then is not None and makes_norm:
             to = self.products.normed(T, D)
             self.device.kernel(module, "combine_norm")(
                 T, COMBINE_THREADS, [*folded, then[0], float(then[1]), to.q, to.d, to.sums], 8 * D, overlap=True
