@@ -20,8 +20,8 @@ from spark.server.supervisor import Health, Supervisor, aside
 
 MAX_WATCHERS = 16
 EVERY_S = 1.0
-_SHOWN = ("device", "isa", "threads", "ctx_tokens", "chunk_tokens", "kv_type", "policy", "residency_pct", "reasons",
-          "warnings")  # fmt: skip
+_SHOWN = ("device", "isa", "threads", "ctx_tokens", "parallel", "chunk_tokens", "kv_type", "policy", "residency_pct",
+          "reasons", "warnings")  # fmt: skip
 _COUNTED = ("running", "queued", "tokens", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks",
             "prefixes", "plan")  # fmt: skip
 

@@ -31,6 +31,7 @@ const SETTINGS = [
   ["policy", "policy"],
   ["residency_pct", "experts in slots"],
   ["ctx_tokens", "context"],
+  ["parallel", "requests at once"],
   ["chunk_tokens", "prefill step"],
   ["kv_type", "KV cache"],
 ];
