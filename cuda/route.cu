@@ -392,22 +392,16 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     int record = 0, start = 0, before = 0, firsts = 0;
     if (with_table && i < n_pairs) {
         const int first_pair = step.first_pair[expert];
-        const auto place = [&](const auto& is_ahead) {
+        const u32 order = any_missing && n_pairs > USED ? 1 << 14 : 0;
+        const u32 misses = step.resident[expert] ? 0 : order;
 #pragma unroll 8
-            for (int j = 0; j < n_pairs; j++) {
-                const u32 other = step.pair[j];
-                const int is_first = other >> 15 & 1;
-                firsts += is_first;
-                record += is_first && is_ahead(j, (other >> 14 & 1) != 0);
-                start += j < first_pair && is_first ? other >> 16 : 0;
-                before += j < i && (other & 0x3fff) == (u32)expert;
-            }
-        };
-        if (any_missing && n_pairs > USED) {
-            const bool misses = !step.resident[expert];
-            place([&](int j, bool other) { return other == misses ? j < first_pair : other; });
-        } else {
-            place([&](int j, bool) { return j < first_pair; });
+        for (int j = 0; j < n_pairs; j++) {
+            const u32 other = step.pair[j];
+            const int is_first = other >> 15 & 1;
+            firsts += is_first;
+            record += is_first && ((other & order) == misses ? j < first_pair : misses == 0);
+            start += j < first_pair && is_first ? other >> 16 : 0;
+            before += j < i && (other & 0x3fff) == (u32)expert;
         }
         pairs[start + before] = i;
         if (i == 0)

@@ -162,6 +162,17 @@ def test_kernels_of_other_families_compile(arch: str) -> None:
     check(arch, of_families(arch))
 
 
+@pytest.mark.slow
+def test_the_oldest_compiler_takes_every_file() -> None:
+    """It refuses some C++ that the newest accepts; so do compilers between the two."""
+    oldest = library.find_nvrtc(max_major=12)
+    assert oldest.version == library.OLDEST_NVRTC
+    kernels = of_gpu("sm_80") | of_families("sm_80")
+    once = {(module.file, *sorted(kernels[module])): module for module in kernels}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda module: oldest.compile(library.source(module), module, "sm_80"), once.values()))
+
+
 def test_no_file_is_left_out() -> None:
     found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
     assert found == {path.name for path in library.folder().glob("*.cu")}

@@ -142,6 +142,13 @@ def test_a_compile_error_shows_the_start_of_the_log(sources: Path, nvrtc: librar
     assert len(lines) == 1 + library.LOG_LINES
 
 
+def test_an_nvrtc_that_is_too_old_is_not_taken(nvrtc: library.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor = nvrtc.version
+    monkeypatch.setattr(library, "OLDEST_NVRTC", (major, minor + 1))
+    with pytest.raises(MissingExtraError, match=rf"NVRTC {major}\.{minor} is older than {major}\.{minor + 1}"):
+        library.find_nvrtc.__wrapped__()
+
+
 def test_an_architecture_of_the_future_gets_ptx(sources: Path, nvrtc: library.Nvrtc) -> None:
     assert nvrtc.target("sm_90") == "sm_90"
     newest = max(nvrtc.archs)

@@ -29,6 +29,7 @@ from engine.ops.cuda.device import Module
 # No contraction of a * b + c: the kernels say where an fma is meant, as docs/arithmetic.md does.
 OPTIONS = ("--std=c++17", "--fmad=false")
 LOG_LINES = 20
+OLDEST_NVRTC = (12, 4)  # 12.0 does not find `__dp4a`
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*(?://.*)?$', re.MULTILINE)
 _DIGEST_BYTES = 32
@@ -90,6 +91,8 @@ class Nvrtc:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version = major.value, minor.value
+        if self.version < OLDEST_NVRTC:
+            raise SparkError(f"NVRTC {major.value}.{minor.value} is older than {'.'.join(map(str, OLDEST_NVRTC))}")
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         archs = (ctypes.c_int * count.value)()
