@@ -6,8 +6,8 @@
 // share a tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS, -DWINDOW (splits.cuh).
 //
 // The positions that a row sees are cut into splits, always at the same places for the same last position. In a split,
-// the sixteenths of all tiles are parts (four, of blocks of 64), each with a warp for every 16 rows, a running maximum
-// and sums of its own; the parts meet at the end of the split. Where tiles are smaller, because heads are large, a
+// the sixteenths of all tiles are parts (four, of blocks of 64), each with a warp for every 16 rows (every 32 where there
+// are 64), a running maximum and sums of its own; the parts meet at the end of the split. Where tiles are smaller, because heads are large, a
 // part's warps share the dimensions of the output, and each computes the scores. A pair of a split and a kv head gives
 // each row a maximum m, a sum l and a vector o; combine.cu folds them.
 //
@@ -34,12 +34,13 @@ constexpr i32 MAX_TOKENS = 32; // of a launch
 constexpr i32 PART = 16, PARTS = KV_TILE / PART;
 constexpr i32 SHARES = KV_BLOCK / KV_TILE; // of the output's dimensions, and tiles of a block
 constexpr i32 TILES = (ROWS + 15) / 16, TILE_ROWS = TILES * 16;
-constexpr i32 GROUP = TILES * SHARES * WARP; // threads of a part
+// Row tiles of a warp: what is loaded of keys and values serves all of them.
+constexpr i32 HAS = TILES == 4 ? 2 : 1;
+constexpr i32 GROUP = TILES / HAS * SHARES * WARP; // threads of a part
 constexpr i32 THREADS = PARTS * GROUP;
 constexpr bool PACKED = ROWS == 8;  // the high and low halves of 8 rows of q make up one row tile
 constexpr bool HELD = PACKED && HEAD_DIM <= 256; // in registers
 constexpr i32 OWN = PACKED ? 1 : 2; // rows of a thread in a row tile
-constexpr i32 AT_ONCE = PACKED ? 2 : 1; // positions, times 8, in interleaved chains of matrix products
 constexpr i32 STEPS = (HEAD_DIM + 15) / 16;
 constexpr i32 COLUMNS = (HEAD_DIM + 31) / 32 * 4 / SHARES;      // of 8 dimensions, of a warp's output
 constexpr i32 Q_STRIDE = STEPS * 16 + 8;                        // halves
@@ -202,76 +203,89 @@ struct Query {
     const u16* rows;
 };
 
-DEVICE void multiply(float (&high)[4], float (&low)[4], const Query& query, i32 step, const u32 (&b)[2]) {
+// A step's products of 16 positions' keys with one row tile; packed ones have the low halves in `high`, too.
+template <i32 n>
+DEVICE void multiply(float (&high)[2][n][4], float (&low)[2][n][4], i32 chain, const Query& query, i32 tile, i32 step,
+                     const u32 (&b)[2][KEY_STEPS][2], i32 i) {
+    u32 a[4];
     if (HELD) {
-        mma_f16(high, query.packed[HELD ? step : 0], b[0], b[1]);
+#pragma unroll
+        for (i32 j = 0; j < 4; j++)
+            a[j] = query.packed[HELD ? step : 0][j];
     } else {
-        u32 a[4];
-        load_query(a, query.rows, 0, step);
-        mma_f16(high, a, b[0], b[1]);
-        if (PACKED)
-            return;
-        load_query(a, query.rows, Q_LOW, step);
-        mma_f16(low, a, b[0], b[1]);
+        load_query(a, query.rows, tile * 16, step);
     }
+#pragma unroll
+    for (i32 t = 0; t < 2; t++)
+        mma_f16(high[t][chain], a, b[t][i][0], b[t][i][1]);
+    if (PACKED)
+        return;
+    load_query(a, query.rows, Q_LOW + tile * 16, step);
+#pragma unroll
+    for (i32 t = 0; t < 2; t++)
+        mma_f16(low[t][chain], a, b[t][i][0], b[t][i][1]);
 }
 
-// Scores, before the row's factor, of the thread's rows against 8 * AT_ONCE positions, for s[first] and on:
-// s[.][2 * row + i] is for position 2 (lane % 4) + i of 8.
-DEVICE void products(float (&s)[2][2 * OWN], i32 first, const Query& query, const u8* keys, const u8* scales,
-                     i32 position, i32 head, i32 n_head_kv) {
+// Scores, before the row's factor, of the thread's rows in each row tile against 16 positions: s[.][t][2 * row + i] is
+// for position 8 t + 2 (lane % 4) + i.
+DEVICE void products(float (&s)[HAS][2][2 * OWN], const Query& query, const u8* keys, const u8* scales, i32 position,
+                     i32 head, i32 n_head_kv) {
 #if KV_Q8_0
 #pragma unroll
-    for (i32 t = 0; t < AT_ONCE; t++)
-#pragma unroll
-        for (i32 e = 0; e < 2 * OWN; e++)
-            s[first + t][e] = 0.0f;
+    for (i32 e = 0; e < HAS * 4 * OWN; e++)
+        s[e / (4 * OWN)][e / (2 * OWN) % 2][e % (2 * OWN)] = 0.0f;
 #else
-    float high[AT_ONCE][2][4] = {}, low[AT_ONCE][2][4] = {}; // even and odd steps
+    float high[HAS][2][2][4] = {}, low[HAS][2][2][4] = {}; // [.., t, even and odd steps, ..]
 #endif
 #pragma unroll
     for (i32 step0 = 0; step0 < STEPS; step0 += KEY_STEPS) {
-        u32 b[AT_ONCE][KEY_STEPS][2];
+        u32 b[2][KEY_STEPS][2];
 #pragma unroll
-        for (i32 t = 0; t < AT_ONCE; t++)
+        for (i32 t = 0; t < 2; t++)
             key_fragments(b[t], keys, position + 8 * t, step0 * 16);
 #if KV_Q8_0
 #pragma unroll
         for (i32 i = 0; i < KEY_STEPS && step0 + i < STEPS; i += 2) {
-            float high[AT_ONCE][4] = {}, low[AT_ONCE][4] = {};
+            float high[HAS][2][1][4] = {}, low[HAS][2][1][4] = {};
 #pragma unroll
             for (i32 j = i; j < i + 2; j++)
 #pragma unroll
-                for (i32 t = 0; t < AT_ONCE; t++)
-                    multiply(high[t], low[t], query, step0 + j, b[t][j]);
+                for (i32 w = 0; w < HAS; w++)
+                    multiply(high[w], low[w], 0, query, w, step0 + j, b, j);
 #pragma unroll
-            for (i32 t = 0; t < AT_ONCE; t++) {
+            for (i32 t = 0; t < 2; t++) {
                 float d[2];
 #pragma unroll
                 for (i32 j = 0; j < 2; j++)
                     d[j] = half_to_float(kv_scale_bits(scales, position + 8 * t + threadIdx.x % 4 * 2 + j,
                                                        (step0 + i) / 2, head, n_head_kv));
 #pragma unroll
-                for (i32 e = 0; e < 2 * OWN; e++)
-                    s[first + t][e] =
-                        __fmaf_rn(high[t][e] + (PACKED ? high[t][e + 2] : low[t][e]), d[e % 2], s[first + t][e]);
+                for (i32 w = 0; w < HAS; w++)
+#pragma unroll
+                    for (i32 e = 0; e < 2 * OWN; e++) {
+                        const float(&x)[4] = high[w][t][0];
+                        s[w][t][e] = __fmaf_rn(x[e] + (PACKED ? x[e + 2] : low[w][t][0][e]), d[e % 2], s[w][t][e]);
+                    }
             }
         }
 #else
 #pragma unroll
         for (i32 i = 0; i < KEY_STEPS && step0 + i < STEPS; i++)
 #pragma unroll
-            for (i32 t = 0; t < AT_ONCE; t++)
-                multiply(high[t][i], low[t][i], query, step0 + i, b[t][i]);
+            for (i32 w = 0; w < HAS; w++)
+                multiply(high[w], low[w], i, query, w, step0 + i, b, i);
 #endif
     }
 #if !KV_Q8_0
 #pragma unroll
-    for (i32 t = 0; t < AT_ONCE; t++)
+    for (i32 w = 0; w < HAS; w++)
 #pragma unroll
-        for (i32 e = 0; e < 2 * OWN; e++)
-            s[first + t][e] = (high[t][0][e] + high[t][1][e]) +
-                              (PACKED ? high[t][0][e + 2] + high[t][1][e + 2] : low[t][0][e] + low[t][1][e]);
+        for (i32 t = 0; t < 2; t++)
+#pragma unroll
+            for (i32 e = 0; e < 2 * OWN; e++) {
+                const float(&x)[2][4] = high[w][t], (&y)[2][4] = low[w][t];
+                s[w][t][e] = (x[0][e] + x[1][e]) + (PACKED ? x[0][e + 2] + x[1][e + 2] : y[0][e] + y[1][e]);
+            }
 #endif
 }
 
@@ -346,8 +360,9 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     float* const merged = (float*)(queries + Q_ROWS * Q_STRIDE); // [SHARES, PARTS, MERGE_ROWS, MERGE_STRIDE]
 
     const i32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const i32 part = warp / (TILES * SHARES), tile = warp % TILES, position0 = part * PART;
-    const i32 share = SHARES == 1 ? 0 : warp / TILES % SHARES, dimension0 = share * COLUMNS * 8;
+    constexpr i32 ACROSS = TILES / HAS; // warps with other rows
+    const i32 part = warp / (ACROSS * SHARES), row0 = warp % ACROSS * HAS * 16, position0 = part * PART;
+    const i32 share = SHARES == 1 ? 0 : warp / ACROSS % SHARES, dimension0 = share * COLUMNS * 8;
     const i32 head = blockIdx.x, worker = blockIdx.y, n_workers = gridDim.y, group = n_head / n_head_kv;
 
     if (threadIdx.x < T) {
@@ -383,22 +398,25 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     load_entries();
     const i32 first_entries = entries;
 
-    const i32 own0 = tile * 16 + lane / 4, column = lane % 4 * 2;
+    const i32 own0 = row0 + lane / 4, column = lane % 4 * 2; // row r of row tile w is own0 + 16 w + 8 r
     Query query;
-    query.rows = queries + tile * 16 * Q_STRIDE;
-    i32 limit[OWN] = {}, n_rows = 0;
-    float factor[OWN] = {}, m[OWN];
-    float o[COLUMNS][4], l[4]; // elements 0 and 1 are of the first own row, 2 and 3 of the second
+    query.rows = queries + row0 * Q_STRIDE;
+    i32 limit[HAS][OWN] = {}, n_rows = 0;
+    float factor[HAS][OWN] = {}, m[HAS][OWN];
+    float o[HAS][COLUMNS][4], l[HAS][4]; // elements 0 and 1 are of the first own row, 2 and 3 of the second
     const auto reset = [&]() {
 #pragma unroll
-        for (i32 r = 0; r < OWN; r++)
-            m[r] = -INFINITE;
+        for (i32 w = 0; w < HAS; w++) {
 #pragma unroll
-        for (i32 e = 0; e < 4; e++) {
-            l[e] = 0.0f;
+            for (i32 r = 0; r < OWN; r++)
+                m[w][r] = -INFINITE;
 #pragma unroll
-            for (i32 n = 0; n < COLUMNS; n++)
-                o[n][e] = 0.0f;
+            for (i32 e = 0; e < 4; e++) {
+                l[w][e] = 0.0f;
+#pragma unroll
+                for (i32 n = 0; n < COLUMNS; n++)
+                    o[w][n][e] = 0.0f;
+            }
         }
     };
     reset();
@@ -449,9 +467,10 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
                               head, n_head, scale * 0x1.715476p+0f);
                 __syncthreads();
 #pragma unroll
-                for (i32 r = 0; r < OWN; r++) {
-                    limit[r] = row_position[own0 + 8 * r];
-                    factor[r] = row_factor[own0 + 8 * r];
+                for (i32 i = 0; i < HAS * OWN; i++) {
+                    const i32 w = i / OWN, r = i % OWN;
+                    limit[w][r] = row_position[own0 + 16 * w + 8 * r];
+                    factor[w][r] = row_factor[own0 + 16 * w + 8 * r];
                 }
                 if (HELD)
 #pragma unroll
@@ -483,77 +502,81 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             take_out_values(taken_out[part], tiles.v, tiles.v_scale, position0, head, n_head_kv);
         if (GROUP > WARP ? ragged_tile : ragged)
             part_barrier();
-        if (tile * 16 < n_rows && base + position0 <= chunks[chunk].last && !(absent >> slot & 1u)) {
+        if (row0 < n_rows && base + position0 <= chunks[chunk].last && !(absent >> slot & 1u)) {
             // Scores.
-            float s[2][2 * OWN], top[OWN];
-            bool higher = false;
+            float s[HAS][2][2 * OWN];
+            u32 p[HAS][4] = {};
+            products(s, query, tiles.k, tiles.k_scale, position0, head, n_head_kv);
 #pragma unroll
-            for (i32 r = 0; r < OWN; r++)
-                top[r] = m[r];
+            for (i32 w = 0; w < HAS; w++) {
+                float top[OWN];
+                bool higher = false;
 #pragma unroll
-            for (i32 j = 0; j < 2; j++) {
-                if (j % AT_ONCE == 0)
-                    products(s, j, query, tiles.k, tiles.k_scale, position0 + 8 * j, head, n_head_kv);
+                for (i32 r = 0; r < OWN; r++)
+                    top[r] = m[w][r];
 #pragma unroll
-                for (i32 e = 0; e < 2 * OWN; e++) {
-                    s[j][e] *= factor[e / 2];
-                    if (sees(base + position0 + 8 * j + column + e % 2, limit[e / 2]))
-                        top[e / 2] = fmaxf(top[e / 2], s[j][e]);
-                }
-            }
+                for (i32 j = 0; j < 2; j++)
 #pragma unroll
-            for (i32 r = 0; r < OWN; r++) {
-                top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
-                top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
-                higher |= top[r] > m[r];
-            }
-            if (__any_sync(FULL_WARP, higher)) {
+                    for (i32 e = 0; e < 2 * OWN; e++) {
+                        s[w][j][e] *= factor[w][e / 2];
+                        if (sees(base + position0 + 8 * j + column + e % 2, limit[w][e / 2]))
+                            top[e / 2] = fmaxf(top[e / 2], s[w][j][e]);
+                    }
 #pragma unroll
                 for (i32 r = 0; r < OWN; r++) {
-                    const float decay = top[r] > m[r] ? exp2_fast(m[r] - top[r]) : 1.0f;
-#pragma unroll
-                    for (i32 e = 2 * r; e < 2 * r + 2; e++) {
-                        l[e] *= decay;
-#pragma unroll
-                        for (i32 n = 0; n < COLUMNS; n++)
-                            o[n][e] *= decay;
-                    }
-                    m[r] = top[r];
+                    top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
+                    top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+                    higher |= top[r] > m[w][r];
                 }
-            }
+                if (__any_sync(FULL_WARP, higher)) {
+#pragma unroll
+                    for (i32 r = 0; r < OWN; r++) {
+                        const float decay = top[r] > m[w][r] ? exp2_fast(m[w][r] - top[r]) : 1.0f;
+#pragma unroll
+                        for (i32 e = 2 * r; e < 2 * r + 2; e++) {
+                            l[w][e] *= decay;
+#pragma unroll
+                            for (i32 n = 0; n < COLUMNS; n++)
+                                o[w][n][e] *= decay;
+                        }
+                        m[w][r] = top[r];
+                    }
+                }
 
-            // Probabilities: their places in the products with keys are those that the products with values want.
-            u32 p[4] = {};
+                // Probabilities: their places in the products with keys are those that the products with values want.
 #pragma unroll
-            for (i32 j = 0; j < 2; j++)
+                for (i32 j = 0; j < 2; j++)
 #pragma unroll
-                for (i32 r = 0; r < OWN; r++) {
-                    float x[2];
+                    for (i32 r = 0; r < OWN; r++) {
+                        float x[2];
 #pragma unroll
-                    for (i32 e = 0; e < 2; e++) {
-                        const bool seen = sees(base + position0 + 8 * j + column + e, limit[r]);
-                        x[e] = exp2_fast(seen ? s[j][2 * r + e] - m[r] : -INFINITE) * P_SCALE;
+                        for (i32 e = 0; e < 2; e++) {
+                            const bool seen = sees(base + position0 + 8 * j + column + e, limit[w][r]);
+                            x[e] = exp2_fast(seen ? s[w][j][2 * r + e] - m[w][r] : -INFINITE) * P_SCALE;
+                        }
+                        p[w][2 * j + r] = pack_halves(x[0], x[1]);
                     }
-                    p[2 * j + r] = pack_halves(x[0], x[1]);
-                }
+                mma_f16(l[w], p[w], 0x3c003c00u, 0x3c003c00u); // times ones
+            }
 
             // Output.
-            mma_f16(l, p, 0x3c003c00u, 0x3c003c00u); // times ones
 #pragma unroll
             for (i32 n = 0; n < COLUMNS; n += 4) {
                 u32 b[4][2];
                 value_fragments(b, tiles.v, tiles.v_scale, position0, dimension0 + n * 8, head, n_head_kv);
 #pragma unroll
-                for (i32 i = 0; i < 4; i++)
-                    mma_f16(o[n + i], p, b[i][0], b[i][1]);
+                for (i32 w = 0; w < HAS; w++)
+#pragma unroll
+                    for (i32 i = 0; i < 4; i++)
+                        mma_f16(o[w][n + i], p[w], b[i][0], b[i][1]);
             }
             if (ragged) {
 #pragma unroll
-                for (i32 i = 0; i < COLUMNS * 2 * OWN; i++) {
-                    const i32 n = i / (2 * OWN), e = i % (2 * OWN);
+                for (i32 i = 0; i < HAS * COLUMNS * 2 * OWN; i++) {
+                    const i32 w = i / (COLUMNS * 2 * OWN), n = i / (2 * OWN) % COLUMNS, e = i % (2 * OWN);
                     const i32 dimension = dimension0 + n / 4 * 32 + value_dimension(n % 4, column + e % 2);
-                    if (dimension < HEAD_DIM && misses(taken_out[part][dimension], base, position0, limit[e / 2]))
-                        o[n][e] = __uint_as_float(0x7fc00000u);
+                    if (dimension < HEAD_DIM && misses(taken_out[part][dimension], base, position0, limit[w][e / 2]))
+                        o[w][n][e] = __uint_as_float(0x7fc00000u);
                 }
             }
         }
@@ -561,24 +584,27 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             const i32 split = first_split(chunks[chunk].lowest) + at.split;
             const i32 begin = split * chunks[chunk].blocks * KV_BLOCK;
 #pragma unroll
-            for (i32 r = 0; r < OWN; r++)
+            for (i32 i = 0; i < HAS * OWN; i++) {
+                const i32 w = i / OWN, r = i % OWN, row = own0 + 16 * w + 8 * r;
                 if (lane % 4 == 0 && share == 0) {
-                    part_m[part][own0 + 8 * r] = m[r];
-                    part_l[part][own0 + 8 * r] = l[2 * r];
+                    part_m[part][row] = m[w][r];
+                    part_l[part][row] = l[w][2 * r];
                 }
+            }
 #pragma unroll
             for (i32 n0 = 0; n0 < COLUMNS; n0 += MERGE_COLUMNS) {
 #pragma unroll
                 for (i32 n = n0; n < n0 + MERGE_COLUMNS; n += 2)
 #pragma unroll
-                    for (i32 e = 0; e < 2 * OWN; e += 2) {
-                        const i32 row = (share * PARTS + part) * MERGE_ROWS + own0 + 4 * e;
+                    for (i32 i = 0; i < HAS * OWN; i++) {
+                        const i32 w = i / OWN, e = i % OWN * 2;
+                        const i32 row = (share * PARTS + part) * MERGE_ROWS + own0 + 16 * w + 4 * e;
                         float* const to = merged + row * MERGE_STRIDE + (n - n0) * 8;
 #if KV_Q8_0
-                        *(float4*)(to + 2 * column) = float4{o[n][e], o[n + 1][e], o[n][e + 1], o[n + 1][e + 1]};
+                        *(float4*)(to + 2 * column) = float4{o[w][n][e], o[w][n + 1][e], o[w][n][e + 1], o[w][n + 1][e + 1]};
 #else
-                        *(float2*)(to + column) = float2{o[n][e], o[n][e + 1]};
-                        *(float2*)(to + 8 + column) = float2{o[n + 1][e], o[n + 1][e + 1]};
+                        *(float2*)(to + column) = float2{o[w][n][e], o[w][n][e + 1]};
+                        *(float2*)(to + 8 + column) = float2{o[w][n + 1][e], o[w][n + 1][e + 1]};
 #endif
                     }
                 __syncthreads();

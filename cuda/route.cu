@@ -5,7 +5,8 @@
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
-// route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A): choice, tables, active table.
+// route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A) and at most MOST_THREADS: choice,
+//               tables, active table. A token's imposed experts are distinct.
 // choose        any T. A warp a row, blocks of 256 threads.
 // follow        the tables alone, after `choose`; one block of 1024 threads.
 //
@@ -19,6 +20,7 @@
 #define RECENT_TOKENS 32
 #define CHOOSE_WARPS 8
 #define MAX_PAIRS (RECENT_TOKENS * USED)
+#define MOST_THREADS (EXPERTS <= 128 ? 1024 : 512) // of `route`: registers
 #define NOBODY 0x7fffffffffffffffll // a sort key of no expert and of no slot
 #define COLDEST (-(1ll << 62))      // of an empty slot
 #define USE 65536                   // what a use adds to an expert's heat
@@ -250,11 +252,14 @@ struct Step {
     i32 first_pair[EXPERTS]; // the first recent pair (token, rank) that uses it
     i32 chosen[MAX_PAIRS];
     i64 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
-    u32 pair[MAX_PAIRS];       // expert, whether it misses, whether it is the first pair of it, uses
+    // Only with an active table: a bit for each token that uses an expert; and of each 32 pairs which are first ones,
+    // which of these miss, how many uses those experts have, and how many those of the first pairs ahead of each.
+    u32 tokens[EXPERTS], firsts[MAX_PAIRS / WARP], absent[MAX_PAIRS / WARP];
+    i32 n_uses[MAX_PAIRS / WARP], uses_ahead[MAX_PAIRS];
     i64 victim[EXPERTS];       // sort keys of the candidates, by slot of the layer
     u64 source[EXPERTS * 3];   // expert_ptr of the layer before the step; only with an active table
-    i32 entering[MAX_PAIRS + 1]; // by rank: first pairs of experts, -1 beyond the last
-    i32 leaving[MAX_PAIRS + 1];  // by rank: slots of the layer, -1 beyond the last
+    i16 entering[MAX_PAIRS + 1]; // by rank: first pairs of experts, -1 beyond the last
+    i16 leaving[MAX_PAIRS + 1];  // by rank: slots of the layer, -1 beyond the last
     u64 leaving_ptr[MAX_PAIRS][3];
 };
 
@@ -271,6 +276,7 @@ DEVICE void clear(Step& step) {
     if (i < EXPERTS) {
         step.uses[i] = 0;
         step.counted[i] = 0;
+        step.tokens[i] = 0;
         step.first_pair[i] = MAX_PAIRS;
     }
     for (int r = i; r < MAX_PAIRS; r += blockDim.x)
@@ -355,11 +361,27 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     i32 expert = 0;
     bool first = false;
     u64 source[3] = {0, 0, 0};
-    if (i < n_pairs) {
-        expert = step.chosen[i];
-        first = step.first_pair[expert] == i;
-        step.pair[i] = (u32)expert | (u32)!step.resident[expert] << 14 | (u32)first << 15 | step.uses[expert] << 16;
-        if (with_table && first)
+    if (with_table && i / WARP * WARP < n_pairs) {
+        if (i < n_pairs) {
+            expert = step.chosen[i];
+            first = step.first_pair[expert] == i;
+        }
+        const i32 uses = first ? (i32)step.uses[expert] : 0;
+        i32 sum = uses;
+#pragma unroll
+        for (int j = 1; j < WARP; j *= 2) {
+            const i32 ahead = __shfl_up_sync(FULL_WARP, sum, j);
+            sum += lane >= j ? ahead : 0;
+        }
+        step.uses_ahead[i] = sum - uses;
+        const u32 firsts = __ballot_sync(FULL_WARP, first);
+        const u32 absent = __ballot_sync(FULL_WARP, first && !step.resident[expert]);
+        if (lane == WARP - 1) {
+            step.firsts[i / WARP] = firsts;
+            step.absent[i / WARP] = absent;
+            step.n_uses[i / WARP] = sum;
+        }
+        if (first)
             for (int part = 0; part < 3; part++)
                 source[part] = step.source[expert * 3 + part];
     }
@@ -375,7 +397,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
             for (int j = 0; j < n_slots; j++)
                 rank += step.victim[j] < victim;
             if (rank < n_pairs) {
-                step.leaving[rank] = i;
+                step.leaving[rank] = (i16)i;
                 for (int part = 0; part < 3; part++)
                     step.leaving_ptr[rank][part] = own.ptr[part];
             }
@@ -386,26 +408,24 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 #pragma unroll 8
             for (int j = 0; j < n_pairs; j++)
                 wanted += step.missing[j] < missing;
-            step.entering[wanted] = i;
+            step.entering[wanted] = (i16)i;
         }
     }
-    int record = 0, start = 0, before = 0, firsts = 0;
+    int record = 0, start = 0, n_firsts = 0;
     if (with_table && i < n_pairs) {
-        const int first_pair = step.first_pair[expert];
-        const u32 order = any_missing && n_pairs > USED ? 1 << 14 : 0;
-        const u32 misses = step.resident[expert] ? 0 : order;
-#pragma unroll 8
-        for (int j = 0; j < n_pairs; j++) {
-            const u32 other = step.pair[j];
-            const int is_first = other >> 15 & 1;
-            firsts += is_first;
-            record += is_first && ((other & order) == misses ? j < first_pair : misses == 0);
-            start += j < first_pair && is_first ? other >> 16 : 0;
-            before += j < i && (other & 0x3fff) == (u32)expert;
+        const bool apart = any_missing && n_pairs > USED, misses = apart && !step.resident[expert];
+        const int own = step.first_pair[expert];
+        start = step.uses_ahead[own];
+        for (int j = 0; j < (n_pairs + WARP - 1) / WARP; j++) {
+            const u32 all = step.firsts[j], absent = apart ? step.absent[j] : 0;
+            const u32 ahead = j < own / WARP ? FULL_WARP : j > own / WARP ? 0 : (1u << own % WARP) - 1;
+            start += j < own / WARP ? step.n_uses[j] : 0;
+            record += misses ? __popc(absent & ahead) : __popc(absent) + __popc(all & ~absent & ahead);
+            n_firsts += __popc(all);
         }
-        pairs[start + before] = i;
+        pairs[start + __popc(step.tokens[expert] & ((1u << i / USED) - 1))] = i;
         if (i == 0)
-            *n_active = firsts;
+            *n_active = n_firsts;
     }
     if (any_missing)
         __syncthreads();
@@ -450,7 +470,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     }
 }
 
-KERNEL route(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
+KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
              const i32* imposed, const u8* counted, const i32* active_step, int layer, int memory,
              const i32* slot_begin, i32* slot_of, i32* expert_of, i64* heat_of, const u8* pinned, i64* clock, i64* counts,
              i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* experts,
@@ -509,6 +529,7 @@ KERNEL route(const float* logits, int T, int renormalize, const float* bias, flo
             atomicAdd(&step.uses[pick.expert], 1u);
             atomicAdd(&step.counted[pick.expert], counts_here);
             atomicMin(&step.first_pair[pick.expert], pair);
+            atomicOr(&step.tokens[pick.expert], 1u << t);
         }
     }
     if (i < EXPERTS)

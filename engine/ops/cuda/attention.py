@@ -166,7 +166,7 @@ class Attention:
             partial = (self._partial_o, self._partial_ml)
             self.device.kernel(module, "attention_splits")(
                 (K, workers),
-                128 * -(-plan.rows // 16),
+                128 if plan.rows <= 16 else 256,
                 (q[rows], *cache, block_table, sequence[rows], positions[rows], *sizes, float(scale), *partial),
                 plan.shared_bytes,
                 overlap,

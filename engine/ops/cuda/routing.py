@@ -103,7 +103,8 @@ class Routing:
             self.advance(experts, counted, state, layer, rule, fetches, self.source)
             return
         self._check(logits, experts, weights)
-        threads = -(-max(self.n_expert, T * self.n_used, 32 * T) // 32) * 32
+        most = 1024 if self.n_expert <= 128 else 512  # MOST_THREADS of route.cu
+        threads = -(-max(self.n_expert, T * self.n_used, min(32 * T, most)) // 32) * 32
         self.device.kernel(self._module(gating), "route")(
             1,
             threads,
