@@ -109,7 +109,8 @@ def main() -> None:
             for ran in llama(o.bench, o.model, counts, o.depth, o.tokens, o.threads):
                 theirs[ran["pl"]].append({"tokens_per_s": ran["speed_tg"], "prefill_tokens_per_s": ran["speed_pp"]})
         with open_checked(config) as client:
-            together(client, [prompts.next(o.depth) for _ in range(max(counts))], 16)  # warms up
+            for n in counts:  # warms up: a step of each width is captured once, which takes as long as a dozen of them
+                together(client, [prompts.next(o.depth) for _ in range(n)], 16)
             for n in counts:
                 ours[n].append(together(client, [prompts.next(o.depth) for _ in range(n)], o.tokens))
             made = settings(client)

@@ -204,8 +204,7 @@ struct Query {
 };
 
 // A step's products of 16 positions' keys with one row tile; packed ones have the low halves in `high`, too.
-template <i32 n>
-DEVICE void multiply(float (&high)[2][n][4], float (&low)[2][n][4], i32 chain, const Query& query, i32 tile, i32 step,
+DEVICE void multiply(float (&high)[2][4], float (&low)[2][4], const Query& query, i32 tile, i32 step,
                      const u32 (&b)[2][KEY_STEPS][2], i32 i) {
     u32 a[4];
     if (HELD) {
@@ -217,76 +216,59 @@ DEVICE void multiply(float (&high)[2][n][4], float (&low)[2][n][4], i32 chain, c
     }
 #pragma unroll
     for (i32 t = 0; t < 2; t++)
-        mma_f16(high[t][chain], a, b[t][i][0], b[t][i][1]);
+        mma_f16(high[t], a, b[t][i][0], b[t][i][1]);
     if (PACKED)
         return;
     load_query(a, query.rows, Q_LOW + tile * 16, step);
 #pragma unroll
     for (i32 t = 0; t < 2; t++)
-        mma_f16(low[t][chain], a, b[t][i][0], b[t][i][1]);
+        mma_f16(low[t], a, b[t][i][0], b[t][i][1]);
 }
 
 // Scores, before the row's factor, of the thread's rows in each row tile against 16 positions: s[.][t][2 * row + i] is
-// for position 8 t + 2 (lane % 4) + i.
+// for position 8 t + 2 (lane % 4) + i. Sums of CHAIN steps each; with scales, of the two that have the same one.
+constexpr i32 CHAIN = KV_Q8_0 ? 2 : (STEPS + 3) / 4 * 2;
+
 DEVICE void products(float (&s)[HAS][2][2 * OWN], const Query& query, const u8* keys, const u8* scales, i32 position,
                      i32 head, i32 n_head_kv) {
-#if KV_Q8_0
+    float high[HAS][2][4], low[HAS][2][4];
+    u32 b[2][KEY_STEPS][2];
 #pragma unroll
     for (i32 e = 0; e < HAS * 4 * OWN; e++)
         s[e / (4 * OWN)][e / (2 * OWN) % 2][e % (2 * OWN)] = 0.0f;
-#else
-    float high[HAS][2][2][4] = {}, low[HAS][2][2][4] = {}; // [.., t, even and odd steps, ..]
-#endif
 #pragma unroll
-    for (i32 step0 = 0; step0 < STEPS; step0 += KEY_STEPS) {
-        u32 b[2][KEY_STEPS][2];
+    for (i32 step = 0; step < STEPS; step++) {
+        if (step % KEY_STEPS == 0)
 #pragma unroll
-        for (i32 t = 0; t < 2; t++)
-            key_fragments(b[t], keys, position + 8 * t, step0 * 16);
+            for (i32 t = 0; t < 2; t++)
+                key_fragments(b[t], keys, position + 8 * t, step * 16);
+        if (step % CHAIN == 0)
+#pragma unroll
+            for (i32 e = 0; e < HAS * 8; e++)
+                high[e / 8][e / 4 % 2][e % 4] = low[e / 8][e / 4 % 2][e % 4] = 0.0f;
+#pragma unroll
+        for (i32 w = 0; w < HAS; w++)
+            multiply(high[w], low[w], query, w, step, b, step % KEY_STEPS);
+        if (step % CHAIN < CHAIN - 1 && step < STEPS - 1)
+            continue;
+#pragma unroll
+        for (i32 t = 0; t < 2; t++) {
+            float d[2] = {1.0f, 1.0f};
 #if KV_Q8_0
 #pragma unroll
-        for (i32 i = 0; i < KEY_STEPS && step0 + i < STEPS; i += 2) {
-            float high[HAS][2][1][4] = {}, low[HAS][2][1][4] = {};
-#pragma unroll
-            for (i32 j = i; j < i + 2; j++)
-#pragma unroll
-                for (i32 w = 0; w < HAS; w++)
-                    multiply(high[w], low[w], 0, query, w, step0 + j, b, j);
-#pragma unroll
-            for (i32 t = 0; t < 2; t++) {
-                float d[2];
-#pragma unroll
-                for (i32 j = 0; j < 2; j++)
-                    d[j] = half_to_float(kv_scale_bits(scales, position + 8 * t + threadIdx.x % 4 * 2 + j,
-                                                       (step0 + i) / 2, head, n_head_kv));
-#pragma unroll
-                for (i32 w = 0; w < HAS; w++)
-#pragma unroll
-                    for (i32 e = 0; e < 2 * OWN; e++) {
-                        const float(&x)[4] = high[w][t][0];
-                        s[w][t][e] = __fmaf_rn(x[e] + (PACKED ? x[e + 2] : low[w][t][0][e]), d[e % 2], s[w][t][e]);
-                    }
-            }
-        }
-#else
-#pragma unroll
-        for (i32 i = 0; i < KEY_STEPS && step0 + i < STEPS; i++)
+            for (i32 j = 0; j < 2; j++)
+                d[j] = half_to_float(kv_scale_bits(scales, position + 8 * t + threadIdx.x % 4 * 2 + j, step / 2, head,
+                                                   n_head_kv));
+#endif
 #pragma unroll
             for (i32 w = 0; w < HAS; w++)
-                multiply(high[w], low[w], i, query, w, step0 + i, b, i);
-#endif
+#pragma unroll
+                for (i32 e = 0; e < 2 * OWN; e++) {
+                    const float x = high[w][t][e] + (PACKED ? high[w][t][e + 2] : low[w][t][e]);
+                    s[w][t][e] = KV_Q8_0 ? __fmaf_rn(x, d[e % 2], s[w][t][e]) : step < CHAIN ? x : s[w][t][e] + x;
+                }
+        }
     }
-#if !KV_Q8_0
-#pragma unroll
-    for (i32 w = 0; w < HAS; w++)
-#pragma unroll
-        for (i32 t = 0; t < 2; t++)
-#pragma unroll
-            for (i32 e = 0; e < 2 * OWN; e++) {
-                const float(&x)[2][4] = high[w][t], (&y)[2][4] = low[w][t];
-                s[w][t][e] = (x[0][e] + x[1][e]) + (PACKED ? x[0][e + 2] + x[1][e + 2] : y[0][e] + y[1][e]);
-            }
-#endif
 }
 
 // --- values that are not finite ---
@@ -336,15 +318,15 @@ DEVICE bool misses(i32 taken_out, i32 base, i32 position0, i32 limit) {
 
 // --- kernels ---
 
-// Threads that share a part's tiles: a warp, or the whole block, whose warps take equally many steps.
-DEVICE void part_barrier() {
+// Of the threads that share a part's tiles; parts wait for one another where they meet alone.
+DEVICE void part_barrier(i32 part) {
     if (GROUP == WARP)
         __syncwarp();
     else
-        __syncthreads();
+        group_barrier<GROUP>(part);
 }
 
-KERNEL __launch_bounds__(THREADS, 1)
+KERNEL __launch_bounds__(THREADS, PACKED && HEAD_DIM <= 128 ? 3 : 1) // MAX_BLOCKS of attention.py
 attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* table,
                  const i32* sequence, const i32* positions, i32 T, i32 n_head, i32 n_head_kv, i32 max_blocks,
                  i32 max_splits, float scale, float* partial_o, float* partial_ml) {
@@ -482,7 +464,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             else
                 copies_wait<AHEAD - 1>();
             missing = false;
-            part_barrier();
+            part_barrier(part);
         }
         if (STAGES > 1 || early || late)
             load(early, late);
@@ -493,15 +475,12 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         const KvTiles tiles = kv_tiles(memory + slot * SLOT);
         // Whether only some rows see some of the positions; before the first row's window all is zeros.
         bool ragged = n_rows > group && base + position0 + PART - 1 > chunks[chunk].lowest;
-        bool ragged_tile = n_rows > group && base + KV_TILE - 1 > chunks[chunk].lowest;
-        if (WINDOW) {
+        if (WINDOW)
             ragged |= n_rows > group && base + position0 <= chunks[chunk].last - WINDOW;
-            ragged_tile |= n_rows > group && base <= chunks[chunk].last - WINDOW;
-        }
         if (ragged)
             take_out_values(taken_out[part], tiles.v, tiles.v_scale, position0, head, n_head_kv);
-        if (GROUP > WARP ? ragged_tile : ragged)
-            part_barrier();
+        if (ragged)
+            part_barrier(part);
         if (row0 < n_rows && base + position0 <= chunks[chunk].last && !(absent >> slot & 1u)) {
             // Scores.
             float s[HAS][2][2 * OWN];
@@ -647,7 +626,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         advance(at, n_workers, chunks, n_chunks);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (STAGES == 1) {
-            part_barrier();
+            part_barrier(part);
             load(false, false);
         }
     }

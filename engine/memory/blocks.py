@@ -77,6 +77,22 @@ class Blocks:
     window: int = 0
     held: list[int] = field(default_factory=list)
     passed: int = 0  # leading blocks that were given back
+    _table: I32 = field(default_factory=lambda: np.empty(16, np.int32), repr=False, compare=False)
+    _known: int = field(default=0, repr=False, compare=False)  # entries of _table that are as held
+    _known_passed: int = field(default=0, repr=False, compare=False)
+
+    def table(self) -> I32:
+        """`held` as int32 [n], brought up to date; the next call may write it."""
+        n = len(self.held)
+        if n > len(self._table):
+            self._table = np.empty(2 * n, np.int32)
+            self._known = 0
+        if n > self._known:
+            self._table[self._known : n] = self.held[self._known :]
+        if self.passed > self._known_passed:
+            self._table[self._known_passed : self.passed] = -1
+        self._known, self._known_passed = n, self.passed
+        return self._table[:n]
 
     def reserve(self, length: int, end: int) -> None:
         """Give back what no position from `length` on can see, then take the blocks of positions up to `end`."""
@@ -115,11 +131,13 @@ class Blocks:
         """Give back those taken after the first n_blocks."""
         self.pool.give_back(self.held[n_blocks:])
         del self.held[n_blocks:]
+        self._known = min(self._known, n_blocks)
 
     def release(self) -> None:
         """Give every block back."""
         self.pool.give_back(self.held[self.passed :])
         self.held, self.passed = [], 0
+        self._known = self._known_passed = 0
 
 
 class Sequence:
@@ -170,14 +188,20 @@ class Sequence:
         """
         self.reserve(n_tokens)
         assert self.reaches(self.length), "a step would see positions whose blocks are not there"
+        end, first = self.length + n_tokens, self.length // KV_BLOCK_TOKENS
+        positions = np.arange(self.length, end, dtype=np.int32)
+        slots: list[I32] = []
         for blocks in self.groups:
-            written = blocks.held[self.length // KV_BLOCK_TOKENS : -(-(self.length + n_tokens) // KV_BLOCK_TOKENS)]
+            written = blocks.held[first : -(-end // KV_BLOCK_TOKENS)]
             assert all(blocks.pool.holders(b) == 1 for b in written), "a shared block would be written"
-        positions = np.arange(self.length, self.length + n_tokens)
-        self.length += n_tokens
-        tables = (np.asarray(blocks.held, np.int32) for blocks in self.groups)
-        within = (positions % KV_BLOCK_TOKENS).astype(np.int32)
-        return [table[positions // KV_BLOCK_TOKENS] * np.int32(KV_BLOCK_TOKENS) + within for table in tables]
+            if len(written) == 1:  # by far most steps
+                slots.append(positions + np.int32((written[0] - first) * KV_BLOCK_TOKENS))
+            else:
+                table = np.asarray(written, np.int32)
+                within = positions % np.int32(KV_BLOCK_TOKENS)
+                slots.append(table[positions // KV_BLOCK_TOKENS - first] * np.int32(KV_BLOCK_TOKENS) + within)
+        self.length = end
+        return slots
 
     def next_states(self, keep: bool) -> tuple[int, int]:
         """The state slots that a step reads and writes, 0 without recurrent layers.
@@ -228,6 +252,6 @@ def block_table(sequences: list[Sequence], group: int, width: int) -> I32:
     """The tables of several sequences in one group, int32 [n_sequence, width], padded with -1."""
     table = np.full((len(sequences), width), -1, np.int32)
     for row, sequence in zip(table, sequences, strict=True):
-        held = sequence.groups[group].held
+        held = sequence.groups[group].table()
         row[: len(held)] = held
     return table

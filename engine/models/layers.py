@@ -18,7 +18,7 @@ from engine.formats.quants import QTensor
 from engine.memory.kv import CacheShape, KVCache
 from engine.memory.residency import Residency
 from engine.models.loading import AttentionWeights, Dense, LayerT, Weights
-from engine.ops import F32, I32, U8, Fetches, Gating, SharedExpert
+from engine.ops import F32, I32, SMALL_TOKENS, U8, Fetches, Gating, SharedExpert
 from engine.ops.device import Array
 from engine.ops.interface import Ops, Workspace
 
@@ -147,7 +147,7 @@ class Buffers:
 
     def first(self, T: int, R: int) -> Buffers:
         """Contiguous views for a step of T tokens, R of which want logits."""
-        if T > KEPT_TOKENS:
+        if T > SMALL_TOKENS:
             return self._first(T, R)
         if (-1, T, R) not in self._views:
             self._views[-1, T, R] = self._first(T, R)

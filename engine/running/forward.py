@@ -32,8 +32,6 @@ MAX_ROWS = 64  # rows of logits held at once: 39 MB for a vocabulary of 152K
 
 
 # What a step's kernels read of it; the rest is the host's.
-_FED = tuple(f.name for f in dataclasses.fields(Step) if f.name not in ("n_positions", "apart", "spans"))
-
 Put = Callable[[NDArray[Any]], Any]
 
 
@@ -150,14 +148,18 @@ class Forward:
     def feed(self, step: Step) -> Step:
         """Copy a step's inputs, NumPy arrays, to the device; the views of them that `run` takes.
 
-        Every table of `step.block_table` has the cache's whole width.
+        Tables of `step.block_table` may be narrower than the cache's: the rest stays as it was.
         """
         views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
-        pairs: list[tuple[Any, NDArray[Any]]] = []
-        for name in _FED:
-            array, host = getattr(views, name), getattr(step, name)
-            pairs += zip(array, host, strict=True) if isinstance(host, tuple) else [(array, host)]
-        self.ws.feed(pairs)
+        tables = (
+            table if host.shape == table.shape else table[:, : host.shape[1]]
+            for table, host in zip(views.block_table, step.block_table, strict=True)
+        )
+        self.ws.feed([
+            (views.tokens, step.tokens), (views.positions, step.positions), (views.sequence, step.sequence),
+            *zip(views.slots, step.slots, strict=True), *zip(tables, step.block_table, strict=True),
+            (views.states, step.states), (views.counted, step.counted), (views.rows, step.rows),
+        ])  # fmt: skip
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(views, n_positions=n_positions, apart=step.apart, spans=step.spans)
 

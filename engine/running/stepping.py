@@ -23,6 +23,8 @@ from engine.ops.cuda.device import Device, Graph
 from engine.ops.device import Memory
 from engine.running.forward import GRAPH_TOKENS, Forward
 
+TABLE_STEP = 64  # blocks: widths of the tables that are fed are multiples, so that they are few
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -121,10 +123,11 @@ class Steps:
 
     def run(self, spans: list[Span]) -> StepResult:
         """Run one step; sequences grow by their spans' tokens."""
-        T = sum(len(s.tokens) for s in spans)
+        T, rows = 0, list[int]()
+        for span in spans:
+            rows += (T + w for w in span.want)
+            T += len(span.tokens)
         self._check(spans, T)
-        offsets = np.cumsum([0, *(len(s.tokens) for s in spans)])
-        rows = [o + w for o, s in zip(offsets, spans, strict=False) for w in s.want]
         width = self._width(spans, T)
         captured = self._captured(width)
         step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
@@ -198,11 +201,12 @@ class Steps:
         """
         starts = [s.sequence.length for s in spans]
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
-        positions = [np.arange(a, a + len(s.tokens)) for a, s in zip(starts, spans, strict=True)]
+        positions = [np.arange(a, s.sequence.length, dtype=np.int32) for a, s in zip(starts, spans, strict=True)]
         sequences, groups = [s.sequence for s in spans], range(len(self.forward.kv.groups))
 
         def padded(values: Many[NDArray[Any]], dtype: type, last: int | None = None) -> NDArray[Any]:
-            row: NDArray[Any] = np.concatenate(values).astype(dtype, copy=False)
+            row: NDArray[Any] = values[0] if len(values) == 1 else np.concatenate(values)
+            row = row.astype(dtype, copy=False)
             if len(row) == width:
                 return row
             return np.concatenate([row, np.full(width - len(row), row[-1] if last is None else last, dtype)])
@@ -210,14 +214,19 @@ class Steps:
         return Step(
             tokens=padded([s.tokens for s in spans], np.int32),
             positions=padded(positions, np.int32),
-            sequence=padded([np.full(len(s.tokens), i) for i, s in enumerate(spans)], np.int32),
+            sequence=padded([np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)], np.int32),
             slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
-            block_table=tuple(block_table(sequences, g, self.forward.table_width) for g in groups),
+            block_table=tuple(self._tables(sequences, g) for g in groups),
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
             rows=np.arange(width, dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
         )
+
+    def _tables(self, sequences: list[Sequence], group: int) -> I32:
+        """Block tables as wide as the longest of them, in round numbers: nothing looks behind a step's positions."""
+        width = max(len(sequence.groups[group].held) for sequence in sequences)
+        return block_table(sequences, group, min(-(-width // TABLE_STEP) * TABLE_STEP, self.forward.table_width))
 
     def _captured(self, T: int) -> bool:
         """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""

@@ -39,6 +39,17 @@ def test_every_array_is_written_where_it_belongs(device: Any, ring_bytes: int) -
                 assert (found[len(value) :] == found.dtype.type(255)).all()
 
 
+@pytest.mark.parametrize("ring_bytes", [1 << 20, 300])
+def test_rows_of_a_matrix_may_be_apart(device: Any, ring_bytes: int) -> None:
+    with patch.object(feeding, "RING_BYTES", ring_bytes):
+        wide = device.upload(np.full((5, 11), -9, np.int32))
+        host = np.arange(21, dtype=np.int32).reshape(3, 7)
+        Feeding(device)([(wide[:3, :7], host)])
+        found = device.read(wide)
+    assert np.array_equal(found[:3, :7], host)
+    assert (found[3:] == -9).all() and (found[:, 7:] == -9).all()
+
+
 def test_a_wrong_shape_is_refused(device: Any) -> None:
     array = device.empty(5, np.int32)
     with pytest.raises(ValueError, match="fed to"):

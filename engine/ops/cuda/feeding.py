@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine.ops.cuda.device import Array, Device, Module
 
 RING_BYTES = 1 << 20  # page-locked; a step of a few tokens takes some KiB, and its block tables
 THREADS = 256
+FEED = Module("feed.cu")
 _WORD, _ROW = 4, 16  # bytes that places are aligned to, and of a row of the table ahead of the data
 
 
@@ -25,23 +27,36 @@ class Feeding:
         self._at = 0
 
     def __call__(self, pairs: Sequence[tuple[Array, NDArray[Any]]]) -> None:
-        """Write host[i] to array[i] for each pair, of the same shape and dtype; what is large goes the usual way."""
-        pairs = [(array, host) for array, host in pairs if host.size]
-        offsets = np.cumsum([_ROW * len(pairs), *(-(-host.nbytes // _WORD) * _WORD for _, host in pairs)]).tolist()
-        if not pairs or offsets[-1] > RING_BYTES // 4:
-            for array, host in pairs:
-                self.device.write(array, host)
-            return
-        if self._at + offsets[-1] > RING_BYTES:
-            self.device.synchronize()  # what the ring holds may still be read; once in hundreds of steps
-            self._at = 0
-        packed, table = self._ring[self._at : self._at + offsets[-1]], []
-        for (array, host), offset in zip(pairs, offsets, strict=False):
+        """Write host[i] to array[i] for each pair, of the same shape and dtype; what is large goes the usual way.
+
+        Rows of a matrix of words may be apart.
+        """
+        # A step waits for this, so it is written for the interpreter: no NumPy but to make bytes.
+        table, parts, end = list[int](), list[bytes](), 0
+        for array, host in pairs:
             if array.shape != host.shape or array.dtype != host.dtype:
                 raise ValueError(f"{host.dtype} {host.shape} fed to {array.dtype} {array.shape}")
-            packed[offset : offset + host.nbytes] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-            table += [self.device.pointer(array), host.nbytes << 32 | offset]
-        packed[: _ROW * len(pairs)].view(np.uint64)[:] = table
-        kernel = self.device.kernel(Module("feed.cu"), "feed")
-        kernel(len(pairs), THREADS, (np.uint64(self._address + self._at),))
-        self._at += -(-offsets[-1] // _ROW) * _ROW
+            data = host.tobytes()
+            if not data:
+                continue
+            n_rows = 1 if array.ndim == 1 or array.flags.c_contiguous else len(array)
+            address, apart, n_bytes = self.device.pointer(array), array.strides[0], len(data) // n_rows
+            for row in range(n_rows):
+                table += address + row * apart, n_bytes << 32 | end + row * n_bytes
+            parts.append(data.ljust(-(-len(data) // _WORD) * _WORD, b"\0"))
+            end += len(parts[-1])
+        packed = struct.pack(f"={len(table)}Q", *table) + b"".join(parts)
+        if len(packed) > RING_BYTES // 4:
+            for array, host in pairs:
+                whole = array.ndim == 1 or array.flags.c_contiguous
+                for to, values in [(array, host)] if whole else zip(array, host, strict=True):
+                    self.device.write(to, values)
+            return
+        if self._at + len(packed) > RING_BYTES:
+            self.device.synchronize()  # what the ring holds may still be read; once in hundreds of steps
+            self._at = 0
+        if packed:
+            self._ring[self._at : self._at + len(packed)] = np.frombuffer(packed, np.uint8)
+            kernel = self.device.kernel(FEED, "feed")
+            kernel(len(table) // 2, THREADS, (np.uint64(self._address + self._at),))
+            self._at += -(-len(packed) // _ROW) * _ROW
