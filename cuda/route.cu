@@ -253,9 +253,8 @@ struct Step {
     i32 chosen[MAX_PAIRS];
     i64 missing[MAX_PAIRS];    // sort keys of the missing experts, at their first pairs
     // Only with an active table: a bit for each token that uses an expert; and of each 32 pairs which are first ones,
-    // which of these are of experts that miss and of those with many uses, how many uses all of them have, and how many
-    // those of the first pairs ahead of each.
-    u32 tokens[EXPERTS], firsts[MAX_PAIRS / WARP], absent[MAX_PAIRS / WARP], busy[MAX_PAIRS / WARP];
+    // which of these miss, how many uses those experts have, and how many those of the first pairs ahead of each.
+    u32 tokens[EXPERTS], firsts[MAX_PAIRS / WARP], absent[MAX_PAIRS / WARP];
     i32 n_uses[MAX_PAIRS / WARP], uses_ahead[MAX_PAIRS];
     i64 victim[EXPERTS];       // sort keys of the candidates, by slot of the layer
     u64 source[EXPERTS * 3];   // expert_ptr of the layer before the step; only with an active table
@@ -312,16 +311,12 @@ DEVICE i64 warmed(i64 heat, u32 uses, i64 clock, int memory) {
 // `threadIdx.x` before the step. With a table, the active experts are written too (records of 64 bytes: source, target,
 // expert, first, count, 0). Experts that miss and enter no slot pass through `bypass` memory, place by record, while there
 // are places. Several tokens' records begin with those that miss, so that their bytes are under way first and these get
-// the places, or where none does with those of many tokens, whose blocks take longest and should not be the last; one
-// token's are in order of rank.
+// the places; one token's are in order of rank.
 struct Bypass {
     u64 base;
     i64 expert_bytes, up_at, down_at;
     i32 n_places;
 };
-
-// Whether an expert has clearly more of the pairs than most.
-DEVICE bool is_busy(u32 uses, int n_pairs) { return uses > 1 + (u32)n_pairs / (12 * USED); }
 
 template <bool with_table>
 DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, int memory,
@@ -381,11 +376,9 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         step.uses_ahead[i] = sum - uses;
         const u32 firsts = __ballot_sync(FULL_WARP, first);
         const u32 absent = __ballot_sync(FULL_WARP, first && !step.resident[expert]);
-        const u32 busy = __ballot_sync(FULL_WARP, is_busy((u32)uses, n_pairs));
         if (lane == WARP - 1) {
             step.firsts[i / WARP] = firsts;
             step.absent[i / WARP] = absent;
-            step.busy[i / WARP] = busy;
             step.n_uses[i / WARP] = sum;
         }
         if (first)
@@ -420,14 +413,14 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     }
     int record = 0, start = 0, n_firsts = 0;
     if (with_table && i < n_pairs) {
-        const bool is_ahead = any_missing ? n_pairs > USED && !step.resident[expert] : is_busy(step.uses[expert], n_pairs);
+        const bool apart = any_missing && n_pairs > USED, misses = apart && !step.resident[expert];
         const int own = step.first_pair[expert];
         start = step.uses_ahead[own];
         for (int j = 0; j < (n_pairs + WARP - 1) / WARP; j++) {
-            const u32 all = step.firsts[j], front = !any_missing ? step.busy[j] : n_pairs > USED ? step.absent[j] : 0;
+            const u32 all = step.firsts[j], absent = apart ? step.absent[j] : 0;
             const u32 ahead = j < own / WARP ? FULL_WARP : j > own / WARP ? 0 : (1u << own % WARP) - 1;
             start += j < own / WARP ? step.n_uses[j] : 0;
-            record += is_ahead ? __popc(front & ahead) : __popc(front) + __popc(all & ~front & ahead);
+            record += misses ? __popc(absent & ahead) : __popc(absent) + __popc(all & ~absent & ahead);
             n_firsts += __popc(all);
         }
         pairs[start + __popc(step.tokens[expert] & ((1u << i / USED) - 1))] = i;

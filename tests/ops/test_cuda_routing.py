@@ -91,11 +91,8 @@ def active_table(before: policy.SlotState, layer: int, experts: np.ndarray, fetc
         target = before.slot_ptr[slot_of[expert]].tolist() if expert in slot_of else [0, 0, 0]
         records.append([*before.expert_ptr[layer, expert].tolist(), *target, expert, len(pairs), len(uses), 0])
         pairs += uses
-    resident = {record[6]: before.slot_of[layer, record[6]] >= 0 for record in records}
-    if all(resident.values()):
-        records.sort(key=lambda record: record[8] <= 1 + len(experts) // 12)
-    elif len(experts) > 1:
-        records.sort(key=lambda record: resident[record[6]])
+    if len(experts) > 1:
+        records.sort(key=lambda record: before.slot_of[layer, record[6]] >= 0)
     return records, pairs
 
 

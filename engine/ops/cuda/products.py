@@ -271,7 +271,9 @@ class Products:
             kernel = self.device.kernel(Module("router.cu", (*defines, ("WARPS", str(WARPS)))), "router_several")
             kernel((-(-units // WARPS), T), WARPS * WARP, args, n_bytes, overlap=True)
         else:
-            self.device.kernel(Module("router.cu", defines), "router")((units, T), WARP, args, overlap=True)
+            warps = min(T, 4)  # of one token: what they load of it comes once to a multiprocessor
+            grid = (-(-units // warps), T)
+            self.device.kernel(Module("router.cu", defines), "router")(grid, warps * WARP, args, overlap=True)
         return to
 
     def head(
