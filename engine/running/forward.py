@@ -74,6 +74,7 @@ class Forward:
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         self._views: dict[tuple[int, int, int], Step] = {}  # of the inputs, for the shapes of steps
+        self._tables: dict[tuple[int, int], tuple[I32, ...]] = {}
         self._noted: dict[Hashable, tuple[Weights[Any], Any]] = {}  # what a step of a shape called, and with which
         T, c = limits.max_tokens, config
         L, n_blocks = len(c.moe_layers), -(-limits.n_ctx // 64)
@@ -151,10 +152,7 @@ class Forward:
         Tables of `step.block_table` may be narrower than the cache's: the rest stays as it was.
         """
         views = self.inputs_of(len(step.tokens), len(step.states), len(step.rows))
-        tables = (
-            table if host.shape == table.shape else table[:, : host.shape[1]]
-            for table, host in zip(views.block_table, step.block_table, strict=True)
-        )
+        tables = self._tables_of(len(step.states), step.block_table[0].shape[1]) if step.block_table else ()
         self.ws.feed([
             (views.tokens, step.tokens), (views.positions, step.positions), (views.sequence, step.sequence),
             *zip(views.slots, step.slots, strict=True), *zip(tables, step.block_table, strict=True),
@@ -162,6 +160,16 @@ class Forward:
         ])  # fmt: skip
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(views, n_positions=n_positions, apart=step.apart, spans=step.spans)
+
+    def _tables_of(self, n_sequences: int, width: int) -> tuple[I32, ...]:
+        """The first columns of the block tables of so many sequences."""
+        tables = self._tables.get((n_sequences, width))
+        if tables is None:
+            if len(self._tables) >= MAX_NOTED:
+                self._tables.clear()
+            narrow = tuple(table[:n_sequences, :width] for table in self.inputs.block_table)
+            tables = self._tables[n_sequences, width] = narrow
+        return tables
 
     @property
     def table_width(self) -> int:
