@@ -318,12 +318,12 @@ DEVICE bool misses(i32 taken_out, i32 base, i32 position0, i32 limit) {
 
 // --- kernels ---
 
-// Of the threads that share a part's tiles; parts wait for one another where they meet alone.
-DEVICE void part_barrier(i32 part) {
+// Of the threads that share a part's tiles. A part of one warp waits for no other but where they meet.
+DEVICE void part_barrier() {
     if (GROUP == WARP)
         __syncwarp();
     else
-        group_barrier<GROUP>(part);
+        __syncthreads();
 }
 
 KERNEL __launch_bounds__(THREADS, PACKED && HEAD_DIM <= 128 ? 3 : 1) // MAX_BLOCKS of attention.py
@@ -464,7 +464,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             else
                 copies_wait<AHEAD - 1>();
             missing = false;
-            part_barrier(part);
+            part_barrier();
         }
         if (STAGES > 1 || early || late)
             load(early, late);
@@ -474,13 +474,15 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         const i32 base = at.block * KV_TILE;
         const KvTiles tiles = kv_tiles(memory + slot * SLOT);
         // Whether only some rows see some of the positions; before the first row's window all is zeros.
-        bool ragged = n_rows > group && base + position0 + PART - 1 > chunks[chunk].lowest;
-        if (WINDOW)
-            ragged |= n_rows > group && base + position0 <= chunks[chunk].last - WINDOW;
+        const auto only_some = [&](i32 first, i32 last) {
+            return n_rows > group && (base + last > chunks[chunk].lowest ||
+                                      (WINDOW && base + first <= chunks[chunk].last - WINDOW));
+        };
+        const bool ragged = only_some(position0, position0 + PART - 1);
         if (ragged)
             take_out_values(taken_out[part], tiles.v, tiles.v_scale, position0, head, n_head_kv);
-        if (ragged)
-            part_barrier(part);
+        if (GROUP == WARP ? ragged : only_some(0, KV_TILE - 1)) // all threads come to a barrier of the block
+            part_barrier();
         if (row0 < n_rows && base + position0 <= chunks[chunk].last && !(absent >> slot & 1u)) {
             // Scores.
             float s[HAS][2][2 * OWN];
@@ -626,7 +628,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
         advance(at, n_workers, chunks, n_chunks);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (STAGES == 1) {
-            part_barrier(part);
+            part_barrier();
             load(false, false);
         }
     }

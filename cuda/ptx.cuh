@@ -142,12 +142,6 @@ DEVICE void store_system(u64* p, u64 v) { asm volatile("st.release.sys.global.u6
 DEVICE void settle(i32& v) { asm volatile("" : "+r"(v)); }
 DEVICE void settle(float& v) { asm volatile("" : "+f"(v)); }
 
-// A barrier of `threads` neighboring threads, whole warps, which are `group` of at most 15 such groups of a block.
-template <i32 threads>
-DEVICE void group_barrier(i32 group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(threads) : "memory");
-}
-
 // --- the kernel before ------------------------------------------------------------------------------
 
 #ifdef STAMPS

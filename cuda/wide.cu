@@ -226,18 +226,26 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             copy16_async(local_q + i / (COLS / 16) * Q_STRIDE + i % (COLS / 16) * 16, q + (i64)i * 16);
         copies_commit();
     }
-#pragma unroll 4
-    for (i32 i = threadIdx.x; i < n_tokens * BLOCKS; i += THREADS) {
-        const i32 t = i / BLOCKS, to = (i % BLOCKS * PAIRS + t / 2) * 4 + t % 2, sum = sums[i];
-        scaled[to] = d[i];
-        scaled[to + 2] = (float)sum;
-        if (FIRST) {
-            const uint4 v = *(const uint4*)(q + (i64)i * 32);
-            i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
-            first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
-            halves[to] = BEGUN ? START + (float)(HALF_OFFSET * first) : (float)first;
-            halves[to + 2] = BEGUN ? START + (float)(HALF_OFFSET * (sum - first)) : (float)(sum - first);
+    // A pair's tokens together, so that neighboring threads write neighboring banks; behind the last token it is again.
+#pragma unroll 2
+    for (i32 i = threadIdx.x; i < BLOCKS * PAIRS; i += THREADS) {
+        float of_d[2], of_sum[2], of_halves[2][2];
+#pragma unroll
+        for (i32 j = 0; j < 2; j++) {
+            const i32 t = min(i % PAIRS * 2 + j, n_tokens - 1), from = t * BLOCKS + i / PAIRS, sum = sums[from];
+            of_d[j] = d[from];
+            of_sum[j] = (float)sum;
+            if (FIRST) {
+                const uint4 v = *(const uint4*)(q + (i64)from * 32);
+                i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
+                first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
+                of_halves[0][j] = BEGUN ? START + (float)(HALF_OFFSET * first) : (float)first;
+                of_halves[1][j] = BEGUN ? START + (float)(HALF_OFFSET * (sum - first)) : (float)(sum - first);
+            }
         }
+        ((float4*)scaled)[i] = {of_d[0], of_d[1], of_sum[0], of_sum[1]};
+        if (FIRST)
+            ((float4*)halves)[i] = {of_halves[0][0], of_halves[0][1], of_halves[1][0], of_halves[1][1]};
     }
     if (SHARED)
         copies_wait<0>(); // and for the weights before it, which are on their way for longer

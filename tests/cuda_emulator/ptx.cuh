@@ -130,11 +130,6 @@ DEVICE void settle(float& v) { (void)v; }
 
 // --- the kernel before: here it has always ended; the launch tells whether anybody waited ---------
 
-template <i32 threads>
-DEVICE void group_barrier(i32 group, EMULATOR_SITE("group_barrier")) {
-    emulator::group_barrier(group, threads, site);
-}
-
 DEVICE void dependency_wait() { emulator::n_dependency_waits++; }
 DEVICE void dependency_release() {}
 

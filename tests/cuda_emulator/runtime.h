@@ -66,7 +66,7 @@ struct Copy {  // an asynchronous copy that has not happened yet
     int n, group;
 };
 
-enum State { RUNNING, IN_WARP, IN_BARRIER, IN_GROUP, DONE };
+enum State { RUNNING, IN_WARP, IN_BARRIER, DONE };
 
 struct Fiber {
     void* stack_pointer;
@@ -93,7 +93,6 @@ static int n_threads, n_live, n_in_barrier;
 static bool ascending = true;
 static Fiber* current;
 static int barrier_sum, barrier_result;
-static int n_in_group[16];  // of group barriers
 static Site barrier_site;
 static void* scheduler;
 static void (*kernel_body)(void**);
@@ -247,26 +246,6 @@ __attribute__((noinline)) static int block_barrier(int value, const Site& site) 
     return barrier_result;
 }
 
-// Of the threads [group * threads, (group + 1) * threads).
-__attribute__((noinline)) static void group_barrier(int group, int threads, const Site& site) {
-    Fiber* self = current;
-    int index = (int)(self - fibers);
-    if (group < 0 || group >= 15 || threads % 32 || index / threads != group)
-        fail(&site, "thread %d in the barrier of group %d of %d threads", index, group, threads);
-    self->site = site;
-    self->state = IN_GROUP;
-    warps[index / 32].ready &= ~(1u << (index % 32));
-    if (++n_in_group[group] < threads) {
-        give_way();
-        return;
-    }
-    n_in_group[group] = 0;
-    for (int i = group * threads; i < (group + 1) * threads; i++) {
-        fibers[i].state = RUNNING;
-        warps[i / 32].ready |= 1u << (i % 32);
-    }
-}
-
 __attribute__((noinline)) static void warp_collective(unsigned mask, void* operands, Complete complete,
                                                       const Site& site) {
     Fiber* self = current;
@@ -354,7 +333,6 @@ static bool run_block(unsigned shared_bytes) {
     }
     n_live = n_threads;
     n_in_barrier = barrier_sum = 0;
-    memset(n_in_group, 0, sizeof n_in_group);
     int n_warps = (n_threads + 31) / 32;
     while (n_live) {
         bool progress = false;

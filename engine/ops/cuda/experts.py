@@ -41,6 +41,7 @@ COMBINE_THREADS = 512  # of combine_norm: four columns each of a row of 2,048
 SEVERAL_WARPS = 4  # of a block, where a step has several
 SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
+ROW_TOKENS = 4  # up to so many, a warp of down_several has eight rows, then sixteen
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
 
@@ -208,7 +209,7 @@ class SmallExperts:
     def _whole(self, row: int, n_ff: int, qtype: QType, T: int) -> tuple[int, int, int]:
         """Rows at a time, how many times, warps a block: of a down matrix whose rows have `row` bytes."""
         # Where experts have several tokens, a warp has more rows for each that it loads.
-        for rows, stages in (*(((4, 4),) if T > FEW_TOKENS else ()), (4, 2), (1, 2), (1, 1)):
+        for rows, stages in (*(((4, 4),) if T > ROW_TOKENS else ()), (4, 2), (1, 2), (1, 1)):
             for warps in (SEVERAL_WARPS, 2, 1):
                 n_bytes = warps * (_z_bytes(n_ff, qtype in FLOAT_TYPES) + stages * stage_bytes(rows, row))
                 if _stages(self.device, n_bytes, grid_bytes(qtype), 1):
