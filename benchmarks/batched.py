@@ -62,6 +62,8 @@ def together(client: DaemonClient, prompts: list[list[int]], n_tokens: int) -> d
             raise SystemExit(f"asked for {n_tokens} tokens, got {reader.done}")
     start = max(r.arrivals[0][0] for r in readers)
     end = min(r.arrivals[-1][0] for r in readers)
+    if end <= start:
+        raise SystemExit(f"{n_tokens} tokens are too few: the first reply was complete before the last one began")
     n = sum(count for r in readers for at, count in r.arrivals if start < at <= end)
     return {"tokens_per_s": n / (end - start), "first_token_s": start - began}
 
