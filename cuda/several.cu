@@ -81,10 +81,11 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
 #endif
         return;
     }
-    const i32 each = (F + 31) / 32, unit = blockIdx.x - copiers, expert = unit / each, row0 = unit % each * 32;
-    if (expert >= n_active_now + BESIDE)
+    // The expert that every token uses comes first: its blocks take as long as those of one token's several times over.
+    const i32 each = (F + 31) / 32, unit = blockIdx.x - copiers, expert = unit / each - BESIDE, row0 = unit % each * 32;
+    if (expert >= n_active_now)
         return;
-    const bool beside = BESIDE && expert == n_active_now;
+    const bool beside = BESIDE && expert < 0;
     u64 record;
     if (beside)
         record = lane == 0   ? (u64)beside_gate
