@@ -434,7 +434,7 @@ SECTIONS = {
     "bench.json": bench,
     "batched.json": batched,
     "batched-16.json": partial(batched, what=", up to sixteen"),
-    "batched-gemma.json": batched,
+    **{f"batched-{key}.json": batched for key in ("gemma", *FAMILIES)},
     **{
         f"batched-cpu{key}.json": partial(batched, what=f" on the CPU, {threads}")
         for key, threads in (("", "two threads"), ("-nano", "two threads"), ("-nano-1", "one thread"))
