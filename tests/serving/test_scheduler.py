@@ -112,6 +112,7 @@ def test_bad_requests_are_refused_by_name(engine: Engine) -> None:
     drain(engine)
 
 
+@pytest.mark.usefixtures("short_units")
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_cancelled_request_gives_its_blocks_back(engine: Engine, steps: int) -> None:
     engine.submit(Generate(1, PROMPT, 100, stop_tokens=()))
