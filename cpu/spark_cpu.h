@@ -1,4 +1,5 @@
-/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate, engine/placing/simulate.py).
+/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate,
+ * engine/placing/simulate.py; of texts, engine/drafting/lookup.py).
  *
  * Every operation has a twin of the same name in engine/ops/reference.py and computes its bits
  * (docs/arithmetic.md). Arrays are dense and row-major; the caller has checked types and shapes.
@@ -24,9 +25,9 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 6 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 7 /* raised with every incompatible change; the binding compares it */
 
-enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2 };
+enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2, SPARK_NO_MEMORY = 3 };
 
 enum { SPARK_SILU = 0, SPARK_GELU = 1 };
 enum { SPARK_BY_SOFTMAX = 0, SPARK_BY_SIGMOID = 1 }; /* scores of a router */
@@ -197,6 +198,21 @@ SPARK_API int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_u
                                  const int64_t *spans, int64_t n_spans, const int32_t *group, int64_t n_groups,
                                  const int32_t *held, int64_t n_slots, int64_t n_pinned, int64_t memory,
                                  int64_t *misses, int64_t *moves);
+
+/* Texts that drafts are looked up in (engine/drafting/lookup.py): a memory of earlier ones, a ring of n_tokens, and those that
+ * grow, each with a prediction of n tokens ahead of it. NULL where memory runs out. A memory outlives its texts.
+ * spark_text_propose: at most `most` tokens that may follow a text, into `out`; how many; run: how many tokens at its end
+ * equal those ahead of the place that they were found at. */
+typedef struct spark_memory spark_memory;
+typedef struct spark_text spark_text;
+
+SPARK_API spark_memory *spark_memory_create(int64_t n_tokens);
+SPARK_API void spark_memory_destroy(spark_memory *memory);
+SPARK_API int32_t spark_memory_add(spark_memory *memory, const int32_t *tokens, int64_t n);
+SPARK_API spark_text *spark_text_create(spark_memory *memory, const int32_t *prediction, int64_t n);
+SPARK_API void spark_text_destroy(spark_text *text);
+SPARK_API int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n);
+SPARK_API int64_t spark_text_propose(spark_text *text, int64_t most, int32_t *out, int64_t *run);
 
 #ifdef __cplusplus
 }

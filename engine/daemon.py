@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from engine.ground import protocol
-from engine.ground.config import DEVICES, KV_TYPES, MAX_PARALLEL, EngineConfig
+from engine.ground.config import DEVICES, DRAFTS, KV_TYPES, MAX_PARALLEL, EngineConfig
 from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
@@ -341,14 +341,20 @@ def _parallel(value: str) -> int:
     return number
 
 
-def _gib_or_zero(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0.0 <= number < 1e6:
-        raise argparse.ArgumentTypeError(f"expected a number of GiB, found {value!r}")
-    return number
+def _amount(unit: str) -> Callable[[str], float]:
+    def read(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0.0 <= number < 1e6:
+            raise argparse.ArgumentTypeError(f"expected a number of {unit}, found {value!r}")
+        return number
+
+    return read
+
+
+_gib_or_zero = _amount("GiB")
 
 
 def _gib(value: str) -> float:
@@ -403,6 +409,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--cache-dir", type=Path, help="folder that keeps prefixes from one start to the next (default: none)")
     add("--cache-dir-gib", type=_gib, help="GiB of files in that folder (default: 32)")
     add("--exact-prefixes", action="store_true", help="reuse no decoded tokens before they were read as a prompt")
+    add("--draft", choices=DRAFTS, help="who proposes tokens that may follow (default: auto, all that there are)")
+    add(
+        "--draft-memory-mib",
+        type=_amount("MiB"),
+        help="MiB of host memory for texts of earlier requests, in which drafts are looked up (default: 64; 0: none)",
+    )
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
     add("--plan-only", action="store_true", help="write one event, the memory plan, and end")
     parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)[1:]})

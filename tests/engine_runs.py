@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.drafting.source import Draft
 from engine.ground.config import EngineConfig
 from engine.ground.protocol import Event, Generate, Tokens
+from engine.running.decoding import Nothing
 from engine.running.loaded import Loaded
+from engine.running.reply import Reply
 from engine.running.stepping import Span
 from engine.serving.scheduler import Engine
+
+
+class Says(Nothing):
+    """Proposes what a function says may follow a reply's last token."""
+
+    def __init__(self, follow: Callable[[Reply], tuple[int, ...]]) -> None:
+        self.follow = follow
+
+    def propose(self, replies: Sequence[Reply]) -> list[Draft | None]:
+        tokens = [self.follow(reply) for reply in replies]
+        return [Draft("said", 0, follow) if follow else None for follow in tokens]
+
 
 PROMPT = np.random.default_rng(50).integers(0, 301, 97).astype(np.int32)
 

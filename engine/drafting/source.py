@@ -25,7 +25,7 @@ class Draft:
 
 
 class Source(Protocol):
-    """What drafts for one reply; `close` gives back what it holds."""
+    """What drafts for one reply."""
 
     def propose(self, history: Sequence[int], most: int) -> Draft | None:
         """At most `most` tokens that may follow `history`, a prompt and a reply so far; None: nothing.
@@ -34,4 +34,4 @@ class Source(Protocol):
         """
 
     def close(self) -> None:
-        """The reply has ended."""
+        """The reply has ended; gives back what it took."""

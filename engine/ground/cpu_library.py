@@ -1,6 +1,7 @@
 """The shared library of `cpu/`: where it lies, its records and the signatures of its functions.
 
-The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, and engine/placing/simulate.py for its one function.
+The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, engine/placing/simulate.py and engine/drafting/lookup.py
+what is theirs.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import importlib.metadata
 import importlib.resources
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from engine.ground.errors import SparkError
 
-ABI = 6  # SPARK_CPU_ABI
+ABI = 7  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -118,6 +120,16 @@ SIGNATURES = {
     "spark_delta_output": "PiPPifPP",
     "spark_head": "PiPiPfPPf",
 }
+# Those of texts: what they return, and all their arguments.
+TEXTS: dict[str, tuple[type[Any] | None, str]] = {
+    "spark_memory_create": (c_void_p, "i"),
+    "spark_memory_destroy": (None, "P"),
+    "spark_memory_add": (c_int32, "PPi"),
+    "spark_text_create": (c_void_p, "PPi"),
+    "spark_text_destroy": (None, "P"),
+    "spark_text_take": (c_int32, "PPi"),
+    "spark_text_propose": (c_int64, "PiPP"),
+}
 _CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
 
 
@@ -166,6 +178,10 @@ def load() -> ctypes.CDLL:
     library.spark_repeat.restype = c_int32
     library.spark_simulate.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiPiiiPP"]
     library.spark_simulate.restype = c_int32
+    for name, (result, arguments) in TEXTS.items():
+        function = getattr(library, name)
+        function.argtypes = [_CTYPES[a] for a in arguments]
+        function.restype = result
     library.spark_exp.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
     library.spark_exp.restype = None
     library.spark_read.argtypes = [c_void_p, c_void_p, c_int64]

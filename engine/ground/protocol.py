@@ -14,7 +14,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeAlias
 
 from engine.ground import checks
@@ -53,6 +53,8 @@ class Generate:
         log-probability; None: neither. They are the model's: before penalties, temperature and grammar.
     same_prompt_as: id of a running request with the same `tokens`, which is read once for both; where there is none
         (any more), it changes nothing.
+    draft: whether tokens may be proposed that are checked beside the one that is due; it changes no token.
+    prediction: tokens that may come in the reply, to propose from.
     """
 
     id: int
@@ -64,6 +66,8 @@ class Generate:
     reply_from: int | None = None
     logprobs: int | None = None
     same_prompt_as: int | None = None
+    draft: bool = True
+    prediction: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +208,15 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and tokens produced; `cached_tokens` of those read were not computed, an earlier request had been."""
+    """Tokens read and tokens produced; `cached_tokens` of those read were not computed, an earlier request had been.
+
+    drafts: by source, tokens that were `drafted`, and those of them that were `accepted`, which were produced.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +327,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "reply_from": checks.optional(checks.integer(0, MAX_TOKENS)),
                 "logprobs": checks.optional(checks.integer(0, MAX_TOP_LOGPROBS)),
                 "same_prompt_as": checks.optional(_ID),
+                "draft": checks.boolean,
+                "prediction": checks.optional(_INPUT),
             },
         ),
         "score": (
@@ -369,7 +379,13 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
             {
                 "id": _ID,
                 "usage": checks.record(
-                    Usage, {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "cached_tokens": _COUNT}
+                    Usage,
+                    {
+                        "prompt_tokens": _COUNT,
+                        "completion_tokens": _COUNT,
+                        "cached_tokens": _COUNT,
+                        "drafts": checks.mapping,
+                    },
                 ),
                 "timing": checks.record(Timing, {"prefill_s": _SECONDS, "decode_s": _SECONDS}),
                 "residency": checks.mapping,

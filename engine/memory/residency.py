@@ -161,6 +161,7 @@ class Residency:
         tier.load(self._pieces(), progress)
         self.live = policy.SlotState(*(device.upload(getattr(self.state, f.name)) for f in fields(self.state)))
         self.banks = tuple(self._bank(layer) for layer in range(len(experts)))
+        self._uncounted = np.zeros((len(experts), n_expert), np.int64)  # uses, of those in `live.counts`
 
     def _set_pointers(self, strides: list[int]) -> None:
         state = self.state
@@ -280,11 +281,17 @@ class Residency:
             counter = getattr(self.state, name)
             counter[...] = 0
             self.device.write(getattr(self.live, name), counter)
+        self._uncounted[...] = 0
+
+    def uncount(self, experts: NDArray[np.int32]) -> None:
+        """Take back uses that were counted: the experts [L, n, A] of tokens that were dropped."""
+        for layer, used in enumerate(experts):
+            self._uncounted[layer] += np.bincount(used.ravel(), minlength=self._uncounted.shape[1])
 
     @property
     def counts(self) -> NDArray[np.int64]:
         """Uses by counted tokens, int64 [L, E]."""
-        return np.asarray(self.device.read(self.live.counts))
+        return np.asarray(self.device.read(self.live.counts)) - self._uncounted
 
     @property
     def percent(self) -> float:

@@ -22,7 +22,7 @@ from engine.ops import F32, I32, SMALL_TOKENS, U8, Fetches, Gating, SharedExpert
 from engine.ops.device import Array
 from engine.ops.interface import Ops, Workspace
 
-KEPT_TOKENS = 8  # of a step after which some can be taken back
+KEPT_TOKENS = SMALL_TOKENS  # of a step after which some can be taken back
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,77 +4,114 @@ A step gets the last token of a reply, drawn and not fed yet, and may get tokens
 Accepting draws the token behind the first, which is kept; as long as it is the one that was proposed, the row behind
 that one counts as well. What was proposed beyond is taken back, so that whatever is proposed changes no token.
 
-`Decoder` does this with replies that share a step; what it proposes is a function, today one that proposes nothing.
-`AheadOfHost` does it with one that is alone, and the device waits for nobody: it proposes to itself what it drew,
-a step is one graph launch, and the host accepts behind what it has enqueued. So do `Together`, with several, and
-`Masked`, where a form binds one of them and the host has to see each token.
+`Decoder` does this with replies that share a step; who proposes is a `Proposer` (running/drafts.py). `AheadOfHost` does
+it with one that is alone, and the device waits for nobody: it proposes to itself what it drew, a step is one graph
+launch, and the host accepts behind what it has enqueued. So do `Together`, with several, and `Masked`, where a form
+binds one of them and the host has to see each token. `DraftedAhead` goes from one to the other where a draft pays.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 
+from engine.drafting.source import Draft
 from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
 from engine.running.ahead import AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.masked import Masked, can_mask
 from engine.running.reply import Reply, mask_wait_s
-from engine.running.sampling import Drawing
+from engine.running.sampling import Drawing, Drawn
 from engine.running.stepping import Span, StepResult, Steps
 from engine.running.together import Together, can_share
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
-    """What a step gets of a reply. follow: the last tokens of the span, those that are only proposed.
+    """What a step gets of a reply. draft: whose tokens are the last of the span, only proposed; stayed: of these.
 
-    The logits that the span wants are those of the tokens that stay, from the last of them on, and of `follow`.
+    The logits that the span wants are those of the tokens that stay, from the last of them on, and of the draft.
     """
 
     reply: Reply
     span: Span
-    follow: tuple[int, ...] = ()
+    draft: Draft | None = None
+    stayed: int = 0
+
+    @property
+    def follow(self) -> tuple[int, ...]:
+        """The tokens that are only proposed."""
+        return () if self.draft is None else self.draft.tokens
 
 
-Propose: TypeAlias = Callable[[Reply], tuple[int, ...]]
+class Proposer(Protocol):
+    """Who says what may follow the last tokens of replies, and is told what came of it."""
+
+    def propose(self, replies: Many[Reply]) -> list[Draft | None]:
+        """A draft for each, as much of it as the next step is to get; the step has room for all of them."""
+
+    def fared(self, proposals: Many[Proposal], seconds: float) -> None:
+        """A step with drafts, or without, took so long, and so much of them stayed."""
+
+    def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
+        """The replies went on without drafts for a while, in so many steps."""
+
+    def plain_s(self, n_replies: int) -> float:
+        """What such a step takes, of so many replies; 0.0 while nobody knows."""
 
 
-def nothing(reply: Reply) -> tuple[int, ...]:
-    """Propose no token: every step draws one."""
-    return ()
+class Nothing:
+    """Proposes no token: every step draws one."""
+
+    def propose(self, replies: Many[Reply]) -> list[Draft | None]:
+        """As `Proposer.propose`."""
+        return [None] * len(replies)
+
+    def fared(self, proposals: Many[Proposal], seconds: float) -> None:
+        """As `Proposer.fared`."""
+
+    def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
+        """As `Proposer.went`."""
+
+    def plain_s(self, n_replies: int) -> float:
+        """As `Proposer.plain_s`."""
+        return 0.0
 
 
 class Decoder:
-    """Decodes replies in steps that they share. propose: the tokens that may follow a reply's last."""
+    """Decodes replies in steps that they share. proposer: of the tokens that may follow a reply's last."""
 
-    def __init__(self, steps: Steps, drawer: Drawer, propose: Propose = nothing) -> None:
-        self.steps, self.drawer, self._propose = steps, drawer, propose
+    def __init__(self, steps: Steps, drawer: Drawer, proposer: Proposer | None = None) -> None:
+        self.steps, self.drawer, self.proposer = steps, drawer, proposer or Nothing()
 
-    def step(self, replies: Many[Reply]) -> list[SparkError | None]:
+    def step(
+        self, replies: Many[Reply], drafts: Many[Draft | None] | None = None, spent_s: float = 0.0
+    ) -> list[SparkError | None]:
         """One step of all replies, each of which draws a token or more, ends or is `held`.
 
+        drafts: None: to be proposed. spent_s: what it took to get here, which counts as the step's.
         Returns each reply's own failure; one that all share is raised.
         """
-        proposals = [self.propose(reply) for reply in replies]
-        return self.accept(proposals, self.run(proposals))
+        began_s = time.perf_counter()
+        drafts = self.proposer.propose(replies) if drafts is None else drafts
+        proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
+        failures = self.accept(proposals, self.run(proposals))
+        self.proposer.fared(proposals, time.perf_counter() - began_s + spent_s)
+        return failures
 
-    def propose(self, reply: Reply) -> Proposal:
+    def propose(self, reply: Reply, draft: Draft | None) -> Proposal:
         """The last token, and what may follow it."""
-        follow = self._propose(reply)
         assert reply.sequence is not None
-        tokens = np.array((reply.history[-1], *follow), np.int32)
+        tokens = np.array((reply.history[-1], *(() if draft is None else draft.tokens)), np.int32)
         wanted = tuple(range(len(tokens)))
-        return Proposal(
-            reply, Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, keep=bool(follow)), follow
-        )  # fmt: skip
+        span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, keep=draft is not None)
+        return Proposal(reply, span, draft)
 
     def run(self, proposals: Many[Proposal]) -> StepResult:
         """Run the step."""
@@ -88,13 +125,13 @@ class Decoder:
         failures: list[SparkError | None] = [None] * len(proposals)
         rows = list(itertools.accumulate((len(p.span.want) for p in proposals), initial=0))
         until_s = time.monotonic() + mask_wait_s(p.reply for p in proposals)
-        stay = [0] * len(proposals)  # of the tokens that were proposed
         going = list(range(len(proposals)))
         while going:
             drawings: list[tuple[int, Drawing]] = []
             for i in going:
+                p = proposals[i]
                 try:
-                    drawing = proposals[i].reply.drawing(lambda: result.logits, rows[i] + stay[i], until_s)
+                    drawing = p.reply.drawing(lambda: result.logits, rows[i] + p.stayed, until_s)
                 except DeviceLostError:
                     raise
                 except SparkError as error:  # of its grammar
@@ -102,26 +139,37 @@ class Decoder:
                     continue
                 if drawing is not None:
                     drawings.append((i, drawing))
-            drawn = self.drawer.draw(result, [drawing for _, drawing in drawings]) if drawings else []
             going = []
-            for (i, _), one in zip(drawings, drawn, strict=True):
-                reply, follow = proposals[i].reply, proposals[i].follow
+            if not drawings:
+                break
+            follow = [proposals[i].follow[proposals[i].stayed :] for i, _ in drawings]
+            drawn = self.drawer.draw(result, [drawing for _, drawing in drawings], follow)
+            for (i, _), tokens in zip(drawings, drawn, strict=True):
+                p = proposals[i]
                 try:
-                    reply.take(one)
+                    goes_on = all(self._take(p, one) for one in tokens)
                 except DeviceLostError:
                     raise
                 except SparkError as error:
                     failures[i] = error
                     continue
-                # With a grammar the limit is no end before `settled` has said so.
-                goes_on = reply.reason is None and reply.left > 0 and stay[i] < len(follow)
-                if goes_on and reply.history[-1] == follow[stay[i]]:
-                    stay[i] += 1
+                if goes_on:
                     going.append(i)
-        dropped = [len(p.follow) - n for p, n in zip(proposals, stay, strict=True)]
+        dropped = [len(p.follow) - p.stayed for p in proposals]
         if any(dropped):
-            self.steps.take_back([p.span for p in proposals], dropped)
+            self.steps.take_back([p.span for p in proposals], dropped, result)
         return failures
+
+    def _take(self, p: Proposal, drawn: Drawn | None) -> bool:
+        """Let a reply go on with a token; whether that is the next of its draft, whose row then counts as well."""
+        reply = p.reply
+        reply.take(drawn)
+        # With a grammar the limit is no end before `settled` has said so.
+        goes_on = reply.reason is None and reply.left > 0 and p.stayed < len(p.follow)
+        if not goes_on or reply.history[-1] != p.follow[p.stayed]:
+            return False
+        p.stayed += 1
+        return True
 
     def draw_from(self, reply: Reply, logits: F32, until_s: float) -> None:
         """Let a reply go on from a row of logits that was kept, float32 [V]; its mask may come until then."""
@@ -133,16 +181,25 @@ class Decoder:
         """Steps of all replies until that time of time.perf_counter, or one at least; returns as `step`."""
         if isinstance(self.drawer, DeviceDrawer):
             if can_share(self.steps, replies):
-                return Together(self.steps, self.drawer, replies).run(until)
+                drafts = self.proposer.propose(replies)
+                if any(drafts):
+                    return self.step(replies, drafts)
+                began_s = time.perf_counter()
+                ahead = Together(self.steps, self.drawer, replies, lambda: any(self.proposer.propose(replies)))
+                failures = ahead.run(until)
+                self.proposer.went(replies, time.perf_counter() - began_s, ahead.n_steps)
+                return failures
             if can_mask(self.steps, replies):
                 return Masked(self.steps, self.drawer, replies).run(until)
         return self.step(replies)
 
     def alone(self, reply: Reply) -> Alone:
         """Decode a reply that no other shares steps with: ahead of the host, where steps are captured."""
-        if isinstance(self.drawer, DeviceDrawer):
+        if not isinstance(self.drawer, DeviceDrawer):
+            return StepByStep(self, reply)
+        if reply.drafting is None:
             return AheadOfHost(self.steps, self.drawer, reply)
-        return StepByStep(self, reply)
+        return DraftedAhead(self, self.drawer, reply)
 
 
 class Alone(Protocol):
@@ -179,3 +236,64 @@ class StepByStep:
     def pause(self) -> None:
         """As `Alone.pause`: nothing is ever under way."""
         self.ended = True
+
+
+class DraftedAhead:
+    """A reply that decodes alone on a device: ahead of the host, but for steps with a draft, which the host waits for.
+
+    What it takes to stop what runs ahead and to begin it again is a part of what a draft costs.
+    """
+
+    def __init__(self, decoder: Decoder, drawer: DeviceDrawer, reply: Reply) -> None:
+        self._decoder, self._drawer, self._reply = decoder, drawer, reply
+        self._ahead: AheadOfHost | None = None
+        self._is_steady = False  # steps are under way, as many as there will be
+        self._pausing = False
+        self._changing_s = 0.0  # since the last draft, beyond what the tokens that came would have taken
+        self.ended = False
+
+    def advance(self) -> None:
+        """As `Alone.advance`."""
+        if self.ended:
+            return
+        if self._ahead is None:
+            (draft,) = self._decoder.proposer.propose([self._reply])
+            if draft is not None:
+                self._step(draft)
+                return
+            self._ahead = AheadOfHost(self._decoder.steps, self._drawer, self._reply)
+            self._is_steady = False
+        began_s, made = time.perf_counter(), self._reply.made
+        self._ahead.advance()
+        self._went(time.perf_counter() - began_s, self._reply.made - made)
+        if self._ahead.ended:
+            self._ahead = None
+            self.ended = self._pausing or self._reply.reason is not None
+        elif self._is_steady and any(self._decoder.proposer.propose([self._reply])):
+            self._ahead.pause()
+            self._is_steady = False
+        else:
+            self._is_steady = True
+
+    def pause(self) -> None:
+        """As `Alone.pause`."""
+        self._pausing = True
+        if self._ahead is None:
+            self.ended = True
+        else:
+            self._ahead.pause()
+
+    def _step(self, draft: Draft) -> None:
+        changing_s, self._changing_s = self._changing_s, 0.0
+        (failure,) = self._decoder.step([self._reply], [draft], changing_s)
+        if failure is not None:
+            raise failure
+        self.ended = self._reply.reason is not None
+
+    def _went(self, seconds: float, n_tokens: int) -> None:
+        if self._is_steady:
+            if n_tokens:
+                self._decoder.proposer.went([self._reply], seconds, n_tokens)
+        else:
+            each_s = self._decoder.proposer.plain_s(1)
+            self._changing_s += max(0.0, seconds - n_tokens * each_s) if each_s else 0.0

@@ -10,7 +10,7 @@ import numpy as np
 from engine.ground.errors import NumericalError
 from engine.ops import F32
 from engine.ops.cuda.device import Device
-from engine.ops.cuda.sampling import FAILED, RING_ENTRIES, Sampler, SamplerStates
+from engine.ops.cuda.sampling import DESCRIBED_ENTRIES, FAILED, RING_ENTRIES, Sampler, SamplerStates
 from engine.ops.device import Array
 from engine.ops.likelihood import likelihood
 from engine.running.forward import Forward
@@ -21,8 +21,13 @@ from engine.running.stepping import StepResult
 class Drawer(Protocol):
     """Who draws."""
 
-    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
-        """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite."""
+    def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
+        """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite.
+
+        follow: of each, what the step was fed behind. As long as a token is the next of these the row behind counts,
+        too, and may be drawn from at once: so of each there are one token or more, of which only the last may be
+        another one.
+        """
 
     def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
         """As `draw`, from a row of an earlier step that was kept, float32 [V] in host memory."""
@@ -31,10 +36,10 @@ class Drawer(Protocol):
 class HostDrawer:
     """Draws on the host."""
 
-    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
-        """As `Drawer.draw`."""
+    def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
+        """As `Drawer.draw`; of each there is one: the next costs nothing before it is known to count."""
         logits = result.logits
-        return [self.draw_from(logits[d.row], d) for d in drawings]
+        return [[self.draw_from(logits[d.row], d)] for d in drawings]
 
     def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
         """As `Drawer.draw_from`."""
@@ -77,50 +82,63 @@ class DeviceDrawer:
         self._known[number] = _NOTHING
         return self._samplers[number]
 
-    def draw(self, result: StepResult, drawings: Many[Drawing]) -> list[Drawn | None]:
-        """As `Drawer.draw`; waits for the tokens.
+    def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
+        """As `Drawer.draw`; waits for the tokens, once.
 
-        A sampler goes on by itself with the request it had, without a mask.
+        A sampler goes on by itself with the request it had, without a mask. So it draws from all rows that may count,
+        each as if the tokens ahead were those that it drew, which they are where it counts.
         """
-        for d in drawings:
-            self._draw(d, self.aligned(result.at(d.row)))
-        return self._drawn(drawings)
+        counts = [1 if d.allowed is not None else 1 + len(f) for d, f in zip(drawings, follow, strict=True)]
+        for i, d in enumerate(drawings):
+            if d.logprobs is not None:
+                counts[i] = min(counts[i], DESCRIBED_ENTRIES)
+            for row in range(d.row, d.row + counts[i]):
+                self._draw(d, self.aligned(result.at(row)), row - d.row, counts[i])
+        self.device.synchronize()
+        return [self._drawn(*item) for item in zip(drawings, counts, follow, strict=True)]
 
     def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
         """As `Drawer.draw_from`."""
         self.device.write(self._row, logits[None])
         self._draw(drawing, self._row)
-        return self._drawn([drawing])[0]
+        self.device.synchronize()
+        return self._drawn(drawing, 1, ())[0]
 
-    def _draw(self, d: Drawing, logits: Array) -> None:
-        """Enqueue the draw of a token from logits float32 [1, V]."""
+    def _draw(self, d: Drawing, logits: Array, nth: int = 0, of: int = 1) -> None:
+        """Enqueue the draw of a token from logits float32 [1, V]; nth: of so many in a row."""
         f, sampler, nowhere = self.forward, self._samplers[d.number], self._nowhere
         n = len(d.history)
         known = self._known[d.number]
         draws, goes_on = known.draws, (known.request, known.n_tokens, known.token) == (d.request, n, d.history[-1])
+        goes_on |= nth > 0
         masked = d.allowed is not None
-        if masked or known.masked or not goes_on or draws == RING_ENTRIES - 1:
+        if masked or known.masked or not goes_on or (nth == 0 and draws + of >= RING_ENTRIES):
             sampler.prepare(d.params, d.history, n, (), f.limits.n_ctx, d.allowed, d.logprobs)
             draws = 0
         if counts_reply(d.params) and not goes_on:  # a grammar's are prepared for each token, and their counts go on
             sampler.count(d.history[d.reply_from :])
-        self._known[d.number] = _Request(d.request, n + 1, -1, draws + 1, masked)
+        self._known[d.number] = _Request(d.request, n + 1 + nth, -1, draws + 1, masked)
         sampler.step(logits, nowhere[0], nowhere[1], nowhere[2:], f.block_tables, d.params.temperature <= 0)
         if d.logprobs is not None:
             sampler.describe(logits)
 
-    def _drawn(self, drawings: Many[Drawing]) -> list[Drawn | None]:
-        self.device.synchronize()
-        tokens: list[Drawn | None] = []
-        for d in drawings:
-            sampler, known = self._samplers[d.number], self._known[d.number]
-            drawn = sampler.drawn(known.draws)
+    def _drawn(self, d: Drawing, n: int, follow: Many[int]) -> list[Drawn | None]:
+        """Of the last n tokens that were drawn, those that count; the sampler knows what it has drawn for nothing."""
+        sampler, known = self._samplers[d.number], self._known[d.number]
+        found: list[Drawn | None] = []
+        for draw in range(known.draws - n + 1, known.draws + 1):
+            drawn = sampler.drawn(draw)
             assert drawn is not None
-            failed = drawn.status == FAILED
-            self._known[d.number] = _NOTHING if failed else known._replace(token=drawn.token)
-            found = None if failed or d.logprobs is None else sampler.likelihood(known.draws)
-            tokens.append(None if failed else Drawn(drawn.token, found))
-        return tokens
+            if drawn.status == FAILED:
+                found.append(None)
+                break
+            found.append(Drawn(drawn.token, None if d.logprobs is None else sampler.likelihood(draw)))
+            if len(found) <= len(follow) and drawn.token != follow[len(found) - 1]:
+                break
+        last = found[-1]
+        goes_on = len(found) == n and last is not None
+        self._known[d.number] = known._replace(token=last.token) if goes_on and last is not None else _NOTHING
+        return found
 
     def aligned(self, row: int) -> Array:
         """A row of the last step's logits, where vectors of four can be read until the next is asked for."""

@@ -30,6 +30,7 @@ from engine.running import dryrun
 from engine.running.backend import Backend, open_backend
 from engine.running.decoding import Decoder
 from engine.running.digest import code_digest
+from engine.running.drafts import Drafts
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward
 from engine.running.shares import Progress, Shares, share_out
@@ -60,6 +61,7 @@ class Loaded:
     steps: Steps
     drawer: Drawer
     decoder: Decoder
+    drafts: Drafts | None
     forms: Forms
     threads: int
     reasons: tuple[str, ...]
@@ -141,6 +143,9 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             gpu = backend.gpu
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
             drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
+            drafts = _drafts(options, steps)
+            if drafts is not None:
+                opened.callback(drafts.close)
             prefixes = _remember(options, source, backend, shares, forward.kv)
             opened.callback(prefixes.close)
         forms = Forms(options.model, lambda: source.file.file_id, source.config.n_vocab)
@@ -154,7 +159,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         )
         return Loaded(
             options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
-            Decoder(steps, drawer), forms, threads, reasons, opened.pop_all(),
+            Decoder(steps, drawer, drafts), drafts, forms, threads, reasons, opened.pop_all(),
         )  # fmt: skip
 
 
@@ -186,6 +191,13 @@ def _lay_out(
         if shares.staging_bytes:
             ws.stream_experts(shares.staging_bytes, largest_parts(weights.experts))
     return forward, residency
+
+
+def _drafts(options: EngineConfig, steps: Steps) -> Drafts | None:
+    """Who drafts; None: nobody. Imposed choices of experts are of steps of one token."""
+    if options.draft == "off" or options.replay is not None:
+        return None
+    return Drafts(steps, int(options.draft_memory_mib * (1 << 20)))
 
 
 def _remember(options: EngineConfig, source: Source, backend: Backend, shares: Shares, kv: KVCache) -> PrefixCache:

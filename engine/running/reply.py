@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
+from engine.drafting.gate import Drafting
 from engine.ground.errors import NumericalError
 from engine.memory.blocks import Sequence
 from engine.ops import F32
@@ -25,7 +26,7 @@ class Reply:
     token. number: its place among those that run, 0, 1, ... reply_from: where in `history` the reply begins that
     penalties count, by default behind the prompt. logprobs: as in `Drawing`. grammar: the form that binds it, if one
     does. held: logits float32 [V] of the next token, if its mask is late. unsent: tokens drawn, for whoever takes
-    them. reason: why it ended, "stop" or "length", None until then.
+    them. reason: why it ended, "stop" or "length", None until then. drafting: who drafts for it, if anybody does.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Reply:
         self.held: F32 | None = None
         self.unsent: list[Drawn] = []
         self.reason: str | None = None
+        self.drafting: Drafting | None = None
         self._n_prompt = len(history)
 
     @property

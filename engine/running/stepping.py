@@ -129,7 +129,7 @@ class Steps:
             T += len(span.tokens)
         self._check(spans, T)
         width = self._width(spans, T)
-        captured = self._captured(width)
+        captured = self.is_captured(width)
         step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
         if captured:
             self.launch(width, apart=1 < len(spans) == T)
@@ -154,7 +154,7 @@ class Steps:
 
     def shared_width(self, n: int) -> int | None:
         """Tokens of the captured step that n sequences share, a token each; None where there is none."""
-        fits = (w for w in GRAPH_TOKENS if n <= w <= self._limits.max_sequences and self._captured(w))
+        fits = (w for w in GRAPH_TOKENS if n <= w <= self._limits.max_sequences and self.is_captured(w))
         return next(fits, None) if self._limits.max_tokens >= n else None
 
     def captured(self, name: Hashable, work: Callable[[], None]) -> Graph:
@@ -166,13 +166,17 @@ class Steps:
         """The inputs that a captured step of T tokens reads, of as many sequences as it can have."""
         return self.forward.inputs_of(T, min(T, self._limits.max_sequences), T)
 
-    def take_back(self, spans: list[Span], n_tokens: list[int]) -> None:
+    def take_back(self, spans: list[Span], n_tokens: list[int], result: StepResult | None = None) -> None:
         """Drop the last n_tokens[i] tokens of spans[i], those of the last step; 0 of one that was not kept.
 
         Sequences are as if the dropped tokens had never been: what they wrote to caches is written over before it is
-        seen again, and recurrent states are replayed from before the step.
+        seen again, and recurrent states are replayed from before the step. With the step's result their uses of experts
+        are not counted, either; heat, hits and misses are of all that the step read.
         """
         lengths = [len(s.tokens) for s in spans]
+        if result is not None and self.residency.experts:
+            gone = [s.counted & (np.arange(m) >= m - n) for s, n, m in zip(spans, n_tokens, lengths, strict=True)]
+            self.residency.uncount(result.experts[:, np.flatnonzero(np.concatenate(gone))])
         states = [s.sequence.take_back(n, m) for s, n, m in zip(spans, n_tokens, lengths, strict=True)]
         if not any(states):
             return
@@ -229,7 +233,7 @@ class Steps:
         width = min(-(-longest // TABLE_STEP) * TABLE_STEP, self.forward.table_width)
         return tuple(block_table(sequences, g, width) for g in range(len(self.forward.kv.groups)))
 
-    def _captured(self, T: int) -> bool:
+    def is_captured(self, T: int) -> bool:
         """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""
         return (
             self.graphs is not None and T in GRAPH_TOKENS and self._limits.max_rows >= T
@@ -238,5 +242,5 @@ class Steps:
 
     def _width(self, spans: list[Span], T: int) -> int:
         """Tokens of the step that T are run in: more where one token each of several sequences make up no graph."""
-        larger = (n for n in GRAPH_TOKENS if T <= n <= self._limits.max_tokens and self._captured(n))
+        larger = (n for n in GRAPH_TOKENS if T <= n <= self._limits.max_tokens and self.is_captured(n))
         return next(larger, T) if 1 < len(spans) == T else T

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
@@ -44,17 +45,19 @@ class Together:
     """Replies that decode in steps that they share; each step feeds what the one before it drew (cuda/step.cuh).
 
     A reply that ends is fed no more, and stores nothing in what is still enqueued. The first end pauses all: whoever
-    is left goes on in other steps.
+    is left goes on in other steps. pause: asked when tokens have come, whether they are to go on otherwise.
     """
 
-    def __init__(self, steps: Steps, drawer: DeviceDrawer, replies: Many[Reply]) -> None:
+    def __init__(
+        self, steps: Steps, drawer: DeviceDrawer, replies: Many[Reply], pause: Callable[[], bool] = lambda: False
+    ) -> None:
         self._steps, self._forward, self._device = steps, steps.forward, steps.forward.device
         width = steps.shared_width(len(replies))
         assert width is not None and can_share(steps, replies)
         self._width, self._drawer = width, drawer
         self._samplers = [drawer.lend(i) for i in range(width)]
         self._greedy = all(reply.params.temperature <= 0 for reply in replies)
-        self._drawn, self._pausing = 0, False
+        self._drawn, self._pausing, self._pause = 0, False, pause
         self._rows: list[_Row] = []
         for reply, sampler in zip(replies, self._samplers, strict=False):
             assert reply.sequence is not None
@@ -72,12 +75,18 @@ class Together:
             self._enqueue()
             if self._accept():
                 heard_s = time.monotonic()
+                self._pausing = self._pausing or self._pause()
             elif time.monotonic() - heard_s > CHECK_S:
                 self._device.synchronize()  # says whether the device failed
                 heard_s = time.monotonic()
             else:
                 time.sleep(POLL_S)
         return [row.failure for row in self._rows]
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that there were."""
+        return self._drawn
 
     def _begin(self) -> None:
         """Feed the last tokens, whose step leaves all inputs where the captured one reads them, and draw the first."""

@@ -42,6 +42,7 @@ def warm_up(loaded: Loaded) -> float:
             with translated(), _untouched(loaded.residency):
                 _read(loaded)
                 _decode(loaded)
+                _time(loaded)
         except DeviceLostError:
             raise
         except SparkError as error:
@@ -74,6 +75,21 @@ def _read(loaded: Loaded) -> None:
             tokens = np.asarray(one.history[:n], np.int32)
             result = loaded.steps.run([Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,))])
             _ = result.last_residual
+
+
+def _time(loaded: Loaded) -> None:
+    """Steps that may have drafts again, now that nothing is compiled or captured any more: what each takes."""
+    if loaded.drafts is None:
+        return
+    seconds = {}
+    for n in (n for n in GRAPH_TOKENS if n < min(loaded.limits.max_tokens, loaded.limits.n_ctx)):
+        with _replies(loaded, 1, n + 1) as (one,):
+            assert one.sequence is not None
+            span = Span(one.sequence, np.asarray(one.history[:n], np.int32), np.zeros(n, bool), tuple(range(n)))
+            began_s = time.perf_counter()
+            _ = loaded.steps.run([span]).last_residual
+            seconds[n] = time.perf_counter() - began_s
+    loaded.drafts.begin_costs(seconds)
 
 
 def _decode(loaded: Loaded) -> None:

@@ -138,6 +138,7 @@ class Engine:
             "chunk_tokens": r.limits.max_tokens,
             "parallel": r.limits.places,
             "kv_type": self.config.kv_type,
+            "draft": "off" if r.drafts is None else self.config.draft,
             "policy": self.config.policy,
             "residency_pct": r.residency.percent,
             "slots_per_layer": list(r.shares.placement.slots_per_layer),
@@ -562,6 +563,7 @@ class Engine:
                 "reclaimable": r.prefixes.reclaimable_blocks,
             },
             "prefixes": r.prefixes.stats(),
+            "drafts": {} if r.drafts is None else r.drafts.stats(),
             "plan": r.plan(),
         }
 

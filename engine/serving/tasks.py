@@ -22,6 +22,7 @@ from engine.memory.blocks import Sequence
 from engine.memory.swap import Swapped
 from engine.ops import F32, SMALL_TOKENS
 from engine.running.decoding import Proposal
+from engine.running.drafts import tallied
 from engine.running.forward import MAX_ROWS
 from engine.running.loaded import Loaded
 from engine.running.reply import MASK_WAIT_S, Reply
@@ -55,6 +56,8 @@ class GenerateTask(Reply):
         )
         self.loaded = loaded
         self.request = request
+        if loaded.drafts is not None and request.draft:
+            loaded.drafts.begin(self, request.prediction or ())
         self._families = families
         self.turn = 0
         self.decoding = False
@@ -238,7 +241,8 @@ class GenerateTask(Reply):
         loaded, read_s = self.loaded, self._read_s or now
         assert self.sequence is not None
         loaded.prefixes.insert(self.sequence, np.asarray(self.history, np.int32))
-        usage = Usage(len(self.request.tokens), self.made, cached_tokens=self.cached_tokens or 0)
+        drafts = {} if self.drafting is None else tallied(self.drafting.record.tallies)
+        usage = Usage(len(self.request.tokens), self.made, cached_tokens=self.cached_tokens or 0, drafts=drafts)
         timing = Timing(read_s - self._began, now - read_s)
         return Done(
             self.id, usage, timing, loaded.residency.since(self._before), "stop" if self.reason == "stop" else "length"
@@ -267,6 +271,8 @@ class GenerateTask(Reply):
     def close(self) -> None:
         """Give back what is cached, and the form."""
         self._release()
+        if self.loaded.drafts is not None:
+            self.loaded.drafts.end(self)
         if self._swapped is not None:
             swap.drop(self.loaded.kv, self._swapped)
             self._swapped = None

@@ -21,7 +21,7 @@ from engine.running.loaded import Loaded, load
 from engine.running.reply import Reply
 from engine.running.sampling import Drawn
 from engine.running.stepping import Span
-from tests.engine_runs import config
+from tests.engine_runs import Says, config
 from tests.forms_here import FormHere
 from tests.tiny_models import k_quant_mix, tiny_path, write_tiny
 
@@ -112,7 +112,7 @@ def test_what_is_proposed_changes_nothing(loaded: Loaded, samplings: list[Sampli
     release(plain)
     for seed in range(3):
         replies = [begun(loaded, *pair) for pair in zip(PROMPTS, samplings, strict=True)]
-        proposing = Decoder(loaded.steps, loaded.drawer, some_right([h for h, _, _ in expected], seed, 3))
+        proposing = Decoder(loaded.steps, loaded.drawer, Says(some_right([h for h, _, _ in expected], seed, 3)))
         assert ended(proposing, replies) < n_plain
         assert [said(reply) for reply in replies] == expected
         for reply, logits in zip(replies, after, strict=True):
@@ -121,15 +121,15 @@ def test_what_is_proposed_changes_nothing(loaded: Loaded, samplings: list[Sampli
         release(replies)
 
 
-@pytest.mark.parametrize("right", [0, 1, 4, 7])
+@pytest.mark.parametrize("right", [0, 1, 4, 7, 20, 31])
 def test_a_step_keeps_as_many_tokens_as_are_right(small: Loaded, right: int) -> None:
-    plain = begun(small, PROMPTS[0], PENALIZED)
+    plain = begun(small, PROMPTS[0], PENALIZED, 40)
     ended(small.decoder, [plain])
-    reply = begun(small, PROMPTS[0], PENALIZED)
-    at = len(reply.history)
-    follow = [*plain.history[at : at + right], *((t + 1) % 301 for t in plain.history[at + right : at + 7])]
-    assert len(follow) == KEPT_TOKENS - 1
-    small_steps = Decoder(small.steps, small.drawer, lambda _: tuple(follow))
+    reply = begun(small, PROMPTS[0], PENALIZED, 40)
+    at, most = len(reply.history), KEPT_TOKENS - 1
+    follow = [*plain.history[at : at + right], *((t + 1) % 301 for t in plain.history[at + right : at + most])]
+    assert len(follow) == most
+    small_steps = Decoder(small.steps, small.drawer, Says(lambda _: tuple(follow)))
     assert small_steps.step([reply]) == [None]
     assert reply.history == plain.history[: at + right + 1]
     assert reply.sequence is not None and reply.sequence.length == len(reply.history) - 1
@@ -146,7 +146,7 @@ def test_the_end_lies_among_what_is_proposed(small: Loaded, end: str) -> None:
     assert free.history[at + 4] not in free.history[at : at + 4]
     plain, reply = (begun(small, PROMPTS[0], PLAIN[1], **options) for _ in range(2))
     ended(small.decoder, [plain])
-    proposing = Decoder(small.steps, small.drawer, lambda r: tuple(free.history[len(r.history) :][:6]))
+    proposing = Decoder(small.steps, small.drawer, Says(lambda r: tuple(free.history[len(r.history) :][:6])))
     assert ended(proposing, [reply]) == 1
     assert said(reply) == said(plain) and reply.reason == end and reply.history == free.history[: at + 4]
     assert reply.sequence is not None and plain.sequence is not None
@@ -160,7 +160,7 @@ def test_nothing_follows_a_stop_token(small: Loaded) -> None:
     ended(small.decoder, [free])
     at = len(PROMPTS[0])
     reply = begun(small, PROMPTS[0], PLAIN[1], stop={free.history[at + 1]})
-    proposing = Decoder(small.steps, small.drawer, lambda r: (r.history[-1],) * 4)
+    proposing = Decoder(small.steps, small.drawer, Says(lambda r: (r.history[-1],) * 4))
     assert proposing.step([reply]) == [None]
     assert reply.reason == "stop" and reply.history == free.history[: at + 1]
     release([reply, free])
@@ -207,7 +207,7 @@ def test_a_mask_that_is_late_holds_its_reply_where_it_got_to(small: Loaded) -> N
     def propose(reply: Reply) -> tuple[int, ...]:
         return tuple(plain.history[len(reply.history) :][:3]) if reply is late else ()
 
-    proposing, n_held = Decoder(small.steps, small.drawer, propose), 0
+    proposing, n_held = Decoder(small.steps, small.drawer, Says(propose)), 0
     while late.settled(0) or other.reason is None:
         going = [reply for reply in (late, other) if reply.reason is None]
         assert proposing.step(going) == [None] * len(going)
@@ -302,7 +302,7 @@ def test_a_reply_pauses_in_the_middle_of_decoding_ahead(
     assert 3 < made < 8  # one was read, and more were under way
     since = loaded.residency.since(before)
     assert since["hits"] + since["misses"] == (made - 1) * 2 * 3  # and no token was fed twice
-    proposing = Decoder(loaded.steps, loaded.drawer, lambda r: (plain.history[len(r.history)], 300))
+    proposing = Decoder(loaded.steps, loaded.drawer, Says(lambda r: (plain.history[len(r.history)], 300)))
     assert proposing.step([reply]) == [None]
     assert whole() == made + 2
     assert loaded.decoder.step([reply]) == [None]

@@ -241,7 +241,7 @@ def test_a_token_taken_back_is_counted_no_more(opened: Open, sampling: Sampling)
 
     def draw() -> int:
         logits = result.logits[0].copy()
-        (drawn,) = loaded.drawer.draw(result, [Drawing(0, 77, history, 0, sampling, begin, logprobs=2)])
+        ((drawn,),) = loaded.drawer.draw(result, [Drawing(0, 77, history, 0, sampling, begin, logprobs=2)], [()])
         assert drawn is not None and drawn.likelihood == likelihood(logits, drawn.token, 2)
         assert drawn.token == sample(logits, sampling, len(history), history, None, history[begin:])
         return drawn.token

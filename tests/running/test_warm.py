@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Path, device: str) -> Engine:
-    return Engine(config(model, device=device, policy="lru", residency_pct=50, ctx_tokens=200, poison=True))
+    return Engine(config(model, device=device, policy="lru", residency_pct=50, ctx_tokens=200, draft="off"))
 
 
 def trace(engine: Engine) -> list[Any]:

@@ -289,7 +289,7 @@ def test_a_mask_that_is_late_is_kept(opened: Open) -> None:
         events += engine.step()
     (task,) = engine._running
     assert isinstance(task, GenerateTask)
-    proposal = engine.loaded.decoder.propose(task)
+    proposal = engine.loaded.decoder.propose(task, None)
     task.held = engine.loaded.decoder.run([proposal]).logits[0].copy()
     engine._put_back(task)
     assert task.held is not None and engine.loaded.prefixes.host_bytes

@@ -1,0 +1,309 @@
+"""How many tokens of each reply's draft a step gets: those that let the replies go on fastest, as far as is known here.
+
+A step with some tokens of a reply's draft gives it one token and those of the draft that stay. How many stay is
+expected from how drafts of the same source and grade fared lately, position by position: this reply's own, and as long
+as those are few all replies' (`Chances`). What a step takes is expected from steps with as many (`Costs`). The tokens
+taken are those with the largest sum of log(tokens / seconds) over the replies that share the step: for one it is its
+speed, and of several none is slowed for another's sake by more than the other gains.
+
+What has fared badly is tried again once in a while, for it may fare better now: such a trial is paid from TRIAL_SHARE
+of the time that replies decode, so it never costs more. Trials with a bounded loss are Cascade's (arXiv 2506.20675).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.drafting.source import Draft, Source
+
+MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
+TRIAL_SHARE = 0.01  # of the time, that trials may cost
+SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
+GAIN = 1.01  # over plain decoding, that is expected at least where a draft is no trial
+_GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
+_FADE = 0.97  # what is left of what was seen at a position when it is seen again
+_FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
+_PRIOR = 3.0  # outcomes that what is known of a kind beforehand is worth
+_OWN = 6.0  # and what all replies saw, beside a reply's own
+_HOPE = 2.0  # good outcomes that are added where it is asked what may be
+_LEAST = 0.02  # chance of a token to stay, below which a draft is cut
+_COST_FADE = 0.15
+_SETTLED_STEPS = 32  # plain ones, after which a reply's decision is made anew where no draft has been seen since
+_TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
+_HOPED_COST = 0.25  # and what it may cost
+_ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
+
+Priors = Sequence[Sequence[float]]  # by grade, by group of positions
+
+
+def group_of(position: int) -> int:
+    """Which positions of a draft are judged together with one: 0, 1, 2-3, 4-7, 8-15, from 16 on."""
+    return bisect_right(_GROUPS, position)
+
+
+@dataclass(slots=True)
+class Chances:
+    """How often tokens of one kind of draft stayed, given that all before them did; by groups of positions."""
+
+    stayed: list[float] = field(default_factory=lambda: [0.0] * (len(_GROUPS) + 1))
+    seen: list[float] = field(default_factory=lambda: [0.0] * (len(_GROUPS) + 1))
+    at: int = 0  # decoded tokens, of all replies, when it was looked at last
+
+    def note(self, n_drafted: int, n_stayed: int) -> None:
+        """Take in how a draft fared."""
+        for position in range(min(n_drafted, n_stayed + 1)):
+            group = group_of(position)
+            self.stayed[group] = self.stayed[group] * _FADE + (position < n_stayed)
+            self.seen[group] = self.seen[group] * _FADE + 1.0
+
+    def fade(self, now: int) -> None:
+        """Let what was seen count less, as time passes."""
+        if now > self.at + 16:
+            left = math.exp((self.at - now) / _FADE_TOKENS)
+            self.stayed, self.seen = ([x * left for x in values] for values in (self.stayed, self.seen))
+            self.at = now
+
+
+class Costs:
+    """Seconds of steps of so many replies: `plain`, a token for each, and how much more with tokens of drafts."""
+
+    def __init__(self) -> None:
+        self.plain = 0.0
+        self._more: dict[int, float] = {}  # by tokens of drafts
+        self._n_plain = 0
+
+    def begin(self, seconds: dict[int, float]) -> None:
+        """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known."""
+        if not self.plain:
+            self.plain = seconds[0]
+            self._more = {n: max(0.0, s - seconds[0]) for n, s in seconds.items() if n}
+
+    def note_plain(self, seconds: float, n_steps: int) -> None:
+        """Take in what n_steps without drafts took together."""
+        each = seconds / n_steps
+        if self._n_plain >= 3:
+            each = min(each, _ODD_COST * self.plain)
+        self._n_plain += n_steps
+        fade = max(1.0 - (1.0 - _COST_FADE) ** n_steps, n_steps / self._n_plain)
+        self.plain += fade * (each - self.plain)
+
+    def note(self, n_drafted: int, seconds: float) -> None:
+        """Take in what a step with so many tokens of drafts took."""
+        known, expected = self._more.get(n_drafted), self.of(n_drafted)
+        more = max(0.0, min(seconds, _ODD_COST * expected) - self.plain)
+        self._more[n_drafted] = more if known is None else known + _COST_FADE * (more - known)
+
+    def of(self, n_drafted: int, token_cost: float = _TOKEN_COST) -> float:
+        """What a step with so many tokens of drafts is expected to take.
+
+        No more than a wider one took. token_cost: of a plain step, for each where nothing was measured.
+        """
+        if not n_drafted:
+            return self.plain
+        more = min((more for n, more in self._more.items() if n >= n_drafted), default=math.inf)
+        return self.plain + min(more, self._between(n_drafted, token_cost))
+
+    def measured(self) -> dict[int, float]:
+        """Seconds by tokens of drafts, 0 among them, of those that there were."""
+        return {0: self.plain} | {n: self.plain + more for n, more in sorted(self._more.items())}
+
+    def _between(self, n: int, token_cost: float) -> float:
+        """By the next narrower and the next wider step that was measured."""
+        if n in self._more:
+            return self._more[n]
+        below = max((w for w in self._more if w < n), default=0)
+        above = min((w for w in self._more if w > n), default=None)
+        start = self._more.get(below, 0.0)
+        if above is not None:
+            return start + (n - below) * (self._more[above] - start) / (above - below)
+        slope = start / below if below else token_cost * self.plain
+        return start + (n - below) * max(slope, 0.01 * self.plain)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of drafts that were in steps, and those of them that stayed."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """How one reply's drafts fared: chances by source and grade, and tokens by source."""
+
+    chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    choices: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)  # see `Gate.share`
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What drafts for one reply, and how that fared."""
+
+    sources: tuple[Source, ...]
+    record: Record = field(default_factory=Record)
+
+
+Offer = tuple[Draft, Record]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """tokens: of each reply's draft. gain: speed over that of plain decoding, the mean of the replies'."""
+
+    tokens: list[int]
+    gain: float
+    total: int
+
+
+class Gate:
+    """Decides for all replies of an engine. priors: what is known of a source's drafts beforehand."""
+
+    def __init__(self, priors: dict[str, Priors]) -> None:
+        self._priors = priors
+        self._chances: dict[tuple[str, int], Chances] = {}
+        self._costs: dict[int, Costs] = {}
+        self._saved_s = 0.0
+        self._tokens = 0  # decoded by all
+        self._news = 0  # goes up when what was decided may be decided otherwise
+        self._plain_steps = 0
+        self.tallies: dict[str, Tally] = {}
+
+    def costs(self, n_replies: int) -> Costs:
+        """Of steps of so many replies."""
+        return self._costs.setdefault(n_replies, Costs())
+
+    def all_costs(self) -> dict[int, Costs]:
+        """By replies that share a step, of those that there were."""
+        return {n: costs for n, costs in sorted(self._costs.items()) if costs.plain}
+
+    def plain(self, n_replies: int, seconds: float, n_steps: int = 1) -> None:
+        """Take in what steps without drafts took together."""
+        costs = self.costs(n_replies)
+        costs.note_plain(seconds, n_steps)
+        self._tokens += n_replies * n_steps
+        self._plain_steps += n_steps
+        if self._plain_steps >= _SETTLED_STEPS:
+            self._plain_steps = 0
+            self._news += 1
+        self._earn(seconds, costs)
+
+    def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
+        """How many tokens of each draft the next step gets, `most` together; None: a reply without a draft.
+
+        fits: whether a step may have so many tokens, one of each reply among them. What was decided for a reply alone
+        holds for its drafts of that kind until there is news: it is asked for every token.
+        """
+        if len(offers) == 1 and offers[0] is not None:
+            draft, record = offers[0]
+            kind = draft.source, draft.grade, min(len(draft.tokens), most)
+            when, n = record.choices.get(kind, (-1, 0))
+            if when != self._news:
+                (n,) = self._decided(offers, fits, most)
+                record.choices[kind] = self._news, n
+            return [n]
+        return self._decided(offers, fits, most)
+
+    def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
+        costs, none = self.costs(len(offers)), [0] * len(offers)
+        if not costs.plain:
+            return none  # a plain step first: nothing can be compared with what nobody knows
+        known = self._best([None if o is None else self._stay(*o, 0.0) for o in offers], costs, fits, most)
+        if known.gain >= GAIN:
+            return known.tokens
+        stay = [None if o is None else self._stay(*o, _HOPE) for o in offers]
+        hoped = self._best(stay, costs, fits, most, _HOPED_COST)
+        if hoped.gain < GAIN:
+            return none
+        loss_s = costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
+        return hoped.tokens if loss_s <= self._saved_s else none
+
+    def note(self, fared: Sequence[tuple[Draft, Record, int, int] | None], seconds: float) -> None:
+        """Take in a step with drafts: of each reply its draft, how many tokens it was given, and how many stayed."""
+        costs, drafted, gained = self.costs(len(fared)), 0, 0.0
+        self._news += 1
+        for one in fared:
+            if one is None:
+                self._tokens += 1
+                continue
+            draft, record, n_given, n_stayed = one
+            drafted += n_given
+            gained += math.log1p(n_stayed)
+            self._tokens += 1 + n_stayed
+            for chances in (self._of_all(draft), record.chances.setdefault((draft.source, draft.grade), Chances())):
+                chances.note(n_given, n_stayed)
+            for tallies in (self.tallies, record.tallies):
+                tally = tallies.setdefault(draft.source, Tally())
+                tally.drafted += n_given
+                tally.accepted += n_stayed
+        costs.note(drafted, seconds)
+        # What was lost, whether it was a trial or should have paid, is not there for trials any more.
+        lost_s = seconds - costs.plain * math.exp(gained / len(fared))
+        if lost_s > 0:
+            self._saved_s = max(self._saved_s - min(lost_s, _ODD_COST * costs.of(drafted)), -self._most_saved(costs))
+
+    def _earn(self, seconds: float, costs: Costs) -> None:
+        self._saved_s = min(self._saved_s + TRIAL_SHARE * seconds, max(self._saved_s, self._most_saved(costs)))
+
+    def _most_saved(self, costs: Costs) -> float:
+        return SAVED_STEPS * costs.plain
+
+    def _of_all(self, draft: Draft) -> Chances:
+        chances = self._chances.setdefault((draft.source, draft.grade), Chances())
+        chances.fade(self._tokens)
+        return chances
+
+    def _stay(self, draft: Draft, record: Record, hope: float) -> list[float]:
+        """The chances that tokens 1, 2, ... of a draft stay; hope: good outcomes that are added to what was seen."""
+        of_all, own = self._of_all(draft), record.chances.get((draft.source, draft.grade))
+        priors = self._priors[draft.source]
+        prior = priors[min(draft.grade, len(priors) - 1)]
+        by_group = []
+        for group, known in enumerate(prior):
+            chance = (of_all.stayed[group] + _PRIOR * known + hope) / (of_all.seen[group] + _PRIOR + hope)
+            if own is not None:
+                chance = (own.stayed[group] + _OWN * chance + hope) / (own.seen[group] + _OWN + hope)
+            by_group.append(chance)
+        stay, all_before = [], 1.0
+        for position in range(len(draft.tokens)):
+            all_before *= by_group[group_of(position)]
+            if all_before < _LEAST:
+                break
+            stay.append(all_before)
+        return stay
+
+    def _expected(self, offers: Sequence[Offer | None], tokens: Sequence[int]) -> float:
+        """Tokens of a reply, the geometric mean, where each gets so many of its draft."""
+        logs = (
+            math.log1p(sum(self._stay(*offer, 0.0)[:n])) for offer, n in zip(offers, tokens, strict=True) if offer
+        )
+        return math.exp(sum(logs) / len(tokens))
+
+    def _best(
+        self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
+        token_cost: float = _TOKEN_COST,
+    ) -> _Choice:  # fmt: skip
+        """What gives the replies most, by the chances of their drafts' tokens; token_cost: as of `Costs.of`."""
+        steps: list[tuple[float, int]] = []  # what a reply gains by one token more of its draft, in logarithms
+        for i, chances in enumerate(stay):
+            expected = 1.0
+            for chance in chances or ():
+                steps.append((math.log1p(chance / expected), i))
+                expected += chance
+        steps.sort(key=lambda step: -step[0])  # a reply's own stay in order: each gains less than the one before
+        n = len(stay)
+        best, best_total, gained = 0.0, 0, 0.0
+        for total, (gain, _) in enumerate(steps[:most], 1):
+            gained += gain
+            if fits(n + total):
+                value = gained / n - math.log(costs.of(total, token_cost) / costs.plain)
+                if value > best:
+                    best, best_total = value, total
+        tokens = [0] * n
+        for _, i in steps[:best_total]:
+            tokens[i] += 1
+        return _Choice(tokens, math.exp(best), best_total)

@@ -1,0 +1,173 @@
+"""The gate: what it decides by chances and costs, that it never loses more than it may, and that it finds its way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drafting.gate import GAIN, MOST_TOKENS, Chances, Costs, Gate, Record, group_of
+from engine.drafting.source import Draft
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+COPY, POOR = 5, 0  # grades
+PRIORS = {"test": ((0.4,) * 6, (0.5,) * 6, (0.8,) * 6, (0.9,) * 6, (0.9,) * 6, (0.95,) * 6)}
+H200 = (1.47, 2.25, 3.17, 4.34, 6.28, 10.15)  # ms, by WIDTHS
+
+
+def captured(n_tokens: int) -> bool:
+    return n_tokens in WIDTHS
+
+
+def any_width(n_tokens: int) -> bool:
+    return True
+
+
+def seconds(n_tokens: int) -> float:
+    return float(np.interp(n_tokens, WIDTHS, H200)) / 1000
+
+
+class Engine:
+    """Decodes a reply whose drafts' tokens stay with a chance, in steps that take what a table says."""
+
+    def __init__(self, fits: Callable[[int], bool] = captured, cost: Callable[[int], float] = seconds) -> None:
+        self.gate, self.fits, self.cost = Gate(PRIORS), fits, cost
+        self.rng = np.random.default_rng(5)
+        self.plain_s = self.taken_s = 0.0
+        self.lengths: list[int] = []
+
+    def reply(self, n_tokens: int, grade: int, chance: float, record: Record | None = None) -> float:
+        """The speed of so many tokens, over that of plain decoding; a draft is there for every one."""
+        record = record or Record()
+        made, taken_s = 0, 0.0
+        self.lengths = []
+        while made < n_tokens:
+            draft = Draft("test", grade, (0,) * MOST_TOKENS)
+            (n,) = self.gate.share([(draft, record)], self.fits, MOST_TOKENS)
+            step_s = self.cost(1 + n) * self.rng.uniform(0.97, 1.03)
+            stayed = 0
+            while stayed < n and self.rng.random() < chance:
+                stayed += 1
+            if n:
+                self.gate.note([(draft, record, n, stayed)], step_s)
+            else:
+                self.gate.plain(1, step_s)
+            self.lengths += [n] * (1 + stayed)
+            made, taken_s = made + 1 + stayed, taken_s + step_s
+        return made * self.cost(1) / taken_s
+
+
+def test_positions_are_judged_by_groups() -> None:
+    assert [group_of(i) for i in (0, 1, 2, 3, 4, 7, 8, 15, 16, 30)] == [0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_a_chance_is_of_those_whose_tokens_ahead_all_stayed() -> None:
+    chances = Chances()
+    chances.note(4, 2)
+    chances.note(4, 0)
+    assert chances.seen[0] == pytest.approx(1.97) and chances.stayed[0] == pytest.approx(0.97)
+    assert (chances.seen[1], chances.stayed[1]) == (1.0, 1.0)
+    assert (chances.seen[2], chances.stayed[2]) == (1.0, 0.0)
+    chances.fade(40_000)
+    assert max(chances.seen) < 1e-3
+
+
+@given(st.lists(st.tuples(st.integers(1, 31), st.floats(0.001, 1.0)), max_size=20), st.integers(1, 31))
+def test_a_wider_step_is_never_taken_to_be_faster(measured: list[tuple[int, float]], n: int) -> None:
+    costs = Costs()
+    costs.note_plain(0.01, 1)
+    for width, taken_s in measured:
+        costs.note(width, taken_s)
+    assert costs.of(0) == costs.plain <= costs.of(n) <= costs.of(n + 1)
+    assert costs.of(n, 0.25) <= costs.of(n)
+
+
+def test_what_took_long_once_is_not_believed() -> None:
+    costs = Costs()
+    for _ in range(20):
+        costs.note_plain(0.002, 1)
+    costs.note_plain(5.0, 1)
+    assert costs.plain < 0.003
+    costs.note(3, 5.0)  # a kernel was compiled, say
+    assert costs.of(3) <= 3 * (costs.plain + 3 * costs.plain)
+    for _ in range(40):
+        costs.note_plain(0.004, 1)  # steps that stay long are
+    assert costs.plain == pytest.approx(0.004, rel=0.01)
+
+
+@pytest.mark.parametrize("fits", [captured, any_width])
+@pytest.mark.parametrize(("chance", "least"), [(0.97, 2.2), (0.9, 1.4), (0.8, 1.1)])
+def test_it_drafts_where_that_pays(fits: Callable[[int], bool], chance: float, least: float) -> None:
+    """And nearly as well as the best fixed length, which nobody knows beforehand."""
+    engine = Engine(fits)
+    engine.reply(2000, COPY, chance)
+    speed = engine.reply(4000, COPY, chance)
+    best = max(
+        sum(chance**k for k in range(n + 1)) * seconds(1) / seconds(1 + n)
+        for n in range(MOST_TOKENS + 1)
+        if fits(1 + n)
+    )
+    assert speed > least and speed > 0.95 * best
+
+
+@pytest.mark.parametrize("grade", [POOR, 2, COPY])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.3])
+def test_it_costs_little_where_nothing_stays(grade: int, chance: float) -> None:
+    engine = Engine()
+    first = engine.reply(1000, grade, chance)
+    assert first > (0.98 if grade == POOR else 0.9)  # until it has been seen, what a good grade promises is believed
+    assert engine.reply(4000, grade, chance) > 0.985
+
+
+def test_it_stops_and_begins_again() -> None:
+    engine = Engine()
+    record = Record()
+    engine.reply(500, COPY, 0.97, record)
+    engine.reply(200, COPY, 0.0, record)  # the same grade turns bad
+    assert not any(engine.lengths[64:])
+    engine.reply(3000, POOR, 0.05, record)
+    engine.reply(400, COPY, 0.97, record)
+    assert all(engine.lengths[256:])
+    assert engine.reply(2000, COPY, 0.97, record) > 2.0
+
+
+def test_trials_cost_no_more_than_their_share() -> None:
+    """Steps in which no draft can pay, and drafts that look good."""
+    engine = Engine(cost=lambda n: 0.001 * n)
+    engine.reply(1000, 2, 0.5)
+    assert engine.reply(20_000, 2, 0.5) > 0.985
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from([None, 0, 1, 2, 3, 4, 5]), min_size=2, max_size=6), st.integers(0, 30))
+def test_replies_that_share_a_step_are_given_what_is_best_for_all(grades: list[int | None], most: int) -> None:
+    gate, n = Gate(PRIORS), len(grades)
+    gate.costs(n).begin({k: 0.001 * (1 + 0.1 * k) for k in range(32)})
+    offers = [None if g is None else (Draft("test", g, (0,) * 9), Record()) for g in grades]
+    counts = gate.share(offers, any_width, most)
+
+    def value(tokens: list[int]) -> float:
+        gained = sum(
+            math.log(sum(PRIORS["test"][g][0] ** k for k in range(t + 1)))
+            for g, t in zip(grades, tokens, strict=True)
+            if g is not None
+        )
+        return gained / n - math.log(gate.costs(n).of(sum(tokens)) / gate.costs(n).plain)
+
+    assert sum(counts) <= most and all(c == 0 for c, g in zip(counts, grades, strict=True) if g is None)
+    assert all(c <= 9 for c in counts)
+    if any(counts):
+        assert value(counts) >= math.log(GAIN) - 1e-9
+    for i, grade in enumerate(grades):  # no token more or less would be better
+        for change in (-1, 1):
+            other = [c + change * (j == i) for j, c in enumerate(counts)]
+            if grade is not None and 0 <= other[i] <= 9 and sum(other) <= most:
+                assert value(other) <= max(value(counts), math.log(GAIN)) + 1e-9
+
+
+def test_nothing_is_proposed_before_a_plain_step_was_seen() -> None:
+    assert Gate(PRIORS).share([(Draft("test", COPY, (0,) * 31), Record())], captured, 31) == [0]

@@ -1,0 +1,153 @@
+"""Lookup drafts against a search through all earlier places, and what bounds the memory of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drafting.lookup import GRADES, LENGTHS, TOKEN_BYTES, Lookup, Memory
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = Memory(1 << 20)
+    yield made
+    made.close()
+
+
+def run_at(text: Sequence[int], place: int, end: Sequence[int]) -> int:
+    """How many tokens ahead of a place equal the last ones, 64 at most."""
+    n = 0
+    while n < min(place, len(end), GRADES[-1]) and text[place - 1 - n] == end[-1 - n]:
+        n += 1
+    return n
+
+
+def candidates(text: Sequence[int], end: Sequence[int], own: bool) -> set[int]:
+    """The last place behind the last tokens, of each length, where they are in a text; not the end of the own one."""
+    found = set()
+    for length in LENGTHS:
+        last = list(end[-length:])
+        places = [p for p in range(length, len(text) + (not own)) if list(text[p - length : p]) == last]
+        found |= {places[-1]} if len(last) == length and places else set()
+    return found
+
+
+def continued(text: Sequence[int], place: int, most: int) -> tuple[int, ...]:
+    """What follows a place; beyond the end of the own text it repeats itself."""
+    found = list(text[place : place + most])
+    while len(found) < most:
+        found.append(found[len(found) - (len(text) - place)])
+    return tuple(found)
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=120)
+
+
+@settings(max_examples=300)
+@given(texts, st.lists(st.integers(1, 9), max_size=12), st.integers(1, 40))
+def test_a_draft_is_what_followed_the_longest_run(text: list[int], cuts: list[int], most: int) -> None:
+    memory = Memory(0)
+    lookup, known = Lookup(memory), 0
+    for end in sorted({*np.cumsum([1, *cuts]).tolist(), len(text)}):
+        if end > len(text):
+            break
+        history, known = text[:end], end
+        draft = lookup.propose(history, most)
+        runs = {place: run_at(history, place, history) for place in candidates(history, history, own=True)}
+        best = max(runs.values(), default=0)
+        assert (draft is not None) == (best >= LENGTHS[0])
+        if draft is not None:
+            assert draft.grade == sum(best >= least for least in GRADES)
+            assert draft.tokens in {continued(history, p, most) for p, run in runs.items() if run == best}
+    assert known == len(text)
+    lookup.close()
+    memory.close()
+
+
+@settings(max_examples=150)
+@given(st.lists(texts, min_size=1, max_size=5), texts, st.integers(1, 20))
+def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
+    earlier: list[list[int]], text: list[int], most: int
+) -> None:
+    memory = Memory(1 << 18)
+    for one in earlier:
+        memory.add(one)
+    lookup = Lookup(memory)
+    draft = lookup.propose(text, most)
+    own = max((run_at(text, p, text) for p in candidates(text, text, own=True)), default=0)
+    there = [run_at(one, p, text) for one in earlier for p in range(1, len(one) + 1)]
+    assert (draft is None) or own >= 2 or max(there) >= 2
+    if draft is not None:
+        run = max([own, *there])
+        assert draft.grade <= sum(run >= least for least in GRADES)
+        whole = [continued(text, p, most) for p in range(1, len(text))]
+        whole += [tuple(one[p : p + most]) for one in earlier for p in range(1, len(one))]
+        assert draft.tokens in whole
+    lookup.close()
+    memory.close()
+
+
+def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
+    rng = np.random.default_rng(1)
+    said = rng.integers(0, 50_000, 200).tolist()
+    lookup = Lookup(memory, said)
+    history = [*rng.integers(0, 50_000, 30).tolist(), *said[100:104]]
+    draft = lookup.propose(history, 31)
+    assert draft is not None and draft.tokens == tuple(said[104:135])
+    history += said[104:190]
+    draft = lookup.propose(history, 31)
+    assert draft is not None and draft.tokens == tuple(said[190:]) and draft.grade == len(GRADES)
+    lookup.close()
+    memory.add(history)
+    other = Lookup(memory)
+    assert other.propose(said[:20], 5) is None  # what was predicted, and never said, is no text of a request
+
+
+def test_a_session_that_comes_again_is_kept_once(memory: Memory) -> None:
+    rng = np.random.default_rng(2)
+    turns = [rng.integers(0, 1000, n).tolist() for n in (3000, 700, 1500)]
+    for n in (1, 2, 3, 3):
+        memory.add([token for turn in turns[:n] for token in turn])
+    lookup = Lookup(memory)
+    draft = lookup.propose([*turns[0][-9:], *turns[1][:6]], 31)  # across the end of the first text
+    assert draft is not None and draft.tokens == tuple(turns[1][6:37])
+    # Twice the text, and it would not have fitted: the beginning is still there.
+    few = Memory((sum(map(len, turns)) + 300) * TOKEN_BYTES)
+    for n in (1, 2, 3, 3):
+        few.add([token for turn in turns[:n] for token in turn])
+    first = Lookup(few).propose(turns[0][:12], 20)
+    assert first is not None and first.tokens == tuple(turns[0][12:32])
+    few.close()
+
+
+def test_the_oldest_texts_go_when_there_is_no_room() -> None:
+    memory = Memory(1200 * TOKEN_BYTES)
+    rng = np.random.default_rng(3)
+    each = [rng.integers(0, 50_000, n).tolist() for n in (500, 400, 600, 5000, 300)]
+    drafts = []
+    for one in each:
+        memory.add(one)
+        drafts.append([Lookup(memory).propose(text[-30:-10], 9) for text in each])
+    expected = [tuple(text[-10:-1]) for text in each]
+    got = [[None if d is None else d.tokens for d in row] for row in drafts]
+    assert got[1] == [*expected[:2], None, None, None]
+    assert got[2][1:3] == expected[1:3] or got[2][2] == expected[2]
+    assert got[3] == [None, None, None, expected[3], None]  # of one that is too long the end is kept
+    assert got[4][4] == expected[4]
+    memory.close()
+
+
+@pytest.mark.parametrize("budget", [0, 1, 40 * TOKEN_BYTES])
+def test_without_room_only_the_own_text_is_looked_in(budget: int) -> None:
+    memory = Memory(budget)
+    assert memory.n_tokens == 0
+    memory.add(list(range(100)))
+    assert Lookup(memory).propose(list(range(50)), 5) is None
+    draft = Lookup(memory).propose([1, 2, 3, 1, 2], 4)
+    assert draft is not None and draft.tokens == (3, 1, 2, 3)
+    memory.close()
