@@ -1,0 +1,315 @@
+"""Drafts change no token: forced ones of every length, right up to every place and wrong from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine import models
+from engine.drafting.gate import Offer
+from engine.drafting.source import Draft
+from engine.ground.errors import SparkError
+from engine.ground.protocol import Done, Error, Event, Generate, Tokens
+from engine.ground.sampling import Sampling
+from engine.running.drafts import Drafts
+from engine.serving.scheduler import Engine
+
+ENGINE, CTX_TOKENS, VARIANTS = Engine, 640, {}
+Open = Callable[..., Engine]
+RNG = np.random.default_rng(21)
+TEXT = RNG.integers(0, 301, 400).tolist()
+GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, seed=4)
+PENALIZED = Sampling(0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2, seed=9)
+
+
+class SomeRight:
+    """A source that is right up to some place, and never beyond."""
+
+    def __init__(self, expected: Sequence[int], rng: np.random.Generator) -> None:
+        self.expected, self.rng, self.closed = expected, rng, False
+
+    def propose(self, history: Sequence[int], most: int) -> Draft | None:
+        assert list(history) == list(self.expected[: len(history)]) and most > 0
+        n = int(self.rng.integers(0, most + 1))
+        follow = [*self.expected[len(history) :], *[0] * most][:n]
+        wrong = int(self.rng.integers(0, n + 1))
+        tokens = follow[:wrong] + [(token + 1) % 301 for token in follow[wrong:]]
+        return Draft("lookup", 0, tuple(tokens)) if tokens else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Forced(Drafts):
+    """Gives steps what sources propose, and not what pays."""
+
+    expected: dict[int, list[int]]  # histories to the end, by request
+    seed = 0
+
+    def begin(self, reply, prediction=()) -> None:
+        super().begin(reply, prediction)
+        if reply.drafting is not None:
+            self.rng = np.random.default_rng([self.seed, reply.id])
+            reply.drafting.sources = (SomeRight(self.expected[reply.id], self.rng),)
+        self._gate.share = self.share  # type: ignore[method-assign]
+
+    def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
+        counts = [0 if offer is None else len(offer[0].tokens) for offer in offers]
+        while sum(counts) > most or not fits(len(counts) + sum(counts)):
+            counts[int(np.argmax(counts))] -= 1
+        return counts
+
+
+def force(engine: Engine, expected: dict[int, list[int]], seed: int = 0) -> None:
+    drafts = Forced(engine.loaded.steps, 1 << 20)
+    drafts.expected, drafts.seed = expected, seed
+    object.__setattr__(engine.loaded, "drafts", drafts)
+    engine.loaded.decoder.proposer = drafts
+
+
+def drain(engine: Engine, events: list[Event] | None = None) -> list[Event]:
+    events = [] if events is None else events
+    while engine.busy:
+        events += engine.step()
+    assert not [e for e in events if isinstance(e, Error)]
+    return events
+
+
+def said(events: list[Event]) -> dict[int, tuple[list[object], str | None]]:
+    """What each request was told: tokens, how likely they were, and why it ended."""
+    found: dict[int, list[object]] = {}
+    for e in events:
+        if isinstance(e, Tokens):
+            found.setdefault(e.id, []).extend(zip(e.tokens, e.logprobs or e.tokens, e.top or e.tokens, strict=True))
+    return {e.id: (found.get(e.id, []), e.finish_reason) for e in events if isinstance(e, Done)}
+
+
+def histories(requests: list[Generate], told: dict[int, tuple[list, str | None]]) -> dict[int, list[int]]:
+    return {r.id: [*r.tokens, *(row[0] for row in told[r.id][0])] for r in requests}
+
+
+def done_of(events: list[Event]) -> Done:
+    (done,) = [e for e in events if isinstance(e, Done)]
+    return done
+
+
+def drafted(events: list[Event]) -> tuple[int, int]:
+    """Tokens that were drafted, and that stayed."""
+    found = [e.usage.drafts.get("lookup", {}) for e in events if isinstance(e, Done)]
+    return sum(f.get("drafted", 0) for f in found), sum(f.get("accepted", 0) for f in found)
+
+
+def asked(first: int = 1) -> list[Generate]:
+    """Requests of every kind: greedy, sampled, penalized; with likelihoods; of lengths that end among drafts."""
+    kinds = [(61, 40, GREEDY, None), (40, 33, SAMPLED, 2), (97, 37, PENALIZED, None), (70, 9, PENALIZED, 1)]
+    return [
+        Generate(first + i, tuple(TEXT[7 * i : 7 * i + n]), made, sampling, (), logprobs=likely)
+        for i, (n, made, sampling, likely) in enumerate(kinds)
+    ]
+
+
+def counted(engine: Engine) -> object:
+    counts = engine.profile("read")["counts"]
+    engine.profile("reset")
+    return counts
+
+
+@pytest.mark.parametrize("residency", [10, 60, 100])
+@pytest.mark.parametrize("arch", models.known())
+def test_forced_drafts_change_no_token_and_no_count(opened: Open, arch: str, residency: int) -> None:
+    options = {"policy": "lru", "residency_pct": residency} if arch not in ("qwen35",) else {}
+    engine = opened(arch=arch, **options)
+    plain = opened(arch=arch, draft="off", **options)
+    requests = asked()
+    for request in requests:
+        plain.submit(request)
+    expected = said(drain(plain))
+    stop = expected[1][0][20][0]
+    requests.append(replace(requests[0], id=9, stop_tokens=(stop,)))
+    plain.submit(requests[-1])
+    expected |= said(drain(plain))
+    assert expected[9][1] == "stop" and len(expected[9][0]) <= 20
+    counts = counted(plain)
+    force(engine, histories(requests, expected))
+    events: list[Event] = []
+    for request in requests[:-1]:  # all at once
+        engine.submit(request)
+    drain(engine, events)
+    engine.submit(requests[-1])
+    drain(engine, events)
+    assert said(events) == expected
+    n, stayed = drafted(events)
+    assert n > stayed > 20
+    assert counted(engine) == counts
+
+
+@pytest.mark.parametrize("arch", models.known())
+def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
+    """Of one draft of 31 tokens, and what the rest of the reply is after it."""
+    engine = opened(arch=arch, prefix_gib=0.0)
+    (request, *_) = asked()
+    plain = opened(arch=arch, draft="off")
+    plain.submit(request)
+    expected = said(drain(plain))
+    whole = histories([request], expected)[1]
+
+    class Once(SomeRight):
+        right, given = 0, False
+
+        def propose(self, history: Sequence[int], most: int) -> Draft | None:
+            if self.given or most < 31:
+                return None
+            self.given = True
+            follow = whole[len(history) :][:31]
+            return Draft("lookup", 0, (*follow[: self.right], *((t + 1) % 301 for t in follow[self.right :])))
+
+    for right in (*range(32),) if arch in ("qwen35", "gemma4") else (0, 1, 17, 31):
+        force(engine, {1: whole})
+        begin = engine.loaded.drafts.begin
+
+        def once(reply, prediction=(), begin=begin, right=right) -> None:
+            begin(reply, prediction)
+            source = Once(whole, np.random.default_rng(0))
+            source.right = right
+            reply.drafting.sources = (source,)
+
+        engine.loaded.drafts.begin = once
+        engine.submit(request)
+        events = drain(engine)
+        assert said(events) == expected and drafted(events) == (31, right)
+
+
+@pytest.mark.usefixtures("short_units")
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_among_cancels_puts_back_and_prefixes(opened: Open, seed: int) -> None:
+    """A cache that is too small for all, so some are put back; some are cancelled; turns go on behind turns."""
+    rng = np.random.default_rng(seed)
+    arch = ["qwen3moe", "gemma4", "qwen35moe"][seed % 3]
+    options = {"ctx_tokens": 320, "parallel": 4}
+    plain, engine = opened(arch=arch, draft="off", **options), opened(arch=arch, **options)
+    requests = []
+    for i in range(1, 9):
+        n, made = int(rng.integers(20, 200)), int(rng.integers(5, 90))
+        start = int(rng.choice([0, 0, 64, 128]))
+        sampling = [GREEDY, SAMPLED, PENALIZED][i % 3]
+        requests.append(Generate(i, tuple(TEXT[start : start + n]), made, sampling, ()))
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    force(engine, histories(requests, expected), seed)
+    events: list[Event] = []
+    cancelled = set()
+    for request in requests:
+        engine.submit(request)
+        for _ in range(int(rng.integers(0, 12))):
+            events += engine.step() if engine.busy else []
+        if rng.random() < 0.2 and engine.cancel(request.id):
+            cancelled.add(request.id)
+    drain(engine, events)
+    assert not [e for e in events if isinstance(e, SparkError)]
+    told = said(events)
+    assert told.keys() | cancelled == expected.keys()
+    assert all(told[i] == expected[i] for i in told)
+    n, stayed = drafted(events)
+    assert n > stayed > 0
+
+
+def test_the_next_turn_finds_what_it_would_without_drafts(opened: Open) -> None:
+    for arch in ("qwen3moe", "gemma4", "qwen35"):
+        plain, engine = opened(arch=arch, draft="off"), opened(arch=arch)
+        first = Generate(1, tuple(TEXT[:150]), 60, SAMPLED, ())
+        plain.submit(first)
+        expected = said(drain(plain))
+        whole = histories([first], expected)[1]
+        turn = Generate(2, (*whole, *TEXT[300:340]), 20, GREEDY, ())
+        plain.submit(turn)
+        events = drain(plain)
+        done = done_of(events)
+        expected |= said(events)
+        force(engine, histories([first, turn], expected))
+        engine.submit(first)
+        found = said(drain(engine))
+        engine.submit(turn)
+        events = drain(engine)
+        other = done_of(events)
+        assert found | said(events) == expected
+        assert other.usage.cached_tokens == done.usage.cached_tokens
+        assert drafted(events)[0] > 0
+
+
+def test_a_prediction_that_comes_true_is_accepted(opened: Open) -> None:
+    engine = opened()
+    request = Generate(1, tuple(TEXT[:60]), 200, GREEDY, (), draft=False)
+    engine.submit(request)
+    events = drain(engine)
+    done = done_of(events)
+    assert done.usage.drafts == {}
+    whole = histories([request], said(events))[1]
+    costs = engine.loaded.drafts._gate.costs(1)  # a machine on which drafts pay
+    costs.note = costs.note_plain = lambda *_: None  # type: ignore[method-assign]
+    costs.plain = 0.0
+    costs.begin({n: 0.001 * (1 + n / 32) for n in range(32)})
+    engine.submit(replace(request, id=2, draft=True, prediction=tuple(whole[60:])))
+    again = drain(engine)
+    done = done_of(again)
+    assert said(again)[2] == said(events)[1]
+    found = done.usage.drafts["lookup"]
+    assert 100 < found["accepted"] <= found["drafted"]
+    assert engine.stats()["drafts"]["tokens"]["lookup"]["accepted"] >= found["accepted"]
+    engine.submit(replace(request, id=3, draft=True))  # what was said before is known, without a prediction
+    again = drain(engine)
+    done = done_of(again)
+    assert said(again)[3] == said(events)[1] and done.usage.drafts["lookup"]["accepted"] > 100
+
+
+@pytest.mark.usefixtures("short_units")
+def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
+    engine = opened(arch="qwen35", parallel=2)
+    requests = [Generate(i, tuple(TEXT[i : 50 + i]), 30, SAMPLED, ()) for i in (1, 2)]
+    plain = opened(arch="qwen35", draft="off")
+    for request in requests:
+        plain.submit(request)
+    expected = said(drain(plain))
+    force(engine, histories(requests, expected))
+    propose, together = engine.loaded.drafts.propose, []
+
+    def watched(replies):
+        drafts = propose(replies)
+        together.extend(drafts if len(replies) == 2 else ())
+        return drafts
+
+    engine.loaded.drafts.propose = watched
+    for request in requests:
+        engine.submit(request)
+    assert said(drain(engine)) == expected
+    assert len(together) > 20 and not any(together)
+    engine.submit(requests[0])
+    events = drain(engine)  # alone there is a state to spare
+    assert said(events)[1] == expected[1] and drafted(events)[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_units")
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+def test_forced_drafts_on_a_device(opened: Open, arch: str) -> None:
+    """Alone, between steps that run ahead of the host, and in steps that are shared."""
+    options = {"policy": "lru", "residency_pct": 60, "chunk_tokens": 40}
+    plain, engine = opened("cuda", arch, draft="off", **options), opened("cuda", arch, **options)
+    requests = [replace(r, tokens=r.tokens[:30], max_tokens=min(r.max_tokens, 14)) for r in asked()]
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    force(engine, histories(requests, expected))
+    engine.submit(requests[0])
+    events = drain(engine)
+    for request in requests[1:]:
+        engine.submit(request)
+    drain(engine, events)
+    assert said(events) == expected
+    n, stayed = drafted(events)
+    assert n > stayed > 0
