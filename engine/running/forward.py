@@ -132,6 +132,15 @@ class Forward:
             self._hidden = memory.view(np.float32).reshape(shape)
         self.buffers = dataclasses.replace(self.buffers, hidden=self._hidden if wanted else None)
 
+    def capture_features(self, captured: tuple[int, ...]) -> None:
+        """Keep the residual leaving these layers in later steps, on the device, for a drafter that reads it.
+
+        Asked for once, and before the first step where steps are captured: a graph keeps what it was captured with.
+        """
+        assert self.buffers.features is None and set(captured) <= set(range(self.config.n_layer))
+        features = self.device.empty((len(captured), self.limits.max_tokens, self.config.n_embd), np.float32)
+        self.buffers = dataclasses.replace(self.buffers, features=features, captured=captured)
+
     def inputs_of(self, T: int, n_sequences: int, R: int) -> Step:
         """Views of the inputs for T tokens of so many sequences, R of which want logits."""
         views = self._views.get((T, n_sequences, R))
@@ -183,7 +192,7 @@ class Forward:
         if isinstance(self.ws, DeviceWorkspace) and self.ws.replay is not None:
             self.ws.replay.n_rows = T if step.apart or T == 1 else 0
         passing = self._pass(step, residency, b)
-        if T > SMALL_TOKENS or b.hidden is not None:
+        if T > SMALL_TOKENS or b.hidden is not None or b.features is not None:  # copies are no calls of kernels
             layers.forward(self.arch, self.weights, passing)
         else:  # the inputs lie where they did in the last step of this shape
             shape = T, len(step.states), len(step.rows), residency
