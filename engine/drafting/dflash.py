@@ -21,7 +21,7 @@ from engine.drafting.drafter import DrafterConfig, DrafterWeights
 from engine.drafting.source import Draft
 from engine.formats.quants import QTensor
 from engine.models.scaling import scaled_rope_table
-from engine.ops import F32, KV_BLOCK_TOKENS, KVLayer, Limits
+from engine.ops import F32, KV_BLOCK_TOKENS, AttentionInput, KVLayer, Limits
 from engine.ops.device import Array, Memory
 from engine.ops.interface import Ops, Workspace
 
@@ -77,7 +77,14 @@ class Drafter:
         self._device, self._ops, self._ws, self._weights = device, ops, ws, weights
         self._token_embd = token_embd if weights.token_embd is None else weights.token_embd
         self._output = output if weights.output is None else weights.output
-        self._d2t = weights.d2t
+        # Keys and values of features: their norm is the one behind `fc`. An op that makes these makes queries, too;
+        # those of one head are the fewest, and nobody reads them.
+        self._contexts = [
+            AttentionInput(
+                weights.norm, own.wq.rows(0, config.head_dim), own.wk, own.wv, q_norm=own.q_norm, k_norm=own.k_norm
+            )
+            for own in (layer.attention.inputs for layer in weights.layers)
+        ]
         c, B = config, config.block_tokens
         T, reach = ws.limits.max_tokens, max(c.reach)
         # A reach touches one block more than it fills when it begins inside one.
@@ -141,10 +148,8 @@ class Drafter:
         self._place(position, n)
         for k, (matrix, feature) in enumerate(zip(self._weights.fc, features, strict=True)):
             ops.attention_output(ws, feature, matrix, fused, add=k > 0)
-        for layer, kv in zip(self._weights.layers, ring.layers, strict=True):
-            ops.attention_input(
-                ws, fused, layer.context, c.eps, self._rope, self._positions[:n], kv, self._slots[:n], unread
-            )
+        for context, kv in zip(self._contexts, ring.layers, strict=True):
+            ops.attention_input(ws, fused, context, c.eps, self._rope, self._positions[:n], kv, self._slots[:n], unread)
 
     def _place(self, position: int, n: int) -> None:
         """Positions and slots of n tokens from a position on, to the device."""
@@ -163,7 +168,8 @@ class Drafter:
         if n < 1 or ring.first >= ring.end or ring.end >= self.n_ctx:
             return ()
         rows = np.asarray(self._device.read(self.logits(ring, token, n))).argmax(axis=1)
-        return tuple(int(i) for i in (rows if self._d2t is None else self._d2t[rows]))
+        d2t = self._weights.d2t
+        return tuple(int(i) if d2t is None else d2t[i] for i in rows)
 
     def logits(self, ring: Ring, token: int, n: int) -> F32:
         """What the head says of the first n masks of a block behind the features, [n, rows of the head]."""

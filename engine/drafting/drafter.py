@@ -22,7 +22,7 @@ from engine.models.config import Keys, check_heads, check_rope
 from engine.models.conventions import refuse_unsupported_keys
 from engine.models.loading import AttentionWeights, Dense, Shapes, Tensors, attention_shapes, ffn_shapes
 from engine.models.scaling import Scaling
-from engine.ops import F32, I32, AttentionInput
+from engine.ops import F32
 
 WINDOW = 2048  # positions before a block that drafters are trained on, where a file does not say
 MAX_BLOCK = 256  # tokens of a block: more than any drafter's
@@ -123,13 +123,8 @@ class DrafterConfig:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLayer:
-    """Weights of one layer.
+    """Weights of one layer."""
 
-    context: what makes keys and values of features, whose norm is the one behind `fc`; its queries are those of one
-    head, which nobody reads.
-    """
-
-    context: AttentionInput
     attention: AttentionWeights
     ffn_norm: F32
     ffn: Dense
@@ -139,16 +134,17 @@ class DrafterLayer:
 class DrafterWeights:
     """All of a drafter's weights.
 
-    fc: a matrix [D, D] for each captured layer. token_embd, output: None where they are the target's. d2t: the target's
-    token of each row of `output`, int32, None where they are the same.
+    fc: a matrix [D, D] for each captured layer; norm [D]: of what they give. token_embd, output: None where they are
+    the target's. d2t: the target's token of each row of `output`, None where they are the same; it is read on the host.
     """
 
     fc: tuple[QTensor, ...]
+    norm: F32
     layers: tuple[DrafterLayer, ...]
     output_norm: F32
     token_embd: QTensor | None
     output: QTensor | None
-    d2t: I32 | None
+    d2t: list[int] | None
 
 
 def is_drafter(architecture: str) -> bool:
@@ -289,22 +285,24 @@ def load(file: GGUFFile, config: DrafterConfig, target: Target | None = None) ->
     """Map every tensor with its shape checked; an unknown tensor is refused, not ignored."""
     dialect = DIALECTS[file.architecture]
     tensors = Tensors(file, config.tensors(dialect))
-    norm = tensors.values(dialect.norm)
-    layers = []
-    for t in map(tensors.layer, range(config.n_layer)):
-        attention = t.attention()
-        own = attention.inputs
-        context = AttentionInput(norm, own.wq.rows(0, config.head_dim), own.wk, own.wv, own.q_norm, own.k_norm)
-        layers.append(DrafterLayer(context, attention, t.values("ffn_norm.weight"), t.ffn()))
+    layers = [
+        DrafterLayer(t.attention(), t.values("ffn_norm.weight"), t.ffn())
+        for t in map(tensors.layer, range(config.n_layer))
+    ]
     embedding, head = (tensors.matrix(n) if tensors.has(n) else None for n in ("token_embd.weight", "output.weight"))
     d2t = _d2t(file, config, target) if "d2t" in file.tensors else None
     return DrafterWeights(
-        columns(tensors.matrix(dialect.fc), len(config.captured)), tuple(layers), tensors.values("output_norm.weight"),
-        embedding, embedding if head is None and d2t is None else head, d2t,
-    )  # fmt: skip
+        fc=columns(tensors.matrix(dialect.fc), len(config.captured)),
+        norm=tensors.values(dialect.norm),
+        layers=tuple(layers),
+        output_norm=tensors.values("output_norm.weight"),
+        token_embd=embedding,
+        output=embedding if head is None else head,
+        d2t=d2t,
+    )
 
 
-def _d2t(file: GGUFFile, config: DrafterConfig, target: Target | None) -> I32:
+def _d2t(file: GGUFFile, config: DrafterConfig, target: Target | None) -> list[int]:
     """The target's token of each row of the head; of a header alone, nothing is known of them."""
     tensor = file.tensor("d2t")
     kinds = {QType.I32: np.int32, QType.I64: np.int64}
@@ -314,13 +312,14 @@ def _d2t(file: GGUFFile, config: DrafterConfig, target: Target | None) -> I32:
             "output.weight"
         )
     if not tensor.backed:
-        return np.zeros(config.n_draft, np.int32)
+        return []
     tokens = tensor.data.view(kinds[tensor.qtype])
     n_vocab = config.n_vocab if target is None else target.n_vocab
     if n_vocab and not ((tokens >= 0) & (tokens < n_vocab)).all():
-        found = f"{tokens.min()} to {tokens.max()}"
-        raise ModelFormatError(f"tensor d2t has tokens of {found}, expected 0 to {n_vocab - 1}")
-    return tokens.astype(np.int32)
+        said = f"{tokens.min()} to {tokens.max()}"
+        raise ModelFormatError(f"tensor d2t has tokens of {said}, expected 0 to {n_vocab - 1}")
+    found: list[int] = tokens.tolist()
+    return found
 
 
 def columns(matrix: QTensor, n: int) -> tuple[QTensor, ...]:
