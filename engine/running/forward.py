@@ -60,12 +60,14 @@ class Forward:
     arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
     backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
     whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default the architecture's.
+    captured: layers whose features are kept, as `capture_features` has it.
     Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
     """
 
     def __init__(
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
         limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None, ropes: Sequence[F32] | None = None,
+        captured: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
@@ -110,6 +112,8 @@ class Forward:
             counted=device.empty(T, np.uint8),
             rows=device.empty(limits.max_rows, np.int32),
         )
+        if captured:
+            self.capture_features(captured)
 
     @property
     def buffers_bytes(self) -> int:
@@ -117,7 +121,7 @@ class Forward:
         b = self.buffers
         arrays = (
             b.x, b.h, b.y, b.scratch_q, b.scratch_attended, b.scratch_gate, b.scratch_z, b.scratch_delta, b.router,
-            b.experts, b.weights, b.logits, *self.ropes,
+            b.experts, b.weights, b.logits, *self.ropes, *([] if b.features is None else [b.features]),
         )  # fmt: skip
         return sum(int(a.nbytes) for a in arrays)
 

@@ -32,7 +32,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 # Of `dflash_config`, and of what says how positions turn: what is read, or changes nothing.
 _OWN = {
     "mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size", "causal", "input_embedding_scale",
-    "final_logit_softcapping",
+    "final_logit_softcapping", "num_target_layers",
 }  # fmt: skip
 _ROPE = {
     "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
@@ -42,6 +42,7 @@ _ROPE = {
 _NEUTRAL = {
     "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "rope_is_neox_style": True,
     "output_multiplier": 1.0, "markov_head_type": None, "conv_kernel_size": None, "attention_value_scale": None,
+    "quantization_config": None,
 }  # fmt: skip
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -183,7 +184,7 @@ def _keys(c: _Config) -> dict[str, Any]:
         raise c.missing(f"architectures {kinds!r:.80}")
     own, rope = c.group("dflash_config"), c.group("rope_parameters") or c.group("rope_scaling")
     for name, known, said in (("dflash_config", _OWN, own), ("rope_parameters", _ROPE, rope)):
-        if others := [key for key, value in said.items() if key not in known and value is not None]:
+        if others := [key for key, value in said.items() if key not in known and value not in (None, False)]:
             raise c.missing(f"{name}.{others[0]:.60}")
     for name, neutral in _NEUTRAL.items():
         if c.values.get(name, neutral) not in (neutral, None):
@@ -231,7 +232,7 @@ def _captured(c: _Config) -> list[int]:
     """The layers of the target whose outputs are read, from 0."""
     names = "dflash_config.target_layer_ids", "target_layer_ids"
     layers: list[int] = c.value(list, *names)
-    end = c.value(int, "num_target_layers", needed=False)
+    end = c.value(int, "num_target_layers", "dflash_config.num_target_layers", needed=False)
     if not layers or any(type(i) is not int or i < 0 for i in layers) or len(set(layers)) < len(layers):
         raise ModelFormatError(f"{c.path}: target_layer_ids is {layers!r:.80}, expected different numbers from 0 on")
     if end is not None and max(layers) >= end:

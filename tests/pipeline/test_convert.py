@@ -196,6 +196,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[SparkError], str]] = {
         {"changes": {"dflash_config": {**DFLASH, "conv_kernel_size": 2}}},
         UnsupportedModelError, "dflash_config.conv_kern",
     ),
+    "quantized": ({"changes": {"quantization_config": {"bits": 4}}}, UnsupportedModelError, "quantization_config"),
     "act": ({"changes": {"hidden_act": "gelu"}}, UnsupportedModelError, "hidden_act 'gelu'"),
     "rope": ({"changes": {"rope_scaling": {"rope_type": "dynamic"}}}, UnsupportedModelError, "scaled by 'dynamic'"),
     "types": (

@@ -9,6 +9,7 @@ from engine import models
 from engine.ground.config import EngineConfig
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span
+from tests.engine_runs import config
 from tests.tiny_models import tiny_path
 
 TOKENS = np.random.default_rng(5).integers(0, 301, 90).astype(np.int32)
@@ -51,3 +52,26 @@ def test_features_are_what_leaves_a_layer(name: str) -> None:
         assert np.array_equal(found[0], entering[2]) and np.array_equal(found[2], entering[1])
         assert np.array_equal(found[1], found[3])  # the residual that leaves the last layer
         assert np.array_equal(found, later)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_device")
+def test_captured_steps_keep_features() -> None:
+    """A graph has the copies that it was captured with."""
+    made = load(config(tiny_path("qwen3moe")))
+    made.forward.capture_features((1, 0))
+    steps = [TOKENS[:37], TOKENS[37:38], TOKENS[38:39], TOKENS[39:43]]
+    found = []
+    for hidden in (False, True):
+        made.forward.capture_hidden(hidden)
+        sequence, kept = made.kv.sequence(), []
+        for tokens in steps:
+            result = made.steps.run([Span(sequence, tokens, np.ones(len(tokens), bool), (len(tokens) - 1,))])
+            kept.append(np.asarray(made.backend.device.read(result.features)).copy())
+            if hidden:
+                assert result.hidden is not None and np.array_equal(kept[-1][1], result.hidden[1][: len(tokens)])
+        sequence.release()
+        found.append(kept)
+    made.close()
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
