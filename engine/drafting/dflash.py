@@ -87,8 +87,8 @@ class Drafter:
         ]
         c, B = config, config.block_tokens
         T, reach = ws.limits.max_tokens, max(c.reach)
-        # A reach touches one block more than it fills when it begins inside one.
-        self._n_blocks = -(-(reach + B) // KV_BLOCK_TOKENS) + 1
+        # A block of the ring may hold the end of one logical block and the beginning of another, which no window sees.
+        self._n_blocks = -(-(reach + B) // KV_BLOCK_TOKENS)
         self.ring_tokens = self._n_blocks * KV_BLOCK_TOKENS
         shape = (self.ring_tokens, c.n_head_kv, c.head_dim)
         self._rings = [
@@ -131,8 +131,7 @@ class Drafter:
         taken back.
         """
         T = len(features[0])
-        # Of more than a ring holds, the last.
-        start = max(0, T + self.config.block_tokens - self.ring_tokens)
+        start = max(0, T - self.ring_tokens)  # of more than a ring holds, the last
         if start or not ring.first < position <= ring.end:  # nothing of what is there comes before
             ring.first = ring.top = position + start
         ring.end = position + T

@@ -115,6 +115,33 @@ def test_tokens_taken_back_and_a_prefix_that_was_not_computed(tmp_path: Path) ->
             made.give_back(ring)
 
 
+def test_what_was_written_over_is_not_seen(tmp_path: Path) -> None:
+    """A ring that is as small as it can be, and tokens that are taken back by more than it has room for."""
+    shape = replace(PLAIN, window=121)
+    tensors = written(tmp_path / "d.gguf", shape)
+    with drafter(tmp_path / "d.gguf") as made:
+        assert made.ring_tokens == 121 + shape.block
+        values, others = features(400), features(401)
+        for n in (120, 121, 122, 127, 128, 129, 191, 192, 400):  # at once, and in pieces
+            for cuts in ((), tuple(range(1, n, 31))):
+                ring = fed(made, values[:, :n], cuts)
+                expected = twin_logits(shape, tensors, values[:, :n], 9, EMBEDDING, HEAD)
+                assert nmse(made.logits(ring, 9, 6), expected) < 1e-6, (n, cuts)
+                made.give_back(ring)
+        ring = fed(made, others[:, :390])
+        made.draft(ring, 3, 6)  # positions 390 to 396, in place of 262 to 268
+        made.feed(ring, others[:, 340:350], 340)
+        expected = twin_logits(shape, tensors, others[:, 269:350], 9, EMBEDDING, HEAD, 269)
+        assert nmse(made.logits(ring, 9, 6), expected) < 1e-6
+        made.feed(ring, values[:, :30], 0)  # before all that is there
+        expected = twin_logits(shape, tensors, values[:, :30], 9, EMBEDDING, HEAD)
+        assert nmse(made.logits(ring, 9, 6), expected) < 1e-6
+        made.feed(ring, others[:, 60:70], 60)  # behind it, with a gap
+        expected = twin_logits(shape, tensors, others[:, 60:70], 9, EMBEDDING, HEAD, 60)
+        assert nmse(made.logits(ring, 9, 6), expected) < 1e-6
+        made.give_back(ring)
+
+
 def test_a_reply_has_a_ring_and_drafts_where_its_features_end(tmp_path: Path) -> None:
     written(tmp_path / "d.gguf", PLAIN)
     with drafter(tmp_path / "d.gguf", n_ctx=60) as made:
