@@ -13,7 +13,7 @@ from pathlib import Path
 PAGE = Path(__file__).with_name("commands.md")
 COMMANDS = (
     "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "inspect", "plan",
-    "bench", "demo",
+    "bench", "convert-drafter", "demo",
 )  # fmt: skip
 HEAD = """# Commands
 

@@ -539,6 +539,28 @@ def _percentages(given: str) -> tuple[float, ...]:
         raise UsageError(f"--residency is {given!r}: expected percentages like 100,80,60,40") from None
 
 
+@command("convert-drafter")
+def convert_drafter(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="HF_DIR", help="The checkpoint: config.json and safetensors."),
+        Reads(("config.json", "*.safetensors")),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Drafter to write (GGUF)."), Writes()],
+    quantize: Annotated[Literal["Q8_0", "F16", "F32"], typer.Option(help="Type of its matrices.")] = "Q8_0",
+) -> None:
+    """Write the checkpoint of a DFlash drafter as a GGUF file.
+
+    A drafter guesses what a larger model generates next. The file is in llama.cpp's dialect, and inspect shows it.
+    """
+    from spark.pipeline.convert import convert
+
+    with progress_bars() as progress:
+        made = convert(folder, out, quantize, lambda a, b: progress("writing", a, b))
+    layers = ", ".join(map(str, made.captured))
+    note(f"drafter of {made.n_layer} layers, for layers {layers} of a model, written to {out}: {made.n_bytes:,} bytes")
+
+
 @command()
 def demo(
     out_dir: Annotated[

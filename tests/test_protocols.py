@@ -16,6 +16,8 @@ FAMILIES = "\n".join(
     for name in models.known()
 )
 CHECKED = """
+from engine.drafting.dflash import DFlash
+from engine.drafting.source import Source
 from engine.models import qwen35, qwen35moe
 from engine.models.layers import Architecture, ModelConfig, Recurrent
 from engine.ops import cpu, reference
@@ -33,6 +35,9 @@ b: Ops = cpu
 c: Ops = cuda
 d: Recurrent = qwen35
 e: Recurrent = qwen35moe
+
+def sources(a: DFlash) -> Source:
+    return a
 
 def workspaces(a: reference.Workspace, b: CpuWorkspace, c: cuda.Workspace) -> tuple[Workspace, ...]:
     return a, b, c

@@ -124,7 +124,8 @@ class Buffers:
     """What a forward pass writes; allocated once for the largest step, `first(T, R)` views it.
 
     x, h, y: float32 [T, D]; router [T, E]; experts int32 and weights float32 [L, T, A], L the MoE layers; logits
-    [R, V]; hidden: float32 [n_layer, T, D], the residual entering each layer, or None when nobody asked for it.
+    [R, V]; hidden: float32 [n_layer, T, D], the residual entering each layer, or None when nobody asked for it;
+    features: float32 [len(captured), T, D], the residual leaving the `captured` layers, in their order, or None.
     The rest is scratch of the widest layer, which `heads`, `attended`, `gate`, `z` and `delta` view in a layer's shape.
     """
 
@@ -142,6 +143,8 @@ class Buffers:
     logits: F32
     fetches: Fetches
     hidden: F32 | None = None
+    features: F32 | None = None
+    captured: tuple[int, ...] = ()
     # Views are made once: where an op keeps what it knows of an array, a new view costs it more than its address.
     _views: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -159,6 +162,7 @@ class Buffers:
             self, x=self.x[:T], h=self.h[:T], y=self.y[:T], router=self.router[:T],
             experts=_layers_of(self.experts, T), weights=_layers_of(self.weights, T), logits=self.logits[:R],
             hidden=None if self.hidden is None else _layers_of(self.hidden, T),
+            features=None if self.features is None else _layers_of(self.features, T),
         )  # fmt: skip
 
     def heads(self, n_head: int, head_dim: int) -> F32:
@@ -341,5 +345,7 @@ def forward(arch: Architecture, weights: Weights[LayerT], p: Pass[ConfigT]) -> N
         if r is not None and i in moe and moe[i] + 1 < len(r.banks):
             ops.fetch_ahead(ws, r.live, r.banks[moe[i] + 1], T)
         arch.layer(p, i, layer)
+        if b.features is not None and i in b.captured:
+            ops.copy(ws, b.x, b.features[b.captured.index(i)])
     if len(p.step.rows):
         head(p.config, weights, ops, ws, p.step.rows, b.x, b.logits)

@@ -60,12 +60,14 @@ class Forward:
     arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
     backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
     whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default the architecture's.
+    captured: layers whose features are kept, as `capture_features` has it.
     Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
     """
 
     def __init__(
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
         limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None, ropes: Sequence[F32] | None = None,
+        captured: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
@@ -110,6 +112,8 @@ class Forward:
             counted=device.empty(T, np.uint8),
             rows=device.empty(limits.max_rows, np.int32),
         )
+        if captured:
+            self.capture_features(captured)
 
     @property
     def buffers_bytes(self) -> int:
@@ -117,7 +121,7 @@ class Forward:
         b = self.buffers
         arrays = (
             b.x, b.h, b.y, b.scratch_q, b.scratch_attended, b.scratch_gate, b.scratch_z, b.scratch_delta, b.router,
-            b.experts, b.weights, b.logits, *self.ropes,
+            b.experts, b.weights, b.logits, *self.ropes, *([] if b.features is None else [b.features]),
         )  # fmt: skip
         return sum(int(a.nbytes) for a in arrays)
 
@@ -131,6 +135,15 @@ class Forward:
             memory: NDArray[np.uint8] = self.device.page_locked(4 * shape[0] * shape[1] * shape[2])
             self._hidden = memory.view(np.float32).reshape(shape)
         self.buffers = dataclasses.replace(self.buffers, hidden=self._hidden if wanted else None)
+
+    def capture_features(self, captured: tuple[int, ...]) -> None:
+        """Keep the residual leaving these layers in later steps, on the device, for a drafter that reads it.
+
+        Asked for once, and before the first step where steps are captured: a graph keeps what it was captured with.
+        """
+        assert self.buffers.features is None and set(captured) <= set(range(self.config.n_layer))
+        features = self.device.empty((len(captured), self.limits.max_tokens, self.config.n_embd), np.float32)
+        self.buffers = dataclasses.replace(self.buffers, features=features, captured=captured)
 
     def inputs_of(self, T: int, n_sequences: int, R: int) -> Step:
         """Views of the inputs for T tokens of so many sequences, R of which want logits."""
@@ -183,7 +196,7 @@ class Forward:
         if isinstance(self.ws, DeviceWorkspace) and self.ws.replay is not None:
             self.ws.replay.n_rows = T if step.apart or T == 1 else 0
         passing = self._pass(step, residency, b)
-        if T > SMALL_TOKENS or b.hidden is not None:
+        if T > SMALL_TOKENS or b.hidden is not None or b.features is not None:  # copies are no calls of kernels
             layers.forward(self.arch, self.weights, passing)
         else:  # the inputs lie where they did in the last step of this shape
             shape = T, len(step.states), len(step.rows), residency

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine import models
+from engine.drafting import drafter
 from engine.formats.block_types import NATIVE_TYPES, NoKernelsError
 from engine.formats.gguf import GGUFFile, StringArray
 from engine.formats.gguf_header import TensorInfo
@@ -35,6 +36,7 @@ EXPERTS = "experts"
 UNREAD = ("pictures and sound", "further tokens")  # text does not need them
 _ROLES = (
     (r"(v|a|mm)\..*", UNREAD[0]),
+    (r"(dflash\.)?fc\.weight", "features"),
     (r"token_embd\.weight|per_layer_\w+\.weight", "embedding"),
     (r"output\.weight", "output"),
     (_BLOCK + r"ffn_gate_up_exps\.weight", f"{EXPERTS}: gate and up"),
@@ -47,6 +49,8 @@ _ROLES = (
 )
 _VECTORS, _OTHERS = "norms and vectors", "others"
 _TEXT, _VALUES = 200, 1024  # characters of a text, and layers that a size is given for, of what a file may say
+DRAFTER = "drafter"
+_TOO_LARGE = "the sizes that the header names are larger than this machine's memory"
 # Files that are no language model, by `general.type`, and what to do with them.
 _BESIDE = {
     "mmproj": "it goes beside a language model's file; Spark reads text alone, and does not need it",
@@ -71,14 +75,20 @@ class Inspection:
 
 
 def inspect(file: GGUFFile) -> Inspection:
-    """Inspect a file of which `open_header` has read the header."""
+    """Inspect a file of which `open_header` has read the header.
+
+    A drafter without findings is one that loads, beside the model that it was trained for; it is no model itself.
+    """
     roles = list(_roles(file))
-    model, missing = None, list[SparkError]()
+    model, drafts, missing = None, None, list[SparkError]()
     try:
-        model = _load(file)
+        if _kind(file) == DRAFTER:
+            drafts = _drafts(file)
+        else:
+            model = _load(file)
     except SparkError as error:
         missing.append(error)
-    if model is None:  # a type is named once, for all tensors that have it
+    if model is None and drafts is None:  # a type is named once, for all tensors that have it
         others = [error for error in missing if not isinstance(error, NoKernelsError)]
         missing = [*others, *_without_kernels(roles)] or missing
     n_experts = sum(row["parameters"] for row in roles if row["role"].startswith(EXPERTS))
@@ -100,7 +110,23 @@ def inspect(file: GGUFFile) -> Inspection:
         "tensors": roles,
         "missing": [{"code": error.code, "message": error.message, "hint": error.hint} for error in missing],
     }
-    return Inspection(report, model)
+    return Inspection(report if drafts is None else report | {"drafter": drafts}, model)
+
+
+def _drafts(file: GGUFFile) -> dict[str, Any]:
+    """What a drafter asks of the model beside it, read as it is loaded."""
+    config = drafter.read(file)
+    try:
+        drafter.load(file, config)
+    except MemoryError:
+        raise ModelFormatError(_TOO_LARGE) from None
+    return {
+        "captured_layers": list(config.captured),
+        "block_tokens": config.block_tokens,
+        "mask_token": config.mask_token,
+        "vocabulary": config.n_vocab or None,
+        "window_tokens": max(config.reach),
+    }
 
 
 def _load(file: GGUFFile) -> Loadable | None:
@@ -117,7 +143,7 @@ def _load(file: GGUFFile) -> Loadable | None:
             raise
         return None  # what is asked for may be in another part
     except MemoryError:
-        raise ModelFormatError("the sizes that the header names are larger than this machine's memory") from None
+        raise ModelFormatError(_TOO_LARGE) from None
 
 
 def _roles(file: GGUFFile) -> Iterator[dict[str, Any]]:
@@ -179,6 +205,8 @@ def _sizes(file: GGUFFile) -> dict[str, int | list[int]]:
 
 
 def _kind(file: GGUFFile) -> str:
-    """`model`, or one of _BESIDE; older files of vision encoders say what they are by their architecture alone."""
+    """`model`, `drafter` or one of _BESIDE; older files of vision encoders say it by their architecture alone."""
+    if drafter.is_drafter(file.architecture):
+        return DRAFTER
     kind = "mmproj" if file.architecture == "clip" else file.metadata.get("general.type")
     return kind if isinstance(kind, str) and kind in _BESIDE else "model"

@@ -81,6 +81,11 @@ class StepResult:
         return self._buffers.hidden
 
     @property
+    def features(self) -> F32 | None:
+        """What left the captured layers, float32 [n, T, D] on the device, where it was asked for."""
+        return self._buffers.features
+
+    @property
     def last_residual(self) -> F32:
         """The last token's, float32 [D]: whatever is not finite in a cache or a state reaches it."""
         return self.residual_at((len(self._buffers.x) if self._T is None else self._T) - 1)

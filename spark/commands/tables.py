@@ -198,7 +198,7 @@ def show_inspection(report: PlanReport) -> None:
         rows.append(["parameters", "{:,.2f} B, {:,.2f} B of them active".format(*billions)])
     split = f" in {len(file['files'])} files" if len(file["files"]) > 1 else ""
     rows.append(["size", f"{file['bytes'] / _GIB:,.2f} GiB{split}"])
-    rows += _speech_rows(report)
+    rows += _drafter_rows(file.get("drafter")) + _speech_rows(report)
     table(f"{report.model}", ["", ""], rows)
     tensors = [
         [row["role"], row["type"] + ("" if row["kernels"] else " (no kernels)"), f"{row['tensors']:,}",
@@ -207,6 +207,19 @@ def show_inspection(report: PlanReport) -> None:
     ]  # fmt: skip
     table("Tensors", ["for", "type", "number", "GiB"], tensors)
     show_plan(report)
+
+
+def _drafter_rows(drafter: dict[str, Any] | None) -> list[list[str]]:
+    """What a drafter asks of the model that it drafts for."""
+    if drafter is None:
+        return []
+    layers = ", ".join(map(str, drafter["captured_layers"]))
+    tokens = "any size" if drafter["vocabulary"] is None else f"{drafter['vocabulary']:,}"
+    return [
+        ["is a drafter", f"of blocks of {drafter['block_tokens']} tokens, {drafter['window_tokens']:,} positions back"],
+        ["for a model of", f"the same width and a vocabulary of {tokens}"],
+        ["reads", f"what layers {layers} of that model give, counted from 0"],
+    ]
 
 
 def _speech_rows(report: PlanReport) -> list[list[str]]:

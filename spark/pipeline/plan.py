@@ -16,7 +16,15 @@ from typing import Any
 from engine.formats.gguf import GGUFFile, open_header
 from engine.ground import protocol
 from engine.ground.config import EngineConfig
-from engine.ground.errors import DaemonError, DeadlineError, ModelFormatError, RequestError, SparkError, from_code
+from engine.ground.errors import (
+    DaemonError,
+    DeadlineError,
+    ModelFormatError,
+    RequestError,
+    SparkError,
+    UnsupportedModelError,
+    from_code,
+)
 from engine.text import tokenizer
 from spark.daemon.client import engine_command
 from spark.speech.dialect import Dialect, learn
@@ -102,7 +110,7 @@ def inspect(config: EngineConfig, vram_gib: Sequence[float], deadline_s: float) 
         kind, dialect, silent = _speech(header) if file["kind"] == "model" else (None, None, [])
     missing = [*(from_code(each["code"], each["message"], each["hint"]) for each in file["missing"]), *silent]
     columns: list[Column] = []
-    if not missing and not file["absent_files"]:
+    if not missing and not file["absent_files"] and file["kind"] == "model":
         if first["plan"] is None and first["refusal"] is None:
             caps = list(CARDS_GIB)
             first = ask(replace(config, vram_gib=caps[0]), deadline_s)
@@ -116,6 +124,10 @@ def plan(config: EngineConfig, vram_gib: Sequence[float], deadline_s: float) -> 
     report = inspect(config, vram_gib, deadline_s)
     if report.refusal is not None:
         raise report.refusal
+    if report.file["kind"] == "drafter":
+        raise UnsupportedModelError(
+            f"{report.model} is a drafter, expected a model", hint="name the model that it was trained for"
+        )
     if absent := report.file["absent_files"]:
         raise ModelFormatError(f"{absent[0]}: this part of the model is missing", hint="fetch it to that place")
     if not report.planned and (refusal := report.columns[-1].refusal) is not None:

@@ -1,0 +1,221 @@
+"""DFlash: a block of tokens guessed in one forward of a small model, from features of the one that generates.
+
+The features of a position, what left the captured layers of the target there, go through `fc` and a norm, and every
+layer of the drafter makes a key and a value of them: that is all the drafter keeps of a context. A draft is a block of
+the last token, drawn and not fed, and masks; its layers see the context and all of the block, and the head says what
+stands in the place of each mask (docs/models.md, "Drafters").
+
+All of it is made of the ops that models are made of. The concatenation of features is never made: `fc` is a sum of a
+product for each captured layer. Attention is causal by an op's arguments alone, so the queries of a block are given
+the position of its last token there, and their own in RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.drafting.drafter import DrafterConfig, DrafterWeights
+from engine.drafting.source import Draft
+from engine.formats.quants import QTensor
+from engine.models.scaling import scaled_rope_table
+from engine.ops import F32, KV_BLOCK_TOKENS, AttentionInput, KVLayer, Limits
+from engine.ops.device import Array, Memory
+from engine.ops.interface import Ops, Workspace
+
+FEED_TOKENS = 64  # positions whose features become keys and values in one step
+
+
+@dataclass(slots=True, eq=False)
+class Ring:
+    """What a drafter keeps of one reply: keys and values of each layer, the last positions of them.
+
+    first, end: positions whose features are there. top: one more than the largest that was written, blocks included:
+    it says what has been written over.
+    """
+
+    layers: tuple[KVLayer, ...]
+    first: int = 0
+    end: int = 0
+    top: int = 0
+
+
+def drafter_limits(config: DrafterConfig, n_vocab: int, n_ctx: int) -> Limits:
+    """Bounds of a drafter's steps, for its workspace; n_vocab: of the target."""
+    return Limits(
+        max_tokens=max(FEED_TOKENS, config.block_tokens),
+        n_embd=config.n_embd,
+        n_head_dim=config.n_head * config.head_dim,
+        n_ff=config.n_ff,
+        n_vocab=max(n_vocab, config.n_draft),
+        n_expert=0,
+        n_expert_used=0,
+        n_head=config.n_head,
+        n_head_kv=config.n_head_kv,
+        head_dim=config.head_dim,
+        n_ctx=n_ctx + config.block_tokens,
+        max_rows=config.block_tokens,
+        max_sequences=1,
+        places=1,
+    )
+
+
+class Drafter:
+    """A drafter on a device: its weights, buffers, and rings of as many replies as may draft at a time.
+
+    weights: placed on the device. token_embd, output: the target's, for a drafter without its own. n_ctx: positions of
+    a sequence. ws: a workspace within `drafter_limits`. Everything is allocated here.
+    """
+
+    def __init__(
+        self, device: Memory, ops: Ops, ws: Workspace, config: DrafterConfig, weights: DrafterWeights,
+        token_embd: QTensor, output: QTensor, n_ctx: int, n_rings: int = 1,
+    ) -> None:  # fmt: skip
+        self.config, self.n_ctx = config, n_ctx
+        self._device, self._ops, self._ws, self._weights = device, ops, ws, weights
+        self._token_embd = token_embd if weights.token_embd is None else weights.token_embd
+        self._output = output if weights.output is None else weights.output
+        # Keys and values of features: their norm is the one behind `fc`. An op that makes these makes queries, too;
+        # those of one head are the fewest, and nobody reads them.
+        self._contexts = [
+            AttentionInput(
+                weights.norm, own.wq.rows(0, config.head_dim), own.wk, own.wv, q_norm=own.q_norm, k_norm=own.k_norm
+            )
+            for own in (layer.attention.inputs for layer in weights.layers)
+        ]
+        c, B = config, config.block_tokens
+        T, reach = ws.limits.max_tokens, max(c.reach)
+        # A block of the ring may hold the end of one logical block and the beginning of another, which no window sees.
+        self._n_blocks = -(-(reach + B) // KV_BLOCK_TOKENS)
+        self.ring_tokens = self._n_blocks * KV_BLOCK_TOKENS
+        shape = (self.ring_tokens, c.n_head_kv, c.head_dim)
+        self._rings = [
+            Ring(tuple(
+                KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in range(c.n_layer)
+            ))
+            for _ in range(n_rings)
+        ]  # fmt: skip
+        n_logical = -(-(n_ctx + B) // KV_BLOCK_TOKENS)
+        self._table = device.upload((np.arange(n_logical, dtype=np.int32) % self._n_blocks)[None])
+        self._rope = device.upload(scaled_rope_table(n_ctx + B, c.n_rot, c.rope_base, c.scaling))
+        width = c.n_head * c.head_dim
+        self._fused = device.empty((T, c.n_embd), np.float32)
+        self._unread = device.empty((T, 1, c.head_dim), np.float32)
+        self._x, self._h = (device.empty((B, c.n_embd), np.float32) for _ in range(2))
+        self._q = device.empty((B, c.n_head, c.head_dim), np.float32)
+        self._attended = device.empty((B, width), np.float32)
+        self._logits = device.empty((B - 1, self._output.shape[0]), np.float32)
+        self._positions, self._slots = (device.empty(T, np.int32) for _ in range(2))
+        self._tokens, self._seen = (device.empty(B, np.int32) for _ in range(2))
+        self._sequence = device.upload(np.zeros(B, np.int32))
+        self._rows = device.upload(np.arange(1, B, dtype=np.int32))
+
+    def ring(self) -> Ring | None:
+        """A ring without any features, or None where all are taken."""
+        if not self._rings:
+            return None
+        ring = self._rings.pop()
+        ring.first = ring.end = ring.top = 0
+        return ring
+
+    def give_back(self, ring: Ring) -> None:
+        """The reply of a ring has ended."""
+        self._rings.append(ring)
+
+    def feed(self, ring: Ring, features: Sequence[Array] | Array, position: int) -> None:
+        """Keep the features of positions from `position` on: float32 [T, D] of each captured layer, on the device.
+
+        They may begin behind what is there, after a prefix that was not computed, or before its end, where tokens were
+        taken back.
+        """
+        T = len(features[0])
+        start = max(0, T - self.ring_tokens)  # of more than a ring holds, the last
+        if start or not ring.first < position <= ring.end:  # nothing of what is there comes before
+            ring.first = ring.top = position + start
+        ring.end = position + T
+        step = self._ws.limits.max_tokens
+        for a in range(start, T, step):
+            self._keep(ring, [feature[a : min(a + step, T)] for feature in features], position + a)
+        self._written(ring, position + T)
+
+    def _keep(self, ring: Ring, features: Sequence[Array], position: int) -> None:
+        """One step of `feed`."""
+        c, ops, ws, n = self.config, self._ops, self._ws, len(features[0])
+        fused, unread = self._fused[:n], self._unread[:n]
+        self._place(position, n)
+        for k, (matrix, feature) in enumerate(zip(self._weights.fc, features, strict=True)):
+            ops.attention_output(ws, feature, matrix, fused, add=k > 0)
+        for context, kv in zip(self._contexts, ring.layers, strict=True):
+            ops.attention_input(ws, fused, context, c.eps, self._rope, self._positions[:n], kv, self._slots[:n], unread)
+
+    def _place(self, position: int, n: int) -> None:
+        """Positions and slots of n tokens from a position on, to the device."""
+        positions = np.arange(position, position + n, dtype=np.int32)
+        self._ws.feed([
+            (self._positions[:n], positions), (self._slots[:n], (positions % self.ring_tokens).astype(np.int32))
+        ])  # fmt: skip
+
+    def _written(self, ring: Ring, end: int) -> None:
+        ring.top = max(ring.top, end)
+        ring.first = max(ring.first, ring.top - self.ring_tokens)
+
+    def draft(self, ring: Ring, token: int, most: int) -> tuple[int, ...]:
+        """At most `most` tokens behind `token`, which stands where the features end; none where there are none."""
+        n = min(most, self.config.block_tokens - 1)
+        if n < 1 or ring.first >= ring.end or ring.end >= self.n_ctx:
+            return ()
+        rows = np.asarray(self._device.read(self.logits(ring, token, n))).argmax(axis=1)
+        d2t = self._weights.d2t
+        return tuple(int(i) if d2t is None else d2t[i] for i in rows)
+
+    def logits(self, ring: Ring, token: int, n: int) -> F32:
+        """What the head says of the first n masks of a block behind the features, [n, rows of the head]."""
+        c, ops, ws, w, B = self.config, self._ops, self._ws, self._weights, self.config.block_tokens
+        start, end = ring.end, ring.end + B
+        tokens = np.full(B, c.mask_token, np.int32)
+        tokens[0] = token
+        self._place(start, B)
+        seen = np.arange(start, end, dtype=np.int32) if c.causal else np.full(B, end - 1, np.int32)
+        ws.feed([(self._tokens, tokens), (self._seen, seen)])
+        positions, slots = self._positions[:B], self._slots[:B]
+        ops.embed(ws, self._token_embd, self._tokens, self._x, scale=c.embed_scale)
+        for layer, kv, reach in zip(w.layers, ring.layers, c.reach, strict=True):
+            inputs = layer.attention.inputs
+            ops.attention_input(ws, self._x, inputs, c.eps, self._rope, positions, kv, slots, self._q)
+            known = min(reach, start - ring.first + 1) if ring.first else reach
+            # A query that sees all of the block begins where its first one does: that much more in all.
+            window = known if c.causal else known + B - 1
+            ops.attention(
+                ws, self._q, kv, self._table, self._sequence, self._seen, c.scale, self._attended, end, window=window
+            )
+            ops.attention_output(ws, self._attended, layer.attention.wo, self._x)
+            ops.norm(ws, self._x, layer.ffn_norm, c.eps, self._h)
+            ops.dense_ffn(ws, self._h, layer.ffn.gate, layer.ffn.up, layer.ffn.down, self._x)
+        self._written(ring, end)
+        logits: F32 = self._logits[:n]
+        ops.head(ws, self._x, self._rows[:n], w.output_norm, c.eps, self._output, logits)
+        return logits
+
+
+class DFlash:
+    """Drafts of one reply (`source.Source`), as long as it is told the features of what was fed."""
+
+    def __init__(self, drafter: Drafter, ring: Ring) -> None:
+        self._drafter, self._ring = drafter, ring
+
+    def feed(self, features: Sequence[Array] | Array, position: int) -> None:
+        """As `Drafter.feed`: of what stays of a step."""
+        self._drafter.feed(self._ring, features, position)
+
+    def propose(self, history: Sequence[int], most: int) -> Draft | None:
+        """A draft behind the last token of `history`; None unless the features end right before it."""
+        if self._ring.end != len(history) - 1:
+            return None
+        tokens = self._drafter.draft(self._ring, history[-1], most)
+        return Draft("dflash", 0, tokens) if tokens else None
+
+    def close(self) -> None:
+        """As `Source.close`."""
+        self._drafter.give_back(self._ring)
