@@ -364,6 +364,12 @@ def _gib(value: str) -> float:
     return number
 
 
+def _draft(value: str) -> str:
+    if value not in DRAFTS and not Path(value).is_file():
+        raise argparse.ArgumentTypeError(f"expected {', '.join(DRAFTS)} or a drafter's file, found {value!r}")
+    return value
+
+
 def _percentage(value: str) -> float:
     try:
         number = float(value)
@@ -409,7 +415,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--cache-dir", type=Path, help="folder that keeps prefixes from one start to the next (default: none)")
     add("--cache-dir-gib", type=_gib, help="GiB of files in that folder (default: 32)")
     add("--exact-prefixes", action="store_true", help="reuse no decoded tokens before they were read as a prompt")
-    add("--draft", choices=DRAFTS, help="who proposes tokens that may follow (default: auto, all that there are)")
+    add(
+        "--draft",
+        type=_draft,
+        help="who proposes tokens that may follow: off, lookup, a drafter's file, auto (default: all but files)",
+    )
     add(
         "--draft-memory-mib",
         type=_amount("MiB"),

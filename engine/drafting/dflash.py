@@ -25,6 +25,9 @@ from engine.ops import F32, KV_BLOCK_TOKENS, AttentionInput, KVLayer, Limits
 from engine.ops.device import Array, Memory
 from engine.ops.interface import Ops, Workspace
 
+NAME = "dflash"
+# Chances of a draft's tokens, as `gate.Priors`: what published drafters reach on code; the first drafts correct it.
+PRIORS = ((0.75, 0.70, 0.65, 0.60, 0.55, 0.50),)
 FEED_TOKENS = 64  # positions whose features become keys and values in one step
 
 
@@ -97,6 +100,7 @@ class Drafter:
             ))
             for _ in range(n_rings)
         ]  # fmt: skip
+        self._taken: list[Ring] = []
         n_logical = -(-(n_ctx + B) // KV_BLOCK_TOKENS)
         self._table = device.upload((np.arange(n_logical, dtype=np.int32) % self._n_blocks)[None])
         self._rope = device.upload(scaled_rope_table(n_ctx + B, c.n_rot, c.rope_base, c.scaling))
@@ -112,17 +116,32 @@ class Drafter:
         self._sequence = device.upload(np.zeros(B, np.int32))
         self._rows = device.upload(np.arange(1, B, dtype=np.int32))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rings, tables and buffers."""
+        rings = [a for r in (*self._rings, *self._taken) for layer in r.layers for a in (layer.k, layer.v)]
+        own = (
+            self._table, self._rope, self._fused, self._unread, self._x, self._h, self._q, self._attended, self._logits
+        )  # fmt: skip
+        return sum(int(a.nbytes) for a in (*rings, *own))
+
     def ring(self) -> Ring | None:
         """A ring without any features, or None where all are taken."""
         if not self._rings:
             return None
         ring = self._rings.pop()
+        self._taken.append(ring)
         ring.first = ring.end = ring.top = 0
         return ring
 
     def give_back(self, ring: Ring) -> None:
         """The reply of a ring has ended."""
+        self._taken.remove(ring)
         self._rings.append(ring)
+
+    def close(self) -> None:
+        """Release the workspace."""
+        self._ws.close()
 
     def feed(self, ring: Ring, features: Sequence[Array] | Array, position: int) -> None:
         """Keep the features of positions from `position` on: float32 [T, D] of each captured layer, on the device.
@@ -200,10 +219,18 @@ class Drafter:
 
 
 class DFlash:
-    """Drafts of one reply (`source.Source`), as long as it is told the features of what was fed."""
+    """Drafts of one reply (`source.Follower`), as long as it is told the features of what was fed."""
+
+    name = NAME
 
     def __init__(self, drafter: Drafter, ring: Ring) -> None:
         self._drafter, self._ring = drafter, ring
+        self.most = drafter.config.block_tokens - 1
+
+    def knows(self, history: Sequence[int]) -> bool:
+        """As `Follower.knows`: the features end right before the last token."""
+        ring = self._ring
+        return ring.end == len(history) - 1 and ring.first < ring.end < self._drafter.n_ctx
 
     def feed(self, features: Sequence[Array] | Array, position: int) -> None:
         """As `Drafter.feed`: of what stays of a step."""
@@ -211,10 +238,10 @@ class DFlash:
 
     def propose(self, history: Sequence[int], most: int) -> Draft | None:
         """A draft behind the last token of `history`; None unless the features end right before it."""
-        if self._ring.end != len(history) - 1:
+        if not self.knows(history):
             return None
         tokens = self._drafter.draft(self._ring, history[-1], most)
-        return Draft("dflash", 0, tokens) if tokens else None
+        return Draft(NAME, 0, tokens) if tokens else None
 
     def close(self) -> None:
         """As `Source.close`."""

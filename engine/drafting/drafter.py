@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
@@ -147,12 +147,19 @@ class DrafterWeights:
     d2t: list[int] | None
 
 
+class DrafterFile(NamedTuple):
+    """A drafter as its file has it."""
+
+    config: DrafterConfig
+    weights: DrafterWeights
+
+
 def is_drafter(architecture: str) -> bool:
     """Whether files of this `general.architecture` are drafters."""
     return architecture in DIALECTS
 
 
-def open_drafter(path: Path, target: Target) -> tuple[DrafterConfig, DrafterWeights]:
+def open_drafter(path: Path, target: Target) -> DrafterFile:
     """A drafter's configuration and weights, views of its mapped file; one that does not fit the target is refused."""
     with open_model(path) as file:
         if not is_drafter(file.architecture):
@@ -162,7 +169,7 @@ def open_drafter(path: Path, target: Target) -> tuple[DrafterConfig, DrafterWeig
             )
         config = read(file)
         check(config, target, path)
-        return config, load(file, config, target)
+        return DrafterFile(config, load(file, config, target))
 
 
 def read(file: GGUFFile) -> DrafterConfig:

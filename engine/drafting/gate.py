@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.source import Draft, Source
+from engine.drafting.source import Draft, Follower, Source
 
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
@@ -142,9 +142,14 @@ class Record:
 
 @dataclass(slots=True)
 class Drafting:
-    """What drafts for one reply, and how that fared."""
+    """What drafts for one reply, and how that fared. follower: one that computes drafts, if there is any.
+
+    idle_steps: that there have been since it was worth asking.
+    """
 
     sources: tuple[Source, ...]
+    follower: Follower | None = None
+    idle_steps: int = 0
     record: Record = field(default_factory=Record)
 
 
@@ -169,6 +174,7 @@ class Gate:
         self._costs: dict[int, Costs] = {}
         self._saved_s = 0.0
         self._tokens = 0  # decoded by all
+        self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps = 0
         self.tallies: dict[str, Tally] = {}
@@ -212,18 +218,38 @@ class Gate:
         costs, none = self.costs(len(offers)), [0] * len(offers)
         if not costs.plain:
             return none  # a plain step first: nothing can be compared with what nobody knows
-        known = self._best([None if o is None else self._stay(*o, 0.0) for o in offers], costs, fits, most)
+        stay, making_s = [None if o is None else self._stay(*o, 0.0) for o in offers], self._making(offers)
+        known = self._best(stay, costs, fits, most, making_s=making_s)
         if known.gain >= GAIN:
             return known.tokens
         stay = [None if o is None else self._stay(*o, _HOPE) for o in offers]
-        hoped = self._best(stay, costs, fits, most, _HOPED_COST)
+        hoped = self._best(stay, costs, fits, most, _HOPED_COST, making_s)
         if hoped.gain < GAIN:
             return none
-        loss_s = costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
+        loss_s = making_s + costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
         return hoped.tokens if loss_s <= self._saved_s else none
 
-    def note(self, fared: Sequence[tuple[Draft, Record, int, int] | None], seconds: float) -> None:
-        """Take in a step with drafts: of each reply its draft, how many tokens it was given, and how many stayed."""
+    def made(self, source: str, seconds: float) -> None:
+        """Take in what it took to make a draft."""
+        known = self._making_s.get(source)
+        expected = seconds if known is None else min(seconds, _ODD_COST * known)
+        self._making_s[source] = expected if known is None else known + _COST_FADE * (expected - known)
+
+    def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
+        """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
+        costs = self.costs(n_replies)
+        if not costs.plain:
+            return 1.0
+        stay: list[list[float] | None] = [self._stay(*offer, 0.0)]
+        return self._best(stay + [None] * (n_replies - 1), costs, fits, most, making_s=self._making([offer])).gain
+
+    def note(
+        self, fared: Sequence[tuple[Draft, Record, int, int] | None], seconds: float, making_s: float = 0.0
+    ) -> None:
+        """Take in a step with drafts: of each reply its draft, how many tokens it was given, and how many stayed.
+
+        making_s: how much of the time it took to make them.
+        """
         costs, drafted, gained = self.costs(len(fared)), 0, 0.0
         self._news += 1
         for one in fared:
@@ -240,7 +266,7 @@ class Gate:
                 tally = tallies.setdefault(draft.source, Tally())
                 tally.drafted += n_given
                 tally.accepted += n_stayed
-        costs.note(drafted, seconds)
+        costs.note(drafted, seconds - making_s)
         # What was lost, whether it was a trial or should have paid, is not there for trials any more.
         lost_s = seconds - costs.plain * math.exp(gained / len(fared))
         if lost_s > 0:
@@ -251,6 +277,9 @@ class Gate:
 
     def _most_saved(self, costs: Costs) -> float:
         return SAVED_STEPS * costs.plain
+
+    def _making(self, offers: Sequence[Offer | None]) -> float:
+        return sum(self._making_s.get(offer[0].source, 0.0) for offer in offers if offer is not None)
 
     def _of_all(self, draft: Draft) -> Chances:
         chances = self._chances.setdefault((draft.source, draft.grade), Chances())
@@ -285,9 +314,12 @@ class Gate:
 
     def _best(
         self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
-        token_cost: float = _TOKEN_COST,
+        token_cost: float = _TOKEN_COST, making_s: float = 0.0,
     ) -> _Choice:  # fmt: skip
-        """What gives the replies most, by the chances of their drafts' tokens; token_cost: as of `Costs.of`."""
+        """What gives the replies most, by the chances of their drafts' tokens.
+
+        token_cost: as of `Costs.of`. making_s: what it takes to make the drafts.
+        """
         steps: list[tuple[float, int]] = []  # what a reply gains by one token more of its draft, in logarithms
         for i, chances in enumerate(stay):
             expected = 1.0
@@ -300,7 +332,7 @@ class Gate:
         for total, (gain, _) in enumerate(steps[:most], 1):
             gained += gain
             if fits(n + total):
-                value = gained / n - math.log(costs.of(total, token_cost) / costs.plain)
+                value = gained / n - math.log((making_s + costs.of(total, token_cost)) / costs.plain)
                 if value > best:
                     best, best_total = value, total
         tokens = [0] * n

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.ops.device import Array
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -25,7 +27,7 @@ class Draft:
 
 
 class Source(Protocol):
-    """What drafts for one reply."""
+    """What drafts for one reply; to ask it costs next to nothing."""
 
     def propose(self, history: Sequence[int], most: int) -> Draft | None:
         """At most `most` tokens that may follow `history`, a prompt and a reply so far; None: nothing.
@@ -35,3 +37,19 @@ class Source(Protocol):
 
     def close(self) -> None:
         """The reply has ended; gives back what it took."""
+
+
+class Follower(Source, Protocol):
+    """A source that computes drafts from what the model made of the tokens so far. That takes time: it is asked last.
+
+    name: of its drafts, which have one grade, 0. most: tokens of a draft.
+    """
+
+    name: str
+    most: int
+
+    def knows(self, history: Sequence[int]) -> bool:
+        """Whether there is all that a draft behind the last token is made from."""
+
+    def feed(self, features: Sequence[Array] | Array, position: int) -> None:
+        """Take in tokens that were fed and stay, from a position on: float32 [T, D] of each captured layer."""

@@ -146,7 +146,8 @@ def record(cls: type[Any], checks: Mapping[str, Check]) -> Check:
     A field with a default may be missing. Where `cls` has a field `info`, it takes the others.
     """
     assert [f.name for f in fields(cls)] == list(checks), cls
-    required = [f.name for f in fields(cls) if f.default is MISSING and f.name != "info"]
+    has_default = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
+    required = [f.name for f in fields(cls) if f.name not in has_default and f.name != "info"]
 
     def check(name: str, value: Any) -> Any:
         prefix = f"{name}." if name else ""

@@ -8,11 +8,10 @@ from typing import Literal
 
 Device = Literal["auto", "cuda", "cpu", "reference"]
 KVType = Literal["f16", "q8_0"]
-Drafts = Literal["auto", "off", "lookup"]
 
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
-DRAFTS: tuple[Drafts, ...] = ("auto", "off", "lookup")
+DRAFTS = ("auto", "off", "lookup")
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
 
 
@@ -39,8 +38,8 @@ class EngineConfig:
     cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.
     cache_dir_gib: GiB of files in that folder.
     exact_prefixes: prompts reuse nothing that was decoded before it has been read as a prompt.
-    draft: who proposes tokens that steps check beside the one that is due: `lookup`, or nobody (`off`); `auto` is all
-        that there are. With `replay` nobody does.
+    draft: who proposes tokens that steps check beside the one that is due: `lookup`, nobody (`off`), or beside lookup
+        the drafter in a file, by its path; `auto` is all that there are without one. With `replay` nobody does.
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
     plan_only: say what memory it would take, and end; no weights are read.
     """
@@ -63,6 +62,11 @@ class EngineConfig:
     cache_dir: Path | None = None
     cache_dir_gib: float = 32.0
     exact_prefixes: bool = False
-    draft: Drafts = "auto"
+    draft: str = "auto"
     draft_memory_mib: float = 64.0
     plan_only: bool = False
+
+    @property
+    def drafter(self) -> Path | None:
+        """The file of a drafter that `draft` names."""
+        return None if self.draft in DRAFTS else Path(self.draft)

@@ -59,6 +59,12 @@ class Proposer(Protocol):
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """A step with drafts, or without, took so long, and so much of them stayed."""
 
+    def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
+        """A step was run, and accepted where anything was proposed: what it computed can be read until the next."""
+
+    def follows(self, replies: Many[Reply]) -> bool:
+        """Whether steps of these have to be told (`fed`), one by one."""
+
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """The replies went on without drafts for a while, in so many steps."""
 
@@ -75,6 +81,13 @@ class Nothing:
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `Proposer.fared`."""
+
+    def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
+        """As `Proposer.fed`."""
+
+    def follows(self, replies: Many[Reply]) -> bool:
+        """As `Proposer.follows`."""
+        return False
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `Proposer.went`."""
@@ -101,7 +114,9 @@ class Decoder:
         began_s = time.perf_counter()
         drafts = self.proposer.propose(replies) if drafts is None else drafts
         proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
-        failures = self.accept(proposals, self.run(proposals))
+        result = self.run(proposals)
+        failures = self.accept(proposals, result)
+        self.proposer.fed(proposals, result)
         self.proposer.fared(proposals, time.perf_counter() - began_s + spent_s)
         return failures
 
@@ -182,7 +197,7 @@ class Decoder:
         if isinstance(self.drawer, DeviceDrawer):
             if can_share(self.steps, replies):
                 drafts = self.proposer.propose(replies)
-                if any(drafts):
+                if any(drafts) or self.proposer.follows(replies):
                     return self.step(replies, drafts)
                 began_s = time.perf_counter()
                 ahead = Together(self.steps, self.drawer, replies, lambda: any(self.proposer.propose(replies)))
@@ -258,7 +273,7 @@ class DraftedAhead:
             return
         if self._ahead is None:
             (draft,) = self._decoder.proposer.propose([self._reply])
-            if draft is not None:
+            if draft is not None or self._decoder.proposer.follows([self._reply]):
                 self._step(draft)
                 return
             self._ahead = AheadOfHost(self._decoder.steps, self._drawer, self._reply)
@@ -283,7 +298,7 @@ class DraftedAhead:
         else:
             self._ahead.pause()
 
-    def _step(self, draft: Draft) -> None:
+    def _step(self, draft: Draft | None) -> None:
         changing_s, self._changing_s = self._changing_s, 0.0
         (failure,) = self._decoder.step([self._reply], [draft], changing_s)
         if failure is not None:

@@ -6,77 +6,104 @@ those of single steps, widths that are captured, blocks and recurrent states. No
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
-from engine.drafting import lookup
-from engine.drafting.gate import Drafting, Gate, Tally
+from engine.drafting import dflash, lookup
+from engine.drafting.dflash import DFlash, Drafter, drafter_limits
+from engine.drafting.drafter import DrafterFile
+from engine.drafting.gate import Drafting, Gate, Offer, Tally
 from engine.drafting.lookup import Lookup
-from engine.drafting.source import Draft
+from engine.drafting.source import Draft, Follower
 from engine.memory.blocks import Sequence
 from engine.memory.kv import KVCache
 from engine.models.layers import KEPT_TOKENS
-from engine.ops import KV_BLOCK_TOKENS
+from engine.ops import KV_BLOCK_TOKENS, Limits
+from engine.ops.interface import Workspace
 from engine.running.decoding import Proposal
+from engine.running.forward import Forward, Put, placed
 from engine.running.reply import Reply
-from engine.running.stepping import Steps
+from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
+IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
+MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
+MOST_RINGS = 4  # replies that a drafter drafts for at a time
 WIDTH_STEP = 4  # and of wider ones, those of its multiples: few enough to know what each takes
 
 
 class Drafts:
-    """Proposes for replies that were begun here (`decoding.Proposer`). memory_bytes: of texts of earlier requests."""
+    """Proposes for replies that were begun here (`decoding.Proposer`).
 
-    def __init__(self, steps: Steps, memory_bytes: int) -> None:
+    memory_bytes: of texts of earlier requests. drafter: beside lookup, of as many replies at a time as it has rings.
+    """
+
+    def __init__(self, steps: Steps, memory_bytes: int, drafter: Drafter | None = None) -> None:
         self._steps, self._limits = steps, steps.forward.limits
         self._most = min(KEPT_TOKENS, self._limits.max_tokens, self._limits.max_rows)
         self._memory = lookup.Memory(memory_bytes)
-        self._gate = Gate({lookup.NAME: lookup.PRIORS})
+        self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS})
+        self._drafter = drafter
+        self._making_s = 0.0  # of the drafts that were proposed last
+        self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
-            reply.drafting = Drafting((Lookup(self._memory, prediction),))
+            reply.drafting = Drafting((Lookup(self._memory, prediction),), self._follower())
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
         if reply.drafting is not None:
             for source in reply.drafting.sources:
                 source.close()
+            if reply.drafting.follower is not None:
+                reply.drafting.follower.close()
             reply.drafting = None
         self._memory.add(reply.history)
 
     def propose(self, replies: Many[Reply]) -> list[Draft | None]:
         """As `decoding.Proposer.propose`."""
         most, room = self._most - len(replies), _Room(self._steps.forward.kv)
-        drafts = [self._drafted(reply, most, room) for reply in replies]
-        if not any(drafts):
-            return drafts
-        offers = [
-            None if draft is None or reply.drafting is None else (draft, reply.drafting.record)
-            for reply, draft in zip(replies, drafts, strict=True)
-        ]
+        self._making_s = 0.0
+        offers = [self._offer(reply, most, room, len(replies)) for reply in replies]
+        if not any(offers):
+            return [None] * len(replies)
         counts = self._gate.share(offers, self._fits, most)
         return [
-            Draft(draft.source, draft.grade, draft.tokens[:n]) if draft is not None and n else None
-            for draft, n in zip(drafts, counts, strict=True)
+            Draft(offer[0].source, offer[0].grade, offer[0].tokens[:n]) if offer is not None and n else None
+            for offer, n in zip(offers, counts, strict=True)
         ]
+
+    def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
+        """As `decoding.Proposer.fed`."""
+        if result.features is None:
+            return
+        row = 0
+        for p in proposals:
+            drafting, n = p.reply.drafting, len(p.span.tokens) - len(p.follow) + p.stayed
+            if drafting is not None and drafting.follower is not None:
+                drafting.follower.feed(result.features[:, row : row + n], p.span.sequence.length - n)
+            row += len(p.span.tokens)
+
+    def follows(self, replies: Many[Reply]) -> bool:
+        """As `decoding.Proposer.follows`."""
+        return any(reply.drafting is not None and reply.drafting.follower is not None for reply in replies)
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
-        if any(p.draft for p in proposals):
-            self._gate.note(
-                [
-                    None
-                    if p.draft is None or p.reply.drafting is None
-                    else (p.draft, p.reply.drafting.record, len(p.draft.tokens), p.stayed)
-                    for p in proposals
-                ],
-                seconds,
-            )
+        fared = [
+            None
+            if p.draft is None or p.reply.drafting is None
+            else (p.draft, p.reply.drafting.record, len(p.draft.tokens), p.stayed)
+            for p in proposals
+        ]
+        if any(fared):
+            self._gate.note(fared, seconds, self._making_s)
         else:
-            self._gate.plain(len(proposals), seconds)
+            self._gate.plain(len(proposals), seconds - self._making_s)
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
@@ -89,6 +116,11 @@ class Drafts:
     def begin_costs(self, seconds: dict[int, float]) -> None:
         """What steps of so many tokens of one reply took when they were tried, one among them."""
         self._gate.costs(1).begin({n - 1: s for n, s in seconds.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the drafter's buffers take of the device."""
+        return 0 if self._drafter is None else self._drafter.nbytes
 
     def stats(self) -> dict[str, Any]:
         """Tokens drafted and accepted by source, bytes of texts, and what steps take, in ms.
@@ -107,17 +139,61 @@ class Drafts:
     def close(self) -> None:
         """Forget all texts; nobody may be drafted for any more."""
         self._memory.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
-    def _drafted(self, reply: Reply, most: int, room: _Room) -> Draft | None:
+    def _follower(self) -> Follower | None:
+        """The drafter for a reply, where it has room, and has not been found to be of no use lately."""
+        if self._drafter is None:
+            return None
+        if self._resting:
+            self._resting -= 1
+            return None
+        ring = self._drafter.ring()
+        return None if ring is None else DFlash(self._drafter, ring)
+
+    def _offer(self, reply: Reply, most: int, room: _Room, n_replies: int) -> Offer | None:
         """What may follow a reply's last token, as far as there is room for it."""
-        if reply.drafting is None or reply.sequence is None:
+        drafting = reply.drafting
+        if drafting is None or reply.sequence is None:
             return None
         most = min(most, reply.left - 1, room.of(reply.sequence) - 1)
         if most < 1:
             return None
-        draft = next(filter(None, (source.propose(reply.history, most) for source in reply.drafting.sources)), None)
-        if draft is not None:
-            room.take(reply.sequence, 1 + len(draft.tokens))
+        draft = next(filter(None, (source.propose(reply.history, most) for source in drafting.sources)), None)
+        if drafting.follower is not None:
+            draft = self._computed(reply, drafting, drafting.follower, draft, most, n_replies) or draft
+        if draft is None:
+            return None
+        room.take(reply.sequence, 1 + len(draft.tokens))
+        return draft, drafting.record
+
+    def _computed(
+        self, reply: Reply, drafting: Drafting, follower: Follower, other: Draft | None, most: int, n_replies: int
+    ) -> Draft | None:
+        """A computed draft, where it promises more than another one, and something at all."""
+        if not follower.knows(reply.history):
+            return None
+        record, n = drafting.record, min(most, follower.most)
+        like = Draft(follower.name, 0, (0,) * n)  # its worth does not depend on its tokens
+        others = [None] * (n_replies - 1)
+        if not any(self._gate.share([(like, record), *others], self._fits, most)):
+            drafting.idle_steps += 1
+            if drafting.idle_steps > IDLE_STEPS:
+                follower.close()
+                drafting.follower = None
+                self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
+            return None
+        drafting.idle_steps = 0
+        if other is not None:
+            gains = [self._gate.gain((d, record), n_replies, self._fits, most) for d in (like, other)]
+            if gains[0] <= gains[1]:
+                return None
+        began_s = time.perf_counter()
+        draft = follower.propose(reply.history, n)
+        taken_s = time.perf_counter() - began_s
+        self._gate.made(follower.name, taken_s)
+        self._making_s += taken_s
         return draft
 
     def _fits(self, n_tokens: int) -> bool:
@@ -125,6 +201,18 @@ class Drafts:
         if self._steps.graphs is not None:
             return self._steps.is_captured(n_tokens)
         return n_tokens <= EVERY_WIDTH or n_tokens % WIDTH_STEP == 0
+
+
+def lay_out(
+    file: DrafterFile, forward: Forward, workspace: Callable[[Limits], Workspace], put: Put | None = None
+) -> Drafter:
+    """A drafter on the device of the model that it drafts for; put: as of `Forward`."""
+    limits, device = forward.limits, forward.device
+    return Drafter(
+        device, forward.ops, workspace(drafter_limits(file.config, limits.n_vocab, limits.n_ctx)), file.config,
+        placed(file.weights, put or device.upload), forward.weights.token_embd, forward.weights.output, limits.n_ctx,
+        n_rings=min(limits.places, MOST_RINGS),
+    )  # fmt: skip
 
 
 class _Room:

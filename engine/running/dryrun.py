@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.drafting.dflash import FEED_TOKENS, Drafter
+from engine.drafting.drafter import DrafterFile, open_drafter
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
 from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
@@ -34,6 +36,7 @@ from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
 from engine.running import inspection, probe
+from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.running.source import open_profile
@@ -84,6 +87,7 @@ def count(
     limits: Limits,
     kv_type: KVType,
     *,
+    drafter: DrafterFile | None = None,
     run: bool = True,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
@@ -101,8 +105,12 @@ def count(
         ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(
         device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type,
-        ropes=_rope_shapes(arch, config, limits.n_ctx),
+        ropes=_rope_shapes(arch, config, limits.n_ctx), captured=() if drafter is None else drafter.config.captured,
     )  # fmt: skip
+    made = None
+    if drafter is not None:
+        placed(drafter.weights, dense.upload)
+        made = lay_out(drafter, forward, lambda limits: ops.workspace(limits, device))
     sizes = [slot_bytes(e) for e in weights.experts]
     empty = placement.empty([config.n_expert] * len(sizes), sizes)
     before = device.n_bytes
@@ -113,6 +121,8 @@ def count(
     drawer = DeviceDrawer(forward, device)
     if run:
         _run(Steps(forward, residency, Graphs(device)), drawer.lend())
+        if made is not None:
+            _draft(made, forward)
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
     return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)))
 
@@ -142,6 +152,18 @@ def _run(steps: Steps, sampler: Sampler) -> None:
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
             _step(forward, steps.residency, n, wanted)
+
+
+def _draft(drafter: Drafter, forward: Forward) -> None:
+    """Steps of a drafter: features of so many tokens, and a block."""
+    ring, features = drafter.ring(), forward.buffers.features
+    assert ring is not None and features is not None
+    for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, FEED_TOKENS):
+        if n <= features.shape[1]:
+            drafter.feed(ring, features[:, :n], 0)
+    drafter.logits(ring, 0, 1)
+    drafter.logits(ring, 0, drafter.config.block_tokens - 1)
+    drafter.give_back(ring)
 
 
 def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
@@ -202,9 +224,10 @@ class Sharing:
         n_ctx: int,
         profile: Profile | None,
         like: CountingDevice,
+        drafter: DrafterFile | None = None,
     ) -> None:
         self.options, self.arch, self.config, self.weights = options, arch, config, weights
-        self.n_ctx, self.profile, self.like = n_ctx, profile, like
+        self.n_ctx, self.profile, self.like, self.drafter = n_ctx, profile, like, drafter
         self.policy = policies.find(options.policy)
         self.experts = Experts(
             self.policy.counts(profile, config.moe_layers, config.n_expert),
@@ -311,8 +334,9 @@ class Sharing:
             device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
             try:
                 self._counted[n, places, run] = count(
-                    device, self.arch, self.config, self.weights, limits, self.options.kv_type, run=run
-                )
+                    device, self.arch, self.config, self.weights, limits, self.options.kv_type,
+                    drafter=self.drafter, run=run,
+                )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
                     f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
@@ -413,7 +437,8 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         with nullcontext(file) if options.profile is None else open_model(options.model) as known:
             profile, warnings = open_profile(options, known, config)
     try:
-        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like)
+        drafter = None if options.drafter is None else open_drafter(options.drafter, config)
+        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafter)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     except (CapacityError, UnsupportedModelError) as error:
         return said | {"refusal": {"code": error.code, "message": error.message, "hint": error.hint}}

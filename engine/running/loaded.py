@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.drafting.dflash import Drafter
 from engine.ground.config import EngineConfig
 from engine.memory import swap
 from engine.memory.blocks import Sequence
@@ -30,7 +31,7 @@ from engine.running import dryrun
 from engine.running.backend import Backend, open_backend
 from engine.running.decoding import Decoder
 from engine.running.digest import code_digest
-from engine.running.drafts import Drafts
+from engine.running.drafts import Drafts, lay_out
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward
 from engine.running.shares import Progress, Shares, share_out
@@ -119,7 +120,7 @@ class Loaded:
             "dense_bytes": int(self.source.weights.dense_bytes),
             "kv_bytes": self.kv.nbytes,
             "slots_bytes": self.residency.arena_bytes,
-            "buffers_bytes": self.forward.buffers_bytes,
+            "buffers_bytes": self.forward.buffers_bytes + (0 if self.drafts is None else self.drafts.nbytes),
         }
         return made | {"device_bytes": sum(made.values()), "experts_bytes": self.residency.experts_bytes}
 
@@ -139,11 +140,11 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
         with translated("loading the model"):
             shares = share_out(options, source, backend, n_ctx, progress)
-            forward, residency = _lay_out(options, source, backend, shares, progress, opened)
+            forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
             drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
-            drafts = _drafts(options, steps)
+            drafts = _drafts(options, steps, drafter)
             if drafts is not None:
                 opened.callback(drafts.close)
             prefixes = _remember(options, source, backend, shares, forward.kv)
@@ -156,6 +157,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             f"context of {n_ctx} tokens: "
             + ("asked for" if options.ctx_tokens else f"the model was trained on {source.config.n_ctx_train}"),
             *shares.reasons,
+            f"drafts: {_who_drafts(options, source)}",
         )
         return Loaded(
             options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
@@ -165,7 +167,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
 
 def _lay_out(
     options: EngineConfig, source: Source, backend: Backend, shares: Shares, progress: Progress, opened: ExitStack
-) -> tuple[Forward, Residency]:
+) -> tuple[Forward, Residency, Drafter | None]:
     """Allocate everything of the device, in the order of the dry run, and load what is resident."""
     device, weights = backend.device, source.weights
     uploader = backend.uploader()
@@ -174,7 +176,11 @@ def _lay_out(
     forward = Forward(
         device, backend.ops, ws, source.arch, source.config, weights, shares.limits,
         kv_tokens=shares.limits.n_ctx, kv_type=options.kv_type, put=None if uploader is None else uploader.put,
+        captured=() if source.drafter is None else source.drafter.config.captured,
     )  # fmt: skip
+    drafter = None
+    if source.drafter is not None:
+        drafter = lay_out(source.drafter, forward, backend.workspace, None if uploader is None else uploader.put)
     tier = backend.tier(weights.experts, shares.placement, uploader)
     opened.callback(tier.close)
     dense_bytes = 0
@@ -190,14 +196,24 @@ def _lay_out(
         ws.replay = shares.replay
         if shares.staging_bytes:
             ws.stream_experts(shares.staging_bytes, largest_parts(weights.experts))
-    return forward, residency
+    return forward, residency, drafter
 
 
-def _drafts(options: EngineConfig, steps: Steps) -> Drafts | None:
+def _who_drafts(options: EngineConfig, source: Source) -> str:
+    if options.draft == "off" or options.replay is not None:
+        return "none, " + ("asked for" if options.draft == "off" else "since choices of experts are replayed")
+    memory = f"looked up, also in the last {options.draft_memory_mib:g} MiB of earlier requests"
+    if source.drafter is None:
+        return memory
+    c = source.drafter.config
+    return f"{memory}; a DFlash drafter of {c.n_layer} layers, {c.block_tokens} tokens a block, from {options.draft}"
+
+
+def _drafts(options: EngineConfig, steps: Steps, drafter: Drafter | None) -> Drafts | None:
     """Who drafts; None: nobody. Imposed choices of experts are of steps of one token."""
     if options.draft == "off" or options.replay is not None:
         return None
-    return Drafts(steps, int(options.draft_memory_mib * (1 << 20)))
+    return Drafts(steps, int(options.draft_memory_mib * (1 << 20)), drafter)
 
 
 def _remember(options: EngineConfig, source: Source, backend: Backend, shares: Shares, kv: KVCache) -> PrefixCache:

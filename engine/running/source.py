@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import models
+from engine.drafting.drafter import DrafterFile, open_drafter
 from engine.formats.gguf import GGUFFile, open_model
 from engine.formats.profile import Profile
 from engine.formats.profile import load as load_profile
@@ -21,7 +22,8 @@ class Source:
     """A model as its file has it.
 
     arch: the architecture's module; config: its configuration; weights: views of the mapped file. profile: the counts
-    that were asked for, if any were. warnings: what the user should know of them.
+    that were asked for, if any were. warnings: what the user should know of them. drafter: what its file has, if one
+    was named.
     """
 
     file: GGUFFile
@@ -30,6 +32,7 @@ class Source:
     weights: Weights[Any]
     profile: Profile | None
     warnings: tuple[str, ...]
+    drafter: DrafterFile | None = None
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -66,7 +69,8 @@ def open_source(options: EngineConfig) -> Source:
                 hint="use --kv-type f16",
             )
         profile, warnings = open_profile(options, file, config)
-        return Source(file, arch, config, arch.load(file, config), profile, warnings)
+        drafter = None if options.drafter is None else open_drafter(options.drafter, config)
+        return Source(file, arch, config, arch.load(file, config), profile, warnings, drafter)
     except BaseException:
         file.close()
         raise

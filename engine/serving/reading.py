@@ -69,6 +69,7 @@ def read_together(tasks: Many[GenerateTask]) -> list[list[Event] | SparkError]:
     loaded = tasks[0].loaded
     chunks = [task.chunk() for task in tasks]
     result = loaded.decoder.run(chunks)
+    loaded.decoder.proposer.fed(chunks, result)
     outcomes: list[list[Event] | SparkError] = []
     drawing = [i for i, chunk in enumerate(chunks) if chunk.span.want]
     end = 0

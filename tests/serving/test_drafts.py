@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.running.drafts import Drafts
 from engine.serving.scheduler import Engine
+from tests.dflash_twin import Shape, random_drafter, write_drafter
 
 ENGINE, CTX_TOKENS, VARIANTS = Engine, 640, {}
 Open = Callable[..., Engine]
@@ -290,6 +292,77 @@ def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
     engine.submit(requests[0])
     events = drain(engine)  # alone there is a state to spare
     assert said(events)[1] == expected[1] and drafted(events)[0] > 0
+
+
+def drafter_for(engine: Engine, path: Path) -> Path:
+    """A random drafter's file that fits a model."""
+    config = engine.loaded.source.config
+    shape = Shape(n_embd=config.n_embd, n_vocab=config.n_vocab, captured=(1, 0), window=50)
+    write_drafter(path, shape, random_drafter(shape, np.random.default_rng(3)))
+    return path
+
+
+def eager(engine: Engine) -> None:
+    """Whatever is proposed is run, as far as it fits, and computed drafts are asked for."""
+    gate = engine.loaded.drafts._gate
+    gate.share = Forced.share.__get__(engine.loaded.drafts)  # type: ignore[method-assign]
+    gate.gain = lambda offer, *_: 2.0 if offer[0].source == "dflash" else 1.0  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+def test_a_drafter_of_a_file_changes_no_token(opened: Open, tmp_path: Path, arch: str) -> None:
+    plain = opened(arch=arch, draft="off")
+    requests = asked()
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    engine = opened(arch=arch, draft=str(drafter_for(plain, tmp_path / "d.gguf")), policy="lru", residency_pct=60)
+    assert any("DFlash drafter" in reason for reason in engine.loaded.reasons)
+    eager(engine)
+    engine.submit(requests[0])
+    events = drain(engine)
+    for request in requests[1:]:
+        engine.submit(request)
+    drain(engine, events)
+    assert said(events) == expected
+    found = [e.usage.drafts.get("dflash", {}).get("drafted", 0) for e in events if isinstance(e, Done)]
+    assert all(n > 0 for n in found)  # a ring for each, and features from its prompt on
+    assert len(engine.loaded.drafts._drafter._rings) == 4
+
+
+def test_a_drafter_that_is_of_no_use_is_left_alone(opened: Open, tmp_path: Path) -> None:
+    plain = opened(draft="off")
+    engine = opened(draft=str(drafter_for(plain, tmp_path / "d.gguf")))
+    request = Generate(1, tuple(TEXT[:40]), 500, SAMPLED, ())
+    for one in (plain, engine):
+        one.submit(request)
+    assert said(drain(engine)) == said(drain(plain))
+    drafts = engine.loaded.drafts
+    assert drafts._resting == 1 and len(drafts._drafter._rings) == 4
+    engine.submit(request)
+    drain(engine)
+    assert drafts._resting == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_units")
+def test_a_drafter_on_a_device(opened: Open, tmp_path: Path) -> None:
+    plain = opened("cuda", draft="off", chunk_tokens=40)
+    requests = [replace(r, tokens=r.tokens[:30], max_tokens=min(r.max_tokens, 9)) for r in asked()]
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    engine = opened("cuda", draft=str(drafter_for(plain, tmp_path / "d.gguf")), chunk_tokens=40)
+    eager(engine)
+    engine.submit(requests[0])
+    events = drain(engine)
+    for request in requests[1:]:
+        engine.submit(request)
+    drain(engine, events)
+    assert said(events) == expected
+    assert sum(e.usage.drafts.get("dflash", {}).get("drafted", 0) for e in events if isinstance(e, Done)) > 0
 
 
 @pytest.mark.slow
