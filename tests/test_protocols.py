@@ -18,6 +18,7 @@ FAMILIES = "\n".join(
 CHECKED = """
 from engine.models import qwen35, qwen35moe
 from engine.models.layers import Architecture, ModelConfig, Recurrent
+from engine.models.nextn import Predicting
 from engine.ops import cpu, reference
 from engine.ops.cuda import ops as cuda
 from engine.ops.cuda.counting import CountingDevice
@@ -33,6 +34,8 @@ b: Ops = cpu
 c: Ops = cuda
 d: Recurrent = qwen35
 e: Recurrent = qwen35moe
+f: Predicting = qwen35
+g: Predicting = qwen35moe
 
 def workspaces(a: reference.Workspace, b: CpuWorkspace, c: cuda.Workspace) -> tuple[Workspace, ...]:
     return a, b, c

@@ -26,12 +26,13 @@ from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.ops import Workspace
 from engine.placing import plan
-from engine.running import dryrun
+from engine.running import dryrun, mtp
 from engine.running.backend import Backend, open_backend
 from engine.running.decoding import Decoder
 from engine.running.digest import code_digest
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward
+from engine.running.mtp import Predictor
 from engine.running.shares import Progress, Shares, share_out
 from engine.running.source import Source, open_source
 from engine.running.stepping import Graphs, Steps
@@ -47,6 +48,7 @@ class Loaded:
     source: what the files hold. shares: what is resident. forward, residency: the model on the backend's device.
     steps, drawer, decoder: they run steps, draw from them, and do both. kv, prefixes: the cache, and what is kept of it
     for other requests. forms: of replies. threads: of the host. reasons: why what was not asked for was chosen.
+    predictor: drafts by a block of the model's file, where that was asked for and it has one.
     """
 
     options: EngineConfig
@@ -64,6 +66,7 @@ class Loaded:
     threads: int
     reasons: tuple[str, ...]
     _opened: ExitStack
+    predictor: Predictor | None = None
 
     @property
     def limits(self) -> Limits:
@@ -113,8 +116,9 @@ class Loaded:
         """Bytes by purpose: what is in fast memory, and what the slow tier takes."""
         if self.shares.decision is not None:
             return self.shares.decision.plan.to_json()
+        block = self.source.block
         made = {
-            "dense_bytes": int(self.source.weights.dense_bytes),
+            "dense_bytes": int(self.source.weights.dense_bytes) + (0 if block is None else block.nbytes),
             "kv_bytes": self.kv.nbytes,
             "slots_bytes": self.residency.arena_bytes,
             "buffers_bytes": self.forward.buffers_bytes,
@@ -126,10 +130,15 @@ class Loaded:
         self._opened.close()
 
 
-def load(options: EngineConfig, progress: Progress = lambda stage, done, total: None) -> Loaded:
-    """Open, decide, allocate and load; a SparkError says why not, and leaves nothing open."""
+def load(
+    options: EngineConfig, progress: Progress = lambda stage, done, total: None, *, predict: bool = False
+) -> Loaded:
+    """Open, decide, allocate and load; a SparkError says why not, and leaves nothing open.
+
+    predict: with the block of the file that drafts tokens, if it has one.
+    """
     with ExitStack() as opened:
-        source = open_source(options)
+        source = open_source(options, predict and options.replay is None)  # imposed choices are of the model's layers
         opened.callback(source.file.close)
         threads = options.threads or physical_cores()
         backend = open_backend(options.device, threads)
@@ -140,6 +149,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             forward, residency = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
+            predictor = _predict(source, backend, steps, opened)
             drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
             prefixes = _remember(options, source, backend, shares, forward.kv)
             opened.callback(prefixes.close)
@@ -150,11 +160,12 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             f"{threads} threads: " + ("asked for" if options.threads else "one for each physical core"),
             f"context of {n_ctx} tokens: "
             + ("asked for" if options.ctx_tokens else f"the model was trained on {source.config.n_ctx_train}"),
+            *source.reasons,
             *shares.reasons,
         )
         return Loaded(
             options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
-            Decoder(steps, drawer), forms, threads, reasons, opened.pop_all(),
+            Decoder(steps, drawer), forms, threads, reasons, opened.pop_all(), predictor,
         )  # fmt: skip
 
 
@@ -169,6 +180,7 @@ def _lay_out(
     forward = Forward(
         device, backend.ops, ws, source.arch, source.config, weights, shares.limits,
         kv_tokens=shares.limits.n_ctx, kv_type=options.kv_type, put=None if uploader is None else uploader.put,
+        block=source.block,
     )  # fmt: skip
     tier = backend.tier(weights.experts, shares.placement, uploader)
     opened.callback(tier.close)
@@ -188,6 +200,17 @@ def _lay_out(
     return forward, residency
 
 
+def _predict(source: Source, backend: Backend, steps: Steps, opened: ExitStack) -> Predictor | None:
+    """What drafts by the block of the file; its experts are loaded here."""
+    if source.block is None:
+        return None
+    tier = None
+    if source.block.experts:
+        tier = backend.tier(source.block.experts, mtp.whole(source.block.experts), backend.uploader())
+        opened.callback(tier.close)
+    return Predictor(steps, tier)
+
+
 def _remember(options: EngineConfig, source: Source, backend: Backend, shares: Shares, kv: KVCache) -> PrefixCache:
     """The tree of prefixes, and its files."""
     step_tokens = shares.limits.max_tokens
@@ -202,6 +225,7 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
             "file_id": source.file.file_id,
             "kv_type": options.kv_type,
             "chunk_tokens": piece,
+            "block": 0 if source.block is None else source.block.number,
             "device": f"{backend.name}: {backend.device.name}",
             "code": code_digest(backend.compiler),
         }

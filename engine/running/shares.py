@@ -89,7 +89,14 @@ def _of_gpu(
     cap = before - plan.SPARE_BYTES if options.vram_gib is None else plan.cap_bytes(options.vram_gib)
 
     sharing = dryrun.Sharing(
-        options, source.arch, source.config, source.weights, n_ctx, source.profile, CountingDevice.like(device)
+        options,
+        source.arch,
+        source.config,
+        source.weights,
+        n_ctx,
+        source.profile,
+        CountingDevice.like(device),
+        source.block,
     )
     # The first decision tells the kernels; with them loaded the context has the size that counts.
     first = sharing.decide(cap_bytes=cap, context_bytes=before - free)

@@ -11,9 +11,11 @@ from engine.formats.profile import Profile
 from engine.formats.profile import load as load_profile
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
+from engine.models import nextn
 from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
+from engine.models.nextn import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class Source:
     """A model as its file has it.
 
     arch: the architecture's module; config: its configuration; weights: views of the mapped file. profile: the counts
-    that were asked for, if any were. warnings: what the user should know of them.
+    that were asked for, if any were. warnings: what the user should know of them. block: what drafts tokens, if that
+    was asked for and the file has it; reasons: what is said of it.
     """
 
     file: GGUFFile
@@ -30,6 +33,8 @@ class Source:
     weights: Weights[Any]
     profile: Profile | None
     warnings: tuple[str, ...]
+    block: Block | None = None
+    reasons: tuple[str, ...] = ()
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -38,23 +43,31 @@ class Source:
         return tuple({self.file.value(key, int) for key in keys if key in self.file.metadata})
 
 
-def open_profile(
-    options: EngineConfig, file: GGUFFile, config: ModelConfig
-) -> tuple[Profile | None, tuple[str, ...]]:
-    """The profile that is asked for, if any is, and what the user should know of it and of the file."""
-    profile: Profile | None = None
-    warnings: tuple[str, ...] = ()
-    if options.profile is not None:
-        shape = config.n_layer, config.n_expert
-        profile, warnings = load_profile(options.profile, model_id=file.model_id, shape=shape)
-    if mtp := mtp_blocks(file.metadata, file.architecture):
-        blocks = ", ".join(f"blk.{i}" for i in mtp)
-        warnings = (*warnings, f"{blocks} of the file, which predicts further tokens (MTP), is left out")
-    return profile, warnings
+def open_profile(options: EngineConfig, file: GGUFFile, config: ModelConfig) -> tuple[Profile | None, tuple[str, ...]]:
+    """The profile that is asked for, if any is, and what the user should know of it."""
+    if options.profile is None:
+        return None, ()
+    return load_profile(options.profile, model_id=file.model_id, shape=(config.n_layer, config.n_expert))
 
 
-def open_source(options: EngineConfig) -> Source:
-    """Open the model and its profile; options that they rule out are a UsageError."""
+def open_block(
+    file: GGUFFile, arch: Architecture, config: ModelConfig, predict: bool
+) -> tuple[Block | None, tuple[str, ...], tuple[str, ...]]:
+    """The block that drafts tokens, if that is asked for; what is said of it, and warnings where there is none."""
+    if predict:
+        found = nextn.find(file, arch, config)
+        return (None, (), (found.said,)) if found.block is None else (found.block, (found.said,), ())
+    if not (mtp := mtp_blocks(file.metadata, file.architecture)):
+        return None, (), ()
+    blocks = ", ".join(f"blk.{i}" for i in mtp)
+    return None, (), (f"{blocks} of the file, which predicts further tokens (MTP), is left out",)
+
+
+def open_source(options: EngineConfig, predict: bool = False) -> Source:
+    """Open the model and its profile; options that they rule out are a UsageError.
+
+    predict: also the block that drafts tokens.
+    """
     file = open_model(options.model)
     try:
         arch = models.find(file.architecture)
@@ -66,7 +79,10 @@ def open_source(options: EngineConfig) -> Source:
                 hint="use --kv-type f16",
             )
         profile, warnings = open_profile(options, file, config)
-        return Source(file, arch, config, arch.load(file, config), profile, warnings)
+        block, reasons, more = open_block(file, arch, config, predict)
+        return Source(
+            file, arch, config, arch.load(file, config), profile, (*warnings, *more), block, reasons
+        )  # fmt: skip
     except BaseException:
         file.close()
         raise

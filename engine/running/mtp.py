@@ -1,0 +1,287 @@
+"""Drafts by the block that a model's file holds for them (`nextn`, engine/models/nextn.py).
+
+The block has a cache: one more layer in the model's, with the blocks and slots of the sequence. Position p of it is
+made of the model's residual at p and of the token at p + 1, so it is told of every step when it is known which of its
+tokens stay and what follows them, a chunk of a prompt like a decoded token. A draft goes on from there alone, on what
+the block itself has made; what a draft leaves in the cache is written over before it is seen again.
+
+What it was not told of has no entry: zeros, or what a draft or another sequence left there. So it is with a prefix that
+was computed without the block. The last position of a prefix has the token that followed when it was computed; whoever
+goes on from there with another token has that one entry of the other's. All of that can spoil a draft, and no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.drafting.source import Draft
+from engine.ground.errors import CapacityError
+from engine.memory.blocks import Sequence
+from engine.memory.residency import ExpertTensors, Residency, Tier, slot_bytes
+from engine.models import nextn
+from engine.models.layers import Buffers, ModelConfig, Pass, Step
+from engine.ops import F32, I32, KV_BLOCK_TOKENS, SMALL_TOKENS
+from engine.ops.device import Array
+from engine.placing import policy
+from engine.placing.placement import Placement
+from engine.running.reply import Reply
+from engine.running.stepping import Span, Steps
+
+SOURCE = "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A span of the last step, of which `stay` tokens do. history: of the sequence, and the tokens known to follow."""
+
+    span: Span
+    stay: int
+    history: Many[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A draft of at most `most` tokens that is wanted behind a history, of which all but the last token are cached."""
+
+    sequence: Sequence
+    history: Many[int]
+    most: int
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Where the block stands in a sequence: behind `length` positions, the residual of whose last one lies in a row.
+
+    token: what followed that; None: it was not known, and the residual is still the model's.
+    """
+
+    row: int
+    length: int
+    token: int | None
+
+
+def whole(experts: tuple[ExpertTensors, ...]) -> Placement:
+    """All experts of a block in slots, where they stay."""
+    ids = tuple(tuple(range(e.gate.shape[0])) for e in experts)
+    return Placement(tuple(map(len, ids)), ids, tuple(() for _ in ids), tuple(map(slot_bytes, experts)))
+
+
+class Predictor:
+    """Runs the block of a model that is laid out: its experts and buffers are allocated here, once.
+
+    tier: where the bytes of its experts come from (None: it has none). A call writes over inputs, logits and the
+    residual of the last step, so all that is wanted of these is taken first.
+    """
+
+    def __init__(self, steps: Steps, tier: Tier | None) -> None:
+        forward = self.forward = steps.forward
+        assert forward.block is not None, "the model was laid out without its block"
+        self.steps, self.block, self.device = steps, forward.block, forward.device
+        device, limits, c = self.device, forward.limits, forward.config
+        self.residency: Residency | None = None
+        if tier is not None:
+            experts = self.block.experts
+            self.residency = Residency(experts, whole(experts), policy.LRU, device=device, tier=tier)
+        # The model's residual is what a step begins with, and scratch from there on.
+        self._long = replace(
+            forward.buffers, x=forward.buffers.y, y=forward.buffers.x, hidden=None,
+            experts=device.empty((1, limits.max_tokens, c.n_expert_used), np.int32),
+            weights=device.empty((1, limits.max_tokens, c.n_expert_used), np.float32),
+        )  # fmt: skip
+        x, y, h = (device.empty((limits.max_sequences, c.n_embd), np.float32) for _ in range(3))
+        # Of drafts, in whose steps two residuals take turns.
+        self._short = tuple(replace(self._long, x=a, y=b, h=h) for a, b in ((x, y), (y, x)))
+        self._rows = device.empty((max(limits.places, limits.max_sequences), c.n_embd), np.float32)
+        self._tails: dict[Sequence, _Tail] = {}  # in the order in which they were told
+        self._kv = nextn.LastLayer(forward.kv)
+        (own,), (self._group,) = self._kv.layers, self._kv.group_of
+        assert own is not None
+        for array in (own.k, own.v, own.k_scale, own.v_scale):  # whatever is read was written, or is zero
+            if array is not None:
+                device.set_bytes(device.pointer(array), 0, int(array.nbytes))
+
+    # --- following ------------------------------------------------------------------------------------
+
+    def follow(self, fed: Many[Fed]) -> None:
+        """Go on with all spans of the last step, in its order, when it is known which of their tokens stay.
+
+        Sequences are as they are then, and none was released.
+        """
+        self._settle([(one.span.sequence, one.history) for one in fed if one.stay])
+        lengths = [len(one.span.tokens) for one in fed]
+        ends = np.cumsum(lengths).tolist()
+        tokens, positions, slots = (np.full(ends[-1], value, np.int32) for value in (0, 0, -1))
+        model, last = self.forward.buffers.x, list[tuple[int, int]]()
+        for one, n, end in zip(fed, lengths, ends, strict=True):
+            sequence, at = one.span.sequence, end - n
+            start = sequence.length - one.stay
+            follow = one.history[start + 1 : sequence.length + 1]  # without the last one where that is not known yet
+            known = slice(at, at + len(follow))
+            positions[at:end] = np.arange(start, start + n)
+            tokens[known] = follow
+            slots[known] = self._slots(sequence, positions[known])
+            if not one.stay:
+                continue
+            tail = self._begin(sequence, int(follow[-1]) if len(follow) == one.stay else None)
+            if tail.token is None:
+                self._copy(model[at + one.stay - 1 : at + one.stay], self._row(tail))
+            else:
+                last.append((tail.row, at + one.stay - 1))
+        b = self._long.first(len(tokens), 0)
+        spans = [(n, int(positions[end - 1]) + 1) for n, end in zip(lengths, ends, strict=True)]
+        of = np.repeat(np.arange(len(fed), dtype=np.int32), lengths)
+        step = self._step(tokens, positions, slots, [one.span.sequence for one in fed], of, spans)
+        self._run(step, b, self.forward.weights.output_norm)
+        for row, at in last:
+            self._copy(b.x[at : at + 1], self._rows[row : row + 1])
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended, or lies elsewhere."""
+        self._tails.pop(sequence, None)
+
+    def _begin(self, sequence: Sequence, token: int | None) -> _Tail:
+        """The tail of a sequence that is told of; who was not for the longest time makes room."""
+        tail = self._tails.pop(sequence, None)
+        if tail is None:
+            free = set(range(len(self._rows))) - {other.row for other in self._tails.values()}
+            row = min(free) if free else self._tails.pop(next(iter(self._tails))).row
+            tail = _Tail(row, 0, None)
+        tail.length, tail.token = sequence.length, token
+        self._tails[sequence] = tail
+        return tail
+
+    def _settle(self, known: Many[tuple[Sequence, Many[int]]]) -> None:
+        """Go on by the one position whose next token was not known then and is in a history now."""
+        found = [(s, t, h) for s, h in known if (t := self._tails.get(s)) and t.token is None and t.length < len(h)]
+        if not found:
+            return
+        for i, (_, tail, history) in enumerate(found):
+            self._copy(self._row(tail), self._short[0].x[i : i + 1])
+            tail.token = int(history[tail.length])
+        positions = np.array([tail.length - 1 for _, tail, _ in found], np.int32)
+        b = self._short[1].first(len(found), 0)
+        slots = np.concatenate([self._slots(s, p) for (s, _, _), p in zip(found, positions[:, None], strict=True)])
+        tokens = np.array([tail.token for _, tail, _ in found], np.int32)
+        step = self._step(tokens, positions, slots, [s for s, _, _ in found], np.arange(len(found), dtype=np.int32))
+        self._run(step, b, self.forward.weights.output_norm)
+        for i, (_, tail, _) in enumerate(found):
+            self._copy(b.x[i : i + 1], self._row(tail))
+
+    # --- drafting -------------------------------------------------------------------------------------
+
+    def drafts(self, asked: Many[Asked]) -> list[Draft | None]:
+        """The likeliest tokens behind each of some histories, one after the other; None where the block is not there.
+
+        As many at a time as share a step. Fewer than wanted where the context or the cache ends.
+        """
+        self._settle([(one.sequence, one.history) for one in asked])
+        most = [self._room(one) for one in asked]
+        going = [i for i, n in enumerate(most) if n > 0]
+        if not going:
+            return [None] * len(asked)
+        sequences = [asked[i].sequence for i in going]
+        for row, sequence in enumerate(sequences):
+            self._copy(self._row(self._tails[sequence]), self._short[0].x[row : row + 1])
+        found: list[list[int]] = [[] for _ in asked]
+        rows = np.arange(len(going), dtype=np.int32)
+        norm = nextn.last_norm(self.block, self.forward.weights)
+        for n in range(max(most)):
+            b = self._short[n % 2].first(len(going), len(going))
+            tokens, positions = (np.zeros(len(going), np.int32) for _ in range(2))
+            slots = np.full(len(going), -1, np.int32)
+            for row, i in enumerate(going):
+                positions[row] = asked[i].sequence.length - 1  # of those that have enough, whose rows nobody reads
+                if 0 < n == len(found[i]) < most[i]:
+                    positions[row] += n
+                    tokens[row] = found[i][-1]
+                    slots[row : row + 1] = self._slots(asked[i].sequence, positions[row : row + 1])
+            step = self._step(tokens, positions, slots, sequences, rows, wanted=len(going))
+            if n:
+                self._run(step, b, norm)
+            else:
+                nextn.head(self.block, self.forward.weights, self._pass(step, b))
+            logits = np.asarray(self.device.read(b.logits))
+            for row, i in enumerate(going):
+                token = int(logits[row].argmax())
+                if n == len(found[i]) < most[i] and np.isfinite(logits[row, token]):  # argmax finds what is not
+                    found[i].append(token)
+        return [Draft(SOURCE, 0, tuple(tokens)) if tokens else None for tokens in found]
+
+    def _room(self, one: Asked) -> int:
+        """How many tokens can be drafted; blocks of the cache are taken for them."""
+        tail, length = self._tails.get(one.sequence), one.sequence.length
+        if tail is None or (tail.length, tail.token) != (length, one.history[-1]) or len(one.history) != length + 1:
+            return 0
+        most = min(one.most, self.forward.limits.n_ctx - 1 - length)
+        try:
+            one.sequence.reserve(max(0, most - 1))
+        except CapacityError:
+            most = min(most, one.sequence.reserved_tokens - length + 1)
+        return most
+
+    def rehearse(self, n: int) -> None:
+        """Enqueue a step of n tokens that mean nothing, and one of so many drafts: for who counts what is launched."""
+        sequence, norm = self.forward.kv.sequence(), self.forward.weights.output_norm
+        try:
+            for buffers, T, wanted in ((self._long, n, 0), (self._short[0], m := min(n, len(self._short[0].x)), m)):
+                zeros, positions = np.zeros(T, np.int32), np.arange(T, dtype=np.int32)
+                step = self._step(zeros, positions, zeros - 1, [sequence], zeros, [(T, T)], wanted)
+                self._run(step, buffers.first(T, wanted), norm)
+        finally:
+            sequence.release()
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def _step(
+        self, tokens: I32, positions: I32, slots: I32, sequences: list[Sequence], of: I32,
+        spans: Many[tuple[int, int]] = (), wanted: int = 0,
+    ) -> Step:  # fmt: skip
+        """Feed a step; of: the sequence of each token. spans: as of `Step`. wanted: logits of the first so many."""
+        nowhere, groups = np.full(len(tokens), -1, np.int32), range(len(self.forward.kv.groups))
+        return self.forward.feed(
+            Step(
+                tokens, positions, of, tuple(slots if g == self._group else nowhere for g in groups),
+                self.steps.tables(sequences), np.zeros((len(sequences), 2), np.int32),
+                np.zeros(len(tokens), np.uint8), np.arange(wanted, dtype=np.int32),
+                spans=tuple(spans) if len(tokens) > SMALL_TOKENS else (),
+            )
+        )  # fmt: skip
+
+    def _run(self, step: Step, b: Buffers, norm: F32) -> None:
+        nextn.forward(self.forward.arch, self.block, self.forward.weights, self._pass(step, b), norm)
+
+    def _pass(self, step: Step, b: Buffers) -> Pass[ModelConfig]:
+        f = self.forward
+        return Pass(f.config, f.ops, f.ws, step, self._kv, self.residency, f.ropes, (self.block.layer.norm,), b)
+
+    def _slots(self, sequence: Sequence, positions: I32) -> I32:
+        """Where positions of a sequence lie in the block's cache."""
+        held = sequence.groups[self._group].table()
+        slots: I32 = held[positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+        return slots
+
+    def _row(self, tail: _Tail) -> Array:
+        return self._rows[tail.row : tail.row + 1]
+
+    def _copy(self, x: Array, to: Array) -> None:
+        self.forward.ops.copy(self.forward.ws, x, to)
+
+
+class Drafts:
+    """What drafts for one reply by the block: a `Source` of engine/drafting."""
+
+    def __init__(self, predictor: Predictor, reply: Reply) -> None:
+        self._predictor, self._reply = predictor, reply
+
+    def propose(self, history: Many[int], most: int) -> Draft | None:
+        """As `Source.propose`."""
+        sequence = self._reply.sequence
+        return None if sequence is None else self._predictor.drafts([Asked(sequence, history, most)])[0]
+
+    def close(self) -> None:
+        """As `Source.close`."""
+        if self._reply.sequence is not None:
+            self._predictor.forget(self._reply.sequence)
