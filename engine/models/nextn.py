@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from engine.formats.block_types import NoKernelsError
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor, row_bytes
 from engine.memory.kv import CacheShape, DeltaShape, KVCache, KVGroup
@@ -75,8 +76,8 @@ class Found:
 def find(file: GGUFFile, arch: Architecture, config: ModelConfig) -> Found:
     """The first block of a file that predicts a further token.
 
-    One that is not whole, as tools leave it that do not know its tensors, is no reason to refuse the model; one with
-    other shapes, or with tensors that nobody knows, is refused.
+    One that is not whole, as tools leave it that do not know its tensors, or that has types without kernels, is no
+    reason to refuse the model; one with other shapes, or with tensors that nobody knows, is refused.
     """
     blocks = mtp_blocks(file.metadata, file.architecture)
     if not blocks:
@@ -87,7 +88,10 @@ def find(file: GGUFFile, arch: Architecture, config: ModelConfig) -> Found:
     if lacking := _Tensors(file, arch, config).lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         return Found(None, f"{p} predicts further tokens, but lacks {', '.join(lacking[:_NAMED])}{more}")
-    block = load(file, arch, config)
+    try:
+        block = load(file, arch, config)
+    except NoKernelsError as error:
+        return Found(None, f"{p} predicts further tokens, but {error.message}")
     said = f"{p} drafts tokens and takes {block.nbytes / 2**20:.0f} MiB"
     said += ", all its experts in fast memory" if block.experts else ""
     return Found(block, said + (f"; {len(blocks) - 1} behind it are left out" if len(blocks) > 1 else ""))

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as QType
 
 from engine import models
+from engine.formats.gguf import open_model
+from engine.formats.quants import QTensor
 from engine.ground.config import EngineConfig
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
+from engine.models import nextn
 from engine.running.loaded import Loaded, load
 from engine.running.mtp import Asked, Fed, Predictor
 from engine.running.stepping import Span
@@ -118,14 +122,21 @@ def test_a_block_that_is_not_whole_is_left_out(tmp_path: Path, arch: str, lost: 
     assert loaded.predictor is None and said.startswith(f"blk.4 predicts further tokens, but lacks blk.4.{lost}")
     loaded.close()
     module, config = models.find(arch), loaded.source.config
-    from engine.formats.gguf import open_model
-    from engine.models import nextn
-
     with (
         open_model(tmp_path / "x.gguf") as file,
         pytest.raises(ModelFormatError, match=r"tensor blk\.4\.\S+ is missing"),
     ):
         nextn.load(file, module, config)
+
+
+def test_a_block_of_a_type_without_kernels_is_left_out(tmp_path: Path) -> None:
+    _, metadata, tensors = parts("qwen35")
+    name = "blk.4.nextn.eh_proj.weight"
+    odd = QTensor(name, QType.F64, (256, 512), np.zeros(8 * 256 * 512, np.uint8))
+    write_gguf(tmp_path / "x.gguf", metadata, tensors | {name: odd})
+    loaded = loaded_for(tmp_path / "x.gguf")
+    assert loaded.predictor is None and "F64" in loaded.source.warnings[-1]
+    loaded.close()
 
 
 def test_who_asks_hears_why_there_is_no_block() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.drafting.source import Draft, Source
-from engine.ground.config import EngineConfig
+from engine.ground.config import EngineConfig, KVType
 from engine.ground.errors import SparkError
 from engine.ground.sampling import Sampling
+from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.running.decoding import Decoder, Proposal
 from engine.running.loaded import Loaded, load
@@ -25,8 +27,8 @@ PROMPTS = [RNG.integers(0, 301, n).astype(np.int32) for n in (70, 41)]
 N_TOKENS = 20
 
 
-def loaded_for(arch: str, **options: int) -> Loaded:
-    config = {"ctx_tokens": 300, "chunk_tokens": 64, "threads": 2} | options
+def loaded_for(arch: str, **options: Any) -> Loaded:
+    config: dict[str, Any] = {"ctx_tokens": 300, "chunk_tokens": 64, "threads": 2} | options
     return load(EngineConfig(model=block_path(arch), device="cpu", **config), predict=True)
 
 
@@ -160,6 +162,22 @@ def test_a_prefix_brings_the_blocks_cache_along(loaded: Loaded) -> None:
     assert same(drafted(loaded, sequence, history.tolist()), expected)
     sequence.release()
     loaded.prefixes.clear()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_sequence_that_was_moved_out_goes_on_with_the_next_step(kv_type: KVType) -> None:
+    history, loaded = PROMPTS[0].tolist(), loaded_for("qwen35", kv_type=kv_type)
+    expected, sequence = plain(loaded, history), loaded.kv.sequence()
+    for n in (64, 4):
+        feed(loaded, [(sequence, history, n)])
+    moved = swap.swap_out(loaded.kv, sequence)
+    assert moved is not None
+    plain(loaded, PROMPTS[1].tolist())  # in the blocks that it had
+    sequence = loaded.swap_in(moved)
+    assert drafted(loaded, sequence, history[: sequence.length + 1])[0] is None
+    feed(loaded, [(sequence, history, 1)])
+    assert same(drafted(loaded, sequence, history), expected)
+    loaded.close()
 
 
 def test_the_end_of_the_context_is_the_end_of_drafts(loaded: Loaded) -> None:
