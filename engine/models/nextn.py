@@ -207,18 +207,19 @@ class LastLayer:
 def forward(arch: Architecture, block: Block, weights: Weights[Any], p: Pass[Any], norm: F32) -> None:
     """One step of the block over `p.step`, whose tokens are those that follow its positions.
 
-    `p.b.y` holds the residual of each position, which `norm` makes the state of; it is written over. Then `p.b.x` is
-    the block's own residual, and `p.b.logits` those of `p.step.rows`. weights: of the model. `p.residency` has the
-    block's experts alone.
+    `p.b.y` holds the residual of each position, which `norm` makes the state of, and keeps it. Then `p.b.x` is the
+    block's own residual, and `p.b.logits` those of `p.step.rows`. weights: of the model. `p.residency` has the block's
+    experts alone.
     """
     ops, ws, b, eps = p.ops, p.ws, p.b, p.config.eps
     if p.residency is not None:
         ops.fetch_ahead(ws, p.residency.live, p.residency.banks[0], len(p.step.tokens))
+    embedded = b.attended(p.config.n_embd)
+    ops.embed(ws, block.token_embd or weights.token_embd, p.step.tokens, embedded, scale=weights.embed_scale)
     ops.norm(ws, b.y, norm, eps, b.x)
-    ops.embed(ws, block.token_embd or weights.token_embd, p.step.tokens, b.y, scale=weights.embed_scale)
     ops.norm(ws, b.x, block.hidden_norm, eps, b.h)
     ops.attention_output(ws, b.h, block.from_hidden, b.x, add=False)
-    ops.norm(ws, b.y, block.token_norm, eps, b.h)
+    ops.norm(ws, embedded, block.token_norm, eps, b.h)
     ops.attention_output(ws, b.h, block.from_token, b.x)
     arch.layer(p, 0, block.layer)
     if len(p.step.rows):

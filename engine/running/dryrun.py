@@ -119,7 +119,7 @@ def count(
     if block is not None:
         placed(block, dense.upload)
         dense.empty(block.slots_bytes, np.uint8)
-        predictor = Predictor(steps, _NoTier() if block.experts else None)
+        predictor = Predictor(steps, _NoTier() if block.experts else None, device)
     if run:
         _run(steps, drawer.lend(), predictor)
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES

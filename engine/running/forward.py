@@ -91,7 +91,7 @@ class Forward:
             h=device.empty((T, c.n_embd), np.float32),
             y=device.empty((T, c.n_embd), np.float32),
             scratch_q=device.empty(T * w.n_head_dim, np.float32),
-            scratch_attended=device.empty(T * max(w.n_head_dim, w.n_z), np.float32),
+            scratch_attended=device.empty(T * max(w.n_head_dim, w.n_z, 0 if block is None else c.n_embd), np.float32),
             scratch_gate=device.empty(T * w.n_gate, np.float32),
             scratch_z=device.empty(T * w.n_z, np.float32),
             scratch_delta=device.empty(max(T, n_delta * KEPT_TOKENS) * delta_width, np.float32),

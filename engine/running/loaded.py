@@ -208,7 +208,7 @@ def _predict(source: Source, backend: Backend, steps: Steps, opened: ExitStack) 
     if source.block.experts:
         tier = backend.tier(source.block.experts, mtp.whole(source.block.experts), backend.uploader())
         opened.callback(tier.close)
-    return Predictor(steps, tier)
+    return Predictor(steps, tier, backend.gpu)
 
 
 def _remember(options: EngineConfig, source: Source, backend: Backend, shares: Shares, kv: KVCache) -> PrefixCache:

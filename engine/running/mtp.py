@@ -19,18 +19,23 @@ import numpy as np
 
 from engine.drafting.source import Draft
 from engine.ground.errors import CapacityError
+from engine.ground.sampling import Sampling
 from engine.memory.blocks import Sequence
 from engine.memory.residency import ExpertTensors, Residency, Tier, slot_bytes
 from engine.models import nextn
 from engine.models.layers import Buffers, ModelConfig, Pass, Step
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, SMALL_TOKENS
+from engine.ops.cuda.device import Device
+from engine.ops.cuda.sampling import FAILED, HISTORY_TOKENS, Sampler
 from engine.ops.device import Array
 from engine.placing import policy
 from engine.placing.placement import Placement
+from engine.running.forward import GRAPH_TOKENS
 from engine.running.reply import Reply
 from engine.running.stepping import Span, Steps
 
 SOURCE = "mtp"
+GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,12 @@ def whole(experts: tuple[ExpertTensors, ...]) -> Placement:
 class Predictor:
     """Runs the block of a model that is laid out: its experts and buffers are allocated here, once.
 
-    tier: where the bytes of its experts come from (None: it has none). A call writes over inputs, logits and the
-    residual of the last step, so all that is wanted of these is taken first.
+    tier: where the bytes of its experts come from (None: it has none). gpu: the device, where that makes each token of
+    a draft the input of the next by itself. A call writes over the inputs of the last step, and a draft over its
+    logits: tokens are taken back before, and drawn. Its residual stays.
     """
 
-    def __init__(self, steps: Steps, tier: Tier | None) -> None:
+    def __init__(self, steps: Steps, tier: Tier | None, gpu: Device | None = None) -> None:
         forward = self.forward = steps.forward
         assert forward.block is not None, "the model was laid out without its block"
         self.steps, self.block, self.device = steps, forward.block, forward.device
@@ -85,7 +91,7 @@ class Predictor:
         if tier is not None:
             experts = self.block.experts
             self.residency = Residency(experts, whole(experts), policy.LRU, device=device, tier=tier)
-        # The model's residual is what a step begins with, and scratch from there on.
+        self._sampler = None if gpu is None else Sampler(gpu, limits)
         self._long = replace(
             forward.buffers, x=forward.buffers.y, y=forward.buffers.x, hidden=None,
             experts=device.empty((1, limits.max_tokens, c.n_expert_used), np.int32),
@@ -180,35 +186,76 @@ class Predictor:
         self._settle([(one.sequence, one.history) for one in asked])
         most = [self._room(one) for one in asked]
         going = [i for i, n in enumerate(most) if n > 0]
-        if not going:
-            return [None] * len(asked)
-        sequences = [asked[i].sequence for i in going]
-        for row, sequence in enumerate(sequences):
-            self._copy(self._row(self._tails[sequence]), self._short[0].x[row : row + 1])
         found: list[list[int]] = [[] for _ in asked]
-        rows = np.arange(len(going), dtype=np.int32)
-        norm = nextn.last_norm(self.block, self.forward.weights)
+        if self._sampler is not None:
+            for i in going:
+                found[i] = self._drafted(asked[i], most[i], self._sampler)
+        elif going:
+            drafted = self._drafted_together([asked[i] for i in going], [most[i] for i in going])
+            for i, tokens in zip(going, drafted, strict=True):
+                found[i] = tokens
+        return [Draft(SOURCE, 0, tuple(tokens)) if tokens else None for tokens in found]
+
+    def _drafted_together(self, asked: Many[Asked], most: Many[int]) -> list[list[int]]:
+        """Drafts of so many tokens, in steps that they share, and the host finds the largest logit of each."""
+        self._start(asked)
+        sequences, found = [one.sequence for one in asked], [list[int]() for _ in asked]
+        rows, norm = np.arange(len(asked), dtype=np.int32), nextn.last_norm(self.block, self.forward.weights)
         for n in range(max(most)):
-            b = self._short[n % 2].first(len(going), len(going))
-            tokens, positions = (np.zeros(len(going), np.int32) for _ in range(2))
-            slots = np.full(len(going), -1, np.int32)
-            for row, i in enumerate(going):
-                positions[row] = asked[i].sequence.length - 1  # of those that have enough, whose rows nobody reads
-                if 0 < n == len(found[i]) < most[i]:
-                    positions[row] += n
-                    tokens[row] = found[i][-1]
-                    slots[row : row + 1] = self._slots(asked[i].sequence, positions[row : row + 1])
-            step = self._step(tokens, positions, slots, sequences, rows, wanted=len(going))
+            b = self._short[n % 2].first(len(asked), len(asked))
+            tokens, slots = np.zeros(len(asked), np.int32), np.full(len(asked), -1, np.int32)
+            positions = np.array([s.length - 1 for s in sequences], np.int32)
+            going = [i for i, drafted in enumerate(found) if n == len(drafted) < most[i]]
+            # The others' rows mean nothing and are stored nowhere.
+            for i in going if n else ():
+                tokens[i], positions[i] = found[i][-1], positions[i] + n
+                slots[i : i + 1] = self._slots(sequences[i], positions[i : i + 1])
+            step = self._step(tokens, positions, slots, sequences, rows, wanted=len(asked))
             if n:
                 self._run(step, b, norm)
             else:
                 nextn.head(self.block, self.forward.weights, self._pass(step, b))
             logits = np.asarray(self.device.read(b.logits))
-            for row, i in enumerate(going):
-                token = int(logits[row].argmax())
-                if n == len(found[i]) < most[i] and np.isfinite(logits[row, token]):  # argmax finds what is not
+            for i in going:
+                token = int(logits[i].argmax())
+                if np.isfinite(logits[i, token]):  # as argmax finds what is not
                     found[i].append(token)
-        return [Draft(SOURCE, 0, tuple(tokens)) if tokens else None for tokens in found]
+        return found
+
+    def _drafted(self, one: Asked, most: int, sampler: Sampler) -> list[int]:
+        """A draft of so many tokens, each of which the device makes the input of its next step."""
+        assert self.steps.graphs is not None
+        self._start([one])
+        n, zeros = len(one.history) - 1, np.zeros(1, np.int32)
+        self._step(zeros, zeros, zeros - 1, [one.sequence], zeros, wanted=1)
+        # As the block is a position behind the model, what is drawn first is its input behind n positions.
+        sampler.prepare(GREEDY, one.history[max(0, n - HISTORY_TOKENS) : n], n, (), most)
+        self.steps.graphs.get((SOURCE, most), lambda: self._chain(most, sampler)).launch()
+        self.device.synchronize()
+        tokens: list[int] = []
+        for i in range(most):
+            drawn = sampler.drawn(i + 1)
+            if drawn is None or drawn.status == FAILED:  # nothing is drawn behind logits that are not finite
+                break
+            tokens.append(drawn.token)
+        return tokens
+
+    def _start(self, asked: Many[Asked]) -> None:
+        """Copy the tails of sequences to the first rows that a draft begins with."""
+        for i, one in enumerate(asked):
+            self._copy(self._row(self._tails[one.sequence]), self._short[0].x[i : i + 1])
+
+    def _chain(self, most: int, sampler: Sampler) -> None:
+        """What is captured: a head and a draw, and then steps of what was drawn, each with a head and a draw."""
+        f = self.forward
+        step, norm = f.inputs_of(1, 1, 1), nextn.last_norm(self.block, f.weights)
+        for n in range(most):
+            b = self._short[n % 2].first(1, 1)
+            if n:
+                self._work(step, b, norm)
+            else:
+                nextn.head(self.block, f.weights, self._pass(step, b))
+            sampler.step(b.logits, step.tokens, step.positions, f.slots, f.block_tables, greedy=True)
 
     def _room(self, one: Asked) -> int:
         """How many tokens can be drafted; blocks of the cache are taken for them."""
@@ -230,6 +277,8 @@ class Predictor:
                 zeros, positions = np.zeros(T, np.int32), np.arange(T, dtype=np.int32)
                 step = self._step(zeros, positions, zeros - 1, [sequence], zeros, [(T, T)], wanted)
                 self._run(step, buffers.first(T, wanted), norm)
+            if self._sampler is not None:
+                self._chain(1, self._sampler)
         finally:
             sequence.release()
 
@@ -251,6 +300,16 @@ class Predictor:
         )  # fmt: skip
 
     def _run(self, step: Step, b: Buffers, norm: F32) -> None:
+        """Enqueue a step that was fed, a captured one where a step of the model would be."""
+        T, graphs = len(step.tokens), self.steps.graphs
+        if graphs is None or T not in GRAPH_TOKENS:
+            self._work(step, b, norm)
+            return
+        at = self.forward.inputs_of(T, min(T, self.forward.limits.max_sequences), len(step.rows))
+        name = SOURCE, T, len(step.rows), *(self.device.pointer(array) for array in (b.x, norm))
+        graphs.get(name, lambda: self._work(at, b, norm)).launch()
+
+    def _work(self, step: Step, b: Buffers, norm: F32) -> None:
         nextn.forward(self.forward.arch, self.block, self.forward.weights, self._pass(step, b), norm)
 
     def _pass(self, step: Step, b: Buffers) -> Pass[ModelConfig]:
