@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.ground.config import EngineConfig
+from engine.ground.sampling import Sampling
 from engine.running import dryrun
 from engine.running.loaded import Loaded, load
 from engine.running.mtp import Asked, Fed
@@ -15,6 +16,7 @@ from engine.running.stepping import Span
 from engine.running.warm import warm_up
 from tests.engine_runs import config
 from tests.nextn_models import FAMILIES, block_path
+from tests.telling import Telling, said
 from tests.tiny_models import nmse
 
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
@@ -66,4 +68,15 @@ def test_the_plan_has_the_block(arch: str) -> None:
     assert size["dense_bytes"] >= plain["plan"]["dense_bytes"] + block.nbytes
     assert size["kv_bytes"] > plain["plan"]["kv_bytes"] and "blk.4 drafts" in found["reasons"][0]
     assert loaded.plan()["dense_bytes"] == size["dense_bytes"]
+    loaded.close()
+
+
+@pytest.mark.parametrize("residency", [100, 40])
+def test_drafts_change_no_token(residency: int) -> None:
+    loaded = load(config(block_path("qwen35moe"), residency_pct=residency), predict=True)
+    prompts, sampling = [TOKENS[:9], TOKENS[20:25]], [Sampling(), Sampling(0.9, seed=4)]
+    expected = said(loaded, loaded.decoder, prompts, sampling, 6)
+    for decoder in (Telling(loaded, 3), Telling(loaded, 3, expected)):
+        assert said(loaded, decoder, prompts, sampling, 6) == expected
+    assert decoder.n_right > 2
     loaded.close()

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.drafting.source import Draft, Source
+from engine.drafting.source import Draft
 from engine.ground.config import EngineConfig, KVType
-from engine.ground.errors import SparkError
 from engine.ground.sampling import Sampling
 from engine.memory import swap
 from engine.memory.blocks import Sequence
-from engine.running.decoding import Decoder, Proposal
 from engine.running.loaded import Loaded, load
-from engine.running.mtp import Asked, Drafts, Fed, Predictor
+from engine.running.mtp import Asked, Fed, Predictor
 from engine.running.reply import Reply
-from engine.running.stepping import Span, StepResult
+from engine.running.stepping import Span
 from tests.nextn_models import FAMILIES, block_path
+from tests.telling import Telling, said
 
 RNG = np.random.default_rng(13)
 PROMPTS = [RNG.integers(0, 301, n).astype(np.int32) for n in (70, 41)]
@@ -231,74 +230,20 @@ def test_logits_that_are_not_finite_make_no_draft(loaded: Loaded) -> None:
     sequence.release()
 
 
-class Telling(Decoder):
-    """A decoder that tells the block what became of every step.
-
-    right: what replies will say: drafts begin with so much of it as a random number tells.
-    """
-
-    def __init__(self, loaded: Loaded, most: int, right: Many[list[int]] = ()) -> None:
-        super().__init__(loaded.steps, loaded.drawer, self._draft)
-        self.predictor, self.most, self.sources = predictor(loaded), most, dict[Reply, Source]()
-        self.right, self.rng, self.n_right = right, np.random.default_rng(2), 0
-
-    def _draft(self, reply: Reply) -> tuple[int, ...]:
-        source = self.sources.setdefault(reply, Drafts(self.predictor, reply))
-        draft = source.propose(reply.history, min(self.most, reply.left - 1))
-        if draft is None:
-            return ()
-        follow = [h[len(reply.history) :] for h in self.right if h[: len(reply.history)] == reply.history]
-        n = int(self.rng.integers(0, len(draft.tokens) + 1)) if follow else 0
-        return (*(follow[0][:n] if follow else ()), *draft.tokens[n:])
-
-    def accept(self, proposals: Many[Proposal], result: StepResult) -> list[SparkError | None]:
-        sequences = [p.reply.sequence for p in proposals]
-        before = [s.length for s in sequences if s is not None]
-        failures = super().accept(proposals, result)
-        told = []
-        for p, n in zip(proposals, before, strict=True):
-            assert p.reply.sequence is not None
-            stay = len(p.span.tokens) - (n - p.reply.sequence.length)
-            told.append(Fed(p.span, stay, p.reply.history))
-            self.n_right += stay - 1 if p.follow else 0
-        self.predictor.follow(told)
-        return failures
-
-
-def said(loaded: Loaded, decoder: Decoder, sampling: Many[Sampling]) -> list[list[int]]:
-    """What two replies say that decode together."""
-    replies = []
-    for number, (prompt, one) in enumerate(zip(PROMPTS, sampling, strict=True)):
-        sequence = loaded.kv.sequence()
-        reply = Reply(prompt.tolist(), one, N_TOKENS, sequence=sequence, number=number)
-        for start in range(0, len(prompt), 64):
-            part = prompt[start : start + 64]
-            chunk = Proposal(reply, Span(sequence, part, np.zeros(len(part), bool), (len(part) - 1,)))
-            result = decoder.run([chunk])
-            if isinstance(decoder, Telling) and sequence.length < len(prompt):
-                decoder.predictor.follow([Fed(chunk.span, len(part), reply.history)])
-        assert decoder.accept([chunk], result) == [None]
-        replies.append(reply)
-    while going := [reply for reply in replies if reply.reason is None]:
-        assert decoder.step(going) == [None] * len(going)
-    for reply in replies:
-        assert reply.sequence is not None
-        if isinstance(decoder, Telling):
-            assert same(drafted(loaded, reply.sequence, reply.history), plain(loaded, reply.history))
-            decoder.sources[reply].close()
-        reply.sequence.release()
-    return [reply.history for reply in replies]
-
-
 @pytest.mark.parametrize("residency", [100, 30])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_drafts_change_no_token(arch: str, residency: int) -> None:
     """Greedy, sampled and with penalties; a random block is hardly ever right, so one that is helped, too."""
     loaded = loaded_for(arch, residency_pct=residency)
+
+    def followed(reply: Reply) -> None:
+        assert reply.sequence is not None
+        assert same(drafted(loaded, reply.sequence, reply.history), plain(loaded, reply.history))
+
     for sampling in ([Sampling(), Sampling(0.9, seed=4)], [Sampling(0.8, repetition_penalty=1.2, seed=9)] * 2):
-        expected = said(loaded, loaded.decoder, sampling)
+        expected = said(loaded, loaded.decoder, PROMPTS, sampling, N_TOKENS)
         for decoder in (Telling(loaded, 1), Telling(loaded, 3), Telling(loaded, 3, expected)):
-            assert said(loaded, decoder, sampling) == expected
+            assert said(loaded, decoder, PROMPTS, sampling, N_TOKENS, followed) == expected
         assert decoder.n_right > 10
     assert loaded.kv.states is None or loaded.kv.states.free_blocks == loaded.kv.states.n_blocks
     loaded.close()
