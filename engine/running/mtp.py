@@ -106,7 +106,7 @@ class Predictor:
         (own,), (self._group,) = self._kv.layers, self._kv.group_of
         assert own is not None
         for array in (own.k, own.v, own.k_scale, own.v_scale):  # whatever is read was written, or is zero
-            if array is not None:
+            if array is not None and device.name != "host memory":  # there it is, and pages that nobody wrote are none
                 device.set_bytes(device.pointer(array), 0, int(array.nbytes))
 
     # --- following ------------------------------------------------------------------------------------
