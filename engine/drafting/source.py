@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.ops.device import Array
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -50,6 +48,3 @@ class Follower(Source, Protocol):
 
     def knows(self, history: Sequence[int]) -> bool:
         """Whether there is all that a draft behind the last token is made from."""
-
-    def feed(self, features: Sequence[Array] | Array, position: int) -> None:
-        """Take in tokens that were fed and stay, from a position on: float32 [T, D] of each captured layer."""

@@ -22,8 +22,10 @@ from engine.memory.kv import KVCache
 from engine.models.layers import KEPT_TOKENS
 from engine.ops import KV_BLOCK_TOKENS, Limits
 from engine.ops.interface import Workspace
+from engine.running import mtp
 from engine.running.decoding import Proposal
 from engine.running.forward import Forward, Put, placed
+from engine.running.mtp import ByBlock, Predictor
 from engine.running.reply import Reply
 from engine.running.stepping import StepResult, Steps
 
@@ -37,22 +39,25 @@ WIDTH_STEP = 4  # and of wider ones, those of its multiples: few enough to know 
 class Drafts:
     """Proposes for replies that were begun here (`decoding.Proposer`).
 
-    memory_bytes: of texts of earlier requests. drafter: beside lookup, of as many replies at a time as it has rings.
+    memory_bytes: of texts of earlier requests. drafter: beside lookup, of as many replies at a time as it has rings; or
+    predictor, the block of the model's file.
     """
 
-    def __init__(self, steps: Steps, memory_bytes: int, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, steps: Steps, memory_bytes: int, drafter: Drafter | None = None, predictor: Predictor | None = None
+    ) -> None:
         self._steps, self._limits = steps, steps.forward.limits
         self._most = min(KEPT_TOKENS, self._limits.max_tokens, self._limits.max_rows)
         self._memory = lookup.Memory(memory_bytes)
-        self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS})
-        self._drafter = drafter
+        self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
+        self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
-            reply.drafting = Drafting((Lookup(self._memory, prediction),), self._follower())
+            reply.drafting = Drafting((Lookup(self._memory, prediction),), self._follower(reply))
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
@@ -63,6 +68,11 @@ class Drafts:
                 reply.drafting.follower.close()
             reply.drafting = None
         self._memory.add(reply.history)
+
+    def leaves(self, sequence: Sequence) -> None:
+        """A sequence is given back, or moved out."""
+        if self._predictor is not None:
+            self._predictor.forget(sequence)
 
     def propose(self, replies: Many[Reply]) -> list[Draft | None]:
         """As `decoding.Proposer.propose`."""
@@ -79,13 +89,19 @@ class Drafts:
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""
-        if result.features is None:
+        if not self.follows([p.reply for p in proposals]):
+            return
+        stay = [len(p.span.tokens) - len(p.follow) + p.stayed for p in proposals]
+        if self._predictor is not None:
+            self._predictor.follow(
+                [mtp.Fed(p.span, n, p.reply.history) for p, n in zip(proposals, stay, strict=True)]
+            )  # fmt: skip
             return
         row = 0
-        for p in proposals:
-            drafting, n = p.reply.drafting, len(p.span.tokens) - len(p.follow) + p.stayed
-            if drafting is not None and drafting.follower is not None:
-                drafting.follower.feed(result.features[:, row : row + n], p.span.sequence.length - n)
+        for p, n in zip(proposals, stay, strict=True):
+            follower = None if p.reply.drafting is None else p.reply.drafting.follower
+            if isinstance(follower, DFlash) and result.features is not None:
+                follower.feed(result.features[:, row : row + n], p.span.sequence.length - n)
             row += len(p.span.tokens)
 
     def follows(self, replies: Many[Reply]) -> bool:
@@ -142,12 +158,14 @@ class Drafts:
         if self._drafter is not None:
             self._drafter.close()
 
-    def _follower(self) -> Follower | None:
-        """The drafter for a reply, where it has room, and has not been found to be of no use lately."""
-        if self._drafter is None:
-            return None
+    def _follower(self, reply: Reply) -> Follower | None:
+        """What computes drafts for a reply, where it has room, and has not been found to be of no use lately."""
         if self._resting:
             self._resting -= 1
+            return None
+        if self._predictor is not None:
+            return ByBlock(self._predictor, reply)
+        if self._drafter is None:
             return None
         ring = self._drafter.ring()
         return None if ring is None else DFlash(self._drafter, ring)

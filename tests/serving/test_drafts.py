@@ -18,6 +18,8 @@ from engine.ground.sampling import Sampling
 from engine.running.drafts import Drafts
 from engine.serving.scheduler import Engine
 from tests.dflash_twin import Shape, random_drafter, write_drafter
+from tests.engine_runs import config
+from tests.nextn_models import FAMILIES, block_path
 
 ENGINE, CTX_TOKENS, VARIANTS = Engine, 640, {}
 Open = Callable[..., Engine]
@@ -296,17 +298,17 @@ def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
 
 def drafter_for(engine: Engine, path: Path) -> Path:
     """A random drafter's file that fits a model."""
-    config = engine.loaded.source.config
-    shape = Shape(n_embd=config.n_embd, n_vocab=config.n_vocab, captured=(1, 0), window=50)
+    model = engine.loaded.source.config
+    shape = Shape(n_embd=model.n_embd, n_vocab=model.n_vocab, captured=(1, 0), window=50)
     write_drafter(path, shape, random_drafter(shape, np.random.default_rng(3)))
     return path
 
 
-def eager(engine: Engine) -> None:
+def eager(engine: Engine, source: str = "dflash") -> None:
     """Whatever is proposed is run, as far as it fits, and computed drafts are asked for."""
     gate = engine.loaded.drafts._gate
     gate.share = Forced.share.__get__(engine.loaded.drafts)  # type: ignore[method-assign]
-    gate.gain = lambda offer, *_: 2.0 if offer[0].source == "dflash" else 1.0  # type: ignore[method-assign]
+    gate.gain = lambda offer, *_: 2.0 if offer[0].source == source else 1.0  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
@@ -329,6 +331,34 @@ def test_a_drafter_of_a_file_changes_no_token(opened: Open, tmp_path: Path, arch
     found = [e.usage.drafts.get("dflash", {}).get("drafted", 0) for e in events if isinstance(e, Done)]
     assert all(n > 0 for n in found)  # a ring for each, and features from its prompt on
     assert len(engine.loaded.drafts._drafter._rings) == 4
+
+
+@pytest.mark.parametrize("residency", [30, 100])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_block_of_the_file_changes_no_token(opened: Open, arch: str, residency: int) -> None:
+    options = {"policy": "lru", "residency_pct": residency} if arch == "qwen35moe" else {}
+    plain = Engine(config(block_path(arch), device="cpu", draft="off", ctx_tokens=640, chunk_tokens=64))
+    requests = asked()
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    plain.close()
+    engine = Engine(
+        config(block_path(arch), device="cpu", draft="mtp", ctx_tokens=640, chunk_tokens=64, **options)
+    )  # fmt: skip
+    eager(engine, "mtp")
+    engine.submit(requests[0])
+    events = drain(engine)
+    for request in requests[1:]:
+        engine.submit(request)
+    drain(engine, events)
+    assert said(events) == expected
+    found = [e.usage.drafts.get("mtp", {}).get("drafted", 0) for e in events if isinstance(e, Done)]
+    assert all(n > 0 for n in found)
+    predictor = engine.loaded.predictor
+    assert predictor is not None and not predictor._tails  # nothing is kept of who has ended
+    engine.close()
 
 
 def test_a_drafter_that_is_of_no_use_is_left_alone(opened: Open, tmp_path: Path) -> None:
