@@ -160,8 +160,7 @@ def test_replies_that_share_a_step_are_given_what_is_best_for_all(grades: list[i
 
     assert sum(counts) <= most and all(c == 0 for c, g in zip(counts, grades, strict=True) if g is None)
     assert all(c <= 9 for c in counts)
-    if any(counts):
-        assert value(counts) >= math.log(GAIN) - 1e-9
+    assert value(counts) >= -1e-9  # nothing is saved yet that a trial could cost
     for i, grade in enumerate(grades):  # no token more or less would be better
         for change in (-1, 1):
             other = [c + change * (j == i) for j, c in enumerate(counts)]
