@@ -34,7 +34,8 @@ class Telling(Decoder):
 
     def _draft(self, reply: Reply) -> tuple[int, ...]:
         source = self.sources.setdefault(reply, ByBlock(self.predictor, reply))
-        draft = source.propose(reply.history, min(self.most, reply.left - 1))
+        promise = source.promise(reply.history, min(self.most, reply.left - 1))
+        draft = None if promise is None else source.draft(promise.n_tokens)
         if draft is None:
             return ()
         follow = [h[len(reply.history) :] for h in self.right if h[: len(reply.history)] == reply.history]

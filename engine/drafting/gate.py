@@ -17,20 +17,24 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.source import Draft, Follower, Source
+from engine.drafting.source import Draft, Promise, Source
 
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
 GAIN = 1.01  # over plain decoding, that is expected at least where a draft is no trial
 _GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
-_FADE = 0.97  # what is left of what was seen at a position when it is seen again
+_FADE = 0.985  # what is left of what was seen at a position when it is seen again
 _FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
-_PRIOR = 3.0  # outcomes that what is known of a kind beforehand is worth
-_OWN = 6.0  # and what all replies saw, beside a reply's own
+_PRIOR = 8.0  # outcomes that what is known of a kind beforehand is worth
+_OWN = 20.0  # and what all replies saw, beside a reply's own
 _HOPE = 2.0  # good outcomes that are added where it is asked what may be
 _LEAST = 0.02  # chance of a token to stay, below which a draft is cut
-_COST_FADE = 0.15
+_COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
+_OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
+_MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
+_LEAST_S = 1e-7  # of a step: a clock may stand still
+_UNDECIDED = (-1, 0)
 _SETTLED_STEPS = 32  # plain ones, after which a reply's decision is made anew where no draft has been seen since
 _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
 _HOPED_COST = 0.25  # and what it may cost
@@ -68,59 +72,87 @@ class Chances:
 
 
 class Costs:
-    """Seconds of steps of so many replies: `plain`, a token for each, and how much more with tokens of drafts."""
+    """What steps of so many replies take: `plain`, seconds of one without drafts, and how many times that with them.
+
+    Most of what makes a step longer or shorter from one minute to the next, a neighbor, a longer context, does so to
+    both. Outliers count for little: an estimate follows the middle of what is measured.
+    """
 
     def __init__(self) -> None:
         self.plain = 0.0
-        self._more: dict[int, float] = {}  # by tokens of drafts
         self._n_plain = 0
+        self._ratios: dict[int, float] = {}  # by tokens of drafts
+        self._seen: dict[int, int] = {}  # how often, up to _MOST_SEEN
+        self._fit: list[tuple[int, float]] = []  # the ratios, made never to fall
 
     def begin(self, seconds: dict[int, float]) -> None:
         """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known."""
         if not self.plain:
-            self.plain = seconds[0]
-            self._more = {n: max(0.0, s - seconds[0]) for n, s in seconds.items() if n}
+            self.plain = max(seconds[0], _LEAST_S)
+            self._ratios = {n: max(1.0, s / self.plain) for n, s in seconds.items() if n}
+            self._seen = dict.fromkeys(self._ratios, 1)
+            self._fit = _never_falling(self._ratios, self._seen)
 
     def note_plain(self, seconds: float, n_steps: int) -> None:
         """Take in what n_steps without drafts took together."""
-        each = seconds / n_steps
-        if self._n_plain >= 3:
-            each = min(each, _ODD_COST * self.plain)
+        each = max(seconds / n_steps, _LEAST_S)
         self._n_plain += n_steps
-        fade = max(1.0 - (1.0 - _COST_FADE) ** n_steps, n_steps / self._n_plain)
-        self.plain += fade * (each - self.plain)
+        if self._n_plain <= 3 or not self.plain:  # the first steps of all take longest
+            self.plain = min(each, self.plain or each)
+            return
+        fade = 1.0 - (1.0 - _COST_FADE) ** min(n_steps, 16)
+        self.plain *= math.exp(fade * _clipped(each / self.plain))
 
     def note(self, n_drafted: int, seconds: float) -> None:
         """Take in what a step with so many tokens of drafts took."""
-        known, expected = self._more.get(n_drafted), self.of(n_drafted)
-        more = max(0.0, min(seconds, _ODD_COST * expected) - self.plain)
-        self._more[n_drafted] = more if known is None else known + _COST_FADE * (more - known)
+        if not self.plain or not n_drafted:
+            return
+        ratio, known = max(1.0, seconds / self.plain), self._ratios.get(n_drafted)
+        if known is None:  # no step takes less than it must, but one may take much longer
+            self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted, _TOKEN_COST))
+        else:
+            self._ratios[n_drafted] = max(1.0, known * math.exp(_COST_FADE * _clipped(ratio / known)))
+        self._seen[n_drafted] = min(self._seen.get(n_drafted, 0) + 1, _MOST_SEEN)
+        self._fit = _never_falling(self._ratios, self._seen)
 
     def of(self, n_drafted: int, token_cost: float = _TOKEN_COST) -> float:
-        """What a step with so many tokens of drafts is expected to take.
+        """What a step with so many tokens of drafts is expected to take, in seconds.
 
-        No more than a wider one took. token_cost: of a plain step, for each where nothing was measured.
+        token_cost: of a plain step, for each token where nothing was measured.
         """
-        if not n_drafted:
-            return self.plain
-        more = min((more for n, more in self._more.items() if n >= n_drafted), default=math.inf)
-        return self.plain + min(more, self._between(n_drafted, token_cost))
+        return self.plain * self._at(n_drafted, token_cost)
 
     def measured(self) -> dict[int, float]:
         """Seconds by tokens of drafts, 0 among them, of those that there were."""
-        return {0: self.plain} | {n: self.plain + more for n, more in sorted(self._more.items())}
+        return {0: self.plain} | {n: self.plain * ratio for n, ratio in sorted(self._ratios.items())}
 
-    def _between(self, n: int, token_cost: float) -> float:
-        """By the next narrower and the next wider step that was measured."""
-        if n in self._more:
-            return self._more[n]
-        below = max((w for w in self._more if w < n), default=0)
-        above = min((w for w in self._more if w > n), default=None)
-        start = self._more.get(below, 0.0)
-        if above is not None:
-            return start + (n - below) * (self._more[above] - start) / (above - below)
-        slope = start / below if below else token_cost * self.plain
-        return start + (n - below) * max(slope, 0.01 * self.plain)
+    def _at(self, n: int, token_cost: float) -> float:
+        """The ratio, between those of the next narrower and the next wider step, or as it goes on behind the widest."""
+        before, at = 0, 1.0
+        for width, ratio in self._fit:
+            if width >= n:
+                return at + (n - before) * (ratio - at) / (width - before)
+            before, at = width, ratio
+        slope = (at - 1.0) / before if before else token_cost
+        return at + (n - before) * max(slope, 0.01)
+
+
+def _clipped(ratio: float) -> float:
+    """Its logarithm, no more than _OUTLIER either way."""
+    return max(-_OUTLIER, min(_OUTLIER, math.log(ratio)))
+
+
+def _never_falling(values: dict[int, float], weights: dict[int, int]) -> list[tuple[int, float]]:
+    """The nearest values that never fall with the key (pool adjacent violators: Ayer et al., 1955), by key."""
+    pools: list[tuple[list[int], float, int]] = []  # keys, their mean, its weight
+    for key in sorted(values):
+        pool = [key], values[key], weights[key]
+        while pools and pools[-1][1] > pool[1]:
+            keys, mean, weight = pools.pop()
+            total = weight + pool[2]
+            pool = keys + pool[0], (mean * weight + pool[1] * pool[2]) / total, total
+        pools.append(pool)
+    return [(key, mean) for keys, mean, _ in pools for key in keys]
 
 
 @dataclass(slots=True)
@@ -137,23 +169,24 @@ class Record:
 
     chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    choices: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)  # see `Gate.share`
+    choices: dict[Promise, tuple[int, int]] = field(default_factory=dict)  # when it was decided, and how
 
 
 @dataclass(slots=True)
 class Drafting:
-    """What drafts for one reply, and how that fared. follower: one that computes drafts, if there is any.
+    """What drafts for one reply, and how that fared.
 
-    idle_steps: that there have been since it was worth asking.
+    source: whose drafts cost nothing to make. follower: who computes them from what the model made of the tokens, if
+    anybody does; idle_steps: that there have been since that was worth it.
     """
 
-    sources: tuple[Source, ...]
-    follower: Follower | None = None
+    source: Source
+    follower: Source | None = None
     idle_steps: int = 0
     record: Record = field(default_factory=Record)
 
 
-Offer = tuple[Draft, Record]
+Offer = tuple[Promise, Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +232,26 @@ class Gate:
         self._earn(seconds, costs)
 
     def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
-        """How many tokens of each draft the next step gets, `most` together; None: a reply without a draft.
+        """How many tokens of each draft the next step gets, `most` together; None: a reply without one.
 
-        fits: whether a step may have so many tokens, one of each reply among them. What was decided for a reply alone
-        holds for its drafts of that kind until there is news: it is asked for every token.
+        fits: whether a step may have so many tokens, one of each reply among them.
         """
-        if len(offers) == 1 and offers[0] is not None:
-            draft, record = offers[0]
-            kind = draft.source, draft.grade, min(len(draft.tokens), most)
-            when, n = record.choices.get(kind, (-1, 0))
-            if when != self._news:
-                (n,) = self._decided(offers, fits, most)
-                record.choices[kind] = self._news, n
-            return [n]
-        return self._decided(offers, fits, most)
+        if len(offers) > 1 or offers[0] is None:
+            return self._decided(offers, fits, most)
+        promise, record = offers[0]
+        n = self.decided(promise, record)
+        if n is None:
+            (n,) = self._decided(offers, fits, most)
+            record.choices[promise] = self._news, n
+        return [min(n, most)]
+
+    def decided(self, promise: Promise, record: Record) -> int | None:
+        """How many tokens a reply that is alone gets of what is promised, as was decided last; None: there is news.
+
+        So next to nothing is done for a token where nothing is drafted.
+        """
+        when, n = record.choices.get(promise, _UNDECIDED)
+        return n if when == self._news else None
 
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         costs, none = self.costs(len(offers)), [0] * len(offers)
@@ -260,7 +299,8 @@ class Gate:
             drafted += n_given
             gained += math.log1p(n_stayed)
             self._tokens += 1 + n_stayed
-            for chances in (self._of_all(draft), record.chances.setdefault((draft.source, draft.grade), Chances())):
+            kind = draft.source, draft.grade
+            for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
                 chances.note(n_given, n_stayed)
             for tallies in (self.tallies, record.tallies):
                 tally = tallies.setdefault(draft.source, Tally())
@@ -281,16 +321,17 @@ class Gate:
     def _making(self, offers: Sequence[Offer | None]) -> float:
         return sum(self._making_s.get(offer[0].source, 0.0) for offer in offers if offer is not None)
 
-    def _of_all(self, draft: Draft) -> Chances:
-        chances = self._chances.setdefault((draft.source, draft.grade), Chances())
+    def _of_all(self, kind: tuple[str, int]) -> Chances:
+        chances = self._chances.setdefault(kind, Chances())
         chances.fade(self._tokens)
         return chances
 
-    def _stay(self, draft: Draft, record: Record, hope: float) -> list[float]:
+    def _stay(self, promise: Promise, record: Record, hope: float) -> list[float]:
         """The chances that tokens 1, 2, ... of a draft stay; hope: good outcomes that are added to what was seen."""
-        of_all, own = self._of_all(draft), record.chances.get((draft.source, draft.grade))
-        priors = self._priors[draft.source]
-        prior = priors[min(draft.grade, len(priors) - 1)]
+        kind = promise.source, promise.grade
+        of_all, own = self._of_all(kind), record.chances.get(kind)
+        priors = self._priors[promise.source]
+        prior = priors[min(promise.grade, len(priors) - 1)]
         by_group = []
         for group, known in enumerate(prior):
             chance = (of_all.stayed[group] + _PRIOR * known + hope) / (of_all.seen[group] + _PRIOR + hope)
@@ -298,7 +339,7 @@ class Gate:
                 chance = (own.stayed[group] + _OWN * chance + hope) / (own.seen[group] + _OWN + hope)
             by_group.append(chance)
         stay, all_before = [], 1.0
-        for position in range(len(draft.tokens)):
+        for position in range(promise.n_tokens):
             all_before *= by_group[group_of(position)]
             if all_before < _LEAST:
                 break

@@ -14,9 +14,9 @@ from typing import Any
 from engine.drafting import dflash, lookup
 from engine.drafting.dflash import DFlash, Drafter, drafter_limits
 from engine.drafting.drafter import DrafterFile
-from engine.drafting.gate import Drafting, Gate, Offer, Tally
+from engine.drafting.gate import Drafting, Gate, Record, Tally
 from engine.drafting.lookup import Lookup
-from engine.drafting.source import Draft, Follower
+from engine.drafting.source import Draft, Promise, Source
 from engine.memory.blocks import Sequence
 from engine.memory.kv import KVCache
 from engine.models.layers import KEPT_TOKENS
@@ -30,6 +30,7 @@ from engine.running.reply import Reply
 from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
+TOLD_STEPS = 8  # plain ones that the gate is told of at once
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
@@ -52,18 +53,18 @@ class Drafts:
         self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
         self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
+        self._plain_s, self._plain_steps = 0.0, 0  # of a reply alone, that the gate was not told of
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
-            reply.drafting = Drafting((Lookup(self._memory, prediction),), self._follower(reply))
+            reply.drafting = Drafting(Lookup(self._memory, prediction), self._follower(reply))
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
         if reply.drafting is not None:
-            for source in reply.drafting.sources:
-                source.close()
+            reply.drafting.source.close()
             if reply.drafting.follower is not None:
                 reply.drafting.follower.close()
             reply.drafting = None
@@ -76,16 +77,14 @@ class Drafts:
 
     def propose(self, replies: Many[Reply]) -> list[Draft | None]:
         """As `decoding.Proposer.propose`."""
+        if len(replies) == 1 and self._is_settled(replies[0]):
+            return [None]
         most, room = self._most - len(replies), _Room(self._steps.forward.kv)
         self._making_s = 0.0
-        offers = [self._offer(reply, most, room, len(replies)) for reply in replies]
-        if not any(offers):
-            return [None] * len(replies)
-        counts = self._gate.share(offers, self._fits, most)
-        return [
-            Draft(offer[0].source, offer[0].grade, offer[0].tokens[:n]) if offer is not None and n else None
-            for offer, n in zip(offers, counts, strict=True)
-        ]
+        chosen = [self._chosen(reply, most, room, len(replies)) for reply in replies]
+        offers = [None if one is None else (one[1], one[2]) for one in chosen]
+        counts = self._gate.share(offers, self._fits, most) if any(offers) else [0] * len(replies)
+        return [self._drafted(one[0], n) if one and n else None for one, n in zip(chosen, counts, strict=True)]
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""
@@ -110,16 +109,29 @@ class Drafts:
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
+        if len(proposals) == 1 and proposals[0].draft is None:
+            self._plain_s += seconds
+            self._plain_steps += 1
+            if self._plain_steps >= TOLD_STEPS or not self._gate.costs(1).plain:
+                self._tell()
+            return
         fared = [
             None
             if p.draft is None or p.reply.drafting is None
             else (p.draft, p.reply.drafting.record, len(p.draft.tokens), p.stayed)
             for p in proposals
         ]
+        self._tell()
         if any(fared):
             self._gate.note(fared, seconds, self._making_s)
         else:
-            self._gate.plain(len(proposals), seconds - self._making_s)
+            self._gate.plain(len(proposals), seconds)
+
+    def _tell(self) -> None:
+        """Tell the gate of steps of a reply alone, several at once: they are short, and many."""
+        if self._plain_steps:
+            self._gate.plain(1, self._plain_s, self._plain_steps)
+            self._plain_s, self._plain_steps = 0.0, 0
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
@@ -158,44 +170,53 @@ class Drafts:
         if self._drafter is not None:
             self._drafter.close()
 
-    def _follower(self, reply: Reply) -> Follower | None:
+    def _follower(self, reply: Reply) -> Source | None:
         """What computes drafts for a reply, where it has room, and has not been found to be of no use lately."""
         if self._resting:
             self._resting -= 1
             return None
         if self._predictor is not None:
             return ByBlock(self._predictor, reply)
-        if self._drafter is None:
-            return None
-        ring = self._drafter.ring()
-        return None if ring is None else DFlash(self._drafter, ring)
+        ring = None if self._drafter is None else self._drafter.ring()
+        return None if self._drafter is None or ring is None else DFlash(self._drafter, ring)
 
-    def _offer(self, reply: Reply, most: int, room: _Room, n_replies: int) -> Offer | None:
-        """What may follow a reply's last token, as far as there is room for it."""
+    def _is_settled(self, reply: Reply) -> bool:
+        """Whether it is known, of a reply that is alone, that its next step gets no draft."""
+        drafting = reply.drafting
+        if drafting is None:
+            return True
+        promise = drafting.source.promise(reply.history, self._most - 1)
+        if drafting.follower is not None:
+            return False
+        return promise is None or self._gate.decided(promise, drafting.record) == 0
+
+    def _chosen(self, reply: Reply, most: int, room: _Room, n_replies: int) -> tuple[Source, Promise, Record] | None:
+        """The best that may follow a reply's last token, as far as there is room for it."""
         drafting = reply.drafting
         if drafting is None or reply.sequence is None:
             return None
         most = min(most, reply.left - 1, room.of(reply.sequence) - 1)
         if most < 1:
             return None
-        draft = next(filter(None, (source.propose(reply.history, most) for source in drafting.sources)), None)
+        source, promise = drafting.source, drafting.source.promise(reply.history, most)
         if drafting.follower is not None:
-            draft = self._computed(reply, drafting, drafting.follower, draft, most, n_replies) or draft
-        if draft is None:
+            computed = self._worth(reply, drafting, drafting.follower, promise, most, n_replies)
+            if computed is not None:
+                source, promise = drafting.follower, computed
+        if promise is None:
             return None
-        room.take(reply.sequence, 1 + len(draft.tokens))
-        return draft, drafting.record
+        room.take(reply.sequence, 1 + promise.n_tokens)
+        return source, promise, drafting.record
 
-    def _computed(
-        self, reply: Reply, drafting: Drafting, follower: Follower, other: Draft | None, most: int, n_replies: int
-    ) -> Draft | None:
-        """A computed draft, where it promises more than another one, and something at all."""
-        if not follower.knows(reply.history):
+    def _worth(
+        self, reply: Reply, drafting: Drafting, follower: Source, other: Promise | None, most: int, n_replies: int
+    ) -> Promise | None:
+        """What can be computed, where it promises more than what costs nothing, and anything at all."""
+        promise = follower.promise(reply.history, most)
+        if promise is None:
             return None
-        record, n = drafting.record, min(most, follower.most)
-        like = Draft(follower.name, 0, (0,) * n)  # its worth does not depend on its tokens
-        others = [None] * (n_replies - 1)
-        if not any(self._gate.share([(like, record), *others], self._fits, most)):
+        record, others = drafting.record, [None] * (n_replies - 1)
+        if not any(self._gate.share([(promise, record), *others], self._fits, most)):
             drafting.idle_steps += 1
             if drafting.idle_steps > IDLE_STEPS:
                 follower.close()
@@ -203,15 +224,19 @@ class Drafts:
                 self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
             return None
         drafting.idle_steps = 0
-        if other is not None:
-            gains = [self._gate.gain((d, record), n_replies, self._fits, most) for d in (like, other)]
-            if gains[0] <= gains[1]:
-                return None
+        if other is None:
+            return promise
+        mine, its = (self._gate.gain((p, record), n_replies, self._fits, most) for p in (promise, other))
+        return promise if mine > its else None
+
+    def _drafted(self, source: Source, n_tokens: int) -> Draft | None:
+        """The tokens; of one that computes them it is counted how long that takes."""
         began_s = time.perf_counter()
-        draft = follower.propose(reply.history, n)
-        taken_s = time.perf_counter() - began_s
-        self._gate.made(follower.name, taken_s)
-        self._making_s += taken_s
+        draft = source.draft(n_tokens)
+        if draft is not None and not isinstance(source, Lookup):
+            taken_s = time.perf_counter() - began_s
+            self._gate.made(draft.source, taken_s)
+            self._making_s += taken_s
         return draft
 
     def _fits(self, n_tokens: int) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.drafting.source import Draft
+from engine.drafting.source import Draft, Promise
 from engine.ground.errors import CapacityError
 from engine.ground.sampling import Sampling
 from engine.memory.blocks import Sequence
@@ -338,22 +338,23 @@ class Predictor:
 
 
 class ByBlock:
-    """What drafts for one reply by the block (`source.Follower`); the predictor is told of whole steps."""
-
-    name, most = SOURCE, MOST_TOKENS
+    """What drafts for one reply by the block (`source.Source`); the predictor is told of whole steps."""
 
     def __init__(self, predictor: Predictor, reply: Reply) -> None:
         self._predictor, self._reply = predictor, reply
 
-    def knows(self, history: Many[int]) -> bool:
-        """As `Follower.knows`."""
+    def promise(self, history: Many[int], most: int) -> Promise | None:
+        """As `Source.promise`."""
         sequence = self._reply.sequence
-        return sequence is not None and self._predictor.knows(sequence, history)
+        if most < 1 or sequence is None or not self._predictor.knows(sequence, history):
+            return None
+        return Promise(SOURCE, 0, min(most, MOST_TOKENS))
 
-    def propose(self, history: Many[int], most: int) -> Draft | None:
-        """As `Source.propose`."""
+    def draft(self, n_tokens: int) -> Draft | None:
+        """As `Source.draft`."""
         sequence = self._reply.sequence
-        return None if sequence is None else self._predictor.drafts([Asked(sequence, history, most)])[0]
+        assert sequence is not None
+        return self._predictor.drafts([Asked(sequence, self._reply.history, n_tokens)])[0]
 
     def close(self) -> None:
         """As `Source.close`."""

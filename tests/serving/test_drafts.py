@@ -11,7 +11,7 @@ import pytest
 
 from engine import models
 from engine.drafting.gate import Offer
-from engine.drafting.source import Draft
+from engine.drafting.source import Draft, Promise
 from engine.ground.errors import SparkError
 from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
@@ -35,13 +35,16 @@ class SomeRight:
     def __init__(self, expected: Sequence[int], rng: np.random.Generator) -> None:
         self.expected, self.rng, self.closed = expected, rng, False
 
-    def propose(self, history: Sequence[int], most: int) -> Draft | None:
+    def promise(self, history: Sequence[int], most: int) -> Promise | None:
         assert list(history) == list(self.expected[: len(history)]) and most > 0
         n = int(self.rng.integers(0, most + 1))
         follow = [*self.expected[len(history) :], *[0] * most][:n]
         wrong = int(self.rng.integers(0, n + 1))
-        tokens = follow[:wrong] + [(token + 1) % 301 for token in follow[wrong:]]
-        return Draft("lookup", 0, tuple(tokens)) if tokens else None
+        self.tokens = follow[:wrong] + [(token + 1) % 301 for token in follow[wrong:]]
+        return Promise("lookup", 0, n) if n else None
+
+    def draft(self, n_tokens: int) -> Draft:
+        return Draft("lookup", 0, tuple(self.tokens[:n_tokens]))
 
     def close(self) -> None:
         self.closed = True
@@ -57,11 +60,12 @@ class Forced(Drafts):
         super().begin(reply, prediction)
         if reply.drafting is not None:
             self.rng = np.random.default_rng([self.seed, reply.id])
-            reply.drafting.sources = (SomeRight(self.expected[reply.id], self.rng),)
+            reply.drafting.source = SomeRight(self.expected[reply.id], self.rng)
         self._gate.share = self.share  # type: ignore[method-assign]
+        self._gate.decided = lambda promise, record: None  # type: ignore[method-assign]
 
     def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
-        counts = [0 if offer is None else len(offer[0].tokens) for offer in offers]
+        counts = [0 if offer is None else offer[0].n_tokens for offer in offers]
         while sum(counts) > most or not fits(len(counts) + sum(counts)):
             counts[int(np.argmax(counts))] -= 1
         return counts
@@ -163,12 +167,16 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
     class Once(SomeRight):
         right, given = 0, False
 
-        def propose(self, history: Sequence[int], most: int) -> Draft | None:
+        def promise(self, history: Sequence[int], most: int) -> Promise | None:
             if self.given or most < 31:
                 return None
-            self.given = True
             follow = whole[len(history) :][:31]
-            return Draft("lookup", 0, (*follow[: self.right], *((t + 1) % 301 for t in follow[self.right :])))
+            self.tokens = [*follow[: self.right], *((t + 1) % 301 for t in follow[self.right :])]
+            return Promise("lookup", 0, 31)
+
+        def draft(self, n_tokens: int) -> Draft:
+            self.given = True
+            return super().draft(n_tokens)
 
     for right in (*range(32),) if arch in ("qwen35", "gemma4") else (0, 1, 17, 31):
         force(engine, {1: whole})
@@ -178,7 +186,7 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
             begin(reply, prediction)
             source = Once(whole, np.random.default_rng(0))
             source.right = right
-            reply.drafting.sources = (source,)
+            reply.drafting.source = source
 
         engine.loaded.drafts.begin = once
         engine.submit(request)
