@@ -1,4 +1,4 @@
-"""What lookup drafts are worth: recorded sessions through the real index and the real gate, and replies served for real.
+"""What lookup drafts are worth: recorded sessions through the real index and gate, and replies served for real.
 
     python benchmarks/drafts.py replay MODEL.gguf data/results/given_tokens.json TOKENS.parquet... --json FILE
     python benchmarks/drafts.py serve MODEL.gguf TOKENS.parquet --prompts 40 --generate 160 --json FILE

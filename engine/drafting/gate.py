@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.drafting.source import Draft, Promise, Source
@@ -34,8 +34,8 @@ _COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
 _OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
 _MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
 _LEAST_S = 1e-7  # of a step: a clock may stand still
-_UNDECIDED = (-1, 0)
-_SETTLED_STEPS = 32  # plain ones, after which a reply's decision is made anew where no draft has been seen since
+_UNDECIDED: tuple[int, list[int]] = (-1, [])
+_SETTLED_STEPS = 256  # plain ones, after which a reply's decision is made anew where no draft has been seen since
 _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
 _HOPED_COST = 0.25  # and what it may cost
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
@@ -169,7 +169,8 @@ class Record:
 
     chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    choices: dict[Promise, tuple[int, int]] = field(default_factory=dict)  # when it was decided, and how
+    # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
+    choices: dict[tuple[str, int], tuple[int, list[int]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -239,25 +240,43 @@ class Gate:
         if len(offers) > 1 or offers[0] is None:
             return self._decided(offers, fits, most)
         promise, record = offers[0]
-        n = self.decided(promise, record)
-        if n is None:
-            (n,) = self._decided(offers, fits, most)
-            record.choices[promise] = self._news, n
-        return [min(n, most)]
+        if self.decided(promise, record) is None:
+            record.choices[promise[:2]] = self._news, self._by_length(promise, record, fits)
+        n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
+        return [n or 0]
 
     def decided(self, promise: Promise, record: Record) -> int | None:
         """How many tokens a reply that is alone gets of what is promised, as was decided last; None: there is news.
 
         So next to nothing is done for a token where nothing is drafted.
         """
-        when, n = record.choices.get(promise, _UNDECIDED)
-        return n if when == self._news else None
+        when, by_length = record.choices.get(promise[:2], _UNDECIDED)
+        return by_length[promise.n_tokens] if when == self._news else None
+
+    def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
+        """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
+        whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1)
+        decided = [0] * (MOST_TOKENS + 1)
+        if not costs.plain:
+            return decided  # a plain step first: nothing can be compared with what nobody knows
+        making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
+        sure = list(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s))
+        hoped = list(self._choices([self._stay(*whole, _HOPE)], costs, fits, MOST_TOKENS, _HOPED_COST, making_s))
+        for n in range(1, MOST_TOKENS + 1):
+            known, may = sure[min(n, len(sure) - 1)], hoped[min(n, len(hoped) - 1)]
+            if known.gain >= GAIN:
+                decided[n] = known.total
+            elif may.gain >= GAIN:
+                loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
+                decided[n] = may.total if loss_s <= self._saved_s else 0
+        return decided
 
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         costs, none = self.costs(len(offers)), [0] * len(offers)
         if not costs.plain:
-            return none  # a plain step first: nothing can be compared with what nobody knows
-        stay, making_s = [None if o is None else self._stay(*o, 0.0) for o in offers], self._making(offers)
+            return none
+        making_s = self._making(offers)
+        stay = [None if o is None else self._stay(*o, 0.0) for o in offers]
         known = self._best(stay, costs, fits, most, making_s=making_s)
         if known.gain >= GAIN:
             return known.tokens
@@ -361,22 +380,30 @@ class Gate:
 
         token_cost: as of `Costs.of`. making_s: what it takes to make the drafts.
         """
+        *_, best = self._choices(stay, costs, fits, most, token_cost, making_s)
+        return best
+
+    def _choices(
+        self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
+        token_cost: float = _TOKEN_COST, making_s: float = 0.0,
+    ) -> Iterator[_Choice]:  # fmt: skip
+        """What gives the replies most, as `_best`, where the drafts may have 0, 1, ... tokens together."""
         steps: list[tuple[float, int]] = []  # what a reply gains by one token more of its draft, in logarithms
         for i, chances in enumerate(stay):
             expected = 1.0
             for chance in chances or ():
                 steps.append((math.log1p(chance / expected), i))
                 expected += chance
-        steps.sort(key=lambda step: -step[0])  # a reply's own stay in order: each gains less than the one before
-        n = len(stay)
-        best, best_total, gained = 0.0, 0, 0.0
-        for total, (gain, _) in enumerate(steps[:most], 1):
+        if len(stay) > 1:
+            steps.sort(key=lambda step: -step[0])  # a reply's own stay in order: each gains less than the one before
+        n, best, gained = len(stay), 0.0, 0.0
+        tokens, choice = [0] * n, _Choice([0] * n, 1.0, 0)
+        yield choice
+        for total, (gain, i) in enumerate(steps[:most], 1):
             gained += gain
+            tokens[i] += 1
             if fits(n + total):
                 value = gained / n - math.log((making_s + costs.of(total, token_cost)) / costs.plain)
                 if value > best:
-                    best, best_total = value, total
-        tokens = [0] * n
-        for _, i in steps[:best_total]:
-            tokens[i] += 1
-        return _Choice(tokens, math.exp(best), best_total)
+                    best, choice = value, _Choice(tokens.copy(), math.exp(value), total)
+            yield choice

@@ -30,7 +30,7 @@ from engine.running.reply import Reply
 from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
-TOLD_STEPS = 8  # plain ones that the gate is told of at once
+TELL_EVERY = 8  # plain steps of a reply alone, of which the gate is told what the last one took
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
@@ -53,7 +53,7 @@ class Drafts:
         self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
         self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
-        self._plain_s, self._plain_steps = 0.0, 0  # of a reply alone, that the gate was not told of
+        self._untold, self._tell_every = 0, 1  # plain steps of a reply alone
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
@@ -110,10 +110,10 @@ class Drafts:
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
         if len(proposals) == 1 and proposals[0].draft is None:
-            self._plain_s += seconds
-            self._plain_steps += 1
-            if self._plain_steps >= TOLD_STEPS or not self._gate.costs(1).plain:
-                self._tell()
+            self._untold += 1
+            if self._untold >= self._tell_every:  # steps of a reply alone are short, and many
+                self._gate.plain(1, seconds * self._untold, self._untold)
+                self._untold, self._tell_every = 0, TELL_EVERY
             return
         fared = [
             None
@@ -121,17 +121,10 @@ class Drafts:
             else (p.draft, p.reply.drafting.record, len(p.draft.tokens), p.stayed)
             for p in proposals
         ]
-        self._tell()
         if any(fared):
             self._gate.note(fared, seconds, self._making_s)
         else:
             self._gate.plain(len(proposals), seconds)
-
-    def _tell(self) -> None:
-        """Tell the gate of steps of a reply alone, several at once: they are short, and many."""
-        if self._plain_steps:
-            self._gate.plain(1, self._plain_s, self._plain_steps)
-            self._plain_s, self._plain_steps = 0.0, 0
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
