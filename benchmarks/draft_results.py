@@ -1,0 +1,75 @@
+"""The sections of RESULTS.md about drafts: replayed sessions, prompts served with and without, the same tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from benchmarks.markdown import Json, origin, table
+
+REPLAY = """\
+Lookup drafts on recorded sessions in the bundled model's vocabulary, through the real index and the real gate, in the
+order of the sessions; nothing is decoded. Steps take what they were measured to take on an H200 with Qwen3-30B-A3B's
+shapes at depth {depth:,} (ms by tokens: {steps}), a token without a draft {plain}. Speed over that of decoding without
+drafts. *Length 3*: every draft is cut at three tokens, and no gate is asked. *Least*: of a session."""
+SERVED = """\
+{prompts} held-out prompts, {generate} tokens generated after each, greedily and sampled in turns, to two daemons in
+turn, with drafts and without; the model writes what it writes, which repeats itself. Of each prompt the median of
+{runs} runs, none of which was sent before. Speed over that without drafts: median {median:.3f}, {least:.3f} to
+{most:.3f}; of {drafted:,} drafted tokens {share:.0%} stayed. All tokens the same: {same}."""
+IDENTITY = """\
+Replies of {tokens} tokens by tiny models of every family with random weights, on the {device}, against the same without
+drafts: {replies:,} replies in {rows} rows, each of a family, a source, a residency and a way to sample. *Forced*: drafts
+of random lengths, right up to a random place."""
+
+
+def replay(name: str, made: Json) -> list[str]:
+    steps = ", ".join(f"{width}: {ms:.2f}" for width, ms in made["step_ms"].items())
+    plain = f"{made['step_ms']['1']:.2f} ms"
+    rows = []
+    for r in made["rows"]:
+        kinds = [f"{r['by_kind'][k]['speedup']:.3f}" if k in r["by_kind"] else "" for k in ("call", "text", "reasoning")]
+        how = "gate" if r["fixed"] is None else f"length {r['fixed']}"
+        share, least = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "", f"{r['sessions']['min']:.3f}"
+        rows.append([r["tokens"].removesuffix(".parquet"), how, f"{r['speedup']:.3f}", *kinds, least, share])
+    columns = ["sessions", "", "all", "calls", "text", "reasoning", "least", "stayed"]
+    text = REPLAY.format(depth=made["depth"], steps=steps, plain=plain)
+    return ["## Drafts: sessions replayed", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+def served(name: str, made: Json) -> list[str]:
+    drafted, accepted = (sum(r[key] for r in made["rows"]) for key in ("drafted", "accepted"))
+    s = made["speedup"]
+    text = SERVED.format(
+        prompts=s["n"], generate=made["generate"], runs=made["runs"], median=s["median"], least=s["min"], most=s["max"],
+        drafted=drafted, share=accepted / max(1, drafted), same="yes" if made["identical_tokens"] else "no",
+    )  # fmt: skip
+    steps = made["drafts"]["step_ms"].get("1", {})
+    return [
+        f"## Drafts: served by {made['model']}", "", *origin(name, made), text, "",
+        *table(["tenth of the prompts", *map(str, range(1, 11))], [["speed", *(f"{t:.3f}" for t in made["tenths"])]]),
+        "", *table(["tokens of a draft", *steps], [["ms a step", *(f"{ms:.2f}" for ms in steps.values())]]),
+    ]  # fmt: skip
+
+
+def identity(name: str, made: Json) -> list[str]:
+    sums = ("replies", "identical", "drafted", "rejected")
+    cells: dict[tuple[str, str], Json] = defaultdict(lambda: dict.fromkeys(sums, 0))
+    for r in made["rows"]:
+        for key in sums:
+            cells[r["family"], r["source"]][key] += r[key]
+    text = IDENTITY.format(
+        tokens=made["tokens_each"], device=made["device"].upper().replace("CUDA", "GPU"), replies=made["replies"],
+        rows=len(made["rows"]),
+    )  # fmt: skip
+    rows = [[*key, f"{c['identical']} of {c['replies']}", c["drafted"], c["rejected"]] for key, c in cells.items()]
+    return ["## Drafts: the same tokens", "", *origin(name, made), text, "", *table(
+        ["family", "source", "identical", "drafted by it", "rejected"], rows
+    )]  # fmt: skip
+
+
+SECTIONS = {
+    "drafts-replay.json": replay,
+    "drafts-nano.json": served,
+    "draft_identity.json": identity,
+    "draft_identity-gpu.json": identity,
+}
