@@ -18,8 +18,8 @@ turn, with drafts and without; the model writes what it writes, which repeats it
 {most:.3f}; of {drafted:,} drafted tokens {share:.0%} stayed. All tokens the same: {same}."""
 IDENTITY = """\
 Replies of {tokens} tokens by tiny models of every family with random weights, on the {device}, against the same without
-drafts: {replies:,} replies in {rows} rows, each of a family, a source, a residency and a way to sample. *Forced*: drafts
-of random lengths, right up to a random place."""
+drafts: {replies:,} replies in {rows} rows, each of a family, a source, a residency and a way to sample. *Forced*:
+drafts of random lengths, right up to a random place."""
 
 
 def replay(name: str, made: Json) -> list[str]:
@@ -27,7 +27,8 @@ def replay(name: str, made: Json) -> list[str]:
     plain = f"{made['step_ms']['1']:.2f} ms"
     rows = []
     for r in made["rows"]:
-        kinds = [f"{r['by_kind'][k]['speedup']:.3f}" if k in r["by_kind"] else "" for k in ("call", "text", "reasoning")]
+        by_kind = r["by_kind"]
+        kinds = [f"{by_kind[k]['speedup']:.3f}" if k in by_kind else "" for k in ("call", "text", "reasoning")]
         how = "gate" if r["fixed"] is None else f"length {r['fixed']}"
         share, least = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "", f"{r['sessions']['min']:.3f}"
         rows.append([r["tokens"].removesuffix(".parquet"), how, f"{r['speedup']:.3f}", *kinds, least, share])
