@@ -222,7 +222,14 @@ int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n) {
     return SPARK_OK;
 }
 
-int64_t spark_text_propose(spark_text *text, int64_t most, int32_t *out, int64_t *run) {
+void spark_text_propose(spark_look *look) {
+    spark_text *text = look->text;
+    look->n = look->run = 0;
+    if (look->token >= 0 && spark_text_take(text, &look->token, 1) != SPARK_OK) {
+        look->n = -1;
+        return;
+    }
+    const int32_t most = std::min<int32_t>(look->most, (int32_t)(sizeof look->tokens / sizeof look->tokens[0]));
     const auto &own = text->tokens;
     auto [place, length] = text->longest(own.data(), text->before, text->n_before);
     const int32_t *from = own.data();
@@ -236,13 +243,13 @@ int64_t spark_text_propose(spark_text *text, int64_t most, int32_t *out, int64_t
         const auto [other, longer] = text->longest(m.tokens.data(), places, n);
         if (longer > length) place = other, length = longer, from = m.tokens.data(), end = (int64_t)m.tokens.size();
     }
-    *run = length;
-    if (length < kLengths[0]) return 0;
-    int64_t n = 0;
-    for (int64_t i = place; n < most && i < end && from[i] != kEnd; ++i) out[n++] = from[i];
+    if (length < kLengths[0]) return;
+    int32_t n = 0;
+    for (int64_t i = place; n < most && i < end && from[i] != kEnd; ++i) look->tokens[n++] = from[i];
     if (from == own.data() && place + n == end) // it repeats itself: what is proposed goes on so
-        for (const int64_t period = end - place; n < most && period > 0; ++n) out[n] = out[n - period];
-    return n;
+        for (const int64_t period = end - place; n < most && period > 0; ++n) look->tokens[n] = look->tokens[n - period];
+    look->n = n;
+    look->run = (int32_t)length;
 }
 
 } // extern "C"

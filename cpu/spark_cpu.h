@@ -201,10 +201,17 @@ SPARK_API int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_u
 
 /* Texts that drafts are looked up in (engine/drafting/lookup.py): a memory of earlier ones, a ring of n_tokens, and those that
  * grow, each with a prediction of n tokens ahead of it. NULL where memory runs out. A memory outlives its texts.
- * spark_text_propose: at most `most` tokens that may follow a text, into `out`; how many; run: how many tokens at its end
- * equal those ahead of the place that they were found at. */
+ * spark_text_propose: takes in `token`, unless it is -1, and finds at most `most` tokens that may follow the text. */
 typedef struct spark_memory spark_memory;
 typedef struct spark_text spark_text;
+
+/* One call for a token. n: how many `tokens` were found, -1 where memory has run out; run: how many tokens at the end of the
+ * text equal those ahead of the place that they were found at. */
+typedef struct spark_look {
+    spark_text *text;
+    int32_t token, most, n, run;
+    int32_t tokens[64];
+} spark_look;
 
 SPARK_API spark_memory *spark_memory_create(int64_t n_tokens);
 SPARK_API void spark_memory_destroy(spark_memory *memory);
@@ -212,7 +219,7 @@ SPARK_API int32_t spark_memory_add(spark_memory *memory, const int32_t *tokens, 
 SPARK_API spark_text *spark_text_create(spark_memory *memory, const int32_t *prediction, int64_t n);
 SPARK_API void spark_text_destroy(spark_text *text);
 SPARK_API int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n);
-SPARK_API int64_t spark_text_propose(spark_text *text, int64_t most, int32_t *out, int64_t *run);
+SPARK_API void spark_text_propose(spark_look *look);
 
 #ifdef __cplusplus
 }

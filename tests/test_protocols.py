@@ -20,6 +20,7 @@ from engine.drafting.dflash import DFlash
 from engine.drafting.source import Source
 from engine.models import qwen35, qwen35moe
 from engine.models.layers import Architecture, ModelConfig, Recurrent
+from engine.models.nextn import Predicting
 from engine.ops import cpu, reference
 from engine.ops.cuda import ops as cuda
 from engine.ops.cuda.counting import CountingDevice
@@ -35,6 +36,8 @@ b: Ops = cpu
 c: Ops = cuda
 d: Recurrent = qwen35
 e: Recurrent = qwen35moe
+f: Predicting = qwen35
+g: Predicting = qwen35moe
 
 def sources(a: DFlash) -> Source:
     return a

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.drafting.drafter import DrafterConfig, DrafterWeights
-from engine.drafting.source import Draft
+from engine.drafting.source import Draft, Promise
 from engine.formats.quants import QTensor
 from engine.models.scaling import scaled_rope_table
 from engine.ops import F32, KV_BLOCK_TOKENS, AttentionInput, KVLayer, Limits
@@ -219,28 +219,28 @@ class Drafter:
 
 
 class DFlash:
-    """Drafts of one reply (`source.Follower`), as long as it is told the features of what was fed."""
-
-    name = NAME
+    """Drafts of one reply (`source.Source`), as long as it is told the features of what was fed."""
 
     def __init__(self, drafter: Drafter, ring: Ring) -> None:
         self._drafter, self._ring = drafter, ring
-        self.most = drafter.config.block_tokens - 1
-
-    def knows(self, history: Sequence[int]) -> bool:
-        """As `Follower.knows`: the features end right before the last token."""
-        ring = self._ring
-        return ring.end == len(history) - 1 and ring.first < ring.end < self._drafter.n_ctx
+        self._token = 0  # that a draft is to follow
 
     def feed(self, features: Sequence[Array] | Array, position: int) -> None:
         """As `Drafter.feed`: of what stays of a step."""
         self._drafter.feed(self._ring, features, position)
 
-    def propose(self, history: Sequence[int], most: int) -> Draft | None:
-        """A draft behind the last token of `history`; None unless the features end right before it."""
-        if not self.knows(history):
+    def promise(self, history: Sequence[int], most: int) -> Promise | None:
+        """As `Source.promise`; None unless the features end right before the last token of `history`."""
+        ring, drafter = self._ring, self._drafter
+        n = min(most, drafter.config.block_tokens - 1)
+        if n < 1 or ring.end != len(history) - 1 or not ring.first < ring.end < drafter.n_ctx:
             return None
-        tokens = self._drafter.draft(self._ring, history[-1], most)
+        self._token = history[-1]
+        return Promise(NAME, 0, n)
+
+    def draft(self, n_tokens: int) -> Draft | None:
+        """As `Source.draft`."""
+        tokens = self._drafter.draft(self._ring, self._token, n_tokens)
         return Draft(NAME, 0, tokens) if tokens else None
 
     def close(self) -> None:

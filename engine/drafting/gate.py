@@ -14,24 +14,28 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.drafting.source import Draft, Follower, Source
+from engine.drafting.source import Draft, Promise, Source
 
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
 GAIN = 1.01  # over plain decoding, that is expected at least where a draft is no trial
 _GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
-_FADE = 0.97  # what is left of what was seen at a position when it is seen again
+_FADE = 0.985  # what is left of what was seen at a position when it is seen again
 _FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
-_PRIOR = 3.0  # outcomes that what is known of a kind beforehand is worth
-_OWN = 6.0  # and what all replies saw, beside a reply's own
+_PRIOR = 8.0  # outcomes that what is known of a kind beforehand is worth
+_OWN = 20.0  # and what all replies saw, beside a reply's own
 _HOPE = 2.0  # good outcomes that are added where it is asked what may be
 _LEAST = 0.02  # chance of a token to stay, below which a draft is cut
-_COST_FADE = 0.15
-_SETTLED_STEPS = 32  # plain ones, after which a reply's decision is made anew where no draft has been seen since
+_COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
+_OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
+_MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
+_LEAST_S = 1e-7  # of a step: a clock may stand still
+_UNDECIDED: tuple[int, list[int]] = (-1, [])
+_SETTLED_STEPS = 256  # plain ones, after which a reply's decision is made anew where no draft has been seen since
 _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
 _HOPED_COST = 0.25  # and what it may cost
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
@@ -68,59 +72,87 @@ class Chances:
 
 
 class Costs:
-    """Seconds of steps of so many replies: `plain`, a token for each, and how much more with tokens of drafts."""
+    """What steps of so many replies take: `plain`, seconds of one without drafts, and how many times that with them.
+
+    Most of what makes a step longer or shorter from one minute to the next, a neighbor, a longer context, does so to
+    both. Outliers count for little: an estimate follows the middle of what is measured.
+    """
 
     def __init__(self) -> None:
         self.plain = 0.0
-        self._more: dict[int, float] = {}  # by tokens of drafts
         self._n_plain = 0
+        self._ratios: dict[int, float] = {}  # by tokens of drafts
+        self._seen: dict[int, int] = {}  # how often, up to _MOST_SEEN
+        self._fit: list[tuple[int, float]] = []  # the ratios, made never to fall
 
     def begin(self, seconds: dict[int, float]) -> None:
         """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known."""
         if not self.plain:
-            self.plain = seconds[0]
-            self._more = {n: max(0.0, s - seconds[0]) for n, s in seconds.items() if n}
+            self.plain = max(seconds[0], _LEAST_S)
+            self._ratios = {n: max(1.0, s / self.plain) for n, s in seconds.items() if n}
+            self._seen = dict.fromkeys(self._ratios, 1)
+            self._fit = _never_falling(self._ratios, self._seen)
 
     def note_plain(self, seconds: float, n_steps: int) -> None:
         """Take in what n_steps without drafts took together."""
-        each = seconds / n_steps
-        if self._n_plain >= 3:
-            each = min(each, _ODD_COST * self.plain)
+        each = max(seconds / n_steps, _LEAST_S)
         self._n_plain += n_steps
-        fade = max(1.0 - (1.0 - _COST_FADE) ** n_steps, n_steps / self._n_plain)
-        self.plain += fade * (each - self.plain)
+        if self._n_plain <= 3 or not self.plain:  # the first steps of all take longest
+            self.plain = min(each, self.plain or each)
+            return
+        fade = 1.0 - (1.0 - _COST_FADE) ** min(n_steps, 16)
+        self.plain *= math.exp(fade * _clipped(each / self.plain))
 
     def note(self, n_drafted: int, seconds: float) -> None:
         """Take in what a step with so many tokens of drafts took."""
-        known, expected = self._more.get(n_drafted), self.of(n_drafted)
-        more = max(0.0, min(seconds, _ODD_COST * expected) - self.plain)
-        self._more[n_drafted] = more if known is None else known + _COST_FADE * (more - known)
+        if not self.plain or not n_drafted:
+            return
+        ratio, known = max(1.0, seconds / self.plain), self._ratios.get(n_drafted)
+        if known is None:  # no step takes less than it must, but one may take much longer
+            self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted, _TOKEN_COST))
+        else:
+            self._ratios[n_drafted] = max(1.0, known * math.exp(_COST_FADE * _clipped(ratio / known)))
+        self._seen[n_drafted] = min(self._seen.get(n_drafted, 0) + 1, _MOST_SEEN)
+        self._fit = _never_falling(self._ratios, self._seen)
 
     def of(self, n_drafted: int, token_cost: float = _TOKEN_COST) -> float:
-        """What a step with so many tokens of drafts is expected to take.
+        """What a step with so many tokens of drafts is expected to take, in seconds.
 
-        No more than a wider one took. token_cost: of a plain step, for each where nothing was measured.
+        token_cost: of a plain step, for each token where nothing was measured.
         """
-        if not n_drafted:
-            return self.plain
-        more = min((more for n, more in self._more.items() if n >= n_drafted), default=math.inf)
-        return self.plain + min(more, self._between(n_drafted, token_cost))
+        return self.plain * self._at(n_drafted, token_cost)
 
     def measured(self) -> dict[int, float]:
         """Seconds by tokens of drafts, 0 among them, of those that there were."""
-        return {0: self.plain} | {n: self.plain + more for n, more in sorted(self._more.items())}
+        return {0: self.plain} | {n: self.plain * ratio for n, ratio in sorted(self._ratios.items())}
 
-    def _between(self, n: int, token_cost: float) -> float:
-        """By the next narrower and the next wider step that was measured."""
-        if n in self._more:
-            return self._more[n]
-        below = max((w for w in self._more if w < n), default=0)
-        above = min((w for w in self._more if w > n), default=None)
-        start = self._more.get(below, 0.0)
-        if above is not None:
-            return start + (n - below) * (self._more[above] - start) / (above - below)
-        slope = start / below if below else token_cost * self.plain
-        return start + (n - below) * max(slope, 0.01 * self.plain)
+    def _at(self, n: int, token_cost: float) -> float:
+        """The ratio, between those of the next narrower and the next wider step, or as it goes on behind the widest."""
+        before, at = 0, 1.0
+        for width, ratio in self._fit:
+            if width >= n:
+                return at + (n - before) * (ratio - at) / (width - before)
+            before, at = width, ratio
+        slope = (at - 1.0) / before if before else token_cost
+        return at + (n - before) * max(slope, 0.01)
+
+
+def _clipped(ratio: float) -> float:
+    """Its logarithm, no more than _OUTLIER either way."""
+    return max(-_OUTLIER, min(_OUTLIER, math.log(ratio)))
+
+
+def _never_falling(values: dict[int, float], weights: dict[int, int]) -> list[tuple[int, float]]:
+    """The nearest values that never fall with the key (pool adjacent violators: Ayer et al., 1955), by key."""
+    pools: list[tuple[list[int], float, int]] = []  # keys, their mean, its weight
+    for key in sorted(values):
+        pool = [key], values[key], weights[key]
+        while pools and pools[-1][1] > pool[1]:
+            keys, mean, weight = pools.pop()
+            total = weight + pool[2]
+            pool = keys + pool[0], (mean * weight + pool[1] * pool[2]) / total, total
+        pools.append(pool)
+    return [(key, mean) for keys, mean, _ in pools for key in keys]
 
 
 @dataclass(slots=True)
@@ -137,23 +169,25 @@ class Record:
 
     chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    choices: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)  # see `Gate.share`
+    # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
+    choices: dict[tuple[str, int], tuple[int, list[int]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Drafting:
-    """What drafts for one reply, and how that fared. follower: one that computes drafts, if there is any.
+    """What drafts for one reply, and how that fared.
 
-    idle_steps: that there have been since it was worth asking.
+    source: whose drafts cost nothing to make. follower: who computes them from what the model made of the tokens, if
+    anybody does; idle_steps: that there have been since that was worth it.
     """
 
-    sources: tuple[Source, ...]
-    follower: Follower | None = None
+    source: Source
+    follower: Source | None = None
     idle_steps: int = 0
     record: Record = field(default_factory=Record)
 
 
-Offer = tuple[Draft, Record]
+Offer = tuple[Promise, Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,26 +233,50 @@ class Gate:
         self._earn(seconds, costs)
 
     def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
-        """How many tokens of each draft the next step gets, `most` together; None: a reply without a draft.
+        """How many tokens of each draft the next step gets, `most` together; None: a reply without one.
 
-        fits: whether a step may have so many tokens, one of each reply among them. What was decided for a reply alone
-        holds for its drafts of that kind until there is news: it is asked for every token.
+        fits: whether a step may have so many tokens, one of each reply among them.
         """
-        if len(offers) == 1 and offers[0] is not None:
-            draft, record = offers[0]
-            kind = draft.source, draft.grade, min(len(draft.tokens), most)
-            when, n = record.choices.get(kind, (-1, 0))
-            if when != self._news:
-                (n,) = self._decided(offers, fits, most)
-                record.choices[kind] = self._news, n
-            return [n]
-        return self._decided(offers, fits, most)
+        if len(offers) > 1 or offers[0] is None:
+            return self._decided(offers, fits, most)
+        promise, record = offers[0]
+        if self.decided(promise, record) is None:
+            record.choices[promise[:2]] = self._news, self._by_length(promise, record, fits)
+        n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
+        return [n or 0]
+
+    def decided(self, promise: Promise, record: Record) -> int | None:
+        """How many tokens a reply that is alone gets of what is promised, as was decided last; None: there is news.
+
+        So next to nothing is done for a token where nothing is drafted.
+        """
+        when, by_length = record.choices.get(promise[:2], _UNDECIDED)
+        return by_length[promise.n_tokens] if when == self._news else None
+
+    def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
+        """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
+        whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1)
+        decided = [0] * (MOST_TOKENS + 1)
+        if not costs.plain:
+            return decided  # a plain step first: nothing can be compared with what nobody knows
+        making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
+        sure = list(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s))
+        hoped = list(self._choices([self._stay(*whole, _HOPE)], costs, fits, MOST_TOKENS, _HOPED_COST, making_s))
+        for n in range(1, MOST_TOKENS + 1):
+            known, may = sure[min(n, len(sure) - 1)], hoped[min(n, len(hoped) - 1)]
+            if known.gain >= GAIN:
+                decided[n] = known.total
+            elif may.gain >= GAIN:
+                loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
+                decided[n] = may.total if loss_s <= self._saved_s else 0
+        return decided
 
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         costs, none = self.costs(len(offers)), [0] * len(offers)
         if not costs.plain:
-            return none  # a plain step first: nothing can be compared with what nobody knows
-        stay, making_s = [None if o is None else self._stay(*o, 0.0) for o in offers], self._making(offers)
+            return none
+        making_s = self._making(offers)
+        stay = [None if o is None else self._stay(*o, 0.0) for o in offers]
         known = self._best(stay, costs, fits, most, making_s=making_s)
         if known.gain >= GAIN:
             return known.tokens
@@ -260,7 +318,8 @@ class Gate:
             drafted += n_given
             gained += math.log1p(n_stayed)
             self._tokens += 1 + n_stayed
-            for chances in (self._of_all(draft), record.chances.setdefault((draft.source, draft.grade), Chances())):
+            kind = draft.source, draft.grade
+            for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
                 chances.note(n_given, n_stayed)
             for tallies in (self.tallies, record.tallies):
                 tally = tallies.setdefault(draft.source, Tally())
@@ -281,16 +340,17 @@ class Gate:
     def _making(self, offers: Sequence[Offer | None]) -> float:
         return sum(self._making_s.get(offer[0].source, 0.0) for offer in offers if offer is not None)
 
-    def _of_all(self, draft: Draft) -> Chances:
-        chances = self._chances.setdefault((draft.source, draft.grade), Chances())
+    def _of_all(self, kind: tuple[str, int]) -> Chances:
+        chances = self._chances.setdefault(kind, Chances())
         chances.fade(self._tokens)
         return chances
 
-    def _stay(self, draft: Draft, record: Record, hope: float) -> list[float]:
+    def _stay(self, promise: Promise, record: Record, hope: float) -> list[float]:
         """The chances that tokens 1, 2, ... of a draft stay; hope: good outcomes that are added to what was seen."""
-        of_all, own = self._of_all(draft), record.chances.get((draft.source, draft.grade))
-        priors = self._priors[draft.source]
-        prior = priors[min(draft.grade, len(priors) - 1)]
+        kind = promise.source, promise.grade
+        of_all, own = self._of_all(kind), record.chances.get(kind)
+        priors = self._priors[promise.source]
+        prior = priors[min(promise.grade, len(priors) - 1)]
         by_group = []
         for group, known in enumerate(prior):
             chance = (of_all.stayed[group] + _PRIOR * known + hope) / (of_all.seen[group] + _PRIOR + hope)
@@ -298,7 +358,7 @@ class Gate:
                 chance = (own.stayed[group] + _OWN * chance + hope) / (own.seen[group] + _OWN + hope)
             by_group.append(chance)
         stay, all_before = [], 1.0
-        for position in range(len(draft.tokens)):
+        for position in range(promise.n_tokens):
             all_before *= by_group[group_of(position)]
             if all_before < _LEAST:
                 break
@@ -320,22 +380,30 @@ class Gate:
 
         token_cost: as of `Costs.of`. making_s: what it takes to make the drafts.
         """
+        *_, best = self._choices(stay, costs, fits, most, token_cost, making_s)
+        return best
+
+    def _choices(
+        self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
+        token_cost: float = _TOKEN_COST, making_s: float = 0.0,
+    ) -> Iterator[_Choice]:  # fmt: skip
+        """What gives the replies most, as `_best`, where the drafts may have 0, 1, ... tokens together."""
         steps: list[tuple[float, int]] = []  # what a reply gains by one token more of its draft, in logarithms
         for i, chances in enumerate(stay):
             expected = 1.0
             for chance in chances or ():
                 steps.append((math.log1p(chance / expected), i))
                 expected += chance
-        steps.sort(key=lambda step: -step[0])  # a reply's own stay in order: each gains less than the one before
-        n = len(stay)
-        best, best_total, gained = 0.0, 0, 0.0
-        for total, (gain, _) in enumerate(steps[:most], 1):
+        if len(stay) > 1:
+            steps.sort(key=lambda step: -step[0])  # a reply's own stay in order: each gains less than the one before
+        n, best, gained = len(stay), 0.0, 0.0
+        tokens, choice = [0] * n, _Choice([0] * n, 1.0, 0)
+        yield choice
+        for total, (gain, i) in enumerate(steps[:most], 1):
             gained += gain
+            tokens[i] += 1
             if fits(n + total):
                 value = gained / n - math.log((making_s + costs.of(total, token_cost)) / costs.plain)
                 if value > best:
-                    best, best_total = value, total
-        tokens = [0] * n
-        for _, i in steps[:best_total]:
-            tokens[i] += 1
-        return _Choice(tokens, math.exp(best), best_total)
+                    best, choice = value, _Choice(tokens.copy(), math.exp(value), total)
+            yield choice

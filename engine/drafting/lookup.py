@@ -10,12 +10,13 @@ A hash that leads elsewhere costs a draft, never a token, and what is found is c
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drafting.source import Draft
+from engine.drafting.source import Draft, Promise
 from engine.ground import cpu_library
 from engine.ground.errors import CapacityError
 
@@ -73,42 +74,47 @@ class Lookup:
     """
 
     def __init__(self, memory: Memory, prediction: Sequence[int] = ()) -> None:
-        self._memory, self._library = memory, memory._library
+        self._library = memory._library
         said = np.asarray(prediction, np.int32)
-        self._text = self._library.spark_text_create(memory.handle, said.ctypes.data, len(said))
+        text = self._library.spark_text_create(memory.handle, said.ctypes.data, len(said))
+        self._look = cpu_library.LookRecord(text=text)
+        self._at = ctypes.addressof(self._look)
+        self._is_open = bool(text)
         self._known = 0  # tokens of the history that it has
-        self._one = ctypes.c_int32()
-        self._found = (ctypes.c_int32 * MOST_TOKENS)()
-        self._run = ctypes.c_int64()
-        self._addresses = [ctypes.addressof(a) for a in (self._one, self._found, self._run)]
 
-    def propose(self, history: Sequence[int], most: int) -> Draft | None:
-        """As `Source.propose`."""
-        if not self._follow(history):
+    def promise(self, history: Sequence[int], most: int) -> Promise | None:
+        """As `Source.promise`."""
+        look, n = self._look, len(history) - self._known
+        look.token = history[-1] if n == 1 else -1
+        look.most = most
+        self._known += n
+        if not self._is_open or (n > 1 and not self._take(history[-n:])):
             return None
-        _, found, run = self._addresses
-        n = self._library.spark_text_propose(self._text, min(most, MOST_TOKENS), found, run)
-        if n < 1:
+        self._library.spark_text_propose(self._at)
+        found = look.n
+        if found <= 0:
+            if found < 0:  # memory has run out
+                self.close()
             return None
-        grade = sum(self._run.value >= least for least in GRADES)
-        return Draft(NAME, grade, tuple(self._found[:n]))
+        promise: Promise = _PROMISES[bisect_right(GRADES, look.run)][found]
+        return promise
+
+    def draft(self, n_tokens: int) -> Draft:
+        """As `Source.draft`."""
+        return Draft(NAME, bisect_right(GRADES, self._look.run), tuple(self._look.tokens[:n_tokens]))
 
     def close(self) -> None:
         """As `Source.close`."""
-        if self._text is not None:
-            self._library.spark_text_destroy(self._text)
-            self._text = None
+        if self._is_open:
+            self._library.spark_text_destroy(self._look.text)
+            self._is_open = False
 
-    def _follow(self, history: Sequence[int]) -> bool:
-        """Take in what has been added to the history; False where memory has run out: then it is given up."""
-        n = len(history) - self._known
-        if n == 1:
-            self._one.value = history[-1]
-            at = self._addresses[0]
-        elif n:
-            more = np.asarray(history[self._known :], np.int32)
-            at = more.ctypes.data
-        if n and self._text is not None and self._library.spark_text_take(self._text, at, n):
+    def _take(self, tokens: Sequence[int]) -> bool:
+        """Take in a prompt, or what others decoded; False where memory has run out: then it is given up."""
+        more = np.asarray(tokens, np.int32)
+        if self._library.spark_text_take(self._look.text, more.ctypes.data, len(more)):
             self.close()
-        self._known = len(history)
-        return self._text is not None
+        return self._is_open
+
+
+_PROMISES = tuple(tuple(Promise(NAME, grade, n) for n in range(MOST_TOKENS + 1)) for grade in range(len(GRADES) + 1))

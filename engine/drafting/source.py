@@ -8,48 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from engine.ops.device import Array
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may follow a reply's last, the next one first.
-
-    source: who proposes them. grade: 0, 1, ...: how sure the source is; drafts of one source and grade are judged by
-    how those before them fared.
-    """
+    """Tokens that may follow a reply's last, the next one first; source, grade: as of `Promise`."""
 
     source: str
     grade: int
     tokens: tuple[int, ...]
 
 
-class Source(Protocol):
-    """What drafts for one reply; to ask it costs next to nothing."""
+class Promise(NamedTuple):
+    """A draft that a source can make: what is known of it before anybody wants its tokens.
 
-    def propose(self, history: Sequence[int], most: int) -> Draft | None:
-        """At most `most` tokens that may follow `history`, a prompt and a reply so far; None: nothing.
+    source: who makes it. grade: 0, 1, ...: how sure it is; drafts of one source and grade are judged by how those
+    before them fared. n_tokens: that it has at most.
+    """
+
+    source: str
+    grade: int
+    n_tokens: int
+
+
+class Source(Protocol):
+    """What drafts for one reply. It is asked for a promise with every token, which costs next to nothing."""
+
+    def promise(self, history: Sequence[int], most: int) -> Promise | None:
+        """What can be proposed behind `history`, a prompt and a reply so far, at most `most` tokens; None: nothing.
 
         history: that of the call before with more tokens behind it, of which the source need not have been told.
         """
 
+    def draft(self, n_tokens: int) -> Draft | None:
+        """So many tokens of what was promised last; a source that computes them takes its time here."""
+
     def close(self) -> None:
         """The reply has ended; gives back what it took."""
-
-
-class Follower(Source, Protocol):
-    """A source that computes drafts from what the model made of the tokens so far. That takes time: it is asked last.
-
-    name: of its drafts, which have one grade, 0. most: tokens of a draft.
-    """
-
-    name: str
-    most: int
-
-    def knows(self, history: Sequence[int]) -> bool:
-        """Whether there is all that a draft behind the last token is made from."""
-
-    def feed(self, features: Sequence[Array] | Array, position: int) -> None:
-        """Take in tokens that were fed and stay, from a position on: float32 [T, D] of each captured layer."""

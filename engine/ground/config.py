@@ -11,7 +11,7 @@ KVType = Literal["f16", "q8_0"]
 
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
-DRAFTS = ("auto", "off", "lookup")
+DRAFTS = ("auto", "off", "lookup", "mtp")
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
 
 
@@ -39,7 +39,8 @@ class EngineConfig:
     cache_dir_gib: GiB of files in that folder.
     exact_prefixes: prompts reuse nothing that was decoded before it has been read as a prompt.
     draft: who proposes tokens that steps check beside the one that is due: `lookup`, nobody (`off`), or beside lookup
-        the drafter in a file, by its path; `auto` is all that there are without one. With `replay` nobody does.
+        the block of the model's file that predicts further tokens (`mtp`), or the drafter in a file, by its path;
+        `auto` is what has been shown never to slow a reply: lookup. With `replay` nobody does.
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
     plan_only: say what memory it would take, and end; no weights are read.
     """
@@ -67,6 +68,11 @@ class EngineConfig:
     plan_only: bool = False
 
     @property
+    def predicts(self) -> bool:
+        """Whether the block of the model's file drafts; imposed choices of experts are of the model's layers."""
+        return self.draft == "mtp" and self.replay is None
+
+    @property
     def drafter(self) -> Path | None:
         """The file of a drafter that `draft` names."""
-        return None if self.draft in DRAFTS else Path(self.draft)
+        return None if self.draft in DRAFTS or self.replay is not None else Path(self.draft)

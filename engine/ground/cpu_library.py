@@ -86,6 +86,16 @@ class DeltaRecord(ctypes.Structure):
     )
 
 
+class LookRecord(ctypes.Structure):
+    """spark_look: a token of a text, and what may follow."""
+
+    _fields_ = (
+        ("text", c_void_p),
+        *((name, c_int32) for name in ("token", "most", "n", "run")),
+        ("tokens", c_int32 * 64),
+    )
+
+
 STATE_ARRAYS = (
     "slot_begin", "slot_of", "expert_of", "heat", "pinned", "clock", "counts", "hits", "misses",
     "expert_ptr", "home_ptr", "slot_ptr",
@@ -128,7 +138,7 @@ TEXTS: dict[str, tuple[type[Any] | None, str]] = {
     "spark_text_create": (c_void_p, "PPi"),
     "spark_text_destroy": (None, "P"),
     "spark_text_take": (c_int32, "PPi"),
-    "spark_text_propose": (c_int64, "PiPP"),
+    "spark_text_propose": (None, "P"),
 }
 _CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
 

@@ -13,7 +13,7 @@ from typing import cast
 from engine.ground.errors import UnsupportedModelError
 from engine.models.layers import Architecture
 
-_SHARED = {"config", "conventions", "layers", "loading", "scaling"}  # what the architectures are made of
+_SHARED = {"config", "conventions", "layers", "loading", "nextn", "scaling"}  # what the architectures are made of
 
 
 def known() -> list[str]:

@@ -15,10 +15,10 @@ import numpy as np
 
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
-from engine.memory.kv import CacheShape, KVCache
+from engine.memory.kv import CacheShape
 from engine.memory.residency import Residency
 from engine.models.loading import AttentionWeights, Dense, LayerT, Weights
-from engine.ops import F32, I32, SMALL_TOKENS, U8, Fetches, Gating, SharedExpert
+from engine.ops import F32, I32, SMALL_TOKENS, U8, DeltaLayer, Fetches, Gating, KVLayer, SharedExpert
 from engine.ops.device import Array
 from engine.ops.interface import Ops, Workspace
 
@@ -216,6 +216,22 @@ def _layers_of(array: Array, T: int) -> Array:
     return array.reshape(-1)[: L * T * n].reshape(L, T, n)
 
 
+class Caches(Protocol):
+    """What layers read of the cache: a `KVCache`, or a part of it."""
+
+    @property
+    def layers(self) -> tuple[KVLayer | None, ...]:
+        """The keys and values that each layer reads."""
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """The group of each of these."""
+
+    @property
+    def delta(self) -> tuple[DeltaLayer | None, ...]:
+        """The recurrent state of each layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pass(Generic[ConfigT]):
     """One forward pass: what the layers of a model compute with.
@@ -228,7 +244,7 @@ class Pass(Generic[ConfigT]):
     ops: Ops
     ws: Workspace
     step: Step
-    kv: KVCache
+    kv: Caches
     residency: Residency | None
     ropes: tuple[F32, ...]
     norms: tuple[F32, ...]

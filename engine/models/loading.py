@@ -190,17 +190,18 @@ class Tensors:
     """The tensors of a file, none of which may be unknown: an ignored bias is a wrong model.
 
     shapes: of those that an architecture knows, each apart; a file may hold some of them in one (`FUSED`). skipped:
-    known ones that are not needed, besides blocks that predict further tokens. prefix: what `name` stands behind in the
-    methods.
+    known ones that are not needed, besides blocks that predict further tokens. ahead: `shapes` are of one of those.
+    prefix: what `name` stands behind in the methods.
     """
 
     def __init__(
-        self, file: GGUFFile, shapes: Mapping[str, tuple[int, ...]], skipped: Callable[[str], bool] = lambda name: False
-    ) -> None:
+        self, file: GGUFFile, shapes: Mapping[str, tuple[int, ...]],
+        skipped: Callable[[str], bool] = lambda name: False, ahead: bool = False,
+    ) -> None:  # fmt: skip
         self.file, self.shapes, self.prefix = file, shapes, ""
         self.fused: dict[str, QTensor] = {}  # parts of other tensors
         self._whole: dict[str, str] = {}  # and the names of those
-        mtp = mtp_blocks(file.metadata, file.architecture)
+        mtp = range(0) if ahead else mtp_blocks(file.metadata, file.architecture)
         for name in file.tensors:
             block = re.match(r"blk\.(\d+)\.", name)
             if parts := fused_parts(shapes, name):

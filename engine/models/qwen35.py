@@ -18,11 +18,13 @@ from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
 from engine.ground.errors import ModelFormatError
 from engine.memory.kv import DeltaShape, KVGroup
+from engine.memory.residency import ExpertTensors
 from engine.models.config import Common, Keys, check_heads, check_rope
 from engine.models.layers import Pass, Widths
 from engine.models.loading import (
     AttentionWeights,
     Dense,
+    Shapes,
     Tensors,
     Weights,
     attention_shapes,
@@ -159,32 +161,36 @@ class Config(Common):
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor and its shape, slowest dimension first (`output.weight` may be absent: tied)."""
+        shapes = ends(self.n_vocab, self.n_embd)
+        for i in range(self.n_layer):
+            shapes |= self.layer_shapes(f"blk.{i}.", full=self.kv_layer(i) is not None)
+        return shapes
+
+    def layer_shapes(self, p: str, full: bool) -> Shapes:
+        """Those of a layer whose tensors' names begin with p; full: it is one of full attention."""
         D, hd = self.n_embd, self.head_dim
         q, kv, z = self.n_head * hd, self.n_head_kv * hd, self.n_head_v * self.d_v
-        shapes = ends(self.n_vocab, D)
-        for i in range(self.n_layer):
-            p = f"blk.{i}."
-            shapes |= {p + "post_attention_norm.weight": (D,)}
-            if self.kv_layer(i) is not None:
-                shapes |= attention_shapes(p, D, q, kv, hd) | {p + "attn_q.weight": (2 * q, D)}
-            else:
-                shapes |= {
-                    p + "attn_norm.weight": (D,),
-                    p + "attn_qkv.weight": (self.n_mixed, D),
-                    p + "attn_gate.weight": (z, D),
-                    p + "ssm_beta.weight": (self.n_head_v, D),
-                    p + "ssm_alpha.weight": (self.n_head_v, D),
-                    p + "ssm_conv1d.weight": (self.n_mixed, self.kernel),
-                    p + "ssm_dt.bias": (self.n_head_v,),
-                    p + "ssm_a": (self.n_head_v,),
-                    p + "ssm_norm.weight": (self.d_v,),
-                    p + "ssm_out.weight": (D, z),
-                }
-            if self.n_expert:
-                shapes |= expert_shapes(p, D, self.n_expert, self.n_ff_exp)
-                shapes |= ffn_shapes(p, D, self.n_ff_shared, "_shexp") | {p + "ffn_gate_inp_shexp.weight": (D,)}
-            else:
-                shapes |= ffn_shapes(p, D, self.n_ff)
+        shapes: Shapes = {p + "post_attention_norm.weight": (D,)}
+        if full:
+            shapes |= attention_shapes(p, D, q, kv, hd) | {p + "attn_q.weight": (2 * q, D)}
+        else:
+            shapes |= {
+                p + "attn_norm.weight": (D,),
+                p + "attn_qkv.weight": (self.n_mixed, D),
+                p + "attn_gate.weight": (z, D),
+                p + "ssm_beta.weight": (self.n_head_v, D),
+                p + "ssm_alpha.weight": (self.n_head_v, D),
+                p + "ssm_conv1d.weight": (self.n_mixed, self.kernel),
+                p + "ssm_dt.bias": (self.n_head_v,),
+                p + "ssm_a": (self.n_head_v,),
+                p + "ssm_norm.weight": (self.d_v,),
+                p + "ssm_out.weight": (D, z),
+            }
+        if self.n_expert:
+            shapes |= expert_shapes(p, D, self.n_expert, self.n_ff_exp)
+            shapes |= ffn_shapes(p, D, self.n_ff_shared, "_shexp") | {p + "ffn_gate_inp_shexp.weight": (D,)}
+        else:
+            shapes |= ffn_shapes(p, D, self.n_ff)
         return shapes
 
 
@@ -233,11 +239,9 @@ class Layer(MixerLayer):
 
 
 def load_mixer(t: Tensors, config: Config, i: int) -> AttentionWeights | Delta:
-    """The weights of what mixes tokens in layer i; `attn_q` holds the query and the gate of every head."""
+    """The weights of what mixes tokens in layer i."""
     if config.kv_layer(i) is not None:
-        both = t.attention()
-        wq, gate = split_heads(both.inputs.wq, config.n_head)
-        return replace(both, inputs=replace(both.inputs, wq=wq, gate=gate))
+        return load_attention(t, config)
     return Delta(
         number=config.delta.layers.index(i),
         inputs=DeltaInput(
@@ -255,6 +259,13 @@ def load_mixer(t: Tensors, config: Config, i: int) -> AttentionWeights | Delta:
     )
 
 
+def load_attention(t: Tensors, config: Config) -> AttentionWeights:
+    """Attention, where `attn_q` holds the query and the gate of every head."""
+    both = t.attention()
+    wq, gate = split_heads(both.inputs.wq, config.n_head)
+    return replace(both, inputs=replace(both.inputs, wq=wq, gate=gate))
+
+
 def split_heads(packed: QTensor, n_head: int) -> tuple[QTensor, QTensor]:
     """The first and the second half of every head's rows, as two matrices; rows are whole blocks, so bytes move."""
     rows, cols = packed.shape
@@ -269,8 +280,22 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     layers = []
     for i in range(config.n_layer):
         t = tensors.layer(i)
-        layers.append(Layer(load_mixer(t, config, i), t.values("post_attention_norm.weight"), t.ffn()))
+        layers.append(_layer(t, load_mixer(t, config, i)))
     return tensors.model(layers, [])
+
+
+def _layer(t: Tensors, mixer: AttentionWeights | Delta) -> Layer:
+    return Layer(mixer, t.values("post_attention_norm.weight"), t.ffn())
+
+
+def next_shapes(config: Config, p: str) -> Shapes:
+    """The tensors of the layer in a block that predicts a further token (nextn.py): a full one, whatever its number."""
+    return config.layer_shapes(p, full=True)
+
+
+def next_layer(t: Tensors, config: Config) -> tuple[Layer, tuple[ExpertTensors, ...]]:
+    """That layer, and no experts."""
+    return _layer(t, load_attention(t, config)), ()
 
 
 def rope_tables(config: Config, n_ctx: int) -> tuple[F32, ...]:

@@ -13,12 +13,25 @@ import numpy as np
 
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
+from engine.memory.residency import ExpertTensors
 from engine.models.layers import Pass
 from engine.models.loading import AttentionWeights, Tensors, Weights, random_tensors
-from engine.models.qwen35 import VISION, Config, Delta, MixerLayer, load_mixer, mix, own_values, replay, rope_tables
+from engine.models.qwen35 import (
+    VISION,
+    Config,
+    Delta,
+    MixerLayer,
+    load_attention,
+    load_mixer,
+    mix,
+    next_shapes,
+    own_values,
+    replay,
+    rope_tables,
+)
 from engine.ops import F32, Gating, SharedExpert
 
-__all__ = ["ARCH", "Config", "Layer", "layer", "load", "replay", "rope_tables", "tiny"]
+__all__ = ["ARCH", "Config", "Layer", "layer", "load", "next_layer", "next_shapes", "replay", "rope_tables", "tiny"]
 
 ARCH = "qwen35moe"
 GATING = Gating()
@@ -41,11 +54,20 @@ def load(file: GGUFFile, config: Config) -> Weights[Layer]:
     layers, experts = [], []
     for i in range(config.n_layer):
         t = tensors.layer(i)
-        shared = t.shared(replace(t.floats("ffn_gate_inp_shexp.weight"), shape=(1, config.n_embd)))
-        norm, router = t.values("post_attention_norm.weight"), t.floats("ffn_gate_inp.weight")
-        layers.append(Layer(load_mixer(t, config, i), norm, router, t.gating(GATING), shared))
+        layers.append(_layer(t, config, load_mixer(t, config, i)))
         experts.append(t.experts())
     return tensors.model(layers, experts)
+
+
+def _layer(t: Tensors, config: Config, mixer: AttentionWeights | Delta) -> Layer:
+    shared = t.shared(replace(t.floats("ffn_gate_inp_shexp.weight"), shape=(1, config.n_embd)))
+    norm, router = t.values("post_attention_norm.weight"), t.floats("ffn_gate_inp.weight")
+    return Layer(mixer, norm, router, t.gating(GATING), shared)
+
+
+def next_layer(t: Tensors, config: Config) -> tuple[Layer, tuple[ExpertTensors, ...]]:
+    """The layer of a block that predicts a further token (nextn.py), and its experts."""
+    return _layer(t, config, load_attention(t, config)), (t.experts(),)
 
 
 def layer(p: Pass[Config], i: int, w: Layer) -> None:

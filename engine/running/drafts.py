@@ -14,20 +14,23 @@ from typing import Any
 from engine.drafting import dflash, lookup
 from engine.drafting.dflash import DFlash, Drafter, drafter_limits
 from engine.drafting.drafter import DrafterFile
-from engine.drafting.gate import Drafting, Gate, Offer, Tally
+from engine.drafting.gate import Drafting, Gate, Record, Tally
 from engine.drafting.lookup import Lookup
-from engine.drafting.source import Draft, Follower
+from engine.drafting.source import Draft, Promise, Source
 from engine.memory.blocks import Sequence
 from engine.memory.kv import KVCache
 from engine.models.layers import KEPT_TOKENS
 from engine.ops import KV_BLOCK_TOKENS, Limits
 from engine.ops.interface import Workspace
+from engine.running import mtp
 from engine.running.decoding import Proposal
 from engine.running.forward import Forward, Put, placed
+from engine.running.mtp import ByBlock, Predictor
 from engine.running.reply import Reply
 from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
+TELL_EVERY = 8  # plain steps of a reply alone, of which the gate is told what the last one took
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
@@ -37,55 +40,67 @@ WIDTH_STEP = 4  # and of wider ones, those of its multiples: few enough to know 
 class Drafts:
     """Proposes for replies that were begun here (`decoding.Proposer`).
 
-    memory_bytes: of texts of earlier requests. drafter: beside lookup, of as many replies at a time as it has rings.
+    memory_bytes: of texts of earlier requests. drafter: beside lookup, of as many replies at a time as it has rings; or
+    predictor, the block of the model's file.
     """
 
-    def __init__(self, steps: Steps, memory_bytes: int, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, steps: Steps, memory_bytes: int, drafter: Drafter | None = None, predictor: Predictor | None = None
+    ) -> None:
         self._steps, self._limits = steps, steps.forward.limits
         self._most = min(KEPT_TOKENS, self._limits.max_tokens, self._limits.max_rows)
         self._memory = lookup.Memory(memory_bytes)
-        self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS})
-        self._drafter = drafter
+        self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
+        self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
+        self._untold, self._tell_every = 0, 1  # plain steps of a reply alone
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
-            reply.drafting = Drafting((Lookup(self._memory, prediction),), self._follower())
+            reply.drafting = Drafting(Lookup(self._memory, prediction), self._follower(reply))
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
         if reply.drafting is not None:
-            for source in reply.drafting.sources:
-                source.close()
+            reply.drafting.source.close()
             if reply.drafting.follower is not None:
                 reply.drafting.follower.close()
             reply.drafting = None
         self._memory.add(reply.history)
 
+    def leaves(self, sequence: Sequence) -> None:
+        """A sequence is given back, or moved out."""
+        if self._predictor is not None:
+            self._predictor.forget(sequence)
+
     def propose(self, replies: Many[Reply]) -> list[Draft | None]:
         """As `decoding.Proposer.propose`."""
+        if len(replies) == 1 and self._is_settled(replies[0]):
+            return [None]
         most, room = self._most - len(replies), _Room(self._steps.forward.kv)
         self._making_s = 0.0
-        offers = [self._offer(reply, most, room, len(replies)) for reply in replies]
-        if not any(offers):
-            return [None] * len(replies)
-        counts = self._gate.share(offers, self._fits, most)
-        return [
-            Draft(offer[0].source, offer[0].grade, offer[0].tokens[:n]) if offer is not None and n else None
-            for offer, n in zip(offers, counts, strict=True)
-        ]
+        chosen = [self._chosen(reply, most, room, len(replies)) for reply in replies]
+        offers = [None if one is None else (one[1], one[2]) for one in chosen]
+        counts = self._gate.share(offers, self._fits, most) if any(offers) else [0] * len(replies)
+        return [self._drafted(one[0], n) if one and n else None for one, n in zip(chosen, counts, strict=True)]
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""
-        if result.features is None:
+        if not self.follows([p.reply for p in proposals]):
+            return
+        stay = [len(p.span.tokens) - len(p.follow) + p.stayed for p in proposals]
+        if self._predictor is not None:
+            self._predictor.follow(
+                [mtp.Fed(p.span, n, p.reply.history) for p, n in zip(proposals, stay, strict=True)]
+            )  # fmt: skip
             return
         row = 0
-        for p in proposals:
-            drafting, n = p.reply.drafting, len(p.span.tokens) - len(p.follow) + p.stayed
-            if drafting is not None and drafting.follower is not None:
-                drafting.follower.feed(result.features[:, row : row + n], p.span.sequence.length - n)
+        for p, n in zip(proposals, stay, strict=True):
+            follower = None if p.reply.drafting is None else p.reply.drafting.follower
+            if isinstance(follower, DFlash) and result.features is not None:
+                follower.feed(result.features[:, row : row + n], p.span.sequence.length - n)
             row += len(p.span.tokens)
 
     def follows(self, replies: Many[Reply]) -> bool:
@@ -94,6 +109,12 @@ class Drafts:
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
+        if len(proposals) == 1 and proposals[0].draft is None:
+            self._untold += 1
+            if self._untold >= self._tell_every:  # steps of a reply alone are short, and many
+                self._gate.plain(1, seconds * self._untold, self._untold)
+                self._untold, self._tell_every = 0, TELL_EVERY
+            return
         fared = [
             None
             if p.draft is None or p.reply.drafting is None
@@ -103,7 +124,7 @@ class Drafts:
         if any(fared):
             self._gate.note(fared, seconds, self._making_s)
         else:
-            self._gate.plain(len(proposals), seconds - self._making_s)
+            self._gate.plain(len(proposals), seconds)
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
@@ -142,42 +163,53 @@ class Drafts:
         if self._drafter is not None:
             self._drafter.close()
 
-    def _follower(self) -> Follower | None:
-        """The drafter for a reply, where it has room, and has not been found to be of no use lately."""
-        if self._drafter is None:
-            return None
+    def _follower(self, reply: Reply) -> Source | None:
+        """What computes drafts for a reply, where it has room, and has not been found to be of no use lately."""
         if self._resting:
             self._resting -= 1
             return None
-        ring = self._drafter.ring()
-        return None if ring is None else DFlash(self._drafter, ring)
+        if self._predictor is not None:
+            return ByBlock(self._predictor, reply)
+        ring = None if self._drafter is None else self._drafter.ring()
+        return None if self._drafter is None or ring is None else DFlash(self._drafter, ring)
 
-    def _offer(self, reply: Reply, most: int, room: _Room, n_replies: int) -> Offer | None:
-        """What may follow a reply's last token, as far as there is room for it."""
+    def _is_settled(self, reply: Reply) -> bool:
+        """Whether it is known, of a reply that is alone, that its next step gets no draft."""
+        drafting = reply.drafting
+        if drafting is None:
+            return True
+        promise = drafting.source.promise(reply.history, self._most - 1)
+        if drafting.follower is not None:
+            return False
+        return promise is None or self._gate.decided(promise, drafting.record) == 0
+
+    def _chosen(self, reply: Reply, most: int, room: _Room, n_replies: int) -> tuple[Source, Promise, Record] | None:
+        """The best that may follow a reply's last token, as far as there is room for it."""
         drafting = reply.drafting
         if drafting is None or reply.sequence is None:
             return None
         most = min(most, reply.left - 1, room.of(reply.sequence) - 1)
         if most < 1:
             return None
-        draft = next(filter(None, (source.propose(reply.history, most) for source in drafting.sources)), None)
+        source, promise = drafting.source, drafting.source.promise(reply.history, most)
         if drafting.follower is not None:
-            draft = self._computed(reply, drafting, drafting.follower, draft, most, n_replies) or draft
-        if draft is None:
+            computed = self._worth(reply, drafting, drafting.follower, promise, most, n_replies)
+            if computed is not None:
+                source, promise = drafting.follower, computed
+        if promise is None:
             return None
-        room.take(reply.sequence, 1 + len(draft.tokens))
-        return draft, drafting.record
+        room.take(reply.sequence, 1 + promise.n_tokens)
+        return source, promise, drafting.record
 
-    def _computed(
-        self, reply: Reply, drafting: Drafting, follower: Follower, other: Draft | None, most: int, n_replies: int
-    ) -> Draft | None:
-        """A computed draft, where it promises more than another one, and something at all."""
-        if not follower.knows(reply.history):
+    def _worth(
+        self, reply: Reply, drafting: Drafting, follower: Source, other: Promise | None, most: int, n_replies: int
+    ) -> Promise | None:
+        """What can be computed, where it promises more than what costs nothing, and anything at all."""
+        promise = follower.promise(reply.history, most)
+        if promise is None:
             return None
-        record, n = drafting.record, min(most, follower.most)
-        like = Draft(follower.name, 0, (0,) * n)  # its worth does not depend on its tokens
-        others = [None] * (n_replies - 1)
-        if not any(self._gate.share([(like, record), *others], self._fits, most)):
+        record, others = drafting.record, [None] * (n_replies - 1)
+        if not any(self._gate.share([(promise, record), *others], self._fits, most)):
             drafting.idle_steps += 1
             if drafting.idle_steps > IDLE_STEPS:
                 follower.close()
@@ -185,15 +217,19 @@ class Drafts:
                 self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
             return None
         drafting.idle_steps = 0
-        if other is not None:
-            gains = [self._gate.gain((d, record), n_replies, self._fits, most) for d in (like, other)]
-            if gains[0] <= gains[1]:
-                return None
+        if other is None:
+            return promise
+        mine, its = (self._gate.gain((p, record), n_replies, self._fits, most) for p in (promise, other))
+        return promise if mine > its else None
+
+    def _drafted(self, source: Source, n_tokens: int) -> Draft | None:
+        """The tokens; of one that computes them it is counted how long that takes."""
         began_s = time.perf_counter()
-        draft = follower.propose(reply.history, n)
-        taken_s = time.perf_counter() - began_s
-        self._gate.made(follower.name, taken_s)
-        self._making_s += taken_s
+        draft = source.draft(n_tokens)
+        if draft is not None and not isinstance(source, Lookup):
+            taken_s = time.perf_counter() - began_s
+            self._gate.made(draft.source, taken_s)
+            self._making_s += taken_s
         return draft
 
     def _fits(self, n_tokens: int) -> bool:

@@ -26,6 +26,7 @@ from engine.memory.residency import Piece, Progress, Residency, largest_parts, s
 from engine.memory.slowtier import tier_bytes
 from engine.models.layers import Architecture, ModelConfig, Step
 from engine.models.loading import Weights
+from engine.models.nextn import Block, WithBlock
 from engine.ops import F32, SMALL_TOKENS, Limits
 from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
 from engine.ops.cuda.device import Module
@@ -39,7 +40,8 @@ from engine.running import inspection, probe
 from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
-from engine.running.source import open_profile
+from engine.running.mtp import Predictor
+from engine.running.source import open_block, open_profile
 from engine.running.stepping import Graphs, Steps
 
 DEFAULT_CTX_TOKENS = 32768
@@ -88,24 +90,27 @@ def count(
     kv_type: KVType,
     *,
     drafter: DrafterFile | None = None,
+    block: Block | None = None,
     run: bool = True,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
 
-    arch, config, weights: as `Forward` takes them. The tables are counted for all experts in slots, the most there
-    can be. run: without it `kernels` is incomplete, and the count takes a third of the time.
+    arch, config, weights, block: as `Forward` takes them; experts of the block count as dense. The tables are counted
+    for all experts in slots, the most there can be. run: without it `kernels` is incomplete, and the count takes a
+    third of the time.
     """
     from engine.ops.cuda import ops
 
     dense, kv = CountingDevice.like(device), CountingDevice.like(device)
     placed(weights, dense.upload)
-    KVCache(kv, config, limits.n_ctx, kv_type, limits.max_tokens, limits.places)
+    KVCache(kv, config if block is None else WithBlock(config), limits.n_ctx, kv_type, limits.max_tokens, limits.places)
     ws = ops.workspace(limits, device)
     if weights.experts:
         ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(
         device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type,
         ropes=_rope_shapes(arch, config, limits.n_ctx), captured=() if drafter is None else drafter.config.captured,
+        block=block,
     )  # fmt: skip
     made = None
     if drafter is not None:
@@ -118,9 +123,14 @@ def count(
     arena = -(-residency.arena_bytes // ALIGN_BYTES) * ALIGN_BYTES
     assert device.n_bytes - before >= arena
     device.empty(max((max(e.part_bytes) for e in weights.experts), default=0), np.uint8)  # PageLockedTier's passage
-    drawer = DeviceDrawer(forward, device)
+    drawer, steps = DeviceDrawer(forward, device), Steps(forward, residency, Graphs(device))
+    predictor = None
+    if block is not None:
+        placed(block, dense.upload)
+        dense.empty(block.slots_bytes, np.uint8)
+        predictor = Predictor(steps, _NoTier() if block.experts else None, device)
     if run:
-        _run(Steps(forward, residency, Graphs(device)), drawer.lend())
+        _run(steps, drawer.lend(), predictor)
         if made is not None:
             _draft(made, forward)
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
@@ -134,7 +144,7 @@ def _rope_shapes(arch: Architecture, config: ModelConfig, n_ctx: int) -> list[F3
     return [np.broadcast_to(table, (n_ctx, *table.shape[1:])) for table in first]
 
 
-def _run(steps: Steps, sampler: Sampler) -> None:
+def _run(steps: Steps, sampler: Sampler, predictor: Predictor | None) -> None:
     """Every kind of step."""
     forward, limits = steps.forward, steps.forward.limits
     most = limits.max_tokens
@@ -152,6 +162,8 @@ def _run(steps: Steps, sampler: Sampler) -> None:
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
             _step(forward, steps.residency, n, wanted)
+        if predictor is not None:
+            predictor.rehearse(n)
 
 
 def _draft(drafter: Drafter, forward: Forward) -> None:
@@ -212,7 +224,7 @@ class Decision:
 class Sharing:
     """How a model shares out a device: what no cap and no context changes is worked out once, however often it decides.
 
-    profile: to place by, of this model. like: stands for the device.
+    profile: to place by, of this model. like: stands for the device. block: as of `Source`.
     """
 
     def __init__(
@@ -225,9 +237,10 @@ class Sharing:
         profile: Profile | None,
         like: CountingDevice,
         drafter: DrafterFile | None = None,
+        block: Block | None = None,
     ) -> None:
         self.options, self.arch, self.config, self.weights = options, arch, config, weights
-        self.n_ctx, self.profile, self.like, self.drafter = n_ctx, profile, like, drafter
+        self.n_ctx, self.profile, self.like, self.drafter, self.block = n_ctx, profile, like, drafter, block
         self.policy = policies.find(options.policy)
         self.experts = Experts(
             self.policy.counts(profile, config.moe_layers, config.n_expert),
@@ -335,7 +348,7 @@ class Sharing:
             try:
                 self._counted[n, places, run] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
-                    drafter=self.drafter, run=run,
+                    drafter=self.drafter, block=self.block, run=run,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
@@ -436,9 +449,11 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         # A profile is of a model, and which one this is its routers say.
         with nullcontext(file) if options.profile is None else open_model(options.model) as known:
             profile, warnings = open_profile(options, known, config)
+        block, reasons, more = open_block(options, file, arch, config)
+        warnings += more
     try:
         drafter = None if options.drafter is None else open_drafter(options.drafter, config)
-        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafter)
+        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafter, block)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     except (CapacityError, UnsupportedModelError) as error:
         return said | {"refusal": {"code": error.code, "message": error.message, "hint": error.hint}}
@@ -459,7 +474,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
         "slots_per_layer": list(placed.slots_per_layer),
         "cache_slots": list(placed.cache_slots),
-        "reasons": list(decision.reasons),
+        "reasons": [*reasons, *decision.reasons],
         "warnings": list(warnings),
         "plan": made.to_json(),
     }

@@ -21,6 +21,7 @@ from engine.memory.residency import ExpertTensors, Residency
 from engine.models import layers
 from engine.models.layers import KEPT_TOKENS, Architecture, Buffers, ModelConfig, Pass, Recurrent, Step
 from engine.models.loading import Weights
+from engine.models.nextn import Block, WithBlock
 from engine.ops import F32, I32, SMALL_TOKENS, Fetches, Limits
 from engine.ops.cuda.ops import Workspace as DeviceWorkspace
 from engine.ops.device import Memory
@@ -60,19 +61,22 @@ class Forward:
     arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
     backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
     whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default the architecture's.
-    captured: layers whose features are kept, as `capture_features` has it.
+    captured: layers whose features are kept, as `capture_features` has it. block: of a model that drafts by one
+    (running/mtp.py), which is placed with the weights and has a layer in the cache.
     Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
     """
 
     def __init__(
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
         limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None, ropes: Sequence[F32] | None = None,
-        captured: tuple[int, ...] = (),
+        captured: tuple[int, ...] = (), block: Block | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
         self.weights: Weights[Any] = placed(weights, put or device.upload)
-        self.kv = KVCache(device, config, kv_tokens, kv_type, limits.max_tokens, limits.places)
+        self.block: Block | None = None if block is None else placed(block, put or device.upload)
+        cached = config if block is None else WithBlock(config)
+        self.kv = KVCache(device, cached, kv_tokens, kv_type, limits.max_tokens, limits.places)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         self._views: dict[tuple[int, int, int], Step] = {}  # of the inputs, for the shapes of steps
@@ -88,7 +92,7 @@ class Forward:
             h=device.empty((T, c.n_embd), np.float32),
             y=device.empty((T, c.n_embd), np.float32),
             scratch_q=device.empty(T * w.n_head_dim, np.float32),
-            scratch_attended=device.empty(T * max(w.n_head_dim, w.n_z), np.float32),
+            scratch_attended=device.empty(T * max(w.n_head_dim, w.n_z, 0 if block is None else c.n_embd), np.float32),
             scratch_gate=device.empty(T * w.n_gate, np.float32),
             scratch_z=device.empty(T * w.n_z, np.float32),
             scratch_delta=device.empty(max(T, n_delta * KEPT_TOKENS) * delta_width, np.float32),

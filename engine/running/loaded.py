@@ -27,13 +27,14 @@ from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.ops import Workspace
 from engine.placing import plan
-from engine.running import dryrun
+from engine.running import dryrun, mtp
 from engine.running.backend import Backend, open_backend
 from engine.running.decoding import Decoder
 from engine.running.digest import code_digest
 from engine.running.drafts import Drafts, lay_out
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward
+from engine.running.mtp import Predictor
 from engine.running.shares import Progress, Shares, share_out
 from engine.running.source import Source, open_source
 from engine.running.stepping import Graphs, Steps
@@ -49,6 +50,7 @@ class Loaded:
     source: what the files hold. shares: what is resident. forward, residency: the model on the backend's device.
     steps, drawer, decoder: they run steps, draw from them, and do both. kv, prefixes: the cache, and what is kept of it
     for other requests. forms: of replies. threads: of the host. reasons: why what was not asked for was chosen.
+    predictor: drafts by a block of the model's file, where that was asked for and it has one.
     """
 
     options: EngineConfig
@@ -67,6 +69,7 @@ class Loaded:
     threads: int
     reasons: tuple[str, ...]
     _opened: ExitStack
+    predictor: Predictor | None = None
 
     @property
     def limits(self) -> Limits:
@@ -116,8 +119,9 @@ class Loaded:
         """Bytes by purpose: what is in fast memory, and what the slow tier takes."""
         if self.shares.decision is not None:
             return self.shares.decision.plan.to_json()
+        block = self.source.block
         made = {
-            "dense_bytes": int(self.source.weights.dense_bytes),
+            "dense_bytes": int(self.source.weights.dense_bytes) + (0 if block is None else block.nbytes),
             "kv_bytes": self.kv.nbytes,
             "slots_bytes": self.residency.arena_bytes,
             "buffers_bytes": self.forward.buffers_bytes + (0 if self.drafts is None else self.drafts.nbytes),
@@ -143,8 +147,9 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
+            predictor = _predict(source, backend, steps, opened)
             drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
-            drafts = _drafts(options, steps, drafter)
+            drafts = _drafts(options, steps, drafter, predictor)
             if drafts is not None:
                 opened.callback(drafts.close)
             prefixes = _remember(options, source, backend, shares, forward.kv)
@@ -156,12 +161,13 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             f"{threads} threads: " + ("asked for" if options.threads else "one for each physical core"),
             f"context of {n_ctx} tokens: "
             + ("asked for" if options.ctx_tokens else f"the model was trained on {source.config.n_ctx_train}"),
+            *source.reasons,
             *shares.reasons,
             f"drafts: {_who_drafts(options, source)}",
         )
         return Loaded(
             options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
-            Decoder(steps, drawer, drafts), drafts, forms, threads, reasons, opened.pop_all(),
+            Decoder(steps, drawer, drafts), drafts, forms, threads, reasons, opened.pop_all(), predictor,
         )  # fmt: skip
 
 
@@ -177,6 +183,7 @@ def _lay_out(
         device, backend.ops, ws, source.arch, source.config, weights, shares.limits,
         kv_tokens=shares.limits.n_ctx, kv_type=options.kv_type, put=None if uploader is None else uploader.put,
         captured=() if source.drafter is None else source.drafter.config.captured,
+        block=source.block,
     )  # fmt: skip
     drafter = None
     if source.drafter is not None:
@@ -203,17 +210,32 @@ def _who_drafts(options: EngineConfig, source: Source) -> str:
     if options.draft == "off" or options.replay is not None:
         return "none, " + ("asked for" if options.draft == "off" else "since choices of experts are replayed")
     memory = f"looked up, also in the last {options.draft_memory_mib:g} MiB of earlier requests"
+    if source.block is not None:
+        return f"{memory}; the block of the file that predicts further tokens"
     if source.drafter is None:
         return memory
     c = source.drafter.config
     return f"{memory}; a DFlash drafter of {c.n_layer} layers, {c.block_tokens} tokens a block, from {options.draft}"
 
 
-def _drafts(options: EngineConfig, steps: Steps, drafter: Drafter | None) -> Drafts | None:
+def _drafts(
+    options: EngineConfig, steps: Steps, drafter: Drafter | None, predictor: Predictor | None
+) -> Drafts | None:
     """Who drafts; None: nobody. Imposed choices of experts are of steps of one token."""
     if options.draft == "off" or options.replay is not None:
         return None
-    return Drafts(steps, int(options.draft_memory_mib * (1 << 20)), drafter)
+    return Drafts(steps, int(options.draft_memory_mib * (1 << 20)), drafter, predictor)
+
+
+def _predict(source: Source, backend: Backend, steps: Steps, opened: ExitStack) -> Predictor | None:
+    """What drafts by the block of the file; its experts are loaded here."""
+    if source.block is None:
+        return None
+    tier = None
+    if source.block.experts:
+        tier = backend.tier(source.block.experts, mtp.whole(source.block.experts), backend.uploader())
+        opened.callback(tier.close)
+    return Predictor(steps, tier, backend.gpu)
 
 
 def _remember(options: EngineConfig, source: Source, backend: Backend, shares: Shares, kv: KVCache) -> PrefixCache:
@@ -230,6 +252,7 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
             "file_id": source.file.file_id,
             "kv_type": options.kv_type,
             "chunk_tokens": piece,
+            "block": 0 if source.block is None else source.block.number,
             "device": f"{backend.name}: {backend.device.name}",
             "code": code_digest(backend.compiler),
         }

@@ -12,9 +12,11 @@ from engine.formats.profile import Profile
 from engine.formats.profile import load as load_profile
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
+from engine.models import nextn
 from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
+from engine.models.nextn import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Source:
 
     arch: the architecture's module; config: its configuration; weights: views of the mapped file. profile: the counts
     that were asked for, if any were. warnings: what the user should know of them. drafter: what its file has, if one
-    was named.
+    was named. block: what drafts tokens, if that was asked for and the file has it; reasons: what is said of it.
     """
 
     file: GGUFFile
@@ -33,6 +35,8 @@ class Source:
     profile: Profile | None
     warnings: tuple[str, ...]
     drafter: DrafterFile | None = None
+    block: Block | None = None
+    reasons: tuple[str, ...] = ()
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -41,23 +45,33 @@ class Source:
         return tuple({self.file.value(key, int) for key in keys if key in self.file.metadata})
 
 
-def open_profile(
-    options: EngineConfig, file: GGUFFile, config: ModelConfig
-) -> tuple[Profile | None, tuple[str, ...]]:
-    """The profile that is asked for, if any is, and what the user should know of it and of the file."""
-    profile: Profile | None = None
-    warnings: tuple[str, ...] = ()
-    if options.profile is not None:
-        shape = config.n_layer, config.n_expert
-        profile, warnings = load_profile(options.profile, model_id=file.model_id, shape=shape)
-    if mtp := mtp_blocks(file.metadata, file.architecture):
-        blocks = ", ".join(f"blk.{i}" for i in mtp)
-        warnings = (*warnings, f"{blocks} of the file, which predicts further tokens (MTP), is left out")
-    return profile, warnings
+def open_profile(options: EngineConfig, file: GGUFFile, config: ModelConfig) -> tuple[Profile | None, tuple[str, ...]]:
+    """The profile that is asked for, if any is, and what the user should know of it."""
+    if options.profile is None:
+        return None, ()
+    return load_profile(options.profile, model_id=file.model_id, shape=(config.n_layer, config.n_expert))
+
+
+def open_block(
+    options: EngineConfig, file: GGUFFile, arch: Architecture, config: ModelConfig
+) -> tuple[Block | None, tuple[str, ...], tuple[str, ...]]:
+    """The block that drafts tokens, if that is asked for; what is said of it, and warnings where it is left out.
+
+    UsageError where it is asked for and the file has none that can be run.
+    """
+    if options.predicts:
+        found = nextn.find(file, arch, config)
+        if found.block is None:
+            raise UsageError(f"--draft mtp: {found.said}", hint="use --draft auto")
+        return found.block, (found.said,), ()
+    if not (mtp := mtp_blocks(file.metadata, file.architecture)):
+        return None, (), ()
+    blocks = ", ".join(f"blk.{i}" for i in mtp)
+    return None, (), (f"{blocks} of the file, which predicts further tokens (MTP), is left out; --draft mtp uses it",)
 
 
 def open_source(options: EngineConfig) -> Source:
-    """Open the model and its profile; options that they rule out are a UsageError."""
+    """Open the model, its profile and what drafts for it; options that they rule out are a UsageError."""
     file = open_model(options.model)
     try:
         arch = models.find(file.architecture)
@@ -70,7 +84,10 @@ def open_source(options: EngineConfig) -> Source:
             )
         profile, warnings = open_profile(options, file, config)
         drafter = None if options.drafter is None else open_drafter(options.drafter, config)
-        return Source(file, arch, config, arch.load(file, config), profile, warnings, drafter)
+        block, reasons, more = open_block(options, file, arch, config)
+        return Source(
+            file, arch, config, arch.load(file, config), profile, (*warnings, *more), drafter, block, reasons
+        )  # fmt: skip
     except BaseException:
         file.close()
         raise

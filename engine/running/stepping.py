@@ -225,14 +225,14 @@ class Steps:
             positions=padded(positions, np.int32),
             sequence=padded([np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)], np.int32),
             slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
-            block_table=self._tables(sequences),
+            block_table=self.tables(sequences),
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
             rows=np.arange(width, dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
         )
 
-    def _tables(self, sequences: list[Sequence]) -> tuple[I32, ...]:
+    def tables(self, sequences: list[Sequence]) -> tuple[I32, ...]:
         """Block tables as wide as the longest of them, in round numbers: nothing looks behind a step's positions."""
         longest = max((len(blocks.held) for sequence in sequences for blocks in sequence.groups), default=0)
         width = min(-(-longest // TABLE_STEP) * TABLE_STEP, self.forward.table_width)

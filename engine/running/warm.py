@@ -17,11 +17,13 @@ import numpy as np
 from engine.ground.errors import CapacityError, DeviceLostError, SparkError
 from engine.ground.sampling import Sampling
 from engine.memory.residency import Residency
+from engine.models.layers import KEPT_TOKENS
 from engine.ops import SMALL_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.running.dryrun import LONG_STEPS
 from engine.running.forward import GRAPH_TOKENS
 from engine.running.loaded import Loaded
+from engine.running.mtp import Asked, Fed
 from engine.running.reply import Reply
 from engine.running.stepping import Span
 
@@ -73,8 +75,13 @@ def _read(loaded: Loaded) -> None:
         with _replies(loaded, 1, n + 1) as (one,):
             assert one.sequence is not None
             tokens = np.asarray(one.history[:n], np.int32)
-            result = loaded.steps.run([Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,))])
-            _ = result.last_residual
+            span = Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,))
+            _ = loaded.steps.run([span]).last_residual
+            if loaded.predictor is not None:
+                loaded.predictor.follow([Fed(span, n, one.history)])
+                for wanted in range(1, KEPT_TOKENS) if n == 1 else ():
+                    loaded.predictor.drafts([Asked(one.sequence, one.history, wanted)])
+                loaded.predictor.forget(one.sequence)
 
 
 def _time(loaded: Loaded) -> None:

@@ -282,6 +282,8 @@ class GenerateTask(Reply):
     def _release(self) -> None:
         self._kept = None
         if self.sequence is not None:
+            if self.loaded.drafts is not None:
+                self.loaded.drafts.leaves(self.sequence)
             self.sequence.release()
             self.sequence = None
 

@@ -148,14 +148,15 @@ def test_a_reply_has_a_ring_and_drafts_where_its_features_end(tmp_path: Path) ->
         ring = made.ring()
         assert ring is not None and made.ring() is None
         source = DFlash(made, ring)
-        assert source.propose([5], 6) is None  # nothing is known
+        assert source.promise([5], 6) is None  # nothing is known
         source.feed(features(3), 0)
-        found = source.propose([5, 6, 7, 8], 4)
+        assert source.promise([5, 6, 7, 8], 4) == ("dflash", 0, 4)
+        found = source.draft(4)
         assert found is not None and found.source == "dflash" and len(found.tokens) == 4
-        assert source.propose([5, 6, 7], 4) is None and source.propose([5, 6, 7, 8, 9], 4) is None
-        assert source.propose([5, 6, 7, 8], 0) is None
+        assert source.promise([5, 6, 7], 4) is None and source.promise([5, 6, 7, 8, 9], 4) is None
+        assert source.promise([5, 6, 7, 8], 0) is None
         source.feed(features(57), 3)
-        assert source.propose(list(range(61)), 4) is None  # the context is full
+        assert source.promise(list(range(61)), 4) is None  # the context is full
         source.close()
         assert made.ring() is not None
 

@@ -51,7 +51,9 @@ class Drafted(Decoder):
         self.rings[reply.serial], self.sources[reply.serial] = ring, DFlash(self.drafter, ring)
 
     def guess(self, reply: Reply) -> tuple[int, ...]:
-        draft = self.sources[reply.serial].propose(reply.history, BLOCK_TOKENS)
+        source = self.sources[reply.serial]
+        promise = source.promise(reply.history, BLOCK_TOKENS)
+        draft = None if promise is None else source.draft(promise.n_tokens)
         assert draft is not None
         self.n_drafts += 1
         hint = self.hints.get(reply.number, [])[len(reply.history) :][: int(RNG.integers(0, 4))]

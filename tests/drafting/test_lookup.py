@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drafting.lookup import GRADES, LENGTHS, TOKEN_BYTES, Lookup, Memory
+from engine.drafting.source import Draft
 
 
 @pytest.fixture
@@ -17,6 +18,14 @@ def memory() -> Iterator[Memory]:
     made = Memory(1 << 20)
     yield made
     made.close()
+
+
+def proposed(lookup: Lookup, history: Sequence[int], most: int) -> Draft | None:
+    """All of what is promised."""
+    promise = lookup.promise(history, most)
+    draft = None if promise is None else lookup.draft(promise.n_tokens)
+    assert promise is None or draft is None or (promise.grade, promise.n_tokens) == (draft.grade, len(draft.tokens))
+    return draft
 
 
 def run_at(text: Sequence[int], place: int, end: Sequence[int]) -> int:
@@ -57,7 +66,7 @@ def test_a_draft_is_what_followed_the_longest_run(text: list[int], cuts: list[in
         if end > len(text):
             break
         history, known = text[:end], end
-        draft = lookup.propose(history, most)
+        draft = proposed(lookup, history, most)
         runs = {place: run_at(history, place, history) for place in candidates(history, history, own=True)}
         best = max(runs.values(), default=0)
         assert (draft is not None) == (best >= LENGTHS[0])
@@ -78,7 +87,7 @@ def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
     for one in earlier:
         memory.add(one)
     lookup = Lookup(memory)
-    draft = lookup.propose(text, most)
+    draft = proposed(lookup, text, most)
     own = max((run_at(text, p, text) for p in candidates(text, text, own=True)), default=0)
     there = [run_at(one, p, text) for one in earlier for p in range(1, len(one) + 1)]
     assert (draft is None) or own >= 2 or max(there) >= 2
@@ -97,15 +106,15 @@ def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
     said = rng.integers(0, 50_000, 200).tolist()
     lookup = Lookup(memory, said)
     history = [*rng.integers(0, 50_000, 30).tolist(), *said[100:104]]
-    draft = lookup.propose(history, 31)
+    draft = proposed(lookup, history, 31)
     assert draft is not None and draft.tokens == tuple(said[104:135])
     history += said[104:190]
-    draft = lookup.propose(history, 31)
+    draft = proposed(lookup, history, 31)
     assert draft is not None and draft.tokens == tuple(said[190:]) and draft.grade == len(GRADES)
     lookup.close()
     memory.add(history)
     other = Lookup(memory)
-    assert other.propose(said[:20], 5) is None  # what was predicted, and never said, is no text of a request
+    assert proposed(other, said[:20], 5) is None  # what was predicted, and never said, is no text of a request
 
 
 def test_a_session_that_comes_again_is_kept_once(memory: Memory) -> None:
@@ -114,13 +123,13 @@ def test_a_session_that_comes_again_is_kept_once(memory: Memory) -> None:
     for n in (1, 2, 3, 3):
         memory.add([token for turn in turns[:n] for token in turn])
     lookup = Lookup(memory)
-    draft = lookup.propose([*turns[0][-9:], *turns[1][:6]], 31)  # across the end of the first text
+    draft = proposed(lookup, [*turns[0][-9:], *turns[1][:6]], 31)  # across the end of the first text
     assert draft is not None and draft.tokens == tuple(turns[1][6:37])
     # Twice the text, and it would not have fitted: the beginning is still there.
     few = Memory((sum(map(len, turns)) + 300) * TOKEN_BYTES)
     for n in (1, 2, 3, 3):
         few.add([token for turn in turns[:n] for token in turn])
-    first = Lookup(few).propose(turns[0][:12], 20)
+    first = proposed(Lookup(few), turns[0][:12], 20)
     assert first is not None and first.tokens == tuple(turns[0][12:32])
     few.close()
 
@@ -132,7 +141,7 @@ def test_the_oldest_texts_go_when_there_is_no_room() -> None:
     drafts = []
     for one in each:
         memory.add(one)
-        drafts.append([Lookup(memory).propose(text[-30:-10], 9) for text in each])
+        drafts.append([proposed(Lookup(memory), text[-30:-10], 9) for text in each])
     expected = [tuple(text[-10:-1]) for text in each]
     got = [[None if d is None else d.tokens for d in row] for row in drafts]
     assert got[1] == [*expected[:2], None, None, None]
@@ -147,7 +156,7 @@ def test_without_room_only_the_own_text_is_looked_in(budget: int) -> None:
     memory = Memory(budget)
     assert memory.n_tokens == 0
     memory.add(list(range(100)))
-    assert Lookup(memory).propose(list(range(50)), 5) is None
-    draft = Lookup(memory).propose([1, 2, 3, 1, 2], 4)
+    assert proposed(Lookup(memory), list(range(50)), 5) is None
+    draft = proposed(Lookup(memory), [1, 2, 3, 1, 2], 4)
     assert draft is not None and draft.tokens == (3, 1, 2, 3)
     memory.close()

@@ -82,8 +82,8 @@ def test_a_stage_that_fails_leaves_nothing_open(
     files: list[Source] = []
     open_source = loaded.open_source
 
-    def opening(options: EngineConfig) -> Source:
-        files.append(open_source(options))
+    def opening(options: EngineConfig, *args: Any) -> Source:
+        files.append(open_source(options, *args))
         return files[-1]
 
     class Failing:

@@ -11,13 +11,15 @@ import pytest
 
 from engine import models
 from engine.drafting.gate import Offer
-from engine.drafting.source import Draft
+from engine.drafting.source import Draft, Promise
 from engine.ground.errors import SparkError
 from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.running.drafts import Drafts
 from engine.serving.scheduler import Engine
 from tests.dflash_twin import Shape, random_drafter, write_drafter
+from tests.engine_runs import config
+from tests.nextn_models import FAMILIES, block_path
 
 ENGINE, CTX_TOKENS, VARIANTS = Engine, 640, {}
 Open = Callable[..., Engine]
@@ -33,13 +35,16 @@ class SomeRight:
     def __init__(self, expected: Sequence[int], rng: np.random.Generator) -> None:
         self.expected, self.rng, self.closed = expected, rng, False
 
-    def propose(self, history: Sequence[int], most: int) -> Draft | None:
+    def promise(self, history: Sequence[int], most: int) -> Promise | None:
         assert list(history) == list(self.expected[: len(history)]) and most > 0
         n = int(self.rng.integers(0, most + 1))
         follow = [*self.expected[len(history) :], *[0] * most][:n]
         wrong = int(self.rng.integers(0, n + 1))
-        tokens = follow[:wrong] + [(token + 1) % 301 for token in follow[wrong:]]
-        return Draft("lookup", 0, tuple(tokens)) if tokens else None
+        self.tokens = follow[:wrong] + [(token + 1) % 301 for token in follow[wrong:]]
+        return Promise("lookup", 0, n) if n else None
+
+    def draft(self, n_tokens: int) -> Draft:
+        return Draft("lookup", 0, tuple(self.tokens[:n_tokens]))
 
     def close(self) -> None:
         self.closed = True
@@ -55,11 +60,12 @@ class Forced(Drafts):
         super().begin(reply, prediction)
         if reply.drafting is not None:
             self.rng = np.random.default_rng([self.seed, reply.id])
-            reply.drafting.sources = (SomeRight(self.expected[reply.id], self.rng),)
+            reply.drafting.source = SomeRight(self.expected[reply.id], self.rng)
         self._gate.share = self.share  # type: ignore[method-assign]
+        self._gate.decided = lambda promise, record: None  # type: ignore[method-assign]
 
     def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
-        counts = [0 if offer is None else len(offer[0].tokens) for offer in offers]
+        counts = [0 if offer is None else offer[0].n_tokens for offer in offers]
         while sum(counts) > most or not fits(len(counts) + sum(counts)):
             counts[int(np.argmax(counts))] -= 1
         return counts
@@ -161,12 +167,16 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
     class Once(SomeRight):
         right, given = 0, False
 
-        def propose(self, history: Sequence[int], most: int) -> Draft | None:
+        def promise(self, history: Sequence[int], most: int) -> Promise | None:
             if self.given or most < 31:
                 return None
-            self.given = True
             follow = whole[len(history) :][:31]
-            return Draft("lookup", 0, (*follow[: self.right], *((t + 1) % 301 for t in follow[self.right :])))
+            self.tokens = [*follow[: self.right], *((t + 1) % 301 for t in follow[self.right :])]
+            return Promise("lookup", 0, 31)
+
+        def draft(self, n_tokens: int) -> Draft:
+            self.given = True
+            return super().draft(n_tokens)
 
     for right in (*range(32),) if arch in ("qwen35", "gemma4") else (0, 1, 17, 31):
         force(engine, {1: whole})
@@ -176,7 +186,7 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
             begin(reply, prediction)
             source = Once(whole, np.random.default_rng(0))
             source.right = right
-            reply.drafting.sources = (source,)
+            reply.drafting.source = source
 
         engine.loaded.drafts.begin = once
         engine.submit(request)
@@ -296,17 +306,17 @@ def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
 
 def drafter_for(engine: Engine, path: Path) -> Path:
     """A random drafter's file that fits a model."""
-    config = engine.loaded.source.config
-    shape = Shape(n_embd=config.n_embd, n_vocab=config.n_vocab, captured=(1, 0), window=50)
+    model = engine.loaded.source.config
+    shape = Shape(n_embd=model.n_embd, n_vocab=model.n_vocab, captured=(1, 0), window=50)
     write_drafter(path, shape, random_drafter(shape, np.random.default_rng(3)))
     return path
 
 
-def eager(engine: Engine) -> None:
+def eager(engine: Engine, source: str = "dflash") -> None:
     """Whatever is proposed is run, as far as it fits, and computed drafts are asked for."""
     gate = engine.loaded.drafts._gate
     gate.share = Forced.share.__get__(engine.loaded.drafts)  # type: ignore[method-assign]
-    gate.gain = lambda offer, *_: 2.0 if offer[0].source == "dflash" else 1.0  # type: ignore[method-assign]
+    gate.gain = lambda offer, *_: 2.0 if offer[0].source == source else 1.0  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
@@ -329,6 +339,34 @@ def test_a_drafter_of_a_file_changes_no_token(opened: Open, tmp_path: Path, arch
     found = [e.usage.drafts.get("dflash", {}).get("drafted", 0) for e in events if isinstance(e, Done)]
     assert all(n > 0 for n in found)  # a ring for each, and features from its prompt on
     assert len(engine.loaded.drafts._drafter._rings) == 4
+
+
+@pytest.mark.parametrize("residency", [30, 100])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_block_of_the_file_changes_no_token(opened: Open, arch: str, residency: int) -> None:
+    options = {"policy": "lru", "residency_pct": residency} if arch == "qwen35moe" else {}
+    plain = Engine(config(block_path(arch), device="cpu", draft="off", ctx_tokens=640, chunk_tokens=64))
+    requests = asked()
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    plain.close()
+    engine = Engine(
+        config(block_path(arch), device="cpu", draft="mtp", ctx_tokens=640, chunk_tokens=64, **options)
+    )  # fmt: skip
+    eager(engine, "mtp")
+    engine.submit(requests[0])
+    events = drain(engine)
+    for request in requests[1:]:
+        engine.submit(request)
+    drain(engine, events)
+    assert said(events) == expected
+    found = [e.usage.drafts.get("mtp", {}).get("drafted", 0) for e in events if isinstance(e, Done)]
+    assert all(n > 0 for n in found)
+    predictor = engine.loaded.predictor
+    assert predictor is not None and not predictor._tails  # nothing is kept of who has ended
+    engine.close()
 
 
 def test_a_drafter_that_is_of_no_use_is_left_alone(opened: Open, tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""What lookup drafts are worth: recorded sessions through the real index and gate, and replies served for real.
+
+    python benchmarks/drafts.py replay MODEL.gguf data/results/given_tokens.json TOKENS.parquet... --json FILE
+    python benchmarks/drafts.py serve MODEL.gguf TOKENS.parquet --prompts 40 --generate 160 --json FILE
+
+`replay` decodes nothing: each generated token of the sessions is what the model would have said, in their order, so
+that only earlier ones are there to be looked in; what a step takes is a table of measured steps (given_tokens.py). The
+same drafts are cut at fixed lengths, which never ask a gate. By what is written: reasoning, tool calls, text.
+
+`serve` has two daemons, with drafts and without, that generate from the same prompts in turns. Tokens are compared. Its
+figure is the ratio of times for each prompt, the median of several runs, and the tenths of the prompts by that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.driving import Sample, generate, note, open_checked, settings, spread  # noqa: E402
+from benchmarks.figures import json_option  # noqa: E402
+from engine.drafting.gate import MOST_TOKENS, Gate, Record  # noqa: E402
+from engine.drafting.lookup import NAME, PRIORS, Lookup, Memory  # noqa: E402
+from engine.formats import gguf  # noqa: E402
+from engine.ground.config import DEVICES, EngineConfig  # noqa: E402
+from engine.ground.sampling import Sampling  # noqa: E402
+from spark.pipeline.tokens import Window, read_tokens  # noqa: E402
+from spark.results import write_json  # noqa: E402
+
+KINDS = {
+    "<think>": "reasoning", "</think>": "text", "<tool_call>": "call", "</tool_call>": "text", "<|im_start|>": "text",
+}  # fmt: skip
+FIXED = (0, 1, 3, 7, 15, 31)
+MEMORY_BYTES = 64 << 20
+
+
+class Beginning(Sequence[int]):
+    """The first n tokens of a list, not copied."""
+
+    def __init__(self, tokens: list[int], n: int) -> None:
+        self.tokens, self.n = tokens, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return self.tokens[slice(*at.indices(self.n))]
+        return self.tokens[at + self.n if at < 0 else at]
+
+
+class Steps:
+    """What steps of 1, 2, ... tokens take, in seconds, by a result of given_tokens.py; widths: those measured."""
+
+    def __init__(self, path: Path, depth: int, plain_ms: float | None) -> None:
+        rows = [r for r in json.loads(path.read_text())["rows"] if r["sequences"] == 1 and r["depth"] == depth]
+        self.by_width = {r["tokens_each"]: r["seconds"]["median"] for r in rows}
+        if plain_ms is not None:
+            self.by_width[1] = plain_ms / 1000
+
+    def __call__(self, n_tokens: int) -> float:
+        """One of so many."""
+        return float(np.interp(n_tokens, list(self.by_width), list(self.by_width.values())))
+
+    def fits(self, n_tokens: int) -> bool:
+        """Whether a step may have so many."""
+        return n_tokens in self.by_width
+
+
+def marks_of(model: Path) -> dict[int, str]:
+    """What begins with each of a model's marks."""
+    with gguf.open_model(model) as file:
+        names = file.value("tokenizer.ggml.tokens", list)
+        return {i: KINDS[str(name)] for i, name in enumerate(names) if str(name) in KINDS}
+
+
+def kinds_of(tokens: Sequence[int], marks: dict[int, str]) -> list[str]:
+    """What is being written behind each token."""
+    kind, found = "text", []
+    for token in tokens:
+        kind = marks.get(token, kind)
+        found.append(kind)
+    return found
+
+
+def replayed(windows: list[Window], marks: dict[int, str], steps: Steps, fixed: int | None) -> dict[str, Any]:
+    """Time with drafts against time without; fixed: the most tokens of every draft, None: the gate decides."""
+    memory, gate = Memory(MEMORY_BYTES), Gate({NAME: PRIORS})
+    by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    sessions: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    drafted = accepted = 0
+    for window in windows:
+        tokens, kinds = window.tokens.tolist(), kinds_of(window.tokens.tolist(), marks)
+        source, record, i = Lookup(memory), Record(), 1
+        ends = {int(e) for e in np.flatnonzero(np.diff(window.generated.astype(np.int8)) == -1) + 1} | {len(tokens)}
+        while i < len(tokens):
+            if not window.generated[i]:
+                i += 1
+                continue
+            end = min(e for e in ends if e > i)
+            most = min(MOST_TOKENS, end - i - 1)  # a reply's limit: nothing is drafted beyond
+            promise = source.promise(Beginning(tokens, i), most) if most else None
+            n = 0
+            if promise is not None:
+                n = min(promise.n_tokens, most if fixed is None else fixed)
+                if fixed is None:
+                    (n,) = gate.share([(promise, record)], steps.fits, n)
+                n = max((w - 1 for w in steps.by_width if w - 1 <= n), default=0)
+            draft, stayed = source.draft(n), 0
+            while stayed < n and tokens[i + stayed] == draft.tokens[stayed]:
+                stayed += 1
+            taken_s, plain_s = steps(1 + n), steps(1) * (1 + stayed)
+            if fixed is None and n:
+                gate.note([(draft, record, n, stayed)], taken_s)
+            elif fixed is None:
+                gate.plain(1, taken_s)
+            for sums in (by_kind[kinds[i - 1]], sessions[window.session_id]):
+                sums[0] += plain_s
+                sums[1] += taken_s
+            by_kind[kinds[i - 1]][2] += 1 + stayed
+            drafted, accepted, i = drafted + n, accepted + stayed, i + 1 + stayed
+        source.close()
+        memory.add(window.tokens)
+    memory.close()
+    plain_s, taken_s = (sum(sums[k] for sums in by_kind.values()) for k in (0, 1))
+    ratios = [plain / taken for plain, taken in sessions.values()]
+    return {
+        "speedup": plain_s / taken_s, "drafted": drafted, "accepted": accepted,
+        "by_kind": {k: {"speedup": p / t, "tokens": int(n)} for k, (p, t, n) in sorted(by_kind.items())},
+        "sessions": {"n": len(ratios), "min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
+    }  # fmt: skip
+
+
+def replay(o: argparse.Namespace) -> dict[str, Any]:
+    steps, marks, rows = Steps(o.steps, o.depth, o.plain_ms), marks_of(o.model), []
+    for path in o.tokens:
+        windows = list(read_tokens(path))
+        n = sum(int(w.generated.sum()) for w in windows)
+        for fixed in (None, *FIXED[1:]):
+            made = replayed(windows, marks, steps, fixed)
+            rows.append({"tokens": path.name, "generated": n, "fixed": fixed} | made)
+            note(f"{path.name} {'gate' if fixed is None else fixed}: {made['speedup']:.3f}")
+    step_ms = {w: 1000 * s for w, s in steps.by_width.items()}
+    return {"what": "replay", "step_ms": step_ms, "depth": o.depth, "plain_ms": o.plain_ms, "rows": rows}
+
+
+def prompts_of(path: Path, n: int, most: int) -> list[list[int]]:
+    """Ends of what came before turns of the model, of different sessions as far as there are so many."""
+    found: dict[tuple[int, ...], None] = {}
+    windows = list(read_tokens(path))
+    for lap in range(64):
+        for window in windows:
+            begins = np.flatnonzero(np.diff(window.generated.astype(np.int8)) == 1) + 1
+            if lap < len(begins) and len(found) < n:
+                found[tuple(window.tokens[max(0, begins[lap] - most) : begins[lap]].tolist())] = None
+    if len(found) < n:
+        raise SystemExit(f"{path} has {len(found)} turns, expected {n}")
+    return [list(p) for p in found]
+
+
+def serve(o: argparse.Namespace) -> dict[str, Any]:
+    prompts = prompts_of(o.tokens, o.prompts, o.prompt_tokens)
+    base = {"model": o.model, "device": o.device, "threads": o.threads, "ctx_tokens": o.prompt_tokens + o.generate + 64}
+    rows, same = [], True
+    with open_checked(EngineConfig(**base)) as with_drafts, open_checked(EngineConfig(**base, draft="off")) as without:
+        for i, prompt in enumerate(prompts):
+            times: dict[bool, list[float]] = {True: [], False: []}
+            drafts = {"drafted": 0, "accepted": 0}
+            sampling = Sampling(temperature=0.8, top_p=0.95, seed=i) if i % 2 else Sampling()
+            for run in range(o.runs):
+                # No run is of a prompt that was there before: its first token is another one.
+                asked = [(7 * i + run) % 4096, *prompt[1:]]
+                made: dict[bool, Sample] = {}
+                for drafted in (True, False) if run % 2 else (False, True):
+                    made[drafted] = generate(with_drafts if drafted else without, asked, o.generate, sampling)
+                    times[drafted].append(made[drafted].done.timing.decode_s)
+                same &= made[True].tokens == made[False].tokens
+                for key in drafts:
+                    drafts[key] += made[True].done.usage.drafts.get(NAME, {}).get(key, 0)
+            ratio = statistics.median(times[False]) / statistics.median(times[True])
+            rows.append({"prompt": i, "tokens": len(prompt), "speedup": ratio, **drafts})
+            note(f"{i}: {ratio:.3f} {drafts}")
+        found = settings(with_drafts), with_drafts.stats()["drafts"]
+    ratios = sorted(r["speedup"] for r in rows)
+    tenths = [statistics.fmean(part.tolist()) for part in np.array_split(np.array(ratios), 10)]
+    return {
+        "what": "serve", "model": o.model.name, "generate": o.generate, "runs": o.runs, "identical_tokens": same,
+        "speedup": spread(ratios), "tenths": tenths, "rows": rows, "settings": found[0], "drafts": found[1],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(required=True)
+    one = modes.add_parser("replay")
+    one.add_argument("model", type=Path, metavar="MODEL.gguf", help="whose tokens they are")
+    one.add_argument("steps", type=Path, metavar="GIVEN_TOKENS.json")
+    one.add_argument("tokens", type=Path, nargs="+", metavar="TOKENS.parquet")
+    one.add_argument("--depth", type=int, default=512)
+    one.add_argument("--plain-ms", type=float, help="a decoded token, where steps run ahead of the host")
+    one.set_defaults(work=replay)
+    one = modes.add_parser("serve")
+    one.add_argument("model", type=Path, metavar="MODEL.gguf")
+    one.add_argument("tokens", type=Path, metavar="TOKENS.parquet")
+    one.add_argument("--device", default="cpu", choices=DEVICES)
+    one.add_argument("--threads", type=int)
+    one.add_argument("--prompts", type=int, default=40)
+    one.add_argument("--prompt-tokens", type=int, default=700, help="at most")
+    one.add_argument("--generate", type=int, default=160)
+    one.add_argument("--runs", type=int, default=5)
+    one.set_defaults(work=serve)
+    for mode in modes.choices.values():
+        json_option(mode)
+    o = parser.parse_args()
+    report = o.work(o)
+    if o.json:
+        write_json(o.json, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A model's own block drafts on a device: the emulated GPU by default, a real one with `pytest --gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.ground.config import EngineConfig
+from engine.ground.sampling import Sampling
+from engine.running import dryrun
+from engine.running.loaded import Loaded, load
+from engine.running.mtp import Asked, Fed
+from engine.running.stepping import Span
+from engine.running.warm import warm_up
+from tests.engine_runs import config
+from tests.nextn_models import FAMILIES, block_path
+from tests.telling import Telling, said
+from tests.tiny_models import nmse
+
+pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
+
+TOKENS = np.random.default_rng(50).integers(0, 301, 60).astype(np.int32)
+
+
+def drafted(loaded: Loaded, chunks: list[int]) -> tuple[tuple[int, ...], np.ndarray]:
+    """Three tokens behind so many, and the logits of the last."""
+    assert loaded.predictor is not None
+    sequence = loaded.kv.sequence()
+    for n in chunks:
+        span = Span(sequence, TOKENS[sequence.length : sequence.length + n], np.ones(n, bool), (n - 1,))
+        loaded.steps.run([span])
+        loaded.predictor.follow([Fed(span, n, TOKENS)])
+    history = TOKENS[: sequence.length + 1].tolist()
+    (draft,) = loaded.predictor.drafts([Asked(sequence, history, 3)])
+    assert draft is not None
+    logits = np.array(loaded.backend.device.read(loaded.forward.buffers.logits)[0])
+    sequence.release()
+    return draft.tokens, logits
+
+
+@pytest.mark.parametrize("residency", [100, 40])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_drafts_are_near_those_of_the_cpu(arch: str, residency: int) -> None:
+    """In long steps, small and captured ones, and where the model's own experts are brought in."""
+    path, chunks = block_path(arch, own=False), [40, 8, 1, 1]
+    cpu = load(config(path, device="cpu", draft="mtp"))
+    (tokens, expected), options = drafted(cpu, chunks), {"residency_pct": residency}
+    cuda = load(config(path, draft="mtp", **options))
+    warm_up(cuda)
+    found, logits = drafted(cuda, chunks)
+    assert found == tokens and nmse(logits, expected) < 1e-2
+    again = drafted(cuda, [40, 4, 4, 1, 1])
+    assert again[0] == tokens and np.array_equal(again[1], logits)
+    cuda.close()
+    cpu.close()
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_the_plan_has_the_block(arch: str) -> None:
+    path = block_path(arch)
+    options: dict[str, Any] = {"ctx_tokens": 130, "chunk_tokens": 40}
+    plain, found = (dryrun.plan_only(EngineConfig(path, "cuda", draft=draft, **options)) for draft in ("off", "mtp"))
+    loaded = load(config(path, draft="mtp"))
+    assert loaded.source.block is not None
+    block, size = loaded.source.block, found["plan"]
+    assert size["dense_bytes"] >= plain["plan"]["dense_bytes"] + block.nbytes
+    assert size["kv_bytes"] > plain["plan"]["kv_bytes"] and "blk.4 drafts" in found["reasons"][0]
+    assert loaded.plan()["dense_bytes"] == size["dense_bytes"]
+    loaded.close()
+
+
+@pytest.mark.parametrize("residency", [100, 40])
+def test_drafts_change_no_token(residency: int) -> None:
+    loaded = load(config(block_path("qwen35moe"), residency_pct=residency, draft="mtp"))
+    prompts, sampling = [TOKENS[:9], TOKENS[20:25]], [Sampling(), Sampling(0.9, seed=4)]
+    expected = said(loaded, loaded.decoder, prompts, sampling, 6)
+    for decoder in (Telling(loaded, 3), Telling(loaded, 3, expected)):
+        assert said(loaded, decoder, prompts, sampling, 6) == expected
+    assert decoder.n_right > 2
+    loaded.close()
