@@ -29,7 +29,7 @@ from tests.command_line import NANO, environment, explained, refused, spark
         (["bench", NANO, "--prompts", "10000000000"], "less than or equal to 1000; found '10000000000'"),
         (["bench", NANO, "--prompt-tokens", "10000000000"], "do not fit in a context of 4096 tokens"),
         (["bench", NANO, "--prompt-tokens", "200", "--ctx", "256"], "context of 256 tokens\nhint: ask for fewer, or a"),
-        (["serve", NANO, "--draft", "some"], "--draft is 'some': expected auto, off, lookup or the file of a drafter"),
+        (["serve", NANO, "--draft", "some"], "--draft is 'some': expected auto, off, lookup, mtp or the file of a"),
         (["launch", "codex", NANO, "--draft", "some.gguf"], "--draft is 'some.gguf': expected auto"),
         (["bench", NANO, "--draft", ""], "--draft is ''"),
         (["bench", NANO, "--draft-memory", "inf"], "found 'inf'"),
