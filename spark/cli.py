@@ -23,6 +23,8 @@ from spark.commands.options import (
     ContextOption,
     Data,
     DeviceOption,
+    DraftMemoryOption,
+    DraftOption,
     ExactOption,
     GenOption,
     JsonOption,
@@ -37,6 +39,8 @@ from spark.commands.options import (
     ThreadsOption,
     VramOption,
     VramsOption,
+    drafts,
+    percentages,
     placed_by,
     serving,
     slots,
@@ -270,7 +274,7 @@ def validate(
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = validation.ValidateOptions(
-        data, profile or default_path(model), tuple(cross or ()), _percentages(residency), max_tokens, prompts, generate
+        data, profile or default_path(model), tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
     )
     with progress_bars() as progress:
         report = validation.validate(config, options, deadlines, progress)
@@ -328,6 +332,8 @@ def serve(
     cache_dir: CacheDirOption = None,
     cache_dir_gib: CacheDirGibOption = 32.0,
     exact_prefixes: ExactOption = False,
+    draft: DraftOption = "auto",
+    draft_memory: DraftMemoryOption = 64.0,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")] = 8080,
     api_key: Annotated[
@@ -355,7 +361,8 @@ def serve(
     config, learned = serving(
         model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
         kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
-        exact_prefixes=exact_prefixes, parallel=parallel, device=device, threads=threads,
+        exact_prefixes=exact_prefixes, draft=drafts(draft), draft_memory_mib=draft_memory, parallel=parallel,
+        device=device, threads=threads,
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress:
@@ -385,6 +392,8 @@ def launch(
     cache_dir: CacheDirOption = None,
     cache_dir_gib: CacheDirGibOption = 32.0,
     exact_prefixes: ExactOption = False,
+    draft: DraftOption = "auto",
+    draft_memory: DraftMemoryOption = 64.0,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -402,7 +411,8 @@ def launch(
     config, learned = serving(
         model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
         kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
-        exact_prefixes=exact_prefixes, parallel=parallel, device=device, threads=threads,
+        exact_prefixes=exact_prefixes, draft=drafts(draft), draft_memory_mib=draft_memory, parallel=parallel,
+        device=device, threads=threads,
     )  # fmt: skip
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = ServeOptions(config, port=0, deadlines=deadlines, learned_profile=learned)
@@ -504,6 +514,8 @@ def bench(
     ctx: ContextOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
+    draft: DraftOption = "auto",
+    draft_memory: DraftMemoryOption = 64.0,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -513,7 +525,8 @@ def bench(
     """Measure prefill and decode speed at several residencies.
 
     Every residency serves the same prompts, each once, so no expert is there because it was just used for the same
-    text. The tokens must be the same at all of them.
+    text. The tokens must be the same at all of them. Then each prompt comes again with its reply as a prediction: the
+    most that drafts can give, as where text is copied. That is left out with --draft off.
     """
     from spark.commands.tables import show_bench
     from spark.daemon.client import Deadlines
@@ -521,22 +534,16 @@ def bench(
 
     config = EngineConfig(
         model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_type=kv_type,
-        chunk_tokens=chunk, threads=threads,
+        chunk_tokens=chunk, draft=drafts(draft), draft_memory_mib=draft_memory, threads=threads,
     )  # fmt: skip
-    options = benchmark.BenchOptions(_percentages(residency), prompts, prompt_tokens, generate, tokens)
+    options = benchmark.BenchOptions(percentages(residency), prompts, prompt_tokens, generate, tokens)
     with progress_bars() as progress:
         report = benchmark.bench(config, options, Deadlines(ready_s=ready_timeout, total_s=gen_timeout), progress)
     save(json_file, report.to_json())
     show_bench(report)
-    if any(row.identical_tokens is False for row in report.rows):
-        raise SparkError("a residency changed tokens; that must never happen", hint="please report this with the model")
-
-
-def _percentages(given: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in given.split(","))
-    except ValueError:
-        raise UsageError(f"--residency is {given!r}: expected percentages like 100,80,60,40") from None
+    for what, same in (("a residency", "identical_tokens"), ("a draft", "draft_identical_tokens")):
+        if any(getattr(row, same) is False for row in report.rows):
+            raise SparkError(f"{what} changed tokens; that must never happen", hint="please report this with the model")
 
 
 @command("convert-drafter")

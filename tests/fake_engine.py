@@ -2,8 +2,9 @@
 
 It repeats what it is told: a Generate request is answered with the tokens between the last `SAY` and the
 `SAID` after it, or with the prompt reversed, one token a step, then with the end of text. Special tokens in
-a prompt make it misbehave, or answer with its seed. A token that the reply has is passed over where penalties take
-more than 1 off it. Log-probabilities are made from the token's number.
+a prompt make it misbehave, or answer with its seed. A token that the reply has is passed over where penalties
+take more than 1 off it. Log-probabilities are made from the token's number. A prediction is drafted, all of it at once,
+and accepted as far as the reply has it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class FakeEngine:
         self.steps = 0
         self.prompts: dict[int, tuple[int, ...]] = {}  # of the requests that have not ended
         self.shared = 0  # requests whose prompt another one had
+        self.drafts = {"drafted": 0, "accepted": 0}
         self.jobs: deque[tuple[int, Iterator[list[Event]]]] = deque()
 
     @property
@@ -69,7 +71,7 @@ class FakeEngine:
         return {"architecture": "fake"}
 
     def ready(self) -> dict:
-        return {"ctx_tokens": self.ctx_tokens, "threads": self.config.threads}
+        return {"ctx_tokens": self.ctx_tokens, "threads": self.config.threads, "draft": self.config.draft}
 
     def submit(self, request: Generate | Score) -> None:
         if REFUSED in request.tokens:
@@ -107,20 +109,32 @@ class FakeEngine:
             yield []
         misbehave(request.tokens)
         stop = (END,) if request.stop_tokens is None else request.stop_tokens
-        sent, reason = 0, "length"
+        sent, reason, made = 0, "length", list[int]()
         written = reply(request.tokens) if DRAW not in request.tokens else (*b"%x" % request.sampling.seed, END)
         for token in itertools.islice(penalized(request, written), request.max_tokens):
             if token in stop:
                 reason = "stop"
                 break
             sent += 1
+            made.append(token)
             if request.logprobs is None:
                 yield [Tokens(request.id, (token,))]
                 continue
             top = tuple((other % 256, logprob(other)) for other in range(token, token + request.logprobs))
             yield [Tokens(request.id, (token,), (logprob(token),), (top,))]
-        usage = Usage(len(request.tokens), sent, cached)
+        usage = Usage(len(request.tokens), sent, cached, self.drafted(request, made))
         yield [Done(request.id, usage, Timing(0.25, 0.5), {"hits": sent, "misses": 1}, reason)]
+
+    def drafted(self, request: Generate, made: list[int]) -> dict[str, dict[str, int]]:
+        if not (request.draft and request.prediction) or self.config.draft == "off":
+            return {}
+        pairs = zip(request.prediction, made, strict=False)
+        counts = {
+            "drafted": len(request.prediction),
+            "accepted": len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))),
+        }
+        self.drafts = {name: self.drafts[name] + n for name, n in counts.items()}
+        return {"lookup": counts}
 
     def score(self, request: Score) -> Iterator[list[Event]]:
         misbehave(request.tokens)
@@ -149,7 +163,9 @@ class FakeEngine:
 
     def stats(self) -> dict:
         shared = {"shared": self.shared} if self.shared else {}
-        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps, **shared}
+        drafts = {"tokens": {"lookup": dict(self.drafts)}, "memory_bytes": 0, "step_ms": {}}
+        more = shared | ({"drafts": drafts} if self.drafts["drafted"] else {})
+        return {"served": self.served, "queued": len(self.jobs), "steps": self.steps, **more}
 
     def profile(self, action: str, path: Path | None) -> dict:
         if action == "write":

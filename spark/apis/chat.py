@@ -75,6 +75,8 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         response_schema=c.response_schema("response_format", body.get("response_format"), "json_schema"),
         choices=c.integer(body, "n", 1, c.MAX_CHOICES) or 1,
         logprobs=_logprobs(body),
+        draft=c.draft(body),
+        prediction=_prediction(body),
         stream=c.get(body, "stream", bool, False),
     )
 
@@ -97,6 +99,25 @@ def _logprobs(body: Mapping[str, Any]) -> int | None:
     if top:
         raise c.refusal("top_logprobs", "expected logprobs to be true beside it")
     return None
+
+
+def _prediction(body: Mapping[str, Any]) -> str:
+    """The text that the client expects, or much of it; what is written does not depend on it."""
+    given = c.get(body, "prediction", dict, None)
+    if given is None:
+        return ""
+    if c.get(given, "type", str, where="prediction.") != "content":
+        raise c.refusal("prediction.type", "expected 'content'")
+    if given.get("content") is None:
+        raise c.refusal("prediction.content", "missing")
+    return c.joined("prediction.content", given["content"], _predicted)
+
+
+def _predicted(where: str, record: dict[str, Any]) -> str:
+    if c.get(record, "type", str, where=f"{where}.") != "text":
+        raise c.refusal(f"{where}.type", "expected 'text'")
+    text: str = c.get(record, "text", str, where=f"{where}.")
+    return text
 
 
 def _tool(where: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -328,5 +349,10 @@ def usage(used: Usage) -> dict[str, Any]:
         "completion_tokens": used.completion,
         "total_tokens": used.prompt + used.completion,
         "prompt_tokens_details": {"cached_tokens": used.cached},
-        "completion_tokens_details": {"reasoning_tokens": used.reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": used.reasoning,
+            "accepted_prediction_tokens": used.accepted,
+            "rejected_prediction_tokens": used.drafted - used.accepted,
+        },
+        **used.shown_drafts(),
     }

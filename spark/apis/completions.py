@@ -43,6 +43,7 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         response_schema=c.response_schema("response_format", body.get("response_format"), "json_schema"),
         choices=choices,
         logprobs=None if body.get("logprobs") is False else c.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS),
+        draft=c.draft(body),
         stream=c.get(body, "stream", bool, False),
     )
 

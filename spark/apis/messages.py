@@ -84,6 +84,7 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
         reasoning=_reasoning(body, c.get(output, "effort", str, None, "output_config.")),
         response_schema=c.response_schema("output_format", form, None),
         written=written,
+        draft=c.draft(body),
         stream=c.get(body, "stream", bool, False),
     )
 
@@ -231,6 +232,7 @@ def _usage(used: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": used.cached,
         "output_tokens": used.completion,
+        **used.shown_drafts(),
     }
 
 

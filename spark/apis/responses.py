@@ -112,6 +112,7 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
         response_schema=c.response_schema("text.format", text.get("format"), None),
         form_field="text.format",
         logprobs=_logprobs(body),
+        draft=c.draft(body),
         stream=c.get(body, "stream", bool, False),
         keep=keep,
         entries=tuple(entries),
@@ -211,6 +212,7 @@ def _usage(used: Usage) -> dict[str, Any]:
         "output_tokens": used.completion,
         "output_tokens_details": {"reasoning_tokens": used.reasoning},
         "total_tokens": used.prompt + used.completion,
+        **used.shown_drafts(),
     }
 
 

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
+from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, KVType
 from engine.ground.errors import UsageError
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
 
 _GIB = 100_000  # more than any machine has: a slip of the hand, or infinity
+_MIB = 1024 * _GIB
 _SECONDS = 1_000_000
 _THREADS = 1024
 
@@ -65,6 +66,21 @@ ParallelOption = Annotated[
         help="Requests that run at a time; default: 16, or fewer where they would take much of the experts' memory.",
     ),
 ]  # fmt: skip
+DraftOption = Annotated[
+    str,
+    typer.Option(
+        "--draft", metavar="WHO|FILE",
+        help=f"Who proposes tokens ahead, which changes none: {', '.join(DRAFTS)}, or a drafter's file, beside lookup.",
+    ),
+    Reads(words=DRAFTS),
+]  # fmt: skip
+DraftMemoryOption = Annotated[
+    float,
+    typer.Option(
+        "--draft-memory", min=0, max=_MIB, metavar="MIB",
+        help="Host memory for texts of earlier requests, to propose from; 0: none.",
+    ),
+]  # fmt: skip
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the figures there; -: to stdout, and all else to stderr."),
@@ -97,6 +113,21 @@ CacheDirGibOption = Annotated[
     float,
     typer.Option("--cache-dir-gib", min=0.001, max=_GIB, metavar="GIB", help="Most that its files may take."),
 ]
+
+
+def drafts(given: str) -> str:
+    """Read `--draft`."""
+    if given not in DRAFTS and not Path(given).is_file():
+        raise UsageError(f"--draft is {given!r}: expected {', '.join(DRAFTS)} or the file of a drafter")
+    return given
+
+
+def percentages(given: str) -> tuple[float, ...]:
+    """Read `--residency` of commands that take several."""
+    try:
+        return tuple(float(part) for part in given.split(","))
+    except ValueError:
+        raise UsageError(f"--residency is {given!r}: expected percentages like 100,80,60,40") from None
 
 
 def slots(given: str) -> int | None:

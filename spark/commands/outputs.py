@@ -30,16 +30,17 @@ class Reads:
     """What a parameter's path is read as.
 
     files: of a folder, the patterns of what is read in it. beside_model: a path that is not given is the profile's
-    beside the model.
+    beside the model. words: of a text that is a path unless it is one of these.
     """
 
     files: tuple[str, ...] = ()
     beside_model: bool = False
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What a parameter's path is written as; the fields are those of Reads."""
+    """What a parameter's path is written as; the fields are those of Reads that it has."""
 
     files: tuple[str, ...] = ()
     beside_model: bool = False
@@ -110,6 +111,8 @@ def _named(
 
             yield _Named(default_path(values["model"]), use, "the profile beside the model", flag)
         for path in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(path, str) and isinstance(use, Reads) and use.words and path not in use.words:
+                path = Path(path)
             if isinstance(path, Path):
                 yield _Named(path, use, words, flag)
 

@@ -179,6 +179,39 @@ def show_bench(report: BenchReport) -> None:
     )
     columns = ["resident", "policy", "misses", "decode\ntokens/s", "prefill\ntokens/s", "fast\nMiB", "same\ntokens"]
     table(title, columns, rows)
+    _show_drafts(report)
+
+
+def _show_drafts(report: BenchReport) -> None:
+    """Print what drafts gave where each reply was known, and from which acceptance on longer steps are faster."""
+    with_drafts = [
+        (row, row.draft_decode_tokens_per_s, row.draft_decode_spread)
+        for row in report.rows
+        if row.draft_decode_tokens_per_s is not None and row.draft_decode_spread is not None
+    ]
+    if not with_drafts:
+        return
+    rows = [
+        [
+            f"{row.residency_pct:.1f}%", f"{row.decode_tokens_per_s:,.1f}",
+            f"{rate:,.1f} ({spread[0]:,.1f} to {spread[1]:,.1f})", f"{rate / row.decode_tokens_per_s:.2f}",
+            "nothing drafted" if row.accepted_pct is None else f"{row.accepted_pct:.1f}%",
+            "yes" if row.draft_identical_tokens else "NO",
+        ]
+        for row, rate, spread in with_drafts
+    ]  # fmt: skip
+    columns = ["resident", "plain\ntokens/s", "drafted\ntokens/s", "times", "accepted", "same\ntokens"]
+    table("The same prompts again, their replies given as predictions: drafts where text is copied", columns, rows)
+    steps = [
+        [
+            f"{row.residency_pct:.1f}%", n, f"{ms:,.2f}",
+            "" if n == "1" else _share(row.break_even_acceptance.get(n)),
+        ]
+        for row, *_ in with_drafts
+        for n, ms in row.step_ms.items()
+    ]  # fmt: skip
+    title = "Steps of one reply, and the chance of each drafted token to be accepted from which on they are faster"
+    table(title, ["resident", "tokens", "ms", "break even"], steps)
 
 
 def show_inspection(report: PlanReport) -> None:
@@ -268,6 +301,10 @@ def show_plan(report: PlanReport) -> None:
     rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
     heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
     table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)
+
+
+def _share(share: float | None) -> str:
+    return "never" if share is None else f"{share:.0%}"
 
 
 def _shown(text: str) -> str:

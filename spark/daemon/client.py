@@ -163,6 +163,8 @@ class DaemonClient:
         reply_from: int | None = None,
         logprobs: int | None = None,
         same_prompt_as: int | None = None,
+        draft: bool = True,
+        prediction: Sequence[int] | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> RequestStream:
         """Continue `tokens`: Progress and Tokens events, then one Done (see `protocol.Generate`).
@@ -179,6 +181,8 @@ class DaemonClient:
             reply_from,
             logprobs,
             same_prompt_as,
+            draft,
+            None if not prediction else tuple(prediction),
         )
         return RequestStream(self, request, wanted)
 

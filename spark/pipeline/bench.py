@@ -3,7 +3,9 @@
     bench(config, BenchOptions(residencies=(100, 60)), Deadlines(), progress) -> BenchReport
 
 Every residency serves the same prompts, each prompt once and the first as a warm-up: nothing that is reported
-was seen before. A daemon that says it runs with other settings than it was asked for is an error, not a row.
+was seen before, and nothing is drafted. Then all come again, with the reply of before as a prediction: text that is
+copied, where drafts give most. Prefixes of the prompts, and their experts, may be there by then. A daemon that says it
+runs with other settings than it was asked for is an error, not a row.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import numpy as np
 from engine.formats import gguf
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError, SparkError, UsageError
+from engine.ground.protocol import Done
 from engine.placing import policies
 from engine.text import tokenizer
 from spark.daemon.client import DaemonClient, Deadlines
@@ -52,7 +55,10 @@ class BenchRow:
     """One residency; rates are medians over prompts, `_spread` their extremes.
 
     miss_pct: misses among the active experts of generated tokens. identical_tokens: whether every prompt got the
-    tokens of the first residency; None for that one.
+    tokens of the first residency; None for that one. Of the second pass, None where there was none: draft_ rates,
+    accepted_pct of the tokens that were drafted, draft_identical_tokens: whether the tokens were those of the first.
+    step_ms: what steps of so many tokens of one reply take, by that number, as text; break_even_acceptance: of those
+    with more than one, the chance of each token to be accepted from which on they are faster; None: they never are.
     """
 
     residency_pct: float
@@ -64,6 +70,12 @@ class BenchRow:
     prefill_spread: tuple[float, float]
     device_bytes: int
     identical_tokens: bool | None
+    draft_decode_tokens_per_s: float | None = None
+    draft_decode_spread: tuple[float, float] | None = None
+    accepted_pct: float | None = None
+    draft_identical_tokens: bool | None = None
+    step_ms: Mapping[str, float] = field(default_factory=dict)
+    break_even_acceptance: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +137,8 @@ def bench(config: EngineConfig, options: BenchOptions, deadlines: Deadlines, pro
             check_settings(asked, client.ready.info)
             row, made = _serve(client, prompts, options, percent, progress)
             info = client.ready.info
+            if info["draft"] != "off":
+                row = _drafted(row, client, prompts, made, options, percent, progress)
         # Steps of other lengths round otherwise, so one length serves all; auto is asked once.
         config = replace(config, device=info["device"], chunk_tokens=info["chunk_tokens"])
         device = info["device"]
@@ -139,7 +153,7 @@ def bench(config: EngineConfig, options: BenchOptions, deadlines: Deadlines, pro
 
 def check_settings(asked: EngineConfig, info: Mapping[str, Any]) -> None:
     """Raise SparkError unless the daemon's Ready `info` has every setting that was asked for."""
-    for name in ("device", "policy", "kv_type", "ctx_tokens", "chunk_tokens", "threads"):
+    for name in ("device", "policy", "kv_type", "ctx_tokens", "chunk_tokens", "threads", "draft"):
         want, found = getattr(asked, name), info[name]
         if name == "chunk_tokens" and want is not None:
             want = min(want, info["ctx_tokens"])
@@ -187,19 +201,10 @@ def _serve(
     client: DaemonClient, prompts: Sequence[list[int]], options: BenchOptions, percent: float, progress: Progress
 ) -> tuple[BenchRow, list[list[int]]]:
     label = f"serving at {percent:g}%"
-    decode, prefill, tokens = [], [], []
-    hits = misses = 0
-    for i, prompt in enumerate(prompts):
-        progress(label, i, len(prompts))
-        made, done = replay.finish(client.generate(prompt, max_tokens=options.generate_tokens, stop_tokens=[]))
-        tokens.append(made)
-        if i == 0:  # the warm-up
-            continue
-        decode.append((done.usage.completion_tokens - 1) / done.timing.decode_s)
-        prefill.append(done.usage.prompt_tokens / done.timing.prefill_s)
-        hits += done.residency["hits"]
-        misses += done.residency["misses"]
-    progress(label, len(prompts), len(prompts))
+    tokens, ended = _pass(client, prompts, None, options, label, progress)
+    decode = [_decode_rate(done) for done in ended]
+    prefill = [done.usage.prompt_tokens / done.timing.prefill_s for done in ended]
+    hits, misses = (sum(done.residency[name] for done in ended) for name in ("hits", "misses"))
     info = client.ready.info
     row = BenchRow(
         residency_pct=info["residency_pct"],
@@ -213,6 +218,80 @@ def _serve(
         identical_tokens=None,
     )
     return row, tokens
+
+
+def _drafted(
+    row: BenchRow,
+    client: DaemonClient,
+    prompts: Sequence[list[int]],
+    known: list[list[int]],
+    options: BenchOptions,
+    percent: float,
+    progress: Progress,
+) -> BenchRow:
+    """The row with the figures of a second pass, whose replies are known."""
+    made, ended = _pass(client, prompts, known, options, f"drafting at {percent:g}%", progress)
+    decode = [_decode_rate(done) for done in ended]
+    counts = [n for done in ended for n in done.usage.drafts.values()]
+    drafted, accepted = (sum(n[name] for n in counts) for name in ("drafted", "accepted"))
+    found = client.stats()["drafts"]["step_ms"].get("1", {})
+    step_ms = {1 + int(n): ms for n, ms in found.items()}
+    return replace(
+        row,
+        draft_decode_tokens_per_s=statistics.median(decode),
+        draft_decode_spread=(min(decode), max(decode)),
+        accepted_pct=100.0 * accepted / drafted if drafted else None,
+        draft_identical_tokens=made == known,
+        step_ms={str(n): ms for n, ms in step_ms.items()},
+        break_even_acceptance={
+            str(n): break_even(n, ms / step_ms[1]) for n, ms in step_ms.items() if n > 1 and step_ms.get(1)
+        },
+    )
+
+
+def _pass(
+    client: DaemonClient,
+    prompts: Sequence[list[int]],
+    known: Sequence[list[int]] | None,
+    options: BenchOptions,
+    label: str,
+    progress: Progress,
+) -> tuple[list[list[int]], list[Done]]:
+    """The replies to all prompts, and how those ended that are measured: not the first, which warms up.
+
+    known: what they are going to be, to draft from; None: nothing is drafted.
+    """
+    tokens, ended = [], []
+    for i, prompt in enumerate(prompts):
+        progress(label, i, len(prompts))
+        stream = client.generate(
+            prompt, max_tokens=options.generate_tokens, stop_tokens=[], draft=known is not None,
+            prediction=None if known is None else known[i],
+        )  # fmt: skip
+        made, done = replay.finish(stream)
+        tokens.append(made)
+        ended += [done] if i else []
+    progress(label, len(prompts), len(prompts))
+    return tokens, ended
+
+
+def _decode_rate(done: Done) -> float:
+    return (done.usage.completion_tokens - 1) / done.timing.decode_s
+
+
+def break_even(n_tokens: int, cost: float) -> float | None:
+    """The chance p of each token of a step to be accepted, given the one before, at which 1 + p + ... + p^(n-1) = cost.
+
+    cost: what the step takes, in steps of one token. 0 where it takes no more than one of these, None where it takes
+    more than n_tokens of them, and loses even if all is accepted.
+    """
+    if cost > n_tokens:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        p = (low + high) / 2
+        low, high = (p, high) if sum(p**k for k in range(n_tokens)) < cost else (low, p)
+    return round((low + high) / 2, 6)
 
 
 # --- prompts ------------------------------------------------------------------------------------------

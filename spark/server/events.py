@@ -21,7 +21,7 @@ from spark.server.supervisor import Health, Supervisor, aside
 MAX_WATCHERS = 16
 EVERY_S = 1.0
 _SHOWN = ("device", "isa", "threads", "ctx_tokens", "parallel", "chunk_tokens", "kv_type", "policy", "residency_pct",
-          "reasons", "warnings")  # fmt: skip
+          "draft", "reasons", "warnings")  # fmt: skip
 _COUNTED = ("running", "queued", "tokens", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks",
             "prefixes", "plan")  # fmt: skip
 
@@ -119,6 +119,8 @@ class Feed:
         }
         if alive and stats:
             made["engine"] = {key: stats[key] for key in _COUNTED if key in stats}
+            if drafts := stats.get("drafts"):
+                made["engine"]["drafts"] = drafts["tokens"]
         return made
 
     def _model(self) -> dict[str, Any]:

@@ -24,7 +24,18 @@ from engine.text.tokenizer import Tokenizer
 from spark.server.board import Choice, RequestRow
 from spark.server.metrics import Metrics
 from spark.server.supervisor import Generation, Sent, Supervisor
-from spark.speech.conversation import EFFORTS, CallArguments, Conversation, Finish, Part, Text, Usage, refusal
+from spark.speech.conversation import (
+    EFFORTS,
+    CallArguments,
+    Conversation,
+    Drafted,
+    Finish,
+    Part,
+    Text,
+    Usage,
+    added_drafts,
+    refusal,
+)
 from spark.speech.logprobs import Aligner
 from spark.speech.render import Opening, Renderer
 from spark.speech.reply import ReplyParser
@@ -51,6 +62,7 @@ class Prompt:
     """A conversation that is ready to run.
 
     max_tokens: of the reply, at least 1. budget: tokens of reasoning, None: no limit. arrived_s: when it was asked for.
+    prediction: tokens that may come in the reply, None: of none it is said.
     """
 
     conversation: Conversation
@@ -59,6 +71,7 @@ class Prompt:
     budget: int | None
     grammar: dict[str, Any] | None
     arrived_s: float
+    prediction: tuple[int, ...] | None = None
 
 
 class Model:
@@ -94,20 +107,31 @@ class Model:
         """
         arrived_s = time.monotonic()
         async with self._rendering:  # one after the other: requests must not take all cores
-            if self._length(conversation) <= _SOON_CHARS:  # sooner done than a thread is asked to
-                opening, budget = self._open(conversation, where)
+            if self._length(conversation) + len(conversation.prediction) <= _SOON_CHARS:  # sooner done than asked for
+                opening, budget, prediction = self._prepare(conversation, where)
             else:
-                opening, budget = await asyncio.to_thread(self._open, conversation, where)
+                opening, budget, prediction = await asyncio.to_thread(self._prepare, conversation, where)
         assert not conversation.more_raw
         room = self.ctx_tokens - len(opening.tokens)
         if room < 1:
             raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
         max_tokens = min(room, conversation.max_tokens or room)
-        return Prompt(conversation, opening, max_tokens, budget, self._grammar(conversation, opening), arrived_s)
+        form = self._grammar(conversation, opening)
+        return Prompt(conversation, opening, max_tokens, budget, form, arrived_s, prediction)
 
     def _length(self, conversation: Conversation) -> int:
         """Characters to be rendered, or tokens that are given."""
         return len(conversation.raw or "") + conversation.text_chars + conversation.tool_chars
+
+    def _prepare(
+        self, conversation: Conversation, where: str
+    ) -> tuple[Opening, int | None, tuple[int, ...] | None]:
+        """The prompt, the budget of reasoning, and the tokens of the prediction, as many as a context holds."""
+        opening, budget = self._open(conversation, where)
+        if not (conversation.draft and conversation.prediction):
+            return opening, budget, None
+        tokens = self._tokenizer.encode(conversation.prediction)
+        return opening, budget, tuple(tokens[: min(self.ctx_tokens, protocol.MAX_TOKENS)])
 
     def _open(self, conversation: Conversation, where: str) -> tuple[Opening, int | None]:
         raw = conversation.raw
@@ -237,6 +261,8 @@ class Model:
                     grammar=run.grammar_text(),
                     reply_from=run.reply_from,
                     logprobs=prompt.conversation.logprobs,
+                    draft=prompt.conversation.draft,
+                    prediction=prompt.prediction,
                     shared=shared,
                 )
                 if leader is not None and first:
@@ -382,6 +408,7 @@ class _Run:
         self._reused = 0  # of the tokens of the prompt
         self._read = 0  # those, and those that were computed
         self._completion = self._reasoning = 0
+        self._drafts: Drafted = {}  # of the generations that have ended by themselves
         self._generation = 0  # how many there were before
         self._chars = 0  # that the parser was given
         self.first_s: float | None = None
@@ -391,7 +418,7 @@ class _Run:
     @property
     def usage(self) -> Usage:
         """What a reply that ends now has taken."""
-        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning)
+        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning, self._drafts)
 
     @property
     def used(self) -> Usage:
@@ -427,6 +454,7 @@ class _Run:
                     break
         elif isinstance(event, protocol.Done):
             self.reason = event.finish_reason or "stop"
+            self._drafts = added_drafts(self._drafts, event.usage.drafts)
         return _joined(self._aligned(parts))
 
     def count(self, event: protocol.Event) -> None:

@@ -1,7 +1,7 @@
 """Counters of a server, for Prometheus.
 
-Experts' hits and misses are the daemon's own counters, asked for when somebody looks; a daemon that starts again begins
-at 0, as counters may.
+Experts' hits and misses, and drafts, are the daemon's own counters, asked for when somebody looks; a daemon that starts
+again begins at 0, as counters may.
 """
 
 from __future__ import annotations
@@ -102,6 +102,14 @@ class _Daemon(Collector):
             for reason, n in sorted(waits.items()):
                 waited.add_metric([reason], n)
             made.append(waited)
+        drafts = self.stats.get("drafts")
+        if isinstance(drafts, Mapping) and drafts:
+            text = "Tokens that were drafted: accepted (and written), rejected."
+            drafted = CounterMetricFamily("spark_draft_tokens", text, labels=["source", "outcome"])
+            for source, n in sorted(drafts["tokens"].items()):
+                drafted.add_metric([source, "accepted"], n["accepted"])
+                drafted.add_metric([source, "rejected"], n["drafted"] - n["accepted"])
+            made.append(drafted)
         prefixes = self.stats.get("prefixes")
         if isinstance(prefixes, Mapping) and isinstance(prefixes.get("inexact_tokens"), int):
             text = "Tokens of replies that prompts reused before they were computed again as a prompt."

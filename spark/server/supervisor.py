@@ -216,7 +216,7 @@ Sent = RequestStream | Exception
 class Generation:
     """A Generate request, followed by a thread of its own, whose events are awaited in the event loop.
 
-    grammar and the two fields after it: as `protocol.Generate` has them. shared: what was sent of another request with
+    grammar and the four fields after it: as `protocol.Generate` has them. shared: what was sent of another request with
     the same prompt; its daemon alone is asked, dead or alive. sent: what was sent of this one, or why it could not be.
     """
 
@@ -230,6 +230,8 @@ class Generation:
         grammar: str | None = None,
         reply_from: int | None = None,
         logprobs: int | None = None,
+        draft: bool = True,
+        prediction: Sequence[int] | None = None,
         shared: RequestStream | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -241,6 +243,7 @@ class Generation:
         self.sent: asyncio.Future[Sent] = self._loop.create_future()
         wanted: dict[str, Any] = {"grammar": grammar, "reply_from": reply_from, "logprobs": logprobs}
         wanted |= {"tokens": tokens, "max_tokens": max_tokens, "sampling": sampling}
+        wanted |= {"draft": draft, "prediction": prediction}
         threading.Thread(target=self._follow, args=(supervisor, wanted, shared), name="generation", daemon=True).start()
 
     def _is_wanted(self) -> bool:

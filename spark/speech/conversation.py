@@ -70,7 +70,8 @@ class Conversation:
     template, with objects as JSON, as `measured` found it. raw: text or tokens to continue in place of messages;
     nothing is looked for in that reply. more_raw: further ones, each for itself. choices: replies to each prompt.
     logprobs: how many likeliest tokens go with each token of visible text, beside its own log-probability; None: no
-    token has either.
+    token has either. draft: whether tokens may be proposed ahead, which changes none; prediction: text that may come in
+    each reply, to propose from.
     """
 
     messages: tuple[Message, ...] = ()
@@ -88,6 +89,8 @@ class Conversation:
     more_raw: tuple[str | tuple[int, ...], ...] = ()
     choices: int = 1
     logprobs: int | None = None
+    draft: bool = True
+    prediction: str = ""
     stream: bool = False
     text_chars: int = 0
     tool_chars: int = 0
@@ -95,8 +98,10 @@ class Conversation:
     def measured(self, most_chars: int) -> Conversation:
         """The conversation with its length; where that is more than `most_chars`, without what is so long.
 
-        Raises RequestError for a form that is longer than any may be.
+        Raises RequestError for a form that is longer than any may be, and for a prediction that is.
         """
+        if len(self.prediction) > most_chars:
+            raise refusal("prediction", f"a text of {len(self.prediction)} characters; the limit is {most_chars}")
         form_chars = 0 if self.response_schema is None else len(json.dumps(self.response_schema))
         if form_chars > protocol.MAX_GRAMMAR_CHARS:
             most = protocol.MAX_GRAMMAR_CHARS
@@ -109,7 +114,7 @@ class Conversation:
         text_chars = sum(map(len, texts)) + len(self.written) + sum(_written_chars(call.arguments) for call in calls)
         made = replace(self, tools=tools, text_chars=text_chars, tool_chars=tool_chars)
         if text_chars + tool_chars > most_chars:
-            made = replace(made, messages=(), tools=(), written="")
+            made = replace(made, messages=(), tools=(), written="", prediction="")
         return made
 
     @property
@@ -182,16 +187,35 @@ class CallEnd:
 
 
 Part: TypeAlias = Text | CallStart | CallArguments | CallEnd
+Drafted: TypeAlias = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt and of the reply; `cached` of the first were not computed, `reasoning` of the second."""
+    """Tokens of the prompt and of the reply; `cached` of the first were not computed, `reasoning` of the second.
+
+    drafts: by source, tokens that were `drafted`, and those of them that were `accepted`, which are of the reply.
+    """
 
     prompt: int
     completion: int
     cached: int = 0
     reasoning: int = 0
+    drafts: Drafted = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted, by whomever."""
+        return sum(counts["drafted"] for counts in self.drafts.values())
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that were accepted."""
+        return sum(counts["accepted"] for counts in self.drafts.values())
+
+    def shown_drafts(self) -> dict[str, Any]:
+        """What every API's usage has more where something was drafted: `drafts`, by source."""
+        return {"drafts": self.drafts} if self.drafted else {}
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -199,7 +223,17 @@ class Usage:
             self.completion + other.completion,
             self.cached + other.cached,
             self.reasoning + other.reasoning,
+            added_drafts(self.drafts, other.drafts),
         )
+
+
+def added_drafts(one: Drafted, other: Drafted) -> Drafted:
+    """The counts of both, by source."""
+    none = {"drafted": 0, "accepted": 0}
+    return {
+        source: {key: one.get(source, none)[key] + other.get(source, none)[key] for key in none}
+        for source in (*one, *(source for source in other if source not in one))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +420,13 @@ def integer(record: Mapping[str, Any], name: str, least: int, most: int, where: 
     if found is not None and not least <= found <= most:
         raise refusal(f"{where}{name}", f"expected {least} to {most}, found {reprlib.repr(found)}")
     return found
+
+
+def draft(body: Mapping[str, Any]) -> bool:
+    """Whether tokens may be drafted: the field `draft`, by which a request can only keep it from being done."""
+    if (found := get(body, "draft", str, "auto")) not in ("auto", "off"):
+        raise refusal("draft", "expected 'auto' or 'off'")
+    return bool(found == "auto")
 
 
 def sampling(body: Mapping[str, Any]) -> Sampling:

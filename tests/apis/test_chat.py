@@ -260,8 +260,10 @@ USAGE = {
     "completion_tokens": 7,
     "total_tokens": 18,
     "prompt_tokens_details": {"cached_tokens": 8},
-    "completion_tokens_details": {"reasoning_tokens": 2},
-}
+    "completion_tokens_details": {
+        "reasoning_tokens": 2, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+    },
+}  # fmt: skip
 
 
 def test_a_completion() -> None:

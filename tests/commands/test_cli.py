@@ -464,7 +464,11 @@ def test_bench_measures_each_residency(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "bench.json").read_text())
     assert set(figures) >= PROVENANCE and [row["identical_tokens"] for row in figures["rows"]] == [None, True]
     assert figures["rows"][0]["miss_pct"] == 0 < figures["rows"][1]["miss_pct"]
-    assert "lru" in done.stdout
+    assert "lru" in done.stdout and "NO" not in done.stdout
+    for row in figures["rows"]:
+        assert row["draft_identical_tokens"] and row["draft_decode_tokens_per_s"] > 0 and row["step_ms"]["1"] > 0
+        assert row["break_even_acceptance"].keys() == row["step_ms"].keys() - {"1"}
+    assert re.search(r"plain +drafted", done.stdout) and "break even" in done.stdout
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spark.cli import main; main()"

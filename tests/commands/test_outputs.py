@@ -71,6 +71,7 @@ def contents(folder: Path) -> dict[str, str]:
         ("bench nano.gguf --json nano.gguf", "--json nano.gguf would overwrite the model you gave"),
         ("bench nano.gguf --tokens t.parquet --json t.parquet", "would overwrite the --tokens you gave"),
         ("bench nano.gguf --profile other.csv --json other.csv", "would overwrite the --profile you gave"),
+        ("bench nano.gguf --draft other.csv --json other.csv", "would overwrite the --draft you gave"),
         ("extract-sessions --out-dir . --json train.jsonl", "--json train.jsonl would overwrite what --out-dir writes"),
         ("extract-sessions --out-dir d --claude-dir . --json s.jsonl", "would overwrite the --claude-dir you gave"),
         ("extract-sessions --out-dir . --claude-dir .", "train.jsonl is one of the logs to read"),

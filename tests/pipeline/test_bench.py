@@ -14,11 +14,13 @@ import pytest
 from benchmarks import cuda_kernels, decode, driving, prefill, profile_step, soak
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError, SparkError, UsageError
+from engine.ground.protocol import Done, Timing, Usage
 from engine.ops.cuda.device import Module
 from engine.running.ahead import AHEAD_STEPS
-from spark.daemon.client import Deadlines
+from spark.daemon.client import DaemonClient, Deadlines
+from spark.pipeline import bench as bench_module
 from spark.pipeline import replay
-from spark.pipeline.bench import BenchOptions, bench, check_settings
+from spark.pipeline.bench import BenchOptions, BenchRow, bench, break_even, check_settings
 from tests.tiny_models import write_tiny
 
 NANO = Path(__file__).parents[2] / "data" / "nano" / "nano.gguf"
@@ -26,7 +28,7 @@ CONFIG = EngineConfig(model=NANO, device="cpu", threads=2, ctx_tokens=256)
 DEADLINES = Deadlines(ready_s=60, silence_s=60, total_s=120)
 INFO = {
     "device": "cpu", "policy": "lru", "kv_type": "f16", "ctx_tokens": 256, "chunk_tokens": 256, "threads": 2,
-    "residency_pct": 59.4, "model": {"expert_bytes": [100, 100], "n_expert": 32},
+    "draft": "auto", "residency_pct": 59.4, "model": {"expert_bytes": [100, 100], "n_expert": 32},
 }  # fmt: skip
 
 
@@ -50,6 +52,68 @@ def test_rows() -> None:
     assert all(keys <= row.keys() and row["decode_tokens_per_s"] > 0 for row in made["rows"])
 
 
+def test_a_second_pass_has_drafts() -> None:
+    """Of which a machine that is busy with other things may have none."""
+    options = BenchOptions((100.0,), prompts=2, prompt_tokens=40, generate_tokens=60)
+    (row,) = bench(CONFIG, options, DEADLINES, quiet).to_json()["rows"]
+    assert row["draft_identical_tokens"] is True
+    assert row["accepted_pct"] is None or 0 <= row["accepted_pct"] <= 100
+    low, high = row["draft_decode_spread"]
+    assert 0 < low <= row["draft_decode_tokens_per_s"] <= high
+    one, *longer = (int(n) for n in row["step_ms"])
+    assert one == 1 and all(ms > 0 for ms in row["step_ms"].values())
+    assert [int(n) for n in row["break_even_acceptance"]] == longer
+
+
+def test_figures_of_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [[7, 8, 9], [1, 2, 3], [4, 5, 6]]
+    asked: list[list[int]] = []
+
+    def finish(prediction: list[int]) -> tuple[list[int], Done]:
+        asked.append(prediction)
+        lookup, other = {"drafted": 10 * len(asked), "accepted": 6}, {"drafted": 2, "accepted": 1}
+        usage = Usage(2, 3, drafts={"lookup": lookup, "other": other})
+        return [*prediction], Done(1, usage, Timing(0.1, len(asked) / 10), {})
+
+    client = SimpleNamespace(
+        generate=lambda prompt, *, prediction, **_: prediction,
+        stats=lambda: {"drafts": {"step_ms": {"1": {"0": 2.0, "1": 2.5, "3": 9.0}, "2": {"0": 3.0}}}},
+    )
+    monkeypatch.setattr(replay, "finish", finish)
+    before = BenchRow(100.0, "all", 0.0, 5.0, (4.0, 6.0), 9.0, (9.0, 9.0), 1, None)
+    row = bench_module._drafted(before, client, known, known, BenchOptions(), 100.0, quiet)  # type: ignore[arg-type]
+    assert asked == known and row.draft_identical_tokens is True
+    assert row.draft_decode_spread == (pytest.approx(2 / 0.3), pytest.approx(2 / 0.2))  # without the one that warms up
+    assert row.draft_decode_tokens_per_s == pytest.approx(25 / 3) and row.accepted_pct == 100 * 14 / 54
+    assert row.step_ms == {"1": 2.0, "2": 2.5, "4": 9.0}
+    assert row.break_even_acceptance == {"2": pytest.approx(0.25, abs=1e-5), "4": None}
+    assert (row.decode_tokens_per_s, row.prefill_tokens_per_s) == (5.0, 9.0)
+
+
+def test_without_drafts_there_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = DaemonClient.generate
+
+    def generate(*args, draft: bool, **more):
+        asked.append(draft)
+        return real(*args, draft=draft, **more)
+
+    monkeypatch.setattr(DaemonClient, "generate", generate)
+    options = BenchOptions((100.0,), prompts=1, prompt_tokens=9, generate_tokens=4)
+    (row,) = bench(replace(CONFIG, draft="off"), options, DEADLINES, quiet).rows
+    assert row.draft_decode_tokens_per_s is None and not row.step_ms and asked == [False] * 2
+    bench(CONFIG, options, DEADLINES, quiet)
+    assert asked[2:] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "cost", "expected"),
+    [(2, 1.0, 0.0), (2, 1.25, 0.25), (2, 0.9, 0.0), (2, 2.0, 1.0), (2, 2.01, None), (4, 1.875, 0.5), (3, 2.71, 0.9)],
+)
+def test_break_even(n_tokens: int, cost: float, expected: float | None) -> None:
+    assert break_even(n_tokens, cost) == (expected if expected is None else pytest.approx(expected, abs=1e-5))
+
+
 def test_a_model_without_a_tokenizer_gets_random_tokens(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf")
     options = BenchOptions((50.0,), prompts=1, prompt_tokens=9, generate_tokens=2)
@@ -69,6 +133,8 @@ def test_options_are_refused(options: BenchOptions) -> None:
 def test_settings_are_read_back() -> None:
     asked = replace(CONFIG, policy="lru", residency_pct=60.0)
     check_settings(asked, INFO)
+    with pytest.raises(SparkError, match="draft auto, asked for lookup"):
+        check_settings(replace(asked, draft="lookup"), INFO)
     for name, value in (
         ("device", "reference"), ("policy", "spark"), ("kv_type", "q8_0"), ("ctx_tokens", 512), ("threads", 1),
         ("residency_pct", 55.0), ("residency_pct", 60.1),

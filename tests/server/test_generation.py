@@ -201,11 +201,13 @@ def test_what_later_generations_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     """Where the reply began, that penalties go on; they are no news of how much of the prompt was read."""
     backend = Backend("12345678", "so")
     sampling = Sampling(presence_penalty=1.0, seed=3)
-    conversation = Conversation(ASKED, reasoning=Reasoning(True, 5), sampling=sampling, logprobs=4)
+    conversation = Conversation(
+        ASKED, reasoning=Reasoning(True, 5), sampling=sampling, logprobs=4, draft=True, prediction="so"
+    )
     _, finish = run(monkeypatch, "qwen35", backend, conversation)
     prompt = backend.asked[0][0]
     first, second = backend.more
-    same = {"seed": 3, "logprobs": 4, "shared": None}
+    same = {"seed": 3, "logprobs": 4, "draft": True, "prediction": tuple(b"so"), "shared": None}
     assert first == {**same, "reply_from": None} and second == {**same, "reply_from": len(prompt)}
     assert finish.usage.cached == 2 and finish.usage.prompt == len(prompt)  # as the first one said on the way
 

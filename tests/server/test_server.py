@@ -139,8 +139,10 @@ def test_a_whole_reply(fast: Running) -> None:
         "completion_tokens": n_wish,
         "total_tokens": prompt + n_wish,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
+        "completion_tokens_details": {
+            "reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+        },
+    }  # fmt: skip
 
 
 def test_a_streamed_reply(fast: Running) -> None:

@@ -9,7 +9,7 @@ import { at, count, make, number, percent, rate, say, sum } from "./text.js";
 const HISTORY_S = 120; // of the graphs, which begin with SHORTEST_S
 const SHORTEST_S = 30;
 const RATE_S = { written: 3, read: 10 }; // rates are means of that long; what was read is counted more coarsely
-const HITS_S = 10;
+const SHARES_S = 10; // of hits and drafts
 const MISSED_S = 3;
 const STALE_MS = 4000; // so long after the last event nothing is known of now
 const SILENCE_MS = 15000; // more than that between two events is a dead connection
@@ -34,6 +34,7 @@ const SETTINGS = [
   ["parallel", "requests at once"],
   ["chunk_tokens", "prefill step"],
   ["kv_type", "KV cache"],
+  ["draft", "drafts"],
 ];
 
 // --- what is known ------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ let model = null;
 let engine = null; // the daemon's counters, when it last said them
 let engineTime = 0;
 let restarts = 0; // of the daemon that said them
-const counters = new Counters(Math.max(HITS_S, MISSED_S, ...Object.values(RATE_S)));
+const counters = new Counters(Math.max(SHARES_S, MISSED_S, ...Object.values(RATE_S)));
 let history = []; // rates of the last HISTORY_S, for the graphs
 let brought = new Set(); // experts that were missed and brought in since its answer before, layer * width + expert
 let missedNow = []; // misses a second of each layer
@@ -68,7 +69,7 @@ function forget() {
 // Nothing was told for a while.
 function onSilence() {
   forget();
-  showRates({ written: null, read: null, hits: null });
+  showRates({ written: null, read: null, hits: null, drafts: null });
 }
 
 function onSample(sample) {
@@ -84,10 +85,11 @@ function onSample(sample) {
   missedNow = (engine?.map ?? []).map((_, layer) => counters.rate(MISSED_S, (told) => told.byLayer[layer]) ?? 0);
   showState(sample);
   showRequests(sample.requests, sample.time_s);
-  const rates = { written: 0, read: 0, hits: null };
+  const rates = { written: 0, read: 0, hits: null, drafts: null };
   if (sample.up) {
     for (const kind of ["written", "read"]) rates[kind] = counters.rate(RATE_S[kind], (told) => told[kind]);
-    rates.hits = hitsNow();
+    rates.hits = share((told) => told.hits, (told) => told.hits + told.misses);
+    rates.drafts = share((told) => told.accepted, (told) => told.drafted);
   }
   remember(sample.time_s, rates);
   showRates(rates);
@@ -96,9 +98,15 @@ function onSample(sample) {
   showMemory(engine?.plan ?? {});
 }
 
-function totals({ tokens, hits, misses, misses_by_layer }) {
+function totals({ tokens, hits, misses, misses_by_layer, drafts }) {
   const { written, read } = tokens ?? { written: 0, read: 0 };
-  return { written, read, hits: hits ?? 0, misses: misses ?? 0, byLayer: misses_by_layer ?? [] };
+  return { written, read, hits: hits ?? 0, misses: misses ?? 0, byLayer: misses_by_layer ?? [], ...draftsOf(drafts) };
+}
+
+// Tokens that were drafted, and accepted of them, whoever drafted them.
+function draftsOf(drafts) {
+  const sources = Object.values(drafts ?? {});
+  return { drafted: sum(sources.map((n) => n.drafted)), accepted: sum(sources.map((n) => n.accepted)) };
 }
 
 function follow(now, time) {
@@ -115,17 +123,16 @@ function follow(now, time) {
   });
 }
 
-// The share of hits, null where no expert was used within the window.
-function hitsNow() {
-  const hits = counters.over(HITS_S, (told) => told.hits), misses = counters.over(HITS_S, (told) => told.misses);
-  const all = hits ? hits.counted + misses.counted : 0;
-  return all ? hits.counted / all : null;
+// The share of what was counted within the window, null where nothing was.
+function share(part, whole) {
+  const all = counters.over(SHARES_S, whole)?.counted;
+  return all ? counters.over(SHARES_S, part).counted / all : null;
 }
 
 function remember(time_s, rates) {
   if (history.length && time_s < history.at(-1).time_s) history = []; // of another server
   const gap = history.length && time_s - history.at(-1).time_s > STALE_MS / 1000;
-  if (gap) history.push({ time_s: history.at(-1).time_s, written: null, read: null, hits: null });
+  if (gap) history.push({ time_s: history.at(-1).time_s, written: null, read: null, hits: null, drafts: null });
   history.push({ time_s, ...rates });
   while (history[0].time_s < time_s - HISTORY_S) history.shift();
 }
@@ -150,8 +157,8 @@ function showState(sample) {
 
 function showRates(rates) {
   for (const kind of ["written", "read"]) say(kind, rate(rates[kind]));
-  say("hits", rates.hits === null ? "–" : `${number(100 * rates.hits, 1)}%`);
-  for (const kind of ["written", "read", "hits"]) {
+  for (const kind of ["hits", "drafts"]) say(kind, rates[kind] === null ? "–" : percent(rates[kind], 1));
+  for (const kind of ["written", "read", "hits", "drafts"]) {
     const values = history.map((then) => ({ time_s: then.time_s, value: then[kind] }));
     line(at(`${kind}-graph`).firstElementChild, values, SHORTEST_S);
   }
@@ -163,6 +170,7 @@ function showFigures(sample) {
   say("written-more", tokens ? `${number(tokens.written)} since the start` : "");
   say("read-more", tokens ? `${number(tokens.read)} computed, ${number(tokens.reused)} reused` : "");
   say("queue", engine ? `${number(engine.running ?? 0)} at work, ${number(engine.queued ?? 0)} waiting` : "");
+  showDrafts(draftsOf(engine?.drafts));
   showCache(engine?.kv_blocks);
   const prefix = engine?.prefixes;
   at("prefix-figure").hidden = !prefix;
@@ -188,6 +196,16 @@ function showCache(blocks) {
   meter.setAttribute("aria-valuetext", `Of ${count(total, "block")} ${parts.join(", ")}`);
   [held, spare].forEach((n, i) => { meter.children[i].style.width = percent(n, total, 2); });
   ["kv-held", "kv-spare", "kv-free"].forEach((id, i) => say(id, parts[i]));
+}
+
+// What drafts gave is told when a step ends, what is written when it is sent: the share may be beyond 1 for a moment.
+function showDrafts({ drafted, accepted }) {
+  at("drafts-figure").hidden = !drafted;
+  if (!drafted) return;
+  const given = share((told) => told.accepted, (told) => told.written);
+  const parts = [`${number(accepted)} of ${number(drafted)} since the start`];
+  if (given !== null) parts.unshift(`${percent(Math.min(1, given), 1, 0)} of what is written`);
+  say("drafts-more", parts.join("; "));
 }
 
 function showHits() {
