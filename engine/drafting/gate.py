@@ -35,7 +35,8 @@ _OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no fur
 _MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
 _LEAST_S = 1e-7  # of a step: a clock may stand still
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
-_SETTLED_STEPS = 256  # plain ones, after which a reply's decision is made anew where no draft has been seen since
+# Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
+_SETTLED_STEPS = 16, 256
 _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
 _HOPED_COST = 0.25  # and what it may cost
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
@@ -210,7 +211,7 @@ class Gate:
         self._tokens = 0  # decoded by all
         self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
         self._news = 0  # goes up when what was decided may be decided otherwise
-        self._plain_steps = 0
+        self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         self.tallies: dict[str, Tally] = {}
 
     def costs(self, n_replies: int) -> Costs:
@@ -227,8 +228,8 @@ class Gate:
         costs.note_plain(seconds, n_steps)
         self._tokens += n_replies * n_steps
         self._plain_steps += n_steps
-        if self._plain_steps >= _SETTLED_STEPS:
-            self._plain_steps = 0
+        if self._plain_steps >= self._settled_steps:
+            self._plain_steps, self._settled_steps = 0, min(2 * self._settled_steps, _SETTLED_STEPS[1])
             self._news += 1
         self._earn(seconds, costs)
 
@@ -262,13 +263,13 @@ class Gate:
         making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
         sure = list(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s))
         hoped = list(self._choices([self._stay(*whole, _HOPE)], costs, fits, MOST_TOKENS, _HOPED_COST, making_s))
+        trial = 0  # the longest that may cost what is saved
         for n in range(1, MOST_TOKENS + 1):
             known, may = sure[min(n, len(sure) - 1)], hoped[min(n, len(hoped) - 1)]
-            if known.gain >= GAIN:
-                decided[n] = known.total
-            elif may.gain >= GAIN:
-                loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
-                decided[n] = may.total if loss_s <= self._saved_s else 0
+            loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
+            if may.gain >= GAIN and loss_s <= self._saved_s:
+                trial = may.total
+            decided[n] = known.total if known.gain >= GAIN else trial
         return decided
 
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
@@ -281,11 +282,11 @@ class Gate:
         if known.gain >= GAIN:
             return known.tokens
         stay = [None if o is None else self._stay(*o, _HOPE) for o in offers]
-        hoped = self._best(stay, costs, fits, most, _HOPED_COST, making_s)
-        if hoped.gain < GAIN:
-            return none
-        loss_s = making_s + costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
-        return hoped.tokens if loss_s <= self._saved_s else none
+        for hoped in reversed([*self._choices(stay, costs, fits, most, _HOPED_COST, making_s)]):
+            loss_s = making_s + costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
+            if hoped.gain >= GAIN and loss_s <= self._saved_s:
+                return hoped.tokens
+        return none
 
     def made(self, source: str, seconds: float) -> None:
         """Take in what it took to make a draft."""
@@ -310,6 +311,7 @@ class Gate:
         """
         costs, drafted, gained = self.costs(len(fared)), 0, 0.0
         self._news += 1
+        self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         for one in fared:
             if one is None:
                 self._tokens += 1

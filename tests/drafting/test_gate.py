@@ -82,7 +82,7 @@ def test_a_wider_step_is_never_taken_to_be_faster(measured: list[tuple[int, floa
     costs.note_plain(0.01, 1)
     for width, taken_s in measured:
         costs.note(width, taken_s)
-    assert costs.of(0) == costs.plain <= costs.of(n) <= costs.of(n + 1)
+    assert costs.of(0) == costs.plain <= costs.of(n) <= costs.of(n + 1) * (1 + 1e-12)
     assert costs.of(n, 0.25) <= costs.of(n)
 
 
@@ -137,6 +137,13 @@ def test_it_costs_little_where_nothing_stays(grade: int, chance: float) -> None:
     first = engine.reply(1000, grade, chance)
     assert first > (0.98 if grade == POOR else 0.9)  # until it has been seen, what a good grade promises is believed
     assert engine.reply(4000, grade, chance) > 0.985
+
+
+def test_a_machine_of_which_nothing_is_known_is_tried_with_little_first() -> None:
+    engine = Engine(any_width)
+    engine.reply(300, COPY, 0.97)
+    first = next(n for n in engine.lengths if n)
+    assert first < 16 and all(engine.lengths[200:]) and max(engine.lengths) > first
 
 
 def test_it_stops_and_begins_again() -> None:
