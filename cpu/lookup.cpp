@@ -100,7 +100,7 @@ struct spark_text {
 
     void grow(int64_t n_tokens) {
         if (n_tokens <= (int64_t)tokens.size()) return;
-        tokens.resize((size_t)std::max<int64_t>(1024, 2 * n_tokens), kEnd);
+        tokens.resize((size_t)std::max<int64_t>(1024, n_tokens + n_tokens / 4), kEnd);
         table.allocate((int64_t)tokens.size());
         if (first) table.add(tokens.data(), 0, first - 1);
         table.add(tokens.data(), first, n);
@@ -161,13 +161,13 @@ int32_t spark_memory_add(spark_memory *memory, const int32_t *tokens, int64_t n)
             const auto found = m.known.find(key);
             if (found != m.known.end() && found->second == when) m.known.erase(found);
         }
-        std::vector<uint64_t> keys;
+        std::vector<std::pair<int64_t, uint64_t>> keys; // and where the chunk ends
         uint64_t key = 0;
         int64_t there = 0; // tokens from the beginning on that are remembered
         for (int64_t start = 0; start + kChunk <= n; start += kChunk) {
             for (int64_t i = start; i < start + kChunk; ++i) key = mixed(key + (uint64_t)(uint32_t)tokens[i] * kOdd + 1);
             if (there == start && m.known.count(key)) there = start + kChunk;
-            else keys.push_back(key);
+            else keys.emplace_back(start + kChunk, key);
         }
         if (there == n) return SPARK_OK;
         const int64_t begin = std::max(std::max<int64_t>(0, there - kLongest), n - (room - 1));
@@ -182,7 +182,8 @@ int32_t spark_memory_add(spark_memory *memory, const int32_t *tokens, int64_t n)
         m.table.add(m.tokens.data(), m.at, m.at + length);
         m.at += length + 1;
         m.written += length + 1;
-        for (uint64_t k : keys) {
+        for (const auto &[end, k] : keys) {
+            if (end <= begin) continue; // it was cut off
             m.known[k] = m.written;
             m.order.emplace_back(m.written, k);
         }

@@ -22,6 +22,7 @@ from engine.drafting.source import Draft, Promise, Source
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
+PLAIN_EVERY = 100  # steps with drafts, after which one without is seen again
 GAIN = 1.01  # over plain decoding, that is expected at least where a draft is no trial
 _GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
 _FADE = 0.985  # what is left of what was seen at a position when it is seen again
@@ -84,6 +85,7 @@ class Costs:
         self._n_plain = 0
         self._ratios: dict[int, float] = {}  # by tokens of drafts
         self._seen: dict[int, int] = {}  # how often, up to _MOST_SEEN
+        self._far: dict[int, int] = {}  # which way the last measurement of a width was far off
         self._fit: list[tuple[int, float]] = []  # the ratios, made never to fall
 
     def begin(self, seconds: dict[int, float]) -> None:
@@ -112,7 +114,15 @@ class Costs:
         if known is None:  # no step takes less than it must, but one may take much longer
             self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted, _TOKEN_COST))
         else:
-            self._ratios[n_drafted] = max(1.0, known * math.exp(_COST_FADE * _clipped(ratio / known)))
+            away = math.log(ratio / known)
+            far = 0 if abs(away) < _OUTLIER else 1 if away > 0 else -1
+            if far and far == self._far.get(n_drafted):  # twice so far off on one side is no outlier
+                self._ratios[n_drafted] = ratio
+            else:
+                self._ratios[n_drafted] = max(1.0, known * math.exp(_COST_FADE * _clipped(ratio / known)))
+            self._far[n_drafted] = far
+        if seconds < self.plain:  # a step without is no longer
+            self.plain *= math.exp(_COST_FADE * _clipped(seconds / self.plain))
         self._seen[n_drafted] = min(self._seen.get(n_drafted, 0) + 1, _MOST_SEEN)
         self._fit = _never_falling(self._ratios, self._seen)
 
@@ -212,6 +222,7 @@ class Gate:
         self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
+        self._since_plain = 0  # steps with drafts
         self.tallies: dict[str, Tally] = {}
 
     def costs(self, n_replies: int) -> Costs:
@@ -228,16 +239,19 @@ class Gate:
         costs.note_plain(seconds, n_steps)
         self._tokens += n_replies * n_steps
         self._plain_steps += n_steps
+        self._since_plain = 0
         if self._plain_steps >= self._settled_steps:
             self._plain_steps, self._settled_steps = 0, min(2 * self._settled_steps, _SETTLED_STEPS[1])
             self._news += 1
-        self._earn(seconds, costs)
+        self._save(TRIAL_SHARE * seconds, costs)
 
     def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         """How many tokens of each draft the next step gets, `most` together; None: a reply without one.
 
         fits: whether a step may have so many tokens, one of each reply among them.
         """
+        if self.is_due:
+            return [0] * len(offers)
         if len(offers) > 1 or offers[0] is None:
             return self._decided(offers, fits, most)
         promise, record = offers[0]
@@ -245,6 +259,11 @@ class Gate:
             record.choices[promise[:2]] = self._news, self._by_length(promise, record, fits)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
         return [n or 0]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step without drafts is to be seen again: what they are compared with may have changed."""
+        return self._since_plain >= PLAIN_EVERY
 
     def decided(self, promise: Promise, record: Record) -> int | None:
         """How many tokens a reply that is alone gets of what is promised, as was decided last; None: there is news.
@@ -290,9 +309,11 @@ class Gate:
 
     def made(self, source: str, seconds: float) -> None:
         """Take in what it took to make a draft."""
-        known = self._making_s.get(source)
-        expected = seconds if known is None else min(seconds, _ODD_COST * known)
-        self._making_s[source] = expected if known is None else known + _COST_FADE * (expected - known)
+        known, seconds = self._making_s.get(source), max(seconds, _LEAST_S)
+        if known is None:  # what compiles, loads or touches memory first takes longer than it will
+            self._making_s[source] = min(seconds, self.costs(1).plain or seconds)
+        else:
+            self._making_s[source] = known * math.exp(_COST_FADE * _clipped(seconds / known))
 
     def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
         """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
@@ -321,23 +342,29 @@ class Gate:
             gained += math.log1p(n_stayed)
             self._tokens += 1 + n_stayed
             kind = draft.source, draft.grade
-            for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
-                chances.note(n_given, n_stayed)
+            self._learn(kind, record, n_given, n_stayed)
             for tallies in (self.tallies, record.tallies):
                 tally = tallies.setdefault(draft.source, Tally())
                 tally.drafted += n_given
                 tally.accepted += n_stayed
-        costs.note(drafted, seconds - making_s)
-        # What was lost, whether it was a trial or should have paid, is not there for trials any more.
-        lost_s = seconds - costs.plain * math.exp(gained / len(fared))
-        if lost_s > 0:
-            self._saved_s = max(self._saved_s - min(lost_s, _ODD_COST * costs.of(drafted)), -self._most_saved(costs))
+        costs.note(drafted, max(_LEAST_S, seconds - making_s))
+        self._since_plain += 1
+        # What was lost, whether it was a trial or should have paid, is not there for trials any more; what was won is.
+        most_s = _ODD_COST * (making_s + costs.of(drafted))
+        won_s = costs.plain * math.exp(gained / len(fared)) - seconds
+        self._save(max(-most_s, min(most_s, won_s)), costs)
 
-    def _earn(self, seconds: float, costs: Costs) -> None:
-        self._saved_s = min(self._saved_s + TRIAL_SHARE * seconds, max(self._saved_s, self._most_saved(costs)))
+    def met(self, draft: Draft, record: Record, n_seen: int, n_stayed: int) -> None:
+        """Take in how a draft would have fared, of which the first tokens have come by themselves."""
+        self._news += 1
+        self._learn((draft.source, draft.grade), record, n_seen, n_stayed)
 
-    def _most_saved(self, costs: Costs) -> float:
-        return SAVED_STEPS * costs.plain
+    def _learn(self, kind: tuple[str, int], record: Record, n_given: int, n_stayed: int) -> None:
+        for chances in (self._of_all(kind), record.chances.setdefault(kind, Chances())):
+            chances.note(n_given, n_stayed)
+
+    def _save(self, seconds: float, costs: Costs) -> None:
+        self._saved_s = min(self._saved_s + seconds, max(self._saved_s, SAVED_STEPS * costs.plain))
 
     def _making(self, offers: Sequence[Offer | None]) -> float:
         return sum(self._making_s.get(offer[0].source, 0.0) for offer in offers if offer is not None)

@@ -233,6 +233,10 @@ class Sequence:
             return None
         return self._before, self.state
 
+    def settle(self) -> None:
+        """Nothing of the last step is taken back any more: gives back the state before it."""
+        self._forget()
+
     def _forget(self) -> None:
         if self._before is not None and self._states is not None:
             self._states.give_back([self._before])

@@ -164,9 +164,10 @@ class KVCache:
         self.states: BlockPool | None = None
         states: dict[int, DeltaLayer] = {}
         if self.shape is not None:
-            self.states = BlockPool(n_sequences, "recurrent states")
-            self.nbytes += n_sequences * self.shape.state_bytes
-            states = {layer: _state(device, self.shape, n_sequences) for layer in self.shape.layers}
+            n_states = max(n_sequences, 2)  # one alone can keep what it had before a step with a draft
+            self.states = BlockPool(n_states, "recurrent states")
+            self.nbytes += n_states * self.shape.state_bytes
+            states = {layer: _state(device, self.shape, n_states) for layer in self.shape.layers}
         self.delta = tuple(states.get(i) for i in range(config.n_layer))
 
     def sequence(self) -> Sequence:

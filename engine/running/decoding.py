@@ -23,7 +23,7 @@ import numpy as np
 from engine.drafting.source import Draft
 from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
-from engine.running.ahead import AheadOfHost
+from engine.running.ahead import AHEAD_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.masked import Masked, can_mask
 from engine.running.reply import Reply, mask_wait_s
@@ -68,6 +68,9 @@ class Proposer(Protocol):
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """The replies went on without drafts for a while, in so many steps."""
 
+    def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
+        """So many tokens of a draft have come to be known without a step: the first ones were right."""
+
     def plain_s(self, n_replies: int) -> float:
         """What such a step takes, of so many replies; 0.0 while nobody knows."""
 
@@ -91,6 +94,9 @@ class Nothing:
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `Proposer.went`."""
+
+    def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
+        """As `Proposer.met`."""
 
     def plain_s(self, n_replies: int) -> float:
         """As `Proposer.plain_s`."""
@@ -173,6 +179,8 @@ class Decoder:
         dropped = [len(p.follow) - p.stayed for p in proposals]
         if any(dropped):
             self.steps.take_back([p.span for p in proposals], dropped, result)
+        for p in proposals:
+            p.span.sequence.settle()
         return failures
 
     def _take(self, p: Proposal, drawn: Drawn | None) -> bool:
@@ -196,17 +204,20 @@ class Decoder:
         """Steps of all replies until that time of time.perf_counter, or one at least; returns as `step`."""
         if isinstance(self.drawer, DeviceDrawer):
             if can_share(self.steps, replies):
+                began_s = time.perf_counter()
                 drafts = self.proposer.propose(replies)
                 if any(drafts) or self.proposer.follows(replies):
-                    return self.step(replies, drafts)
-                began_s = time.perf_counter()
-                ahead = Together(self.steps, self.drawer, replies, lambda: any(self.proposer.propose(replies)))
+                    return self.step(replies, drafts, time.perf_counter() - began_s)
+                ahead = Together(self.steps, self.drawer, replies, lambda: self._has_long(replies))
                 failures = ahead.run(until)
                 self.proposer.went(replies, time.perf_counter() - began_s, ahead.n_steps)
                 return failures
             if can_mask(self.steps, replies):
                 return Masked(self.steps, self.drawer, replies).run(until)
         return self.step(replies)
+
+    def _has_long(self, replies: Many[Reply]) -> bool:
+        return any(map(_is_long, self.proposer.propose(replies)))
 
     def alone(self, reply: Reply) -> Alone:
         """Decode a reply that no other shares steps with: ahead of the host, where steps are captured."""
@@ -253,10 +264,16 @@ class StepByStep:
         self.ended = True
 
 
+def _is_long(draft: Draft | None) -> bool:
+    """Whether a draft is worth a stop of what runs ahead: as many tokens as are under way come by themselves."""
+    return draft is not None and len(draft.tokens) > AHEAD_STEPS
+
+
 class DraftedAhead:
     """A reply that decodes alone on a device: ahead of the host, but for steps with a draft, which the host waits for.
 
-    What it takes to stop what runs ahead and to begin it again is a part of what a draft costs.
+    What it takes to stop what runs ahead and to begin it again is a part of what a draft costs. The tokens that come
+    meanwhile tell what the draft was worth.
     """
 
     def __init__(self, decoder: Decoder, drawer: DeviceDrawer, reply: Reply) -> None:
@@ -264,6 +281,7 @@ class DraftedAhead:
         self._ahead: AheadOfHost | None = None
         self._is_steady = False  # steps are under way, as many as there will be
         self._pausing = False
+        self._for: tuple[Draft, int] | None = None  # what it stopped for, and where that begins
         self._changing_s = 0.0  # since the last draft, beyond what the tokens that came would have taken
         self.ended = False
 
@@ -271,10 +289,12 @@ class DraftedAhead:
         """As `Alone.advance`."""
         if self.ended:
             return
+        proposer = self._decoder.proposer
         if self._ahead is None:
-            (draft,) = self._decoder.proposer.propose([self._reply])
-            if draft is not None or self._decoder.proposer.follows([self._reply]):
-                self._step(draft)
+            began_s = time.perf_counter()
+            (draft,) = proposer.propose([self._reply])
+            if draft is not None or proposer.follows([self._reply]):
+                self._step(draft, time.perf_counter() - began_s)
                 return
             self._ahead = AheadOfHost(self._decoder.steps, self._drawer, self._reply)
             self._is_steady = False
@@ -284,11 +304,15 @@ class DraftedAhead:
         if self._ahead.ended:
             self._ahead = None
             self.ended = self._pausing or self._reply.reason is not None
-        elif self._is_steady and any(self._decoder.proposer.propose([self._reply])):
-            self._ahead.pause()
-            self._is_steady = False
+            self._learn()
+        elif self._is_steady:
+            (draft,) = proposer.propose([self._reply])
+            if draft is not None and _is_long(draft):
+                self._ahead.pause()
+                self._for = draft, len(self._reply.history)
+                self._is_steady = False
         else:
-            self._is_steady = True
+            self._is_steady = self._for is None
 
     def pause(self) -> None:
         """As `Alone.pause`."""
@@ -298,9 +322,9 @@ class DraftedAhead:
         else:
             self._ahead.pause()
 
-    def _step(self, draft: Draft | None) -> None:
+    def _step(self, draft: Draft | None, spent_s: float) -> None:
         changing_s, self._changing_s = self._changing_s, 0.0
-        (failure,) = self._decoder.step([self._reply], [draft], changing_s)
+        (failure,) = self._decoder.step([self._reply], [draft], changing_s + spent_s)
         if failure is not None:
             raise failure
         self.ended = self._reply.reason is not None
@@ -312,3 +336,13 @@ class DraftedAhead:
         else:
             each_s = self._decoder.proposer.plain_s(1)
             self._changing_s += max(0.0, seconds - n_tokens * each_s) if each_s else 0.0
+
+    def _learn(self) -> None:
+        """What it stopped for has met the tokens that were under way."""
+        if self._for is not None:
+            draft, begin = self._for
+            self._for = None
+            came = self._reply.history[begin : begin + len(draft.tokens)]
+            same = [a == b for a, b in zip(came, draft.tokens, strict=False)]
+            stayed = same.index(False) if False in same else len(same)
+            self._decoder.proposer.met(self._reply, draft, len(came), stayed)

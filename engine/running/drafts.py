@@ -59,7 +59,7 @@ class Drafts:
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
-            reply.drafting = Drafting(Lookup(self._memory, prediction), self._follower(reply))
+            reply.drafting = Drafting(Lookup(self._memory, prediction[: self._limits.n_ctx]), self._follower(reply))
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
@@ -111,7 +111,7 @@ class Drafts:
         """As `decoding.Proposer.fared`."""
         if len(proposals) == 1 and proposals[0].draft is None:
             self._untold += 1
-            if self._untold >= self._tell_every:  # steps of a reply alone are short, and many
+            if self._untold >= self._tell_every or self._gate.is_due:  # steps of a reply alone are short, and many
                 self._gate.plain(1, seconds * self._untold, self._untold)
                 self._untold, self._tell_every = 0, TELL_EVERY
             return
@@ -124,11 +124,16 @@ class Drafts:
         if any(fared):
             self._gate.note(fared, seconds, self._making_s)
         else:
-            self._gate.plain(len(proposals), seconds)
+            self._gate.plain(len(proposals), seconds - self._making_s)
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
         self._gate.plain(len(replies), seconds, n_steps)
+
+    def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
+        """As `decoding.Proposer.met`."""
+        if reply.drafting is not None:
+            self._gate.met(draft, reply.drafting.record, n, stayed)
 
     def plain_s(self, n_replies: int) -> float:
         """As `decoding.Proposer.plain_s`."""

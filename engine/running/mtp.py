@@ -274,7 +274,7 @@ class Predictor:
         try:
             one.sequence.reserve(max(0, most - 1))
         except CapacityError:
-            most = min(most, one.sequence.reserved_tokens - length + 1)
+            most = min(most, one.sequence.reserved_tokens - length - 1)  # the step that verifies has one token more
         return most
 
     def rehearse(self, n: int) -> None:

@@ -155,9 +155,11 @@ class Engine:
     def submit(self, request: Generate | Score) -> None:
         """Queue a request; raises RequestError for one that can never run."""
         n_vocab = self.loaded.source.config.n_vocab
-        if max(request.tokens, default=0) >= n_vocab:
-            bad = next(t for t in request.tokens if t >= n_vocab)
-            raise RequestError(f"token {bad} is outside the vocabulary of {n_vocab}")
+        predicted = request.prediction or () if isinstance(request, Generate) else ()
+        for what, tokens in (("token", request.tokens), ("field 'prediction': token", predicted)):
+            if max(tokens, default=0) >= n_vocab:
+                bad = next(t for t in tokens if t >= n_vocab)
+                raise RequestError(f"{what} {bad} is outside the vocabulary of {n_vocab}")
         n, limit = len(request.tokens), self.loaded.limits.n_ctx
         if n > limit or (isinstance(request, Generate) and n == limit):
             raise ContextOverflowError(

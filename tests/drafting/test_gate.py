@@ -193,3 +193,30 @@ def test_replies_that_share_a_step_are_given_what_is_best_for_all(grades: list[i
 
 def test_nothing_is_proposed_before_a_plain_step_was_seen() -> None:
     assert Gate(PRIORS).share([(Promise("test", COPY, 31), Record())], captured, 31) == [0]
+
+
+def test_a_plain_step_that_was_overestimated_is_found_out() -> None:
+    """Nothing stays, and a draft is there for every step: only what steps with drafts take can tell."""
+    engine = Engine()
+    engine.gate.costs(1).begin({n - 1: 3 * seconds(1) if n == 1 else seconds(n) for n in WIDTHS})
+    engine.reply(2000, COPY, 0.0)
+    assert engine.gate.costs(1).plain == pytest.approx(seconds(1), rel=0.1)
+    assert engine.reply(2000, COPY, 0.0) > 0.98
+
+
+def test_the_first_draft_that_was_made_slowly_is_forgiven() -> None:
+    gate, record = Gate(PRIORS), Record()
+    gate.plain(1, 0.01, 8)
+    gate.made("test", 0.5)
+    for _ in range(200):
+        gate.plain(1, 0.01, 8)
+        if gate.share([(Promise("test", COPY, 4), record)], any_width, 31) != [0]:
+            return
+    raise AssertionError("it was never made again")
+
+
+def test_widths_that_were_taken_for_cheap_are_found_out() -> None:
+    engine = Engine()
+    engine.gate.costs(1).begin({n - 1: seconds(1) * (1.0 + 0.01 * (n - 1)) for n in WIDTHS})
+    assert engine.reply(2000, 2, 0.2) > 0.9
+    assert engine.reply(4000, 2, 0.2) > 0.98

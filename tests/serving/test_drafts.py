@@ -11,7 +11,7 @@ import pytest
 
 from engine import models
 from engine.drafting.source import Draft, Promise
-from engine.ground.errors import SparkError
+from engine.ground.errors import RequestError, SparkError
 from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.serving.scheduler import Engine
@@ -226,6 +226,16 @@ def test_a_prediction_that_comes_true_is_accepted(opened: Open) -> None:
     again = drain(engine)
     done = done_of(again)
     assert said(again)[3] == said(events)[1] and done.usage.drafts["lookup"]["accepted"] > 100
+
+
+def test_a_prediction_outside_the_vocabulary_is_refused(opened: Open) -> None:
+    engine = opened()
+    with pytest.raises(RequestError, match="field 'prediction': token 301 is outside the vocabulary of 301"):
+        engine.submit(Generate(1, (5, 6), 4, prediction=(7, 301)))
+    with pytest.raises(RequestError, match="2147483646"):
+        engine.submit(Generate(1, (5, 6), 4, prediction=((1 << 31) - 2,)))
+    engine.submit(Generate(1, (5, 6), 4, GREEDY, (), prediction=(7,) * 5000))  # more than the context has
+    assert len(said(drain(engine))[1][0]) == 4
 
 
 @pytest.mark.usefixtures("short_units")
