@@ -18,6 +18,7 @@ from engine.serving.scheduler import Engine
 from tests.dflash_twin import Shape, random_drafter, write_drafter
 from tests.engine_runs import config
 from tests.forced_drafts import Forced, SomeRight, force
+from tests.forms_here import FormHere
 from tests.nextn_models import FAMILIES, block_path
 
 ENGINE, CTX_TOKENS, VARIANTS = Engine, 640, {}
@@ -384,3 +385,52 @@ def test_forced_drafts_on_a_device(opened: Open, arch: str) -> None:
     assert said(events) == expected
     n, stayed = drafted(events)
     assert n > stayed > 0
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35", "gemma4"])
+def test_choices_of_one_prompt_draft_each_for_itself(opened: Open, arch: str) -> None:
+    plain, engine = opened(arch=arch, draft="off"), opened(arch=arch)
+    requests = [
+        Generate(i, tuple(TEXT[:97]), 30, Sampling(0.9, seed=i), (), same_prompt_as=None if i == 1 else 1)
+        for i in (1, 2, 3)
+    ]
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(replace(request, same_prompt_as=None))
+        expected |= said(drain(plain))
+    force(engine, histories(requests, expected))
+    for request in requests:
+        engine.submit(request)
+    events = drain(engine)
+    assert said(events) == expected
+    assert all(e.usage.drafts["lookup"]["drafted"] > 0 for e in events if isinstance(e, Done))
+    assert [e.usage.cached_tokens for e in events if isinstance(e, Done) and e.id > 1] == [97, 97]
+
+
+def test_who_is_under_a_form_drafts_nothing_and_its_neighbor_does(opened: Open) -> None:
+    class Thirds:
+        is_done = False
+
+        def mask(self) -> np.ndarray:
+            return np.packbits(np.arange(320) % 3 == 0, bitorder="little").view(np.uint32)
+
+        def accept(self, token: int) -> None:
+            assert token % 3 == 0
+
+    plain, engine = opened(draft="off"), opened()
+    for one in (plain, engine):
+        one.loaded.forms.open = lambda text, stop: FormHere(Thirds())  # type: ignore[method-assign]
+    requests = [Generate(i, tuple(TEXT[9 * i : 60]), 40, SAMPLED, ()) for i in (1, 2)]
+    requests[0] = replace(requests[0], grammar="{}")
+    expected: dict[int, tuple[list, str | None]] = {}
+    for request in requests:
+        plain.submit(request)
+        expected |= said(drain(plain))
+    assert all(row[0] % 3 == 0 for row in expected[1][0])
+    force(engine, histories(requests, expected))
+    for request in requests:
+        engine.submit(request)
+    events = drain(engine)
+    assert said(events) == expected
+    drafts = {e.id: e.usage.drafts for e in events if isinstance(e, Done)}
+    assert drafts[1] == {} and drafts[2]["lookup"]["drafted"] > 0
