@@ -533,10 +533,12 @@ def test_a_device_draws_as_the_host_would(
     drawn = []
     draw = DeviceDrawer.draw
 
-    def compared(self: DeviceDrawer, result: StepResult, drawings: list[Drawing]) -> list[Drawn | None]:
+    def compared(
+        self: DeviceDrawer, result: StepResult, drawings: list[Drawing], follow: list[tuple[int, ...]]
+    ) -> list[list[Drawn | None]]:
         logits = result.logits[[d.row for d in drawings]].copy()
-        made = draw(self, result, drawings)
-        tokens = [one and one.token for one in made]
+        made = draw(self, result, drawings, [()] * len(follow))
+        tokens = [one and one.token for (one,) in made]
         assert tokens == [
             sample(row, d.params, len(d.history), d.history, d.allowed) for row, d in zip(logits, drawings, strict=True)
         ]
