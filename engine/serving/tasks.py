@@ -271,7 +271,7 @@ class GenerateTask(Reply):
     def close(self) -> None:
         """Give back what is cached, and the form."""
         self._release()
-        if self.loaded.drafts is not None:
+        if self.loaded.drafts is not None and self.request.draft:
             self.loaded.drafts.end(self)
         if self._swapped is not None:
             swap.drop(self.loaded.kv, self._swapped)
