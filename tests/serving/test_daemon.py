@@ -110,7 +110,7 @@ def test_a_life() -> None:
             protocol.Loading("loading", 0, 100),
             protocol.Loading("loading", 100, 100),
         ]
-        assert first[-1] == protocol.Ready({"architecture": "fake", "ctx_tokens": 99, "threads": 3})
+        assert first[-1] == protocol.Ready({"architecture": "fake", "ctx_tokens": 99, "threads": 3, "draft": "auto"})
 
         daemon.write(generate(5, [SAY, 10, 11, 12, SAID]))
         events = daemon.until(protocol.Done)
