@@ -29,7 +29,7 @@ _FADE = 0.985  # what is left of what was seen at a position when it is seen aga
 _FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
 _PRIOR = 8.0  # outcomes that what is known of a kind beforehand is worth
 _OWN = 20.0  # and what all replies saw, beside a reply's own
-_HOPE = 2.0  # good outcomes that are added where it is asked what may be
+_HOPE = 2.0  # outcomes, good ones, that are added where it is asked what may be
 _LEAST = 0.02  # chance of a token to stay, below which a draft is cut
 _COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
 _OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
@@ -87,6 +87,7 @@ class Costs:
         self._seen: dict[int, int] = {}  # how often, up to _MOST_SEEN
         self._far: dict[int, int] = {}  # which way the last measurement of a width was far off
         self._fit: list[tuple[int, float]] = []  # the ratios, made never to fall
+        self._hoped: list[tuple[int, float]] = []  # and as they may be
 
     def begin(self, seconds: dict[int, float]) -> None:
         """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known."""
@@ -94,7 +95,7 @@ class Costs:
             self.plain = max(seconds[0], _LEAST_S)
             self._ratios = {n: max(1.0, s / self.plain) for n, s in seconds.items() if n}
             self._seen = dict.fromkeys(self._ratios, 1)
-            self._fit = _never_falling(self._ratios, self._seen)
+            self._fitted()
 
     def note_plain(self, seconds: float, n_steps: int) -> None:
         """Take in what n_steps without drafts took together."""
@@ -112,7 +113,7 @@ class Costs:
             return
         ratio, known = max(1.0, seconds / self.plain), self._ratios.get(n_drafted)
         if known is None:  # no step takes less than it must, but one may take much longer
-            self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted, _TOKEN_COST))
+            self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted))
         else:
             away = math.log(ratio / known)
             far = 0 if abs(away) < _OUTLIER else 1 if away > 0 else -1
@@ -124,28 +125,31 @@ class Costs:
         if seconds < self.plain:  # a step without is no longer
             self.plain *= math.exp(_COST_FADE * _clipped(seconds / self.plain))
         self._seen[n_drafted] = min(self._seen.get(n_drafted, 0) + 1, _MOST_SEEN)
-        self._fit = _never_falling(self._ratios, self._seen)
+        self._fitted()
 
-    def of(self, n_drafted: int, token_cost: float = _TOKEN_COST) -> float:
-        """What a step with so many tokens of drafts is expected to take, in seconds.
-
-        token_cost: of a plain step, for each token where nothing was measured.
-        """
-        return self.plain * self._at(n_drafted, token_cost)
+    def of(self, n_drafted: int, hopeful: bool = False) -> float:
+        """What a step with so many tokens of drafts is expected to take, in seconds; hopeful: what it may take."""
+        return self.plain * self._at(n_drafted, hopeful)
 
     def measured(self) -> dict[int, float]:
         """Seconds by tokens of drafts, 0 among them, of those that there were."""
         return {0: self.plain} | {n: self.plain * ratio for n, ratio in sorted(self._ratios.items())}
 
-    def _at(self, n: int, token_cost: float) -> float:
+    def _at(self, n: int, hopeful: bool = False) -> float:
         """The ratio, between those of the next narrower and the next wider step, or as it goes on behind the widest."""
         before, at = 0, 1.0
-        for width, ratio in self._fit:
+        for width, ratio in self._hoped if hopeful else self._fit:
             if width >= n:
                 return at + (n - before) * (ratio - at) / (width - before)
             before, at = width, ratio
-        slope = (at - 1.0) / before if before else token_cost
-        return at + (n - before) * max(slope, 0.01)
+        slope = (at - 1.0) / before if before else _TOKEN_COST
+        return at + (n - before) * max(min(slope, _HOPED_COST) if hopeful else slope, 0.01)
+
+    def _fitted(self) -> None:
+        self._fit = _never_falling(self._ratios, self._seen)
+        # What was measured once may have been the first of its kind, which takes longest.
+        hoped = {n: 1.0 + (r - 1.0) * self._seen[n] / (self._seen[n] + _HOPE) for n, r in self._ratios.items()}
+        self._hoped = _never_falling(hoped, self._seen)
 
 
 def _clipped(ratio: float) -> float:
@@ -223,6 +227,7 @@ class Gate:
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         self._since_plain = 0  # steps with drafts
+        self._made: dict[tuple[str, int], tuple[int, list[int]]] = {}  # decisions, of replies that saw none of a kind
         self.tallies: dict[str, Tally] = {}
 
     def costs(self, n_replies: int) -> Costs:
@@ -256,7 +261,9 @@ class Gate:
             return self._decided(offers, fits, most)
         promise, record = offers[0]
         if self.decided(promise, record) is None:
-            record.choices[promise[:2]] = self._news, self._by_length(promise, record, fits)
+            kind = promise[:2]
+            made = record.choices if kind in record.chances else self._made
+            made[kind] = self._news, self._by_length(promise, record, fits)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
         return [n or 0]
 
@@ -270,7 +277,8 @@ class Gate:
 
         So next to nothing is done for a token where nothing is drafted.
         """
-        when, by_length = record.choices.get(promise[:2], _UNDECIDED)
+        kind = promise[:2]
+        when, by_length = (record.choices if kind in record.chances else self._made).get(kind, _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
 
     def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
@@ -281,7 +289,7 @@ class Gate:
             return decided  # a plain step first: nothing can be compared with what nobody knows
         making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
         sure = list(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s))
-        hoped = list(self._choices([self._stay(*whole, _HOPE)], costs, fits, MOST_TOKENS, _HOPED_COST, making_s))
+        hoped = list(self._choices([self._stay(*whole, _HOPE)], costs, fits, MOST_TOKENS, True, making_s))
         trial = 0  # the longest that may cost what is saved
         for n in range(1, MOST_TOKENS + 1):
             known, may = sure[min(n, len(sure) - 1)], hoped[min(n, len(hoped) - 1)]
@@ -301,7 +309,7 @@ class Gate:
         if known.gain >= GAIN:
             return known.tokens
         stay = [None if o is None else self._stay(*o, _HOPE) for o in offers]
-        for hoped in reversed([*self._choices(stay, costs, fits, most, _HOPED_COST, making_s)]):
+        for hoped in reversed([*self._choices(stay, costs, fits, most, True, making_s)]):
             loss_s = making_s + costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
             if hoped.gain >= GAIN and loss_s <= self._saved_s:
                 return hoped.tokens
@@ -403,20 +411,20 @@ class Gate:
 
     def _best(
         self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
-        token_cost: float = _TOKEN_COST, making_s: float = 0.0,
+        making_s: float = 0.0,
     ) -> _Choice:  # fmt: skip
-        """What gives the replies most, by the chances of their drafts' tokens.
-
-        token_cost: as of `Costs.of`. making_s: what it takes to make the drafts.
-        """
-        *_, best = self._choices(stay, costs, fits, most, token_cost, making_s)
+        """What gives the replies most, by the chances of their drafts' tokens; making_s: what it takes to make them."""
+        *_, best = self._choices(stay, costs, fits, most, making_s=making_s)
         return best
 
     def _choices(
         self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
-        token_cost: float = _TOKEN_COST, making_s: float = 0.0,
+        hopeful: bool = False, making_s: float = 0.0,
     ) -> Iterator[_Choice]:  # fmt: skip
-        """What gives the replies most, as `_best`, where the drafts may have 0, 1, ... tokens together."""
+        """What gives the replies most, as `_best`, where the drafts may have 0, 1, ... tokens together.
+
+        hopeful: as of `Costs.of`.
+        """
         steps: list[tuple[float, int]] = []  # what a reply gains by one token more of its draft, in logarithms
         for i, chances in enumerate(stay):
             expected = 1.0
@@ -432,7 +440,7 @@ class Gate:
             gained += gain
             tokens[i] += 1
             if fits(n + total):
-                value = gained / n - math.log((making_s + costs.of(total, token_cost)) / costs.plain)
+                value = gained / n - math.log((making_s + costs.of(total, hopeful)) / costs.plain)
                 if value > best:
                     best, choice = value, _Choice(tokens.copy(), math.exp(value), total)
             yield choice
