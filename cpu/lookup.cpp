@@ -121,10 +121,10 @@ struct spark_text {
         n += n_more;
     }
 
-    // The place in a text, of those given, whose run is the longest, the later one of two; its run.
-    std::pair<int64_t, int64_t> longest(const int32_t *text, const int32_t *places, int n_places) const {
+    // The place in a text, of those given from `first` on, whose run is the longest, the later one of two; its run.
+    std::pair<int64_t, int64_t> longest(const int32_t *text, const int32_t *places, int first, int n_places) const {
         int64_t best = 0, run = 0;
-        for (int k = n_places - 1; k >= 0; --k) {
+        for (int k = n_places - 1; k >= first; --k) {
             if (!places[k] || places[k] == best) continue;
             const int64_t r = run_of(text, places[k], tokens.data(), n);
             if (r > run || (r == run && r && places[k] > best)) best = places[k], run = r;
@@ -226,13 +226,15 @@ int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n) {
 void spark_text_propose(spark_look *look) {
     spark_text *text = look->text;
     look->n = look->run = 0;
-    if (look->token >= 0 && spark_text_take(text, &look->token, 1) != SPARK_OK) {
+    if (look->n_new && spark_text_take(text, look->tokens, look->n_new) != SPARK_OK) {
         look->n = -1;
         return;
     }
     const int32_t most = std::min<int32_t>(look->most, (int32_t)(sizeof look->tokens / sizeof look->tokens[0]));
     const auto &own = text->tokens;
-    auto [place, length] = text->longest(own.data(), text->before, text->n_before);
+    int shortest = 0; // of the lengths: a run that is long enough ends with one of that length
+    while (shortest + 1 < kLengthCount && kLengths[shortest + 1] <= look->least) ++shortest;
+    auto [place, length] = text->longest(own.data(), text->before, shortest, text->n_before);
     const int32_t *from = own.data();
     int64_t end = text->n;
     const auto &m = *text->memory;
@@ -240,11 +242,11 @@ void spark_text_propose(spark_look *look) {
         uint64_t h[kLengthCount];
         int32_t places[kLengthCount];
         const int n = hash_runs(own.data() + text->first, own.data() + text->n, h);
-        for (int k = 0; k < n; ++k) places[k] = m.table.places[k][h[k] >> m.table.shift];
-        const auto [other, longer] = text->longest(m.tokens.data(), places, n);
+        for (int k = shortest; k < n; ++k) places[k] = m.table.places[k][h[k] >> m.table.shift];
+        const auto [other, longer] = text->longest(m.tokens.data(), places, shortest, n);
         if (longer > length) place = other, length = longer, from = m.tokens.data(), end = (int64_t)m.tokens.size();
     }
-    if (length < kLengths[0]) return;
+    if (length < std::max<int64_t>(kLengths[0], look->least)) return;
     int32_t n = 0;
     for (int64_t i = place; n < most && i < end && from[i] != kEnd; ++i) look->tokens[n++] = from[i];
     if (from == own.data() && place + n == end) // it repeats itself: what is proposed goes on so

@@ -201,15 +201,15 @@ SPARK_API int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_u
 
 /* Texts that drafts are looked up in (engine/drafting/lookup.py): a memory of earlier ones, a ring of n_tokens, and those that
  * grow, each with a prediction of n tokens ahead of it. NULL where memory runs out. A memory outlives its texts.
- * spark_text_propose: takes in `token`, unless it is -1, and finds at most `most` tokens that may follow the text. */
+ * spark_text_propose: takes in what is new, and finds at most `most` tokens that may follow the text. */
 typedef struct spark_memory spark_memory;
 typedef struct spark_text spark_text;
 
-/* One call for a token. n: how many `tokens` were found, -1 where memory has run out; run: how many tokens at the end of the
+/* n_new: of `tokens`, those that are new behind the text, 64 at most. least: how many tokens at the end of the text have to be equal for anything to be looked for. n: how many `tokens` were found, -1 where memory has run out; run: how many tokens at the end of the
  * text equal those ahead of the place that they were found at. */
 typedef struct spark_look {
     spark_text *text;
-    int32_t token, most, n, run;
+    int32_t n_new, most, least, n, run;
     int32_t tokens[64];
 } spark_look;
 

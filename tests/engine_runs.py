@@ -24,7 +24,7 @@ class Says(Nothing):
     def __init__(self, follow: Callable[[Reply], tuple[int, ...]]) -> None:
         self.follow = follow
 
-    def propose(self, replies: Sequence[Reply]) -> list[Draft | None]:
+    def propose(self, replies: Sequence[Reply]) -> list[Draft | None] | None:
         tokens = [self.follow(reply) for reply in replies]
         return [Draft("said", 0, follow) if follow else None for follow in tokens]
 

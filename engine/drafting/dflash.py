@@ -229,7 +229,7 @@ class DFlash:
         """As `Drafter.feed`: of what stays of a step."""
         self._drafter.feed(self._ring, features, position)
 
-    def promise(self, history: Sequence[int], most: int) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
         """As `Source.promise`; None unless the features end right before the last token of `history`."""
         ring, drafter = self._ring, self._drafter
         n = min(most, drafter.config.block_tokens - 1)

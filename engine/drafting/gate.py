@@ -35,6 +35,7 @@ _COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
 _OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
 _MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
 _LEAST_S = 1e-7  # of a step: a clock may stand still
+_NEVER = (-1, 0)
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
 # Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
 _SETTLED_STEPS = 16, 256
@@ -186,18 +187,22 @@ class Record:
     tallies: dict[str, Tally] = field(default_factory=dict)
     # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
     choices: dict[tuple[str, int], tuple[int, list[int]]] = field(default_factory=dict)
+    least: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Gate.least`, and when that was
 
 
 @dataclass(slots=True)
 class Drafting:
     """What drafts for one reply, and how that fared.
 
-    source: whose drafts cost nothing to make. follower: who computes them from what the model made of the tokens, if
+    source: whose drafts cost nothing to make; in_vain: how often nothing came of asking it lately, and skipped: tokens
+    for which it is not asked, therefore. follower: who computes them from what the model made of the tokens, if
     anybody does; idle_steps: that there have been since that was worth it.
     """
 
     source: Source
     follower: Source | None = None
+    in_vain: int = 0
+    skipped: int = 0
     idle_steps: int = 0
     record: Record = field(default_factory=Record)
 
@@ -264,6 +269,7 @@ class Gate:
             kind = promise[:2]
             made = record.choices if kind in record.chances else self._made
             made[kind] = self._news, self._by_length(promise, record, fits)
+            record.least.pop(promise.source, None)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
         return [n or 0]
 
@@ -281,6 +287,23 @@ class Gate:
         when, by_length = (record.choices if kind in record.chances else self._made).get(kind, _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
 
+    def least(self, source: str, record: Record) -> int | None:
+        """The lowest grade of a source's drafts that a reply that is alone may get any of; None: it gets none.
+
+        By what was decided: of a grade of which nothing was, nothing is known.
+        """
+        when, least = record.least.get(source, _NEVER)
+        if when != self._news:
+            n, least = len(self._priors[source]), 0
+            while least < n and self._decided_none((source, least), record):
+                least += 1
+            record.least[source] = self._news, least
+        return None if least == len(self._priors[source]) else least
+
+    def _decided_none(self, kind: tuple[str, int], record: Record) -> bool:
+        when, by_length = (record.choices if kind in record.chances else self._made).get(kind, _UNDECIDED)
+        return when == self._news and not any(by_length)
+
     def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
         """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
         whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1)
@@ -288,16 +311,18 @@ class Gate:
         if not costs.plain:
             return decided  # a plain step first: nothing can be compared with what nobody knows
         making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
-        sure = list(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s))
-        hoped = list(self._choices([self._stay(*whole, _HOPE)], costs, fits, MOST_TOKENS, True, making_s))
+        for n, known in enumerate(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s)):
+            decided[n:] = [known.total if known.gain >= GAIN else 0] * (len(decided) - n)
+        if decided[-1] and all(decided[n] or not fits(1 + n) for n in range(1, len(decided))):
+            return decided
         trial = 0  # the longest that may cost what is saved
-        for n in range(1, MOST_TOKENS + 1):
-            known, may = sure[min(n, len(sure) - 1)], hoped[min(n, len(hoped) - 1)]
-            loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
-            if may.gain >= GAIN and loss_s <= self._saved_s:
-                trial = may.total
-            decided[n] = known.total if known.gain >= GAIN else trial
-        return decided
+        hoped = [self._stay(*whole, _HOPE)]
+        for n, may in enumerate(self._choices(hoped, costs, fits, MOST_TOKENS, True, making_s)):
+            if may.gain >= GAIN and may.total != trial:
+                loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
+                trial = may.total if loss_s <= self._saved_s else trial
+            decided[n] = decided[n] or trial
+        return decided[: n + 1] + [decided[i] or trial for i in range(n + 1, len(decided))]
 
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         costs, none = self.costs(len(offers)), [0] * len(offers)

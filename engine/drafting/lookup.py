@@ -82,13 +82,17 @@ class Lookup:
         self._is_open = bool(text)
         self._known = 0  # tokens of the history that it has
 
-    def promise(self, history: Sequence[int], most: int) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
         """As `Source.promise`."""
         look, n = self._look, len(history) - self._known
-        look.token = history[-1] if n == 1 else -1
-        look.most = most
+        look.n_new = 0
+        if n == 1:
+            look.n_new, look.tokens[0] = 1, history[-1]
+        elif 1 < n <= _MOST_NEW:
+            look.n_new, look.tokens[:n] = n, history[-n:]
+        look.most, look.least = most, _RUNS[least]
         self._known += n
-        if not self._is_open or (n > 1 and not self._take(history[-n:])):
+        if not self._is_open or (n > _MOST_NEW and not self._take(history[-n:])):
             return None
         self._library.spark_text_propose(self._at)
         found = look.n
@@ -117,4 +121,6 @@ class Lookup:
         return self._is_open
 
 
+_MOST_NEW = 8  # tokens that are handed over one by one
+_RUNS = (0, *GRADES)  # the shortest of each grade
 _PROMISES = tuple(tuple(Promise(NAME, grade, n) for n in range(MOST_TOKENS + 1)) for grade in range(len(GRADES) + 1))

@@ -35,10 +35,11 @@ class Promise(NamedTuple):
 class Source(Protocol):
     """What drafts for one reply. It is asked for a promise with every token, which costs next to nothing."""
 
-    def promise(self, history: Sequence[int], most: int) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
         """What can be proposed behind `history`, a prompt and a reply so far, at most `most` tokens; None: nothing.
 
-        history: that of the call before with more tokens behind it, of which the source need not have been told.
+        history: that of the call before with more tokens behind it, of which the source need not have been told. least:
+        the grade below which nobody wants any.
         """
 
     def draft(self, n_tokens: int) -> Draft | None:

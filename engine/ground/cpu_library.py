@@ -91,7 +91,7 @@ class LookRecord(ctypes.Structure):
 
     _fields_ = (
         ("text", c_void_p),
-        *((name, c_int32) for name in ("token", "most", "n", "run")),
+        *((name, c_int32) for name in ("n_new", "most", "least", "n", "run")),
         ("tokens", c_int32 * 64),
     )
 

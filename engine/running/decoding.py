@@ -53,8 +53,11 @@ class Proposal:
 class Proposer(Protocol):
     """Who says what may follow the last tokens of replies, and is told what came of it."""
 
-    def propose(self, replies: Many[Reply]) -> list[Draft | None]:
-        """A draft for each, as much of it as the next step is to get; the step has room for all of them."""
+    def propose(self, replies: Many[Reply]) -> list[Draft | None] | None:
+        """A draft for each, as much of it as the next step is to get; the step has room for all of them.
+
+        None: none for anybody, and what comes of the step need not be told.
+        """
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """A step with drafts, or without, took so long, and so much of them stayed."""
@@ -78,9 +81,9 @@ class Proposer(Protocol):
 class Nothing:
     """Proposes no token: every step draws one."""
 
-    def propose(self, replies: Many[Reply]) -> list[Draft | None]:
+    def propose(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """As `Proposer.propose`."""
-        return [None] * len(replies)
+        return None
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `Proposer.fared`."""
@@ -119,6 +122,9 @@ class Decoder:
         """
         began_s = time.perf_counter()
         drafts = self.proposer.propose(replies) if drafts is None else drafts
+        if drafts is None:
+            proposals = [self.propose(reply, None) for reply in replies]
+            return self.accept(proposals, self.run(proposals))
         proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
         result = self.run(proposals)
         failures = self.accept(proposals, result)
@@ -206,7 +212,7 @@ class Decoder:
             if can_share(self.steps, replies):
                 began_s = time.perf_counter()
                 drafts = self.proposer.propose(replies)
-                if any(drafts) or self.proposer.follows(replies):
+                if any(drafts or ()) or self.proposer.follows(replies):
                     return self.step(replies, drafts, time.perf_counter() - began_s)
                 ahead = Together(self.steps, self.drawer, replies, lambda: self._has_long(replies))
                 failures = ahead.run(until)
@@ -217,7 +223,7 @@ class Decoder:
         return self.step(replies)
 
     def _has_long(self, replies: Many[Reply]) -> bool:
-        return any(map(_is_long, self.proposer.propose(replies)))
+        return any(map(_is_long, self.proposer.propose(replies) or ()))
 
     def alone(self, reply: Reply) -> Alone:
         """Decode a reply that no other shares steps with: ahead of the host, where steps are captured."""
@@ -292,7 +298,7 @@ class DraftedAhead:
         proposer = self._decoder.proposer
         if self._ahead is None:
             began_s = time.perf_counter()
-            (draft,) = proposer.propose([self._reply])
+            (draft,) = proposer.propose([self._reply]) or (None,)
             if draft is not None or proposer.follows([self._reply]):
                 self._step(draft, time.perf_counter() - began_s)
                 return
@@ -306,7 +312,7 @@ class DraftedAhead:
             self.ended = self._pausing or self._reply.reason is not None
             self._learn()
         elif self._is_steady:
-            (draft,) = proposer.propose([self._reply])
+            (draft,) = proposer.propose([self._reply]) or (None,)
             if draft is not None and _is_long(draft):
                 self._ahead.pause()
                 self._for = draft, len(self._reply.history)

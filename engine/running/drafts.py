@@ -31,6 +31,8 @@ from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
 TELL_EVERY = 8  # plain steps of a reply alone, of which the gate is told what the last one took
+LOOKS = 8  # in vain, after each of which one token more is skipped before the next
+MOST_SKIPPED = 3
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
@@ -53,7 +55,7 @@ class Drafts:
         self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
         self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
-        self._untold, self._tell_every = 0, 1  # plain steps of a reply alone
+        self._untold, self._tell_at = 0, 1  # plain steps of a reply alone, and how many are told of at once
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
@@ -75,10 +77,15 @@ class Drafts:
         if self._predictor is not None:
             self._predictor.forget(sequence)
 
-    def propose(self, replies: Many[Reply]) -> list[Draft | None]:
+    def propose(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """As `decoding.Proposer.propose`."""
-        if len(replies) == 1 and self._is_settled(replies[0]):
-            return [None]
+        if len(replies) == 1:
+            drafting = replies[0].drafting
+            if drafting is None:
+                return None
+            if drafting.follower is None and self._is_in_vain(replies[0], drafting):
+                self._untold += 1  # such steps are short, and many
+                return None if self._untold < self._tell_at else [None]
         most, room = self._most - len(replies), _Room(self._steps.forward.kv)
         self._making_s = 0.0
         chosen = [self._chosen(reply, most, room, len(replies)) for reply in replies]
@@ -88,7 +95,7 @@ class Drafts:
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""
-        if not self.follows([p.reply for p in proposals]):
+        if (self._predictor is None and self._drafter is None) or not self.follows([p.reply for p in proposals]):
             return
         stay = [len(p.span.tokens) - len(p.follow) + p.stayed for p in proposals]
         if self._predictor is not None:
@@ -110,10 +117,9 @@ class Drafts:
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
         if len(proposals) == 1 and proposals[0].draft is None:
-            self._untold += 1
-            if self._untold >= self._tell_every or self._gate.is_due:  # steps of a reply alone are short, and many
-                self._gate.plain(1, seconds * self._untold, self._untold)
-                self._untold, self._tell_every = 0, TELL_EVERY
+            n = max(1, self._untold)
+            self._gate.plain(1, seconds * n, n)
+            self._untold, self._tell_at = 0, TELL_EVERY
             return
         fared = [
             None
@@ -123,6 +129,8 @@ class Drafts:
         ]
         if any(fared):
             self._gate.note(fared, seconds, self._making_s)
+            if self._gate.is_due:
+                self._tell_at = 1
         else:
             self._gate.plain(len(proposals), seconds - self._making_s)
 
@@ -178,15 +186,23 @@ class Drafts:
         ring = None if self._drafter is None else self._drafter.ring()
         return None if self._drafter is None or ring is None else DFlash(self._drafter, ring)
 
-    def _is_settled(self, reply: Reply) -> bool:
-        """Whether it is known, of a reply that is alone, that its next step gets no draft."""
-        drafting = reply.drafting
-        if drafting is None:
+    def _is_in_vain(self, reply: Reply, drafting: Drafting) -> bool:
+        """Whether it is known, of a reply that is alone, that its next step gets no draft.
+
+        To look costs microseconds, and most looks find nothing: after many of these it is done for every fourth token.
+        """
+        if drafting.skipped:
+            drafting.skipped -= 1
             return True
-        promise = drafting.source.promise(reply.history, self._most - 1)
-        if drafting.follower is not None:
-            return False
-        return promise is None or self._gate.decided(promise, drafting.record) == 0
+        gate, record = self._gate, drafting.record
+        least = gate.least(lookup.NAME, record)
+        promise = None if least is None else drafting.source.promise(reply.history, self._most - 1, least)
+        if promise is None or gate.decided(promise, record) == 0:
+            drafting.in_vain += 1
+            drafting.skipped = min(drafting.in_vain // LOOKS, MOST_SKIPPED)
+            return True
+        drafting.in_vain = 0
+        return False
 
     def _chosen(self, reply: Reply, most: int, room: _Room, n_replies: int) -> tuple[Source, Promise, Record] | None:
         """The best that may follow a reply's last token, as far as there is room for it."""

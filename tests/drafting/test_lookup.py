@@ -101,6 +101,21 @@ def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
     memory.close()
 
 
+@settings(max_examples=150)
+@given(texts, st.integers(0, len(GRADES)))
+def test_drafts_of_lower_grades_are_not_looked_for(text: list[int], least: int) -> None:
+    memory = Memory(0)
+    every, some = Lookup(memory), Lookup(memory)
+    for end in range(1, len(text) + 1):
+        promise, other = every.promise(text[:end], 9), some.promise(text[:end], 9, least)
+        assert other is None or other.grade >= least
+        if promise is not None and promise.grade >= least:
+            assert other is not None
+    every.close()
+    some.close()
+    memory.close()
+
+
 def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
     rng = np.random.default_rng(1)
     said = rng.integers(0, 50_000, 200).tolist()

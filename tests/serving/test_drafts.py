@@ -118,7 +118,7 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
     class Once(SomeRight):
         right, given = 0, False
 
-        def promise(self, history: Sequence[int], most: int) -> Promise | None:
+        def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
             if self.given or most < 31:
                 return None
             follow = whole[len(history) :][:31]
@@ -252,7 +252,7 @@ def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
 
     def watched(replies):
         drafts = propose(replies)
-        together.extend(drafts if len(replies) == 2 else ())
+        together.extend(drafts or [None] if len(replies) == 2 else ())
         return drafts
 
     engine.loaded.drafts.propose = watched
