@@ -38,7 +38,7 @@ _LEAST_S = 1e-7  # of a step: a clock may stand still
 _NEVER = (-1, 0)
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
 # Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
-_SETTLED_STEPS = 16, 256
+_SETTLED_STEPS = 48, 384
 _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
 _HOPED_COST = 0.25  # and what it may cost
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's

@@ -56,17 +56,20 @@ class Drafts:
         self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
         self._untold, self._tell_at = 0, 1  # plain steps of a reply alone, and how many are told of at once
+        self._in_vain = 0  # looks, that a reply begins with
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
-            reply.drafting = Drafting(Lookup(self._memory, prediction[: self._limits.n_ctx]), self._follower(reply))
+            source = Lookup(self._memory, prediction[: self._limits.n_ctx])
+            reply.drafting = Drafting(source, self._follower(reply), 0 if prediction else self._in_vain)
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
         if reply.drafting is not None:
             reply.drafting.source.close()
+            self._in_vain = reply.drafting.in_vain // 2  # the next is much like it, and may not be
             if reply.drafting.follower is not None:
                 reply.drafting.follower.close()
             reply.drafting = None
