@@ -44,7 +44,7 @@ def served(name: str, made: Json) -> list[str]:
         prompts=s["n"], generate=made["generate"], runs=made["runs"], median=s["median"], least=s["min"], most=s["max"],
         drafted=drafted, share=accepted / max(1, drafted), same="yes" if made["identical_tokens"] else "no",
     )  # fmt: skip
-    steps = made["drafts"]["step_ms"].get("1", {})
+    steps = made["drafts"]["step_ms"].get("1", {})  # of greedy replies
     return [
         f"## Drafts: served by {made['model']}", "", *origin(name, made), text, "",
         *table(["tenth of the prompts", *map(str, range(1, 11))], [["speed", *(f"{t:.3f}" for t in made["tenths"])]]),

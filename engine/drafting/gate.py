@@ -43,6 +43,7 @@ _TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing wa
 _HOPED_COST = 0.25  # and what it may cost
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
 
+_Decisions = dict[tuple[str, int], tuple[int, list[int]]]
 Priors = Sequence[Sequence[float]]  # by grade, by group of positions
 
 
@@ -181,12 +182,13 @@ class Tally:
 
 @dataclass(slots=True)
 class Record:
-    """How one reply's drafts fared: chances by source and grade, and tokens by source."""
+    """How one reply's drafts fared: chances by source and grade, and tokens by source; sampled: as of `Gate.costs`."""
 
+    sampled: bool = False
     chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
     # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
-    choices: dict[tuple[str, int], tuple[int, list[int]]] = field(default_factory=dict)
+    choices: _Decisions = field(default_factory=dict)
     least: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Gate.least`, and when that was
 
 
@@ -232,20 +234,25 @@ class Gate:
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         self._since_plain = 0  # steps with drafts
-        self._made: dict[tuple[str, int], tuple[int, list[int]]] = {}  # decisions, of replies that saw none of a kind
+        # Decisions, of replies that saw none of a kind: of those that are not sampled, and of those that are.
+        self._made: tuple[_Decisions, _Decisions] = ({}, {})
         self.tallies: dict[str, Tally] = {}
 
-    def costs(self, n_replies: int) -> Costs:
-        """Of steps of so many replies."""
-        return self._costs.setdefault(n_replies, Costs())
+    def costs(self, n_replies: int, sampled: bool = False) -> Costs:
+        """Of steps of so many replies; of one alone, whether it is sampled: to draw may take as long as a step."""
+        key = 0 if sampled and n_replies == 1 else n_replies
+        costs = self._costs.get(key)
+        if costs is None:
+            costs = self._costs[key] = Costs()
+        return costs
 
     def all_costs(self) -> dict[int, Costs]:
-        """By replies that share a step, of those that there were."""
+        """By replies that share a step, of those that there were; 0: one that is sampled."""
         return {n: costs for n, costs in sorted(self._costs.items()) if costs.plain}
 
-    def plain(self, n_replies: int, seconds: float, n_steps: int = 1) -> None:
+    def plain(self, n_replies: int, seconds: float, n_steps: int = 1, sampled: bool = False) -> None:
         """Take in what steps without drafts took together."""
-        costs = self.costs(n_replies)
+        costs = self.costs(n_replies, sampled)
         costs.note_plain(seconds, n_steps)
         self._tokens += n_replies * n_steps
         self._plain_steps += n_steps
@@ -267,7 +274,7 @@ class Gate:
         promise, record = offers[0]
         if self.decided(promise, record) is None:
             kind = promise[:2]
-            made = record.choices if kind in record.chances else self._made
+            made = record.choices if kind in record.chances else self._made[record.sampled]
             made[kind] = self._news, self._by_length(promise, record, fits)
             record.least.pop(promise.source, None)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
@@ -284,7 +291,8 @@ class Gate:
         So next to nothing is done for a token where nothing is drafted.
         """
         kind = promise[:2]
-        when, by_length = (record.choices if kind in record.chances else self._made).get(kind, _UNDECIDED)
+        made = record.choices if kind in record.chances else self._made[record.sampled]
+        when, by_length = made.get(kind, _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
 
     def least(self, source: str, record: Record) -> int | None:
@@ -301,12 +309,13 @@ class Gate:
         return None if least == len(self._priors[source]) else least
 
     def _decided_none(self, kind: tuple[str, int], record: Record) -> bool:
-        when, by_length = (record.choices if kind in record.chances else self._made).get(kind, _UNDECIDED)
+        made = record.choices if kind in record.chances else self._made[record.sampled]
+        when, by_length = made.get(kind, _UNDECIDED)
         return when == self._news and not any(by_length)
 
     def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
         """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
-        whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1)
+        whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1, record.sampled)
         decided = [0] * (MOST_TOKENS + 1)
         if not costs.plain:
             return decided  # a plain step first: nothing can be compared with what nobody knows
@@ -325,7 +334,8 @@ class Gate:
         return decided[: n + 1] + [decided[i] or trial for i in range(n + 1, len(decided))]
 
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
-        costs, none = self.costs(len(offers)), [0] * len(offers)
+        sampled = any(offer[1].sampled for offer in offers if offer is not None)
+        costs, none = self.costs(len(offers), sampled), [0] * len(offers)
         if not costs.plain:
             return none
         making_s = self._making(offers)
@@ -350,7 +360,7 @@ class Gate:
 
     def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
         """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
-        costs = self.costs(n_replies)
+        costs = self.costs(n_replies, offer[1].sampled)
         if not costs.plain:
             return 1.0
         stay: list[list[float] | None] = [self._stay(*offer, 0.0)]
@@ -363,7 +373,8 @@ class Gate:
 
         making_s: how much of the time it took to make them.
         """
-        costs, drafted, gained = self.costs(len(fared)), 0, 0.0
+        sampled = any(one[1].sampled for one in fared if one is not None)
+        costs, drafted, gained = self.costs(len(fared), sampled), 0, 0.0
         self._news += 1
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         for one in fared:

@@ -63,7 +63,8 @@ class Drafts:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
             source = Lookup(self._memory, prediction[: self._limits.n_ctx])
-            reply.drafting = Drafting(source, self._follower(reply), 0 if prediction else self._in_vain)
+            record = Record(sampled=reply.params.temperature > 0)
+            reply.drafting = Drafting(source, self._follower(reply), 0 if prediction else self._in_vain, record=record)
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up; what it says may come again."""
@@ -121,7 +122,7 @@ class Drafts:
         """As `decoding.Proposer.fared`."""
         if len(proposals) == 1 and proposals[0].draft is None:
             n = max(1, self._untold)
-            self._gate.plain(1, seconds * n, n)
+            self._gate.plain(1, seconds * n, n, proposals[0].reply.params.temperature > 0)
             self._untold, self._tell_at = 0, TELL_EVERY
             return
         fared = [
@@ -139,7 +140,7 @@ class Drafts:
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
-        self._gate.plain(len(replies), seconds, n_steps)
+        self._gate.plain(len(replies), seconds, n_steps, replies[0].params.temperature > 0)
 
     def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
         """As `decoding.Proposer.met`."""
@@ -152,7 +153,8 @@ class Drafts:
 
     def begin_costs(self, seconds: dict[int, float]) -> None:
         """What steps of so many tokens of one reply took when they were tried, one among them."""
-        self._gate.costs(1).begin({n - 1: s for n, s in seconds.items()})
+        for sampled in (False, True):
+            self._gate.costs(1, sampled).begin({n - 1: s for n, s in seconds.items()})
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +164,7 @@ class Drafts:
     def stats(self) -> dict[str, Any]:
         """Tokens drafted and accepted by source, bytes of texts, and what steps take, in ms.
 
-        step_ms: by replies that share them, then by tokens of drafts in them, as text.
+        step_ms: by replies that share them (0: one that is sampled), then by tokens of drafts in them, as text.
         """
         return {
             "tokens": tallied(self._gate.tallies),
