@@ -107,6 +107,8 @@ class Costs:
             self.plain = min(each, self.plain or each)
             return
         fade = 1.0 - (1.0 - _COST_FADE) ** min(n_steps, 16)
+        if each > self.plain:  # by a neighbor, or a cache that drafts have emptied: without drafts it would not
+            fade /= 4
         self.plain *= math.exp(fade * _clipped(each / self.plain))
 
     def note(self, n_drafted: int, seconds: float) -> None:
