@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine.drafting.dflash import Drafter
 from engine.ground.config import EngineConfig
+from engine.ground.errors import CapacityError
 from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
@@ -25,6 +26,7 @@ from engine.memory.slowtier import loaded_bytes
 from engine.memory.swap import Swapped
 from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
 from engine.ops.cuda.failures import translated
+from engine.ops.cuda.memory import available_bytes
 from engine.ops.cuda.ops import Workspace
 from engine.placing import plan
 from engine.running import dryrun, mtp
@@ -224,7 +226,13 @@ def _drafts(
     """Who drafts; None: nobody. Imposed choices of experts are of steps of one token."""
     if options.draft == "off" or options.replay is not None:
         return None
-    return Drafts(steps, int(options.draft_memory_mib * (1 << 20)), drafter, predictor)
+    n_bytes, free = int(options.draft_memory_mib * (1 << 20)), available_bytes()
+    if free is not None and n_bytes > free:
+        raise CapacityError(
+            f"--draft-memory {options.draft_memory_mib:g}: {free >> 20} MiB of host memory are free",
+            hint="give a smaller one; 0 remembers no texts",
+        )
+    return Drafts(steps, n_bytes, drafter, predictor)
 
 
 def _predict(source: Source, backend: Backend, steps: Steps, opened: ExitStack) -> Predictor | None:

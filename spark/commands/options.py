@@ -13,7 +13,7 @@ from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
 
 _GIB = 100_000  # more than any machine has: a slip of the hand, or infinity
-_MIB = 1024 * _GIB
+_MIB = 999_999
 _SECONDS = 1_000_000
 _THREADS = 1024
 

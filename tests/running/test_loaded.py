@@ -177,3 +177,9 @@ def test_a_graph_is_captured_once_under_its_name() -> None:
     assert captured == ["a", "other"]
     graphs.forget()
     assert graphs.get("a", lambda: captured.append("anew")) is not first and captured[-1] == "anew"
+
+
+def test_more_memory_for_texts_than_there_is_is_refused() -> None:
+    config = EngineConfig(model=tiny_path("qwen3moe"), device="cpu", threads=1, ctx_tokens=64, draft_memory_mib=9e5)
+    with pytest.raises(CapacityError, match=r"--draft-memory 900000: \d+ MiB of host memory are free"):
+        load(config)

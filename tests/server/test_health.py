@@ -178,9 +178,10 @@ def test_clients_that_leave_a_stopped_daemon_hold_up_nobody(stopped: tuple[Runni
         assert time.monotonic() - began_s < 5.0
     # What the daemon never read is forgotten, but for the request that is half in the pipe and those before it.
     wait_until(lambda: followed() < 24)
+    left = followed()  # all that it can still read
     daemon.resume()
     wait_until(lambda: made.stats()["queued"] == 0 and followed() == 0)
-    assert made.stats()["served"] < 24  # all were cancelled, which it may read after it has served what came first
+    assert made.stats()["served"] <= left  # of those it may have served some before it read that they are cancelled
     assert made.ask("still there").status_code == 200
 
 
