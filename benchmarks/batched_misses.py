@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,24 +24,13 @@ from benchmarks.batched import together
 from benchmarks.decode import PCIE_GB_PER_S
 from benchmarks.driving import Prompts, note, open_checked, parse_list, settings, shape_of, spread
 from benchmarks.figures import json_option
-from benchmarks.routing import imposed
+from benchmarks.routing import distinct_missed, imposed
 from engine.ground.config import EngineConfig
 from engine.placing import placement
 from engine.placing.policies import UNIFORM
 from spark.results import write_json
 
 REPLAYED_TOKENS = 4096
-
-
-def distinct_missed(choices: NDArray[np.int32], resident: NDArray[np.bool_], rows: int) -> NDArray[np.float64]:
-    """Distinct experts that a step of so many rows misses, float64 [L], mean over the array's steps."""
-    steps = choices[: len(choices) // rows * rows].reshape(-1, rows, *choices.shape[1:])
-    found = np.zeros(len(resident))
-    for layer, inside in enumerate(resident):
-        used = np.zeros((len(steps), len(inside)), np.bool_)
-        used[np.arange(len(steps))[:, None], steps[:, :, layer].reshape(len(steps), -1)] = True
-        found[layer] = (used & ~inside).sum(axis=1).mean()
-    return found
 
 
 def main() -> None:
@@ -60,7 +48,7 @@ def main() -> None:
     counts, shape = [int(n) for n in parse_list(o.requests)], shape_of(o.model)
     prompts = Prompts(shape.n_vocab, seed=11)
     config = EngineConfig(
-        model=o.model, device="cuda", policy=UNIFORM.name, residency_pct=o.residency, prefix_gib=0.0,
+        model=o.model, device="cuda", policy=UNIFORM.name, residency_pct=o.residency, prefix_gib=0.0, draft="off",
         ctx_tokens=max(counts) * (o.depth + o.tokens),
     )  # fmt: skip
     budget = placement.residency_budget(shape.n_expert, shape.expert_bytes, o.residency)

@@ -243,7 +243,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "model": shape.name, "model_bytes": shape.file_bytes, "pcie_gb_per_s": o.pcie_gb_per_s,
     }  # fmt: skip
-    common = {"model": o.model, "device": o.device, "kv_type": o.kv_type, "prefix_gib": 0.0}  # no prompt comes again
+    common = {"model": o.model, "device": o.device, "kv_type": o.kv_type, "prefix_gib": 0.0, "draft": "off"}
     if depths:
         config = EngineConfig(**common, policy=ALL.name, ctx_tokens=max(depths) + o.tokens)
         report["all_resident"], report["all_resident_settings"] = all_resident(

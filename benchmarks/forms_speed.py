@@ -84,7 +84,7 @@ def main() -> None:
     o = parser.parse_args()
     prompt = [token % shape_of(o.model).n_vocab for token in range(100, 100 + o.prompt)]
     ctx_tokens = 64 * (-(-(o.prompt + o.tokens + 64) // 64)) * 4
-    config = EngineConfig(model=o.model, device=o.device, threads=o.threads, ctx_tokens=ctx_tokens)
+    config = EngineConfig(model=o.model, device=o.device, threads=o.threads, ctx_tokens=ctx_tokens, draft="off")
     rates: dict[str, dict[str, list[float]]] = {name: {"free": [], "formed": []} for name in KINDS}
     with DaemonClient(engine_command(config), deadlines=DEADLINES) as client:
         ready = settings(client)

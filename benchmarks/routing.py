@@ -147,6 +147,32 @@ def missed(chosen: NDArray[np.integer], resident: NDArray[np.bool_]) -> NDArray[
     return (~resident[layers, chosen]).sum(axis=2).astype(np.int64)
 
 
+def distinct_missed(choices: NDArray[np.int32], resident: NDArray[np.bool_], rows: int) -> NDArray[np.float64]:
+    """Distinct experts that a step of so many rows misses, float64 [L], mean over the array's steps."""
+    steps = choices[: len(choices) // rows * rows].reshape(-1, rows, *choices.shape[1:])
+    found = np.zeros(len(resident))
+    for layer, inside in enumerate(resident):
+        used = np.zeros((len(steps), len(inside)), np.bool_)
+        used[np.arange(len(steps))[:, None], steps[:, :, layer].reshape(len(steps), -1)] = True
+        found[layer] = (used & ~inside).sum(axis=1).mean()
+    return found
+
+
+def repeated(chosen: NDArray[np.int32], share: float, seed: int) -> NDArray[np.int32]:
+    """Choices like `chosen` [T, L, A], of which each is that of the token before with the chance `share`.
+
+    What another rank of the token has by then stays as it was, so no expert is there twice. Deterministic by seed.
+    """
+    rng, found = np.random.default_rng(seed), chosen.copy()
+    for t in range(1, len(found)):
+        before, now = found[t - 1], found[t]
+        again = rng.random(now.shape) < share
+        for rank in range(now.shape[1]):
+            taken = (now == before[:, rank, None]).any(axis=1)
+            now[:, rank] = np.where(again[:, rank] & ~taken, before[:, rank], now[:, rank])
+    return found
+
+
 # --- what the constants were fitted to ----------------------------------------------------------------
 
 

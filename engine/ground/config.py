@@ -32,7 +32,7 @@ class EngineConfig:
     parallel: requests that run at a time, up to MAX_PARALLEL; None: sixteen, or as many as leave the memory to experts.
     threads: CPU threads; None takes the physical cores.
     poison: fill evicted slots with NaN (tests of the exactness invariant).
-    replay: expert choices (.npy, integers [n_tokens, L, A]) that steps of one token take in place of the router's, one
+    replay: expert choices (.npy, integers [n_tokens, L, A]) that decoded tokens take in place of the router's, one
         after the other and then from the first again: benchmarks at a chosen miss rate.
     prefix_gib: GiB of host memory for prefixes that may come again; 0: what the KV cache itself keeps of them, no more.
     cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.
@@ -40,7 +40,7 @@ class EngineConfig:
     exact_prefixes: prompts reuse nothing that was decoded before it has been read as a prompt.
     draft: who proposes tokens that steps check beside the one that is due: `lookup`, nobody (`off`), or beside lookup
         the block of the model's file that predicts further tokens (`mtp`), or the drafter in a file, by its path;
-        `auto` is what has been shown never to slow a reply: lookup. With `replay` nobody does.
+        `auto` is what has been shown never to slow a reply: lookup.
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
     plan_only: say what memory it would take, and end; no weights are read.
     """
@@ -69,10 +69,10 @@ class EngineConfig:
 
     @property
     def predicts(self) -> bool:
-        """Whether the block of the model's file drafts; imposed choices of experts are of the model's layers."""
-        return self.draft == "mtp" and self.replay is None
+        """Whether the block of the model's file drafts."""
+        return self.draft == "mtp"
 
     @property
     def drafter(self) -> Path | None:
         """The file of a drafter that `draft` names."""
-        return None if self.draft in DRAFTS or self.replay is not None else Path(self.draft)
+        return None if self.draft in DRAFTS else Path(self.draft)

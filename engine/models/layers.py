@@ -102,8 +102,9 @@ class Step:
     [T], slot in the cache of KV group g. block_table[g]: int32 [n_sequence, max_blocks]. states: int32 [n_sequence, 2],
     the recurrent state to read and to write. counted: uint8 [T], whose routing enters the counters. rows: int32 [R],
     the tokens whose logits are wanted. n_positions: one more than the largest position, as the host knows it (0 in a
-    captured graph). apart: every token is of a sequence of its own. spans: of a long step of several sequences, the
-    tokens of each and one more than its largest position.
+    captured graph). apart: every token is of a sequence of its own. decoded: none is of a prompt, which imposed
+    choices of experts ask. spans: of a long step of several sequences, the tokens of each and one more than its largest
+    position.
     """
 
     tokens: I32
@@ -116,6 +117,7 @@ class Step:
     rows: I32
     n_positions: int = 0
     apart: bool = False
+    decoded: bool = False
     spans: tuple[tuple[int, int], ...] = ()
 
 

@@ -67,13 +67,17 @@ class Drafts:
             reply.drafting = Drafting(source, self._follower(reply), 0 if prediction else self._in_vain, record=record)
 
     def end(self, reply: Reply) -> None:
-        """A reply has ended, or was given up; what it says may come again."""
+        """A reply has ended, or was given up."""
         if reply.drafting is not None:
             reply.drafting.source.close()
             self._in_vain = reply.drafting.in_vain // 2  # the next is much like it, and may not be
             if reply.drafting.follower is not None:
                 reply.drafting.follower.close()
             reply.drafting = None
+        self.remember(reply)
+
+    def remember(self, reply: Reply) -> None:
+        """What a reply that has ended was, its prompt with it, may come again."""
         self._memory.add(reply.history)
 
     def leaves(self, sequence: Sequence) -> None:

@@ -24,6 +24,7 @@ from engine.models.loading import Weights
 from engine.models.nextn import Block, WithBlock
 from engine.ops import F32, I32, SMALL_TOKENS, Fetches, Limits
 from engine.ops.cuda.ops import Workspace as DeviceWorkspace
+from engine.ops.cuda.replay import Replay
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
 
@@ -176,7 +177,9 @@ class Forward:
             (views.states, step.states), (views.counted, step.counted), (views.rows, step.rows),
         ])  # fmt: skip
         n_positions = int(step.positions.max()) + 1
-        return dataclasses.replace(views, n_positions=n_positions, apart=step.apart, spans=step.spans)
+        return dataclasses.replace(
+            views, n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans
+        )  # fmt: skip
 
     def _tables_of(self, n_sequences: int, width: int) -> tuple[I32, ...]:
         """The first columns of the block tables of so many sequences."""
@@ -197,8 +200,8 @@ class Forward:
         """Enqueue one step; returns the views of the buffers that it writes."""
         T = len(step.tokens)
         b = self.buffers.first(T, len(step.rows))
-        if isinstance(self.ws, DeviceWorkspace) and self.ws.replay is not None:
-            self.ws.replay.n_rows = T if step.apart or T == 1 else 0
+        if self.replayed is not None:
+            self.replayed.n_rows = T if step.decoded or T == 1 else 0
         passing = self._pass(step, residency, b)
         if T > SMALL_TOKENS or b.hidden is not None or b.features is not None:  # copies are no calls of kernels
             layers.forward(self.arch, self.weights, passing)
@@ -211,6 +214,11 @@ class Forward:
             noted = self.ws.repeat(noted if weights is self.weights else None, work)
             self._noted[shape] = self.weights, noted
         return b
+
+    @property
+    def replayed(self) -> Replay | None:
+        """The choices that are imposed, if any are."""
+        return self.ws.replay if isinstance(self.ws, DeviceWorkspace) else None
 
     def replay(self, step: Step) -> None:
         """Enqueue the recurrences of a kept step again, for its first tokens alone (see `Sequence.take_back`)."""

@@ -209,8 +209,8 @@ def _lay_out(
 
 
 def _who_drafts(options: EngineConfig, source: Source) -> str:
-    if options.draft == "off" or options.replay is not None:
-        return "none, " + ("asked for" if options.draft == "off" else "since choices of experts are replayed")
+    if options.draft == "off":
+        return "none, asked for"
     memory = f"looked up, also in the last {options.draft_memory_mib:g} MiB of earlier requests"
     if source.block is not None:
         return f"{memory}; the block of the file that predicts further tokens"
@@ -223,8 +223,8 @@ def _who_drafts(options: EngineConfig, source: Source) -> str:
 def _drafts(
     options: EngineConfig, steps: Steps, drafter: Drafter | None, predictor: Predictor | None
 ) -> Drafts | None:
-    """Who drafts; None: nobody. Imposed choices of experts are of steps of one token."""
-    if options.draft == "off" or options.replay is not None:
+    """Who drafts; None: nobody."""
+    if options.draft == "off":
         return None
     n_bytes, free = int(options.draft_memory_mib * (1 << 20)), available_bytes()
     if free is not None and n_bytes > free:

@@ -318,6 +318,8 @@ class Predictor:
         graphs.get(name, lambda: self._work(at, b, norm)).launch()
 
     def _work(self, step: Step, b: Buffers, norm: F32) -> None:
+        if self.forward.replayed is not None:
+            self.forward.replayed.n_rows = 0  # imposed choices are of the model's own layers
         nextn.forward(self.forward.arch, self.block, self.forward.weights, self._pass(step, b), norm)
 
     def _pass(self, step: Step, b: Buffers) -> Pass[ModelConfig]:

@@ -137,7 +137,7 @@ class Steps:
         captured = self.is_captured(width)
         step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
         if captured:
-            self.launch(width, apart=1 < len(spans) == T)
+            self.launch(width, apart=1 < len(spans) == T, decoded=step.decoded)
             result = StepResult(self._device, self.forward.buffers.first(width, width), rows, T)
         else:
             result = StepResult(self._device, self.forward.run(step, self.residency))
@@ -145,17 +145,18 @@ class Steps:
             span.sequence.reserve(0)
         return result
 
-    def launch(self, T: int, apart: bool = False) -> None:
+    def launch(self, T: int, apart: bool = False, decoded: bool = False) -> None:
         """Enqueue a captured step of T tokens, one of GRAPH_TOKENS, on what was fed; all rows get logits.
 
-        apart: no two of the tokens are of one sequence, but for what fills the step up.
+        apart: no two of the tokens are of one sequence, but for what fills the step up. decoded: as of `Step`.
         """
         assert self.graphs is not None
+        decoded = decoded or apart
 
         def work() -> None:
-            self.forward.run(replace(self.captured_inputs(T), apart=apart), self.residency)
+            self.forward.run(replace(self.captured_inputs(T), apart=apart, decoded=decoded), self.residency)
 
-        self.graphs.get((T, apart), work).launch()
+        self.graphs.get((T, apart, decoded), work).launch()
 
     def shared_width(self, n: int) -> int | None:
         """Tokens of the captured step that n sequences share, a token each; None where there is none."""
@@ -182,6 +183,8 @@ class Steps:
         if result is not None and self.residency.experts:
             gone = [s.counted & (np.arange(m) >= m - n) for s, n, m in zip(spans, n_tokens, lengths, strict=True)]
             self.residency.uncount(result.experts[:, np.flatnonzero(np.concatenate(gone))])
+        if self.forward.replayed is not None:
+            self.forward.replayed.back(sum(n_tokens))
         states = [s.sequence.take_back(n, m) for s, n, m in zip(spans, n_tokens, lengths, strict=True)]
         if not any(states):
             return
@@ -229,6 +232,8 @@ class Steps:
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
             rows=np.arange(width, dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32),
+            # Only imposed choices ask for it of steps with drafts, which are captured once more for them.
+            decoded=self.forward.replayed is not None and any(s.keep for s in spans),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
         )
 

@@ -112,7 +112,7 @@ class Together:
 
     def _work(self) -> None:
         """What is captured: a step of the tokens that were drawn, and the draws of the next."""
-        step = replace(self._steps.captured_inputs(self._width), apart=True)
+        step = replace(self._steps.captured_inputs(self._width), apart=True, decoded=True)
         self._forward.run(step, self._steps.residency)
         self._draw()
 

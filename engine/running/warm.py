@@ -34,21 +34,19 @@ _log = logging.getLogger(__name__)
 
 
 def warm_up(loaded: Loaded) -> float:
-    """Run a step of every kind; the seconds that it took. What fails then will say so to a request that needs it.
-
-    Imposed choices of experts are used up by steps, so with them nothing is done.
-    """
+    """Run a step of every kind; the seconds that it took. What fails then will say so to a request that needs it."""
     began_s = time.perf_counter()
-    if loaded.options.replay is None:
-        try:
-            with translated(), _untouched(loaded.residency):
-                _read(loaded)
-                _decode(loaded)
-                _time(loaded)
-        except DeviceLostError:
-            raise
-        except SparkError as error:
-            _log.info("not warmed up: %s", error)
+    try:
+        with translated(), _untouched(loaded.residency):
+            _read(loaded)
+            _decode(loaded)
+            _time(loaded)
+    except DeviceLostError:
+        raise
+    except SparkError as error:
+        _log.info("not warmed up: %s", error)
+    if loaded.forward.replayed is not None:
+        loaded.forward.replayed.reset()
     return time.perf_counter() - began_s
 
 

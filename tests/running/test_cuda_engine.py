@@ -25,6 +25,7 @@ from engine.running.shares import GRAPH_BYTES
 from engine.running.stepping import Span
 from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, config, feed, generate
+from tests.forced_drafts import force
 from tests.tiny_models import everything, float_logits, k_quant_mix, nmse, read_weights, write_tiny
 
 L, E, A = 2, 11, 3  # layers, experts, active ones of a model that takes little time to emulate
@@ -81,7 +82,7 @@ def test_logits_with_the_same_routing_are_near_the_cpu_backends(model: Path, tmp
 def test_imposed_choices_are_taken_one_by_one_from_request_to_request(model: Path, tmp_path: Path) -> None:
     choices = np.stack([np.stack([np.arange(t + layer, t + layer + A) % E for layer in range(L)]) for t in range(17)])
     np.save(tmp_path / "choices.npy", choices)
-    engine = Engine(config(model, policy="uniform", residency_pct=40, replay=tmp_path / "choices.npy"))
+    engine = Engine(config(model, policy="uniform", residency_pct=40, replay=tmp_path / "choices.npy", draft="off"))
     residency = engine.loaded.residency
     resident = residency.device.read(residency.live.slot_of).copy() >= 0  # uniform's never change
     missing = np.stack([(~resident[np.arange(L)[:, None], step]).sum(axis=1) for step in choices])
@@ -94,6 +95,28 @@ def test_imposed_choices_are_taken_one_by_one_from_request_to_request(model: Pat
         assert done.residency["misses_by_layer"] == expected.tolist()
         at += n - 1
     engine.close()
+
+
+@pytest.mark.slow
+def test_a_reply_has_the_same_imposed_choices_with_drafts(model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    choices = np.stack([np.stack([rng.permutation(E)[:A] for _ in range(L)]) for _ in range(37)])
+    np.save(tmp_path / "choices.npy", choices)
+    prompt, options = tuple(PROMPT[:36].tolist()), {"policy": "lru", "residency_pct": 40}
+    told, counts = [], []
+    for draft in ("off", "auto"):
+        engine = Engine(config(model, replay=tmp_path / "choices.npy", draft=draft, **options))
+        if draft == "auto":
+            force(engine, {1: [*prompt, *told[0]]})
+        tokens, events = generate(engine, prompt, max_tokens=40, sampling=SAMPLED)
+        told.append(tokens)
+        counts.append(engine.profile("read")["counts"])
+        done = events[-1]
+        assert isinstance(done, Done)
+        drafts = done.usage.drafts.get("lookup", {"drafted": 0, "accepted": 0})
+        assert (drafts["drafted"] > drafts["accepted"] > 0) == (draft == "auto")
+        engine.close()
+    assert told[0] == told[1] and counts[0] == counts[1]
 
 
 @pytest.mark.slow

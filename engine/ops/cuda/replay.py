@@ -12,7 +12,8 @@ from engine.ops.cuda.device import Array, Device, Module
 class Replay:
     """Choices of decoded tokens, one after the other and then from the first again; sequences of a step take turns.
 
-    choices: integers [n_tokens, L, A]. imposed: int32 [L, SMALL_TOKENS, A] on the device, those of the step at hand.
+    What is taken back of a step that one sequence has is given back, so choices belong to places of a reply. choices:
+    integers [n_tokens, L, A]. imposed: int32 [L, SMALL_TOKENS, A] on the device, those of the step at hand.
     n_rows: rows of the step that follows; 0: its choices are its own.
     """
 
@@ -29,3 +30,13 @@ class Replay:
         sizes = self.n_tokens, L * A, A, self.n_rows, most
         arguments = (self.choices, *sizes, active_step, self.counter, self.imposed)
         self.device.kernel(Module("replay.cu"), "replay")(1, 256, arguments)
+
+    def back(self, n: int) -> None:
+        """Enqueue: the choices of the last n tokens come once more."""
+        if n:
+            arguments = (self.n_tokens, n % self.n_tokens, self.counter)
+            self.device.kernel(Module("replay.cu"), "replay_back")(1, 1, arguments)
+
+    def reset(self) -> None:
+        """The first choices come next."""
+        self.device.write(self.counter, np.zeros(1, np.int32))
