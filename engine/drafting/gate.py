@@ -16,6 +16,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from itertools import count
 
 from engine.drafting.source import Draft, Promise, Source
 
@@ -24,6 +26,8 @@ TRIAL_SHARE = 0.01  # of the time, that trials may cost
 SAVED_STEPS = 12.0  # plain ones, whose time may be saved up for trials at most
 PLAIN_EVERY = 100  # steps with drafts, after which one without is seen again
 GAIN = 1.05  # over plain decoding, that is expected at least where a draft is no trial
+LOOKS = 8  # in vain, after each of which one token more is skipped before the next
+MOST_SKIPPED = 3
 _GROUPS = (1, 2, 4, 8, 16)  # positions of a draft that are judged together begin here, counted from 0
 _FADE = 0.985  # what is left of what was seen at a position when it is seen again
 _FADE_TOKENS = 4000.0  # decoded tokens after which 1/e is left of it
@@ -35,6 +39,7 @@ _COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
 _OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
 _MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
 _LEAST_S = 1e-7  # of a step: a clock may stand still
+_MOST_SHARED = 1024  # decisions of replies that share a step that are remembered
 _NEVER = (-1, 0)
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
 # Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
@@ -52,6 +57,9 @@ def group_of(position: int) -> int:
     return bisect_right(_GROUPS, position)
 
 
+_GROUP_OF = tuple(map(group_of, range(MOST_TOKENS)))
+
+
 @dataclass(slots=True)
 class Chances:
     """How often tokens of one kind of draft stayed, given that all before them did; by groups of positions."""
@@ -59,9 +67,11 @@ class Chances:
     stayed: list[float] = field(default_factory=lambda: [0.0] * (len(_GROUPS) + 1))
     seen: list[float] = field(default_factory=lambda: [0.0] * (len(_GROUPS) + 1))
     at: int = 0  # decoded tokens, of all replies, when it was looked at last
+    n_noted: int = 0
 
     def note(self, n_drafted: int, n_stayed: int) -> None:
         """Take in how a draft fared."""
+        self.n_noted += 1
         for position in range(min(n_drafted, n_stayed + 1)):
             group = group_of(position)
             self.stayed[group] = self.stayed[group] * _FADE + (position < n_stayed)
@@ -187,11 +197,14 @@ class Record:
     """How one reply's drafts fared: chances by source and grade, and tokens by source; sampled: as of `Gate.costs`."""
 
     sampled: bool = False
+    number: int = field(default_factory=count().__next__)  # no two have the same
     chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
     # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
     choices: _Decisions = field(default_factory=dict)
     least: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Gate.least`, and when that was
+    # By source, grade and hope: the chances of a draft's tokens to stay, and the state of what they were made of.
+    stay: dict[tuple[str, int, float], tuple[tuple[int, int, int], list[float]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -209,6 +222,11 @@ class Drafting:
     skipped: int = 0
     idle_steps: int = 0
     record: Record = field(default_factory=Record)
+
+    def looked(self, found: bool) -> None:
+        """The source was asked; whether anything came of it."""
+        self.in_vain = 0 if found else self.in_vain + 1
+        self.skipped = min(self.in_vain // LOOKS, MOST_SKIPPED)
 
 
 Offer = tuple[Promise, Record]
@@ -238,6 +256,8 @@ class Gate:
         self._since_plain = 0  # steps with drafts
         # Decisions, of replies that saw none of a kind: of those that are not sampled, and of those that are.
         self._made: tuple[_Decisions, _Decisions] = ({}, {})
+        self._shared: dict[tuple[int, tuple[tuple[int, Promise] | None, ...]], list[int]] = {}  # of those that share
+        self._shared_at = 0  # of so much news
         self.tallies: dict[str, Tally] = {}
 
     def costs(self, n_replies: int, sampled: bool = False) -> Costs:
@@ -272,7 +292,7 @@ class Gate:
         if self.is_due:
             return [0] * len(offers)
         if len(offers) > 1 or offers[0] is None:
-            return self._decided(offers, fits, most)
+            return self._decided_together(offers, fits, most)
         promise, record = offers[0]
         if self.decided(promise, record) is None:
             kind = promise[:2]
@@ -335,6 +355,17 @@ class Gate:
             decided[n] = decided[n] or trial
         return decided[: n + 1] + [decided[i] or trial for i in range(n + 1, len(decided))]
 
+    def _decided_together(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
+        """As `_decided`, which is remembered until there is news: most steps are offered what the last one was."""
+        if self._shared_at != self._news or len(self._shared) >= _MOST_SHARED:
+            self._shared.clear()
+            self._shared_at = self._news
+        key = most, tuple(None if o is None else (o[1].number, o[0]) for o in offers)
+        found = self._shared.get(key)
+        if found is None:
+            found = self._shared[key] = self._decided(offers, fits, most)
+        return found
+
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         sampled = any(offer[1].sampled for offer in offers if offer is not None)
         costs, none = self.costs(len(offers), sampled), [0] * len(offers)
@@ -345,11 +376,12 @@ class Gate:
         known = self._best(stay, costs, fits, most, making_s=making_s)
         if known.gain >= GAIN:
             return known.tokens
-        stay = [None if o is None else self._stay(*o, _HOPE) for o in offers]
-        for hoped in reversed([*self._choices(stay, costs, fits, most, True, making_s)]):
-            loss_s = making_s + costs.of(hoped.total) - costs.plain * self._expected(offers, hoped.tokens)
-            if hoped.gain >= GAIN and loss_s <= self._saved_s:
-                return hoped.tokens
+        may = [None if o is None else self._stay(*o, _HOPE) for o in offers]
+        for hoped in reversed([*self._choices(may, costs, fits, most, True, making_s)]):
+            if hoped.gain >= GAIN:
+                expected = _expected(stay, hoped.tokens)
+                if making_s + costs.of(hoped.total) - costs.plain * expected <= self._saved_s:
+                    return hoped.tokens
         return none
 
     def made(self, source: str, seconds: float) -> None:
@@ -424,8 +456,15 @@ class Gate:
         """The chances that tokens 1, 2, ... of a draft stay; hope: good outcomes that are added to what was seen."""
         kind = promise.source, promise.grade
         of_all, own = self._of_all(kind), record.chances.get(kind)
-        priors = self._priors[promise.source]
-        prior = priors[min(promise.grade, len(priors) - 1)]
+        state = of_all.n_noted, of_all.at, 0 if own is None else own.n_noted
+        made = record.stay.get((*kind, hope))
+        if made is None or made[0] != state:
+            made = record.stay[(*kind, hope)] = state, self._all_stay(kind, of_all, own, hope)
+        return made[1][: promise.n_tokens]
+
+    def _all_stay(self, kind: tuple[str, int], of_all: Chances, own: Chances | None, hope: float) -> list[float]:
+        priors = self._priors[kind[0]]
+        prior = priors[min(kind[1], len(priors) - 1)]
         by_group = []
         for group, known in enumerate(prior):
             chance = (of_all.stayed[group] + _PRIOR * known + hope) / (of_all.seen[group] + _PRIOR + hope)
@@ -433,19 +472,12 @@ class Gate:
                 chance = (own.stayed[group] + _OWN * chance + hope) / (own.seen[group] + _OWN + hope)
             by_group.append(chance)
         stay, all_before = [], 1.0
-        for position in range(promise.n_tokens):
-            all_before *= by_group[group_of(position)]
+        for group in _GROUP_OF:
+            all_before *= by_group[group]
             if all_before < _LEAST:
                 break
             stay.append(all_before)
         return stay
-
-    def _expected(self, offers: Sequence[Offer | None], tokens: Sequence[int]) -> float:
-        """Tokens of a reply, the geometric mean, where each gets so many of its draft."""
-        logs = (
-            math.log1p(sum(self._stay(*offer, 0.0)[:n])) for offer, n in zip(offers, tokens, strict=True) if offer
-        )
-        return math.exp(sum(logs) / len(tokens))
 
     def _best(
         self, stay: Sequence[list[float] | None], costs: Costs, fits: Callable[[int], bool], most: int,
@@ -463,22 +495,32 @@ class Gate:
 
         hopeful: as of `Costs.of`.
         """
-        steps: list[tuple[float, int]] = []  # what a reply gains by one token more of its draft, in logarithms
-        for i, chances in enumerate(stay):
-            expected = 1.0
-            for chance in chances or ():
-                steps.append((math.log1p(chance / expected), i))
-                expected += chance
-        if len(stay) > 1:
-            steps.sort(key=lambda step: -step[0])  # a reply's own stay in order: each gains less than the one before
-        n, best, gained = len(stay), 0.0, 0.0
-        tokens, choice = [0] * n, _Choice([0] * n, 1.0, 0)
+        n, best, gained, total = len(stay), 0.0, 0.0, 0
+        tokens, expected, choice = [0] * n, [1.0] * n, _Choice([0] * n, 1.0, 0)
+        # What replies gain by one token more of their drafts, in logarithms: each gains less than by the one before.
+        steps = [(-math.log1p(chances[0]), i) for i, chances in enumerate(stay) if chances]
+        heapify(steps)
         yield choice
-        for total, (gain, i) in enumerate(steps[:most], 1):
-            gained += gain
+        while steps and total < most:
+            gain, i = steps[0]
+            chances = stay[i]
+            assert chances is not None
+            gained -= gain
+            expected[i] += chances[tokens[i]]
             tokens[i] += 1
+            total += 1
+            if tokens[i] < len(chances):
+                heapreplace(steps, (-math.log1p(chances[tokens[i]] / expected[i]), i))
+            else:
+                heappop(steps)
             if fits(n + total):
                 value = gained / n - math.log((making_s + costs.of(total, hopeful)) / costs.plain)
                 if value > best:
                     best, choice = value, _Choice(tokens.copy(), math.exp(value), total)
             yield choice
+
+
+def _expected(stay: Sequence[list[float] | None], tokens: Sequence[int]) -> float:
+    """Tokens of a reply, the geometric mean, where each gets so many of its draft."""
+    logs = (math.log1p(sum(chances[:n])) for chances, n in zip(stay, tokens, strict=True) if chances)
+    return math.exp(sum(logs) / len(tokens))

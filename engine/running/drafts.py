@@ -31,8 +31,6 @@ from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
 TELL_EVERY = 8  # plain steps of a reply alone, of which the gate is told what the last one took
-LOOKS = 8  # in vain, after each of which one token more is skipped before the next
-MOST_SKIPPED = 3
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
@@ -55,7 +53,8 @@ class Drafts:
         self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
         self._drafter, self._predictor = drafter, predictor
         self._making_s = 0.0  # of the drafts that were proposed last
-        self._untold, self._tell_at = 0, 1  # plain steps of a reply alone, and how many are told of at once
+        self._untold, self._tell_at = 0, 1  # plain steps, and how many are told of at once
+        self._untold_of = 1  # replies that shared each
         self._in_vain = 0  # looks, that a reply begins with
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
@@ -87,19 +86,30 @@ class Drafts:
 
     def propose(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """As `decoding.Proposer.propose`."""
+        self._making_s = 0.0
         if len(replies) == 1:
             drafting = replies[0].drafting
             if drafting is None:
                 return None
             if drafting.follower is None and self._is_in_vain(replies[0], drafting):
-                self._untold += 1  # such steps are short, and many
-                return None if self._untold < self._tell_at else [None]
+                return self._nothing(replies)
         most, room = self._most - len(replies), _Room(self._steps.forward.kv)
-        self._making_s = 0.0
         chosen = [self._chosen(reply, most, room, len(replies)) for reply in replies]
         offers = [None if one is None else (one[1], one[2]) for one in chosen]
         counts = self._gate.share(offers, self._fits, most) if any(offers) else [0] * len(replies)
+        for reply, one, n in zip(replies, chosen, counts, strict=True):
+            if one is not None and reply.drafting is not None:
+                reply.drafting.looked(n > 0)
+        if not any(counts):
+            return self._nothing(replies)
         return [self._drafted(one[0], n) if one and n else None for one, n in zip(chosen, counts, strict=True)]
+
+    def _nothing(self, replies: Many[Reply]) -> list[Draft | None] | None:
+        """No draft for anybody. Of most such steps nothing is told: they are short, and many."""
+        if len(replies) != self._untold_of:
+            self._untold, self._untold_of = 0, len(replies)
+        self._untold += 1
+        return [None] * len(replies) if self._untold >= self._tell_at or self.follows(replies) else None
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""
@@ -124,11 +134,6 @@ class Drafts:
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
-        if len(proposals) == 1 and proposals[0].draft is None:
-            n = max(1, self._untold)
-            self._gate.plain(1, seconds * n, n, proposals[0].reply.params.temperature > 0)
-            self._untold, self._tell_at = 0, TELL_EVERY
-            return
         fared = [
             None
             if p.draft is None or p.reply.drafting is None
@@ -139,11 +144,16 @@ class Drafts:
             self._gate.note(fared, seconds, self._making_s)
             if self._gate.is_due:
                 self._tell_at = 1
-        else:
-            self._gate.plain(len(proposals), seconds - self._making_s)
+            return
+        n = max(1, self._untold) if len(proposals) == self._untold_of else 1
+        self._gate.plain(
+            len(proposals), (seconds - self._making_s) * n, n, proposals[0].reply.params.temperature > 0
+        )  # fmt: skip
+        self._untold, self._tell_at = 0, TELL_EVERY
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
+        self._untold = 0
         self._gate.plain(len(replies), seconds, n_steps, replies[0].params.temperature > 0)
 
     def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
@@ -207,10 +217,8 @@ class Drafts:
         least = gate.least(lookup.NAME, record)
         promise = None if least is None else drafting.source.promise(reply.history, self._most - 1, least)
         if promise is None or gate.decided(promise, record) == 0:
-            drafting.in_vain += 1
-            drafting.skipped = min(drafting.in_vain // LOOKS, MOST_SKIPPED)
+            drafting.looked(found=False)
             return True
-        drafting.in_vain = 0
         return False
 
     def _chosen(self, reply: Reply, most: int, room: _Room, n_replies: int) -> tuple[Source, Promise, Record] | None:
@@ -221,12 +229,16 @@ class Drafts:
         most = min(most, reply.left - 1, room.of(reply.sequence) - 1)
         if most < 1:
             return None
+        if n_replies > 1 and drafting.skipped and drafting.follower is None:
+            drafting.skipped -= 1
+            return None
         source, promise = drafting.source, drafting.source.promise(reply.history, most)
         if drafting.follower is not None:
             computed = self._worth(reply, drafting, drafting.follower, promise, most, n_replies)
             if computed is not None:
                 source, promise = drafting.follower, computed
         if promise is None:
+            drafting.looked(found=False)
             return None
         room.take(reply.sequence, 1 + promise.n_tokens)
         return source, promise, drafting.record
