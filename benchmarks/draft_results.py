@@ -11,6 +11,9 @@ Lookup drafts on recorded sessions in the bundled model's vocabulary, through th
 order of the sessions; nothing is decoded. Steps take what they were measured to take on an H200 with Qwen3-30B-A3B's
 shapes at depth {depth:,} (ms by tokens: {steps}), a token without a draft {plain}. Speed over that of decoding without
 drafts. *Length 3*: every draft is cut at three tokens, and no gate is asked. *Least*: of a session."""
+SUFFIX_CACHE = """\
+*Suffix cache*: that of ArcticInference in place of our index, with all that was said in it, and with its own limits of
+a draft's length."""
 SERVED = """\
 {prompts} held-out prompts, {generate} tokens generated after each, greedily and sampled in turns, to two daemons in
 turn, with drafts and without; the model writes what it writes, which repeats itself. Of each prompt the median of
@@ -30,10 +33,13 @@ def replay(name: str, made: Json) -> list[str]:
         by_kind = r["by_kind"]
         kinds = [f"{by_kind[k]['speedup']:.3f}" if k in by_kind else "" for k in ("call", "text", "reasoning")]
         how = "gate" if r["fixed"] is None else f"length {r['fixed']}"
+        how = how if r["index"] == "lookup" else f"{r['index']}, {how}"
         share, least = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "", f"{r['sessions']['min']:.3f}"
         rows.append([r["tokens"].removesuffix(".parquet"), how, f"{r['speedup']:.3f}", *kinds, least, share])
     columns = ["sessions", "", "all", "calls", "text", "reasoning", "least", "stayed"]
     text = REPLAY.format(depth=made["depth"], steps=steps, plain=plain)
+    if any(r["index"] != "lookup" for r in made["rows"]):
+        text += " " + SUFFIX_CACHE
     return ["## Drafts: sessions replayed", "", *origin(name, made), text, "", *table(columns, rows)]
 
 

@@ -29,8 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import Sample, generate, note, open_checked, settings, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
+from benchmarks.suffix_cache import SuffixCache  # noqa: E402
 from engine.drafting.gate import MOST_TOKENS, Gate, Record  # noqa: E402
 from engine.drafting.lookup import NAME, PRIORS, Lookup, Memory  # noqa: E402
+from engine.drafting.source import Draft, Source  # noqa: E402
 from engine.formats import gguf  # noqa: E402
 from engine.ground.config import DEVICES, EngineConfig  # noqa: E402
 from engine.ground.sampling import Sampling  # noqa: E402
@@ -93,15 +95,29 @@ def kinds_of(tokens: Sequence[int], marks: dict[int, str]) -> list[str]:
     return found
 
 
-def replayed(windows: list[Window], marks: dict[int, str], steps: Steps, fixed: int | None) -> dict[str, Any]:
+class Texts:
+    """The index that is served with: texts of the sessions before, and one that drafts for each."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(MEMORY_BYTES)
+        self.add, self.close = self.memory.add, self.memory.close
+
+    def open(self) -> Source:
+        """What drafts for the next session."""
+        return Lookup(self.memory)
+
+
+def replayed(
+    windows: list[Window], marks: dict[int, str], steps: Steps, fixed: int | None, memory: Texts | SuffixCache
+) -> dict[str, Any]:
     """Time with drafts against time without; fixed: the most tokens of every draft, None: the gate decides."""
-    memory, gate = Memory(MEMORY_BYTES), Gate({NAME: PRIORS})
+    gate = Gate({NAME: PRIORS})
     by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     sessions: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     drafted = accepted = 0
     for window in windows:
         tokens, kinds = window.tokens.tolist(), kinds_of(window.tokens.tolist(), marks)
-        source, record, i = Lookup(memory), Record(), 1
+        source, record, i = memory.open(), Record(), 1
         ends = {int(e) for e in np.flatnonzero(np.diff(window.generated.astype(np.int8)) == -1) + 1} | {len(tokens)}
         while i < len(tokens):
             if not window.generated[i]:
@@ -116,7 +132,7 @@ def replayed(windows: list[Window], marks: dict[int, str], steps: Steps, fixed: 
                 if fixed is None:
                     (n,) = gate.share([(promise, record)], steps.fits, n)
                 n = max((w - 1 for w in steps.by_width if w - 1 <= n), default=0)
-            draft, stayed = source.draft(n), 0
+            draft, stayed = source.draft(n) or Draft(NAME, 0, ()), 0
             while stayed < n and tokens[i + stayed] == draft.tokens[stayed]:
                 stayed += 1
             taken_s, plain_s = steps(1 + n), steps(1) * (1 + stayed)
@@ -146,10 +162,12 @@ def replay(o: argparse.Namespace) -> dict[str, Any]:
     for path in o.tokens:
         windows = list(read_tokens(path))
         n = sum(int(w.generated.sum()) for w in windows)
-        for fixed in (None, *FIXED[1:]):
-            made = replayed(windows, marks, steps, fixed)
-            rows.append({"tokens": path.name, "generated": n, "fixed": fixed} | made)
-            note(f"{path.name} {'gate' if fixed is None else fixed}: {made['speedup']:.3f}")
+        for index in ("lookup", *(["suffix cache"] if o.suffix_cache else [])):
+            for fixed in (None, *FIXED[1:]):
+                memory = SuffixCache(o.suffix_cache) if index != "lookup" else Texts()
+                made = replayed(windows, marks, steps, fixed, memory)
+                rows.append({"tokens": path.name, "index": index, "generated": n, "fixed": fixed} | made)
+                note(f"{path.name}, {index}, {'gate' if fixed is None else fixed}: {made['speedup']:.3f}")
     step_ms = {w: 1000 * s for w, s in steps.by_width.items()}
     return {"what": "replay", "step_ms": step_ms, "depth": o.depth, "plain_ms": o.plain_ms, "rows": rows}
 
@@ -208,6 +226,7 @@ def main() -> None:
     one.add_argument("tokens", type=Path, nargs="+", metavar="TOKENS.parquet")
     one.add_argument("--depth", type=int, default=512)
     one.add_argument("--plain-ms", type=float, help="a decoded token, where steps run ahead of the host")
+    one.add_argument("--suffix-cache", type=Path, metavar="FOLDER", help="ArcticInference, too (suffix_cache.py)")
     one.set_defaults(work=replay)
     one = modes.add_parser("serve")
     one.add_argument("model", type=Path, metavar="MODEL.gguf")
