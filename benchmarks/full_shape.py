@@ -37,8 +37,10 @@ sys.path.insert(0, str(ROOT))
 
 from data.nano.quantizer import fitting, quantize  # noqa: E402
 from engine.formats.quants import row_bytes  # noqa: E402
-from engine.models import gemma4, laguna, qwen3moe, qwen35, qwen35moe  # noqa: E402
+from engine.models import gemma4, laguna, nextn, qwen3moe, qwen35, qwen35moe  # noqa: E402
 from engine.models.loading import fused_parts  # noqa: E402
+from tests.dflash_twin import Shape as DrafterShape  # noqa: E402
+from tests.dflash_twin import random_drafter, write_drafter  # noqa: E402
 from tests.gguf_files import add_keys  # noqa: E402
 
 QWEN35: dict[str, Any] = {
@@ -70,6 +72,13 @@ SHAPES: dict[str, tuple[ModuleType, Any]] = {
         window=1024, n_shared=0, rope_base=1e6, rope_factors=(1.0,) * 64 + (1e30,) * 192, rope_base_swa=1e4,
         rope_dims_swa=256, eps=1e-6, softcap=30.0, n_expert=128, n_expert_used=8, n_ff_exp=704,
     )),
+}  # fmt: skip
+# DFlash drafters: the published one of Qwen3.6-27B (5 layers, 32 and 8 heads, blocks of 16), as wide as their targets.
+DRAFTERS = {
+    "dflash-2048": DrafterShape(
+        n_layer=5, n_embd=2048, n_head=32, n_head_kv=8, head_dim=128, n_ff=6144, n_vocab=151936, block=16, mask=151935,
+        eps=1e-6, base=1e6, captured=(1, 12, 23, 34, 45), window=2048,
+    ),
 }  # fmt: skip
 PIECE_WEIGHTS = 768 * 2048  # of a matrix that is not an expert, written at once
 POOL_PIECES = 3  # a pool is that many times its longest piece
@@ -154,6 +163,27 @@ def first_layers(config: Any, n_layer: int) -> Any:
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     per_layer = {name: v for name, v in values.items() if isinstance(v, tuple) and len(v) == config.n_layer}
     return replace(config, n_layer=n_layer, **{name: value[:n_layer] for name, value in per_layer.items()})
+
+
+class WithNextn:
+    """A configuration whose file also has a block that predicts further tokens, behind the last layer."""
+
+    def __init__(self, arch: ModuleType, config: Any) -> None:
+        self._arch, self._config = arch, config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The model's, and those of the block."""
+        required, _ = nextn.shapes(self._arch, self._config, self._config.n_layer)
+        return {**self._config.tensors(), **required}
+
+    def metadata(self) -> dict[str, Any]:
+        """The model's, with one block more."""
+        p = self._arch.ARCH
+        own = {f"{p}.block_count": self._config.n_layer + 1, f"{p}.nextn_predict_layers": 1}
+        return {**self._config.metadata(), **own}
 
 
 VECTORS = ("norm", ".bias", ".scale", "ssm_a", "ssm_conv1d", "rope_freqs", "layer_output_scale")
@@ -329,13 +359,19 @@ def _jobs(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=(*SHAPES, *DRAFTERS))
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     parser.add_argument("--mixture", choices=MIXTURES, default="Q4_K_M", help="types of the tensors")
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers only")
     parser.add_argument("--context", type=int, metavar="N", help="tokens of its context (default: the published)")
+    parser.add_argument("--nextn", action="store_true", help="with a block that predicts tokens (qwen35, qwen35moe)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.shape in DRAFTERS:
+        drafter = DRAFTERS[options.shape]
+        tensors = random_drafter(drafter, np.random.default_rng(options.seed))
+        write_drafter(options.out, drafter, tensors, qtype=QType.Q8_0)
+        return
     (arch, config), shape = SHAPES[options.shape], options.shape
     if options.context is not None:
         config, shape = replace(config, n_ctx_train=options.context), f"{shape} (context {options.context})"
@@ -345,6 +381,10 @@ def main() -> None:
         if not 1 <= options.layers <= config.n_layer:
             parser.error(f"--layers: {options.shape} has 1 to {config.n_layer}")
         config, shape = first_layers(config, options.layers), f"{shape} ({options.layers} layers)"
+    if options.nextn:
+        if not hasattr(arch, "next_shapes"):
+            parser.error(f"--nextn: files of {arch.ARCH} have none")
+        config, shape = WithNextn(arch, config), f"{shape}, with a block that predicts"
     began = time.perf_counter()
     n_bytes = write_model(options.out, config, mix_of(config, MIXTURES[options.mixture]), options.seed, shape, arch)
     seconds = time.perf_counter() - began
