@@ -165,6 +165,11 @@ class Drafts:
         """As `decoding.Proposer.plain_s`."""
         return self._gate.costs(n_replies).plain
 
+    @property
+    def widths(self) -> list[int]:
+        """Tokens that steps of a reply alone may have, one of them not of a draft."""
+        return [n for n in range(1, 1 + self._most) if self._fits(n)]
+
     def begin_costs(self, seconds: dict[int, float]) -> None:
         """What steps of so many tokens of one reply took when they were tried, one among them."""
         for sampled in (False, True):

@@ -2,6 +2,7 @@
 
 Steps of every kind run, on tokens that nobody asked for, and leave no trace. While they do, all slots are pinned, so no
 expert moves; afterwards heat, clocks and counters are what they were. Nothing is told to the cache of prefixes.
+On the host there is nothing to load, and what a step with drafts takes is found out, as far as that takes a moment.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.running.mtp import Asked, Fed
 from engine.running.reply import Reply
 from engine.running.stepping import Span
 
+HOST_S = 0.25  # that steps are tried for on the host
 _DRAWS = 3  # the first of a reply, and those of captured steps
 _KINDS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))  # which have graphs of their own
 
@@ -38,8 +40,9 @@ def warm_up(loaded: Loaded) -> float:
     began_s = time.perf_counter()
     try:
         with translated(), _untouched(loaded.residency):
-            _read(loaded)
-            _decode(loaded)
+            if loaded.backend.gpu is not None:
+                _read(loaded)
+                _decode(loaded)
             _time(loaded)
     except DeviceLostError:
         raise
@@ -83,18 +86,26 @@ def _read(loaded: Loaded) -> None:
 
 
 def _time(loaded: Loaded) -> None:
-    """Steps that may have drafts again, now that nothing is compiled or captured any more: what each takes."""
+    """Steps that may have drafts again, now that nothing is compiled or captured any more: what each takes.
+
+    On the host each runs twice, for what the first of a width notes, and those of long steps are left out.
+    """
     if loaded.drafts is None:
         return
-    seconds = {}
-    for n in (n for n in GRAPH_TOKENS if n < min(loaded.limits.max_tokens, loaded.limits.n_ctx)):
-        with _replies(loaded, 1, n + 1) as (one,):
-            assert one.sequence is not None
-            span = Span(one.sequence, np.asarray(one.history[:n], np.int32), np.zeros(n, bool), tuple(range(n)))
-            began_s = time.perf_counter()
-            _ = loaded.steps.run([span]).last_residual
-            seconds[n] = time.perf_counter() - began_s
-    loaded.drafts.begin_costs(seconds)
+    on_host, until_s = loaded.backend.gpu is None, time.perf_counter() + HOST_S
+    seconds: dict[int, float] = {}
+    for n in (n for n in loaded.drafts.widths if n < loaded.limits.n_ctx):
+        for _ in range(1 + on_host):
+            with _replies(loaded, 1, n + 1) as (one,):
+                assert one.sequence is not None
+                span = Span(one.sequence, np.asarray(one.history[:n], np.int32), np.zeros(n, bool), tuple(range(n)))
+                began_s = time.perf_counter()
+                _ = loaded.steps.run([span]).last_residual
+                seconds[n] = time.perf_counter() - began_s
+        if on_host and time.perf_counter() > until_s:
+            break
+    if 1 in seconds:
+        loaded.drafts.begin_costs(seconds)
 
 
 def _decode(loaded: Loaded) -> None:

@@ -104,11 +104,10 @@ class Engine:
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
 
     def warm_up(self) -> None:
-        """Do on a GPU what a first request would wait for; it counts as a part of the load, and leaves no trace."""
-        if self.loaded.backend.gpu is not None:
-            took_s = warm_up(self.loaded)
-            self.load_s += took_s
-            _log.info("warmed up in %.2f s", took_s)
+        """Do what a first request would wait for; it counts as a part of the load, and leaves no trace."""
+        took_s = warm_up(self.loaded)
+        self.load_s += took_s
+        _log.info("warmed up in %.2f s", took_s)
 
     def hello(self) -> dict[str, Any]:
         """Which file was opened."""
