@@ -10,7 +10,8 @@ REPLAY = """\
 Lookup drafts on recorded sessions in the bundled model's vocabulary, through the real index and the real gate, in the
 order of the sessions; nothing is decoded. Steps take what they were measured to take on an H200 with Qwen3-30B-A3B's
 shapes at depth {depth:,} (ms by tokens: {steps}), a token without a draft {plain}. Speed over that of decoding without
-drafts. *Length 3*: every draft is cut at three tokens, and no gate is asked. *Least*: of a session."""
+drafts. *Length 3*: every draft is cut at three tokens, and no gate is asked. *Oracle*: at every
+step as many tokens as go furthest, which only who knows the session can say. *Least*: of a session."""
 SUFFIX_CACHE = """\
 *Suffix cache*: that of ArcticInference in place of our index, with all that was said in it, and with its own limits of
 a draft's length."""
@@ -32,7 +33,8 @@ def replay(name: str, made: Json) -> list[str]:
     for r in made["rows"]:
         by_kind = r["by_kind"]
         kinds = [f"{by_kind[k]['speedup']:.3f}" if k in by_kind else "" for k in ("call", "text", "reasoning")]
-        how = "gate" if r["fixed"] is None else f"length {r['fixed']}"
+        fixed = r["fixed"]
+        how = "gate" if fixed is None else f"length {fixed}" if isinstance(fixed, int) else fixed
         how = how if r["index"] == "lookup" else f"{r['index']}, {how}"
         share, least = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "", f"{r['sessions']['min']:.3f}"
         rows.append([r["tokens"].removesuffix(".parquet"), how, f"{r['speedup']:.3f}", *kinds, least, share])

@@ -42,7 +42,7 @@ from spark.results import write_json  # noqa: E402
 KINDS = {
     "<think>": "reasoning", "</think>": "text", "<tool_call>": "call", "</tool_call>": "text", "<|im_start|>": "text",
 }  # fmt: skip
-FIXED = (0, 1, 3, 7, 15, 31)
+FIXED, ORACLE = (0, 1, 3, 7, 15, 31), "oracle"
 MEMORY_BYTES = 64 << 20
 
 
@@ -108,9 +108,13 @@ class Texts:
 
 
 def replayed(
-    windows: list[Window], marks: dict[int, str], steps: Steps, fixed: int | None, memory: Texts | SuffixCache
+    windows: list[Window], marks: dict[int, str], steps: Steps, fixed: int | str | None, memory: Texts | SuffixCache
 ) -> dict[str, Any]:
-    """Time with drafts against time without; fixed: the most tokens of every draft, None: the gate decides."""
+    """Time with drafts against time without.
+
+    fixed: the most tokens of every draft; None: the gate decides; ORACLE: as many as go furthest in the time of the
+    step, by what the session says.
+    """
     gate = Gate({NAME: PRIORS})
     by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     sessions: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -128,8 +132,10 @@ def replayed(
             promise = source.promise(Beginning(tokens, i), most) if most else None
             n = 0
             if promise is not None:
-                n = min(promise.n_tokens, most if fixed is None else fixed)
-                if fixed is None:
+                n = min(promise.n_tokens, fixed if isinstance(fixed, int) else most)
+                if fixed == ORACLE:
+                    n = best(source.draft(n), tokens[i : i + n], steps)
+                elif fixed is None:
                     (n,) = gate.share([(promise, record)], steps.fits, n)
                 n = max((w - 1 for w in steps.by_width if w - 1 <= n), default=0)
             draft, stayed = source.draft(n) or Draft(NAME, 0, ()), 0
@@ -157,13 +163,22 @@ def replayed(
     }  # fmt: skip
 
 
+def best(draft: Draft | None, follow: list[int], steps: Steps) -> int:
+    """How many tokens of a draft go furthest in the time of the step."""
+    tokens = () if draft is None else draft.tokens
+    stay = [a == b for a, b in zip(tokens, follow, strict=True)]
+    stayed = stay.index(False) if False in stay else len(stay)
+    lengths = [w - 1 for w in steps.by_width if w - 1 <= len(tokens)]
+    return max(lengths, key=lambda n: (1 + min(n, stayed)) / steps(1 + n))
+
+
 def replay(o: argparse.Namespace) -> dict[str, Any]:
     steps, marks, rows = Steps(o.steps, o.depth, o.plain_ms), marks_of(o.model), []
     for path in o.tokens:
         windows = list(read_tokens(path))
         n = sum(int(w.generated.sum()) for w in windows)
         for index in ("lookup", *(["suffix cache"] if o.suffix_cache else [])):
-            for fixed in (None, *FIXED[1:]):
+            for fixed in (None, *FIXED[1:], ORACLE):
                 memory = SuffixCache(o.suffix_cache) if index != "lookup" else Texts()
                 made = replayed(windows, marks, steps, fixed, memory)
                 rows.append({"tokens": path.name, "index": index, "generated": n, "fixed": fixed} | made)
