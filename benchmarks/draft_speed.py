@@ -59,7 +59,7 @@ from spark.pipeline.tokens import Window, read_tokens  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 COPYING, NOVEL = 0.95, (0.0, 0.08, 0.16)
-SURE, UNSURE = len(lookup.GRADES), 0  # grades of what is copied, and of what is not
+SURE, UNSURE = lookup.GRADES - 1, 0  # grades of what is copied, and of what is not
 FALLS = 0.8  # of a drafter's chance, with each place
 EDITS = re.compile(r'\s*\{"name": "(Edit|Write|MultiEdit|NotebookEdit|apply_patch)"')
 NAME_TOKENS = 24  # behind the mark of a call, in which its name is

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.drafting.gate import MOST_TOKENS
-from engine.drafting.lookup import GRADES, NAME
+from engine.drafting.lookup import NAME, RUNS, SEEN
 from engine.drafting.source import Draft, Promise
 
 
@@ -51,7 +51,7 @@ class SuffixSource:
         self.made: Any = None
 
     def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
-        """As `Source.promise`; the grade is by how many tokens match, as lookup's is."""
+        """As `Source.promise`; the grade is made as lookup's is."""
         if not self.known:
             self.cache.start_request(self.number, list(history[:]))
         else:
@@ -63,8 +63,9 @@ class SuffixSource:
 
     @property
     def grade(self) -> int:
-        """Of the last match."""
-        return bisect_right(GRADES, self.made.match_len)
+        """Of the last match: by its length, and by how often its first token followed."""
+        first = self.made.probs[0] if self.made.probs else 0.0
+        return len(SEEN) * bisect_right(RUNS, self.made.match_len) + (0 if first < 0.6 else 1 if first < 0.95 else 3)
 
     def draft(self, n_tokens: int) -> Draft:
         """As `Source.draft`."""

@@ -49,25 +49,56 @@ int hash_runs(const int32_t *begin, const int32_t *end, uint64_t *found) {
     return n;
 }
 
-// Where runs of each length ended last: the index behind them, 0 where that is not known.
+// Where a run ended last: the index behind it, 0 where that is not known, and how it went on there and before: SPARK_ONCE,
+// SPARK_OTHER, ...
+struct Place {
+    uint32_t packed = 0;
+    int64_t index() const { return packed >> 2; }
+    int32_t seen() const { return (int32_t)(packed & 3); }
+    static Place at(int64_t index, int32_t seen) { return {(uint32_t)index << 2 | (uint32_t)seen}; }
+};
+
 struct Table {
-    std::vector<int32_t> places[kLengthCount];
+    std::vector<Place> places[kLengthCount];
     int shift = 63;
+    Place *last[kLengthCount] = {}; // the places of the runs that end with the last token, and what was there before
+    Place before[kLengthCount];
+    int n_last = 0;
 
     void allocate(int64_t n_tokens) {
         int bits = 10;
         while ((int64_t)1 << bits < n_tokens) ++bits;
-        for (auto &p : places) p.assign((size_t)1 << bits, 0);
+        for (auto &p : places) p.assign((size_t)1 << bits, Place());
         shift = 64 - bits;
+        n_last = 0;
     }
 
-    // Note the runs that end before text[i], begin < i <= end, and lie behind text[begin - 1].
-    void add(const int32_t *text, int64_t begin, int64_t end) {
-        uint64_t h[kLengthCount];
-        for (int64_t i = begin + 1; i <= end; ++i) {
-            const int n = hash_runs(text + begin, text + i, h);
-            for (int k = 0; k < n; ++k) places[k][h[k] >> shift] = (int32_t)i;
+    Place &of(int k, uint64_t hash) { return places[k][hash >> shift]; }
+
+    // A text begins: what was noted last goes on with none of its tokens.
+    void part() { n_last = 0; }
+
+    // Note the runs that end before text[i], and lie behind text[begin - 1].
+    void note(const int32_t *text, int64_t begin, int64_t i) {
+        for (int k = 0; k < n_last; ++k) { // text[i - 1] is what followed them
+            const Place was = before[k];
+            if (!was.index() || last[k]->index() != i - 1) continue;
+            const bool same = text[was.index()] == text[i - 1];
+            *last[k] = Place::at(i - 1, !same ? SPARK_OTHER : was.seen() < SPARK_SAME ? SPARK_SAME : SPARK_OFTEN);
         }
+        uint64_t h[kLengthCount];
+        n_last = hash_runs(text + begin, text + i, h);
+        for (int k = 0; k < n_last; ++k) {
+            last[k] = &of(k, h[k]);
+            before[k] = *last[k];
+            *last[k] = Place::at(i, before[k].seen());
+        }
+    }
+
+    // Note the runs of a text that lies from `begin` to `end`.
+    void add(const int32_t *text, int64_t begin, int64_t end) {
+        part();
+        for (int64_t i = begin + 1; i <= end; ++i) note(text, begin, i);
     }
 };
 
@@ -95,8 +126,6 @@ struct spark_text {
     std::vector<int32_t> tokens; // a prediction and kEnd, if there is one, then the history
     int64_t n = 0, first = 0;    // of the tokens, those that are known; where the history begins
     Table table;
-    int32_t before[kLengthCount] = {}; // where the runs that end the text ended before
-    int n_before = 0;
 
     void grow(int64_t n_tokens) {
         if (n_tokens <= (int64_t)tokens.size()) return;
@@ -109,25 +138,20 @@ struct spark_text {
     void take(const int32_t *more, int64_t n_more) {
         grow(n + n_more);
         std::copy(more, more + n_more, tokens.begin() + n);
-        uint64_t h[kLengthCount];
-        for (int64_t i = n + 1; i <= n + n_more; ++i) {
-            n_before = hash_runs(tokens.data() + first, tokens.data() + i, h);
-            for (int k = 0; k < n_before; ++k) {
-                int32_t &place = table.places[k][h[k] >> table.shift];
-                before[k] = place;
-                place = (int32_t)i;
-            }
-        }
+        if (n == first) table.part();
+        for (int64_t i = n + 1; i <= n + n_more; ++i) table.note(tokens.data(), first, i);
         n += n_more;
     }
 
     // The place in a text, of those given from `first` on, whose run is the longest, the later one of two; its run.
-    std::pair<int64_t, int64_t> longest(const int32_t *text, const int32_t *places, int first, int n_places) const {
-        int64_t best = 0, run = 0;
+    std::pair<Place, int64_t> longest(const int32_t *text, const Place *places, int first, int n_places) const {
+        Place best;
+        int64_t run = 0;
         for (int k = n_places - 1; k >= first; --k) {
-            if (!places[k] || places[k] == best) continue;
-            const int64_t r = run_of(text, places[k], tokens.data(), n);
-            if (r > run || (r == run && r && places[k] > best)) best = places[k], run = r;
+            const int64_t at = places[k].index();
+            if (!at || at == best.index()) continue;
+            const int64_t r = run_of(text, at, tokens.data(), n);
+            if (r > run || (r == run && r && at > best.index())) best = places[k], run = r;
         }
         return {best, run};
     }
@@ -225,7 +249,7 @@ int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n) {
 
 void spark_text_propose(spark_look *look) {
     spark_text *text = look->text;
-    look->n = look->run = 0;
+    look->n = look->run = look->seen = 0;
     if (look->n_new && spark_text_take(text, look->tokens, look->n_new) != SPARK_OK) {
         look->n = -1;
         return;
@@ -234,25 +258,27 @@ void spark_text_propose(spark_look *look) {
     const auto &own = text->tokens;
     int shortest = 0; // of the lengths: a run that is long enough ends with one of that length
     while (shortest + 1 < kLengthCount && kLengths[shortest + 1] <= look->least) ++shortest;
-    auto [place, length] = text->longest(own.data(), text->before, shortest, text->n_before);
+    auto [found, length] = text->longest(own.data(), text->table.before, shortest, text->table.n_last);
     const int32_t *from = own.data();
     int64_t end = text->n;
     const auto &m = *text->memory;
     if (!m.tokens.empty() && length < kMostRun) {
         uint64_t h[kLengthCount];
-        int32_t places[kLengthCount];
+        Place places[kLengthCount];
         const int n = hash_runs(own.data() + text->first, own.data() + text->n, h);
         for (int k = shortest; k < n; ++k) places[k] = m.table.places[k][h[k] >> m.table.shift];
         const auto [other, longer] = text->longest(m.tokens.data(), places, shortest, n);
-        if (longer > length) place = other, length = longer, from = m.tokens.data(), end = (int64_t)m.tokens.size();
+        if (longer > length) found = other, length = longer, from = m.tokens.data(), end = (int64_t)m.tokens.size();
     }
     if (length < std::max<int64_t>(kLengths[0], look->least)) return;
+    const int64_t place = found.index();
     int32_t n = 0;
     for (int64_t i = place; n < most && i < end && from[i] != kEnd; ++i) look->tokens[n++] = from[i];
     if (from == own.data() && place + n == end) // it repeats itself: what is proposed goes on so
         for (const int64_t period = end - place; n < most && period > 0; ++n) look->tokens[n] = look->tokens[n - period];
     look->n = n;
     look->run = (int32_t)length;
+    look->seen = found.seen();
 }
 
 } // extern "C"

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 7 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 8 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2, SPARK_NO_MEMORY = 3 };
 
@@ -205,11 +205,16 @@ SPARK_API int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_u
 typedef struct spark_memory spark_memory;
 typedef struct spark_text spark_text;
 
-/* n_new: of `tokens`, those that are new behind the text, 64 at most. least: how many tokens at the end of the text have to be equal for anything to be looked for. n: how many `tokens` were found, -1 where memory has run out; run: how many tokens at the end of the
- * text equal those ahead of the place that they were found at. */
+/* How a run of tokens went on where it was found, and where it was before: it was there once; otherwise than before; as
+ * before; as before, twice in a row or more often. */
+enum { SPARK_ONCE, SPARK_OTHER, SPARK_SAME, SPARK_OFTEN };
+
+/* n_new: of `tokens`, those that are new behind the text, 64 at most. least: how many tokens at the end of the text have
+ * to be equal for anything to be looked for. n: how many `tokens` were found, -1 where memory has run out; run: how many
+ * tokens at the end of the text equal those ahead of the place that they were found at; seen: SPARK_ONCE, ... */
 typedef struct spark_look {
     spark_text *text;
-    int32_t n_new, most, least, n, run;
+    int32_t n_new, most, least, n, run, seen;
     int32_t tokens[64];
 } spark_look;
 

@@ -1,7 +1,8 @@
 """Drafts by looking up: what followed the last tokens where they occurred before.
 
 A reply's own text (a prediction that the request carries, its prompt, what was drawn) and the texts of earlier
-requests are searched for the longest run of tokens that ends like the reply; what followed it is proposed. After
+requests are searched for the longest run of tokens that ends like the reply; what followed it is proposed. It is the
+surer the longer the run is, and where what followed the run the last times was the same. After
 Saxena, "Prompt lookup decoding" (2023), and SuffixDecoding (Oliaro et al., 2024), with hashes of runs of a few lengths
 in place of a suffix tree: memory is bounded, and a token is added and looked up in a microsecond (cpu/lookup.cpp).
 A hash that leads elsewhere costs a draft, never a token, and what is found is compared.
@@ -23,17 +24,38 @@ from engine.ground.errors import CapacityError
 NAME = "lookup"
 LENGTHS = (2, 4, 8, 16, 32)  # of the runs that are hashed, as in cpu/lookup.cpp
 TOKEN_BYTES = 4 * (1 + 2 * len(LENGTHS))  # of memory for a token of a text, at most
-GRADES = (4, 8, 16, 32, 64)  # a draft's grade is how many of these its run is at least as long as
+RUNS = (4, 8, 16, 32, 64)  # a draft is the surer the more of these its run is at least as long as
+# How a run went on where it is found, and where it was before (SPARK_ONCE, ... of cpu/spark_cpu.h), and how sure that is:
+SEEN = (1, 0, 2, 3)  # once, then otherwise, then the same, then the same more than once
+GRADES = (1 + len(RUNS)) * len(SEEN)
 MOST_TOKENS = 64  # of a draft
 
 # Chances of a draft's tokens by its grade, at positions 0, 1, 2-3, 4-7, 8-15 and from 16 on, each given that all before
-# it stayed: of the sample sessions (benchmarks/drafts.py), rounded down.
+# it stayed: of the sample sessions, the lower of their two sets, rounded down.
 PRIORS = (
-    (0.35, 0.50, 0.60, 0.70, 0.80, 0.85),
+    (0.15, 0.50, 0.60, 0.70, 0.80, 0.85),
+    (0.35, 0.50, 0.55, 0.70, 0.75, 0.85),
+    (0.40, 0.50, 0.60, 0.70, 0.80, 0.85),
+    (0.70, 0.50, 0.55, 0.70, 0.80, 0.85),
+    (0.35, 0.60, 0.70, 0.75, 0.85, 0.90),
     (0.55, 0.65, 0.70, 0.75, 0.85, 0.90),
+    (0.65, 0.70, 0.70, 0.75, 0.85, 0.90),
+    (0.85, 0.65, 0.75, 0.75, 0.85, 0.90),
+    (0.60, 0.80, 0.80, 0.85, 0.85, 0.90),
+    (0.75, 0.80, 0.80, 0.80, 0.85, 0.90),
     (0.80, 0.80, 0.85, 0.85, 0.85, 0.90),
+    (0.95, 0.85, 0.85, 0.90, 0.85, 0.90),
+    (0.70, 0.85, 0.85, 0.90, 0.90, 0.90),
     (0.85, 0.85, 0.85, 0.85, 0.90, 0.90),
-    (0.85, 0.85, 0.90, 0.90, 0.90, 0.90),
+    (0.90, 0.90, 0.90, 0.90, 0.90, 0.90),
+    (0.95, 0.85, 0.85, 0.85, 0.90, 0.90),
+    (0.80, 0.85, 0.90, 0.85, 0.90, 0.90),
+    (0.85, 0.90, 0.85, 0.90, 0.90, 0.90),
+    (0.90, 0.90, 0.90, 0.90, 0.90, 0.90),
+    (0.95, 0.90, 0.90, 0.90, 0.90, 0.90),
+    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
+    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
+    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
     (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
 )
 
@@ -47,7 +69,7 @@ class Memory:
 
     def __init__(self, budget_bytes: int) -> None:
         n = budget_bytes // TOKEN_BYTES
-        self.n_tokens = min(n, (1 << 31) - 1) if n > 2 * LENGTHS[-1] else 0
+        self.n_tokens = min(n, (1 << 30) - 1) if n > 2 * LENGTHS[-1] else 0
         self._library = cpu_library.load()
         self.handle = self._library.spark_memory_create(self.n_tokens)
         if not self.handle:
@@ -90,7 +112,7 @@ class Lookup:
             look.n_new, look.tokens[0] = 1, history[-1]
         elif 1 < n <= _MOST_NEW:
             look.n_new, look.tokens[:n] = n, history[-n:]
-        look.most, look.least = most, _RUNS[least]
+        look.most, look.least = most, _LEAST[least]
         self._known += n
         if not self._is_open or (n > _MOST_NEW and not self._take(history[-n:])):
             return None
@@ -100,12 +122,13 @@ class Lookup:
             if found < 0:  # memory has run out
                 self.close()
             return None
-        promise: Promise = _PROMISES[bisect_right(GRADES, look.run)][found]
+        promise: Promise = _PROMISES[_grade(look.run, look.seen)][found]
         return promise
 
     def draft(self, n_tokens: int) -> Draft:
         """As `Source.draft`."""
-        return Draft(NAME, bisect_right(GRADES, self._look.run), tuple(self._look.tokens[:n_tokens]))
+        look = self._look
+        return Draft(NAME, _grade(look.run, look.seen), tuple(look.tokens[:n_tokens]))
 
     def close(self) -> None:
         """As `Source.close`."""
@@ -121,6 +144,10 @@ class Lookup:
         return self._is_open
 
 
+def _grade(run: int, seen: int) -> int:
+    return len(SEEN) * bisect_right(RUNS, run) + SEEN[seen]
+
+
 _MOST_NEW = 8  # tokens that are handed over one by one
-_RUNS = (0, *GRADES)  # the shortest of each grade
-_PROMISES = tuple(tuple(Promise(NAME, grade, n) for n in range(MOST_TOKENS + 1)) for grade in range(len(GRADES) + 1))
+_LEAST = tuple(run for run in (0, *RUNS) for _ in SEEN)  # the shortest run of each grade
+_PROMISES = tuple(tuple(Promise(NAME, grade, n) for n in range(MOST_TOKENS + 1)) for grade in range(GRADES))

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.ground.errors import SparkError
 
-ABI = 7  # SPARK_CPU_ABI
+ABI = 8  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -91,7 +91,7 @@ class LookRecord(ctypes.Structure):
 
     _fields_ = (
         ("text", c_void_p),
-        *((name, c_int32) for name in ("n_new", "most", "least", "n", "run")),
+        *((name, c_int32) for name in ("n_new", "most", "least", "n", "run", "seen")),
         ("tokens", c_int32 * 64),
     )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.lookup import GRADES, LENGTHS, TOKEN_BYTES, Lookup, Memory
+from engine.drafting.lookup import GRADES, LENGTHS, PRIORS, RUNS, SEEN, TOKEN_BYTES, Lookup, Memory
 from engine.drafting.source import Draft
 
 
@@ -31,7 +31,7 @@ def proposed(lookup: Lookup, history: Sequence[int], most: int) -> Draft | None:
 def run_at(text: Sequence[int], place: int, end: Sequence[int]) -> int:
     """How many tokens ahead of a place equal the last ones, 64 at most."""
     n = 0
-    while n < min(place, len(end), GRADES[-1]) and text[place - 1 - n] == end[-1 - n]:
+    while n < min(place, len(end), RUNS[-1]) and text[place - 1 - n] == end[-1 - n]:
         n += 1
     return n
 
@@ -71,7 +71,7 @@ def test_a_draft_is_what_followed_the_longest_run(text: list[int], cuts: list[in
         best = max(runs.values(), default=0)
         assert (draft is not None) == (best >= LENGTHS[0])
         if draft is not None:
-            assert draft.grade == sum(best >= least for least in GRADES)
+            assert draft.grade // len(SEEN) == sum(best >= least for least in RUNS)
             assert draft.tokens in {continued(history, p, most) for p, run in runs.items() if run == best}
     assert known == len(text)
     lookup.close()
@@ -93,7 +93,7 @@ def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
     assert (draft is None) or own >= 2 or max(there) >= 2
     if draft is not None:
         run = max([own, *there])
-        assert draft.grade <= sum(run >= least for least in GRADES)
+        assert draft.grade // len(SEEN) <= sum(run >= least for least in RUNS)
         whole = [continued(text, p, most) for p in range(1, len(text))]
         whole += [tuple(one[p : p + most]) for one in earlier for p in range(1, len(one))]
         assert draft.tokens in whole
@@ -102,18 +102,55 @@ def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
 
 
 @settings(max_examples=150)
-@given(texts, st.integers(0, len(GRADES)))
+@given(texts, st.integers(0, GRADES - 1))
 def test_drafts_of_lower_grades_are_not_looked_for(text: list[int], least: int) -> None:
     memory = Memory(0)
     every, some = Lookup(memory), Lookup(memory)
     for end in range(1, len(text) + 1):
         promise, other = every.promise(text[:end], 9), some.promise(text[:end], 9, least)
-        assert other is None or other.grade >= least
-        if promise is not None and promise.grade >= least:
+        assert other is None or other.grade // len(SEEN) >= least // len(SEEN)
+        if promise is not None and promise.grade // len(SEEN) >= least // len(SEEN):
             assert other is not None
     every.close()
     some.close()
     memory.close()
+
+
+@pytest.mark.parametrize("n_before", [0, 40])  # tokens that make the index grow in between
+def test_a_draft_is_surer_where_runs_went_on_the_same_before(memory: Memory, n_before: int) -> None:
+    """By what followed a run each time: once, then the same, twice the same, then otherwise."""
+    new = iter(range(100, 9000))
+    text = [next(new) for _ in range(n_before)]
+    expected = {"": None, "a": 1, "aa": 2, "aaa": 3, "aaaa": 3, "aab": 0, "aabb": 2, "ab": 0, "aba": 0, "abaa": 2}
+    for run, (followed, grade) in enumerate(expected.items()):
+        pair = [2 * run, 2 * run + 1]
+        for token in followed:
+            text += [next(new), *pair, 90 + "ab".index(token), *(next(new) for _ in range(n_before))]
+        lookup = Lookup(memory)
+        found = None
+        for end in range(1, len(text) + 1, 3):  # with every token and in pieces alike
+            lookup.promise(text[:end], 1)
+        found = proposed(lookup, [*text, next(new), *pair], 1)
+        assert (None if found is None else found.grade) == grade
+        assert found is None or found.tokens == (90 + "ab".index(followed[-1]),)
+        lookup.close()
+
+
+def test_what_earlier_texts_went_on_with_counts(memory: Memory) -> None:
+    for text, grade in (((1, 2, 3), 1), ((1, 2, 3, 4), 2), ((1, 2, 3), 3), ((1, 2, 5), 0)):
+        memory.add(text)
+        lookup = Lookup(memory)
+        found = proposed(lookup, [1, 2], 1)
+        assert found is not None and found.grade == grade and found.tokens == (text[2],)
+        lookup.close()
+
+
+def test_the_surer_the_better() -> None:
+    """What is known beforehand: of one way that runs went on before, longer ones are no worse, at the first token."""
+    assert len(PRIORS) == GRADES
+    for seen in range(len(SEEN)):
+        first = [PRIORS[grade][0] for grade in range(seen, GRADES, len(SEEN))]
+        assert first == sorted(first)
 
 
 def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
@@ -125,7 +162,7 @@ def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
     assert draft is not None and draft.tokens == tuple(said[104:135])
     history += said[104:190]
     draft = proposed(lookup, history, 31)
-    assert draft is not None and draft.tokens == tuple(said[190:]) and draft.grade == len(GRADES)
+    assert draft is not None and draft.tokens == tuple(said[190:]) and draft.grade // len(SEEN) == len(RUNS)
     lookup.close()
     memory.add(history)
     other = Lookup(memory)
