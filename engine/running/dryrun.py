@@ -59,6 +59,11 @@ class Counted:
     buffers_bytes: int
     kernels: tuple[tuple[Module, str], ...]
 
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.dense_bytes + self.kv_bytes + self.buffers_bytes
+
 
 class _NoTier:
     """A slow tier that is nowhere: experts are neither placed nor loaded."""
@@ -248,7 +253,7 @@ class Sharing:
             [staging_bytes(e.part_bytes) for e in weights.experts],
             n_used=config.n_expert_used,
         )
-        self._counted: dict[tuple[int, int, bool], Counted] = {}
+        self._counted: dict[tuple[int, int, bool, bool], Counted] = {}
 
     def decide(self, *, cap_bytes: int, context_bytes: int, context_measured: bool = True) -> Decision:
         """Share out `cap_bytes` of the device, of which `context_bytes` are gone.
@@ -276,7 +281,10 @@ class Sharing:
         reasons.append(self._said(chunk, places))
         made = self._asked or self._place(share.slots_bytes, resident=share.resident)
         host_bytes = tier_bytes(self.weights.experts, made.placement.pinned)
-        whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured)
+        drafts_bytes = self._drafts_bytes(chunk, places)
+        if drafts_bytes:
+            reasons.append(f"what drafts takes {drafts_bytes / 2**20:.0f} MiB of the GPU: weights, cache and buffers")
+        whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured, drafts_bytes)
         return Decision(whole, limits, made.placement, made.rule, found.kernels, (*reasons, *made.reasons))
 
     def _tries(self, room_bytes: int) -> list[tuple[int, int]]:
@@ -290,13 +298,19 @@ class Sharing:
         """Requests at a time, in the order to try."""
         chunk = self.options.chunk_tokens or plan.CHUNKS[0]
         one = self._count(chunk, 1, run=False)
-        room = room_bytes - one.dense_bytes - one.kv_bytes - one.buffers_bytes
-        return plan.places(room, self.experts.bytes, most, lambda n: self._places_bytes(chunk, n))
+        return plan.places(room_bytes - one.bytes, self.experts.bytes, most, lambda n: self._places_bytes(chunk, n))
 
     def _places_bytes(self, chunk_tokens: int, places: int) -> int:
         """What so many requests at a time take more than one does."""
         one, more = (self._count(chunk_tokens, n, run=False) for n in (1, places))
-        return more.kv_bytes + more.buffers_bytes - one.kv_bytes - one.buffers_bytes
+        return more.bytes - one.bytes
+
+    def _drafts_bytes(self, chunk_tokens: int, places: int) -> int:
+        """What the drafter or the block takes of all that is counted."""
+        if self.drafter is None and self.block is None:
+            return 0
+        whole, without = (self._count(chunk_tokens, places, run=False, drafts=d) for d in (True, False))
+        return whole.bytes - without.bytes
 
     def _said(self, chunk_tokens: int, places: int) -> str:
         """Why so many requests run at a time, and what they take."""
@@ -339,22 +353,23 @@ class Sharing:
         # Buffers grow in proportion to the tokens, near enough for a choice.
         return plan.chunks(room, lambda n: int(np.interp(n, ends, (few.buffers_bytes, many.buffers_bytes))))
 
-    def _count(self, chunk_tokens: int, places: int, run: bool = True) -> Counted:
+    def _count(self, chunk_tokens: int, places: int, run: bool = True, drafts: bool = True) -> Counted:
+        """As `count`; drafts: with what drafts."""
         n = min(chunk_tokens, self.n_ctx)
-        if not run and (n, places, True) in self._counted:
-            return self._counted[n, places, True]
-        if (n, places, run) not in self._counted:
+        if not run and (n, places, True, drafts) in self._counted:
+            return self._counted[n, places, True, drafts]
+        if (n, places, run, drafts) not in self._counted:
             device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
             try:
-                self._counted[n, places, run] = count(
+                self._counted[n, places, run, drafts] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
-                    drafter=self.drafter, block=self.block, run=run,
+                    drafter=self.drafter if drafts else None, block=self.block if drafts else None, run=run,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
                     f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
                 ) from error
-        return self._counted[n, places, run]
+        return self._counted[n, places, run, drafts]
 
     def _share(self, fixed_bytes: int, cap_bytes: int) -> plan.Share:
         if self._asked is None:
@@ -470,6 +485,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "chunk_tokens": decision.limits.max_tokens,
         "parallel": decision.limits.places,
         "kv_type": options.kv_type,
+        "draft": options.draft,
         "policy": options.policy,
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
         "slots_per_layer": list(placed.slots_per_layer),

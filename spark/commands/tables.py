@@ -283,7 +283,7 @@ def show_plan(report: PlanReport) -> None:
     for warning in dict.fromkeys(text for info in infos for text in info["warnings"]):
         note(f"warning: {warning}")
     first = infos[0]
-    parts = (
+    parts: list[tuple[str, str]] = [
         ("weights outside experts", "dense_bytes"),
         (f"KV cache, {first['ctx_tokens']:,} tokens, {first['kv_type']}", "kv_bytes"),
         ("expert slots", "slots_bytes"),
@@ -293,7 +293,9 @@ def show_plan(report: PlanReport) -> None:
         ("all of it on the GPU", "device_bytes"),
         ("page-locked in host memory", "host_bytes"),
         ("all experts, for comparison", "experts_bytes"),
-    )
+    ]
+    if any(info["plan"]["drafts_bytes"] for info in infos):
+        parts.append((f"of it on the GPU, what drafts ({_shown(first['draft'])})", "drafts_bytes"))
     rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
     rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
     rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
