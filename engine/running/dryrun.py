@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.drafting.dflash import FEED_TOKENS, Drafter
-from engine.drafting.drafter import DrafterFile, open_drafter
+from engine.drafting.drafter import DrafterFile
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
 from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
@@ -36,12 +36,12 @@ from engine.ops.cuda.sampling import Sampler
 from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
-from engine.running import inspection, probe
+from engine.running import draft_files, inspection, probe
 from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.running.mtp import Predictor
-from engine.running.source import open_block, open_profile
+from engine.running.source import open_profile
 from engine.running.stepping import Graphs, Steps
 
 DEFAULT_CTX_TOKENS = 32768
@@ -464,11 +464,10 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         # A profile is of a model, and which one this is its routers say.
         with nullcontext(file) if options.profile is None else open_model(options.model) as known:
             profile, warnings = open_profile(options, known, config)
-        block, reasons, more = open_block(options, file, arch, config)
-        warnings += more
+        drafts = draft_files.find(options, file, arch, config)
+        warnings += drafts.warnings
     try:
-        drafter = None if options.drafter is None else open_drafter(options.drafter, config)
-        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafter, block)
+        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafts.drafter, drafts.block)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     except (CapacityError, UnsupportedModelError) as error:
         return said | {"refusal": {"code": error.code, "message": error.message, "hint": error.hint}}
@@ -490,7 +489,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
         "slots_per_layer": list(placed.slots_per_layer),
         "cache_slots": list(placed.cache_slots),
-        "reasons": [*reasons, *decision.reasons],
+        "reasons": [*drafts.reasons, *decision.reasons],
         "warnings": list(warnings),
         "plan": made.to_json(),
     }

@@ -163,7 +163,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             f"{threads} threads: " + ("asked for" if options.threads else "one for each physical core"),
             f"context of {n_ctx} tokens: "
             + ("asked for" if options.ctx_tokens else f"the model was trained on {source.config.n_ctx_train}"),
-            *source.reasons,
+            *source.drafts.reasons,
             *shares.reasons,
             f"drafts: {_who_drafts(options, source)}",
         )
@@ -213,7 +213,8 @@ def _who_drafts(options: EngineConfig, source: Source) -> str:
         return "none, " + ("asked for" if options.draft == "off" else "since choices of experts are replayed")
     memory = f"looked up, also in the last {options.draft_memory_mib:g} MiB of earlier requests"
     if source.block is not None:
-        return f"{memory}; the block of the file that predicts further tokens"
+        of = "the file" if source.drafts.path is None else str(source.drafts.path)
+        return f"{memory}; the block of {of} that predicts further tokens"
     if source.drafter is None:
         return memory
     c = source.drafter.config
@@ -261,6 +262,7 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
             "kv_type": options.kv_type,
             "chunk_tokens": piece,
             "block": 0 if source.block is None else source.block.number,
+            "block_id": source.drafts.block_id,  # of a file of its own: what it computed is in the chunks
             "device": f"{backend.name}: {backend.device.name}",
             "code": code_digest(backend.compiler),
         }

@@ -74,7 +74,7 @@ DraftOption = Annotated[
     str,
     typer.Option(
         "--draft", metavar="WHO|FILE",
-        help=f"Who proposes tokens ahead, which changes none: {', '.join(DRAFTS)}, or a drafter's file, beside lookup.",
+        help=f"Who proposes tokens ahead, which changes none: {', '.join(DRAFTS)}, or beside lookup what a file holds.",
     ),
     Reads(words=DRAFTS),
 ]  # fmt: skip
@@ -122,7 +122,7 @@ CacheDirGibOption = Annotated[
 def drafts(given: str) -> str:
     """Read `--draft`."""
     if given not in DRAFTS and not Path(given).is_file():
-        raise UsageError(f"--draft is {given!r}: expected {', '.join(DRAFTS)} or the file of a drafter")
+        raise UsageError(f"--draft is {given!r}: expected {', '.join(DRAFTS)} or the file of a drafter or a block")
     return given
 
 
