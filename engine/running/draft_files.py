@@ -44,6 +44,9 @@ class DraftFiles:
         return replace(self, block=None, path=None, block_id="", reasons=(), warnings=(*self.warnings, why))
 
 
+NO_DRAFTS = DraftFiles()
+
+
 def find(options: EngineConfig, file: GGUFFile, arch: Architecture, config: ModelConfig) -> DraftFiles:
     """What the options ask for of what there is; of an open header, headers are read of blocks beside it, too.
 

@@ -37,6 +37,7 @@ from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
 from engine.running import draft_files, inspection, probe
+from engine.running.draft_files import NO_DRAFTS, DraftFiles
 from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
@@ -199,8 +200,8 @@ def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
 class Decision:
     """How a GPU is shared out.
 
-    plan: all of it. limits: of a step. kernels: to be compiled and loaded. reasons: why what was
-    not asked for was chosen.
+    plan: all of it. limits: of a step. kernels: to be compiled and loaded. drafts: what drafts, as far as there is
+    room for it. reasons: why what was not asked for was chosen.
     """
 
     plan: plan.MemoryPlan
@@ -208,6 +209,7 @@ class Decision:
     placement: placement.Placement
     rule: policy.Rule
     kernels: tuple[tuple[Module, str], ...]
+    drafts: DraftFiles
     reasons: tuple[str, ...]
 
     @property
@@ -229,7 +231,8 @@ class Decision:
 class Sharing:
     """How a model shares out a device: what no cap and no context changes is worked out once, however often it decides.
 
-    profile: to place by, of this model. like: stands for the device. block: as of `Source`.
+    profile: to place by, of this model. like: stands for the device. drafts: what drafts for it; a block that nobody
+    asked for is left out where it does not fit.
     """
 
     def __init__(
@@ -241,11 +244,10 @@ class Sharing:
         n_ctx: int,
         profile: Profile | None,
         like: CountingDevice,
-        drafter: DrafterFile | None = None,
-        block: Block | None = None,
+        drafts: DraftFiles = NO_DRAFTS,
     ) -> None:
         self.options, self.arch, self.config, self.weights = options, arch, config, weights
-        self.n_ctx, self.profile, self.like, self.drafter, self.block = n_ctx, profile, like, drafter, block
+        self.n_ctx, self.profile, self.like, self.drafts = n_ctx, profile, like, drafts
         self.policy = policies.find(options.policy)
         self.experts = Experts(
             self.policy.counts(profile, config.moe_layers, config.n_expert),
@@ -261,6 +263,16 @@ class Sharing:
         CapacityError where it is too little, naming what would do; UnsupportedModelError where the kernels do not run
         the model.
         """
+        try:
+            return self._decide(cap_bytes, context_bytes, context_measured)
+        except (CapacityError, UnsupportedModelError) as error:
+            if self.drafts.block is None or not self.drafts.is_found:
+                raise
+            self.drafts = self.drafts.without_block(f"no block drafts, since with it there is no plan: {error.message}")
+            self._counted.clear()
+            return self._decide(cap_bytes, context_bytes, context_measured)
+
+    def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         experts = self.experts
         tries = self._tries(cap_bytes - context_bytes)
         for places, chunk in tries:
@@ -285,7 +297,7 @@ class Sharing:
         if drafts_bytes:
             reasons.append(f"what drafts takes {drafts_bytes / 2**20:.0f} MiB of the GPU: weights, cache and buffers")
         whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured, drafts_bytes)
-        return Decision(whole, limits, made.placement, made.rule, found.kernels, (*reasons, *made.reasons))
+        return Decision(whole, limits, made.placement, made.rule, found.kernels, self.drafts, (*reasons, *made.reasons))
 
     def _tries(self, room_bytes: int) -> list[tuple[int, int]]:
         """Requests at a time and tokens of a prefill step, in the order to try; room_bytes: of all but the context."""
@@ -307,7 +319,7 @@ class Sharing:
 
     def _drafts_bytes(self, chunk_tokens: int, places: int) -> int:
         """What the drafter or the block takes of all that is counted."""
-        if self.drafter is None and self.block is None:
+        if self.drafts.drafter is None and self.drafts.block is None:
             return 0
         whole, without = (self._count(chunk_tokens, places, run=False, drafts=d) for d in (True, False))
         return whole.bytes - without.bytes
@@ -360,10 +372,11 @@ class Sharing:
             return self._counted[n, places, True, drafts]
         if (n, places, run, drafts) not in self._counted:
             device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
+            found = self.drafts if drafts else NO_DRAFTS
             try:
                 self._counted[n, places, run, drafts] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
-                    drafter=self.drafter if drafts else None, block=self.block if drafts else None, run=run,
+                    drafter=found.drafter, block=found.block, run=run,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
@@ -465,13 +478,12 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         with nullcontext(file) if options.profile is None else open_model(options.model) as known:
             profile, warnings = open_profile(options, known, config)
         drafts = draft_files.find(options, file, arch, config)
-        warnings += drafts.warnings
     try:
-        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafts.drafter, drafts.block)
+        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafts)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     except (CapacityError, UnsupportedModelError) as error:
         return said | {"refusal": {"code": error.code, "message": error.message, "hint": error.hint}}
-    placed, made = decision.placement, decision.plan
+    placed, made, warnings = decision.placement, decision.plan, (*warnings, *decision.drafts.warnings)
     free = available_bytes()
     if free is not None and made.host_bytes > free:
         few = (
@@ -489,7 +501,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
         "slots_per_layer": list(placed.slots_per_layer),
         "cache_slots": list(placed.cache_slots),
-        "reasons": [*drafts.reasons, *decision.reasons],
+        "reasons": [*decision.drafts.reasons, *decision.reasons],
         "warnings": list(warnings),
         "plan": made.to_json(),
     }

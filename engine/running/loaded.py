@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.drafting.dflash import Drafter
@@ -146,6 +146,8 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
         with translated("loading the model"):
             shares = share_out(options, source, backend, n_ctx, progress)
+            if shares.decision is not None:  # without a block that was found and does not fit
+                source = replace(source, drafts=shares.decision.drafts)
             forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))

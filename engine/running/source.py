@@ -25,8 +25,8 @@ class Source:
     """A model as its file has it.
 
     arch: the architecture's module; config: its configuration; weights: views of the mapped file. profile: the counts
-    that were asked for, if any were. drafts: what drafts tokens for it, as files have it. warnings: what the user
-    should know of all that.
+    that were asked for, if any were. notes: what the user should know of it. drafts: what drafts tokens for it, as
+    files have it.
     """
 
     file: GGUFFile
@@ -34,8 +34,13 @@ class Source:
     config: ModelConfig
     weights: Weights[Any]
     profile: Profile | None
+    notes: tuple[str, ...]
     drafts: DraftFiles
-    warnings: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of all that."""
+        return (*self.notes, *self.drafts.warnings)
 
     @property
     def drafter(self) -> DrafterFile | None:
@@ -78,10 +83,10 @@ def open_source(options: EngineConfig) -> Source:
                 f"--kv-type q8_0 stores blocks of 32, and the model's heads have {odd[0]} dimensions",
                 hint="use --kv-type f16",
             )
-        profile, warnings = open_profile(options, file, config)
+        profile, notes = open_profile(options, file, config)
         drafts = draft_files.find(options, file, arch, config)
         weights = arch.load(file, config)
-        return Source(file, arch, config, weights, profile, drafts, (*warnings, *drafts.warnings))
+        return Source(file, arch, config, weights, profile, notes, drafts)
     except BaseException:
         file.close()
         raise

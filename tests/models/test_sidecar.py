@@ -17,6 +17,7 @@ from engine.ground.config import EngineConfig
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError, UsageError, WrongModelError
 from engine.ground.sampling import Sampling
 from engine.models import sidecar
+from engine.placing import plan
 from engine.running import draft_files, dryrun, probe
 from engine.running.inspection import inspect
 from engine.running.loaded import Loaded, load
@@ -265,6 +266,35 @@ def test_auto_with_blocks_leaves_out_what_cannot_be_had(tmp_path: Path, monkeypa
         write_gguf(model, metadata, {n: v for n, v in (tensors | change).items() if v is not None})
         (said,) = warned(model)
         assert said.startswith("no block drafts: ") and "blk.4.nextn" in said
+
+
+def test_auto_with_blocks_leaves_out_one_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap that is enough without the block and not with it; asked for by name, the block is refused there."""
+    monkeypatch.setattr(probe, "probe", lambda: probe.Missing("none"))
+    model, path = apart(tmp_path, "qwen35moe")
+    config = EngineConfig(model, "cuda", "lru", ctx_tokens=130, chunk_tokens=40, parallel=1)
+
+    def planned(draft: str, cap_bytes: int) -> dict[str, Any]:
+        return dryrun.plan_only(replace(config, draft=draft, vram_gib=cap_bytes / plan.GIB))
+
+    def is_enough(draft: str, cap_bytes: int) -> bool:
+        return planned(draft, cap_bytes)["refusal"] is None
+
+    low, high = plan.CONTEXT_BYTES, plan.CONTEXT_BYTES + (64 << 20)
+    while high - low > 4096:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough("mtp", middle) else (middle, high)
+    assert is_enough("off", low) and not is_enough("mtp", low)
+    for cap, has_switch, fits in ((low, True, False), (high, True, True), (high, False, False)):
+        monkeypatch.setattr(draft_files, "AUTO_HAS_BLOCKS", has_switch)
+        found, expected = planned("auto", cap), planned("mtp" if fits else "off", cap)
+        assert found["plan"] == expected["plan"] and found["slots_per_layer"] == expected["slots_per_layer"]
+        assert (found["plan"]["drafts_bytes"] > 0) == fits == any(str(path) in r for r in found["reasons"])
+        warned = [w for w in found["warnings"] if w.startswith("no block drafts, since with it there is no plan: ")]
+        assert len(warned) == (has_switch and not fits) and all("\n" not in w for w in warned)
+    monkeypatch.setattr(draft_files, "AUTO_HAS_BLOCKS", True)
+    too_small = planned("auto", plan.CONTEXT_BYTES)["refusal"]  # for the model itself: its own least is named
+    assert too_small == planned("off", plan.CONTEXT_BYTES)["refusal"] is not None
 
 
 # --- by its header ------------------------------------------------------------------------------------

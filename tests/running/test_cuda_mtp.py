@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from engine.ground.config import EngineConfig
+from engine.ground.errors import CapacityError
 from engine.ground.sampling import Sampling
-from engine.running import dryrun
+from engine.running import draft_files, dryrun
 from engine.running.loaded import Loaded, load
 from engine.running.mtp import Asked, Fed
 from engine.running.stepping import Span
@@ -80,3 +81,27 @@ def test_drafts_change_no_token(residency: int) -> None:
         assert said(loaded, decoder, prompts, sampling, 6) == expected
     assert decoder.n_right > 2
     loaded.close()
+
+
+def test_auto_loads_without_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `auto` has blocks: what was left out when the device was shared out is nowhere afterwards."""
+    monkeypatch.setattr(draft_files, "AUTO_HAS_BLOCKS", True)
+    loaded = load(config(block_path("qwen35moe"), draft="auto"))
+    assert loaded.predictor is not None and loaded.source.drafts.is_found
+    drafts_bytes = loaded.plan()["drafts_bytes"]
+    loaded.close()
+    decide = dryrun.Sharing._decide
+
+    def full(sharing: dryrun.Sharing, *arguments: Any) -> dryrun.Decision:
+        if sharing.drafts.block is not None:
+            raise CapacityError("it is too much")
+        return decide(sharing, *arguments)
+
+    monkeypatch.setattr(dryrun.Sharing, "_decide", full)
+    loaded = load(config(block_path("qwen35moe"), draft="auto"))
+    assert loaded.predictor is None and loaded.forward.block is None and loaded.drafts is not None
+    assert loaded.source.warnings == ("no block drafts, since with it there is no plan: it is too much",)
+    assert loaded.plan()["drafts_bytes"] == 0 < drafts_bytes
+    loaded.close()
+    with pytest.raises(CapacityError):
+        load(config(block_path("qwen35moe"), draft="mtp"))
