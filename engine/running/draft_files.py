@@ -101,7 +101,7 @@ def _block(file: GGUFFile, arch: Architecture, config: ModelConfig, is_asked: bo
         return replace(fitting[0], is_found=not is_asked)
     why, hint = "; ".join([own.said, *(error.message for error in others)]), "use --draft auto"
     if fitting:
-        why = f"{' and '.join(str(each.path) for each in fitting)} both hold a block for this model"
+        why = f"{' and '.join(str(each.path) for each in fitting)} each hold a block for this model"
         hint = "name one of them: --draft FILE"
     if is_asked:
         raise UsageError(f"--draft mtp: {why}", hint=hint)

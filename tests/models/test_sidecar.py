@@ -183,7 +183,7 @@ def test_several_that_fit_are_refused_by_name(tmp_path: Path) -> None:
     path.with_name("mtp-x.gguf").write_bytes(path.read_bytes())
     path.with_name("mtp-y.gguf").write_bytes(block_path("qwen35moe").read_bytes())  # a model
     said = why_not(options(model), UsageError)
-    assert "mtp-tiny.gguf and " in said and "mtp-x.gguf both hold a block" in said and "mtp-y" not in said
+    assert "mtp-tiny.gguf and " in said and "mtp-x.gguf each hold a block" in said and "mtp-y" not in said
     open_source(options(model, path)).file.close()
 
 
@@ -257,7 +257,7 @@ def test_auto_with_blocks_leaves_out_what_cannot_be_had(tmp_path: Path, monkeypa
     path.write_bytes(whole)
     path.with_name("mtp-x.gguf").write_bytes(whole)
     (said,) = warned(model)
-    assert "both hold a block" in said
+    assert "each hold a block" in said
     path.unlink()
     changed(tmp_path / "mtp-x.gguf", "qwen35moe")  # another model's, which is nobody's business here
     assert warned(model) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine.running.mtp import Asked, Fed
 from engine.running.stepping import Span
 from engine.running.warm import warm_up
 from tests.engine_runs import config
-from tests.nextn_models import FAMILIES, block_path
+from tests.nextn_models import FAMILIES, apart, block_path
 from tests.telling import Telling, said
 from tests.tiny_models import nmse
 
@@ -81,6 +82,17 @@ def test_drafts_change_no_token(residency: int) -> None:
         assert said(loaded, decoder, prompts, sampling, 6) == expected
     assert decoder.n_right > 2
     loaded.close()
+
+
+def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path: Path) -> None:
+    model, path = apart(tmp_path, "qwen35moe")
+    found = []
+    for of, draft in ((block_path("qwen35moe"), "mtp"), (model, "mtp"), (model, str(path))):
+        loaded = load(config(of, draft=draft, residency_pct=40))
+        tokens, logits = drafted(loaded, [40, 8, 1])
+        found.append((tokens, logits.tobytes(), loaded.plan()))
+        loaded.close()
+    assert found[0] == found[1] == found[2]
 
 
 def test_auto_loads_without_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
