@@ -366,7 +366,7 @@ def _gib(value: str) -> float:
 
 def _draft(value: str) -> str:
     if value not in DRAFTS and not Path(value).is_file():
-        raise argparse.ArgumentTypeError(f"expected {', '.join(DRAFTS)} or a drafter's file, found {value!r}")
+        raise argparse.ArgumentTypeError(f"expected {', '.join(DRAFTS)} or a file that drafts, found {value!r}")
     return value
 
 
@@ -418,7 +418,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add(
         "--draft",
         type=_draft,
-        help="who proposes tokens that may follow: off, lookup, a drafter's file, auto (default: all but files)",
+        help="who proposes tokens that may follow: off, lookup, mtp, a file that drafts, auto (default: lookup)",
     )
     add(
         "--draft-memory-mib",

@@ -16,8 +16,6 @@ from engine.ground.errors import EXIT_USAGE, DaemonError, DeadlineError, SparkEr
 from spark.commands.ending import end
 from spark.commands.options import (
     AllowOriginOption,
-    CacheDirGibOption,
-    CacheDirOption,
     CacheOption,
     ChunkOption,
     ContextOption,
@@ -25,16 +23,14 @@ from spark.commands.options import (
     DeviceOption,
     DraftMemoryOption,
     DraftOption,
-    ExactOption,
     GenOption,
     JsonOption,
     KVOption,
     Model,
     ParallelOption,
-    PrefixOption,
     ProfileOption,
     ReadyOption,
-    ServeResidencyOption,
+    Served,
     SparkOption,
     ThreadsOption,
     VramOption,
@@ -42,8 +38,8 @@ from spark.commands.options import (
     drafts,
     percentages,
     placed_by,
-    serving,
     slots,
+    spread,
 )
 from spark.commands.outputs import Reads, Writes, checked
 from spark.console import is_stdout, note, progress_bars
@@ -60,7 +56,7 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable
     """Make a function a command, whose outputs are checked before it runs."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name)(checked(function))
+        app.command(name)(checked(spread(function)))
         return function
 
     return register
@@ -319,21 +315,7 @@ def train_pregate(
 @command()
 def serve(
     model: Model,
-    spark: SparkOption = False,
-    profile: ProfileOption = None,
-    vram: VramOption = None,
-    residency: ServeResidencyOption = None,
-    cache_slots: CacheOption = "auto",
-    ctx: ContextOption = None,
-    kv_type: KVOption = "f16",
-    chunk: ChunkOption = None,
-    parallel: ParallelOption = None,
-    prefix: PrefixOption = 2.0,
-    cache_dir: CacheDirOption = None,
-    cache_dir_gib: CacheDirGibOption = 32.0,
-    exact_prefixes: ExactOption = False,
-    draft: DraftOption = "auto",
-    draft_memory: DraftMemoryOption = 64.0,
+    served: Served,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")] = 8080,
     api_key: Annotated[
@@ -358,12 +340,7 @@ def serve(
     from spark.server.app import ServeOptions
     from spark.server.app import serve as run_server
 
-    config, learned = serving(
-        model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
-        kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
-        exact_prefixes=exact_prefixes, draft=drafts(draft), draft_memory_mib=draft_memory, parallel=parallel,
-        device=device, threads=threads,
-    )  # fmt: skip
+    config, learned = served.config(model, device, threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress:
         options = ServeOptions(
@@ -376,24 +353,10 @@ def serve(
 def launch(
     client: Annotated[Literal["claude", "codex"], typer.Argument(metavar="claude|codex", help="Claude Code or Codex.")],
     model: Model,
+    served: Served,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGS", help="The client's own arguments.", show_default=False)
     ] = None,
-    spark: SparkOption = False,
-    profile: ProfileOption = None,
-    vram: VramOption = None,
-    residency: ServeResidencyOption = None,
-    cache_slots: CacheOption = "auto",
-    ctx: ContextOption = None,
-    kv_type: KVOption = "f16",
-    chunk: ChunkOption = None,
-    parallel: ParallelOption = None,
-    prefix: PrefixOption = 2.0,
-    cache_dir: CacheDirOption = None,
-    cache_dir_gib: CacheDirGibOption = 32.0,
-    exact_prefixes: ExactOption = False,
-    draft: DraftOption = "auto",
-    draft_memory: DraftMemoryOption = 64.0,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     ready_timeout: ReadyOption = 600.0,
@@ -408,12 +371,7 @@ def launch(
     from spark.daemon.client import Deadlines
     from spark.server.app import ServeOptions
 
-    config, learned = serving(
-        model, spark, profile, vram_gib=vram, residency=residency, cache_slots=slots(cache_slots), ctx_tokens=ctx,
-        kv_type=kv_type, chunk_tokens=chunk, prefix_gib=prefix, cache_dir=cache_dir, cache_dir_gib=cache_dir_gib,
-        exact_prefixes=exact_prefixes, draft=drafts(draft), draft_memory_mib=draft_memory, parallel=parallel,
-        device=device, threads=threads,
-    )  # fmt: skip
+    config, learned = served.config(model, device, threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     options = ServeOptions(config, port=0, deadlines=deadlines, learned_profile=learned)
     raise typer.Exit(launching.launch(client, options, arguments or ()))
@@ -460,13 +418,14 @@ def plan(
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
     parallel: ParallelOption = None,
+    draft: DraftOption = "auto",
     ready_timeout: ReadyOption = 120.0,
     json_file: JsonOption = None,
 ) -> None:
     """Show what serving would take of a GPU and of the host.
 
     No weights are read. A model that cannot be served is refused as inspect would; a cap that is too small, with the
-    smallest that would do. Without a GPU the size of its context is an estimate.
+    smallest that would do. Without a GPU the size of its context is an estimate. What --draft names counts.
     """
     from engine.placing import policies
     from spark.commands.tables import show_plan
@@ -486,6 +445,7 @@ def plan(
         kv_type=kv_type,
         chunk_tokens=chunk,
         parallel=parallel,
+        draft=drafts(draft),
     )
     report = planning.plan(config, vram or (), ready_timeout)
     save(json_file, report.to_json())

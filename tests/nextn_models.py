@@ -45,6 +45,20 @@ def block_path(arch: str, types: Any = k_quant_mix, own: bool = True) -> Path:
     return path
 
 
+def apart(
+    folder: Path, arch: str, types: Any = k_quant_mix, own: bool = True, name: str = "mtp-tiny.gguf", ends: bool = True
+) -> tuple[Path, Path]:
+    """The same model in two files of a folder: without the block, and the block; ends: with the model's ends."""
+    config, metadata, tensors = parts(arch, own)
+    typed = {n: (v, fitting(types(n), v.shape[-1])) for n, v in tensors.items()}
+    block = {n: v for n, v in typed.items() if n.startswith(f"blk.{config.n_layer}.")}
+    model = {n: v for n, v in typed.items() if n not in block}
+    alone = {"general.architecture": arch, "general.name": "tiny", **config.metadata()}
+    write_gguf(folder / "tiny.gguf", alone, model)
+    write_gguf(folder / name, metadata, block | {n: v for n, v in model.items() if ends and not n.startswith("blk.")})
+    return folder / "tiny.gguf", folder / name
+
+
 def states(config: Any, weights: Tensors, tokens: np.ndarray) -> np.ndarray:
     """The model's states [T, D] after its last norm, by `transformers` in float64."""
     own = {name: values for name, values in weights.items() if not name.startswith(f"blk.{config.n_layer}.")}

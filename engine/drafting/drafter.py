@@ -164,8 +164,9 @@ def open_drafter(path: Path, target: Target) -> DrafterFile:
     with open_model(path) as file:
         if not is_drafter(file.architecture):
             raise UnsupportedModelError(
-                f"{path}: its architecture is {file.architecture!r:.60}, expected a drafter: {' or '.join(DIALECTS)}",
-                hint="convert a checkpoint with spark convert-drafter",
+                f"{path}: its architecture is {file.architecture!r:.60}, expected a drafter: {' or '.join(DIALECTS)}; "
+                "or a model's block in a file of its own",
+                hint="convert a checkpoint with spark convert-drafter; a block in the model's file is --draft mtp",
             )
         config = read(file)
         check(config, target, path)

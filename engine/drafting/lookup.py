@@ -25,7 +25,7 @@ NAME = "lookup"
 LENGTHS = (2, 4, 8, 16, 32)  # of the runs that are hashed, as in cpu/lookup.cpp
 TOKEN_BYTES = 4 * (1 + 2 * len(LENGTHS))  # of memory for a token of a text, at most
 RUNS = (4, 8, 16, 32, 64)  # a draft is the surer the more of these its run is at least as long as
-# How a run went on where it is found, and where it was before (SPARK_ONCE, ... of cpu/spark_cpu.h), and how sure that is:
+# How a run went on where it is found and where it was before, SPARK_ONCE, ... of cpu/spark_cpu.h, and how sure that is:
 SEEN = (1, 0, 2, 3)  # once, then otherwise, then the same, then the same more than once
 GRADES = (1 + len(RUNS)) * len(SEEN)
 MOST_TOKENS = 64  # of a draft

@@ -39,8 +39,8 @@ class EngineConfig:
     cache_dir_gib: GiB of files in that folder.
     exact_prefixes: prompts reuse nothing that was decoded before it has been read as a prompt.
     draft: who proposes tokens that steps check beside the one that is due: `lookup`, nobody (`off`), or beside lookup
-        the block of the model's file that predicts further tokens (`mtp`), or the drafter in a file, by its path;
-        `auto` is what has been shown never to slow a reply: lookup.
+        the block that predicts further tokens (`mtp`), of the model's file or of one beside it, or what a file holds,
+        by its path: a drafter or such a block. `auto` is what has been shown never to slow a reply: lookup.
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
     plan_only: say what memory it would take, and end; no weights are read.
     """
@@ -68,11 +68,6 @@ class EngineConfig:
     plan_only: bool = False
 
     @property
-    def predicts(self) -> bool:
-        """Whether the block of the model's file drafts."""
-        return self.draft == "mtp"
-
-    @property
-    def drafter(self) -> Path | None:
-        """The file of a drafter that `draft` names."""
+    def draft_file(self) -> Path | None:
+        """The file of a drafter or a block that `draft` names."""
         return None if self.draft in DRAFTS else Path(self.draft)

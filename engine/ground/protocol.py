@@ -169,13 +169,14 @@ class Tokens:
     """Tokens that a Generate request produced, in order, without the stop token.
 
     logprobs, top: where asked for, of each token its log-probability, and the likeliest as (token, log-probability),
-    likeliest first.
+    likeliest first. drafts: as of `Usage`, of the request so far; None where nothing was drafted.
     """
 
     id: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
     top: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    drafts: Mapping[str, Mapping[str, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +367,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "tokens": checks.items(_TOKEN, MAX_TOKENS),
                 "logprobs": checks.optional(checks.items(_FLOAT, MAX_TOKENS)),
                 "top": checks.optional(_TOP),
+                "drafts": checks.optional(checks.mapping),
             },
         ),
         "progress": (

@@ -13,7 +13,8 @@ from typing import cast
 from engine.ground.errors import UnsupportedModelError
 from engine.models.layers import Architecture
 
-_SHARED = {"config", "conventions", "layers", "loading", "nextn", "scaling"}  # what the architectures are made of
+# What the architectures are made of, and what goes beside them.
+_SHARED = {"config", "conventions", "layers", "loading", "nextn", "scaling", "sidecar"}
 
 
 def known() -> list[str]:

@@ -95,8 +95,10 @@ class Common:
 class Keys:
     """The metadata of an architecture, each key without the architecture's name before it.
 
-    asked: those that were read.
+    asked: those that were read. whole: the file has tensors of every layer.
     """
+
+    whole = True
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.arch = file, file.architecture
@@ -164,7 +166,7 @@ class Keys:
     def layers(self) -> int:
         """How many layers there are, without those that predict further tokens; no more than the file can hold."""
         n_layer = self.size("block_count")
-        if n_layer > len(self.file.tensors):
+        if self.whole and n_layer > len(self.file.tensors):
             raise ModelFormatError(
                 f"{self.arch}.block_count is {n_layer}, the file has {len(self.file.tensors)} tensors"
             )

@@ -66,7 +66,8 @@ class Share:
 class MemoryPlan:
     """Bytes by purpose. experts_bytes: of all experts, as slots hold them. host_bytes: page-locked.
 
-    cap_bytes: what the device part may not exceed. context_measured: whether there was a device to ask.
+    cap_bytes: what the device part may not exceed. context_measured: whether there was a device to ask. drafts_bytes:
+    what a drafter or a block that drafts has of weights, cache and buffers.
     """
 
     fixed: Fixed
@@ -75,6 +76,7 @@ class MemoryPlan:
     host_bytes: int
     cap_bytes: int
     context_measured: bool = True
+    drafts_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -95,6 +97,7 @@ class MemoryPlan:
             "experts_bytes": self.experts_bytes,
             "host_bytes": self.host_bytes,
             "context_measured": self.context_measured,
+            "drafts_bytes": self.drafts_bytes,
         }
 
 

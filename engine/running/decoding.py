@@ -25,6 +25,7 @@ from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
 from engine.running.ahead import AHEAD_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
+from engine.running.forecast import Expected, Forecast, Routed
 from engine.running.masked import Masked, can_mask
 from engine.running.reply import Reply, mask_wait_s
 from engine.running.sampling import Drawing, Drawn
@@ -107,10 +108,16 @@ class Nothing:
 
 
 class Decoder:
-    """Decodes replies in steps that they share. proposer: of the tokens that may follow a reply's last."""
+    """Decodes replies in steps that they share. proposer: of the tokens that may follow a reply's last.
+
+    forecast: who is told what the rows of drafts chose, None: nobody. expected: what it said of the step that follows
+    the last one with a draft.
+    """
 
     def __init__(self, steps: Steps, drawer: Drawer, proposer: Proposer | None = None) -> None:
         self.steps, self.drawer, self.proposer = steps, drawer, proposer or Nothing()
+        self.forecast: Forecast | None = None
+        self.expected: Expected | None = None
 
     def step(
         self, replies: Many[Reply], drafts: Many[Draft | None] | None = None, spent_s: float = 0.0
@@ -128,9 +135,20 @@ class Decoder:
         proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
         result = self.run(proposals)
         failures = self.accept(proposals, result)
+        if self.forecast is not None:
+            self._tell(self.forecast, proposals, result)
         self.proposer.fed(proposals, result)
         self.proposer.fared(proposals, time.perf_counter() - began_s + spent_s)
         return failures
+
+    def _tell(self, forecast: Forecast, proposals: Many[Proposal], result: StepResult) -> None:
+        """Tell who listens of a step with a draft, in a model with experts."""
+        if not self.steps.residency.experts or not any(p.follow for p in proposals):
+            return
+        n = [len(p.span.tokens) for p in proposals]
+        stayed = [np.arange(m) < m - len(p.follow) + p.stayed for m, p in zip(n, proposals, strict=True)]
+        replies = tuple(p.reply.serial for m, p in zip(n, proposals, strict=True) for _ in range(m))
+        self.expected = forecast.verified(Routed(result.experts.copy(), np.concatenate(stayed), replies))
 
     def propose(self, reply: Reply, draft: Draft | None) -> Proposal:
         """The last token, and what may follow it."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.drafting.dflash import FEED_TOKENS, Drafter
-from engine.drafting.drafter import DrafterFile, open_drafter
+from engine.drafting.drafter import DrafterFile
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
 from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
@@ -36,12 +36,13 @@ from engine.ops.cuda.sampling import Sampler
 from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
-from engine.running import inspection, probe
+from engine.running import draft_files, inspection, probe
+from engine.running.draft_files import NO_DRAFTS, DraftFiles
 from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
 from engine.running.mtp import Predictor
-from engine.running.source import open_block, open_profile
+from engine.running.source import open_profile
 from engine.running.stepping import Graphs, Steps
 
 DEFAULT_CTX_TOKENS = 32768
@@ -58,6 +59,11 @@ class Counted:
     kv_bytes: int
     buffers_bytes: int
     kernels: tuple[tuple[Module, str], ...]
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.dense_bytes + self.kv_bytes + self.buffers_bytes
 
 
 class _NoTier:
@@ -194,8 +200,8 @@ def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
 class Decision:
     """How a GPU is shared out.
 
-    plan: all of it. limits: of a step. kernels: to be compiled and loaded. reasons: why what was
-    not asked for was chosen.
+    plan: all of it. limits: of a step. kernels: to be compiled and loaded. drafts: what drafts, as far as there is
+    room for it. reasons: why what was not asked for was chosen.
     """
 
     plan: plan.MemoryPlan
@@ -203,6 +209,7 @@ class Decision:
     placement: placement.Placement
     rule: policy.Rule
     kernels: tuple[tuple[Module, str], ...]
+    drafts: DraftFiles
     reasons: tuple[str, ...]
 
     @property
@@ -224,7 +231,8 @@ class Decision:
 class Sharing:
     """How a model shares out a device: what no cap and no context changes is worked out once, however often it decides.
 
-    profile: to place by, of this model. like: stands for the device. block: as of `Source`.
+    profile: to place by, of this model. like: stands for the device. drafts: what drafts for it; a block that nobody
+    asked for is left out where it does not fit.
     """
 
     def __init__(
@@ -236,11 +244,10 @@ class Sharing:
         n_ctx: int,
         profile: Profile | None,
         like: CountingDevice,
-        drafter: DrafterFile | None = None,
-        block: Block | None = None,
+        drafts: DraftFiles = NO_DRAFTS,
     ) -> None:
         self.options, self.arch, self.config, self.weights = options, arch, config, weights
-        self.n_ctx, self.profile, self.like, self.drafter, self.block = n_ctx, profile, like, drafter, block
+        self.n_ctx, self.profile, self.like, self.drafts = n_ctx, profile, like, drafts
         self.policy = policies.find(options.policy)
         self.experts = Experts(
             self.policy.counts(profile, config.moe_layers, config.n_expert),
@@ -248,7 +255,7 @@ class Sharing:
             [staging_bytes(e.part_bytes) for e in weights.experts],
             n_used=config.n_expert_used,
         )
-        self._counted: dict[tuple[int, int, bool], Counted] = {}
+        self._counted: dict[tuple[int, int, bool, bool], Counted] = {}
 
     def decide(self, *, cap_bytes: int, context_bytes: int, context_measured: bool = True) -> Decision:
         """Share out `cap_bytes` of the device, of which `context_bytes` are gone.
@@ -256,6 +263,16 @@ class Sharing:
         CapacityError where it is too little, naming what would do; UnsupportedModelError where the kernels do not run
         the model.
         """
+        try:
+            return self._decide(cap_bytes, context_bytes, context_measured)
+        except (CapacityError, UnsupportedModelError) as error:
+            if self.drafts.block is None or not self.drafts.is_found:
+                raise
+            self.drafts = self.drafts.without_block(f"no block drafts, since with it there is no plan: {error.message}")
+            self._counted.clear()
+            return self._decide(cap_bytes, context_bytes, context_measured)
+
+    def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         experts = self.experts
         tries = self._tries(cap_bytes - context_bytes)
         for places, chunk in tries:
@@ -276,8 +293,11 @@ class Sharing:
         reasons.append(self._said(chunk, places))
         made = self._asked or self._place(share.slots_bytes, resident=share.resident)
         host_bytes = tier_bytes(self.weights.experts, made.placement.pinned)
-        whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured)
-        return Decision(whole, limits, made.placement, made.rule, found.kernels, (*reasons, *made.reasons))
+        drafts_bytes = self._drafts_bytes(chunk, places)
+        if drafts_bytes:
+            reasons.append(f"what drafts takes {drafts_bytes / 2**20:.0f} MiB of the GPU: weights, cache and buffers")
+        whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured, drafts_bytes)
+        return Decision(whole, limits, made.placement, made.rule, found.kernels, self.drafts, (*reasons, *made.reasons))
 
     def _tries(self, room_bytes: int) -> list[tuple[int, int]]:
         """Requests at a time and tokens of a prefill step, in the order to try; room_bytes: of all but the context."""
@@ -290,13 +310,19 @@ class Sharing:
         """Requests at a time, in the order to try."""
         chunk = self.options.chunk_tokens or plan.CHUNKS[0]
         one = self._count(chunk, 1, run=False)
-        room = room_bytes - one.dense_bytes - one.kv_bytes - one.buffers_bytes
-        return plan.places(room, self.experts.bytes, most, lambda n: self._places_bytes(chunk, n))
+        return plan.places(room_bytes - one.bytes, self.experts.bytes, most, lambda n: self._places_bytes(chunk, n))
 
     def _places_bytes(self, chunk_tokens: int, places: int) -> int:
         """What so many requests at a time take more than one does."""
         one, more = (self._count(chunk_tokens, n, run=False) for n in (1, places))
-        return more.kv_bytes + more.buffers_bytes - one.kv_bytes - one.buffers_bytes
+        return more.bytes - one.bytes
+
+    def _drafts_bytes(self, chunk_tokens: int, places: int) -> int:
+        """What the drafter or the block takes of all that is counted."""
+        if self.drafts.drafter is None and self.drafts.block is None:
+            return 0
+        whole, without = (self._count(chunk_tokens, places, run=False, drafts=d) for d in (True, False))
+        return whole.bytes - without.bytes
 
     def _said(self, chunk_tokens: int, places: int) -> str:
         """Why so many requests run at a time, and what they take."""
@@ -339,22 +365,24 @@ class Sharing:
         # Buffers grow in proportion to the tokens, near enough for a choice.
         return plan.chunks(room, lambda n: int(np.interp(n, ends, (few.buffers_bytes, many.buffers_bytes))))
 
-    def _count(self, chunk_tokens: int, places: int, run: bool = True) -> Counted:
+    def _count(self, chunk_tokens: int, places: int, run: bool = True, drafts: bool = True) -> Counted:
+        """As `count`; drafts: with what drafts."""
         n = min(chunk_tokens, self.n_ctx)
-        if not run and (n, places, True) in self._counted:
-            return self._counted[n, places, True]
-        if (n, places, run) not in self._counted:
+        if not run and (n, places, True, drafts) in self._counted:
+            return self._counted[n, places, True, drafts]
+        if (n, places, run, drafts) not in self._counted:
             device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
+            found = self.drafts if drafts else NO_DRAFTS
             try:
-                self._counted[n, places, run] = count(
+                self._counted[n, places, run, drafts] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
-                    drafter=self.drafter, block=self.block, run=run,
+                    drafter=found.drafter, block=found.block, run=run,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
                     f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
                 ) from error
-        return self._counted[n, places, run]
+        return self._counted[n, places, run, drafts]
 
     def _share(self, fixed_bytes: int, cap_bytes: int) -> plan.Share:
         if self._asked is None:
@@ -449,15 +477,13 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         # A profile is of a model, and which one this is its routers say.
         with nullcontext(file) if options.profile is None else open_model(options.model) as known:
             profile, warnings = open_profile(options, known, config)
-        block, reasons, more = open_block(options, file, arch, config)
-        warnings += more
+        drafts = draft_files.find(options, file, arch, config)
     try:
-        drafter = None if options.drafter is None else open_drafter(options.drafter, config)
-        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafter, block)
+        sharing = Sharing(options, arch, config, weights, n_ctx, profile, like, drafts)
         decision = sharing.decide(cap_bytes=cap, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     except (CapacityError, UnsupportedModelError) as error:
         return said | {"refusal": {"code": error.code, "message": error.message, "hint": error.hint}}
-    placed, made = decision.placement, decision.plan
+    placed, made, warnings = decision.placement, decision.plan, (*warnings, *decision.drafts.warnings)
     free = available_bytes()
     if free is not None and made.host_bytes > free:
         few = (
@@ -470,11 +496,12 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "chunk_tokens": decision.limits.max_tokens,
         "parallel": decision.limits.places,
         "kv_type": options.kv_type,
+        "draft": options.draft,
         "policy": options.policy,
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,
         "slots_per_layer": list(placed.slots_per_layer),
         "cache_slots": list(placed.cache_slots),
-        "reasons": [*reasons, *decision.reasons],
+        "reasons": [*decision.drafts.reasons, *decision.reasons],
         "warnings": list(warnings),
         "plan": made.to_json(),
     }

@@ -19,6 +19,7 @@ from engine.formats.block_types import NATIVE_TYPES, NoKernelsError
 from engine.formats.gguf import GGUFFile, StringArray
 from engine.formats.gguf_header import TensorInfo
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError
+from engine.models import nextn, sidecar
 from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
@@ -49,7 +50,7 @@ _ROLES = (
 )
 _VECTORS, _OTHERS = "norms and vectors", "others"
 _TEXT, _VALUES = 200, 1024  # characters of a text, and layers that a size is given for, of what a file may say
-DRAFTER = "drafter"
+DRAFTER, BLOCK = "drafter", "block"
 _TOO_LARGE = "the sizes that the header names are larger than this machine's memory"
 # Files that are no language model, by `general.type`, and what to do with them.
 _BESIDE = {
@@ -77,18 +78,19 @@ class Inspection:
 def inspect(file: GGUFFile) -> Inspection:
     """Inspect a file of which `open_header` has read the header.
 
-    A drafter without findings is one that loads, beside the model that it was trained for; it is no model itself.
+    A drafter, or a block in a file of its own, without findings is one that loads, beside the model that it was made
+    for; it is no model itself.
     """
-    roles = list(_roles(file))
-    model, drafts, missing = None, None, list[SparkError]()
+    kind, roles = _kind(file), list(_roles(file))
+    model, drafts, missing = None, dict[str, Any](), list[SparkError]()
     try:
-        if _kind(file) == DRAFTER:
-            drafts = _drafts(file)
+        if kind in (DRAFTER, BLOCK):
+            drafts[kind] = _drafts(file) if kind == DRAFTER else _block(file)
         else:
             model = _load(file)
     except SparkError as error:
         missing.append(error)
-    if model is None and drafts is None:  # a type is named once, for all tensors that have it
+    if model is None and not drafts:  # a type is named once, for all tensors that have it
         others = [error for error in missing if not isinstance(error, NoKernelsError)]
         missing = [*others, *_without_kernels(roles)] or missing
     n_experts = sum(row["parameters"] for row in roles if row["role"].startswith(EXPERTS))
@@ -97,7 +99,7 @@ def inspect(file: GGUFFile) -> Inspection:
     used, n_expert = (sizes.get(key) for key in ("expert_used_count", "expert_count"))
     share = used / n_expert if type(used) is int and type(n_expert) is int and 0 < used <= n_expert else 1.0
     report = {
-        "kind": _kind(file),
+        "kind": kind,
         "architecture": file.architecture[:_TEXT],
         "name": name[:_TEXT] if isinstance(name, str) else None,
         "files": [str(path) for path in file.paths],
@@ -110,7 +112,7 @@ def inspect(file: GGUFFile) -> Inspection:
         "tensors": roles,
         "missing": [{"code": error.code, "message": error.message, "hint": error.hint} for error in missing],
     }
-    return Inspection(report if drafts is None else report | {"drafter": drafts}, model)
+    return Inspection(report | drafts, model)
 
 
 def _drafts(file: GGUFFile) -> dict[str, Any]:
@@ -126,6 +128,25 @@ def _drafts(file: GGUFFile) -> dict[str, Any]:
         "mask_token": config.mask_token,
         "vocabulary": config.n_vocab or None,
         "window_tokens": max(config.reach),
+    }
+
+
+def _block(file: GGUFFile) -> dict[str, Any]:
+    """What a block in a file of its own asks of the model beside it, read as it is loaded."""
+    arch = models.find(file.architecture)
+    config = sidecar.read(file, arch)
+    sidecar.refuse_unknown(file)
+    try:
+        found = nextn.find(file, arch, config)
+    except MemoryError:
+        raise ModelFormatError(_TOO_LARGE) from None
+    if found.block is None:
+        raise UnsupportedModelError(found.said)
+    return {
+        "number": found.block.number,
+        "bytes": found.block.nbytes,
+        "embedding_length": config.n_embd,
+        "vocabulary": config.n_vocab or None,
     }
 
 
@@ -150,7 +171,8 @@ def _roles(file: GGUFFile) -> Iterator[dict[str, Any]]:
     """A row for each role and type: tensors, parameters, bytes; in the order of _ROLES, the most bytes first."""
     found: dict[tuple[str, str], list[TensorInfo]] = {}
     counts = (file.metadata.get(f"{file.architecture}.{key}", 0) for key in SIZE_KEYS[:2])
-    mtp = mtp_blocks(file.metadata, file.architecture) if all(type(n) is int for n in counts) else range(0)
+    is_whole = all(type(n) is int for n in counts) and not sidecar.is_sidecar(file)
+    mtp = mtp_blocks(file.metadata, file.architecture) if is_whole else range(0)
     for tensor in file.tensors.values():
         found.setdefault((_role(tensor, mtp), tensor.qtype.name), []).append(tensor)
     order = [*dict.fromkeys(role for _, role in _ROLES), UNREAD[1], _OTHERS, _VECTORS]
@@ -205,8 +227,10 @@ def _sizes(file: GGUFFile) -> dict[str, int | list[int]]:
 
 
 def _kind(file: GGUFFile) -> str:
-    """`model`, `drafter` or one of _BESIDE; older files of vision encoders say it by their architecture alone."""
+    """`model`, `drafter`, `block` or one of _BESIDE; older vision encoders say it by their architecture alone."""
     if drafter.is_drafter(file.architecture):
         return DRAFTER
+    if sidecar.is_sidecar(file):
+        return BLOCK
     kind = "mmproj" if file.architecture == "clip" else file.metadata.get("general.type")
     return kind if isinstance(kind, str) and kind in _BESIDE else "model"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.drafting.dflash import Drafter
@@ -146,6 +146,8 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
         with translated("loading the model"):
             shares = share_out(options, source, backend, n_ctx, progress)
+            if shares.decision is not None:  # without a block that was found and does not fit
+                source = replace(source, drafts=shares.decision.drafts)
             forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
@@ -163,7 +165,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             f"{threads} threads: " + ("asked for" if options.threads else "one for each physical core"),
             f"context of {n_ctx} tokens: "
             + ("asked for" if options.ctx_tokens else f"the model was trained on {source.config.n_ctx_train}"),
-            *source.reasons,
+            *source.drafts.reasons,
             *shares.reasons,
             f"drafts: {_who_drafts(options, source)}",
         )
@@ -213,7 +215,8 @@ def _who_drafts(options: EngineConfig, source: Source) -> str:
         return "none, asked for"
     memory = f"looked up, also in the last {options.draft_memory_mib:g} MiB of earlier requests"
     if source.block is not None:
-        return f"{memory}; the block of the file that predicts further tokens"
+        of = "the file" if source.drafts.path is None else str(source.drafts.path)
+        return f"{memory}; the block of {of} that predicts further tokens"
     if source.drafter is None:
         return memory
     c = source.drafter.config
@@ -261,6 +264,7 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
             "kv_type": options.kv_type,
             "chunk_tokens": piece,
             "block": 0 if source.block is None else source.block.number,
+            "block_id": source.drafts.block_id,  # of a file of its own: what it computed is in the chunks
             "device": f"{backend.name}: {backend.device.name}",
             "code": code_digest(backend.compiler),
         }

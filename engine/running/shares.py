@@ -90,7 +90,7 @@ def _of_gpu(
 
     sharing = dryrun.Sharing(
         options, source.arch, source.config, source.weights, n_ctx, source.profile, CountingDevice.like(device),
-        source.drafter, source.block,
+        source.drafts,
     )
     # The first decision tells the kernels; with them loaded the context has the size that counts.
     first = sharing.decide(cap_bytes=cap, context_bytes=before - free)

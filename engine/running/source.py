@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import models
-from engine.drafting.drafter import DrafterFile, open_drafter
+from engine.drafting.drafter import DrafterFile
 from engine.formats.gguf import GGUFFile, open_model
 from engine.formats.profile import Profile
 from engine.formats.profile import load as load_profile
 from engine.ground.config import EngineConfig
-from engine.ground.errors import UsageError
-from engine.models import nextn
-from engine.models.conventions import mtp_blocks
+from engine.ground.errors import UnsupportedModelError, UsageError
+from engine.models import sidecar
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
 from engine.models.nextn import Block
+from engine.running import draft_files
+from engine.running.draft_files import DraftFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Source:
     """A model as its file has it.
 
     arch: the architecture's module; config: its configuration; weights: views of the mapped file. profile: the counts
-    that were asked for, if any were. warnings: what the user should know of them. drafter: what its file has, if one
-    was named. block: what drafts tokens, if that was asked for and the file has it; reasons: what is said of it.
+    that were asked for, if any were. notes: what the user should know of it. drafts: what drafts tokens for it, as
+    files have it.
     """
 
     file: GGUFFile
@@ -33,10 +34,23 @@ class Source:
     config: ModelConfig
     weights: Weights[Any]
     profile: Profile | None
-    warnings: tuple[str, ...]
-    drafter: DrafterFile | None = None
-    block: Block | None = None
-    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    drafts: DraftFiles
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of all that."""
+        return (*self.notes, *self.drafts.warnings)
+
+    @property
+    def drafter(self) -> DrafterFile | None:
+        """A drafter that was named."""
+        return self.drafts.drafter
+
+    @property
+    def block(self) -> Block | None:
+        """The block that drafts, where one was asked for or found."""
+        return self.drafts.block
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -52,28 +66,15 @@ def open_profile(options: EngineConfig, file: GGUFFile, config: ModelConfig) -> 
     return load_profile(options.profile, model_id=file.model_id, shape=(config.n_layer, config.n_expert))
 
 
-def open_block(
-    options: EngineConfig, file: GGUFFile, arch: Architecture, config: ModelConfig
-) -> tuple[Block | None, tuple[str, ...], tuple[str, ...]]:
-    """The block that drafts tokens, if that is asked for; what is said of it, and warnings where it is left out.
-
-    UsageError where it is asked for and the file has none that can be run.
-    """
-    if options.predicts:
-        found = nextn.find(file, arch, config)
-        if found.block is None:
-            raise UsageError(f"--draft mtp: {found.said}", hint="use --draft auto")
-        return found.block, (found.said,), ()
-    if not (mtp := mtp_blocks(file.metadata, file.architecture)):
-        return None, (), ()
-    blocks = ", ".join(f"blk.{i}" for i in mtp)
-    return None, (), (f"{blocks} of the file, which predicts further tokens (MTP), is left out; --draft mtp uses it",)
-
-
 def open_source(options: EngineConfig) -> Source:
     """Open the model, its profile and what drafts for it; options that they rule out are a UsageError."""
     file = open_model(options.model)
     try:
+        if sidecar.is_sidecar(file):
+            raise UnsupportedModelError(
+                f"{options.model} holds a block that drafts for a model, and not the model",
+                hint=f"give the model, and this file as --draft {options.model}",
+            )
         arch = models.find(file.architecture)
         config = arch.Config.from_gguf(file)
         odd = [g.head_dim for g in config.kv_groups if g.head_dim % 32]
@@ -82,12 +83,10 @@ def open_source(options: EngineConfig) -> Source:
                 f"--kv-type q8_0 stores blocks of 32, and the model's heads have {odd[0]} dimensions",
                 hint="use --kv-type f16",
             )
-        profile, warnings = open_profile(options, file, config)
-        drafter = None if options.drafter is None else open_drafter(options.drafter, config)
-        block, reasons, more = open_block(options, file, arch, config)
-        return Source(
-            file, arch, config, arch.load(file, config), profile, (*warnings, *more), drafter, block, reasons
-        )  # fmt: skip
+        profile, notes = open_profile(options, file, config)
+        drafts = draft_files.find(options, file, arch, config)
+        weights = arch.load(file, config)
+        return Source(file, arch, config, weights, profile, notes, drafts)
     except BaseException:
         file.close()
         raise

@@ -232,17 +232,22 @@ class GenerateTask(Reply):
 
     def _tokens(self) -> Tokens:
         tokens = tuple(drawn.token for drawn in self.unsent)
+        drafts = self._drafted() or None
         if self.request.logprobs is None:
-            return Tokens(self.id, tokens)
+            return Tokens(self.id, tokens, drafts=drafts)
         found = [drawn.likelihood for drawn in self.unsent if drawn.likelihood is not None]
-        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found))
+        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found), drafts)
+
+    def _drafted(self) -> dict[str, dict[str, int]]:
+        """Tokens that were drafted for it, and accepted, by source."""
+        return {} if self.drafting is None else tallied(self.drafting.record.tallies)
 
     def _done(self, now: float) -> Done:
         loaded, read_s = self.loaded, self._read_s or now
         assert self.sequence is not None
         loaded.prefixes.insert(self.sequence, np.asarray(self.history, np.int32))
-        drafts = {} if self.drafting is None else tallied(self.drafting.record.tallies)
-        usage = Usage(len(self.request.tokens), self.made, cached_tokens=self.cached_tokens or 0, drafts=drafts)
+        cached = self.cached_tokens or 0
+        usage = Usage(len(self.request.tokens), self.made, cached_tokens=cached, drafts=self._drafted())
         timing = Timing(read_s - self._began, now - read_s)
         return Done(
             self.id, usage, timing, loaded.residency.since(self._before), "stop" if self.reason == "stop" else "length"

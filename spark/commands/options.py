@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -70,7 +74,7 @@ DraftOption = Annotated[
     str,
     typer.Option(
         "--draft", metavar="WHO|FILE",
-        help=f"Who proposes tokens ahead, which changes none: {', '.join(DRAFTS)}, or a drafter's file, beside lookup.",
+        help=f"Who proposes tokens ahead, which changes none: {', '.join(DRAFTS)}, or beside lookup what a file holds.",
     ),
     Reads(words=DRAFTS),
 ]  # fmt: skip
@@ -118,7 +122,7 @@ CacheDirGibOption = Annotated[
 def drafts(given: str) -> str:
     """Read `--draft`."""
     if given not in DRAFTS and not Path(given).is_file():
-        raise UsageError(f"--draft is {given!r}: expected {', '.join(DRAFTS)} or the file of a drafter")
+        raise UsageError(f"--draft is {given!r}: expected {', '.join(DRAFTS)} or the file of a drafter or a block")
     return given
 
 
@@ -146,24 +150,81 @@ def placed_by(model: Path, spark: bool, profile: Path | None) -> Path | None:
     return (profile or default_path(model)) if spark else None
 
 
-def serving(
-    model: Path, spark: bool, profile: Path | None, *, residency: float | None, vram_gib: float | None, **settings: Any
-) -> tuple[EngineConfig, Path | None]:
-    """Make the configuration of a server, and say where it writes what it learns; settings: fields as they are."""
-    from engine.placing import policies
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The options of who serves a model, beside the model; a command with a parameter of this type has them all."""
 
-    if vram_gib is not None and residency is not None:
-        raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
-    path = placed_by(model, spark, profile)
-    if path is not None and not path.exists():
-        writable(path)
-        note(f"no profile at {path} yet: starting uniform, learning, saving there")
-    config = EngineConfig(
-        model=model,
-        policy=policies.served(spark).name,
-        profile=path if path is not None and path.exists() else None,
-        residency_pct=100.0 if residency is None else residency,
-        vram_gib=vram_gib,
-        **settings,
-    )
-    return config, path
+    spark: SparkOption = False
+    profile: ProfileOption = None
+    vram: VramOption = None
+    residency: ServeResidencyOption = None
+    cache_slots: CacheOption = "auto"
+    ctx: ContextOption = None
+    kv_type: KVOption = "f16"
+    chunk: ChunkOption = None
+    parallel: ParallelOption = None
+    prefix: PrefixOption = 2.0
+    cache_dir: CacheDirOption = None
+    cache_dir_gib: CacheDirGibOption = 32.0
+    exact_prefixes: ExactOption = False
+    draft: DraftOption = "auto"
+    draft_memory: DraftMemoryOption = 64.0
+
+    def config(
+        self, model: Path, device: Literal["auto", "cuda", "cpu"], threads: int | None
+    ) -> tuple[EngineConfig, Path | None]:
+        """Make the configuration of a server, and say where it writes what it learns."""
+        from engine.placing import policies
+
+        if self.vram is not None and self.residency is not None:
+            raise UsageError("--vram and --residency both say how many experts are resident", hint="give one of them")
+        path = placed_by(model, self.spark, self.profile)
+        if path is not None and not path.exists():
+            writable(path)
+            note(f"no profile at {path} yet: starting uniform, learning, saving there")
+        config = EngineConfig(
+            model=model,
+            device=device,
+            policy=policies.served(self.spark).name,
+            profile=path if path is not None and path.exists() else None,
+            residency_pct=100.0 if self.residency is None else self.residency,
+            vram_gib=self.vram,
+            cache_slots=slots(self.cache_slots),
+            ctx_tokens=self.ctx,
+            kv_type=self.kv_type,
+            chunk_tokens=self.chunk,
+            parallel=self.parallel,
+            threads=threads,
+            prefix_gib=self.prefix,
+            cache_dir=self.cache_dir,
+            cache_dir_gib=self.cache_dir_gib,
+            exact_prefixes=self.exact_prefixes,
+            draft=drafts(self.draft),
+            draft_memory_mib=self.draft_memory,
+        )
+        return config, path
+
+
+def spread(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of `Served` in place of a parameter of that type; others are as they are."""
+    hints, options = (get_type_hints(of, include_extras=True) for of in (function, Served))
+    given = next((name for name, hint in hints.items() if hint is Served), None)
+    if given is None:
+        return function
+    parameters: list[inspect.Parameter] = []
+    for each in inspect.signature(function).parameters.values():
+        if each.name != given:
+            parameters.append(each.replace(annotation=hints[each.name]))
+            continue
+        for f in fields(Served):
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter(f.name, kind, default=f.default, annotation=options[f.name]))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        served = Served(**{f.name: values.pop(f.name) for f in fields(Served)})
+        function(**values, **{given: served})
+
+    command.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": None}
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    return command

@@ -231,7 +231,7 @@ def show_inspection(report: PlanReport) -> None:
         rows.append(["parameters", "{:,.2f} B, {:,.2f} B of them active".format(*billions)])
     split = f" in {len(file['files'])} files" if len(file["files"]) > 1 else ""
     rows.append(["size", f"{file['bytes'] / _GIB:,.2f} GiB{split}"])
-    rows += _drafter_rows(file.get("drafter")) + _speech_rows(report)
+    rows += _drafter_rows(file.get("drafter")) + _block_rows(file.get("block")) + _speech_rows(report)
     table(f"{report.model}", ["", ""], rows)
     tensors = [
         [row["role"], row["type"] + ("" if row["kernels"] else " (no kernels)"), f"{row['tensors']:,}",
@@ -252,6 +252,18 @@ def _drafter_rows(drafter: dict[str, Any] | None) -> list[list[str]]:
         ["is a drafter", f"of blocks of {drafter['block_tokens']} tokens, {drafter['window_tokens']:,} positions back"],
         ["for a model of", f"the same width and a vocabulary of {tokens}"],
         ["reads", f"what layers {layers} of that model give, counted from 0"],
+    ]
+
+
+def _block_rows(block: dict[str, Any] | None) -> list[list[str]]:
+    """What a block in a file of its own asks of the model that it drafts for."""
+    if block is None:
+        return []
+    tokens = "any size" if block["vocabulary"] is None else f"{block['vocabulary']:,}"
+    width = f"width {block['embedding_length']:,}"
+    return [
+        ["is a block that drafts", f"blk.{block['number']}, {block['bytes'] / _GIB:,.2f} GiB, for --draft"],
+        ["for a model of", f"{block['number']} layers of this architecture, {width} and a vocabulary of {tokens}"],
     ]
 
 
@@ -283,7 +295,7 @@ def show_plan(report: PlanReport) -> None:
     for warning in dict.fromkeys(text for info in infos for text in info["warnings"]):
         note(f"warning: {warning}")
     first = infos[0]
-    parts = (
+    parts: list[tuple[str, str]] = [
         ("weights outside experts", "dense_bytes"),
         (f"KV cache, {first['ctx_tokens']:,} tokens, {first['kv_type']}", "kv_bytes"),
         ("expert slots", "slots_bytes"),
@@ -293,7 +305,9 @@ def show_plan(report: PlanReport) -> None:
         ("all of it on the GPU", "device_bytes"),
         ("page-locked in host memory", "host_bytes"),
         ("all experts, for comparison", "experts_bytes"),
-    )
+    ]
+    if any(info["plan"]["drafts_bytes"] for info in infos):
+        parts.append((f"of it on the GPU, what drafts ({_shown(first['draft'])})", "drafts_bytes"))
     rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
     rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
     rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])

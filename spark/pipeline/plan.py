@@ -29,6 +29,7 @@ from engine.text import tokenizer
 from spark.daemon.client import engine_command
 from spark.speech.dialect import Dialect, learn
 
+_BESIDE = {"drafter": "a drafter", "block": "a block that drafts"}  # files that go beside a model's
 CARDS_GIB = (12.0, 24.0)  # what is planned for where there is no GPU to ask
 _TAIL_LINES = 12
 _TEMPLATE_S = 10.0  # a template takes milliseconds
@@ -124,9 +125,9 @@ def plan(config: EngineConfig, vram_gib: Sequence[float], deadline_s: float) -> 
     report = inspect(config, vram_gib, deadline_s)
     if report.refusal is not None:
         raise report.refusal
-    if report.file["kind"] == "drafter":
+    if (kind := _BESIDE.get(report.file["kind"])) is not None:
         raise UnsupportedModelError(
-            f"{report.model} is a drafter, expected a model", hint="name the model that it was trained for"
+            f"{report.model} is {kind}, expected a model", hint=f"name its model, and --draft {report.model}"
         )
     if absent := report.file["absent_files"]:
         raise ModelFormatError(f"{absent[0]}: this part of the model is missing", hint="fetch it to that place")

@@ -33,6 +33,7 @@ from spark.speech.conversation import (
     Part,
     Text,
     Usage,
+    accepted_among,
     added_drafts,
     refusal,
 )
@@ -408,7 +409,8 @@ class _Run:
         self._reused = 0  # of the tokens of the prompt
         self._read = 0  # those, and those that were computed
         self._completion = self._reasoning = 0
-        self._drafts: Drafted = {}  # of the generations that have ended by themselves
+        self._drafts: Drafted = {}  # of the generations before
+        self._drafting: Drafted = {}  # of the one at hand, as far as it has told
         self._generation = 0  # how many there were before
         self._chars = 0  # that the parser was given
         self.first_s: float | None = None
@@ -418,7 +420,8 @@ class _Run:
     @property
     def usage(self) -> Usage:
         """What a reply that ends now has taken."""
-        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning, self._drafts)
+        drafts = accepted_among(self._completion, added_drafts(self._drafts, self._drafting))
+        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning, drafts)
 
     @property
     def used(self) -> Usage:
@@ -442,6 +445,7 @@ class _Run:
         self.begun = True
         self._count_prompt(event)
         if isinstance(event, protocol.Tokens):
+            self._drafting = event.drafts or self._drafting
             if self.first_s is None and event.tokens:
                 self.first_s = time.monotonic()
             for i, token in enumerate(event.tokens):
@@ -454,7 +458,7 @@ class _Run:
                     break
         elif isinstance(event, protocol.Done):
             self.reason = event.finish_reason or "stop"
-            self._drafts = added_drafts(self._drafts, event.usage.drafts)
+            self._drafting = event.usage.drafts
         return _joined(self._aligned(parts))
 
     def count(self, event: protocol.Event) -> None:
@@ -463,6 +467,7 @@ class _Run:
         self._count_prompt(event)
         if isinstance(event, protocol.Tokens):
             self._completion += len(event.tokens)
+            self._drafting = event.drafts or self._drafting
 
     def _count_prompt(self, event: protocol.Event) -> None:
         """Count what was read; later generations read what earlier ones have made."""
@@ -544,6 +549,7 @@ class _Run:
         """Have another generation go on, with reasoning behind it."""
         self.broken = True
         self._generation += 1
+        self._drafts, self._drafting = added_drafts(self._drafts, self._drafting), {}
         if self._grammar is not None:
             self._grammar = {key: value for key, value in self._grammar.items() if key not in ("after", "opens")}
 

@@ -236,6 +236,16 @@ def added_drafts(one: Drafted, other: Drafted) -> Drafted:
     }
 
 
+def accepted_among(n_tokens: int, drafts: Drafted) -> Drafted:
+    """The counts with no more accepted than so many tokens: of a reply that was broken off, those behind its end."""
+    over, made = sum(n["accepted"] for n in drafts.values()) - n_tokens, {}
+    for source, n in drafts.items():
+        less = max(0, min(over, n["accepted"]))
+        over -= less
+        made[source] = {"drafted": n["drafted"], "accepted": n["accepted"] - less}
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """The end of a reply; `stop`: the stop string that ended it."""

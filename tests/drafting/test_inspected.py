@@ -13,7 +13,7 @@ from engine.drafting import drafter
 from engine.formats.gguf import open_header
 from engine.ground.errors import SparkError
 from engine.running.inspection import inspect
-from tests.command_line import environment, refused, spark
+from tests.command_line import NANO, environment, refused, spark
 from tests.dflash_twin import DIALECTS, Shape, random_drafter, write_drafter
 from tests.formats.test_gguf_malformed import mutate
 
@@ -75,3 +75,27 @@ def test_mutated_headers_are_explained(tmp_path: Path) -> None:
         except SparkError:
             continue
     assert read > 20
+
+
+def test_a_plan_counts_a_drafter_and_says_what_it_takes(tmp_path: Path) -> None:
+    with open_header(NANO) as file:
+        n_embd, n_layer = (file.value(f"qwen3moe.{key}", int) for key in ("embedding_length", "block_count"))
+    shape = Shape(n_embd=n_embd, n_vocab=6144, captured=(n_layer - 1, 0), mask=6143)
+    written(tmp_path / "d.gguf", shape=shape)
+    rows = []
+    for draft in ("auto", "d.gguf"):
+        done = spark(
+            "plan", NANO, "--vram", "2", "--draft", draft, "--ctx", "512", "--json", "p.json", cwd=tmp_path, env=HIDDEN
+        )
+        (row,) = json.loads((tmp_path / "p.json").read_text())["rows"]
+        rows.append(row)
+        assert ("what drafts (d.gguf)" in done.stdout) == (draft == "d.gguf")
+    plain, drafted = rows
+    assert plain["draft"] == "auto" and plain["drafts_bytes"] == 0 < drafted["drafts_bytes"]
+    taken = sum(drafted[key] - plain[key] for key in ("dense_bytes", "kv_bytes", "buffers_bytes"))
+    assert taken == drafted["drafts_bytes"] and drafted["dense_bytes"] > plain["dense_bytes"]
+    assert any("what drafts takes" in reason for reason in drafted["reasons"])
+    other = refused("plan", NANO, "--draft", tmp_path / "no.gguf", cwd=tmp_path, status=2, env=HIDDEN)
+    assert "expected auto, off, lookup, mtp or the file" in other
+    written(tmp_path / "other.gguf")
+    assert "the drafter is for" in refused("plan", NANO, "--draft", "other.gguf", cwd=tmp_path, env=HIDDEN)

@@ -91,7 +91,7 @@ EVENTS = st.one_of(
     st.builds(protocol.Plan, INFO),
     st.builds(
         protocol.Tokens, IDS, TOKENS, st.none() | st.lists(FLOATS, max_size=4).map(tuple),
-        st.none() | st.lists(TOP, max_size=4).map(tuple),
+        st.none() | st.lists(TOP, max_size=4).map(tuple), st.none() | INFO,
     ),
     st.builds(protocol.Progress, IDS, IDS, IDS, IDS),
     st.builds(protocol.Working, IDS),

@@ -150,7 +150,7 @@ def test_of_several_blocks_the_first_is_run(tmp_path: Path) -> None:
     metadata |= {"qwen35.block_count": 6, "qwen35.nextn_predict_layers": 2}
     write_gguf(tmp_path / "x.gguf", metadata, tensors | {"blk.5.nextn.enorm.weight": np.ones(256, np.float32)})
     loaded = loaded_for(tmp_path / "x.gguf")
-    assert isinstance(loaded.predictor, Predictor) and "1 behind it are left out" in loaded.source.reasons[0]
+    assert isinstance(loaded.predictor, Predictor) and "1 behind it are left out" in loaded.source.drafts.reasons[0]
     loaded.close()
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.ground.config import EngineConfig
+from engine.ground.errors import CapacityError
 from engine.ground.sampling import Sampling
-from engine.running import dryrun
+from engine.running import draft_files, dryrun
 from engine.running.loaded import Loaded, load
 from engine.running.mtp import Asked, Fed
 from engine.running.stepping import Span
 from engine.running.warm import warm_up
 from tests.engine_runs import config
-from tests.nextn_models import FAMILIES, block_path
+from tests.nextn_models import FAMILIES, apart, block_path
 from tests.telling import Telling, said
 from tests.tiny_models import nmse
 
@@ -80,3 +82,38 @@ def test_drafts_change_no_token(residency: int) -> None:
         assert said(loaded, decoder, prompts, sampling, 6) == expected
     assert decoder.n_right > 2
     loaded.close()
+
+
+def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path: Path) -> None:
+    model, path = apart(tmp_path, "qwen35moe")
+    found = []
+    for of, draft in ((block_path("qwen35moe"), "mtp"), (model, "mtp"), (model, str(path))):
+        loaded = load(config(of, draft=draft, residency_pct=40))
+        tokens, logits = drafted(loaded, [40, 8, 1])
+        found.append((tokens, logits.tobytes(), loaded.plan()))
+        loaded.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_auto_loads_without_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `auto` has blocks: what was left out when the device was shared out is nowhere afterwards."""
+    monkeypatch.setattr(draft_files, "AUTO_HAS_BLOCKS", True)
+    loaded = load(config(block_path("qwen35moe"), draft="auto"))
+    assert loaded.predictor is not None and loaded.source.drafts.is_found
+    drafts_bytes = loaded.plan()["drafts_bytes"]
+    loaded.close()
+    decide = dryrun.Sharing._decide
+
+    def full(sharing: dryrun.Sharing, *arguments: Any) -> dryrun.Decision:
+        if sharing.drafts.block is not None:
+            raise CapacityError("it is too much")
+        return decide(sharing, *arguments)
+
+    monkeypatch.setattr(dryrun.Sharing, "_decide", full)
+    loaded = load(config(block_path("qwen35moe"), draft="auto"))
+    assert loaded.predictor is None and loaded.forward.block is None and loaded.drafts is not None
+    assert loaded.source.warnings == ("no block drafts, since with it there is no plan: it is too much",)
+    assert loaded.plan()["drafts_bytes"] == 0 < drafts_bytes
+    loaded.close()
+    with pytest.raises(CapacityError):
+        load(config(block_path("qwen35moe"), draft="mtp"))

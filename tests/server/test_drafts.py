@@ -16,7 +16,7 @@ from engine.ground import protocol
 from engine.ground.errors import RequestError
 from spark.server import generation
 from spark.server.metrics import Metrics
-from spark.speech.conversation import Conversation, Reasoning, Usage
+from spark.speech.conversation import Conversation, Reasoning, Usage, accepted_among
 from tests.command_line import NANO, started
 from tests.server.test_generation import ASKED, TOOLS, Backend, Generation, run
 from tests.server.test_server import PATIENCE_S, Running, events, running
@@ -123,17 +123,22 @@ def test_every_api_takes_draft(served: Running, path: str) -> None:
 
 
 class Drafting(Generation):
-    """One that says at its end what was drafted."""
+    """One that says at its end what was drafted; telling: and on the way, so far, four a token of which one stays."""
+
+    telling = False
 
     def __init__(self, backend: Backend, *args: Any, **more: Any) -> None:
         super().__init__(backend, *args, **more)
         done = self.events[-1]
+        for i, event in enumerate(self.events[1:-1] if self.telling else []):
+            drafts = {"lookup": {"drafted": 4 * (i + 1), "accepted": i + 1}}
+            self.events[1 + i] = protocol.Tokens(1, event.tokens, drafts=drafts)
         usage = protocol.Usage(done.usage.prompt_tokens, done.usage.completion_tokens, drafts=LOOKUP)
         self.events[-1] = protocol.Done(1, usage, done.timing, {}, done.finish_reason)
 
 
 def test_drafts_of_the_generations_of_a_reply_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that is broken off the daemon says nothing; the prediction goes with each."""
+    """Of one that is broken off no more is known than its tokens said; the prediction goes with each."""
 
     def after(backend: Backend, **wanted: Any) -> Usage:
         with monkeypatch.context() as patch:
@@ -148,10 +153,28 @@ def test_drafts_of_the_generations_of_a_reply_are_added_up(monkeypatch: pytest.M
     again = Backend("hm\n</think>\n\nso", '{"a": 1}')
     form = {"type": "object", "properties": {"a": {}}}
     assert after(again, response_schema=form, tools=TOOLS).drafts == LOOKUP and len(again.asked) == 2
+    monkeypatch.setattr(Drafting, "telling", True)
+    assert after(Backend("hm\n</think>\n\nso")).drafts == LOOKUP  # what the end says counts
+    # Of the one with the reasoning three tokens were taken, of which each brought a draft.
+    usage = after(Backend("123456", "so"), reasoning=Reasoning(True, 3))
+    assert usage.completion == 5 and usage.drafts == {"lookup": {"drafted": 12 + 6, "accepted": 5}}
+    usage = after(Backend("hm\n</think>\n\nso it is", '{"a": 1}'), response_schema=form, tools=TOOLS)
+    assert usage.drafts["lookup"]["drafted"] > 6 and 4 < usage.drafts["lookup"]["accepted"] <= usage.completion
+    usage = after(Backend("hm\n</think>\n\nso it is, or is it"), stops=(" is",))
+    n = len("hm\n</think>\n\nso it is")
+    assert usage.completion == n and usage.drafts == {"lookup": {"drafted": 4 * n, "accepted": n}}
     off = Backend("so")
     with monkeypatch.context() as patch:
         run(patch, "nano", off, Conversation(ASKED, draft=False, prediction="so"))
     assert off.more[0]["draft"] is False and off.more[0]["prediction"] is None
+
+
+def test_no_more_is_accepted_than_was_said() -> None:
+    """A reply that is broken off among the tokens of an event, all of which were drafts."""
+    counts = {"lookup": {"drafted": 9, "accepted": 5}, "mtp": {"drafted": 4, "accepted": 3}}
+    assert accepted_among(8, counts) == counts and accepted_among(0, {}) == {}
+    assert accepted_among(5, counts) == counts | {"lookup": {"drafted": 9, "accepted": 2}}
+    assert [n["accepted"] for n in accepted_among(1, counts).values()] == [0, 1]
 
 
 def test_usages_are_added_by_source() -> None:

@@ -103,6 +103,13 @@ def test_forced_drafts_change_no_token_and_no_count(opened: Open, arch: str, res
     n, stayed = drafted(events)
     assert n > stayed > 20
     assert counted(engine) == counts
+    ends = {e.id: e.usage.drafts.get("lookup", {"drafted": 0}) for e in events if isinstance(e, Done)}
+    so_far = dict.fromkeys(ends, 0)
+    for e in events:  # whoever breaks a reply off knows what was drafted by then
+        if isinstance(e, Tokens) and e.drafts is not None:
+            assert so_far[e.id] <= e.drafts["lookup"]["drafted"] <= ends[e.id]["drafted"]
+            so_far[e.id] = e.drafts["lookup"]["drafted"]
+    assert sum(so_far.values()) > n // 2
 
 
 @pytest.mark.parametrize("arch", models.known())
