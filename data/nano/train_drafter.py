@@ -37,6 +37,8 @@ from target import all_replies, follow, load_target  # noqa: E402
 from train import Log, device_name  # noqa: E402
 from windows import MIXTURE, STOP, Batches, Sizes, rewritten, turns_of  # noqa: E402
 
+from engine.ground.errors import SparkError  # noqa: E402
+
 NAME = "nano-drafter.gguf"
 METRICS = "drafter_metrics.json"
 MASK = "ÿ"  # as the tokenizer writes the byte 0xFF, which no UTF-8 text has
@@ -189,7 +191,7 @@ def measure(
     path = args.drafter or args.out / NAME
     try:
         said = engine_cases(args.model, path, some, ENGINE_TOKENS, stops)
-    except (ImportError, OSError) as error:  # its kernels were not built here: --drafter measures again where they are
+    except (ImportError, SparkError) as error:  # not built here: `--drafter` measures again where it is
         log(f"the engine cannot be loaded: {error}")
         return
     metrics["engine"] = agreement(target, drafter, said)
@@ -235,7 +237,7 @@ def main() -> None:
     elif cuda:
         amounts, plan = Amounts(None, 16000, 4000, 2, 0), Plan(Sizes(12, 2048, 512), batch=2048, sessions=160)
     else:
-        amounts, plan = Amounts(None, 1600, 400, 1, 0), Plan(Sizes(2, 1024, 128), batch=32, sessions=12)
+        amounts, plan = Amounts(None, 1600, 400, 1, 0), Plan(Sizes(1, 1024, 256), batch=32, sessions=12)
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "drafter.log")
     torch.manual_seed(args.seed)
