@@ -6,7 +6,7 @@ was due after the accepted ones. So blocks stand more often where guessing is ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,18 @@ def torch_drafts(target: Model, drafter: Drafter, prompt: Ids, reply: Ids) -> Id
 
 def cases(
     target: Model, drafter: Drafter, prompts: Sequence[Ids], n_tokens: int, stops: Sequence[int], batch: int,
-    tokenizer: Tokenizer, kind: str | None = None,
+    tokenizer: Tokenizer, kind: str | None, tell: Callable[[str], None],
 ) -> list[Case]:  # fmt: skip
     """Replies of the target to prompts and the blocks guessed in them.
 
-    kind: of all of their tokens; None for an agent's turns, which have parts.
+    kind: of all of their tokens; None for an agent's turns, which have parts. tell: is told how far it is.
     """
     found = []
-    for i, said in sorted(all_replies(target, prompts, n_tokens, stops, batch).items()):
+    written = all_replies(target, prompts, n_tokens, stops, batch, tell=tell)
+    for i, said in sorted(written.items()):
         if len(said) < 2:
             continue
+        tell(f"guessed in {len(found):,} of {len(written):,} replies")
         reply = np.array(said, np.int64)
         kinds = session_kinds(said, tokenizer) if kind is None else (kind,) * len(said)
         found.append(Case(prompts[i], reply, kinds, torch_drafts(target, drafter, prompts[i], reply)))
@@ -125,16 +127,15 @@ def table(some: Sequence[Case]) -> dict[str, Any]:
     }
 
 
-def window_prompts(path: Path, least: int) -> list[Ids]:
-    """Prompts in a token file (docs/formats.md): each window up to a run of generated tokens, `least` at least."""
+def window_prompts(path: Path, most: int) -> list[Ids]:
+    """Prompts in a token file (docs/formats.md): windows up to a run of generated tokens; `most` of them, spread."""
     rows = pq.read_table(path, columns=["tokens", "generated"])
     prompts = []
     for tokens, generated in zip(*(rows[name].to_pylist() for name in ("tokens", "generated")), strict=True):
         marks = np.array(generated, np.int8)
-        for start in np.flatnonzero(np.diff(marks, prepend=0) == 1):
-            if start >= least:
-                prompts.append(np.array(tokens[:start], np.int64))
-    return prompts
+        starts = np.flatnonzero(np.diff(marks, prepend=0) == 1)
+        prompts += [np.array(tokens[:start], np.int64) for start in starts if start]
+    return prompts[:: -(-len(prompts) // most) or 1]
 
 
 def engine_cases(model: Path, drafter: Path, prompts: Sequence[Ids], n_tokens: int, stops: Sequence[int]) -> list[Case]:

@@ -15,13 +15,14 @@ import gguf
 import torch
 import torch.nn.functional as F  # noqa: N812
 from gguf import GGMLQuantizationType as QType
-from model import Model, Weight, rms, rotate
+from model import Model, Weight, decayed, rms, rotate
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ARCH = "dflash"
 DECAY = 7.0  # places in a block, over which a guess's weight in the loss falls to 1/e
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that know any mask
+MUON_RATE = 10.0  # learning rate of matrices, relative to that of norms
 GROUP = 64  # anchors whose blocks attend in one product: more waste masked work, fewer copy more keys
 
 
@@ -40,7 +41,7 @@ class Shape:
     head_dim: int = 64
     n_ff: int = 768
     block: int = 8
-    window: int = 1024
+    window: int = 2048
     rope_freq_base: float = 1e6
     rms_eps: float = 1e-6
 
@@ -179,6 +180,26 @@ def guess_loss(logits: Tensor, said: Tensor, known: Tensor) -> Tensor:
     weights = torch.exp(torch.arange(said.shape[-1], device=said.device) / -DECAY) * known
     entropy = F.cross_entropy(logits.flatten(0, 2).float(), said.flatten(), reduction="none").view_as(weights)
     return (entropy * weights).sum() / weights.sum().clamp(min=1)
+
+
+class Optimizer:
+    """Muon for the matrices, AdamW for the norms; one learning rate of AdamW's size for both."""
+
+    def __init__(self, drafter: Drafter, rate: float, cuda: bool) -> None:
+        self.drafter, self.rate = drafter, rate
+        matrices, norms = decayed(drafter.parameters())
+        self.muon = torch.optim.Muon(matrices, lr=0.0, momentum=0.95, weight_decay=0.1)
+        self.adamw = torch.optim.AdamW(norms, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+
+    def step(self, factor: float) -> Tensor:
+        """One step at `factor` times the learning rate, by the gradients, which are cleared; gives their norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        for optimizer, ratio in ((self.muon, MUON_RATE), (self.adamw, 1.0)):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * ratio * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return norm
 
 
 def _product(x: Tensor, module: nn.Module) -> Tensor:

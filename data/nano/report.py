@@ -103,7 +103,7 @@ def drafter_tables(m: dict[str, Any]) -> str:
     if engine := m.get("engine"):
         lines += [
             "",
-            f"By the engine on a CPU, {engine['replies']} of these replies ({engine['tokens']:,} tokens): "
+            f"By the engine on a CPU, {engine['replies']} replies of held-out sessions ({engine['tokens']:,} tokens): "
             f"{engine['engine']['accepted_per_block']:.2f} accepted of a block, where PyTorch's guesses behind the "
             f"same tokens give {engine['torch']['accepted_per_block']:.2f}; {engine['equal_guesses']:.1%} of the "
             "guesses are equal.",

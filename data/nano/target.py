@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +119,12 @@ def _cut(row: list[int], stops: Sequence[int]) -> list[int]:
 
 def all_replies(
     model: Model, prompts: Sequence[npt.NDArray[np.integer]], n_tokens: int, stops: Sequence[int], batch: int,
-    until: float | None = None, enough: float = 1.0,
+    until: float | None = None, enough: float = 1.0, tell: Callable[[str], None] = lambda text: None,
 ) -> dict[int, list[int]]:  # fmt: skip
     """Replies by the number of their prompt, in batches of prompts of like length, in an order that is fixed.
 
-    until: of `time.perf_counter`, after which no further batch is begun. Prompts that leave no room are left out.
+    until: of `time.perf_counter`, after which no further batch is begun. tell: is told how far it is, after each.
+    Prompts that leave no room are left out.
     """
     fits = [i for i, prompt in enumerate(prompts) if len(prompt) + n_tokens <= model.c.n_ctx]
     by_length = sorted(fits, key=lambda i: len(prompts[i]))
@@ -134,4 +135,5 @@ def all_replies(
             break
         some = batches[k]
         found |= zip(some, replies(model, [prompts[i] for i in some], n_tokens, stops, enough), strict=True)
+        tell(f"{len(found):,} of {len(fits):,} replies")
     return found

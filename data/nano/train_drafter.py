@@ -3,8 +3,8 @@
     python data/nano/train_drafter.py --device cuda --minutes 8 --out DIR
 
 writes DIR/nano-drafter.gguf, drafter_metrics.json and drafter.log. `--minutes` is from the start to the end of
-training; the measurement takes another one on a GPU. With `--drafter FILE` a file is measured and nothing is trained.
-`--tiny` is a test of the whole path.
+training; the measurement takes another one on a GPU. Where the engine is not built, `--engine FILE` elsewhere adds what
+it says of the file. `--tiny` is a test of the whole path.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the repository: engine
 
 from acceptance import Ids, agreement, cases, engine_cases, table, window_prompts  # noqa: E402
-from drafter import Drafter, Shape, guess_loss, labels, write_drafter  # noqa: E402
+from drafter import Drafter, Optimizer, Shape, guess_loss, labels, write_drafter  # noqa: E402
 from export import read_values  # noqa: E402
-from model import Model, decayed  # noqa: E402
+from model import Model  # noqa: E402
 from streams import END, Amounts, Texts, Tokens, encode, make_texts  # noqa: E402
 from target import all_replies, follow, load_target  # noqa: E402
 from train import Log, device_name  # noqa: E402
@@ -42,10 +41,10 @@ from engine.ground.errors import SparkError  # noqa: E402
 NAME = "nano-drafter.gguf"
 METRICS = "drafter_metrics.json"
 MASK = "ÿ"  # as the tokenizer writes the byte 0xFF, which no UTF-8 text has
-MUON_RATE = 10.0  # learning rate of matrices, relative to that of norms
 SAY_EVERY = 15.0  # seconds
 REPLY_SHARE = 0.2  # of the time, at most, at which the model stops writing replies to learn from
 MAX_REPLY = 256  # tokens
+MOST_WINDOWS = 512  # of a token file
 CUT = 512  # tokens of a held-out source that the model continues
 ENGINE_REPLIES, ENGINE_TOKENS = 8, 128  # that the engine writes, too
 
@@ -60,28 +59,21 @@ class Plan:
     sizes: Sizes
     batch: int
     sessions: int
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     warmup_steps: int = 100
 
 
-class Optimizer:
-    """Muon for the matrices, AdamW for the norms; one learning rate of AdamW's size for both."""
+class Sometimes:
+    """A log that takes a line every SAY_EVERY seconds, and leaves out the others."""
 
-    def __init__(self, drafter: Drafter, rate: float, cuda: bool) -> None:
-        self.drafter, self.rate = drafter, rate
-        matrices, norms = decayed(drafter.parameters())
-        self.muon = torch.optim.Muon(matrices, lr=0.0, momentum=0.95, weight_decay=0.1)
-        self.adamw = torch.optim.AdamW(norms, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+    def __init__(self, log: Log) -> None:
+        self.log, self.at = log, time.perf_counter()
 
-    def step(self, factor: float) -> Tensor:
-        """One step at `factor` times the learning rate, by the gradients, which are cleared; gives their norm."""
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
-        for optimizer, ratio in ((self.muon, MUON_RATE), (self.adamw, 1.0)):
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * ratio * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return norm
+    def __call__(self, text: str) -> None:
+        """Write a line, if one is due."""
+        if time.perf_counter() - self.at >= SAY_EVERY:
+            self.log(text)
+            self.at = time.perf_counter()
 
 
 def train(
@@ -165,7 +157,7 @@ def _replied(
     turns = turns_of(stream, tokenizer)
     until = log.start + REPLY_SHARE * 60 * args.minutes
     prompts = [stream[turn.session : turn.begin] for turn in turns]
-    replies = all_replies(target, prompts, MAX_REPLY, _stops(tokenizer), plan.batch, until, enough=0.9)
+    replies = all_replies(target, prompts, MAX_REPLY, _stops(tokenizer), plan.batch, until, 0.9, Sometimes(log))
     n_tokens = sum(map(len, replies.values()))
     log(f"the model wrote {len(replies):,} of {len(turns):,} turns, {n_tokens:,} tokens")
     new, wanted = rewritten(stream, turns, replies, tokenizer.token_to_id(STOP))
@@ -176,22 +168,27 @@ def measure(
     args: argparse.Namespace, target: Model, drafter: Drafter, prompts: Mapping[str, list[Ids]], plan: Plan,
     tokenizer: Tokenizer, metrics: dict[str, Any], log: Log,
 ) -> None:  # fmt: skip
-    """Acceptance on held-out prompts, and by the engine on some of them, into `metrics` and its file."""
-    stops = _stops(tokenizer)
+    """Acceptance on held-out prompts, into `metrics` and its file."""
     metrics["acceptance"] = {}
     for name, some in prompts.items():
         kind = "source" if name == "source" else None
-        found = cases(target, drafter, some, MAX_REPLY, stops, plan.batch, tokenizer, kind)
+        found = cases(target, drafter, some, MAX_REPLY, _stops(tokenizer), plan.batch, tokenizer, kind, Sometimes(log))
         measured = {"replies": len(found), "tokens": sum(len(case.reply) for case in found), **table(found)}
         log(f"{name}: {json.dumps(measured)}")
         metrics["acceptance"][name] = measured
         _write(args.out / METRICS, metrics)
-    turns = prompts["sessions"]
+
+
+def compare(
+    args: argparse.Namespace, target: Model, drafter: Drafter, turns: list[Ids], tokenizer: Tokenizer,
+    metrics: dict[str, Any], log: Log,
+) -> None:  # fmt: skip
+    """Some replies and guesses by the engine, into `metrics` and its file."""
     some = turns[:: max(1, len(turns) // ENGINE_REPLIES)][:ENGINE_REPLIES]
-    path = args.drafter or args.out / NAME
+    path = args.engine or args.out / NAME
     try:
-        said = engine_cases(args.model, path, some, ENGINE_TOKENS, stops)
-    except (ImportError, SparkError) as error:  # not built here: `--drafter` measures again where it is
+        said = engine_cases(args.model, path, some, ENGINE_TOKENS, _stops(tokenizer))
+    except (ImportError, SparkError) as error:  # not built here: `--engine` does it where it is
         log(f"the engine cannot be loaded: {error}")
         return
     metrics["engine"] = agreement(target, drafter, said)
@@ -223,7 +220,8 @@ def main() -> None:
         "--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="Python's Lib folder"
     )
     arguments.add_argument("--tokens", type=Path, help="a token file (Parquet) to measure on, too")
-    arguments.add_argument("--drafter", type=Path, help="measure this file and train nothing")
+    arguments.add_argument("--engine", type=Path, help="only see what the engine makes of this file, for OUT's metrics")
+    arguments.add_argument("--layers", type=int, default=2, help="of the drafter")
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--threads", type=int, help="of the CPU")
     arguments.add_argument("--tiny", action="store_true", help="little text and few steps, to test this program")
@@ -239,7 +237,7 @@ def main() -> None:
     else:
         amounts, plan = Amounts(None, 1600, 400, 1, 0), Plan(Sizes(1, 1024, 256), batch=32, sessions=12)
     args.out.mkdir(parents=True, exist_ok=True)
-    log = Log(args.out / "drafter.log")
+    log = Log(args.out / ("drafter.log" if args.engine is None else "engine.log"))
     torch.manual_seed(args.seed)
 
     texts = make_texts(args.library, (HERE / "template.jinja").read_text("utf-8"), amounts, args.seed)
@@ -247,18 +245,22 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     target = load_target(args.model, device, torch.bfloat16 if cuda else torch.float32)
     c = target.c
-    shape = Shape(c.n_vocab, c.n_embd, tokenizer.token_to_id(MASK), (0, c.n_layer // 2, c.n_layer - 1))
-    if args.drafter is None:
+    prompts = held_out(texts, tokenizer, plan.sessions, args.seed)
+    if args.tokens:
+        prompts["token file"] = window_prompts(args.tokens, MOST_WINDOWS)
+    if args.engine is None:
+        captured = (0, c.n_layer // 2, c.n_layer - 1)
+        shape = Shape(c.n_vocab, c.n_embd, tokenizer.token_to_id(MASK), captured, n_layer=args.layers)
         metrics = learn(args, target, shape, plan, texts, tokenizer, log)
     else:
         metrics = json.loads((args.out / METRICS).read_text("utf-8"))
+        shape = Shape(**metrics["shape"])
     drafter = Drafter(shape, c.n_ctx).to(device)
-    values = read_values(args.drafter or args.out / NAME)
+    values = read_values(args.engine or args.out / NAME)
     drafter.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in values.items()})
-    prompts = held_out(texts, tokenizer, plan.sessions, args.seed)
-    if args.tokens:
-        prompts["token file"] = window_prompts(args.tokens, 16)
-    measure(args, target, drafter, prompts, plan, tokenizer, metrics, log)
+    if args.engine is None:
+        measure(args, target, drafter, prompts, plan, tokenizer, metrics, log)
+    compare(args, target, drafter, prompts["sessions"], tokenizer, metrics, log)
 
 
 def _stops(tokenizer: Tokenizer) -> tuple[int, int]:

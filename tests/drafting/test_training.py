@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,10 @@ from tests.tiny_models import nmse
 NANO = str(Path(__file__).parents[2] / "data" / "nano")
 sys.path.insert(0, NANO)  # its programs import each other by their names
 from acceptance import Case, table, walked  # noqa: E402
-from drafter import Drafter, Shape, guess_loss, labels, write_drafter  # noqa: E402
+from drafter import Drafter, Optimizer, Shape, guess_loss, labels, write_drafter  # noqa: E402
 from export import read_values  # noqa: E402
 from model import Config, Model  # noqa: E402
 from target import all_replies, follow, replies  # noqa: E402
-from train_drafter import Optimizer  # noqa: E402
 from windows import Batches, Sizes, Turn, rewritten  # noqa: E402
 
 sys.path.remove(NANO)
@@ -36,6 +36,15 @@ SHAPE = Shape(
     N_VOCAB, 64, MASK, (2, 0), n_layer=2, n_head=6, n_head_kv=2, head_dim=32, n_ff=96, block=5, window=50
 )  # fmt: skip
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of PyTorch: its threads wait for each other by spinning, which takes minutes where all cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +139,7 @@ def test_a_drafter_learns_and_the_engine_computes_its_file(
     config, weights = open_drafter(path, SimpleNamespace(n_layer=3, n_embd=64, n_vocab=N_VOCAB))
     assert (config.captured, config.block_tokens, config.mask_token) == (SHAPE.captured, SHAPE.block, MASK)
     assert config.reach == (SHAPE.window,) * SHAPE.n_layer and not config.causal
-    ws = cpu.workspace(drafter_limits(config, N_VOCAB, 300), 2)
+    ws = cpu.workspace(drafter_limits(config, N_VOCAB, 300), 1)
     embedding, head = (
         qtensor(getattr(target, name).weight.numpy(), QType.F32, name) for name in ("token_embd", "output")
     )
