@@ -46,7 +46,7 @@ REPLY_SHARE = 0.2  # of the time, at most, at which the model stops writing repl
 MAX_REPLY = 256  # tokens
 MOST_WINDOWS = 512  # of a token file
 CUT = 512  # tokens of a held-out source that the model continues
-ENGINE_REPLIES, ENGINE_TOKENS = 8, 128  # that the engine writes, too
+ENGINE_REPLIES, ENGINE_TOKENS = 32, 128  # that the engine writes, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def main() -> None:
     elif cuda:
         amounts, plan = Amounts(None, 16000, 4000, 2, 0), Plan(Sizes(12, 2048, 512), batch=2048, sessions=160)
     else:
-        amounts, plan = Amounts(None, 1600, 400, 1, 0), Plan(Sizes(1, 1024, 256), batch=32, sessions=12)
+        amounts, plan = Amounts(None, 1600, 400, 1, 0), Plan(Sizes(2, 640, 96), batch=32, sessions=12)
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / ("drafter.log" if args.engine is None else "engine.log"))
     torch.manual_seed(args.seed)
