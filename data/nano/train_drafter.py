@@ -249,7 +249,7 @@ def main() -> None:
     if args.tokens:
         prompts["token file"] = window_prompts(args.tokens, MOST_WINDOWS)
     if args.engine is None:
-        captured = (0, c.n_layer // 2, c.n_layer - 1)
+        captured = (0, c.n_layer // 3, c.n_layer - 1)  # the token, those before it, and what comes next
         shape = Shape(c.n_vocab, c.n_embd, tokenizer.token_to_id(MASK), captured, n_layer=args.layers)
         metrics = learn(args, target, shape, plan, texts, tokenizer, log)
     else:
