@@ -94,17 +94,27 @@ class Layer(nn.Module):
         self.ffn_up_exps = Weight(c.n_expert, c.n_ff_exp, c.n_embd)
         self.ffn_down_exps = Weight(c.n_expert, c.n_embd, c.n_ff_exp, scale=residual)
 
-    def attention(self, x: Tensor, rope: tuple[Tensor, Tensor], rounding: Tensor | None) -> Tensor:
-        """x [B, S, D], normed, in the compute type; gives [B, S, D]."""
+    def heads(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], rounding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, D], normed, in the compute type; gives q [B, H, S, head_dim], k and v [B, K, S, head_dim]."""
         c = self.c
         B, S, _ = x.shape
         q = F.linear(x, _cast(self.attn_q, x, rounding)).view(B, S, c.n_head, c.head_dim)
         k = F.linear(x, _cast(self.attn_k, x, rounding)).view(B, S, c.n_head_kv, c.head_dim)
         v = F.linear(x, _cast(self.attn_v, x, rounding)).view(B, S, c.n_head_kv, c.head_dim)
-        q = _rotate(_rms(q, self.attn_q_norm.weight, c.rms_eps), rope).to(x.dtype).transpose(1, 2)
-        k = _rotate(_rms(k, self.attn_k_norm.weight, c.rms_eps), rope).to(x.dtype).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        return F.linear(out.transpose(1, 2).reshape(B, S, -1), _cast(self.attn_output, x, rounding))
+        q = rotate(rms(q, self.attn_q_norm.weight, c.rms_eps), rope).to(x.dtype).transpose(1, 2)
+        k = rotate(rms(k, self.attn_k_norm.weight, c.rms_eps), rope).to(x.dtype).transpose(1, 2)
+        return q, k, v.transpose(1, 2)
+
+    def attention(self, x: Tensor, rope: tuple[Tensor, Tensor], rounding: Tensor | None) -> Tensor:
+        """x [B, S, D], normed, in the compute type; gives [B, S, D]."""
+        q, k, v = self.heads(x, rope, rounding)
+        return self.mixed(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), rounding)
+
+    def mixed(self, attended: Tensor, rounding: Tensor | None = None) -> Tensor:
+        """What all heads [B, H, S, head_dim] read, as [B, S, D]."""
+        return F.linear(attended.transpose(1, 2).flatten(2), _cast(self.attn_output, attended, rounding))
 
     def experts(self, h: Tensor, dtype: torch.dtype, rounding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, D] float32, normed; gives the output [T, D], uses [E] (a share of T*A), mean probabilities [E].
@@ -159,22 +169,32 @@ class Model(nn.Module):
         dropout: share of each branch's outputs dropped. rounding: scalar; at 1 the tensors that will be Q4_K are
         rounded to what Q4_K can hold (gradients pass straight through), at 0 nothing is; None skips the work.
         """
+        left, uses, probabilities = self.residuals(tokens, dropout, rounding)
+        return self.head(left[-1], self.dtype), uses, probabilities
+
+    def head(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits [.., V] of what left the last layer, computed in `dtype`."""
+        return F.linear(rms(x, self.output_norm.weight, self.c.rms_eps).to(dtype), self.output.weight.to(dtype))
+
+    def residuals(
+        self, tokens: Tensor, dropout: float = 0.0, rounding: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """As `forward`, with what leaves each layer, float32 [B, S, D], in place of the logits."""
         c = self.c
         B, S = tokens.shape
         rope = (self.cos[:S, None], self.sin[:S, None])
         x = F.dropout(F.embedding(tokens, self.token_embd.weight), dropout)
-        uses, probabilities = [], []
+        left, uses, probabilities = [], [], []
         for layer in self.blk:
-            h = _rms(x, layer.attn_norm.weight, c.rms_eps).to(self.dtype)
+            h = rms(x, layer.attn_norm.weight, c.rms_eps).to(self.dtype)
             x = x + F.dropout(layer.attention(h, rope, rounding), dropout)
-            h = _rms(x, layer.ffn_norm.weight, c.rms_eps).view(B * S, c.n_embd)
+            h = rms(x, layer.ffn_norm.weight, c.rms_eps).view(B * S, c.n_embd)
             out, used, probability = layer.experts(h, self.dtype, rounding)
             x = x + F.dropout(out.view(B, S, c.n_embd), dropout)
+            left.append(x)
             uses.append(used)
             probabilities.append(probability)
-        h = _rms(x, self.output_norm.weight, c.rms_eps).to(self.dtype)
-        logits = F.linear(h, self.output.weight.to(self.dtype))
-        return logits, torch.stack(uses), torch.stack(probabilities)
+        return left, torch.stack(uses), torch.stack(probabilities)
 
 
 def loss(
@@ -204,12 +224,13 @@ def _cast(module: nn.Module, like: Tensor, rounding: Tensor | None) -> Tensor:
     return w.to(like.dtype)
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of the last axis, float32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """NeoX rotary embedding of x [B, S, heads, head_dim]: pairs are (i, i + head_dim / 2)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope

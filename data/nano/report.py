@@ -1,4 +1,4 @@
-"""Write the tables of README.md from metrics.json, between the two marker lines there.
+"""Write the tables of README.md from metrics.json and drafter_metrics.json, each between two marker lines there.
 
 python data/nano/report.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-BEGIN, END = "<!-- begin: metrics.json -->", "<!-- end: metrics.json -->"
+TITLES = {"sessions": "turns of held-out sessions", "source": "held-out sources, continued"}
 
 
 def tables(m: dict[str, Any]) -> str:
@@ -71,13 +71,62 @@ def _best(code: list[dict[str, Any]]) -> list[str]:
     return (sample["prompt"] + sample["text"]).replace("```", "'''").rstrip().split("\n")
 
 
+def drafter_tables(m: dict[str, Any]) -> str:
+    """How the drafter was trained, and how many of its guesses are right, in Markdown."""
+    s, run, host, written, plan = m["shape"], m["training"], m["host"], m["written"], m["plan"]
+    places = range(1, s["block"])
+    lines = [
+        f"Trained with `{m['command']}` on {host['device']} (torch {host['torch']}), {m['created'][:10]}: "
+        f"{run['blocks'] / 1e6:,.1f} M blocks in {run['seconds']:.0f} s ({run['blocks_per_s']:,.0f} a second), "
+        f"{run['steps']:,} steps. Text: `{m['library']['name']}`, {m['library']['modules']} modules; the model wrote "
+        f"{written['turns']:,} of the {written['of']:,} turns itself ({written['tokens']:,} tokens). Mixture by rows: "
+        f"{', '.join(f'{kind} {share:.0%}' for kind, share in m['mixture'].items())}.",
+        "",
+        f"{s['n_layer']} layers, {s['n_head']} heads and {s['n_head_kv']} KV heads of {s['head_dim']}, FF {s['n_ff']}, "
+        f"blocks of {s['block']}, window {s['window']}, features of layers {', '.join(map(str, s['captured']))} "
+        f"(from 0); {m['gguf_bytes'] / 1e6:.1f} MB in Q8_0.",
+    ]
+    head = f"| | blocks | accepted of a block | {' | '.join(map(str, places))} |"
+    for name, found in m["acceptance"].items():
+        title = f"{TITLES.get(name, name)}: {found['replies']:,} replies, {found['tokens']:,} tokens"
+        lines += ["", head.replace("| |", f"| {title} |", 1), "|---|" + "---|" * (len(places) + 2)]
+        kinds = {kind: of for kind, of in found.items() if isinstance(of, dict)}
+        if len(kinds) == 2:  # one kind is all
+            kinds = {"all": kinds["all"]}
+        lines += [_acceptance(kind, of) for kind, of in kinds.items()]
+    lines += [
+        "",
+        "Blocks are drafted along the model's own likeliest replies, each behind the token that was due after the "
+        f"accepted ones; the first {plan['sessions']} held-out sessions. In column k: how often guess k is right where "
+        "all before it are.",
+    ]
+    if engine := m.get("engine"):
+        lines += [
+            "",
+            f"By the engine on a CPU, {engine['replies']} replies of held-out sessions ({engine['tokens']:,} tokens): "
+            f"{engine['engine']['accepted_per_block']:.2f} accepted of a block, where PyTorch's guesses behind the "
+            f"same tokens give {engine['torch']['accepted_per_block']:.2f}; {engine['equal_guesses']:.1%} of the "
+            "guesses are equal.",
+        ]
+    return "\n".join(lines)
+
+
+def _acceptance(kind: str, of: dict[str, Any]) -> str:
+    shares = [f"{right / due:.0%}" if due else "" for due, right in zip(of["due"], of["right"], strict=True)]
+    return f"| {kind} | {of['blocks']:,} | {of['accepted_per_block']:.2f} | {' | '.join(shares)} |"
+
+
 def main() -> None:
-    metrics = json.loads((HERE / "metrics.json").read_text("utf-8"))
     readme = HERE / "README.md"
-    before, _, rest = readme.read_text("utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert rest and after, f"README.md needs the lines {BEGIN} and {END}"
-    readme.write_text(f"{before}{BEGIN}\n{tables(metrics)}\n{END}{after}", "utf-8")
+    text = readme.read_text("utf-8")
+    for name, render in (("metrics.json", tables), ("drafter_metrics.json", drafter_tables)):
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        assert rest and after, f"README.md needs the lines {begin} and {end}"
+        if (HERE / name).exists():
+            text = f"{before}{begin}\n{render(json.loads((HERE / name).read_text('utf-8')))}\n{end}{after}"
+    readme.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

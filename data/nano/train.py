@@ -284,7 +284,7 @@ def main() -> None:
         metrics = {
             "command": _command(args),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "host": {"python": platform.python_version(), "torch": torch.__version__, "device": _device_name(device)},
+            "host": {"python": platform.python_version(), "torch": torch.__version__, "device": device_name(device)},
             "library": {
                 "name": args.library.name, "modules": texts.modules, "sha256": texts.sha256,
                 "held_out": list(texts.held_out_paths),
@@ -315,7 +315,8 @@ def _command(args: argparse.Namespace) -> str:
     return " ".join(["python data/nano/train.py", *(names.get(word, word) for word in sys.argv[1:])])
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What computes, for the record."""
     return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
