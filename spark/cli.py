@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -46,7 +46,9 @@ from spark.commands.options import (
     slots,
 )
 from spark.commands.outputs import Reads, Writes, checked
-from spark.console import is_stdout, note, progress_bars
+from spark.console import note, progress_bars
+from spark.profile_cli import app as profile_app
+from spark.results import save
 
 app = typer.Typer(
     name="spark",
@@ -54,6 +56,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(profile_app)
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -64,16 +67,6 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable
         return function
 
     return register
-
-
-def save(path: Path | None, report: dict[str, Any]) -> None:
-    """Write `--json`, if it was asked for."""
-    if path is not None:
-        from spark.results import write_json
-
-        write_json(path, report)
-        if not is_stdout(path):
-            note(f"figures written to {path}")
 
 
 # --- commands -----------------------------------------------------------------------------------------
