@@ -15,7 +15,7 @@ COMMANDS = (
     "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "inspect", "plan",
     "bench", "convert-drafter", "demo", "profile",
 )  # fmt: skip
-PROFILE_COMMANDS = ("merge",)
+PROFILE_COMMANDS = ("merge", "show", "diff")
 HEAD = """# Commands
 
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.

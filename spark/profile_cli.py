@@ -48,3 +48,42 @@ def merge(
     note(f"profile written to {out}")
     save(json_file, report.to_json())
     show_merge(report)
+
+
+@app.command()
+@checked
+def show(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="The profile.")], json_file: JsonOption = None
+) -> None:
+    """Show what a profile counts, and how even its layers are.
+
+    Of each layer the share of its uses that its most used 10, 30 and 60% of experts have, rounded up to whole ones.
+    """
+    from spark.commands.profile_tables import show_profile
+    from spark.pipeline import profiles as pipeline
+
+    report = pipeline.show(profile)
+    save(json_file, report.to_json())
+    show_profile(report)
+
+
+@app.command()
+@checked
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A profile.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one of the same model.")],
+    json_file: JsonOption = None,
+) -> None:
+    """Show how two profiles of a model differ.
+
+    Of each layer: which of the most used experts are the same, how much of A's uses B's placement would hold at 10, 30
+    and 60% residency beside A's own, and the distance between their shares of uses, 0% where they are alike.
+    """
+    from spark.commands.profile_tables import show_diff
+    from spark.pipeline import profiles as pipeline
+
+    report = pipeline.diff(first, second)
+    for warning in report.warnings:
+        note(f"warning: {warning}")
+    save(json_file, report.to_json())
+    show_diff(report)

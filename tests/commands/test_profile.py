@@ -50,6 +50,31 @@ def test_a_profile_of_the_bundled_model_stays_one(folder: Path) -> None:
     assert "error" not in done.stderr and "warning" not in done.stderr
 
 
+def test_show(folder: Path) -> None:
+    done = spark("profile", "show", "a.csv", "--json", "a.json", cwd=folder)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["layers", "3,", "2", "with", "counts"] in lines and ["tokens", "45,", "generated", "ones"] in lines
+    assert ["1", "18.2%", "49.1%", "81.8%", "0.934", "9", "18.2%"] in lines
+    assert ["2", "10.0%", "30.0%", "60.0%", "1.000", "0", "10.0%"] in lines
+    report = json.loads((folder / "a.json").read_text())
+    assert report["layers"][0]["coverage"]["10"] == pytest.approx(10 / 55) and report["command"].endswith("a.json")
+    assert report["choices"][0]["residency_pct"] == 60.0 and report["coverage"]["60"] == pytest.approx(99 / 145)
+    spark("profile", "merge", "a.csv", "b.csv", "--out", "c.csv", cwd=folder)
+    assert "1 x b.csv: 45 tokens, 2026-11-01" in spark("profile", "show", "c.csv", cwd=folder).stdout
+
+
+def test_diff(folder: Path) -> None:
+    done = spark("profile", "diff", "a.csv", "b.csv", "--json", "d.json", cwd=folder)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["2", *["100.0%"] * 3] in [line[:4] for line in lines]
+    assert ["1", "0.0%", "0.0%", "33.3%"] in [line[:4] for line in lines]
+    report = json.loads((folder / "d.json").read_text())
+    assert [layer["layer"] for layer in report["layers"]] == [1, 2] and report["layers"][1]["distance"] == 0.0
+    assert report["layers"][0]["distance"] == pytest.approx(25 / 55) and report["a"]["profile"] == "a.csv"
+    same = json.loads(spark("profile", "diff", "a.csv", "a.csv", "--json", "-", cwd=folder).stdout)["total"]
+    assert same["distance"] == 0.0 and same["coverage"] == same["own"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words", "status"),
     [
@@ -63,6 +88,11 @@ def test_a_profile_of_the_bundled_model_stays_one(folder: Path) -> None:
         ("merge a.csv b.csv --out b.csv", "--out b.csv would overwrite the profiles you gave", 2),
         ("merge a.csv b.csv --out c.csv --json c.csv", "--json c.csv would overwrite what --out writes", 2),
         ("merge a.csv b.csv --out no/c.csv", "there is no folder", 1),
+        ("show no.csv", "cannot read the profile no.csv", 1),
+        ("show a.csv --json a.csv", "--json a.csv would overwrite the profile you gave", 2),
+        ("diff a.csv other.csv", "other.csv is of model 2e", 1),
+        ("diff a.csv", "Missing argument 'B'", 2),
+        ("diff a.csv b.csv --json b.csv", "--json b.csv would overwrite the second you gave", 2),
         ("join a.csv", "No such command 'join'", 2),
     ],
 )  # fmt: skip

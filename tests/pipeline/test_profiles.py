@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -193,3 +196,138 @@ def test_a_damaged_or_missing_file_is_named(team: list[Path], tmp_path: Path) ->
     with pytest.raises(UsageError, match="at least two profiles to merge, found 1"):
         profiles.merge(team[:1], tmp_path / "c", (1,))
     assert not (tmp_path / "c").exists()
+
+
+# --- what one says ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(same_shape(1))
+def test_show_is_what_counting_by_hand_gives(tmp_path_factory: pytest.TempPathFactory, made: list[Profile]) -> None:
+    path = tmp_path_factory.mktemp("p") / "p.csv"
+    files.save(made[0], path)
+    report = profiles.show(path)
+    rows = {i: row for i, row in enumerate(made[0].counts.tolist()) if any(row)}
+    assert [each.layer for each in report.layers] == list(rows)
+    for each in report.layers:
+        row = rows[each.layer]
+        uses, by_use = sum(row), sorted(row, reverse=True)
+        assert each.uses == uses and row[each.top_expert] == max(row) and row.index(max(row)) == each.top_expert
+        assert each.top_share == pytest.approx(max(row) / uses)
+        for pct in (10, 30, 60):
+            assert each.coverage[pct] == pytest.approx(sum(by_use[: math.ceil(len(row) * pct / 100)]) / uses)
+        bits = sum(-n / uses * math.log2(n / uses) for n in row if n)
+        assert each.entropy == pytest.approx(bits / math.log2(len(row)))
+    if rows:
+        whole = sum(sum(sorted(row)[-profiles.top(len(row), 30) :]) for row in rows.values())
+        assert report.coverage[30] == pytest.approx(whole / sum(map(sum, rows.values())))
+    assert json.loads(json.dumps(report.to_json()))["layers"] == [
+        {**each, "coverage": {str(pct): share for pct, share in each["coverage"].items()}}
+        for each in report.to_json()["layers"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "entropy", "coverage"),
+    [
+        ([5] * 10, 1.0, {10: 0.1, 30: 0.3, 60: 0.6}),
+        ([0, 7] + [0] * 8, 0.0, {10: 1.0, 30: 1.0, 60: 1.0}),
+        ([INT64_MAX] * 4, 1.0, {10: 0.25, 30: 0.5, 60: 0.75}),  # whose sum is no int64
+        ([3], 0.0, {10: 1.0, 30: 1.0, 60: 1.0}),
+    ],
+)
+def test_rows_that_are_even_or_are_one_expert(
+    tmp_path: Path, row: list[int], entropy: float, coverage: dict[int, float]
+) -> None:
+    files.save(Profile(np.array([row, [0] * len(row)], np.int64), 1), tmp_path / "p")
+    report = profiles.show(tmp_path / "p")
+    (layer,) = report.layers
+    assert layer.entropy == pytest.approx(entropy) and str(layer.entropy)[0] != "-"
+    assert layer.coverage == pytest.approx(coverage) and layer.uses == sum(row)
+    assert report.coverage == pytest.approx(coverage)
+
+
+def test_a_profile_without_counts_has_no_layers(tmp_path: Path) -> None:
+    files.save(Profile(np.zeros((2, 3), np.int64), 1), tmp_path / "p")
+    report = profiles.show(tmp_path / "p")
+    assert report.layers == () and report.coverage == {} and report.to_json()["layers"] == []
+    with pytest.raises(SparkError, match=r"neither .*p nor .*p counts anything"):
+        profiles.diff(tmp_path / "p", tmp_path / "p")
+
+
+# --- how two differ -----------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(same_shape(1))
+def test_a_profile_does_not_differ_from_itself(made: list[Profile]) -> None:
+    layers, total = profiles.differences(made[0], made[0])
+    for each in [*layers.values(), *([total] if layers else [])]:
+        assert each.overlap == dict.fromkeys((10, 30, 60), 1.0) and each.distance == 0.0
+        assert each.coverage == each.own and len(each.own) == 3
+
+
+@settings(deadline=None)
+@given(same_shape(2), st.integers(2, 9))
+def test_a_difference_is_of_shares_and_no_placement_beats_the_own_one(made: list[Profile], factor: int) -> None:
+    a, b = made
+    layers, total = profiles.differences(a, b)
+    back, _ = profiles.differences(b, a)
+    more, _ = profiles.differences(replace(a, counts=a.counts * factor), b)
+    assert list(layers) == np.flatnonzero(a.counts.any(axis=1)).tolist()
+    for i, each in layers.items():
+        p, q = ([Fraction(n, sum(row)) for n in row] for row in (a.counts[i].tolist(), b.counts[i].tolist()))
+        assert each.distance == pytest.approx(float(sum(max(x - y, Fraction(0)) for x, y in zip(p, q, strict=True))))
+        assert each.overlap == back[i].overlap == more[i].overlap
+        assert each.distance == pytest.approx(back[i].distance) and each.coverage == pytest.approx(more[i].coverage)
+        for pct in (10, 30, 60):
+            n = profiles.top(len(p), pct)
+            one, other = ({*sorted(range(len(r)), key=lambda e, r=r: (-r[e], e))[:n]} for r in (p, q))
+            assert each.overlap[pct] == len(one & other) / n
+    assert all(total.coverage[pct] <= total.own[pct] for pct in total.own)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any), min_size=1, max_size=3))
+def test_the_own_placement_holds_the_most_that_so_many_slots_can(rows: list[list[int]]) -> None:
+    """Against all ways to deal the slots out, each layer at least as many as a token needs, or its even share."""
+    made, n = Profile(np.array(rows, np.int64), 2), len(rows)
+    _, total = profiles.differences(made, made)
+    for pct in (10, 30, 60):
+        slots = int(Fraction(5 * n * pct, 100))
+        ways = itertools.product(range(min(2, slots // n), 6), repeat=n)
+        held = (sum(sum(sorted(r)[5 - k :]) for r, k in zip(rows, ks, strict=True)) for ks in ways if sum(ks) == slots)
+        assert total.own[pct] == pytest.approx(max(held) / sum(map(sum, rows)))
+
+
+def test_the_placement_of_another_by_hand() -> None:
+    """At 30% there are 6 slots for 20 experts: 2 of each layer first, then the two most used of all."""
+    a = Profile(np.array([[9, 8, 7, 6, 5, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int64), 2, ID)
+    b = Profile(np.array([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 5, 6, 7, 8, 9]], np.int64), 2, ID)
+    layers, total = profiles.differences(a, b)
+    assert layers[0].own[30] == 30 / 35 and layers[0].coverage[30] == 17 / 35
+    assert layers[1].own[30] == 2 / 10 and layers[1].coverage[30] == 4 / 10
+    assert total.own[30] == 32 / 45 and total.coverage[30] == 21 / 45
+    assert layers[0].overlap[30] == 1.0 and layers[1].overlap[30] == 0.0
+    assert total.overlap[30] == 0.5 and total.distance == pytest.approx((0.5 + 0.5) / 2)
+
+
+def test_a_layer_that_one_alone_counts_is_as_far_as_can_be(team: list[Path], tmp_path: Path) -> None:
+    ann, _ = files.load(team[0])
+    files.save(replace(ann, counts=np.array([[1, 1, 1, 1], [0, 0, 0, 0]], np.int64)), tmp_path / "c")
+    report = profiles.diff(team[0], tmp_path / "c")
+    assert {i: (each.overlap[60], each.distance, len(each.own)) for i, each in report.layers.items()} == {
+        0: (0.0, 1.0, 0), 1: (0.0, 1.0, 3)
+    }  # fmt: skip
+    assert report.total.coverage == dict.fromkeys((10, 30, 60), 0.0)
+
+
+def test_profiles_of_other_models_are_not_compared(team: list[Path], tmp_path: Path) -> None:
+    ann, _ = files.load(team[0])
+    for change, words in (({"model_id": OTHER}, "is of model"), ({"n_expert_used": 1}, "4 experts, 1 active")):
+        files.save(replace(ann, **change), tmp_path / "c")
+        with pytest.raises(WrongModelError, match=words):
+            profiles.diff(team[0], tmp_path / "c")
+    files.save(replace(ann, count="all", model_id=None), tmp_path / "c")  # prompts and replies may be compared
+    report = profiles.diff(team[0], tmp_path / "c")
+    assert len(report.warnings) == 1 and report.to_json()["b"]["count"] == "all"
