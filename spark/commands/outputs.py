@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -139,15 +140,18 @@ def _local(given: str, use: Reads | Writes) -> Iterator[tuple[Path, Reads | Writ
 
 def _check_urls(parameters: Mapping[str, tuple[Reads | Writes, str, str]], values: Mapping[str, Any]) -> None:
     """Refuse a URL that nothing here can open, and one to write that is read, or written, too."""
-    seen: dict[str, str] = {}
+    seen: list[tuple[str, Reads | Writes, str]] = []
     for name, (use, words, flag) in sorted(parameters.items(), key=lambda item: isinstance(item[1][0], Writes)):
         given = values.get(name)
         if not isinstance(given, str) or not use.urls or storage.local(given) is not None:
             continue
         storage.require(given)
-        if isinstance(use, Writes) and given in seen:
-            raise UsageError(f"{flag} {given} would overwrite {seen[given]}", hint="name another file")
-        seen[given] = words
+        for other, read_as, which in seen if isinstance(use, Writes) else ():
+            folder, _, file = given.rpartition("/")
+            inside = folder == other.rstrip("/") and any(fnmatch(file, pattern) for pattern in read_as.files)
+            if given == other or fnmatch(given, other) or inside:  # whether it is there, only the storage knows
+                raise UsageError(f"{flag} {given} would overwrite {which}", hint="name another file")
+        seen.append((given, use, words))
 
 
 def _check(paths: Sequence[_Named]) -> None:

@@ -277,7 +277,10 @@ def test_commands_take_folders_patterns_and_urls(made: Path, tmp_path: Path) -> 
     done = spark("tokenize", NANO, f"{made}/halves", "--out", out, "--window", "512", cwd=tmp_path)
     assert f"tokens written to {out}" in done.stderr and (tmp_path / "t.parquet").stat().st_mode & 0o777 == 0o600
     assert rows(tokens.read_tokens(tmp_path / "t.parquet")) == rows(tokens.read_tokens(made / "all.parquet"))
-    spark("calibrate", NANO, f"{made}/tokens/*.parquet", "--out", "p.csv", "--max-tokens", "600", cwd=tmp_path)
+    spark("calibrate", NANO, f"{made}/tokens/*.parquet", "--out", "p.csv", "--max-tokens", "1000", cwd=tmp_path)
+    few = ("--profile", "p.csv", "--max-tokens", "600", "--residency", "60", "--prompts", "1", "--generate", "2")
+    done = spark("validate", NANO, (made / "tokens").as_uri(), *few, cwd=tmp_path)
+    assert "Held-out sessions at 60% residency" in done.stdout
     logs = ("--claude-dir", SAMPLES / "claude", "--codex-dir", SAMPLES / "codex", "--test-frac", "0.3")
     done = spark("extract-sessions", "--out-dir", f"file://{tmp_path}/s", *logs, cwd=tmp_path)
     assert f"sessions written to {tmp_path}/s/train.jsonl and" in done.stderr
@@ -289,8 +292,10 @@ def test_commands_take_folders_patterns_and_urls(made: Path, tmp_path: Path) -> 
     [
         ("tokenize M all.jsonl --out file://HERE/all.jsonl", "all.jsonl would overwrite the sessions you gave"),
         ("tokenize M halves --out halves/a.jsonl", "--out halves/a.jsonl would overwrite the sessions you gave"),
-        ("tokenize M halves/*.jsonl --out halves/a.jsonl", "would overwrite the sessions you gave"),
+        ("tokenize M halves/?.jsonl --out halves/a.jsonl", "would overwrite the sessions you gave"),
         ("tokenize M memory://a --out memory://a", "--out memory://a would overwrite the sessions you gave"),
+        ("tokenize M memory://a/ --out memory://a/b.jsonl", "--out memory://a/b.jsonl would overwrite the"),
+        ("tokenize M memory://a/*.x --out memory://a/b.x", "--out memory://a/b.x would overwrite the"),
         ("calibrate M tokens --out tokens/a.parquet", "--out tokens/a.parquet would overwrite the data you gave"),
         ("calibrate M file://HERE/tokens --json tokens/a.parquet", "would overwrite the data you gave"),
         ("calibrate M nowhere://a --out p.csv", "nowhere://a: Protocol not known: nowhere"),
