@@ -13,8 +13,9 @@ from pathlib import Path
 PAGE = Path(__file__).with_name("commands.md")
 COMMANDS = (
     "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "inspect", "plan",
-    "bench", "convert-drafter", "demo",
+    "bench", "convert-drafter", "demo", "profile",
 )  # fmt: skip
+PROFILE_COMMANDS = ("merge", "show", "diff")
 HEAD = """# Commands
 
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.
@@ -37,6 +38,7 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, f"```\n{usage()}```\n"]
     parts += [f"## spark {name}\n```\n{usage(name)}```\n" for name in COMMANDS]
+    parts += [f"## spark profile {name}\n```\n{usage('profile', name)}```\n" for name in PROFILE_COMMANDS]
     return "\n".join(parts)
 
 

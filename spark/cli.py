@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +31,7 @@ from spark.commands.options import (
     ProfileOption,
     ReadyOption,
     Served,
+    SessionsData,
     SparkOption,
     ThreadsOption,
     VramOption,
@@ -42,7 +43,10 @@ from spark.commands.options import (
     spread,
 )
 from spark.commands.outputs import Reads, Writes, checked
-from spark.console import is_stdout, note, progress_bars
+from spark.console import note, progress_bars
+from spark.profile_cli import app as profile_app
+from spark.results import save
+from spark.storage import joined
 
 app = typer.Typer(
     name="spark",
@@ -50,6 +54,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(profile_app)
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -60,16 +65,6 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable
         return function
 
     return register
-
-
-def save(path: Path | None, report: dict[str, Any]) -> None:
-    """Write `--json`, if it was asked for."""
-    if path is not None:
-        from spark.results import write_json
-
-        write_json(path, report)
-        if not is_stdout(path):
-            note(f"figures written to {path}")
 
 
 # --- commands -----------------------------------------------------------------------------------------
@@ -101,9 +96,9 @@ def spark(
 @command("extract-sessions")
 def extract_sessions(
     out_dir: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Folder for train.jsonl and test.jsonl."),
-        Writes(("train.jsonl", "test.jsonl")),
+        str,
+        typer.Option(metavar="DIR", help="Folder for train.jsonl and test.jsonl, or a URL."),
+        Writes(("train.jsonl", "test.jsonl"), urls=True),
     ],
     source: Annotated[Literal["claude", "codex", "both"], typer.Option(help="Whose logs to read.")] = "both",
     claude_dir: Annotated[
@@ -132,7 +127,7 @@ def extract_sessions(
     )
     with progress_bars() as progress:
         report = extract(options, lambda done, total: progress("reading logs", done, total))
-    note(f"sessions written to {out_dir / 'train.jsonl'} and {out_dir / 'test.jsonl'}")
+    note(f"sessions written to {joined(out_dir, 'train.jsonl')} and {joined(out_dir, 'test.jsonl')}")
     save(json_file, report.to_json())
     show_extraction(report)
 
@@ -140,8 +135,10 @@ def extract_sessions(
 @command()
 def tokenize(
     model: Model,
-    sessions: Annotated[Path | None, typer.Argument(metavar="SESSIONS.jsonl", help="From extract-sessions.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Token file to write (Parquet)."), Writes()] = None,
+    sessions: SessionsData = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Token file to write (Parquet), or a URL."), Writes(urls=True)
+    ] = None,
     window: Annotated[int, typer.Option(min=16, metavar="N", help="Most tokens in one window.")] = 4096,
     export_tokenizer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the tokenizer as tokenizer.json."), Writes()

@@ -22,7 +22,7 @@ from typing import Any
 from engine.ground.errors import UsageError
 from engine.ground.files import replacing
 from spark import __version__
-from spark.console import is_stdout
+from spark.console import is_stdout, note
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PUBLISHED = _ROOT / "data" / "results"
@@ -109,3 +109,11 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     require_clean(path)
     with replacing(path, "the figures") as file:
         file.write(text.encode())
+
+
+def save(path: Path | None, report: Mapping[str, Any]) -> None:
+    """Write `--json`, if it was asked for, and say where; raises what `write_json` does."""
+    if path is not None:
+        write_json(path, report)
+        if not is_stdout(path):
+            note(f"figures written to {path}")

@@ -129,7 +129,7 @@ def test_what_the_wheel_is_and_holds(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == {
         str(path.relative_to(ROOT)) for package in ("engine", "spark") for path in (ROOT / package).rglob("*.py")
     }
-    for extra in ("cuda12", "cuda13", "train", "dev"):
+    for extra in ("cuda12", "cuda13", "train", "storage", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 

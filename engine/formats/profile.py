@@ -7,12 +7,14 @@ don't know are kept.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote, unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,7 @@ MAX_MEMORY = 16  # of engine.placing.policy.Rule
 WINDOW_TOKENS = 65_536  # until a profile has counted so many, it grows and forgets nothing
 MAX_FILE_BYTES = 16 << 20  # 512 layers of 512 experts, 20 digits each, are 5 MiB
 MAX_LINES = 4096  # layers and comments
+HEAD_LINES = 3  # what `format` writes before them
 MAX_COMMENT_CHARS = 1 << 16
 
 Counted = Literal["generated", "all"]
@@ -32,6 +35,7 @@ Counted = Literal["generated", "all"]
 _HEADER = re.compile(r"#\s*hotness table:(.*)")
 _SPARK = re.compile(r"#\s*spark:(.*)")
 _CHOICE = re.compile(r"#\s*spark-choice:(.*)")
+_MERGED = re.compile(r"#\s*spark-merged:(.*)")
 _FORMAT = "# format: one row per layer, columns are expert activation counts (expert 0..N-1)"
 _COUNTED: dict[str, Counted] = {"generated": "generated", "all": "all"}
 _OTHER = "run `spark calibrate` on this model, or name another profile"
@@ -67,6 +71,22 @@ class Choice:
         return f"{pinned}, " + (f"remember {1 << self.memory} steps" if self.memory else "the rest is LRU")
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One of the profiles that a merged one was made from.
+
+    weight: what its counts were multiplied by, at least 1. tokens, sessions, created: as it said, tokens without the
+    weight. digest: of `digest`, at most 64 hex digits. file: the name of its file, without folders.
+    """
+
+    weight: int
+    tokens: int
+    sessions: int
+    created: str
+    digest: str
+    file: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
     """Routing counts and where they come from.
@@ -81,6 +101,7 @@ class Profile:
     split: what an earlier version measured, pairs (residency in percent, share of cache slots). It is read to be told
         from a profile without evidence, not followed and not written.
     extra_lines: comment lines that are not ours, each beginning with `#`.
+    sources: what it was merged from (`spark profile merge`); empty for one that was calibrated.
     """
 
     counts: npt.NDArray[np.int64]
@@ -93,6 +114,7 @@ class Profile:
     choices: tuple[Choice, ...] = ()
     split: tuple[tuple[float, float], ...] = ()
     extra_lines: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Profile) and format(self) == format(other)
@@ -125,6 +147,7 @@ def format(profile: Profile) -> str:
         _FORMAT,
         "# spark: " + " ".join(f"{key}={value}" for key, value in about.items() if value),
         *map(_choice_line, profile.choices),
+        *map(_source_line, profile.sources),
         *profile.extra_lines,
         *(",".join(map(str, row)) for row in profile.counts.tolist()),
     ]
@@ -142,12 +165,13 @@ def parse(text: str, name: str = "profile") -> Profile:
     spark: tuple[str, dict[str, str]] | None = None
     extra: list[str] = []
     choices: list[Choice] = []
+    sources: list[Source] = []
     rows: list[tuple[str, str]] = []
     for number, raw in enumerate(io.StringIO(text.removeprefix("\ufeff"), newline="\n"), start=1):
         line, where = raw.strip(), f"{name}, line {number}"
         if not line or line == _FORMAT:
             continue
-        if len(rows) + len(extra) + len(choices) == MAX_LINES:
+        if len(rows) + len(extra) + len(choices) + len(sources) == MAX_LINES:
             raise FileFormatError(f"{where}: expected at most {MAX_LINES} layers and comments, found more")
         if line.startswith("#") and len(line) > MAX_COMMENT_CHARS:
             raise FileFormatError(f"{where}: expected a comment of at most {MAX_COMMENT_CHARS} characters, found more")
@@ -163,6 +187,8 @@ def parse(text: str, name: str = "profile") -> Profile:
             spark = (where, _pairs(match[1]))
         elif match := _CHOICE.fullmatch(line):
             choices.append(_choice(_pairs(match[1]), where))
+        elif match := _MERGED.fullmatch(line):
+            sources.append(_source(_pairs(match[1]), where))
         else:
             extra.append(line)
     if header is None:
@@ -181,7 +207,7 @@ def parse(text: str, name: str = "profile") -> Profile:
         raise FileFormatError(f"{at}: expected {n_layer} rows of counts (n_layer), found {len(rows)}")
     counts = np.stack([_row(line, n_expert, where) for where, line in rows])
     choices.sort(key=lambda choice: choice.residency_pct)
-    profile = Profile(counts, n_expert_used, choices=tuple(choices), extra_lines=tuple(extra))
+    profile = Profile(counts, n_expert_used, choices=tuple(choices), extra_lines=tuple(extra), sources=tuple(sources))
     return profile if spark is None else _described(profile, *spark)
 
 
@@ -231,6 +257,11 @@ def save(profile: Profile, path: Path) -> None:
     """
     with replacing(path, "the profile", hint="the profile that was there, if any, is unchanged") as file:
         file.write(format(profile).encode())
+
+
+def digest(profile: Profile) -> str:
+    """The first 16 hex digits of the SHA-256 of the profile as `format` writes it: files that say the same have one."""
+    return hashlib.sha256(format(profile).encode()).hexdigest()[:16]
 
 
 def merge(profile: Profile, counts: npt.NDArray[np.int64], decay: float) -> Profile:
@@ -374,6 +405,30 @@ def _choice(pairs: dict[str, str], where: str) -> Choice:
             raise FileFormatError(f"{where}: expected {key}={bound}, found {text[:40]!r}")
         values[name] = value
     return Choice(**values)  # type: ignore[arg-type]
+
+
+def _source_line(source: Source) -> str:
+    """`# spark-merged: weight=2 tokens=171000 sessions=157 created=... digest=... file=...`; the name as in a URL."""
+    words = {
+        "weight": source.weight, "tokens": source.tokens, "sessions": source.sessions, "created": source.created,
+        "digest": source.digest, "file": quote(source.file, safe="", errors="surrogateescape"),
+    }  # fmt: skip
+    return "# spark-merged: " + " ".join(f"{key}={value}" for key, value in words.items() if value != "")
+
+
+def _source(pairs: dict[str, str], where: str) -> Source:
+    """The source that a comment line describes; keys that we don't know mean nothing to us."""
+    found = pairs.get("digest", "nothing")
+    if not re.fullmatch("[0-9a-f]{1,64}", found):
+        raise FileFormatError(f"{where}: expected digest=HEX, at most 64 digits, found {found[:40]!r}")
+    return Source(
+        weight=_integer(pairs, "weight", where, at_least=1),
+        tokens=_integer(pairs, "tokens", where),
+        sessions=_integer(pairs, "sessions", where),
+        created=pairs.get("created", ""),
+        digest=found,
+        file=unquote(pairs.get("file", ""), errors="surrogateescape"),
+    )
 
 
 def _short(value: float) -> str:

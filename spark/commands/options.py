@@ -23,8 +23,20 @@ _THREADS = 1024
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
 Data = Annotated[
-    Path,
-    typer.Argument(metavar="TOKENS.parquet|SESSIONS.jsonl", help="From tokenize, or from extract-sessions."),
+    str,
+    typer.Argument(
+        metavar="TOKENS.parquet|SESSIONS.jsonl",
+        help="From tokenize, or from extract-sessions; also a folder, a quoted pattern or a URL of such.",
+    ),
+    Reads(("*.parquet", "*.jsonl"), urls=True),
+]
+SessionsData = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SESSIONS.jsonl",
+        help="From extract-sessions; also a folder, a quoted pattern or a URL of such.",
+    ),
+    Reads(("*.jsonl",), urls=True),
 ]
 DeviceOption = Annotated[
     Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")

@@ -14,12 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from typer.models import ArgumentInfo, OptionInfo
 
 from engine.ground.errors import SparkError, UsageError
+from spark import storage
 from spark.console import is_stdout
 
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
@@ -30,12 +32,14 @@ class Reads:
     """What a parameter's path is read as.
 
     files: of a folder, the patterns of what is read in it. beside_model: a path that is not given is the profile's
-    beside the model. words: of a text that is a path unless it is one of these.
+    beside the model. words: of a text that is a path unless it is one of these. urls: of a text that may be a URL, a
+    file, a folder or a pattern (spark/storage.py).
     """
 
     files: tuple[str, ...] = ()
     beside_model: bool = False
     words: tuple[str, ...] = ()
+    urls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Writes:
 
     files: tuple[str, ...] = ()
     beside_model: bool = False
+    urls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ def checked(function: Callable[..., None]) -> Callable[..., None]:
     def command(*args: Any, **kwargs: Any) -> None:
         values = inspect.signature(function).bind(*args, **kwargs).arguments
         _check(list(_named(parameters, values)))
+        _check_urls(parameters, values)
         json_file = values.get("json_file")
         with contextlib.redirect_stdout(sys.stderr) if is_stdout(json_file) else contextlib.nullcontext():
             function(*args, **kwargs)
@@ -111,10 +117,41 @@ def _named(
 
             yield _Named(default_path(values["model"]), use, "the profile beside the model", flag)
         for path in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(path, str) and use.urls:
+                for there, read_as in _local(path, use):
+                    yield _Named(there, read_as, words, flag)
+                continue
             if isinstance(path, str) and isinstance(use, Reads) and use.words and path not in use.words:
                 path = Path(path)
             if isinstance(path, Path):
                 yield _Named(path, use, words, flag)
+
+
+def _local(given: str, use: Reads | Writes) -> Iterator[tuple[Path, Reads | Writes]]:
+    """What lies here of a text that may be a URL, a pattern or a folder, and how each is used."""
+    path = storage.local(given)
+    if path is None:
+        return
+    if isinstance(use, Writes) or path.is_dir():
+        yield path, use
+    else:
+        yield from ((each, Reads()) for each in storage.spread(path, ()))
+
+
+def _check_urls(parameters: Mapping[str, tuple[Reads | Writes, str, str]], values: Mapping[str, Any]) -> None:
+    """Refuse a URL that nothing here can open, and one to write that is read, or written, too."""
+    seen: list[tuple[str, Reads | Writes, str]] = []
+    for name, (use, words, flag) in sorted(parameters.items(), key=lambda item: isinstance(item[1][0], Writes)):
+        given = values.get(name)
+        if not isinstance(given, str) or not use.urls or storage.local(given) is not None:
+            continue
+        storage.require(given)
+        for other, read_as, which in seen if isinstance(use, Writes) else ():
+            folder, _, file = given.rpartition("/")
+            inside = folder == other.rstrip("/") and any(fnmatch(file, pattern) for pattern in read_as.files)
+            if given == other or fnmatch(given, other) or inside:  # whether it is there, only the storage knows
+                raise UsageError(f"{flag} {given} would overwrite {which}", hint="name another file")
+        seen.append((given, use, words))
 
 
 def _check(paths: Sequence[_Named]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
+from spark import storage
 from spark.extract import claude, codex
 from spark.extract.intake import Intake
 from spark.extract.messages import Outgoing, messages
@@ -29,14 +30,14 @@ __all__ = ["ExtractOptions", "Report", "extract"]
 class ExtractOptions:
     """What to extract and where to.
 
-    out_dir: gets train.jsonl and test.jsonl; made if it does not exist.
+    out_dir: gets train.jsonl and test.jsonl; made if it does not exist. Or a URL (spark/storage.py).
     claude_dir, codex_dir: the programs' home folders (or any folder with such logs); None takes
         CLAUDE_CONFIG_DIR or ~/.claude, with ~/.config/claude, and CODEX_HOME or ~/.codex.
     test_frac: share of the root sessions that goes to test.jsonl, 0 to 1.
     redact: replace secrets.
     """
 
-    out_dir: Path
+    out_dir: str | Path
     source: Literal["claude", "codex", "both"] = "both"
     claude_dir: Path | None = None
     codex_dir: Path | None = None
@@ -54,12 +55,22 @@ def extract(
 
     progress: called with bytes read and bytes in all. count_tokens: counts for the report; without it
     tokens are estimated. A fraction between 0 and 1 leaves a root session on each side if there are two.
-    Raises UsageError for a fraction out of range and for an output that is one of the logs, FileFormatError where
-    there are no logs or no sessions in them, SparkError when the output cannot be written; files that were there
-    are left as they were.
+    Raises what `storage.folder` does for a URL, UsageError for a fraction out of range and for an output that is one of
+    the logs, FileFormatError where there are no logs or no sessions in them, SparkError when the output cannot be
+    written; files that were there are left as they were.
     """
     if not 0 <= options.test_frac <= 1:
         raise UsageError(f"the test fraction is {options.test_frac}, expected 0 to 1")
+    with storage.folder(options.out_dir, _FILES) as out_dir:
+        return _extract(options, out_dir, progress, count_tokens)
+
+
+def _extract(
+    options: ExtractOptions,
+    out_dir: Path,
+    progress: Callable[[int, int], None],
+    count_tokens: Callable[[str], int] | None,
+) -> Report:
     total = done = 0
 
     def advance(size: int) -> None:
@@ -67,18 +78,18 @@ def extract(
         done += size
         progress(min(done, total), total)
 
-    intake = Intake(redact=options.redact, advance=advance, spool_dir=options.out_dir)
+    intake = Intake(redact=options.redact, advance=advance, spool_dir=out_dir)
     tally = Tally(count_tokens or estimate_tokens)
     homes = _homes(options)
     logs = {family: list_logs(folders, _FOLDERS[family], intake) for family, folders in homes.items()}
-    _check_logs(options, homes, [path for files in logs.values() for path, _ in files])
+    _check_logs(out_dir, homes, [path for files in logs.values() for path, _ in files])
     total = sum(size for files in logs.values() for _, size in files)
     progress(0, total)
     try:
-        options.out_dir.mkdir(parents=True, exist_ok=True)
-        sessions = _write(options, _conversations(logs, intake), tally, intake)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        sessions = _write(options, out_dir, _conversations(logs, intake), tally, intake)
     except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
-        message = f"{options.out_dir} cannot be written: {error.strerror}"
+        message = f"{out_dir} cannot be written: {error.strerror}"
         raise SparkError(message, hint="choose another --out-dir") from error
     return Report(
         files=sum(map(len, logs.values())),
@@ -123,15 +134,15 @@ def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
     return homes
 
 
-def _check_logs(options: ExtractOptions, homes: dict[str, list[Path]], logs: list[Path]) -> None:
+def _check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path]) -> None:
     """Refuse to write nothing over an earlier extraction, and to write over a log."""
     if not logs:
         looked_in = ", ".join(str(path) for folders in homes.values() for path in folders)
         raise FileFormatError(f"no session logs (*.jsonl) in {looked_in}", hint=_NAME_FOLDERS)
-    for path in (options.out_dir / name for name in _FILES):
+    for path in (out_dir / name for name in _FILES):
         if path.exists() and any(path.samefile(log) for log in logs):
             raise UsageError(
-                f"--out-dir {options.out_dir}: {path} is one of the logs to read", hint="choose another --out-dir"
+                f"--out-dir {out_dir}: {path} is one of the logs to read", hint="choose another --out-dir"
             )
 
 
@@ -159,13 +170,13 @@ def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> I
 
 
 def _write(
-    options: ExtractOptions, conversations: Iterator[Outgoing], tally: Tally, intake: Intake
+    options: ExtractOptions, out_dir: Path, conversations: Iterator[Outgoing], tally: Tally, intake: Intake
 ) -> dict[str, int]:
     """Write the conversations to the two files, split by root session; returns how many went to each."""
     with ExitStack() as stack:
 
         def writer(name: str) -> SessionWriter:
-            made = stack.enter_context(SessionWriter(options.out_dir / name))
+            made = stack.enter_context(SessionWriter(out_dir / name))
             made.open()
             return made
 

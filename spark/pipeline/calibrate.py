@@ -10,7 +10,6 @@ they are counted, in `PROFILE.partial.routing` or the folder of `--trace`, and g
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -29,7 +28,6 @@ from engine.formats.profile import Choice, Counted, Profile
 from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths, read_routing
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from engine.ground.files import open_regular
 from engine.ground.sampling import Sampling
 from engine.placing import evidence
 from spark.console import note
@@ -48,14 +46,15 @@ _CHECKPOINT = "# spark-checkpoint: "
 class CalibrateOptions:
     """What to calibrate on and what to count.
 
-    tokens: a token file, or sessions (JSONL) that are tokenized first.
+    tokens: token files, or sessions (JSONL) that are tokenized first, as a path, a folder, a pattern or a URL of
+        them (spark/storage.py).
     count: whose routing counts, of the tokens the model itself would have decoded or of all.
     generate_tokens: also count this many tokens of the model's own continuation of each window.
     trace_dir, hidden: write the routing of every token there, with hidden states.
     max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
     """
 
-    tokens: Path
+    tokens: str | Path
     out: Path
     count: Literal["generated", "all"] = "generated"
     generate_tokens: int = 0
@@ -350,13 +349,11 @@ def _fingerprint(
     options: CalibrateOptions, file: TokensFile, ready: Mapping[str, Any], sample: Sample
 ) -> dict[str, Any]:
     """All that the counts and the trace depend on. A model's quantizations route differently, so the file counts."""
-    with open_regular(file.path) as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()  # type: ignore[arg-type]  # of IO, which is a file
     return {
         "model_file": ready["model"]["file_id"],
         "kv_type": ready["kv_type"],
         "ctx_tokens": ready["ctx_tokens"],
-        "token_file": digest,
+        "token_file": file.digest,
         "count": options.count,
         "generate": options.generate_tokens,
         "trace": None if options.trace_dir is None else str(options.trace_dir.resolve()),

@@ -29,10 +29,12 @@ or template is refused. A file appears when it is whole, readable by its owner a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,14 +48,17 @@ from engine.formats.gguf import open_model
 from engine.ground.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
 from engine.ground.files import open_regular, replacing
 from engine.text.tokenizer import Tokenizer, load
+from spark import storage
 from spark.speech.render import Renderer, Tokens, Turn
-from spark.speech.sessions import EXTRACT_HINT, read_sessions
+from spark.speech.sessions import EXTRACT_HINT, Session, read_sessions
 
 MIN_WINDOW, MAX_WINDOW = 16, 1 << 20  # what the daemon takes in one request
+DEFAULT_WINDOW = 4096
 _VERSION = "1"
 _BATCH_TOKENS = 1 << 20  # of a row group: what is held in memory
 _BATCH_ROWS = 64
 _HINT = "make token files with `spark tokenize`"
+_TWICE = "its routing would count twice; leave out one of the files"
 
 _COLUMNS = pa.schema(
     [
@@ -107,22 +112,34 @@ def tokenize(
     model: str | Path,
     sessions: str | Path,
     out: str | Path,
-    window: int = 4096,
+    window: int = DEFAULT_WINDOW,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Write the sessions of a JSONL file as a token file for a model.
+    """Write the sessions of JSONL files as a token file for a model.
 
-    window: most tokens a row. progress: called with the sessions done and their number. The file appears whole or
-    not at all. Raises ModelFormatError or UnsupportedModelError for the model, FileFormatError for the sessions,
-    also where they have no turn of the model, UsageError for a window below MIN_WINDOW, SparkError if the template
-    refuses every turn or the disk the file.
+    sessions: a path, a folder, a pattern or a URL of one of them (spark/storage.py); the files hold different sessions.
+    out: a path or a URL. window: most tokens a row. progress: called with the sessions done and their number. The file
+    appears whole or not at all. Raises ModelFormatError or UnsupportedModelError for the model, FileFormatError for the
+    sessions, also where they have no turn of the model or two files hold one session, UsageError for a window below
+    MIN_WINDOW, SparkError if the template refuses every turn or the disk the file.
     """
     _check_window(window)
-    sessions = Path(sessions)
+    renderer, origin = _renderer(model)
+    with storage.reading(sessions, (".jsonl",)) as files:
+        return _tokenize(renderer, origin, sessions, files, out, window, progress)
+
+
+def _renderer(model: str | Path) -> tuple[Renderer, Origin]:
     with open_model(model) as file:
         renderer = Renderer(load(file))
-        origin = Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
-    total = _count_sessions(sessions)
+        return renderer, Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
+
+
+def _tokenize(
+    renderer: Renderer, origin: Origin, sessions: str | Path, files: Sequence[storage.Found], out: str | Path,
+    window: int, progress: Callable[[int, int], None],
+) -> Summary:  # fmt: skip
+    total = sum(_count_sessions(file) for file in files)
     if not total:
         raise FileFormatError(f"{sessions} holds no sessions", hint=EXTRACT_HINT)
     totals: Counter[str] = Counter()
@@ -130,14 +147,14 @@ def tokenize(
 
     def rows() -> Iterator[Window]:
         progress(0, total)
-        for done, session in enumerate(read_sessions(sessions), 1):
+        for done, session in enumerate(_different(files), 1):
             turns = _accepted(renderer.turns(session), skipped, totals)
             for row in windows(session.session_id, turns, window):
                 totals.update(tokens=len(row.tokens), generated=int(row.generated.sum()), windows=1)
                 yield row
             progress(done, total)
 
-    with replacing(Path(out), "token file", mode=0o600) as destination:
+    with storage.writing(out, "token file", mode=0o600) as destination:
         write_windows(destination, rows(), origin, window)
         if skipped and not totals["turns"]:
             raise SparkError(
@@ -189,13 +206,31 @@ class TokensFile:
     """A token file: iterate it for its windows, any number of times, in bounded memory.
 
     origin: what it was made with. window: most tokens a row. n_windows, n_tokens: rows, and tokens in all of them.
-    name: what messages call it, the sessions that it was made of for a moment, or its path.
+    name: what messages call it, the sessions that it was made of for a moment, or its path. digest: SHA-256 of the
+    file, 64 hex digits.
     """
+
+    name: str | Path
 
     def __init__(self, path: Path, origin: Origin, window: int, n_windows: int, n_tokens: int) -> None:
         self.path, self.origin, self.window = path, origin, window
         self.n_windows, self.n_tokens = n_windows, n_tokens
         self.name = path
+
+    @property
+    def digest(self) -> str:
+        """See the class."""
+        with _reading(self.name), open_regular(self.path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # of IO, which is a file
+
+    def session_ids(self) -> set[str]:
+        """The sessions whose windows it holds."""
+        with (
+            _reading(self.name), open_regular(self.path) as opened_file,
+            pq.ParquetFile(opened_file, page_checksum_verification=True) as file,
+        ):  # fmt: skip
+            batches = file.iter_batches(columns=["session_id"])
+            return {value for batch in batches for value in pc.unique(batch.column(0)).to_pylist()}
 
     def __iter__(self) -> Iterator[Window]:
         with (
@@ -220,22 +255,64 @@ class TokensFile:
         return Window(session.as_py(), number.as_py(), ids.astype(np.int32), marks.astype(np.bool_))
 
 
-def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
+class JoinedTokens(TokensFile):
+    """Token files of one model, tokenizer and template, and of different sessions, as one: the windows of each in turn.
+
+    Raises WrongModelError and FileFormatError, naming two of them, where they are not. digest: of the files' digests.
+    """
+
+    def __init__(self, files: Sequence[TokensFile], name: str | Path) -> None:
+        first, window = files[0], max(file.window for file in files)
+        super().__init__(first.path, first.origin, window, *(sum(n) for n in zip(*map(_sizes, files), strict=True)))
+        self.name = name
+        self._files = tuple(files)
+        seen: dict[str, TokensFile] = {}
+        for file in files:
+            if file.origin != first.origin:
+                raise WrongModelError(
+                    f"{file.name} was made with {file.origin}, {first.name} with {first.origin}",
+                    hint="expected token files of one model; tokenize the sessions again with it",
+                )
+            ids = file.session_ids()
+            if both := sorted(ids & seen.keys()):
+                raise FileFormatError(f"{file.name}: session {both[0]!r} is also in {seen[both[0]].name}", hint=_TWICE)
+            seen |= dict.fromkeys(ids, file)
+
+    @property
+    def digest(self) -> str:
+        """See the class."""
+        return hashlib.sha256("".join(file.digest for file in self._files).encode()).hexdigest()
+
+    def session_ids(self) -> set[str]:
+        """The sessions whose windows they hold."""
+        return set().union(*(file.session_ids() for file in self._files))
+
+    def __iter__(self) -> Iterator[Window]:
+        return chain.from_iterable(self._files)
+
+
+def _sizes(file: TokensFile) -> tuple[int, int]:
+    return file.n_windows, file.n_tokens
+
+
+def read_tokens(path: str | Path, expected: Origin | None = None, *, name: str | Path = "") -> TokensFile:
     """Open a token file.
 
-    expected: what it must have been made with; WrongModelError, showing both ids, if it was not. Raises
-    FileFormatError for a file that is not a token file of this version; damage inside it shows when it is iterated.
+    name: what messages call it; default: its path. expected: what it must have been made with; WrongModelError, showing
+    both ids, if it was not. Raises FileFormatError for a file that is not a token file of this version; damage inside
+    it shows when it is iterated.
     """
     path = Path(path)
-    with _reading(path), open_regular(path) as opened_file, pq.ParquetFile(opened_file) as file:
+    name = name or path
+    with _reading(name), open_regular(path) as opened_file, pq.ParquetFile(opened_file) as file:
         schema, rows = file.schema_arrow, file.metadata
         groups = [rows.row_group(i) for i in range(rows.num_row_groups)]
         found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     if found.get("spark.format") != "tokens" or not schema.remove_metadata().equals(_COLUMNS):
-        raise FileFormatError(f"{path} is a Parquet file, but not one of tokens", hint=_HINT)
+        raise FileFormatError(f"{name} is a Parquet file, but not one of tokens", hint=_HINT)
     if found.get("spark.version") != _VERSION:
         raise FileFormatError(
-            f"{path} is of version {found.get('spark.version')!r} of the format, expected {_VERSION!r}", hint=_HINT
+            f"{name} is of version {found.get('spark.version')!r} of the format, expected {_VERSION!r}", hint=_HINT
         )
     try:
         origin = Origin(found["spark.model_id"], found["spark.tokenizer"], found["spark.template"])
@@ -243,56 +320,63 @@ def read_tokens(path: str | Path, expected: Origin | None = None) -> TokensFile:
         if not 0 < window <= MAX_WINDOW:
             raise ValueError(f"windows of {window} tokens")
     except (KeyError, ValueError) as error:
-        raise FileFormatError(f"{path}: metadata are missing or malformed: {error}", hint=_HINT) from error
+        raise FileFormatError(f"{name}: metadata are missing or malformed: {error}", hint=_HINT) from error
     if expected is not None:
-        for name in ("model_id", "tokenizer", "template"):
-            ours, theirs = getattr(expected, name), getattr(origin, name)
+        for field_name in ("model_id", "tokenizer", "template"):
+            ours, theirs = getattr(expected, field_name), getattr(origin, field_name)
             if ours != theirs:
                 raise WrongModelError(
-                    f"{path} was made for another model: its {name} is {theirs}, this model's is {ours}",
+                    f"{name} was made for another model: its {field_name} is {theirs}, this model's is {ours}",
                     hint="tokenize the sessions again with this model",
                 )
-    in_groups = [_group_tokens(group, window, path) for group in groups]  # before any of them is in memory
-    return TokensFile(path, origin, window, rows.num_rows, sum(in_groups))
+    in_groups = [_group_tokens(group, window, name) for group in groups]  # before any of them is in memory
+    made = TokensFile(path, origin, window, rows.num_rows, sum(in_groups))
+    made.name = name
+    return made
 
 
-def _group_tokens(group: pq.RowGroupMetaData, window: int, path: Path) -> int:
+def _group_tokens(group: pq.RowGroupMetaData, window: int, name: str | Path) -> int:
     """How many tokens a row group holds: no more than `write_windows` would put there, and as many marks."""
     tokens, marks = (int(group.column(_COLUMNS.get_field_index(n)).num_values) for n in ("tokens", "generated"))
     if tokens != marks:
-        raise FileFormatError(f"{path}: expected as many marks as tokens, found {marks} and {tokens}", hint=_HINT)
+        raise FileFormatError(f"{name}: expected as many marks as tokens, found {marks} and {tokens}", hint=_HINT)
     if tokens > group.num_rows * window:
         raise FileFormatError(
-            f"{path}: expected windows of at most {window} tokens, found {tokens} tokens in {group.num_rows}",
+            f"{name}: expected windows of at most {window} tokens, found {tokens} tokens in {group.num_rows}",
             hint=_HINT,
         )
     most = _BATCH_TOKENS - 1 + window  # the window that fills a group may be a whole one
     if tokens > most:
         raise FileFormatError(
-            f"{path}: expected row groups of at most {most} tokens, found {tokens} in one", hint=_HINT
+            f"{name}: expected row groups of at most {most} tokens, found {tokens} in one", hint=_HINT
         )
     return tokens
 
 
 @contextlib.contextmanager
-def opened(model: Path, given: Path, progress: Callable[[str, int, int], None]) -> Iterator[TokensFile]:
-    """Open a token file, or what sessions (JSONL) are tokenized to for as long as the context lasts.
+def opened(model: Path, given: str | Path, progress: Callable[[str, int, int], None]) -> Iterator[TokensFile]:
+    """Open token files as one, or what sessions (JSONL) are tokenized to, for as long as the context lasts.
 
-    progress: of tokenizing. Raises what `tokenize` and `read_tokens` do, WrongModelError for a token file of another
-    model, FileFormatError for one without tokens.
+    given: a path, a folder, a pattern or a URL of one of them (spark/storage.py). progress: of tokenizing. Raises what
+    `storage.reading`, `tokenize`, `read_tokens` and JoinedTokens do, WrongModelError for token files of another model,
+    FileFormatError for those without tokens.
     """
     with contextlib.ExitStack() as stack:
-        path = given
-        if given.suffix == ".jsonl":
+        found = stack.enter_context(storage.reading(given, (".parquet", ".jsonl")))
+        if found[0].path.suffix == ".jsonl":
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
-            tokenize(model, given, path, progress=lambda done, total: progress("tokenizing", done, total))
-        file = read_tokens(path)
-        file.name = given
+            renderer, origin = _renderer(model)
+            _tokenize(
+                renderer, origin, given, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b)
+            )
+            found = [storage.Found(str(given), path)]
+        files = [read_tokens(each.path, name=each.name) for each in found]
+        file = files[0] if len(files) == 1 else JoinedTokens(files, given)
         with open_model(model) as opened_model:
-            found, expected = file.origin.model_id, opened_model.model_id
-        if found != expected:
+            made_for, expected = file.origin.model_id, opened_model.model_id
+        if made_for != expected:
             raise WrongModelError(
-                f"{given} was made for model {found}, this is model {expected}",
+                f"{given} was made for model {made_for}, this is model {expected}",
                 hint="tokenize the sessions again with this model",
             )
         if not file.n_tokens:
@@ -337,12 +421,12 @@ def _batch(rows: list[Window], schema: pa.Schema) -> pa.RecordBatch:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(name: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise FileFormatError(f"{path} cannot be read as a token file: {reason}", hint=_HINT) from error
+        raise FileFormatError(f"{name} cannot be read as a token file: {reason}", hint=_HINT) from error
 
 
 def _accepted(turns: Iterable[Turn | RequestError], skipped: Counter[str], totals: Counter[str]) -> Iterator[Turn]:
@@ -365,9 +449,21 @@ def _common_prefix(a: Tokens, b: Tokens) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _count_sessions(path: Path) -> int:
+def _count_sessions(found: storage.Found) -> int:
     try:
-        with open_regular(path) as file:
+        with open_regular(found.path) as file:
             return sum(1 for line in file if line.strip())
     except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
+        raise FileFormatError(f"{found.name} cannot be read: {error.strerror}") from error
+
+
+def _different(files: Sequence[storage.Found]) -> Iterator[Session]:
+    """The sessions of each file in turn; FileFormatError where one is in two of them."""
+    seen: dict[str, storage.Found] = {}
+    for file in files:
+        for session in read_sessions(file.path, file.name):
+            other = seen.setdefault(session.session_id, file)
+            if other is not file:
+                message = f"{file.name}: session {session.session_id!r} is also in {other.name}"
+                raise FileFormatError(message, hint=_TWICE)
+            yield session

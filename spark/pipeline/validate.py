@@ -42,13 +42,13 @@ PROMPT_TOKENS = 512
 class ValidateOptions:
     """What to validate on.
 
-    tokens: held-out token file, or sessions (JSONL) that are tokenized first. profile: counts to place by. cross:
-    profiles of other traffic, reported apart. residencies: shares of the expert bytes in slots, percent. max_tokens: of
-    the held-out file, for the replay.
+    tokens: held-out token files, or sessions (JSONL) that are tokenized first, as a path, a folder, a pattern or a URL
+    of them (spark/storage.py). profile: counts to place by. cross: profiles of other traffic, reported apart.
+    residencies: shares of the expert bytes in slots, percent. max_tokens: of the held-out files, for the replay.
     prompts, generate_tokens: prompts served for real under each policy, and tokens generated for each.
     """
 
-    tokens: Path
+    tokens: str | Path
     profile: Path
     cross: tuple[Path, ...] = ()
     residencies: tuple[float, ...] = RESIDENCIES

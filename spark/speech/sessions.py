@@ -102,18 +102,20 @@ def split_rank(root_id: str) -> float:
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
 
 
-def read_sessions(path: Path) -> Iterator[Session]:
+def read_sessions(path: Path, name: str = "") -> Iterator[Session]:
     """Read the sessions of a JSONL file one by one; empty lines are passed over.
 
-    Raises FileFormatError, which names the file, the line and the field, at the first line that is not a session.
+    name: what messages call the file; default: its path. Raises FileFormatError, which names the file, the line and the
+    field, at the first line that is not a session.
     """
+    name = name or str(path)
     try:
         with open_regular(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _parse_line(line, f"{path}, line {number}")
+                    yield _parse_line(line, f"{name}, line {number}")
     except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
+        raise FileFormatError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def write_sessions(path: Path, sessions: Iterable[Session]) -> None:

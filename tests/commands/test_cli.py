@@ -349,7 +349,7 @@ def test_a_bad_profile_is_named(made: Path, bad: Path, tmp_path: Path, name: str
         ("broken.jsonl", "line 3: not JSON"),
         ("bytes.jsonl", "line 1: not JSON"),
         ("empty.jsonl", "holds no sessions"),
-        ("folder.jsonl", "Is a directory"),
+        ("folder.jsonl", "has no files"),
         ("missing.jsonl", "No such file"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.formats import profile as profiles
-from engine.formats.profile import Choice, Profile
+from engine.formats.profile import Choice, Profile, Source
 from engine.ground.errors import FileFormatError, SparkError, WrongModelError
 
 ID, OTHER = "1f" * 32, "2e" * 32
@@ -31,6 +31,7 @@ SAMPLE = f"""\
 1,2,3,8
 0,14,0,0
 """
+MERGED = "# spark-merged: weight=2 tokens=9 sessions=1 digest=ab file=a%20b.csv"
 
 
 @st.composite
@@ -44,6 +45,10 @@ def profile_values(draw):
     choice = st.builds(
         Choice, st.floats(0, 100), st.floats(0, 1), st.integers(0, 16), *[figure] * 5, whole, whole
     )
+    source = st.builds(
+        Source, st.integers(1, INT64_MAX), whole, whole, words, st.text("0123456789abcdef", min_size=1, max_size=64),
+        st.text(st.characters(codec="utf-8"), max_size=9) | st.just("a\udcff %2F"),
+    )  # fmt: skip
     return Profile(
         counts=np.array(draw(st.lists(row, min_size=n_layer, max_size=n_layer)), np.int64),
         n_expert_used=draw(st.integers(1, n_expert)),
@@ -54,6 +59,7 @@ def profile_values(draw):
         created=draw(words),
         choices=tuple(sorted(draw(st.lists(choice, max_size=3)), key=lambda made: made.residency_pct)),
         extra_lines=tuple(f"#! {line}".strip() for line in draw(st.lists(comment, max_size=3))),
+        sources=tuple(draw(st.lists(source, max_size=3))),
     )
 
 
@@ -113,6 +119,12 @@ def test_tolerated(change):
     assert len(profile.extra_lines) == text.count("#format")
 
 
+def test_what_a_profile_was_merged_from_is_kept():
+    merged = SAMPLE.replace("0,0,0,0", f"{MERGED}\n0,0,0,0")
+    assert profiles.parse(merged).sources == (Source(2, 9, 1, "", "ab", "a b.csv"),)
+    assert profiles.format(profiles.parse(merged)) == merged
+
+
 def test_unknown_comment_lines_are_kept():
     profile = profiles.parse("# first\n" + SAMPLE.replace("1,2", "#second = 1,2\n1,2") + "## third")
     assert profile.extra_lines == ("# first", "#second = 1,2", "## third")
@@ -162,6 +174,9 @@ def test_unknown_comment_lines_are_kept():
         (("low=8.25", "low=-1"), r"expected low=a number of at least 0, found '-1'"),
         (("high=9", "high=inf"), r"expected high"),
         (("sessions=6\n", "\n"), r"expected sessions=a number of at least 0, found 'nothing'"),
+        (("0,0,0,0", f"{MERGED}\n0,0,0,0".replace("weight=2", "weight=0")), r"line 6: expected weight=N, N at least 1"),
+        (("0,0,0,0", f"{MERGED}\n0,0,0,0".replace("ab", "AB")), r"p, line 6: expected digest=HEX.*found 'AB'"),
+        (("0,0,0,0", f"{MERGED}\n0,0,0,0".replace("tokens=9 ", "")), r"expected tokens=N.*found 'nothing'"),
     ],
 )
 def test_malformed(change, message):

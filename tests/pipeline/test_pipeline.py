@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from spark.daemon.client import Deadlines
 from spark.extract import ExtractOptions, extract
 from spark.pipeline import calibrate, replay, validate
 from spark.pipeline.sample import Sample
-from spark.pipeline.tokens import Window, read_tokens, tokenize, write_windows
+from spark.pipeline.tokens import Origin, TokensFile, Window, read_tokens, tokenize, write_windows
 from spark.speech.sessions import root_of
 from tests.gguf_files import write_gguf
 
@@ -345,7 +344,7 @@ def test_a_checkpoint_knows_all_that_the_counts_depend_on(tmp_path: Path, change
         (tmp_path / "tokens").write_bytes(tokens)
         model = {"file_id": file_id, "model_id": "1" * 64, "n_expert_used": n_used}
         ready = {"model": model, "kv_type": kv_type, "ctx_tokens": ctx_tokens}
-        file = SimpleNamespace(path=tmp_path / "tokens")
+        file = TokensFile(tmp_path / "tokens", Origin("1" * 64, "2" * 64, "3" * 64), 16, 1, 1)
         made = calibrate.CalibrateOptions(file.path, tmp_path / "p.csv", **options)
         return calibrate._fingerprint(made, file, ready, Sample(48, n_used)), ready
 

@@ -1,0 +1,202 @@
+"""Inputs and outputs that may lie elsewhere: folders and patterns of files, and URLs that fsspec opens.
+
+Everything behind this module reads and writes local files. What a URL names is fetched to a temporary folder for as
+long as it is read; what is written there is made in one, whole, and then sent under a temporary name, which is
+moved to its own. So a run that ends early leaves nothing half-written at either end. fsspec is imported for URLs alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import re
+import secrets
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote
+
+from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError
+from engine.ground.files import replacing
+from engine.ground.install import requirement
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chains, as in simplecache::s3://
+_LOCAL = re.compile(r"(?:file|local)://")  # no need of fsspec, and private files stay private
+_MAGIC = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file to read. name: what messages call it; path: where it lies for now."""
+
+    name: str
+    path: Path
+
+
+def local(given: str | Path) -> Path | None:
+    """The path that is given, also as file://PATH; None for a URL of other storage."""
+    text = str(given)
+    if isinstance(given, Path) or not _URL.match(text):
+        return Path(text)
+    return Path(unquote(_LOCAL.sub("", text, count=1))) if _LOCAL.match(text) else None
+
+
+def spread(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files that a local path stands for: itself, those of a folder that end so, or those of a pattern, sorted.
+
+    A path that is there is never a pattern. Where nothing matches, the list is empty.
+    """
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix in suffixes)
+    if _MAGIC.search(str(path)) and not path.exists():
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207  # from a root, or from here
+    return [path]
+
+
+@contextlib.contextmanager
+def reading(given: str | Path, suffixes: Sequence[str]) -> Iterator[list[Found]]:
+    """The files that a path, a folder, a pattern or a URL of one of them stands for, by name, at least one.
+
+    suffixes: of what is read in a folder. They are there while the context lasts. Raises FileFormatError where there is
+    none, UsageError for a folder with files of several kinds, MissingExtraError where the storage's library is missing,
+    SparkError where it cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        path = local(given)
+        if path is not None:
+            found = [Found(str(file), file) for file in spread(path, suffixes)]
+        else:
+            found = _fetched(str(given), suffixes, stack)
+        if not found:
+            raise FileFormatError(f"{given} has no files ({', '.join('*' + suffix for suffix in suffixes)})")
+        if len(kinds := sorted({file.path.suffix for file in found})) > 1:
+            raise UsageError(
+                f"{given} has files of several kinds ({', '.join(kinds)})",
+                hint=f"name one kind by a pattern, as '.../*{kinds[0]}'",
+            )
+        yield found
+
+
+@contextlib.contextmanager
+def writing(given: str | Path, what: str, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """A binary file that appears at a path or URL when the block ends without an exception.
+
+    As `engine.ground.files.replacing`, which writes local ones; mode: of those, other storage has rules of its own.
+    """
+    path = local(given)
+    if path is not None:
+        with replacing(path, what, mode=mode) as file:
+            yield file
+        return
+    storage, target = _opened(str(given))
+    with tempfile.NamedTemporaryFile(prefix="spark-out-") as file:
+        yield file
+        file.flush()
+        _send(storage, [(Path(file.name), target)], str(given))
+
+
+@contextlib.contextmanager
+def folder(given: str | Path, names: Sequence[str]) -> Iterator[Path]:
+    """A local folder whose files of these names appear at a URL when the block ends without an exception.
+
+    A local folder is given as it is: who writes there sees to it that files appear whole. To other storage all are sent
+    before one gets its name.
+    """
+    path = local(given)
+    if path is not None:
+        yield path
+        return
+    storage, target = _opened(str(given))
+    with tempfile.TemporaryDirectory(prefix="spark-out-") as made:
+        yield Path(made)
+        _send(storage, [(Path(made) / name, f"{target.rstrip('/')}/{name}") for name in names], str(given))
+
+
+def joined(folder: str | Path, name: str) -> str:
+    """The name in a folder or below a URL, for messages."""
+    path = local(folder)
+    return f"{str(folder).rstrip('/')}/{name}" if path is None else str(path / name)
+
+
+def require(url: str) -> None:
+    """Raise MissingExtraError or UsageError for a URL that nothing here can open; nothing is connected to."""
+    _opened(url)
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """A file system, and the URL's path in it."""
+    hint = f"{shlex.quote(sys.executable)} -m pip install {requirement('storage')}"
+    try:
+        fsspec = importlib.import_module("fsspec")
+    except ImportError as error:
+        raise MissingExtraError(f"{url}: storage behind a URL takes fsspec ({error})", hint=hint) from error
+    try:
+        storage, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:  # of the library of that storage
+        raise MissingExtraError(f"{url}: {error}", hint=hint) from error
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}", hint="expected a path, or a URL as s3://BUCKET/FILE") from error
+    except Exception as error:  # each library has its own
+        raise _failed("cannot open", url, error) from error
+    return storage, str(path)
+
+
+def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> list[Found]:
+    """Copies of what a URL stands for, in a folder that lasts as long as the stack."""
+    storage, path = _opened(url)
+    protocol = url[: len(url) - len(url.partition("://")[2])]
+    made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-in-")))
+    try:
+        if _MAGIC.search(path) and not storage.exists(path):
+            paths = sorted(storage.glob(path))
+        elif storage.isdir(path):
+            paths = sorted(each for each in storage.ls(path, detail=False) if _suffix(each) in suffixes)
+        else:
+            paths = [path]
+        found = []
+        for i, each in enumerate(paths):
+            name = url if each == path else f"{protocol}{str(each).lstrip('/')}"
+            copy = made / f"{i:06}{_suffix(each)}"
+            storage.get_file(each, str(copy))
+            found.append(Found(name, copy))
+    except Exception as error:
+        raise _failed("cannot read", url, error) from error
+    return found
+
+
+def _suffix(path: str) -> str:
+    """How a name ends, without the query that URLs of HTTP may have."""
+    return Path(path.partition("?")[0]).suffix
+
+
+def _send(storage: Any, files: Sequence[tuple[Path, str]], url: str) -> None:
+    """Send files under temporary names, then give them their own; nothing is left of what did not get there."""
+    sent = []
+    try:
+        for source, target in files:
+            parent, _, name = target.rpartition("/")
+            sent.append((f"{parent}/.{name}.{secrets.token_urlsafe(6)}.tmp", target))
+            storage.put_file(str(source), sent[-1][0])
+        while sent:
+            storage.mv(*sent[0])
+            del sent[0]
+    except BaseException as error:
+        for temporary, _ in sent:
+            with contextlib.suppress(Exception):
+                storage.rm_file(temporary)
+        if isinstance(error, Exception):
+            raise _failed("cannot write", url, error) from error
+        raise
+
+
+def _failed(verb: str, url: str, error: Exception) -> SparkError:
+    said = " ".join(str(error).split()) or "no reason given"
+    return SparkError(
+        f"{verb} {url}: {type(error).__name__}: {said}",
+        hint="is the address right, can it be reached from here, and may you do that there?",
+    )
