@@ -11,7 +11,8 @@ Lookup drafts on recorded sessions in the bundled model's vocabulary, through th
 order of the sessions; nothing is decoded. Steps take what they were measured to take on an H200 with Qwen3-30B-A3B's
 shapes at depth {depth:,} (ms by tokens: {steps}), a token without a draft {plain}. Speed over that of decoding without
 drafts. *Length 3*: every draft is cut at three tokens, and no gate is asked. *Oracle*: at every
-step as many tokens as go furthest, which only who knows the session can say. *Least*: of a session."""
+step as many tokens as go furthest, which only who knows the session can say. *Least*: of a
+session. In brackets: of the drafted tokens, those that stayed."""
 SUFFIX_CACHE = """\
 *Suffix cache*: that of ArcticInference in place of our index, with all that was said in it, and with its own limits of
 a draft's length."""
@@ -32,7 +33,7 @@ def replay(name: str, made: Json) -> list[str]:
     rows = []
     for r in made["rows"]:
         by_kind = r["by_kind"]
-        kinds = [f"{by_kind[k]['speedup']:.3f}" if k in by_kind else "" for k in ("call", "text", "reasoning")]
+        kinds = [_of_kind(by_kind[k]) if k in by_kind else "" for k in ("call", "text", "reasoning")]
         fixed = r["fixed"]
         how = "gate" if fixed is None else f"length {fixed}" if isinstance(fixed, int) else fixed
         how = how if r["index"] == "lookup" else f"{r['index']}, {how}"
@@ -43,6 +44,10 @@ def replay(name: str, made: Json) -> list[str]:
     if any(r["index"] != "lookup" for r in made["rows"]):
         text += " " + SUFFIX_CACHE
     return ["## Drafts: sessions replayed", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+def _of_kind(r: Json) -> str:
+    return f"{r['speedup']:.3f}" + (f" ({r['accepted'] / r['drafted']:.0%})" if r["drafted"] else "")
 
 
 def served(name: str, made: Json) -> list[str]:

@@ -116,7 +116,7 @@ def replayed(
     step, by what the session says.
     """
     gate = Gate({NAME: PRIORS})
-    by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)  # plain, taken, tokens, drafted, stayed
     sessions: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     drafted = accepted = 0
     for window in windows:
@@ -149,7 +149,8 @@ def replayed(
             for sums in (by_kind[kinds[i - 1]], sessions[window.session_id]):
                 sums[0] += plain_s
                 sums[1] += taken_s
-            by_kind[kinds[i - 1]][2] += 1 + stayed
+            for k, count in enumerate((1 + stayed, n, stayed), 2):
+                by_kind[kinds[i - 1]][k] += count
             drafted, accepted, i = drafted + n, accepted + stayed, i + 1 + stayed
         source.close()
         memory.add(window.tokens)
@@ -158,7 +159,10 @@ def replayed(
     ratios = [plain / taken for plain, taken in sessions.values()]
     return {
         "speedup": plain_s / taken_s, "drafted": drafted, "accepted": accepted,
-        "by_kind": {k: {"speedup": p / t, "tokens": int(n)} for k, (p, t, n) in sorted(by_kind.items())},
+        "by_kind": {
+            k: {"speedup": p / t, "tokens": int(n), "drafted": int(d), "accepted": int(a)}
+            for k, (p, t, n, d, a) in sorted(by_kind.items())
+        },
         "sessions": {"n": len(ratios), "min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
     }  # fmt: skip
 
