@@ -48,8 +48,13 @@ def is_stdout(path: Path | None) -> bool:
 
 def note(text: str) -> None:
     """A line for the reader, on stderr."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(plain(text) + "\n")
     sys.stderr.flush()
+
+
+def plain(text: str) -> str:
+    """Text as a terminal may have it: of others' files, what is no character to be read is spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 # --- progress -----------------------------------------------------------------------------------------
@@ -121,14 +126,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     console = Console(
         force_terminal=live, markup=False, highlight=False, emoji=False, soft_wrap=True, width=None if live else _WIDEST
     )
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[plain(str(cell)) for cell in row] for row in rows]
     made = Table(
         *(_column(name, [row[i] for row in cells]) for i, name in enumerate(columns)),
         box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False,
     )  # fmt: skip
     for row in cells:
         made.add_row(*row)
-    console.print(title, style="bold")
+    console.print(plain(title), style="bold")
     console.print(made, soft_wrap=False)
     console.print()
 

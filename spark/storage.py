@@ -123,9 +123,13 @@ def joined(folder: str | Path, name: str) -> str:
     return f"{str(folder).rstrip('/')}/{name}" if path is None else str(path / name)
 
 
-def require(url: str) -> None:
-    """Raise MissingExtraError or UsageError for a URL that nothing here can open; nothing is connected to."""
-    _opened(url)
+def place(url: str) -> tuple[str, str]:
+    """What kind of storage a URL is of, and the path there; nothing is connected to.
+
+    Raises MissingExtraError or UsageError for one that nothing here can open.
+    """
+    storage, path = _opened(url)
+    return type(storage).__name__, path
 
 
 def _opened(url: str) -> tuple[Any, str]:

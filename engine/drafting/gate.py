@@ -101,8 +101,16 @@ class Costs:
         self._fit: list[tuple[int, float]] = []  # the ratios, made never to fall
         self._hoped: list[tuple[int, float]] = []  # and as they may be
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a plain step of replies was seen: what was tried at the start had no context, and drew nothing."""
+        return self._n_plain > 0
+
     def begin(self, seconds: dict[int, float]) -> None:
-        """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known."""
+        """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known.
+
+        As multiples: the first plain step of a reply says what one takes.
+        """
         if not self.plain:
             self.plain = max(seconds[0], _LEAST_S)
             self._ratios = {n: max(1.0, s / self.plain) for n, s in seconds.items() if n}
@@ -112,6 +120,8 @@ class Costs:
     def note_plain(self, seconds: float, n_steps: int) -> None:
         """Take in what n_steps without drafts took together."""
         each = max(seconds / n_steps, _LEAST_S)
+        if not self.is_known:
+            self.plain = each
         self._n_plain += n_steps
         if self._n_plain <= 3 or not self.plain:  # the first steps of all take longest
             self.plain = min(each, self.plain or each)
@@ -275,6 +285,7 @@ class Gate:
     def plain(self, n_replies: int, seconds: float, n_steps: int = 1, sampled: bool = False) -> None:
         """Take in what steps without drafts took together."""
         costs = self.costs(n_replies, sampled)
+        self._news += not costs.is_known
         costs.note_plain(seconds, n_steps)
         self._tokens += n_replies * n_steps
         self._plain_steps += n_steps
@@ -339,7 +350,7 @@ class Gate:
         """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
         whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1, record.sampled)
         decided = [0] * (MOST_TOKENS + 1)
-        if not costs.plain:
+        if not costs.is_known:
             return decided  # a plain step first: nothing can be compared with what nobody knows
         making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
         for n, known in enumerate(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s)):
@@ -369,7 +380,7 @@ class Gate:
     def _decided(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         sampled = any(offer[1].sampled for offer in offers if offer is not None)
         costs, none = self.costs(len(offers), sampled), [0] * len(offers)
-        if not costs.plain:
+        if not costs.is_known:
             return none
         making_s = self._making(offers)
         stay = [None if o is None else self._stay(*o, 0.0) for o in offers]
@@ -395,7 +406,7 @@ class Gate:
     def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
         """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
         costs = self.costs(n_replies, offer[1].sampled)
-        if not costs.plain:
+        if not costs.is_known:
             return 1.0
         stay: list[list[float] | None] = [self._stay(*offer, 0.0)]
         return self._best(stay + [None] * (n_replies - 1), costs, fits, most, making_s=self._making([offer])).gain

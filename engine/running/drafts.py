@@ -106,10 +106,10 @@ class Drafts:
 
     def _nothing(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """No draft for anybody. Of most such steps nothing is told: they are short, and many."""
-        if len(replies) != self._untold_of:
-            self._untold, self._untold_of = 0, len(replies)
-        self._untold += 1
-        return [None] * len(replies) if self._untold >= self._tell_at or self.follows(replies) else None
+        n, sampled = len(replies), replies[0].params.temperature > 0
+        is_told = n != self._untold_of or not self._gate.costs(n, sampled).is_known or self.follows(replies)
+        self._untold, self._untold_of = (1 if n != self._untold_of else self._untold + 1), n
+        return [None] * n if is_told or self._untold >= self._tell_at else None
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""

@@ -28,7 +28,8 @@ from engine.running.mtp import Asked, Fed
 from engine.running.reply import Reply
 from engine.running.stepping import Span
 
-HOST_S = 0.25  # that steps are tried for on the host
+HOST_S = 0.25  # that steps are tried for on the host, each so many times, and widths that are the least of use
+HOST_RUNS, HOST_WIDTHS = 3, 4
 _DRAWS = 3  # the first of a reply, and those of captured steps
 _KINDS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))  # which have graphs of their own
 
@@ -88,24 +89,34 @@ def _read(loaded: Loaded) -> None:
 def _time(loaded: Loaded) -> None:
     """Steps that may have drafts again, now that nothing is compiled or captured any more: what each takes.
 
-    On the host each runs twice, for what the first of a width notes, and those of long steps are left out.
+    On the host the least of several runs counts, since the first of a width notes calls and others are disturbed; long
+    steps are left out, and where even short ones take long nothing is said.
     """
     if loaded.drafts is None:
         return
     on_host, until_s = loaded.backend.gpu is None, time.perf_counter() + HOST_S
+    widths = [n for n in loaded.drafts.widths if n < loaded.limits.n_ctx]
     seconds: dict[int, float] = {}
-    for n in (n for n in loaded.drafts.widths if n < loaded.limits.n_ctx):
-        for _ in range(1 + on_host):
-            with _replies(loaded, 1, n + 1) as (one,):
-                assert one.sequence is not None
-                span = Span(one.sequence, np.asarray(one.history[:n], np.int32), np.zeros(n, bool), tuple(range(n)))
-                began_s = time.perf_counter()
-                _ = loaded.steps.run([span]).last_residual
-                seconds[n] = time.perf_counter() - began_s
+    for n in widths:
         if on_host and time.perf_counter() > until_s:
             break
+        seconds[n] = min(_step_seconds(loaded, n) for _ in range(HOST_RUNS if on_host else 1))
+    if on_host and widths:
+        if len(seconds) < min(len(widths), HOST_WIDTHS):
+            return
+        seconds[1] = min(seconds[1], _step_seconds(loaded, 1))
     if 1 in seconds:
         loaded.drafts.begin_costs(seconds)
+
+
+def _step_seconds(loaded: Loaded, n: int) -> float:
+    """What a step of so many tokens takes, logits of all of them with it."""
+    with _replies(loaded, 1, n + 1) as (one,):
+        assert one.sequence is not None
+        span = Span(one.sequence, np.asarray(one.history[:n], np.int32), np.zeros(n, bool), tuple(range(n)))
+        began_s = time.perf_counter()
+        _ = loaded.steps.run([span]).last_residual
+        return time.perf_counter() - began_s
 
 
 def _decode(loaded: Loaded) -> None:

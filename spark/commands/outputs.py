@@ -140,18 +140,24 @@ def _local(given: str, use: Reads | Writes) -> Iterator[tuple[Path, Reads | Writ
 
 def _check_urls(parameters: Mapping[str, tuple[Reads | Writes, str, str]], values: Mapping[str, Any]) -> None:
     """Refuse a URL that nothing here can open, and one to write that is read, or written, too."""
-    seen: list[tuple[str, Reads | Writes, str]] = []
+    seen: list[tuple[tuple[str, str], Reads | Writes, str]] = []
     for name, (use, words, flag) in sorted(parameters.items(), key=lambda item: isinstance(item[1][0], Writes)):
         given = values.get(name)
         if not isinstance(given, str) or not use.urls or storage.local(given) is not None:
             continue
-        storage.require(given)
-        for other, read_as, which in seen if isinstance(use, Writes) else ():
-            folder, _, file = given.rpartition("/")
+        kind, path = storage.place(given)
+        for (kind_read, other), read_as, which in seen if isinstance(use, Writes) else ():
+            folder, _, file = path.rpartition("/")
             inside = folder == other.rstrip("/") and any(fnmatch(file, pattern) for pattern in read_as.files)
-            if given == other or fnmatch(given, other) or inside:  # whether it is there, only the storage knows
+            if kind == kind_read and (inside or _matches(path, other)):  # if it is there, which the storage knows
                 raise UsageError(f"{flag} {given} would overwrite {which}", hint="name another file")
-        seen.append((given, use, words))
+        seen.append(((kind, path), use, words))
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a pattern of paths, in which `**` may stand for no folder, may mean a path, or is that path."""
+    patterns = (pattern, pattern.replace("**/", ""))
+    return path == pattern or any(fnmatch(path, each.replace("[^", "[!")) for each in patterns)
 
 
 def _check(paths: Sequence[_Named]) -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from engine.formats import profile as files
 from engine.formats.profile import Profile, Source
-from engine.ground.errors import SparkError, UsageError, WrongModelError
+from engine.ground.errors import FileFormatError, SparkError, UsageError, WrongModelError
 from engine.placing import placement
 from engine.placing.placement import Experts
 
@@ -392,3 +392,9 @@ def _require_readable(made: Profile, out: Path) -> None:
             f"and {files.MAX_FILE_BYTES}",
             hint="merge fewer profiles, or remove comment lines from them",
         )
+    try:
+        files.parse(text, str(out))
+    except FileFormatError as error:
+        raise SparkError(
+            f"the merged profile could not be read: {error.message}", hint="give smaller --weights, or fewer profiles"
+        ) from error

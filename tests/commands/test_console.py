@@ -50,3 +50,11 @@ def test_no_rate_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_are_read_as_clocks_show_them() -> None:
     assert [console._clock(s) for s in (0.4, 59.6, 3599, 3661.2)] == ["0:00", "1:00", "59:59", "1:01:01"]
+
+
+def test_what_others_wrote_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    console.table("of \x1b[31mred", ["a", "b"], [["\x1b]0;pwn\x07", "ä\u2028b"]])
+    console.note("two\nlines\r\x1b[2J")
+    captured = capsys.readouterr()
+    assert not set(captured.out + captured.err) & {"\x1b", "\x07", "\r", "\u2028"}
+    assert "\\x1b]0;pwn\\x07" in captured.out and "ä" in captured.out and captured.err.startswith("two\nlines\\r")

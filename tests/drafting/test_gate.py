@@ -170,6 +170,7 @@ def test_trials_cost_no_more_than_their_share() -> None:
 def test_replies_that_share_a_step_are_given_what_is_best_for_all(grades: list[int | None], most: int) -> None:
     gate, n = Gate(PRIORS), len(grades)
     gate.costs(n).begin({k: 0.001 * (1 + 0.1 * k) for k in range(32)})
+    gate.costs(n).note_plain(0.001, 1)
     offers = [None if g is None else (Promise("test", g, 9), Record()) for g in grades]
     counts = gate.share(offers, any_width, most)
 
@@ -189,6 +190,25 @@ def test_replies_that_share_a_step_are_given_what_is_best_for_all(grades: list[i
             other = [c + change * (j == i) for j, c in enumerate(counts)]
             if grade is not None and 0 <= other[i] <= 9 and sum(other) <= most:
                 assert value(other) <= max(value(counts), math.log(GAIN)) + 1e-9
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 1.5, 4.0])
+def test_what_steps_took_at_the_start_is_believed_as_multiples(times: float) -> None:
+    """A context, and draws, make all steps longer than those that were tried."""
+    engine = Engine(cost=lambda n: times * seconds(n))
+    engine.gate.costs(1).begin({n - 1: seconds(n) for n in WIDTHS})
+    assert engine.reply(1000, 3, 0.9) > 1.5
+    assert engine.lengths[0] == 0  # a plain step comes first
+
+
+def test_replies_that_begin_to_share_steps_are_drafted_for_once_a_step_was_seen() -> None:
+    gate = Gate(PRIORS)
+    for _ in range(1000):
+        gate.plain(1, 0.001)
+    offers = [(Promise("test", COPY, 31), Record()) for _ in range(3)]
+    assert gate.share(offers, any_width, 28) == [0, 0, 0]
+    gate.plain(3, 0.001)
+    assert any(gate.share(offers, any_width, 28))
 
 
 def test_nothing_is_proposed_before_a_plain_step_was_seen() -> None:

@@ -187,6 +187,14 @@ def test_what_could_not_be_read_again_is_not_written(
     assert not (tmp_path / "d").exists()
 
 
+def test_what_is_too_large_for_a_key_is_not_written(team: list[Path], tmp_path: Path) -> None:
+    profile = files.load(team[0])[0]
+    files.save(replace(profile, sessions=2**63 - 1), tmp_path / "many")
+    with pytest.raises(SparkError, match=r"could not be read: .*found '9223372036854775\d+'"):
+        profiles.merge([tmp_path / "many", team[0]], tmp_path / "d", (1, 1))
+    assert not (tmp_path / "d").exists()
+
+
 def test_a_damaged_or_missing_file_is_named(team: list[Path], tmp_path: Path) -> None:
     team[1].write_text(team[1].read_text()[:-4])
     with pytest.raises(FileFormatError, match=f"{team[1]}, line 6: expected 4 counts"):

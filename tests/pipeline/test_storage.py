@@ -296,6 +296,9 @@ def test_commands_take_folders_patterns_and_urls(made: Path, tmp_path: Path) -> 
         ("tokenize M memory://a --out memory://a", "--out memory://a would overwrite the sessions you gave"),
         ("tokenize M memory://a/ --out memory://a/b.jsonl", "--out memory://a/b.jsonl would overwrite the"),
         ("tokenize M memory://a/*.x --out memory://a/b.x", "--out memory://a/b.x would overwrite the"),
+        ("tokenize M memory://a/**/*.x --out memory://a/b.x", "--out memory://a/b.x would overwrite the"),
+        ("tokenize M memory://a/[^c].x --out memory://a/b.x", "--out memory://a/b.x would overwrite the"),
+        ("tokenize M memory://a/b.x --out memory:///a/b.x", "--out memory:///a/b.x would overwrite the"),
         ("calibrate M tokens --out tokens/a.parquet", "--out tokens/a.parquet would overwrite the data you gave"),
         ("calibrate M file://HERE/tokens --json tokens/a.parquet", "would overwrite the data you gave"),
         ("calibrate M nowhere://a --out p.csv", "nowhere://a: Protocol not known: nowhere"),
@@ -331,7 +334,7 @@ def test_local_paths_need_no_fsspec(made: Path, tmp_path: Path) -> None:
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(MissingExtraError, match=r"gs://team/x: .*gcsfs"):
-        storage.require("gs://team/x")
+        storage.place("gs://team/x")
 
 
 # --- S3 -----------------------------------------------------------------------------------------------
