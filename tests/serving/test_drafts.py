@@ -220,10 +220,10 @@ def test_a_prediction_that_comes_true_is_accepted(opened: Open) -> None:
     assert done.usage.drafts == {}
     whole = histories([request], said(events))[1]
     costs = engine.loaded.drafts._gate.costs(1)  # a machine on which drafts pay
-    costs.note = costs.note_plain = lambda *_: None  # type: ignore[method-assign]
     costs.plain = 0.0
     costs.begin({n: 0.001 * (1 + n / 32) for n in range(32)})
     costs.note_plain(0.001, 1)
+    costs.note = costs.note_plain = lambda *_: None  # type: ignore[method-assign]
     engine.submit(replace(request, id=2, draft=True, prediction=tuple(whole[60:])))
     again = drain(engine)
     done = done_of(again)
