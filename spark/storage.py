@@ -27,6 +27,7 @@ from engine.ground.install import requirement
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chains, as in simplecache::s3://
 _LOCAL = re.compile(r"(?:file|local)://")  # no need of fsspec, and private files stay private
+_HTTP = re.compile(r"https?://")  # whose names may have a query behind them
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -159,23 +160,19 @@ def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> 
         if _MAGIC.search(path) and not storage.exists(path):
             paths = sorted(storage.glob(path))
         elif storage.isdir(path):
-            paths = sorted(each for each in storage.ls(path, detail=False) if _suffix(each) in suffixes)
+            paths = sorted(each for each in storage.ls(path, detail=False) if Path(each).suffix in suffixes)
         else:
             paths = [path]
         found = []
         for i, each in enumerate(paths):
             name = url if each == path else f"{protocol}{str(each).lstrip('/')}"
-            copy = made / f"{i:06}{_suffix(each)}"
+            query = each.partition("?")[0] if _HTTP.match(url) else each
+            copy = made / f"{i:06}{Path(query).suffix}"
             storage.get_file(each, str(copy))
             found.append(Found(name, copy))
     except Exception as error:
         raise _failed("cannot read", url, error) from error
     return found
-
-
-def _suffix(path: str) -> str:
-    """How a name ends, without the query that URLs of HTTP may have."""
-    return Path(path.partition("?")[0]).suffix
 
 
 def _send(storage: Any, files: Sequence[tuple[Path, str]], url: str) -> None:

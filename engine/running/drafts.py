@@ -30,7 +30,7 @@ from engine.running.reply import Reply
 from engine.running.stepping import StepResult, Steps
 
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
-TELL_EVERY = 8  # plain steps of a reply alone, of which the gate is told what the last one took
+TELL_EVERY = 8  # plain steps, of which the gate is told what the last one took
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time

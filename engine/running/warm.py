@@ -100,7 +100,10 @@ def _time(loaded: Loaded) -> None:
     for n in widths:
         if on_host and time.perf_counter() > until_s:
             break
-        seconds[n] = min(_step_seconds(loaded, n) for _ in range(HOST_RUNS if on_host else 1))
+        tries = [_step_seconds(loaded, n)]
+        while on_host and len(tries) < HOST_RUNS and time.perf_counter() < until_s:
+            tries.append(_step_seconds(loaded, n))
+        seconds[n] = min(tries)
     if on_host and widths:
         if len(seconds) < min(len(widths), HOST_WIDTHS):
             return

@@ -19,10 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.formats.profile import Profile
 from engine.ground.config import EngineConfig
 from engine.ground.errors import (
     CapacityError,
@@ -30,18 +26,16 @@ from engine.ground.errors import (
     DeviceLostError,
     RequestError,
     SparkError,
-    UsageError,
 )
 from engine.ground.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
 from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
-from engine.placing import policies
-from engine.placing.learning import Learning
 from engine.running.decoding import Alone
 from engine.running.loaded import load
 from engine.running.reply import MASK_WAIT_S
 from engine.running.warm import warm_up
 from engine.serving.families import Families
+from engine.serving.learned import Learned
 from engine.serving.reading import gather, read_together
 from engine.serving.schedule import (
     Admit,
@@ -84,7 +78,7 @@ class Engine:
         began = time.perf_counter()
         self.loaded = load(config, progress)
         self.load_s = time.perf_counter() - began
-        self._learning = self._new_learning()
+        self._learned = Learned(self.loaded, config)
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
         self._forms: dict[int, Form] = {}  # of requests that have not begun
@@ -99,7 +93,6 @@ class Engine:
         self._tokens = {"read": 0, "reused": 0, "written": 0}
         self._waits = {"place": 0, "room": 0, "moved_out": 0, "read_again": 0}
         self._waited: set[tuple[int, str]] = set()  # requests that have not begun, and what they have waited for
-        self._followed = 0  # uses counted when the pinned slots last followed them
         self._rereading: Rereading | None = None
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
 
@@ -371,7 +364,7 @@ class Engine:
         """Let one begin that waits."""
         job = next(job for job in self._waiting if job.id == work.id)
         if work.follow:
-            self._follow()
+            self._learned.follow()  # before a request begins, never inside one
         self._waiting.remove(job)
         self._waited -= {(job.id, "place"), (job.id, "room")}
         try:
@@ -531,14 +524,6 @@ class Engine:
                 events.append(self._failed(task, error))
         return going, events
 
-    def _follow(self) -> None:
-        """Before a request begins, never inside one: let the pinned slots follow what was counted since."""
-        counted = int(self.loaded.residency.counts.sum())
-        if policies.find(self.config.policy).follows and counted != self._followed:
-            self._followed = counted
-            learned = self._learning.learned(self._counts())
-            self.loaded.residency.follow(learned.counts[list(self.loaded.source.config.moe_layers)])
-
     # --- counters ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -568,35 +553,16 @@ class Engine:
             "plan": r.plan(),
         }
 
-    def _counts(self) -> NDArray[np.int64]:
-        c = self.loaded.source.config
-        counts = np.zeros((c.n_layer, c.n_expert), np.int64)
-        with translated():
-            counts[list(c.moe_layers)] = self.loaded.residency.counts
-        return counts
-
-    def _new_learning(self) -> Learning:
-        c = self.loaded.source.config
-        if self.loaded.source.profile is not None:
-            return Learning(self.loaded.source.profile, self.config.profile)
-        none = np.zeros((c.n_layer, c.n_expert), np.int64)
-        return Learning(Profile(none, c.n_expert_used, self.loaded.source.file.model_id, count="generated"), None)
-
     def profile(self, action: str, path: Path | None = None) -> dict[str, Any]:
         """Write what was learned to a profile file, read the raw counts, or reset them."""
         if action == "write":
-            target = path or self.config.profile
-            if target is None:
-                raise UsageError("no path to write the profile to")
-            written, warnings = self._learning.write(self._counts(), target, self.loaded.source.file.model_id)
-            return {"path": str(target), "tokens": written.tokens, "warnings": list(warnings)}
+            return self._learned.write(path)
         if action == "reset":
             if self.busy:
                 raise RequestError("the counts cannot be reset while requests are counted")
-            self.loaded.residency.reset()
-            self._learning.reset()
+            self._learned.reset()
             return {}
-        return {"counts": self._counts().tolist(), **self.loaded.residency.totals()}
+        return self._learned.read()
 
     def close(self) -> None:
         """Cancel everything and release the model."""

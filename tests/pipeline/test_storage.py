@@ -377,3 +377,10 @@ def test_s3(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert "cannot write s3://none/t" in words
     finally:
         server.stop()
+
+
+def test_a_question_mark_in_a_name_is_a_query_of_http_alone() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe_file("/marks/n?x.jsonl", b"{}\n")
+    with storage.reading("memory://marks", (".jsonl",)) as found:
+        assert [(file.name, file.path.suffix) for file in found] == [("memory://marks/n?x.jsonl", ".jsonl")]
