@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from benchmarks.markdown import Json, origin, table
+from engine.drafting import lookup
 
 REPLAY = """\
 Lookup drafts on recorded sessions in the bundled model's vocabulary, through the real index and the real gate, in the
@@ -21,6 +22,15 @@ SERVED = """\
 turn, with drafts and without; the model writes what it writes, which repeats itself. Of each prompt the median of
 {runs} runs, none of which was sent before. Speed over that without drafts: median {median:.3f}, {least:.3f} to
 {most:.3f}; of {drafted:,} drafted tokens {share:.0%} stayed. All tokens the same: {same}."""
+CHANCES = """\
+Drafts of every generated token of recorded sessions in the bundled model's vocabulary, by how many tokens before it are
+as they were where it is found, and by how the run went on there and before: number of drafts, and the share of tokens
+1, 2, 3-4, 5-8, 9-16 and 17-31 that are right, each given that all before it are."""
+AT_ONCE = """\
+Replies that share steps, and a draft for each token, whose tokens are right with one chance, each given that all before
+it are; the gate decides what steps get of them. Speed over that without drafts; the tokens are the same."""
+SEEN = ("otherwise", "once", "alike", "alike often")
+FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\
 Replies of {tokens} tokens by tiny models of every family with random weights, on the {device}, against the same without
 drafts: {replies:,} replies in {rows} rows, each of a family, a source, a residency and a way to sample. *Forced*:
@@ -48,6 +58,18 @@ def replay(name: str, made: Json) -> list[str]:
 
 def _of_kind(r: Json) -> str:
     return f"{r['speedup']:.3f}" + (f" ({r['accepted'] / r['drafted']:.0%})" if r["drafted"] else "")
+
+
+def at_once(name: str, made: Json) -> list[str]:
+    rows = [
+        [
+            r["at_once"], f"{r['rate']:.0%}", f"{r['plain_ms']['median']:.3f}",
+            *(f"{r['speedup'][k]:.3f}" for k in SPREAD), f"{r['drafted']:,}",
+        ]
+        for r in made["rows"]
+    ]  # fmt: skip
+    columns = ["replies", "right", "ms a token, plain", *(f"speed, {k}" for k in SPREAD), "drafted"]
+    return [f"## Drafts: replies at once, {made['model']}", "", *origin(name, made), AT_ONCE, "", *table(columns, rows)]
 
 
 def served(name: str, made: Json) -> list[str]:
@@ -81,7 +103,26 @@ def identity(name: str, made: Json) -> list[str]:
     )]  # fmt: skip
 
 
+def chances(name: str, made: Json) -> list[str]:
+    sets = sorted({r["tokens"] for r in made["rows"]})
+    by = {(r["tokens"], r["grade"]): r for r in made["rows"]}
+    rows = []
+    for grade in range(1 + max(r["grade"] for r in made["rows"])):
+        run, seen = divmod(grade, len(lookup.SEEN))
+        cells = []
+        for one in sets:
+            r = by[one, grade]
+            pairs = zip(r["right"], r["reached"], strict=True)
+            cells += [r["drafts"], " ".join(f"{100 * a / b:.0f}" if b >= FEW else "-" for a, b in pairs)]
+        rows.append([str((2, *lookup.RUNS)[run]), SEEN[seen], *cells])
+    columns = ["tokens alike, from", "the run went on"]
+    columns += [c for one in sets for c in (one.removesuffix(".parquet"), "%")]
+    return ["## Drafts: how often lookup is right", "", *origin(name, made), CHANCES, "", *table(columns, rows)]
+
+
 SECTIONS = {
+    "drafts-chances.json": chances,
+    "drafts-at-once.json": at_once,
     "drafts-replay.json": replay,
     "drafts-nano.json": served,
     "draft_identity.json": identity,

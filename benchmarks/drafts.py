@@ -1,11 +1,15 @@
 """What lookup drafts are worth: recorded sessions through the real index and gate, and replies served for real.
 
     python benchmarks/drafts.py replay MODEL.gguf data/results/given_tokens.json TOKENS.parquet... --json FILE
+    python benchmarks/drafts.py chances MODEL.gguf TOKENS.parquet... --json FILE
     python benchmarks/drafts.py serve MODEL.gguf TOKENS.parquet --prompts 40 --generate 160 --json FILE
 
 `replay` decodes nothing: each generated token of the sessions is what the model would have said, in their order, so
 that only earlier ones are there to be looked in; what a step takes is a table of measured steps (given_tokens.py). The
 same drafts are cut at fixed lengths, which never ask a gate. By what is written: reasoning, tool calls, text.
+
+`chances` counts how often tokens of lookup's drafts are right, each given that all before it were, by grade and
+position: what the priors of engine/drafting/lookup.py are rounded from.
 
 `serve` has two daemons, with drafts and without, that generate from the same prompts in turns. Tokens are compared. Its
 figure is the ratio of times for each prompt, the median of several runs, and the tenths of the prompts by that.
@@ -30,8 +34,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.driving import Sample, generate, note, open_checked, settings, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.suffix_cache import SuffixCache  # noqa: E402
-from engine.drafting.gate import MOST_TOKENS, Gate, Record  # noqa: E402
-from engine.drafting.lookup import NAME, PRIORS, Lookup, Memory  # noqa: E402
+from engine.drafting.gate import MOST_TOKENS, Gate, Record, group_of  # noqa: E402
+from engine.drafting.lookup import GRADES, NAME, PRIORS, Lookup, Memory  # noqa: E402
 from engine.drafting.source import Draft, Source  # noqa: E402
 from engine.formats import gguf  # noqa: E402
 from engine.ground.config import DEVICES, EngineConfig  # noqa: E402
@@ -44,6 +48,7 @@ KINDS = {
 }  # fmt: skip
 FIXED, ORACLE = (0, 1, 3, 7, 15, 31), "oracle"
 MEMORY_BYTES = 64 << 20
+N_GROUPS = len(PRIORS[0])  # of positions
 
 
 class Beginning(Sequence[int]):
@@ -173,7 +178,7 @@ def best(draft: Draft | None, follow: list[int], steps: Steps) -> int:
     stay = [a == b for a, b in zip(tokens, follow, strict=True)]
     stayed = stay.index(False) if False in stay else len(stay)
     lengths = [w - 1 for w in steps.by_width if w - 1 <= len(tokens)]
-    return max(lengths, key=lambda n: (1 + min(n, stayed)) / steps(1 + n))
+    return max(map(int, lengths), key=lambda n: (1 + min(n, stayed)) / steps(1 + n))
 
 
 def replay(o: argparse.Namespace) -> dict[str, Any]:
@@ -189,6 +194,39 @@ def replay(o: argparse.Namespace) -> dict[str, Any]:
                 note(f"{path.name}, {index}, {'gate' if fixed is None else fixed}: {made['speedup']:.3f}")
     step_ms = {w: 1000 * s for w, s in steps.by_width.items()}
     return {"what": "replay", "step_ms": step_ms, "depth": o.depth, "plain_ms": o.plain_ms, "rows": rows}
+
+
+def counted(windows: list[Window]) -> list[dict[str, Any]]:
+    """Of each grade: drafts, and by group of positions how many tokens were reached, and right."""
+    texts, rows = Texts(), [{"drafts": 0, "reached": [0] * N_GROUPS, "right": [0] * N_GROUPS} for _ in range(GRADES)]
+    for window in windows:
+        tokens, source = window.tokens.tolist(), texts.open()
+        for i in (np.flatnonzero(window.generated[1:]) + 1).tolist():
+            promise = source.promise(Beginning(tokens, i), MOST_TOKENS)
+            if promise is None:
+                continue
+            row: Any = rows[promise.grade]
+            row["drafts"] += 1
+            for k, token in enumerate((source.draft(promise.n_tokens) or Draft(NAME, 0, ())).tokens):
+                if i + k == len(tokens) or not window.generated[i + k]:
+                    break
+                row["reached"][group_of(k)] += 1
+                if token != tokens[i + k]:
+                    break
+                row["right"][group_of(k)] += 1
+        source.close()
+        texts.add(window.tokens)
+    texts.close()
+    return rows
+
+
+def chances(o: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for path in o.tokens:
+        for grade, row in enumerate(counted(list(read_tokens(path)))):
+            rows.append({"tokens": path.name, "grade": grade} | row)
+            note(f"{path.name}, grade {grade}: {row}")
+    return {"what": "chances", "rows": rows}
 
 
 def prompts_of(path: Path, n: int, most: int) -> list[list[int]]:
@@ -247,6 +285,10 @@ def main() -> None:
     one.add_argument("--plain-ms", type=float, help="a decoded token, where steps run ahead of the host")
     one.add_argument("--suffix-cache", type=Path, metavar="FOLDER", help="ArcticInference, too (suffix_cache.py)")
     one.set_defaults(work=replay)
+    one = modes.add_parser("chances")
+    one.add_argument("model", type=Path, metavar="MODEL.gguf", help="whose tokens they are")
+    one.add_argument("tokens", type=Path, nargs="+", metavar="TOKENS.parquet")
+    one.set_defaults(work=chances)
     one = modes.add_parser("serve")
     one.add_argument("model", type=Path, metavar="MODEL.gguf")
     one.add_argument("tokens", type=Path, metavar="TOKENS.parquet")

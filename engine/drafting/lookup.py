@@ -31,7 +31,7 @@ GRADES = (1 + len(RUNS)) * len(SEEN)
 MOST_TOKENS = 64  # of a draft
 
 # Chances of a draft's tokens by its grade, at positions 0, 1, 2-3, 4-7, 8-15 and from 16 on, each given that all before
-# it stayed: of the sample sessions, the lower of their two sets, rounded down.
+# it stayed: of the sample sessions (drafts.py chances), the lower of their two sets, rounded down.
 PRIORS = (
     (0.15, 0.50, 0.60, 0.70, 0.80, 0.85),
     (0.35, 0.50, 0.55, 0.70, 0.75, 0.85),
