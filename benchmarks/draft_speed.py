@@ -168,7 +168,7 @@ class Bench:
     """An engine that is measured. choices: of experts, which are imposed."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.n = engine, 0
+        self.engine, self.n, self.n_pairs = engine, 0, 0
         old = engine.loaded.drafts
         assert old is not None
         self.drafts = Imposing(engine.loaded.steps, MEMORY_BYTES, old._drafter, old._predictor)
@@ -213,10 +213,17 @@ class Bench:
         return Ran([told[i] for i in ids], [seconds[i] for i in ids], (last - first) / made, drafted, accepted, misses)
 
     def pair(self, prompts: list[list[int]], n_tokens: int, cases: Callable[[list[list[int]]], list[Case]]) -> Pair:
-        """Without drafts, and with those that `cases` makes of what was told."""
-        plain = self.run(prompts, n_tokens, None)
-        drafted = self.run(prompts, n_tokens, cases(plain.told))
-        if drafted.told != plain.told:
+        """Without drafts, and with those that `cases` makes of what was told, in turns.
+
+        What is told is found out first: those that come after it find their prompts read, and begin to decode together.
+        """
+        told = self.run(prompts, n_tokens, None).told
+        self.n_pairs += 1
+        if self.n_pairs % 2:
+            plain, drafted = self.run(prompts, n_tokens, None), self.run(prompts, n_tokens, cases(told))
+        else:
+            drafted, plain = self.run(prompts, n_tokens, cases(told)), self.run(prompts, n_tokens, None)
+        if not drafted.told == plain.told == told:
             raise SystemExit("a reply with drafts has other tokens than without")
         return Pair(plain, drafted)
 
