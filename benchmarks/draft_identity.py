@@ -11,9 +11,11 @@ wrong from there. Half of the replies of a row run alone, half beside each other
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,10 +87,15 @@ def gate_as_on_a_gpu(engine: Engine) -> None:
     gate.made = lambda *_: None  # type: ignore[method-assign]
 
 
-def rows_of(family: str, source: str, folder: Path, device: str, n: int) -> list[dict[str, Any]]:
+def rows_of(family: str, source: str, device: str, n: int) -> list[dict[str, Any]]:
     """A row for each residency, way to sample and mode."""
+    with tempfile.TemporaryDirectory(prefix="spark-drafts-") as name:
+        return _rows_of(family, source, Path(name), device, n)
+
+
+def _rows_of(family: str, source: str, folder: Path, device: str, n: int) -> list[dict[str, Any]]:
     path = block_path(family) if source == "mtp" else folder / f"{family}.gguf"
-    if not path.exists():
+    if source != "mtp":
         write_tiny(path, k_quant_mix, arch=models.find(family), n_ctx_train=8192)
     rows = []
     for residency in RESIDENCIES:
@@ -133,12 +140,12 @@ def main() -> None:
     json_option(parser)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--replies", type=int, default=10, help="of a row")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with an engine")
     o = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="spark-drafts-") as name:
-        for family in models.known():
-            for source in ("lookup", "dflash", *(["mtp"] if family in FAMILIES else [])):
-                rows += rows_of(family, source, Path(name), o.device, o.replies)
+    cases = [(f, s) for f in models.known() for s in ("lookup", "dflash", *(["mtp"] if f in FAMILIES else []))]
+    with ProcessPoolExecutor(o.jobs, multiprocessing.get_context("spawn")) as pool:
+        made = [pool.submit(rows_of, family, source, o.device, o.replies) for family, source in cases]
+        rows = [row for future in made for row in future.result()]
     wrong = [r for r in rows if r["identical"] < r["replies"] or not r["drafted"] or not r["rejected"]]
     total = sum(r["replies"] for r in rows)
     note(f"{total} replies in {len(rows)} rows; {len(wrong)} in which not all are identical or nothing was rejected")
