@@ -209,6 +209,7 @@ def attention(
     gate_kind: str = "",
     apart: bool = False,
     spans: tuple[tuple[int, int], ...] = (),
+    as_block: bool = False,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`."""
     T, n_head = _rows(ws, q, "q"), q.shape[1]

@@ -87,7 +87,7 @@ class Ops(Protocol):
     def attention(
         self, ws: Scratch, q: F32, kv: KVLayer, block_table: I32, sequence: I32, positions: I32, scale: float, out: F32,
         n_positions: int = 0, window: int = 0, gate: F32 | None = None, gate_kind: str = "", apart: bool = False,
-        spans: tuple[tuple[int, int], ...] = (),
+        spans: tuple[tuple[int, int], ...] = (), as_block: bool = False,
     ) -> None:  # fmt: skip
         """Causal attention over cached blocks."""
 

@@ -193,6 +193,7 @@ def attention(
     gate_kind: str = "",
     apart: bool = False,
     spans: tuple[tuple[int, int], ...] = (),
+    as_block: bool = False,
 ) -> None:
     """Causal attention over cached blocks, in logical order.
 
@@ -201,7 +202,9 @@ def attention(
     positions 0..positions[t] of sequence[t], or the last `window` of them, and reads no block before; query head h
     reads kv head h * K // H; out [T, H * head_dim] is written. gate
     [T, H] or [T, H * head_dim]: the result is multiplied by "softplus" or "sigmoid" (gate_kind) of it. apart: a hint
-    that no two tokens are of one sequence; spans: another, of each sequence's tokens and its last position plus one.
+    that no two tokens are of one sequence; spans: another, of each sequence's tokens and its last position plus one;
+    as_block: says that the tokens see each other, all being given the last one's position, so that what is stored last
+    begins before it.
     """
     T, H, head_dim = q.shape
     group = H // kv.k.shape[1]

@@ -163,6 +163,7 @@ class Scene:
         gate: np.ndarray | None = None,
         gate_kind: str = "",
         apart: bool = False,
+        as_block: bool = False,
     ) -> np.ndarray:
         T = len(q)
         n_ctx = self.max_blocks * KV_BLOCK_TOKENS
@@ -172,7 +173,7 @@ class Scene:
         gates = None if gate is None else device.upload(gate)
         attention.decode(
             device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized, window, gates, gate_kind,
-            apart,
+            apart, as_block,
         )  # fmt: skip
         found: np.ndarray = device.read(out)
         return found
@@ -522,3 +523,20 @@ def test_refuses_what_it_cannot_do(device: Any) -> None:
     scene.H = 34  # over 16 query heads for a kv head
     with pytest.raises(ValueError, match="34 heads"):
         scene.run(device, scene.query(1), ints(0), ints(1))
+
+
+def test_a_block_reads_none_of_its_keys_ahead(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows have the last one's position, and keys before it are of the same step."""
+    scene, launched, find = Scene(2, 1, 64, False, [128], 2), [], device.kernel
+
+    def kernel(module: Any, name: str) -> Any:
+        def launch(grid: Any, block: Any, args: Any, shared_bytes: int = 0, overlap: bool = False) -> None:
+            launched.append((name, overlap))
+            find(module, name)(grid, block, args, shared_bytes, overlap)
+
+        return launch
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    q, at = scene.query(3), (ints(0, 0, 0), ints(100, 100, 100))
+    same_bits(scene.run(device, q, *at), scene.run(device, q, *at, as_block=True))
+    assert [overlap for name, overlap in launched if name == "attention_splits"] == [True, False]

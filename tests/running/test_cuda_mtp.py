@@ -90,7 +90,10 @@ def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path
     for of, draft in ((block_path("qwen35moe"), "mtp"), (model, "mtp"), (model, str(path))):
         loaded = load(config(of, draft=draft, residency_pct=40))
         tokens, logits = drafted(loaded, [40, 8, 1])
-        found.append((tokens, logits.tobytes(), loaded.plan()))
+        plan = loaded.plan()
+        # What the driver takes for itself is measured, and another process on the GPU changes it.
+        sizes = {key: n for key, n in plan.items() if key not in ("context_bytes", "device_bytes", "cap_bytes")}
+        found.append((tokens, logits.tobytes(), sizes))
         loaded.close()
     assert found[0] == found[1] == found[2]
 

@@ -121,6 +121,7 @@ class Attention:
         gate: Array | None = None,
         gate_kind: str = "",
         apart: bool = False,
+        as_block: bool = False,
     ) -> None:
         """Causal attention of small batches over cached blocks.
 
@@ -128,7 +129,8 @@ class Attention:
         sees positions 0..positions[t] of sequence[t], or the last `window` of them; out [T, H * head_dim], also in 8
         bits where `quantized` of that shape is given. gate float32 [T, H] or [T, H * head_dim]: out is multiplied by
         gate_kind ("softplus", "sigmoid") of it. Any T, best up to 32. Tokens of one sequence should be neighbors: they
-        read its cache together, unless they are taken `apart`, which is faster where each is of its own.
+        read its cache together, unless they are taken `apart`, which is faster where each is of its own. as_block: what
+        this step stores begins before the smallest of `positions`.
         """
         limits = self.limits
         T, H, head_dim = q.shape
@@ -169,7 +171,7 @@ class Attention:
                 128 if plan.rows <= 16 else 256,
                 (q[rows], *cache, block_table, sequence[rows], positions[rows], *sizes, float(scale), *partial),
                 plan.shared_bytes,
-                overlap,
+                overlap and not as_block,  # it would read keys before the smallest position ahead of who writes them
             )
             more = [None, None, None, None if gate is None else gate[rows]]
             if quantized is not None:

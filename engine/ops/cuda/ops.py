@@ -314,6 +314,7 @@ def attention(
     gate_kind: str = "",
     apart: bool = False,
     spans: tuple[tuple[int, int], ...] = (),
+    as_block: bool = False,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`.
 
@@ -326,7 +327,8 @@ def attention(
         T, width = out.shape
         quantized = ws.attended.rows(T, width) if width % 32 == 0 else None
         ws.attention.decode(
-            q, kv, block_table, sequence, positions, scale, out, quantized, window, gate, gate_kind, apart
+            q, kv, block_table, sequence, positions, scale, out, quantized, window, gate, gate_kind, apart,
+            as_block,
         )  # fmt: skip
         if quantized is not None:
             ws.prepare(out, quantized)
