@@ -3,9 +3,10 @@
     python benchmarks/draft_identity.py --device cpu --json data/results/draft_identity.json
 
 Tiny models of each family with random weights, a random drafter, a random block; each request carries a prediction
-that is right but for every seventh token. Twice: *gated*, as served, but for steps that are said to take what they take
-on a GPU (a tiny model's steps are all overhead); and *forced*: drafts of random lengths, right up to a random place and
-wrong from there. Half of the replies of a row run alone, half beside each other. `drafted`: by the row's source.
+that is right but for every thirteenth token. Twice: *gated*, as served, but for steps that are said to take what they
+take on a GPU (a tiny model's steps are all overhead); and *forced*: drafts of random lengths, right up to a random
+place and wrong from there. Half of the replies of a row run alone, half beside each other. `drafted`: by the row's
+source.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def said(engine: Engine, requests: Sequence[Generate]) -> tuple[dict[int, list[i
 
 def predicted(request: Generate, expected: list[int]) -> Generate:
     """With a prediction in which some tokens are wrong, so that drafts of it are, too."""
-    wrong = [(token + 1) % 301 if i % 7 == request.id % 7 else token for i, token in enumerate(expected)]
+    wrong = [(token + 1) % 301 if i % 13 == request.id % 13 else token for i, token in enumerate(expected)]
     return replace(request, prediction=tuple(wrong))
 
 

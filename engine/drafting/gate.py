@@ -98,8 +98,8 @@ class Costs:
         self._ratios: dict[int, float] = {}  # by tokens of drafts
         self._seen: dict[int, int] = {}  # how often, up to _MOST_SEEN
         self._far: dict[int, int] = {}  # which way the last measurement of a width was far off
-        self._fit: list[tuple[int, float]] = []  # the ratios, made never to fall
-        self._hoped: list[tuple[int, float]] = []  # and as they may be
+        # The ratios, made never to fall, and as they may be; None: there is news.
+        self._fits: dict[bool, list[tuple[int, float]] | None] = {False: None, True: None}
 
     @property
     def is_known(self) -> bool:
@@ -111,11 +111,11 @@ class Costs:
 
         As multiples: the first plain step of a reply says what one takes.
         """
-        if not self.plain:
+        if not self.plain and seconds:
             self.plain = max(seconds[0], _LEAST_S)
             self._ratios = {n: max(1.0, s / self.plain) for n, s in seconds.items() if n}
             self._seen = dict.fromkeys(self._ratios, 1)
-            self._fitted()
+            self._fits = {False: None, True: None}
 
     def note_plain(self, seconds: float, n_steps: int) -> None:
         """Take in what n_steps without drafts took together."""
@@ -149,11 +149,18 @@ class Costs:
         if seconds < self.plain:  # a step without is no longer
             self.plain *= math.exp(_COST_FADE * _clipped(seconds / self.plain))
         self._seen[n_drafted] = min(self._seen.get(n_drafted, 0) + 1, _MOST_SEEN)
-        self._fitted()
+        self._fits = {False: None, True: None}
 
     def of(self, n_drafted: int, hopeful: bool = False) -> float:
         """What a step with so many tokens of drafts is expected to take, in seconds; hopeful: what it may take."""
         return self.plain * self._at(n_drafted, hopeful)
+
+    def beside(self, n_replies: int) -> dict[int, float]:
+        """What steps that so many replies share may take by those of one, as `begin` takes it; where it is known."""
+        if not self.plain or not any(n >= n_replies for n in self._ratios):
+            return {}
+        widths = (1 + n - n_replies for n in sorted(self._ratios) if n >= n_replies)
+        return {0: self.of(n_replies - 1)} | {n: self.of(n_replies - 1 + n) for n in widths}
 
     def measured(self) -> dict[int, float]:
         """Seconds by tokens of drafts, 0 among them, of those that there were."""
@@ -162,18 +169,19 @@ class Costs:
     def _at(self, n: int, hopeful: bool = False) -> float:
         """The ratio, between those of the next narrower and the next wider step, or as it goes on behind the widest."""
         before, at = 0, 1.0
-        for width, ratio in self._hoped if hopeful else self._fit:
+        for width, ratio in self._fits[hopeful] or self._fitted(hopeful):
             if width >= n:
                 return at + (n - before) * (ratio - at) / (width - before)
             before, at = width, ratio
         slope = (at - 1.0) / before if before else _TOKEN_COST
         return at + (n - before) * max(min(slope, _HOPED_COST) if hopeful else slope, 0.01)
 
-    def _fitted(self) -> None:
-        self._fit = _never_falling(self._ratios, self._seen)
-        # What was measured once may have been the first of its kind, which takes longest.
-        hoped = {n: 1.0 + (r - 1.0) * self._seen[n] / (self._seen[n] + _HOPE) for n, r in self._ratios.items()}
-        self._hoped = _never_falling(hoped, self._seen)
+    def _fitted(self, hopeful: bool) -> list[tuple[int, float]]:
+        ratios = self._ratios
+        if hopeful:  # what was measured once may have been the first of its kind, which takes longest
+            ratios = {n: 1.0 + (r - 1.0) * self._seen[n] / (self._seen[n] + _HOPE) for n, r in ratios.items()}
+        fit = self._fits[hopeful] = _never_falling(ratios, self._seen)
+        return fit
 
 
 def _clipped(ratio: float) -> float:
@@ -276,6 +284,8 @@ class Gate:
         costs = self._costs.get(key)
         if costs is None:
             costs = self._costs[key] = Costs()
+            if n_replies > 1 and 1 in self._costs:  # what a token costs depends little on whose it is
+                costs.begin(self._costs[1].beside(n_replies))
         return costs
 
     def all_costs(self) -> dict[int, Costs]:
@@ -352,19 +362,20 @@ class Gate:
         decided = [0] * (MOST_TOKENS + 1)
         if not costs.is_known:
             return decided  # a plain step first: nothing can be compared with what nobody knows
+        lengths = [n for n in range(1, MOST_TOKENS + 1) if fits(1 + n)]
         making_s, mean = self._making([whole]), self._stay(*whole, 0.0)
-        for n, known in enumerate(self._choices([mean], costs, fits, MOST_TOKENS, making_s=making_s)):
-            decided[n:] = [known.total if known.gain >= GAIN else 0] * (len(decided) - n)
-        if decided[-1] and all(decided[n] or not fits(1 + n) for n in range(1, len(decided))):
+        for n, best, gain in _lone_choices(mean, lengths, costs, making_s):
+            decided[n:] = [best if gain >= GAIN else 0] * (len(decided) - n)
+        if lengths and all(decided[n] for n in lengths):
             return decided
         trial = 0  # the longest that may cost what is saved
-        hoped = [self._stay(*whole, _HOPE)]
-        for n, may in enumerate(self._choices(hoped, costs, fits, MOST_TOKENS, True, making_s)):
-            if may.gain >= GAIN and may.total != trial:
-                loss_s = making_s + costs.of(may.total) - costs.plain * (1.0 + sum(mean[: may.total]))
-                trial = may.total if loss_s <= self._saved_s else trial
-            decided[n] = decided[n] or trial
-        return decided[: n + 1] + [decided[i] or trial for i in range(n + 1, len(decided))]
+        for n, best, gain in _lone_choices(self._stay(*whole, _HOPE), lengths, costs, making_s, hopeful=True):
+            if gain >= GAIN and best != trial:
+                loss_s = making_s + costs.of(best) - costs.plain * (1.0 + sum(mean[:best]))
+                trial = best if loss_s <= self._saved_s else trial
+            if trial:
+                decided[n:] = [one or trial for one in decided[n:]]
+        return decided
 
     def _decided_together(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
         """As `_decided`, which is remembered until there is news: most steps are offered what the last one was."""
@@ -529,6 +540,22 @@ class Gate:
                 if value > best:
                     best, choice = value, _Choice(tokens.copy(), math.exp(value), total)
             yield choice
+
+
+def _lone_choices(
+    stay: list[float], lengths: list[int], costs: Costs, making_s: float, hopeful: bool = False
+) -> Iterator[tuple[int, int, float]]:
+    """`Gate._choices` for one reply: each length, and of it and the shorter ones the best, and that one's gain."""
+    best, best_gain, expected, added = 0, 1.0, 1.0, 0
+    for n in lengths:
+        if n > len(stay):
+            break
+        expected += sum(stay[added:n])
+        added = n
+        gain = expected * costs.plain / (making_s + costs.of(n, hopeful))
+        if gain > best_gain:
+            best, best_gain = n, gain
+        yield n, best, best_gain
 
 
 def _expected(stay: Sequence[list[float] | None], tokens: Sequence[int]) -> float:

@@ -21,6 +21,7 @@ from engine.placing import policy
 from engine.placing.placement import Placement
 
 ALIGN_BYTES = 64
+MOST_DROPPED = 64  # steps, whose dropped tokens are counted at once
 Progress = Callable[[int, int], None]
 Piece = tuple[U8, int]  # bytes, usually of a mapped file, and the address that they go to
 Uses = dict[str, int | list[int]]
@@ -162,6 +163,7 @@ class Residency:
         self.live = policy.SlotState(*(device.upload(getattr(self.state, f.name)) for f in fields(self.state)))
         self.banks = tuple(self._bank(layer) for layer in range(len(experts)))
         self._uncounted = np.zeros((len(experts), n_expert), np.int64)  # uses, of those in `live.counts`
+        self._dropped: list[NDArray[np.int32]] = []  # that are to be counted there, too
 
     def _set_pointers(self, strides: list[int]) -> None:
         state = self.state
@@ -282,15 +284,25 @@ class Residency:
             counter[...] = 0
             self.device.write(getattr(self.live, name), counter)
         self._uncounted[...] = 0
+        self._dropped.clear()
 
     def uncount(self, experts: NDArray[np.int32]) -> None:
-        """Take back uses that were counted: the experts [L, n, A] of tokens that were dropped."""
-        for layer, used in enumerate(experts):
-            self._uncounted[layer] += np.bincount(used.ravel(), minlength=self._uncounted.shape[1])
+        """Take back uses that were counted: the experts [L, n, A] of tokens that were dropped, which is kept."""
+        self._dropped.append(experts)  # a step waits for this
+        if len(self._dropped) >= MOST_DROPPED:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._dropped:
+            L, E = self._uncounted.shape
+            used = np.concatenate(self._dropped, axis=1).reshape(L, -1) + E * np.arange(L)[:, None]
+            self._uncounted += np.bincount(used.ravel(), minlength=L * E).reshape(L, E)
+            self._dropped.clear()
 
     @property
     def counts(self) -> NDArray[np.int64]:
         """Uses by counted tokens, int64 [L, E]."""
+        self._settle()
         return np.asarray(self.device.read(self.live.counts)) - self._uncounted
 
     @property

@@ -20,6 +20,7 @@ from engine.running.sampling import Drawn, counts_reply
 from engine.running.stepping import Span, StepResult, Steps
 
 AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
+NEAR_STEPS = 1  # the same where it is likely to be stopped soon: it waits where the host takes longer than a step
 POLL_S = 0.0001
 CHECK_S = 1.0  # without news for so long, ask the device whether it failed
 
@@ -29,10 +30,11 @@ class AheadOfHost:
 
     After a stop token, the limit or an error the device clears its own active flag, so whatever is still enqueued moves
     no state. result: of the step that fed the last token, where it was run already; its first wanted logits follow.
+    most: steps that are enqueued beyond what was read, which may be changed.
     """
 
     def __init__(self, steps: Steps, drawer: DeviceDrawer, reply: Reply, result: StepResult | None = None) -> None:
-        self.ended = False
+        self.ended, self.most = False, AHEAD_STEPS
         self._steps, self._drawer, self._reply, self._result = steps, drawer, reply, result
         self._forward, self._device = steps.forward, steps.forward.device
         assert reply.sequence is not None and reply.grammar is None
@@ -44,7 +46,7 @@ class AheadOfHost:
         self._logits: Array  # a row, where the captured step leaves its own
 
     def advance(self) -> None:
-        """As `Alone.advance`: keeps AHEAD_STEPS steps enqueued beyond what was read."""
+        """As `Alone.advance`: keeps `most` steps enqueued beyond what was read."""
         if self._drawn == 0 and not self.ended and not self._pausing:
             self._begin()
         heard_s = time.monotonic()
@@ -57,7 +59,13 @@ class AheadOfHost:
                 self._device.synchronize()
                 heard_s = time.monotonic()
             if not self.ended:
-                time.sleep(POLL_S)
+                # What is about to follow a pause waits for this.
+                time.sleep(0 if self._pausing else POLL_S)
+
+    @property
+    def under_way(self) -> int:
+        """Tokens that will come though nothing more is enqueued."""
+        return self._drawn - self._accepted
 
     def pause(self) -> None:
         """As `Alone.pause`."""
@@ -113,7 +121,7 @@ class AheadOfHost:
 
     def _run(self) -> None:
         """Enqueue the steps that are due, each on the token that the one before it draws."""
-        while self._drawn < min(self._limit, self._accepted + 1 + AHEAD_STEPS):
+        while self._drawn < min(self._limit, self._accepted + 1 + self.most):
             self._reserve(self._start + self._drawn + 1)
             self._graph.launch()
             self._describe()

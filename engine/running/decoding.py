@@ -23,7 +23,7 @@ import numpy as np
 from engine.drafting.source import Draft
 from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
-from engine.running.ahead import AHEAD_STEPS, AheadOfHost
+from engine.running.ahead import AHEAD_STEPS, NEAR_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.forecast import Expected, Forecast, Routed
 from engine.running.masked import Masked, can_mask
@@ -32,6 +32,7 @@ from engine.running.sampling import Drawing, Drawn
 from engine.running.stepping import Span, StepResult, Steps
 from engine.running.together import Together, can_share
 
+SOON_TOKENS = 32  # behind a draft, within which another one is likely
 
 @dataclass(slots=True)
 class Proposal:
@@ -288,16 +289,17 @@ class StepByStep:
         self.ended = True
 
 
-def _is_long(draft: Draft | None) -> bool:
+def _is_long(draft: Draft | None, under_way: int = AHEAD_STEPS) -> bool:
     """Whether a draft is worth a stop of what runs ahead: as many tokens as are under way come by themselves."""
-    return draft is not None and len(draft.tokens) > AHEAD_STEPS
+    return draft is not None and len(draft.tokens) > under_way
 
 
 class DraftedAhead:
     """A reply that decodes alone on a device: ahead of the host, but for steps with a draft, which the host waits for.
 
-    What it takes to stop what runs ahead and to begin it again is a part of what a draft costs. The tokens that come
-    meanwhile tell what the draft was worth.
+    Where there has been a draft lately there is likely to be another, so fewer steps are under way. What it takes to
+    stop what runs ahead and to begin it again is a part of what a draft costs. The tokens that come meanwhile tell what
+    the draft was worth.
     """
 
     def __init__(self, decoder: Decoder, drawer: DeviceDrawer, reply: Reply) -> None:
@@ -306,6 +308,7 @@ class DraftedAhead:
         self._is_steady = False  # steps are under way, as many as there will be
         self._pausing = False
         self._for: tuple[Draft, int] | None = None  # what it stopped for, and where that begins
+        self._drafted_at = -SOON_TOKENS  # where the last draft ended
         self._changing_s = 0.0  # since the last draft, beyond what the tokens that came would have taken
         self.ended = False
 
@@ -322,6 +325,7 @@ class DraftedAhead:
                 return
             self._ahead = AheadOfHost(self._decoder.steps, self._drawer, self._reply)
             self._is_steady = False
+        self._ahead.most = NEAR_STEPS if self._reply.made < self._drafted_at + SOON_TOKENS else AHEAD_STEPS
         began_s, made = time.perf_counter(), self._reply.made
         self._ahead.advance()
         self._went(time.perf_counter() - began_s, self._reply.made - made)
@@ -331,7 +335,7 @@ class DraftedAhead:
             self._learn()
         elif self._is_steady:
             (draft,) = proposer.propose([self._reply]) or (None,)
-            if draft is not None and _is_long(draft):
+            if draft is not None and _is_long(draft, self._ahead.under_way):
                 self._ahead.pause()
                 self._for = draft, len(self._reply.history)
                 self._is_steady = False
@@ -349,6 +353,8 @@ class DraftedAhead:
     def _step(self, draft: Draft | None, spent_s: float) -> None:
         changing_s, self._changing_s = self._changing_s, 0.0
         (failure,) = self._decoder.step([self._reply], [draft], changing_s + spent_s)
+        if draft is not None:
+            self._drafted_at = self._reply.made
         if failure is not None:
             raise failure
         self.ended = self._reply.reason is not None

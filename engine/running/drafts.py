@@ -49,6 +49,7 @@ class Drafts:
     ) -> None:
         self._steps, self._limits = steps, steps.forward.limits
         self._most = min(KEPT_TOKENS, self._limits.max_tokens, self._limits.max_rows)
+        self._captured = frozenset(n for n in range(1, 1 + self._most) if steps.is_captured(n))
         self._memory = lookup.Memory(memory_bytes)
         self._gate = Gate({lookup.NAME: lookup.PRIORS, dflash.NAME: dflash.PRIORS, mtp.SOURCE: mtp.PRIORS})
         self._drafter, self._predictor = drafter, predictor
@@ -282,7 +283,7 @@ class Drafts:
     def _fits(self, n_tokens: int) -> bool:
         """Whether a step with drafts may have so many tokens."""
         if self._steps.graphs is not None:
-            return self._steps.is_captured(n_tokens)
+            return n_tokens in self._captured and self._steps.is_captured(n_tokens)
         return n_tokens <= EVERY_WIDTH or n_tokens % WIDTH_STEP == 0
 
 

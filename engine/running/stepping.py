@@ -46,11 +46,15 @@ class StepResult:
 
     logits float32 [R, V] in order of the spans' wants. experts int32, weights float32 [L, T, A]; hidden
     float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads. rows: of the wanted logits in the
-    buffer, where it has others, too; T: tokens of the step, where it has been filled up.
+    buffer, where it has others, too; T: tokens of the step, where it has been filled up. brought: the experts in
+    page-locked memory, whose copy is enqueued.
     """
 
-    def __init__(self, device: Memory, buffers: Buffers, rows: Many[int] | None = None, T: int | None = None) -> None:
-        self._device, self._buffers, self.rows, self._T = device, buffers, rows, T
+    def __init__(
+        self, device: Memory, buffers: Buffers, rows: Many[int] | None = None, T: int | None = None,
+        brought: I32 | None = None,
+    ) -> None:  # fmt: skip
+        self._device, self._buffers, self.rows, self._T, self._brought = device, buffers, rows, T, brought
 
     @property
     def logits(self) -> F32:
@@ -64,7 +68,10 @@ class StepResult:
 
     @property
     def experts(self) -> I32:
-        """The chosen experts."""
+        """The chosen experts; until the next step, where they were brought already."""
+        if self._brought is not None:
+            self._device.synchronize()
+            return self._brought[:, : self._T]
         return np.asarray(self._device.read(self._buffers.experts))[:, : self._T]
 
     @property
@@ -125,6 +132,11 @@ class Steps:
     def __init__(self, forward: Forward, residency: Residency, graphs: Graphs | None = None) -> None:
         self.forward, self.residency, self.graphs = forward, residency, graphs
         self._device, self._limits = forward.device, forward.limits
+        # Experts of a step of which tokens may be taken back, there when its draws are: to read them takes a wait more.
+        L, _, A = forward.buffers.experts.shape
+        self._brought: I32 | None = None
+        if graphs is not None and L * A:
+            self._brought = self._device.page_locked(4 * L * KEPT_TOKENS * A).view(np.int32)
 
     def run(self, spans: list[Span]) -> StepResult:
         """Run one step; sequences grow by their spans' tokens."""
@@ -138,12 +150,22 @@ class Steps:
         step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
         if captured:
             self.launch(width, apart=1 < len(spans) == T, decoded=step.decoded)
-            result = StepResult(self._device, self.forward.buffers.first(width, width), rows, T)
+            buffers = self.forward.buffers.first(width, width)
+            brought = self._bring(buffers.experts, spans)
+            result = StepResult(self._device, buffers, rows, T, brought)
         else:
             result = StepResult(self._device, self.forward.run(step, self.residency))
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)
         return result
+
+    def _bring(self, experts: I32, spans: list[Span]) -> I32 | None:
+        """Enqueue a copy of int32 [L, T, A] to page-locked memory, if tokens of the step may be taken back."""
+        if self._brought is None or not any(s.keep for s in spans):
+            return None
+        to: I32 = self._brought[: experts.size].reshape(experts.shape)
+        self._device.copy(to.ctypes.data, self._device.pointer(experts), to.nbytes)
+        return to
 
     def launch(self, T: int, apart: bool = False, decoded: bool = False) -> None:
         """Enqueue a captured step of T tokens, one of GRAPH_TOKENS, on what was fed; all rows get logits.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.gate import GAIN, MOST_TOKENS, Chances, Costs, Gate, Record, group_of
+from engine.drafting.gate import GAIN, MOST_TOKENS, Chances, Costs, Gate, Record, _lone_choices, group_of
 from engine.drafting.source import Draft, Promise
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -190,6 +190,42 @@ def test_replies_that_share_a_step_are_given_what_is_best_for_all(grades: list[i
             other = [c + change * (j == i) for j, c in enumerate(counts)]
             if grade is not None and 0 <= other[i] <= 9 and sum(other) <= most:
                 assert value(other) <= max(value(counts), math.log(GAIN)) + 1e-9
+
+
+@given(
+    st.lists(st.floats(0.02, 1.0), max_size=MOST_TOKENS),
+    st.dictionaries(st.integers(1, 31), st.floats(1.0, 9.0), max_size=6),
+    st.floats(0.0, 0.002),
+    st.sampled_from([captured, any_width]),
+    st.booleans(),
+)
+def test_one_reply_is_given_what_would_be_best_for_several(
+    chances: list[float], ratios: dict[int, float], making_s: float, fits: Callable[[int], bool], hopeful: bool
+) -> None:
+    stay = np.cumprod(chances).tolist()
+    costs = Costs()
+    costs.begin({0: 0.001} | {n: 0.001 * r for n, r in ratios.items()})
+    lengths = [n for n in range(1, MOST_TOKENS + 1) if fits(1 + n)]
+    found = {n: (best, gain) for n, best, gain in _lone_choices(stay, lengths, costs, making_s, hopeful)}
+    for n, choice in enumerate(Gate(PRIORS)._choices([stay], costs, fits, MOST_TOKENS, hopeful, making_s)):
+        if n in found:
+            assert found[n][1] == pytest.approx(choice.gain)
+            if found[n][0] != choice.total:  # two that are as good
+                gains = {0: 1.0} | {k: (1.0 + sum(stay[:k])) * costs.plain / (making_s + costs.of(k, hopeful))
+                                    for k in found}  # fmt: skip
+                assert gains[found[n][0]] == pytest.approx(gains[choice.total])
+
+
+def test_steps_that_replies_share_are_taken_to_cost_what_those_of_one_do() -> None:
+    gate = Gate(PRIORS)
+    gate.costs(1).begin({n - 1: seconds(n) for n in WIDTHS})
+    gate.plain(1, 8 * seconds(1), 8)
+    costs = gate.costs(2)
+    assert not costs.is_known
+    assert {n: costs.of(n) for n in (0, 2, 6, 14)} == pytest.approx({n: seconds(2 + n) for n in (0, 2, 6, 14)})
+    gate.plain(2, 2 * seconds(2))  # deep contexts: all is twice as long
+    assert costs.of(6) == pytest.approx(2 * seconds(8))
+    assert gate.costs(32).measured() == {0: 0.0}  # of which nothing is known
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 1.5, 4.0])
