@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from engine import models
+from engine.drafting.gate import Drafting
+from engine.drafting.lookup import Lookup, Memory
 from engine.ground.config import EngineConfig
 from engine.ground.errors import NumericalError, RequestError
 from engine.ground.sampling import Sampling
 from engine.models.layers import KEPT_TOKENS
 from engine.ops.cuda.sampling import News, Sampler
-from engine.running.ahead import AheadOfHost
-from engine.running.decoding import Decoder, Proposal
+from engine.running import decoding
+from engine.running.ahead import AHEAD_STEPS, NEAR_STEPS, AheadOfHost
+from engine.running.decoding import Decoder, DraftedAhead, Proposal
 from engine.running.loaded import Loaded, load
 from engine.running.reply import Reply
 from engine.running.sampling import Drawn
@@ -259,19 +262,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(folder / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
 
 
-@pytest.mark.slow
-def test_a_reply_pauses_in_the_middle_of_decoding_ahead(
-    model: Path, on_the_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And goes on in a step of its own, with tokens proposed, and ahead again: the tokens are those of steps alone."""
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come as of a device that is slower than the host, the end after them."""
     poll = Sampler.poll
 
     def slow(self: Sampler, made: int) -> News:
-        """As of a device that is slower than the host: one token at a time, the end after them."""
         news = poll(self, made)
         return News(news.tokens[:1], False, False, news.likelihoods[:1]) if news.tokens else news
 
     monkeypatch.setattr(Sampler, "poll", slow)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_device", "one_at_a_time")
+def test_a_reply_pauses_in_the_middle_of_decoding_ahead(model: Path) -> None:
+    """And goes on in a step of its own, with tokens proposed, and ahead again: the tokens are those of steps alone."""
     loaded = load(config(model))
     prompt, n = PROMPTS[1][:12], 17
     plain = begun(loaded, prompt, PENALIZED, n)
@@ -313,4 +319,33 @@ def test_a_reply_pauses_in_the_middle_of_decoding_ahead(
     assert said(reply) == said(plain)
     reply.sequence.release()
     assert loaded.kv.free_blocks == loaded.kv.n_blocks
+    loaded.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_device", "one_at_a_time")
+def test_fewer_steps_are_under_way_behind_a_draft(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "SOON_TOKENS", 5)
+    loaded = load(config(model))
+    plain, reply = (begun(loaded, PROMPTS[1][:12], PLAIN[0], 30) for _ in range(2))
+    ended(loaded.decoder, [plain])
+    reply.drafting = Drafting(Lookup(Memory(0)))
+
+    def follow(r: Reply) -> tuple[int, ...]:  # more tokens than are under way
+        return tuple(plain.history[len(r.history) :][:6]) if r is reply and 8 <= r.made < 12 else ()
+
+    loaded.decoder.proposer = Says(follow)
+    steps, under_way = loaded.decoder.alone(reply), dict[int, int]()
+    assert isinstance(steps, DraftedAhead)
+    while not steps.ended:
+        steps.advance()
+        if steps._ahead is not None and reply.left > AHEAD_STEPS:
+            under_way[reply.made] = steps._ahead.under_way
+    assert reply.history == plain.history
+    drafted_at = steps._drafted_at
+    assert drafted_at > 8 and max(under_way.values()) == AHEAD_STEPS, under_way
+    soon = [n for made, n in under_way.items() if drafted_at < made < drafted_at + 5]
+    assert soon and max(soon) == NEAR_STEPS
+    assert under_way[max(under_way)] == AHEAD_STEPS
+    release([plain, reply])
     loaded.close()
