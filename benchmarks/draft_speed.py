@@ -479,6 +479,7 @@ def opened(
         engine = Engine(config)
         try:
             check_settings(config, engine.ready())
+            engine.warm_up()
             bench = Measured(engine)
             bench.choices, bench.resident = choices, resident
             bench.sizes = np.array(shape.expert_bytes)
