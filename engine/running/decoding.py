@@ -32,7 +32,7 @@ from engine.running.sampling import Drawing, Drawn
 from engine.running.stepping import Span, StepResult, Steps
 from engine.running.together import Together, can_share
 
-SOON_TOKENS = 32  # behind a draft, within which another one is likely
+SOON_TOKENS = 128  # behind a draft, within which another one is likely
 
 @dataclass(slots=True)
 class Proposal:

@@ -16,7 +16,7 @@ from engine.ground.config import EngineConfig
 from engine.ground.errors import NumericalError, RequestError
 from engine.ground.sampling import Sampling
 from engine.models.layers import KEPT_TOKENS
-from engine.ops.cuda.sampling import News, Sampler
+from engine.ops.cuda.sampling import News, Sampler, SamplerStates
 from engine.running import decoding
 from engine.running.ahead import AHEAD_STEPS, NEAR_STEPS, AheadOfHost
 from engine.running.decoding import Decoder, DraftedAhead, Proposal
@@ -100,7 +100,7 @@ def some_right(expected: list[list[int]], seed: int, most: int) -> Callable[[Rep
         n = int(rng.integers(0, most + 1))
         right = follow[: int(rng.integers(0, n + 1))]
         beyond = follow[len(right) :] + [0] * most
-        return tuple(right + [(token + 1) % 301 for token in beyond[: n - len(right)]])
+        return tuple(right + [(token + 1) % 300 for token in beyond[: n - len(right)]])
 
     return propose
 
@@ -348,4 +348,44 @@ def test_fewer_steps_are_under_way_behind_a_draft(model: Path, monkeypatch: pyte
     assert soon and max(soon) == NEAR_STEPS
     assert under_way[max(under_way)] == AHEAD_STEPS
     release([plain, reply])
+    loaded.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_device")
+def test_all_rows_of_drafts_are_drawn_from_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By as many samplers, again where there are more rows; with a penalty by one sampler after the other."""
+    model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, n_layer=2, n_vocab=300)
+    loaded, calls = load(config(model, parallel=4, ctx_tokens=640)), []
+    step = SamplerStates.step
+
+    def noting(self: SamplerStates, own: slice, *args: object, **options: object) -> None:
+        calls.append(own.stop - own.start)
+        step(self, own, *args, **options)
+
+    def replies(which: list[int]) -> list[Reply]:
+        made = []
+        for number, i in enumerate(which):
+            history = [7 * i + 5, *(PROMPTS[1][:9] % 300).tolist()]
+            sampling = (Sampling(), Sampling(0.9, top_p=0.9, seed=4), PENALIZED)[i]
+            made.append(Reply(history, sampling, 20, sequence=loaded.kv.sequence(), number=number))
+            span = Span(made[-1].sequence, np.asarray(history, np.int32), np.zeros(10, bool), (9,))
+            chunk = Proposal(made[-1], span)
+            assert loaded.decoder.accept([chunk], loaded.decoder.run([chunk])) == [None]
+        return made
+
+    plain = replies([0, 1, 2])
+    for reply in plain:
+        ended(loaded.decoder, [reply])
+    release(plain)
+    expected = [reply.history for reply in plain]
+    monkeypatch.setattr(SamplerStates, "step", noting)
+    for together, most, widest in (([0], 7, 4), ([1], 7, 4), ([0, 1], 3, 4), ([2], 7, 1), ([1, 2], 3, 1)):
+        calls.clear()
+        for seed in range(3):
+            drafted = replies(together)
+            ended(Decoder(loaded.steps, loaded.drawer, Says(some_right(expected, seed, most))), drafted)
+            assert [reply.history for reply in drafted] == [expected[i] for i in together]
+            release(drafted)
+        assert max(calls) == widest, together
     loaded.close()

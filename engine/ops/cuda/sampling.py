@@ -24,6 +24,7 @@ MAX_VOCAB = 1 << 20
 RING_ENTRIES = 4096
 RUNNING, STOPPED, LENGTH, FAILED = range(4)  # Status of cuda/step.cuh
 _N_CONTROL, _N_SCRATCH, _N_BINS = 20, 8, 2048
+_POSITION, _STEP, _EPOCH, _N_STOP, _MASKED, _N_TOP = 1, 3, 4, 5, 7, 18  # of the control block
 _BLOCK_TOKENS, _COLLECT_THREADS = 1024, 512
 _EPOCHS = 512
 DESCRIBED_ENTRIES = 8  # draws whose likelihoods wait to be read
@@ -47,6 +48,11 @@ class News(NamedTuple):
     stopped: bool
     error: bool
     likelihoods: tuple[Likelihood, ...] = ()
+
+
+def draws_row_by_row(params: Sampling) -> bool:
+    """Whether a token's draw depends on the tokens before it, but for their number."""
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 class SamplerStates:
@@ -75,6 +81,21 @@ class SamplerStates:
         memory[:] = 0
         self.rings: NDArray[np.uint64] = memory.view(np.uint64).reshape(n, RING_ENTRIES)
         self._rings_pointer = device.pointer(memory)
+
+    def prepare_rows(
+        self, samplers: Sequence[Sampler], params: Sampling, position: int, limit: int, made: int
+    ) -> None:
+        """Let neighbors draw for one request: the first for `position`, the others for those behind it.
+
+        Each has begun an epoch. Nothing ends the request but the limit, and nothing depends on its tokens
+        (`draws_row_by_row`). made: draws that count as made, so that those of several calls have entries of their own.
+        """
+        controls = np.tile(control_of(params, self.n_vocab, position, limit), (len(samplers), 1))
+        controls[:, _POSITION] += np.arange(len(samplers), dtype=np.int32)
+        controls[:, _STEP] = made
+        controls[:, _EPOCH] = [sampler.epoch for sampler in samplers]
+        first = samplers[0].number
+        self.device.write(self.control[first : first + len(samplers)], controls)
 
     def step(
         self, own: slice, logits: Array, tokens: Array, positions: Array, slots: Array, block_tables: Array,
@@ -113,6 +134,17 @@ class SamplerStates:
         kernel((-(-V // _COLLECT_THREADS), n), _COLLECT_THREADS, last, overlap=True)
 
 
+def control_of(params: Sampling, n_vocab: int, position: int, limit: int) -> NDArray[np.int32]:
+    """The control block of a request that begins, without epoch, stop tokens, mask and likelihoods."""
+    top_k = params.top_k if params.top_k < n_vocab else 0
+    words = np.array([1, position, limit, 0, 0, 0, top_k, 0], np.int32)
+    floats = np.array([params.repetition_penalty, params.temperature], np.float32)
+    top_p, min_p = (round(p * 2.0**32) for p in (params.top_p, params.min_p))
+    wide = np.array([max(top_p, 1), min_p, params.seed], np.uint64)
+    penalties = np.array([params.frequency_penalty, params.presence_penalty, 0.0, 0.0], np.float32)
+    return np.concatenate([words, *(a.view(np.int32) for a in (floats, wide, penalties))])
+
+
 class Sampler:
     """Draws for one request at a time; `step` can be captured. `number`: of those that have their states together.
 
@@ -124,7 +156,8 @@ class Sampler:
 
     def __init__(self, device: Device, limits: Limits, states: SamplerStates | None = None, number: int = 0) -> None:
         self.device, self.n_vocab = device, limits.n_vocab
-        self.states = states = states or SamplerStates(device, limits, 1)
+        self.states, self.number = states or SamplerStates(device, limits, 1), number
+        states = self.states
         self._own = slice(number, number + 1)
         self.control, self.history, self.stop = states.control[number], states.history[number], states.stop[number]
         self.allowed, self.counts, self.ring = states.allowed[number], states.counts[number], states.rings[number]
@@ -165,25 +198,25 @@ class Sampler:
         recent = np.zeros(HISTORY_TOKENS, np.int32)
         n_recent = min(position, HISTORY_TOKENS)
         recent[np.arange(position - n_recent, position) % HISTORY_TOKENS] = history[len(history) - n_recent :]
-        self.epoch = (self.epoch + 1) % _EPOCHS
-        if self.epoch == 0:  # an entry of 512 requests ago must not pass for one of this request
-            self.device.synchronize()
-            self.ring[:] = 0
-            self.entries[:] = 0
-        top_k = params.top_k if params.top_k < self.n_vocab else 0
-        words = [1, position, limit, 0, self.epoch, len(stop_tokens), top_k, int(allowed is not None)]
-        floats = np.array([params.repetition_penalty, params.temperature], np.float32)
-        top_p, min_p = (round(p * 2.0**32) for p in (params.top_p, params.min_p))
-        wide = np.array([max(top_p, 1), min_p, params.seed], np.uint64)
-        penalties = np.array([params.frequency_penalty, params.presence_penalty], np.float32)
+        self.begin_epoch()
         if allowed is not None:
             self.device.write(self.allowed, allowed)
         if len(stop_tokens):
             self.device.write(self.stop[: len(stop_tokens)], stop_tokens)
         self.device.write(self.history, recent)
         self.logprobs = logprobs
-        fields = (np.array(words, np.int32), *(a.view(np.int32) for a in (floats, wide, penalties)))
-        self.device.write(self.control, np.concatenate((*fields, np.array([logprobs or 0, 0], np.int32))))
+        control = control_of(params, self.n_vocab, position, limit)
+        control[_EPOCH], control[_N_STOP], control[_MASKED] = self.epoch, len(stop_tokens), allowed is not None
+        control[_N_TOP] = logprobs or 0
+        self.device.write(self.control, control)
+
+    def begin_epoch(self) -> None:
+        """What comes is of another request."""
+        self.epoch = (self.epoch + 1) % _EPOCHS
+        if self.epoch == 0:  # an entry of 512 requests ago must not pass for one of this request
+            self.device.synchronize()
+            self.ring[:] = 0
+            self.entries[:] = 0
 
     def allow(self, allowed: NDArray[np.uint32]) -> None:
         """Set the mask of the next draw, in stream order, of a request that was prepared with one."""
