@@ -113,6 +113,7 @@ class Drafter:
         self._logits = device.empty((B - 1, self._output.shape[0]), np.float32)
         self._positions, self._slots = (device.empty(T, np.int32) for _ in range(2))
         self._tokens, self._seen = (device.empty(B, np.int32) for _ in range(2))
+        self._places: dict[int, tuple[Array, Array]] = {}  # positions and slots of n tokens
         self._sequence = device.upload(np.zeros(B, np.int32))
         self._rows = device.upload(np.arange(1, B, dtype=np.int32))
 
@@ -171,10 +172,10 @@ class Drafter:
 
     def _place(self, position: int, n: int) -> None:
         """Positions and slots of n tokens from a position on, to the device."""
-        positions = np.arange(position, position + n, dtype=np.int32)
-        self._ws.feed([
-            (self._positions[:n], positions), (self._slots[:n], (positions % self.ring_tokens).astype(np.int32))
-        ])  # fmt: skip
+        if n not in self._places:
+            self._places[n] = self._positions[:n], self._slots[:n]
+        at, positions = self._places[n], np.arange(position, position + n, dtype=np.int32)
+        self._ws.feed([(at[0], positions), (at[1], (positions % self.ring_tokens).astype(np.int32))])
 
     def _written(self, ring: Ring, end: int) -> None:
         ring.top = max(ring.top, end)

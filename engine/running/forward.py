@@ -165,7 +165,14 @@ class Forward:
         return views
 
     def feed(self, step: Step) -> Step:
-        """Copy a step's inputs, NumPy arrays, to the device; the views of them that `run` takes.
+        """`bring` a step's inputs; the views of them that `run` takes."""
+        n_positions = int(step.positions.max()) + 1
+        return dataclasses.replace(
+            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans
+        )  # fmt: skip
+
+    def bring(self, step: Step) -> Step:
+        """Copy a step's inputs, NumPy arrays, to the device, where captured steps read them; views of them.
 
         Tables of `step.block_table` may be narrower than the cache's: the rest stays as it was.
         """
@@ -176,10 +183,7 @@ class Forward:
             *zip(views.slots, step.slots, strict=True), *zip(tables, step.block_table, strict=True),
             (views.states, step.states), (views.counted, step.counted), (views.rows, step.rows),
         ])  # fmt: skip
-        n_positions = int(step.positions.max()) + 1
-        return dataclasses.replace(
-            views, n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans
-        )  # fmt: skip
+        return views
 
     def _tables_of(self, n_sequences: int, width: int) -> tuple[I32, ...]:
         """The first columns of the block tables of so many sequences."""

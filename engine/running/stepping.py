@@ -132,6 +132,7 @@ class Steps:
     def __init__(self, forward: Forward, residency: Residency, graphs: Graphs | None = None) -> None:
         self.forward, self.residency, self.graphs = forward, residency, graphs
         self._device, self._limits = forward.device, forward.limits
+        self._counting = np.arange(SMALL_TOKENS, dtype=np.int32)  # of what is made anew for each short step
         # Experts of a step of which tokens may be taken back, there when its draws are: to read them takes a wait more.
         L, _, A = forward.buffers.experts.shape
         self._brought: I32 | None = None
@@ -147,14 +148,15 @@ class Steps:
         self._check(spans, T)
         width = self._width(spans, T)
         captured = self.is_captured(width)
-        step = self.forward.feed(self._inputs(spans, width, None if captured else rows))
+        step = self._inputs(spans, width, None if captured else rows)
         if captured:
+            self.forward.bring(step)
             self.launch(width, apart=1 < len(spans) == T, decoded=step.decoded)
             buffers = self.forward.buffers.first(width, width)
             brought = self._bring(buffers.experts, spans)
             result = StepResult(self._device, buffers, rows, T, brought)
         else:
-            result = StepResult(self._device, self.forward.run(step, self.residency))
+            result = StepResult(self._device, self.forward.run(self.forward.feed(step), self.residency))
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)
         return result
@@ -233,9 +235,10 @@ class Steps:
 
         What fills a step up is the last token again, that is stored nowhere and routed where it was.
         """
-        starts = [s.sequence.length for s in spans]
+        counting = self._counting[:width] if width <= len(self._counting) else np.arange(width, dtype=np.int32)
+        positions = [counting[: len(s.tokens)] + np.int32(s.sequence.length) for s in spans]
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
-        positions = [np.arange(a, s.sequence.length, dtype=np.int32) for a, s in zip(starts, spans, strict=True)]
+        owners = [np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)]
         sequences, groups = [s.sequence for s in spans], range(len(self.forward.kv.groups))
 
         def padded(values: Many[NDArray[Any]], dtype: type, last: int | None = None) -> NDArray[Any]:
@@ -248,12 +251,12 @@ class Steps:
         return Step(
             tokens=padded([s.tokens for s in spans], np.int32),
             positions=padded(positions, np.int32),
-            sequence=padded([np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)], np.int32),
+            sequence=padded(owners, np.int32),
             slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
             block_table=self.tables(sequences),
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
-            rows=np.arange(width, dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32),
+            rows=counting if rows is None else np.asarray(rows, dtype=np.int32),
             # Only imposed choices ask for it of steps with drafts, which are captured once more for them.
             decoded=self.forward.replayed is not None and any(s.keep for s in spans),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,20 +12,22 @@ from engine.ops.cuda.device import Array, Device, Module
 
 RING_BYTES = 1 << 20  # page-locked; a step of a few tokens takes some KiB, and its block tables
 THREADS = 256
-MAX_PLACES = 4096  # that are remembered
+MAX_LAYOUTS, NOTED_BYTES = 1024, 1 << 16  # that are remembered, and of each at most
 FEED = Module("feed.cu")
 _WORD, _ROW = 4, 16  # bytes that places are aligned to, and of a row of the table ahead of the data
 
 
-class _Place(NamedTuple):
-    """Of an array that is fed, which it keeps: `n_rows` pieces whose addresses are `apart` bytes apart."""
+class _Layout(NamedTuple):
+    """Of arrays that are fed together, which it keeps: what the kernel reads, places to write to, and shapes.
 
-    array: Array
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    address: int
-    n_rows: int
-    apart: int
+    packed: table and data, bytes. parts: of each array its shape, its dtype and the view of `packed` that has its data.
+    n_pieces: rows of the table.
+    """
+
+    arrays: tuple[Array, ...]
+    packed: NDArray[np.uint8]
+    parts: list[tuple[tuple[int, ...], np.dtype[Any], NDArray[Any]]]
+    n_pieces: int
 
 
 class Feeding:
@@ -37,49 +38,55 @@ class Feeding:
         self._ring = device.page_locked(RING_BYTES)
         self._address = device.pointer(self._ring)
         self._at = 0
-        self._places: dict[int, _Place] = {}  # by id of an array: asking an array of a device for them takes longer
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arrays' ids
 
     def __call__(self, pairs: Sequence[tuple[Array, NDArray[Any]]]) -> None:
         """Write host[i] to array[i] for each pair, of the same shape and dtype; what is large goes the usual way.
 
         Rows of a matrix of words may be apart.
         """
-        # A step waits for this, so it is written for the interpreter: no NumPy but to make bytes.
-        table, parts, end = list[int](), list[bytes](), 0
-        for array, host in pairs:
-            place = self._place(array)
-            if place.shape != host.shape or place.dtype != host.dtype:
-                raise ValueError(f"{host.dtype} {host.shape} fed to {place.dtype} {place.shape}")
-            data = host.tobytes()
-            if not data:
-                continue
-            n_bytes = len(data) // place.n_rows
-            for row in range(place.n_rows):
-                table += place.address + row * place.apart, n_bytes << 32 | end + row * n_bytes
-            parts.append(data.ljust(-(-len(data) // _WORD) * _WORD, b"\0"))
-            end += len(parts[-1])
-        packed = struct.pack(f"={len(table)}Q", *table) + b"".join(parts)
-        if len(packed) > RING_BYTES // 4:
+        # A step waits for this, so as little as can be is done for each array.
+        layout = self._layouts.get(tuple([id(array) for array, _ in pairs])) or self._new_layout(pairs)
+        for (shape, dtype, place), (_, host) in zip(layout.parts, pairs, strict=True):
+            if host.shape != shape or host.dtype != dtype:
+                raise ValueError(f"{host.dtype} {host.shape} fed to {dtype} {shape}")
+            place[...] = host
+        n_bytes = len(layout.packed)
+        if n_bytes > RING_BYTES // 4:
             for array, host in pairs:
-                whole = self._place(array).n_rows == 1
+                whole = array.ndim == 1 or array.flags.c_contiguous
                 for to, values in [(array, host)] if whole else zip(array, host, strict=True):
                     self.device.write(to, values)
             return
-        if self._at + len(packed) > RING_BYTES:
+        if self._at + n_bytes > RING_BYTES:
             self.device.synchronize()  # what the ring holds may still be read; once in hundreds of steps
             self._at = 0
-        if packed:
-            self._ring[self._at : self._at + len(packed)] = np.frombuffer(packed, np.uint8)
+        if layout.n_pieces:
+            self._ring[self._at : self._at + n_bytes] = layout.packed
             kernel = self.device.kernel(FEED, "feed")
-            kernel(len(table) // 2, THREADS, (np.uint64(self._address + self._at),))
-            self._at += -(-len(packed) // _ROW) * _ROW
+            kernel(layout.n_pieces, THREADS, (np.uint64(self._address + self._at),))
+            self._at += -(-n_bytes // _ROW) * _ROW
 
-    def _place(self, array: Array) -> _Place:
-        place = self._places.get(id(array))
-        if place is None:
-            if len(self._places) >= MAX_PLACES:
-                self._places.clear()
+    def _new_layout(self, pairs: Sequence[tuple[Array, NDArray[Any]]]) -> _Layout:
+        if len(self._layouts) >= MAX_LAYOUTS:
+            self._layouts.clear()
+        table, begins, end = list[int](), list[int](), 0
+        for array, _host in pairs:
             n_rows = 1 if array.ndim == 1 or array.flags.c_contiguous else len(array)
-            place = _Place(array, array.shape, array.dtype, self.device.pointer(array), n_rows, array.strides[0])
-            self._places[id(array)] = place
-        return place
+            n_bytes, begin = array.size * array.dtype.itemsize // max(n_rows, 1), end
+            for row in range(n_rows if n_bytes else 0):
+                to = self.device.pointer(array) + row * array.strides[0]
+                table += to, n_bytes << 32 | begin + row * n_bytes
+            begins.append(begin)
+            end += -(-n_rows * n_bytes // _WORD) * _WORD
+        packed = np.zeros(8 * len(table) + end, np.uint8)
+        packed[: 8 * len(table)] = np.array(table, np.uint64).view(np.uint8)
+        parts = []
+        for (array, _), begin in zip(pairs, begins, strict=True):
+            data = packed[8 * len(table) + begin :][: array.size * array.dtype.itemsize]
+            parts.append((array.shape, np.dtype(array.dtype), data.view(array.dtype).reshape(array.shape)))
+        arrays = tuple(array for array, _ in pairs)
+        layout = _Layout(arrays, packed, parts, len(table) // 2)
+        if len(packed) <= NOTED_BYTES:
+            self._layouts[tuple(map(id, arrays))] = layout
+        return layout
