@@ -49,6 +49,7 @@ from engine.drafting.lookup import Lookup, Memory  # noqa: E402
 from engine.drafting.source import Draft, Promise, Source  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
 from engine.ground.protocol import Done, Error, Generate, Tokens  # noqa: E402
+from engine.ground.sampling import Sampling  # noqa: E402
 from engine.placing import placement  # noqa: E402
 from engine.placing.policies import ALL, UNIFORM  # noqa: E402
 from engine.running.drafts import Drafts  # noqa: E402
@@ -168,8 +169,8 @@ class Imposing(Drafts):
 class Bench:
     """An engine that is measured. choices: of experts, which are imposed."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.n, self.n_pairs = engine, 0, 0
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self.engine, self.sampling, self.n, self.n_pairs = engine, sampling, 0, 0
         old = engine.loaded.drafts
         assert old is not None
         self.drafts = Imposing(engine.loaded.steps, MEMORY_BYTES, old._drafter, old._predictor)
@@ -187,7 +188,8 @@ class Bench:
         if cases is not None:
             self.drafts.cases = dict(zip(ids, cases, strict=True))
         for i, prompt in zip(ids, prompts, strict=True):
-            self.engine.submit(Generate(i, tuple(prompt), n_tokens, stop_tokens=(), draft=cases is not None))
+            request = Generate(i, tuple(prompt), n_tokens, self.sampling, stop_tokens=(), draft=cases is not None)
+            self.engine.submit(request)
         told: dict[int, list[int]] = {i: [] for i in ids}
         seconds: dict[int, list[float]] = {i: [] for i in ids}
         done: list[Done] = []
@@ -231,7 +233,7 @@ class Bench:
     @property
     def step_ms(self) -> dict[int, float]:
         """What steps of so many tokens of a reply took, in ms, as the gate has it."""
-        found = self.drafts.stats()["step_ms"]["1"]
+        found = self.drafts.stats()["step_ms"]["0" if self.sampling.temperature else "1"]
         return {1 + int(n): ms for n, ms in found.items()}
 
 
@@ -480,7 +482,7 @@ def opened(
         try:
             check_settings(config, engine.ready())
             engine.warm_up()
-            bench = Measured(engine)
+            bench = Measured(engine, Sampling(o.temperature, top_p=0.95, seed=7) if o.temperature else Sampling())
             bench.choices, bench.resident = choices, resident
             bench.sizes = np.array(shape.expert_bytes)
             yield bench
@@ -502,6 +504,7 @@ def main() -> None:
     parser.add_argument("--depths", type=_ints, default=[512], help="tokens of a prompt; novel text at the first alone")
     parser.add_argument("--ctx", type=int, help="tokens of the KV cache")
     parser.add_argument("--generate", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all replies, with a top_p of 0.95")
     parser.add_argument("--runs", type=int, default=5, help="measured replies of each kind, after one more")
     parser.add_argument("--repeat", type=parse_list, default=[0.0], help="shares of experts that a neighbor has, too")
     parser.add_argument("--residency", type=float, default=60.0, help="percent of the expert bytes")
@@ -517,7 +520,10 @@ def main() -> None:
     o = parser.parse_args()
     shape = shape_of(o.model)
     prompts = Prompts(shape.n_vocab, seed=23)
-    report: dict[str, Any] = {"model": shape.name, "model_bytes": shape.file_bytes, "generate": o.generate, "rows": []}
+    report: dict[str, Any] = {
+        "model": shape.name, "model_bytes": shape.file_bytes, "generate": o.generate, "temperature": o.temperature,
+        "rows": [],
+    }  # fmt: skip
     for part in o.parts.split(","):
         report["rows"] += PARTS[part](o, shape, prompts)
         if o.json:
