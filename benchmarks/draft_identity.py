@@ -80,10 +80,9 @@ def predicted(request: Generate, expected: list[int]) -> Generate:
 def gate_as_on_a_gpu(engine: Engine) -> None:
     """Let drafts pay where they would on a GPU."""
     gate = engine.loaded.drafts._gate  # type: ignore[union-attr]
-    gate._costs.clear()  # what was tried at the start
+    gate.begin({k: float(np.interp(1 + k, (1, 2, 4, 8, 16, 32), STEP_MS)) / 1000 for k in range(32)})
     for n in range(17):  # 0: one that is sampled
         costs = gate.costs(max(n, 1), sampled=not n)
-        costs.begin({k: float(np.interp(1 + k, (1, 2, 4, 8, 16, 32), STEP_MS)) / 1000 for k in range(32)})
         costs.note_plain(STEP_MS[0] / 1000, 1)
         costs.note = costs.note_plain = lambda *_: None  # type: ignore[method-assign,assignment]
     gate.made = lambda *_: None  # type: ignore[method-assign]

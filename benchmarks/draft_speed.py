@@ -403,8 +403,11 @@ def sessions(o: argparse.Namespace, shape: Shape, prompts: Prompts) -> list[dict
                     if end - begin < 3:
                         continue
 
-                    def cases(told: list[list[int]], session: list[int] = session, at: int = begin) -> list[Case]:
-                        return [Case(lambda m: OfSession(m, session, at, told[0], o.depths[0]), text=session)]
+                    def cases(
+                        told: list[list[int]], session: list[int] = session, at: int = begin, end: int = end
+                    ) -> list[Case]:
+                        # Only what has been said is remembered: the session goes on.
+                        return [Case(lambda m: OfSession(m, session, at, told[0], o.depths[0]), text=session[:end])]
 
                     pair = bench.pair([prompts.next(o.depths[0])], end - begin, cases)
                     for k, ran in enumerate((pair.plain, pair.drafted)):

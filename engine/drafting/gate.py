@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 
+from engine.drafting.costs import COST_FADE, LEAST_S, Costs, StepCosts, clipped
 from engine.drafting.source import Draft, Promise, Source
 
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
@@ -35,17 +36,11 @@ _PRIOR = 8.0  # outcomes that what is known of a kind beforehand is worth
 _OWN = 20.0  # and what all replies saw, beside a reply's own
 _HOPE = 2.0  # outcomes, good ones, that are added where it is asked what may be
 _LEAST = 0.02  # chance of a token to stay, below which a draft is cut
-_COST_FADE = 0.15  # how far an estimate of a cost follows what is measured
-_OUTLIER = 0.5  # of a measurement's logarithm, beyond which it counts as no further away
-_MOST_SEEN = 8  # measurements of a width: so many weigh as much as any more
-_LEAST_S = 1e-7  # of a step: a clock may stand still
 _MOST_SHARED = 1024  # decisions of replies that share a step that are remembered
 _NEVER = (-1, 0)
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
 # Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
 _SETTLED_STEPS = 48, 384
-_TOKEN_COST = 1.0  # of a plain step, that one more token costs where nothing was measured: no draft pays, if that is so
-_HOPED_COST = 0.25  # and what it may cost
 _ODD_COST = 3.0  # times what was expected: what takes longer is taken for that, since it may be the machine's
 
 _Decisions = dict[tuple[str, int], tuple[int, list[int]]]
@@ -83,123 +78,6 @@ class Chances:
             left = math.exp((self.at - now) / _FADE_TOKENS)
             self.stayed, self.seen = ([x * left for x in values] for values in (self.stayed, self.seen))
             self.at = now
-
-
-class Costs:
-    """What steps of so many replies take: `plain`, seconds of one without drafts, and how many times that with them.
-
-    Most of what makes a step longer or shorter from one minute to the next, a neighbor, a longer context, does so to
-    both. Outliers count for little: an estimate follows the middle of what is measured.
-    """
-
-    def __init__(self) -> None:
-        self.plain = 0.0
-        self._n_plain = 0
-        self._ratios: dict[int, float] = {}  # by tokens of drafts
-        self._seen: dict[int, int] = {}  # how often, up to _MOST_SEEN
-        self._far: dict[int, int] = {}  # which way the last measurement of a width was far off
-        # The ratios, made never to fall, and as they may be; None: there is news.
-        self._fits: dict[bool, list[tuple[int, float]] | None] = {False: None, True: None}
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a plain step of replies was seen: what was tried at the start had no context, and drew nothing."""
-        return self._n_plain > 0
-
-    def begin(self, seconds: dict[int, float]) -> None:
-        """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known.
-
-        As multiples: the first plain step of a reply says what one takes.
-        """
-        if not self.plain and seconds:
-            self.plain = max(seconds[0], _LEAST_S)
-            self._ratios = {n: max(1.0, s / self.plain) for n, s in seconds.items() if n}
-            self._seen = dict.fromkeys(self._ratios, 1)
-            self._fits = {False: None, True: None}
-
-    def note_plain(self, seconds: float, n_steps: int) -> None:
-        """Take in what n_steps without drafts took together."""
-        each = max(seconds / n_steps, _LEAST_S)
-        if not self.is_known:
-            self.plain = each
-        self._n_plain += n_steps
-        if self._n_plain <= 3 or not self.plain:  # the first steps of all take longest
-            self.plain = min(each, self.plain or each)
-            return
-        fade = 1.0 - (1.0 - _COST_FADE) ** min(n_steps, 16)
-        if each > self.plain:  # by a neighbor, or a cache that drafts have emptied: without drafts it would not
-            fade /= 4
-        self.plain *= math.exp(fade * _clipped(each / self.plain))
-
-    def note(self, n_drafted: int, seconds: float) -> None:
-        """Take in what a step with so many tokens of drafts took."""
-        if not self.plain or not n_drafted:
-            return
-        ratio, known = max(1.0, seconds / self.plain), self._ratios.get(n_drafted)
-        if known is None:  # no step takes less than it must, but one may take much longer
-            self._ratios[n_drafted] = min(ratio, math.exp(_OUTLIER) * self._at(n_drafted))
-        else:
-            away = math.log(ratio / known)
-            far = 0 if abs(away) < _OUTLIER else 1 if away > 0 else -1
-            if far and far == self._far.get(n_drafted):  # twice so far off on one side is no outlier
-                self._ratios[n_drafted] = ratio
-            else:
-                self._ratios[n_drafted] = max(1.0, known * math.exp(_COST_FADE * _clipped(ratio / known)))
-            self._far[n_drafted] = far
-        if seconds < self.plain:  # a step without is no longer
-            self.plain *= math.exp(_COST_FADE * _clipped(seconds / self.plain))
-        self._seen[n_drafted] = min(self._seen.get(n_drafted, 0) + 1, _MOST_SEEN)
-        self._fits = {False: None, True: None}
-
-    def of(self, n_drafted: int, hopeful: bool = False) -> float:
-        """What a step with so many tokens of drafts is expected to take, in seconds; hopeful: what it may take."""
-        return self.plain * self._at(n_drafted, hopeful)
-
-    def beside(self, n_replies: int) -> dict[int, float]:
-        """What steps that so many replies share may take by those of one, as `begin` takes it; where it is known."""
-        if not self.plain or not any(n >= n_replies for n in self._ratios):
-            return {}
-        widths = (1 + n - n_replies for n in sorted(self._ratios) if n >= n_replies)
-        return {0: self.of(n_replies - 1)} | {n: self.of(n_replies - 1 + n) for n in widths}
-
-    def measured(self) -> dict[int, float]:
-        """Seconds by tokens of drafts, 0 among them, of those that there were."""
-        return {0: self.plain} | {n: self.plain * ratio for n, ratio in sorted(self._ratios.items())}
-
-    def _at(self, n: int, hopeful: bool = False) -> float:
-        """The ratio, between those of the next narrower and the next wider step, or as it goes on behind the widest."""
-        before, at = 0, 1.0
-        for width, ratio in self._fits[hopeful] or self._fitted(hopeful):
-            if width >= n:
-                return at + (n - before) * (ratio - at) / (width - before)
-            before, at = width, ratio
-        slope = (at - 1.0) / before if before else _TOKEN_COST
-        return at + (n - before) * max(min(slope, _HOPED_COST) if hopeful else slope, 0.01)
-
-    def _fitted(self, hopeful: bool) -> list[tuple[int, float]]:
-        ratios = self._ratios
-        if hopeful:  # what was measured once may have been the first of its kind, which takes longest
-            ratios = {n: 1.0 + (r - 1.0) * self._seen[n] / (self._seen[n] + _HOPE) for n, r in ratios.items()}
-        fit = self._fits[hopeful] = _never_falling(ratios, self._seen)
-        return fit
-
-
-def _clipped(ratio: float) -> float:
-    """Its logarithm, no more than _OUTLIER either way."""
-    return max(-_OUTLIER, min(_OUTLIER, math.log(ratio)))
-
-
-def _never_falling(values: dict[int, float], weights: dict[int, int]) -> list[tuple[int, float]]:
-    """The nearest values that never fall with the key (pool adjacent violators: Ayer et al., 1955), by key."""
-    pools: list[tuple[list[int], float, int]] = []  # keys, their mean, its weight
-    for key in sorted(values):
-        pool = [key], values[key], weights[key]
-        while pools and pools[-1][1] > pool[1]:
-            keys, mean, weight = pools.pop()
-            total = weight + pool[2]
-            pool = keys + pool[0], (mean * weight + pool[1] * pool[2]) / total, total
-        pools.append(pool)
-    return [(key, mean) for keys, mean, _ in pools for key in keys]
 
 
 @dataclass(slots=True)
@@ -265,7 +143,7 @@ class Gate:
     def __init__(self, priors: dict[str, Priors]) -> None:
         self._priors = priors
         self._chances: dict[tuple[str, int], Chances] = {}
-        self._costs: dict[int, Costs] = {}
+        self._costs = StepCosts()
         self._saved_s = 0.0
         self._tokens = 0  # decoded by all
         self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
@@ -279,18 +157,21 @@ class Gate:
         self.tallies: dict[str, Tally] = {}
 
     def costs(self, n_replies: int, sampled: bool = False) -> Costs:
-        """Of steps of so many replies; of one alone, whether it is sampled: to draw may take as long as a step."""
-        key = 0 if sampled and n_replies == 1 else n_replies
-        costs = self._costs.get(key)
-        if costs is None:
-            costs = self._costs[key] = Costs()
-            if n_replies > 1 and 1 in self._costs:  # what a token costs depends little on whose it is
-                costs.begin(self._costs[1].beside(n_replies))
-        return costs
+        """As `StepCosts.of`."""
+        return self._costs.of(n_replies, sampled)
 
     def all_costs(self) -> dict[int, Costs]:
-        """By replies that share a step, of those that there were; 0: one that is sampled."""
-        return {n: costs for n, costs in sorted(self._costs.items()) if costs.plain}
+        """As `StepCosts.all`."""
+        return self._costs.all()
+
+    def begin(self, seconds: dict[int, float]) -> None:
+        """As `StepCosts.begin`."""
+        self._costs.begin(seconds)
+        self._news += 1
+
+    def at(self, n_tokens: int) -> None:
+        """What follows is of replies with so many tokens before them, in the middle."""
+        self._news += self._costs.at(n_tokens)
 
     def plain(self, n_replies: int, seconds: float, n_steps: int = 1, sampled: bool = False) -> None:
         """Take in what steps without drafts took together."""
@@ -408,11 +289,11 @@ class Gate:
 
     def made(self, source: str, seconds: float) -> None:
         """Take in what it took to make a draft."""
-        known, seconds = self._making_s.get(source), max(seconds, _LEAST_S)
+        known, seconds = self._making_s.get(source), max(seconds, LEAST_S)
         if known is None:  # what compiles, loads or touches memory first takes longer than it will
             self._making_s[source] = min(seconds, self.costs(1).plain or seconds)
         else:
-            self._making_s[source] = known * math.exp(_COST_FADE * _clipped(seconds / known))
+            self._making_s[source] = known * math.exp(COST_FADE * clipped(seconds / known))
 
     def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
         """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
@@ -447,7 +328,7 @@ class Gate:
                 tally = tallies.setdefault(draft.source, Tally())
                 tally.drafted += n_given
                 tally.accepted += n_stayed
-        costs.note(drafted, max(_LEAST_S, seconds - making_s))
+        costs.note(drafted, max(LEAST_S, seconds - making_s))
         self._since_plain += 1
         # What was lost, whether it was a trial or should have paid, is not there for trials any more; what was won is.
         most_s = _ODD_COST * (making_s + costs.of(drafted))

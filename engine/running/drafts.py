@@ -88,6 +88,7 @@ class Drafts:
     def propose(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """As `decoding.Proposer.propose`."""
         self._making_s = 0.0
+        self._gate.at(_depth(replies))
         if len(replies) == 1:
             drafting = replies[0].drafting
             if drafting is None:
@@ -155,6 +156,7 @@ class Drafts:
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
         self._untold = 0
+        self._gate.at(_depth(replies))
         self._gate.plain(len(replies), seconds, n_steps, replies[0].params.temperature > 0)
 
     def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
@@ -164,7 +166,8 @@ class Drafts:
 
     def plain_s(self, n_replies: int) -> float:
         """As `decoding.Proposer.plain_s`."""
-        return self._gate.costs(n_replies).plain
+        costs = self._gate.costs(n_replies)
+        return costs.plain if costs.is_known else 0.0
 
     @property
     def widths(self) -> list[int]:
@@ -173,8 +176,7 @@ class Drafts:
 
     def begin_costs(self, seconds: dict[int, float]) -> None:
         """What steps of so many tokens of one reply took when they were tried, one among them."""
-        for sampled in (False, True):
-            self._gate.costs(1, sampled).begin({n - 1: s for n, s in seconds.items()})
+        self._gate.begin({n - 1: s for n, s in seconds.items()})
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +299,11 @@ def lay_out(
         placed(file.weights, put or device.upload), forward.weights.token_embd, forward.weights.output, limits.n_ctx,
         n_rings=min(limits.places, MOST_RINGS),
     )  # fmt: skip
+
+
+def _depth(replies: Many[Reply]) -> int:
+    """Tokens of a reply, the mean."""
+    return sum(len(reply.history) for reply in replies) // len(replies)
 
 
 class _Room:

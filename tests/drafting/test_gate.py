@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.gate import GAIN, MOST_TOKENS, Chances, Costs, Gate, Record, _lone_choices, group_of
+from engine.drafting.costs import Costs, StepCosts
+from engine.drafting.gate import GAIN, MOST_TOKENS, Chances, Gate, Record, _lone_choices, group_of
 from engine.drafting.source import Draft, Promise
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -218,14 +219,38 @@ def test_one_reply_is_given_what_would_be_best_for_several(
 
 def test_steps_that_replies_share_are_taken_to_cost_what_those_of_one_do() -> None:
     gate = Gate(PRIORS)
-    gate.costs(1).begin({n - 1: seconds(n) for n in WIDTHS})
+    gate.plain(4, 1.0)  # the first of its kind takes long
+    gate.begin({n - 1: seconds(n) for n in WIDTHS})
     gate.plain(1, 8 * seconds(1), 8)
+    assert gate.costs(4).of(4) == pytest.approx(seconds(8))
     costs = gate.costs(2)
     assert not costs.is_known
     assert {n: costs.of(n) for n in (0, 2, 6, 14)} == pytest.approx({n: seconds(2 + n) for n in (0, 2, 6, 14)})
     gate.plain(2, 2 * seconds(2))  # deep contexts: all is twice as long
     assert costs.of(6) == pytest.approx(2 * seconds(8))
     assert gate.costs(32).measured() == {0: 0.0}  # of which nothing is known
+
+
+def test_deep_contexts_are_judged_by_themselves() -> None:
+    """What is known of short ones is where they begin, but for a plain step, which is seen before any draft."""
+    engine = Engine()
+    engine.gate.begin({n - 1: seconds(n) for n in WIDTHS})
+    engine.reply(500, COPY, 0.95)
+    engine.gate.at(40_000)
+    engine.cost = lambda n: 2 * seconds(n)
+    offer = Promise("test", COPY, MOST_TOKENS), Record()
+    assert engine.gate.share([offer], captured, MOST_TOKENS) == [0]
+    engine.gate.plain(1, 2 * seconds(1))
+    assert engine.gate.share([offer], captured, MOST_TOKENS) == [15]
+    assert engine.reply(500, COPY, 0.95) > 2.4
+    assert engine.gate.costs(1).of(15) == pytest.approx(2 * seconds(16), rel=0.1)
+    engine.gate.at(500)
+    assert engine.gate.costs(1).of(15) == pytest.approx(seconds(16), rel=0.1)
+
+
+def test_depths_are_doublings() -> None:
+    steps = StepCosts()
+    assert [steps.at(n) for n in (10, 4095, 4096, 8191, 8192, 200_000, 5)] == [0, 0, 1, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 1.5, 4.0])
