@@ -73,7 +73,8 @@ def at_once(name: str, made: Json) -> list[str]:
 
 
 def served(name: str, made: Json) -> list[str]:
-    drafted, accepted = (sum(r[key] for r in made["rows"]) for key in ("drafted", "accepted"))
+    counts = [counts for r in made["rows"] for counts in r["drafts"].values()]
+    drafted, accepted = (sum(c[key] for c in counts) for key in ("drafted", "accepted"))
     s = made["speedup"]
     text = SERVED.format(
         prompts=s["n"], generate=made["generate"], runs=made["runs"], median=s["median"], least=s["min"], most=s["max"],

@@ -247,10 +247,11 @@ def serve(o: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts_of(o.tokens, o.prompts, o.prompt_tokens)
     base = {"model": o.model, "device": o.device, "threads": o.threads, "ctx_tokens": o.prompt_tokens + o.generate + 64}
     rows, same = [], True
-    with open_checked(EngineConfig(**base)) as with_drafts, open_checked(EngineConfig(**base, draft="off")) as without:
+    drafted_with = EngineConfig(**base, draft=o.draft)
+    with open_checked(drafted_with) as with_drafts, open_checked(EngineConfig(**base, draft="off")) as without:
         for i, prompt in enumerate(prompts):
             times: dict[bool, list[float]] = {True: [], False: []}
-            drafts = {"drafted": 0, "accepted": 0}
+            drafts: dict[str, dict[str, int]] = {}
             sampling = Sampling(temperature=0.8, top_p=0.95, seed=i) if i % 2 else Sampling()
             for run in range(o.runs):
                 # No run is of a prompt that was there before: its first token is another one.
@@ -260,17 +261,20 @@ def serve(o: argparse.Namespace) -> dict[str, Any]:
                     made[drafted] = generate(with_drafts if drafted else without, asked, o.generate, sampling)
                     times[drafted].append(made[drafted].done.timing.decode_s)
                 same &= made[True].tokens == made[False].tokens
-                for key in drafts:
-                    drafts[key] += made[True].done.usage.drafts.get(NAME, {}).get(key, 0)
+                for source, counts in made[True].done.usage.drafts.items():
+                    own = drafts.setdefault(source, {"drafted": 0, "accepted": 0})
+                    for key in own:
+                        own[key] += counts[key]
             ratio = statistics.median(times[False]) / statistics.median(times[True])
-            rows.append({"prompt": i, "tokens": len(prompt), "speedup": ratio, **drafts})
+            rows.append({"prompt": i, "tokens": len(prompt), "speedup": ratio, "drafts": drafts})
             note(f"{i}: {ratio:.3f} {drafts}")
         found = settings(with_drafts), with_drafts.stats()["drafts"]
     ratios = sorted(r["speedup"] for r in rows)
     tenths = [statistics.fmean(part.tolist()) for part in np.array_split(np.array(ratios), 10)]
     return {
-        "what": "serve", "model": o.model.name, "generate": o.generate, "runs": o.runs, "identical_tokens": same,
-        "speedup": spread(ratios), "tenths": tenths, "rows": rows, "settings": found[0], "drafts": found[1],
+        "what": "serve", "model": o.model.name, "draft": Path(o.draft).name, "generate": o.generate, "runs": o.runs,
+        "identical_tokens": same, "speedup": spread(ratios), "tenths": tenths, "rows": rows, "settings": found[0],
+        "drafts": found[1],
     }  # fmt: skip
 
 
@@ -298,6 +302,7 @@ def main() -> None:
     one.add_argument("--prompt-tokens", type=int, default=700, help="at most")
     one.add_argument("--generate", type=int, default=160)
     one.add_argument("--runs", type=int, default=5)
+    one.add_argument("--draft", default="auto", help="as of `spark serve`")
     one.set_defaults(work=serve)
     for mode in modes.choices.values():
         json_option(mode)

@@ -131,8 +131,16 @@ def _never_falling(values: dict[int, float], weights: dict[int, int]) -> list[tu
     return [(key, mean) for keys, mean, _ in pools for key in keys]
 
 
+def key_of(n_replies: int, sampled: bool, followed: bool) -> int:
+    """Which steps are alike: 0 is one reply that is sampled, since to draw may take as long as a step.
+
+    Below 0 are replies alone whose steps somebody follows who computes drafts: 1 and 0 are those without.
+    """
+    return n_replies if n_replies > 1 else 1 - sampled - 2 * followed
+
+
 class StepCosts:
-    """`Costs` by replies that share steps, 0: one that is sampled, since to draw may take as long as a step; by depth.
+    """`Costs` by replies that share steps (`key_of`), and by depth.
 
     A deep context makes all steps longer, and a plain one most. What nobody has seen begins as the nearest that was: as
     multiples of a plain step, which has to be seen first.
@@ -151,13 +159,13 @@ class StepCosts:
     def begin(self, seconds: dict[int, float]) -> None:
         """Forget everything: this is what short steps of one reply take, by tokens of drafts."""
         self._known.clear()
-        for key in (0, 1):
+        for key in (1, 0, -1, -2):
             costs = self._known[0, key] = Costs()
             costs.begin(seconds)
 
-    def of(self, n_replies: int, sampled: bool = False) -> Costs:
+    def of(self, n_replies: int, sampled: bool = False, followed: bool = False) -> Costs:
         """Of steps of so many replies, at the depth that they have."""
-        key = 0 if sampled and n_replies == 1 else n_replies
+        key = key_of(n_replies, sampled, followed)
         costs = self._known.get((self._depth, key))
         if costs is None:
             costs = Costs()
@@ -166,9 +174,9 @@ class StepCosts:
         return costs
 
     def all(self) -> dict[int, Costs]:
-        """By replies that share a step, of those that there were at the depth of the last one."""
+        """By key, of those that there were at the depth of the last one, and that nobody follows."""
         here = ((key, costs) for (depth, key), costs in sorted(self._known.items()) if depth == self._depth)
-        return {key: costs for key, costs in here if costs.plain}
+        return {key: costs for key, costs in here if costs.plain and key >= 0}
 
     def _nearest(self, key: int) -> dict[int, float]:
         """Of as many replies at another depth, else of one: what a token costs depends little on whose it is."""
@@ -178,4 +186,4 @@ class StepCosts:
                 return found
         if key > 1:
             return self.of(1).beside(key)
-        return {}
+        return self.of(1, sampled=key == -2).measured() if key < 0 else {}

@@ -36,10 +36,11 @@ class Ring:
     """What a drafter keeps of one reply: keys and values of each layer, the last positions of them.
 
     first, end: positions whose features are there. top: one more than the largest that was written, blocks included:
-    it says what has been written over.
+    it says what has been written over. waiting: room for features [n, FEED_TOKENS, D] of which nothing was made yet.
     """
 
     layers: tuple[KVLayer, ...]
+    waiting: Array
     first: int = 0
     end: int = 0
     top: int = 0
@@ -95,11 +96,12 @@ class Drafter:
         self.ring_tokens = self._n_blocks * KV_BLOCK_TOKENS
         shape = (self.ring_tokens, c.n_head_kv, c.head_dim)
         self._rings = [
-            Ring(tuple(
-                KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in range(c.n_layer)
-            ))
+            Ring(
+                tuple(KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16)) for _ in c.reach),
+                device.empty((len(weights.fc), FEED_TOKENS, weights.fc[0].shape[1]), np.float32),
+            )
             for _ in range(n_rings)
-        ]  # fmt: skip
+        ]
         self._taken: list[Ring] = []
         n_logical = -(-(n_ctx + B) // KV_BLOCK_TOKENS)
         self._table = device.upload((np.arange(n_logical, dtype=np.int32) % self._n_blocks)[None])
@@ -120,7 +122,8 @@ class Drafter:
     @property
     def nbytes(self) -> int:
         """Bytes of rings, tables and buffers."""
-        rings = [a for r in (*self._rings, *self._taken) for layer in r.layers for a in (layer.k, layer.v)]
+        every = (*self._rings, *self._taken)
+        rings = [a for r in every for a in (r.waiting, *(kv for layer in r.layers for kv in (layer.k, layer.v)))]
         own = (
             self._table, self._rope, self._fused, self._unread, self._x, self._h, self._q, self._attended, self._logits
         )  # fmt: skip
@@ -143,6 +146,11 @@ class Drafter:
     def close(self) -> None:
         """Release the workspace."""
         self._ws.close()
+
+    def keep(self, ring: Ring, features: Sequence[Array] | Array, at: int) -> None:
+        """Copy features to where they can wait, from row `at` on."""
+        for to, feature in zip(ring.waiting, features, strict=True):
+            self._device.copy(self._device.pointer(to[at:]), self._device.pointer(feature), feature.nbytes)
 
     def feed(self, ring: Ring, features: Sequence[Array] | Array, position: int) -> None:
         """Keep the features of positions from `position` on: float32 [T, D] of each captured layer, on the device.
@@ -221,27 +229,46 @@ class Drafter:
 
 
 class DFlash:
-    """Drafts of one reply (`source.Source`), as long as it is told the features of what was fed."""
+    """Drafts of one reply (`source.Source`), as long as it is told the features of what was fed.
+
+    Most steps get no computed draft, so the features of a few tokens wait until one is asked for, or there are many.
+    """
 
     def __init__(self, drafter: Drafter, ring: Ring) -> None:
         self._drafter, self._ring = drafter, ring
         self._token = 0  # that a draft is to follow
+        self._at = self._n = 0  # positions that wait: the first, and how many
 
     def feed(self, features: Sequence[Array] | Array, position: int) -> None:
         """As `Drafter.feed`: of what stays of a step."""
-        self._drafter.feed(self._ring, features, position)
+        n = len(features[0])
+        if self._n and (position != self._at + self._n or self._n + n > FEED_TOKENS):
+            self._feed_waiting()
+        if n >= FEED_TOKENS:
+            self._drafter.feed(self._ring, features, position)
+            return
+        if not self._n:
+            self._at = position
+        self._drafter.keep(self._ring, features, self._n)
+        self._n += n
+
+    def _feed_waiting(self) -> None:
+        if self._n:
+            self._drafter.feed(self._ring, self._ring.waiting[:, : self._n], self._at)
+            self._n = 0
 
     def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
         """As `Source.promise`; None unless the features end right before the last token of `history`."""
         ring, drafter = self._ring, self._drafter
-        n = min(most, drafter.config.block_tokens - 1)
-        if n < 1 or ring.end != len(history) - 1 or not ring.first < ring.end < drafter.n_ctx:
+        n, end = min(most, drafter.config.block_tokens - 1), self._at + self._n if self._n else ring.end
+        if n < 1 or end != len(history) - 1 or end >= drafter.n_ctx or not (self._n or ring.first < end):
             return None
         self._token = history[-1]
         return Promise(NAME, 0, n)
 
     def draft(self, n_tokens: int) -> Draft | None:
         """As `Source.draft`."""
+        self._feed_waiting()
         tokens = self._drafter.draft(self._ring, self._token, n_tokens)
         return Draft(NAME, 0, tokens) if tokens else None
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 
-from engine.drafting.costs import COST_FADE, LEAST_S, Costs, StepCosts, clipped
+from engine.drafting.costs import COST_FADE, LEAST_S, Costs, StepCosts, clipped, key_of
 from engine.drafting.source import Draft, Promise, Source
 
 MOST_TOKENS = 31  # of a draft: the longest step whose rows have the bits of single steps has one more
@@ -90,9 +90,13 @@ class Tally:
 
 @dataclass(slots=True)
 class Record:
-    """How one reply's drafts fared: chances by source and grade, and tokens by source; sampled: as of `Gate.costs`."""
+    """How one reply's drafts fared: chances by source and grade, and tokens by source.
+
+    sampled, followed: as of `Gate.costs`; the latter may change.
+    """
 
     sampled: bool = False
+    followed: bool = False
     number: int = field(default_factory=count().__next__)  # no two have the same
     chances: dict[tuple[str, int], Chances] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -109,7 +113,7 @@ class Drafting:
 
     source: whose drafts cost nothing to make; in_vain: how often nothing came of asking it lately, and skipped: tokens
     for which it is not asked, therefore. follower: who computes them from what the model made of the tokens, if
-    anybody does; idle_steps: that there have been since that was worth it.
+    anybody does; idle_steps: that there have been since that was worth it; won_s: what all of it has won, lately.
     """
 
     source: Source
@@ -117,6 +121,7 @@ class Drafting:
     in_vain: int = 0
     skipped: int = 0
     idle_steps: int = 0
+    won_s: float = 0.0
     record: Record = field(default_factory=Record)
 
     def looked(self, found: bool) -> None:
@@ -150,15 +155,14 @@ class Gate:
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         self._since_plain = 0  # steps with drafts
-        # Decisions, of replies that saw none of a kind: of those that are not sampled, and of those that are.
-        self._made: tuple[_Decisions, _Decisions] = ({}, {})
+        self._made: dict[int, _Decisions] = {key: {} for key in (1, 0, -1, -2)}  # of replies that saw none of a kind
         self._shared: dict[tuple[int, tuple[tuple[int, Promise] | None, ...]], list[int]] = {}  # of those that share
         self._shared_at = 0  # of so much news
         self.tallies: dict[str, Tally] = {}
 
-    def costs(self, n_replies: int, sampled: bool = False) -> Costs:
+    def costs(self, n_replies: int, sampled: bool = False, followed: bool = False) -> Costs:
         """As `StepCosts.of`."""
-        return self._costs.of(n_replies, sampled)
+        return self._costs.of(n_replies, sampled, followed)
 
     def all_costs(self) -> dict[int, Costs]:
         """As `StepCosts.all`."""
@@ -173,9 +177,11 @@ class Gate:
         """What follows is of replies with so many tokens before them, in the middle."""
         self._news += self._costs.at(n_tokens)
 
-    def plain(self, n_replies: int, seconds: float, n_steps: int = 1, sampled: bool = False) -> None:
+    def plain(
+        self, n_replies: int, seconds: float, n_steps: int = 1, sampled: bool = False, followed: bool = False
+    ) -> None:
         """Take in what steps without drafts took together."""
-        costs = self.costs(n_replies, sampled)
+        costs = self.costs(n_replies, sampled, followed)
         self._news += not costs.is_known
         costs.note_plain(seconds, n_steps)
         self._tokens += n_replies * n_steps
@@ -198,7 +204,7 @@ class Gate:
         promise, record = offers[0]
         if self.decided(promise, record) is None:
             kind = promise[:2]
-            made = record.choices if kind in record.chances else self._made[record.sampled]
+            made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
             made[kind] = self._news, self._by_length(promise, record, fits)
             record.least.pop(promise.source, None)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
@@ -215,7 +221,7 @@ class Gate:
         So next to nothing is done for a token where nothing is drafted.
         """
         kind = promise[:2]
-        made = record.choices if kind in record.chances else self._made[record.sampled]
+        made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
         when, by_length = made.get(kind, _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
 
@@ -233,13 +239,13 @@ class Gate:
         return None if least == len(self._priors[source]) else least
 
     def _decided_none(self, kind: tuple[str, int], record: Record) -> bool:
-        made = record.choices if kind in record.chances else self._made[record.sampled]
+        made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
         when, by_length = made.get(kind, _UNDECIDED)
         return when == self._news and not any(by_length)
 
     def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
         """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
-        whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1, record.sampled)
+        whole, costs = (promise._replace(n_tokens=MOST_TOKENS), record), self.costs(1, record.sampled, record.followed)
         decided = [0] * (MOST_TOKENS + 1)
         if not costs.is_known:
             return decided  # a plain step first: nothing can be compared with what nobody knows
@@ -287,6 +293,11 @@ class Gate:
                     return hoped.tokens
         return none
 
+    def left(self, record: Record) -> None:
+        """Nobody follows a reply's steps any more."""
+        record.followed = False
+        self._news += 1
+
     def made(self, source: str, seconds: float) -> None:
         """Take in what it took to make a draft."""
         known, seconds = self._making_s.get(source), max(seconds, LEAST_S)
@@ -297,7 +308,7 @@ class Gate:
 
     def gain(self, offer: Offer, n_replies: int, fits: Callable[[int], bool], most: int) -> float:
         """Speed over that of plain decoding that is expected of a reply's draft, were the others without one."""
-        costs = self.costs(n_replies, offer[1].sampled)
+        costs = self.costs(n_replies, offer[1].sampled, offer[1].followed)
         if not costs.is_known:
             return 1.0
         stay: list[list[float] | None] = [self._stay(*offer, 0.0)]
@@ -310,8 +321,9 @@ class Gate:
 
         making_s: how much of the time it took to make them.
         """
-        sampled = any(one[1].sampled for one in fared if one is not None)
-        costs, drafted, gained = self.costs(len(fared), sampled), 0, 0.0
+        records = [one[1] for one in fared if one is not None]
+        sampled, followed = any(r.sampled for r in records), any(r.followed for r in records)
+        costs, drafted, gained = self.costs(len(fared), sampled, followed), 0, 0.0
         self._news += 1
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
         for one in fared:

@@ -32,6 +32,7 @@ from engine.running.stepping import StepResult, Steps
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
 TELL_EVERY = 8  # plain steps, of which the gate is told what the last one took
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
+MOST_LOST, MOST_WON = 3, 16  # plain steps, whose time a reply may lose by that, and what it won beforehand at most
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
 WIDTH_STEP = 4  # and of wider ones, those of its multiples: few enough to know what each takes
@@ -63,8 +64,9 @@ class Drafts:
         """Draft for a reply; prediction: tokens that may come in it. One under a form gets no drafts."""
         if reply.grammar is None:
             source = Lookup(self._memory, prediction[: self._limits.n_ctx])
-            record = Record(sampled=reply.params.temperature > 0)
-            reply.drafting = Drafting(source, self._follower(reply), 0 if prediction else self._in_vain, record=record)
+            follower = self._follower(reply)
+            record = Record(sampled=reply.params.temperature > 0, followed=follower is not None)
+            reply.drafting = Drafting(source, follower, 0 if prediction else self._in_vain, record=record)
 
     def end(self, reply: Reply) -> None:
         """A reply has ended, or was given up."""
@@ -73,6 +75,10 @@ class Drafts:
             self._in_vain = reply.drafting.in_vain // 2  # the next is much like it, and may not be
             if reply.drafting.follower is not None:
                 reply.drafting.follower.close()
+                if reply.drafting.won_s > 0.0:
+                    self._rest = 0
+                elif not self._gate.costs(1, reply.drafting.record.sampled).is_known:
+                    self._resting = 1  # so that it is known what a reply takes without it
             reply.drafting = None
         self.remember(reply)
 
@@ -108,8 +114,8 @@ class Drafts:
 
     def _nothing(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """No draft for anybody. Of most such steps nothing is told: they are short, and many."""
-        n, sampled = len(replies), replies[0].params.temperature > 0
-        is_told = n != self._untold_of or not self._gate.costs(n, sampled).is_known or self.follows(replies)
+        n, sampled, followed = len(replies), replies[0].params.temperature > 0, self.follows(replies)
+        is_told = n != self._untold_of or followed or not self._gate.costs(n, sampled).is_known
         self._untold, self._untold_of = (1 if n != self._untold_of else self._untold + 1), n
         return [None] * n if is_told or self._untold >= self._tell_at else None
 
@@ -146,12 +152,35 @@ class Drafts:
             self._gate.note(fared, seconds, self._making_s)
             if self._gate.is_due:
                 self._tell_at = 1
+        else:
+            n = max(1, self._untold) if len(proposals) == self._untold_of else 1
+            reply = proposals[0].reply
+            self._gate.plain(
+                len(proposals), (seconds - self._making_s) * n, n, reply.params.temperature > 0, self.follows([reply])
+            )  # fmt: skip
+            self._untold, self._tell_at = 0, TELL_EVERY
+        if len(proposals) == 1:
+            self._weigh(proposals[0], seconds)
+
+    def _weigh(self, p: Proposal, seconds: float) -> None:
+        """What it won or cost a reply that its steps are followed; too much is lost: it goes on without.
+
+        A step with a computed draft is compared with steps alone, all others for what they take longer.
+        """
+        drafting = p.reply.drafting
+        if drafting is None or drafting.follower is None:
             return
-        n = max(1, self._untold) if len(proposals) == self._untold_of else 1
-        self._gate.plain(
-            len(proposals), (seconds - self._making_s) * n, n, proposals[0].reply.params.temperature > 0
-        )  # fmt: skip
-        self._untold, self._tell_at = 0, TELL_EVERY
+        sampled = drafting.record.sampled
+        alone, followed = (self._gate.costs(1, sampled, one) for one in (False, True))
+        if not (alone.is_known and followed.is_known):
+            return
+        if p.draft is not None and p.draft.source != lookup.NAME:
+            won_s = alone.plain * (1 + p.stayed) - seconds
+        else:
+            won_s = min(0.0, alone.plain - followed.plain)
+        drafting.won_s = min(drafting.won_s + won_s, MOST_WON * alone.plain)
+        if drafting.won_s < -MOST_LOST * alone.plain:
+            self._drop(drafting)
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `decoding.Proposer.went`."""
@@ -262,15 +291,21 @@ class Drafts:
         if not any(self._gate.share([(promise, record), *others], self._fits, most)):
             drafting.idle_steps += 1
             if drafting.idle_steps > IDLE_STEPS:
-                follower.close()
-                drafting.follower = None
-                self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
+                self._drop(drafting)
             return None
         drafting.idle_steps = 0
         if other is None:
             return promise
         mine, its = (self._gate.gain((p, record), n_replies, self._fits, most) for p in (promise, other))
         return promise if mine > its else None
+
+    def _drop(self, drafting: Drafting) -> None:
+        """Nobody computes drafts for a reply any more, nor for some that come."""
+        assert drafting.follower is not None
+        drafting.follower.close()
+        drafting.follower = None
+        self._gate.left(drafting.record)
+        self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
 
     def _drafted(self, source: Source, n_tokens: int) -> Draft | None:
         """The tokens; of one that computes them it is counted how long that takes."""

@@ -161,6 +161,7 @@ def test_a_drafter_changes_no_token(loaded: Loaded, plain: list, tmp_path: Path,
             result = loaded.steps.run([Span(sequence, part, np.zeros(len(part), bool))])
             assert result.features is not None
             drafter.feed(fresh, result.features, start)
+        decoder.sources[reply.serial].draft(1)  # what waits is fed
         ring = decoder.rings[reply.serial]
         assert ring.end == fresh.end
         at_once = drafter.logits(fresh, reply.history[-1], 6).copy()

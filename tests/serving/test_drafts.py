@@ -286,6 +286,9 @@ def eager(engine: Engine, source: str = "dflash") -> None:
     gate = engine.loaded.drafts._gate
     gate.share = Forced.share.__get__(engine.loaded.drafts)  # type: ignore[method-assign]
     gate.gain = lambda offer, *_: 2.0 if offer[0].source == source else 1.0  # type: ignore[method-assign]
+    engine.loaded.drafts._weigh = lambda *_: None  # type: ignore[method-assign]
+    for sampled in (False, True):  # nobody has to do without, to see what steps take then
+        gate.costs(1, sampled).note_plain(0.001, 1)
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
