@@ -70,6 +70,9 @@ class Proposer(Protocol):
     def follows(self, replies: Many[Reply]) -> bool:
         """Whether steps of these have to be told (`fed`), one by one."""
 
+    def reads(self, replies: Many[Reply]) -> bool:
+        """Whether features of a step of these are read, where it has any."""
+
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """The replies went on without drafts for a while, in so many steps."""
 
@@ -96,6 +99,10 @@ class Nothing:
     def follows(self, replies: Many[Reply]) -> bool:
         """As `Proposer.follows`."""
         return False
+
+    def reads(self, replies: Many[Reply]) -> bool:
+        """As `Proposer.reads`; who else is there may."""
+        return True
 
     def went(self, replies: Many[Reply], seconds: float, n_steps: int) -> None:
         """As `Proposer.went`."""
@@ -161,6 +168,7 @@ class Decoder:
 
     def run(self, proposals: Many[Proposal]) -> StepResult:
         """Run the step."""
+        self.steps.forward.features_wanted = self.proposer.reads([p.reply for p in proposals])
         return self.steps.run([proposal.span for proposal in proposals])
 
     def accept(self, proposals: Many[Proposal], result: StepResult) -> list[SparkError | None]:

@@ -140,6 +140,10 @@ class Drafts:
         """As `decoding.Proposer.follows`."""
         return any(reply.drafting is not None and reply.drafting.follower is not None for reply in replies)
 
+    def reads(self, replies: Many[Reply]) -> bool:
+        """As `decoding.Proposer.reads`."""
+        return self.follows(replies)
+
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `decoding.Proposer.fared`."""
         fared = [

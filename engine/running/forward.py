@@ -117,6 +117,9 @@ class Forward:
             counted=device.empty(T, np.uint8),
             rows=device.empty(limits.max_rows, np.int32),
         )
+        # Whether somebody reads the features of the next step that is not captured; buffers without room for any.
+        self.features_wanted = True
+        self._without: Buffers | None = None
         if captured:
             self.capture_features(captured)
 
@@ -148,6 +151,7 @@ class Forward:
         """
         assert self.buffers.features is None and set(captured) <= set(range(self.config.n_layer))
         features = self.device.empty((len(captured), self.limits.max_tokens, self.config.n_embd), np.float32)
+        self._without = self.buffers
         self.buffers = dataclasses.replace(self.buffers, features=features, captured=captured)
 
     def inputs_of(self, T: int, n_sequences: int, R: int) -> Step:
@@ -203,7 +207,8 @@ class Forward:
     def run(self, step: Step, residency: Residency) -> Buffers:
         """Enqueue one step; returns the views of the buffers that it writes."""
         T = len(step.tokens)
-        b = self.buffers.first(T, len(step.rows))
+        buffers = self._without if self._without is not None and not self.features_wanted else self.buffers
+        b = buffers.first(T, len(step.rows))
         if self.replayed is not None:
             self.replayed.n_rows = T if step.decoded or T == 1 else 0
         passing = self._pass(step, residency, b)
