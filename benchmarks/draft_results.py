@@ -29,6 +29,11 @@ as they were where it is found, and by how the run went on there and before: num
 AT_ONCE = """\
 Replies that share steps, and a draft for each token, whose tokens are right with one chance, each given that all before
 it are; the gate decides what steps get of them. Speed over that without drafts; the tokens are the same."""
+SPEEDS = """\
+{model}, {way}. Each token of a draft is right with one chance, given that all before it are; the real gate decides what
+steps get of it, experts are imposed, those of a reply's neighbors {neighbors}. Speed over that without drafts, of
+{generate} tokens; those are the same. *Of the line*: of the best over T of tokens(T) over the time of a step of T
+tokens with all experts resident and of its distinct missed bytes over PCIe."""
 SEEN = ("otherwise", "once", "alike", "alike often")
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\
@@ -72,6 +77,29 @@ def at_once(name: str, made: Json) -> list[str]:
     return [f"## Drafts: replies at once, {made['model']}", "", *origin(name, made), AT_ONCE, "", *table(columns, rows)]
 
 
+def speeds(name: str, made: Json) -> list[str]:
+    first = made["rows"][0]
+    part = {"missed": "a share of experts missed", "drafter": f"drafts by {first.get('draft')}"}
+    way = part.get(first["part"], "all experts resident") + (", sampled at 1.0" if made.get("temperature") else "")
+    share = first.get("repeat", 0.0)
+    neighbors = f"the same in {share:.0%}" if share else "independent"
+    rows = []
+    for r in made["rows"]:
+        right = f"{r['first']:.0%}, 0.8 times with each" if "first" in r else f"{r['rate']:.0%}"
+        depth = f"{r['residency_pct']:.0f}%, {r['miss_pct']:.0f}%" if "miss_pct" in r else f"{r['depth']:,}"
+        line = [f"{r['of_line']:.3f}"] if "of_line" in r else []
+        rows.append([
+            right, depth, f"{r['plain_ms']['median']:.3f}", *(f"{r['speedup'][k]:.3f}" for k in SPREAD),
+            f"{r['drafted']:,}", f"{r['accepted']:,}", *line,
+        ])  # fmt: skip
+    where = "resident, missed" if "miss_pct" in first else "depth"
+    columns = ["right", where, "ms a token, plain", *(f"speed, {k}" for k in SPREAD), "drafted", "stayed"]
+    columns += ["of the line"] if "of_line" in first else []
+    text = SPEEDS.format(model=made["model"], way=way, neighbors=neighbors, generate=made["generate"])
+    title = f"## Drafts on a GPU: {way}" + (f", neighbors alike in {share:.0%}" if share else "")
+    return [title, "", *origin(name, made), text, "", *table(columns, rows)]
+
+
 def served(name: str, made: Json) -> list[str]:
     counts = [counts for r in made["rows"] for counts in r["drafts"].values()]
     drafted, accepted = (sum(c[key] for c in counts) for key in ("drafted", "accepted"))
@@ -94,12 +122,12 @@ def identity(name: str, made: Json) -> list[str]:
     for r in made["rows"]:
         for key in sums:
             cells[r["family"], r["source"]][key] += r[key]
+    device = made["device"].upper().replace("CUDA", "GPU")
     text = IDENTITY.format(
-        tokens=made["tokens_each"], device=made["device"].upper().replace("CUDA", "GPU"), replies=made["replies"],
-        rows=len(made["rows"]),
+        tokens=made["tokens_each"], device=device, replies=made["replies"], rows=len(made["rows"])
     )  # fmt: skip
     rows = [[*key, f"{c['identical']} of {c['replies']}", c["drafted"], c["rejected"]] for key, c in cells.items()]
-    return ["## Drafts: the same tokens", "", *origin(name, made), text, "", *table(
+    return [f"## Drafts: the same tokens on a {device}", "", *origin(name, made), text, "", *table(
         ["family", "source", "identical", "drafted by it", "rejected"], rows
     )]  # fmt: skip
 
@@ -128,4 +156,9 @@ SECTIONS = {
     "drafts-nano.json": served,
     "draft_identity.json": identity,
     "draft_identity-gpu.json": identity,
+    "draft_speed-rates.json": speeds,
+    "draft_speed-repeat.json": speeds,
+    "draft_speed-sampled.json": speeds,
+    "draft_speed-missed.json": speeds,
+    "draft_speed-drafter.json": speeds,
 }
