@@ -85,6 +85,11 @@ def gate_as_on_a_gpu(engine: Engine) -> None:
         costs = gate.costs(max(n, 1), sampled=not n)
         costs.note_plain(STEP_MS[0] / 1000, 1)
         costs.note = costs.note_plain = lambda *_: None  # type: ignore[method-assign,assignment]
+    for sampled in (False, True):  # and what is followed
+        costs = gate.costs(1, sampled, followed=True)
+        costs.note_plain(STEP_MS[0] / 1000, 1)
+        costs.note = costs.note_plain = lambda *_: None  # type: ignore[method-assign,assignment]
+    engine.loaded.drafts._weigh = lambda *_: None  # type: ignore[union-attr,method-assign]
     gate.made = lambda *_: None  # type: ignore[method-assign]
 
 

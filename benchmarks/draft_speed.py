@@ -358,7 +358,8 @@ def drafter(o: argparse.Namespace, shape: Shape, prompts: Prompts) -> list[dict[
                 nothing = Rated((), depth, constant(0.0), 0, seed=0)
                 return [Case(lambda memory: nothing, follower)]
 
-            pairs = [bench.pair([prompts.next(depth)], o.generate, cases) for _ in range(1 + o.runs)]
+            # The second has no drafter, so that it is known what a reply takes without.
+            pairs = [bench.pair([prompts.next(depth)], o.generate, cases) for _ in range(2 + o.runs)][1:]
             name = o.draft if o.draft == "mtp" else Path(o.draft).name
             rows.append(row_of(pairs, part="drafter", draft=name, first=first, depth=depth))
     return rows

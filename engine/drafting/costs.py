@@ -186,4 +186,5 @@ class StepCosts:
                 return found
         if key > 1:
             return self.of(1).beside(key)
-        return self.of(1, sampled=key == -2).measured() if key < 0 else {}
+        found = self.of(1, sampled=key == -2).measured() if key < 0 else {}
+        return found if len(found) > 1 else {}

@@ -113,7 +113,8 @@ class Drafting:
 
     source: whose drafts cost nothing to make; in_vain: how often nothing came of asking it lately, and skipped: tokens
     for which it is not asked, therefore. follower: who computes them from what the model made of the tokens, if
-    anybody does; idle_steps: that there have been since that was worth it; won_s: what all of it has won, lately.
+    anybody does; idle_steps: that there have been since that was worth it; won_s: what all of it has won, lately;
+    is_unweighed: it is not known what steps take without.
     """
 
     source: Source
@@ -122,6 +123,7 @@ class Drafting:
     skipped: int = 0
     idle_steps: int = 0
     won_s: float = 0.0
+    is_unweighed: bool = False
     record: Record = field(default_factory=Record)
 
     def looked(self, found: bool) -> None:
@@ -255,13 +257,13 @@ class Gate:
             decided[n:] = [best if gain >= GAIN else 0] * (len(decided) - n)
         if lengths and all(decided[n] for n in lengths):
             return decided
-        trial = 0  # the longest that may cost what is saved
+        sure, trial = decided.copy(), 0  # the longest that may cost what is saved
         for n, best, gain in _lone_choices(self._stay(*whole, _HOPE), lengths, costs, making_s, hopeful=True):
             if gain >= GAIN and best != trial:
                 loss_s = making_s + costs.of(best) - costs.plain * (1.0 + sum(mean[:best]))
                 trial = best if loss_s <= self._saved_s else trial
             if trial:
-                decided[n:] = [one or trial for one in decided[n:]]
+                decided[n:] = [one or trial for one in sure[n:]]
         return decided
 
     def _decided_together(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:

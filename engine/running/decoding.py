@@ -79,8 +79,8 @@ class Proposer(Protocol):
     def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
         """So many tokens of a draft have come to be known without a step: the first ones were right."""
 
-    def plain_s(self, n_replies: int) -> float:
-        """What such a step takes, of so many replies; 0.0 while nobody knows."""
+    def plain_s(self, replies: Many[Reply]) -> float:
+        """What such a step takes; 0.0 while nobody knows."""
 
 
 class Nothing:
@@ -110,7 +110,7 @@ class Nothing:
     def met(self, reply: Reply, draft: Draft, n: int, stayed: int) -> None:
         """As `Proposer.met`."""
 
-    def plain_s(self, n_replies: int) -> float:
+    def plain_s(self, replies: Many[Reply]) -> float:
         """As `Proposer.plain_s`."""
         return 0.0
 
@@ -372,7 +372,7 @@ class DraftedAhead:
             if n_tokens:
                 self._decoder.proposer.went([self._reply], seconds, n_tokens)
         else:
-            each_s = self._decoder.proposer.plain_s(1)
+            each_s = self._decoder.proposer.plain_s([self._reply])
             self._changing_s += max(0.0, seconds - n_tokens * each_s) if each_s else 0.0
 
     def _learn(self) -> None:

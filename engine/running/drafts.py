@@ -32,7 +32,8 @@ from engine.running.stepping import StepResult, Steps
 EVERY_WIDTH = 8  # tokens of a step up to which there is one of each width, where none are captured
 TELL_EVERY = 8  # plain steps, of which the gate is told what the last one took
 IDLE_STEPS = 48  # without a computed draft that is worth it, after which a reply goes on without the drafter
-MOST_LOST, MOST_WON = 3, 16  # plain steps, whose time a reply may lose by that, and what it won beforehand at most
+ODD_STEP = 1.5  # times what a step was expected to take: what takes longer is the machine's doing
+MOST_LOST, MOST_WON = 6, 16  # plain steps, whose time a reply may lose by that, and what it won beforehand at most
 MOST_RESTING = 15  # replies that begin without it then, at most; one each time that it happens
 MOST_RINGS = 4  # replies that a drafter drafts for at a time
 WIDTH_STEP = 4  # and of wider ones, those of its multiples: few enough to know what each takes
@@ -58,6 +59,7 @@ class Drafts:
         self._untold, self._tell_at = 0, 1  # plain steps, and how many are told of at once
         self._untold_of = 1  # replies that shared each
         self._in_vain = 0  # looks, that a reply begins with
+        self._unweighed = 0  # replies of which nobody knows whether it pays to follow their steps
         self._resting = self._rest = 0  # replies that are to begin without the drafter, and how many do so
 
     def begin(self, reply: Reply, prediction: Many[int] = ()) -> None:
@@ -77,8 +79,10 @@ class Drafts:
                 reply.drafting.follower.close()
                 if reply.drafting.won_s > 0.0:
                     self._rest = 0
-                elif not self._gate.costs(1, reply.drafting.record.sampled).is_known:
-                    self._resting = 1  # so that it is known what a reply takes without it
+                elif reply.drafting.is_unweighed:
+                    # One does without, so that it is known what a reply takes then, where it tells: once in a while.
+                    self._resting = max(self._resting, int(self._unweighed % MOST_RESTING == 0))
+                    self._unweighed += 1
             reply.drafting = None
         self.remember(reply)
 
@@ -176,10 +180,12 @@ class Drafts:
             return
         sampled = drafting.record.sampled
         alone, followed = (self._gate.costs(1, sampled, one) for one in (False, True))
+        drafting.is_unweighed = not alone.is_known
         if not (alone.is_known and followed.is_known):
             return
         if p.draft is not None and p.draft.source != lookup.NAME:
-            won_s = alone.plain * (1 + p.stayed) - seconds
+            most_s = ODD_STEP * (self._making_s + followed.of(len(p.draft.tokens)))
+            won_s = alone.plain * (1 + p.stayed) - min(seconds, most_s)
         else:
             won_s = min(0.0, alone.plain - followed.plain)
         drafting.won_s = min(drafting.won_s + won_s, MOST_WON * alone.plain)
@@ -197,9 +203,9 @@ class Drafts:
         if reply.drafting is not None:
             self._gate.met(draft, reply.drafting.record, n, stayed)
 
-    def plain_s(self, n_replies: int) -> float:
+    def plain_s(self, replies: Many[Reply]) -> float:
         """As `decoding.Proposer.plain_s`."""
-        costs = self._gate.costs(n_replies)
+        costs = self._gate.costs(len(replies), replies[0].params.temperature > 0)
         return costs.plain if costs.is_known else 0.0
 
     @property
@@ -219,7 +225,8 @@ class Drafts:
     def stats(self) -> dict[str, Any]:
         """Tokens drafted and accepted by source, bytes of texts, and what steps take, in ms.
 
-        step_ms: by replies that share them (0: one that is sampled), then by tokens of drafts in them, as text.
+        step_ms: by replies that share them (0: one that is sampled), then by tokens of drafts in them, as text; at the
+        depth of the last one, of replies whose steps nobody follows. What was not seen is as it was tried at the start.
         """
         return {
             "tokens": tallied(self._gate.tallies),

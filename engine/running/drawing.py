@@ -96,7 +96,8 @@ class DeviceDrawer:
         each as if the tokens ahead were those that it drew, which they are where it counts. Where that does not matter,
         as many samplers draw from as many rows at once.
         """
-        if any(follow) and all(map(self._is_free, drawings)) and self.forward.limits.n_vocab % 4 == 0:
+        rows_are_vectors = self.forward.limits.n_vocab % 4 == 0
+        if rows_are_vectors and len(self._samplers) > 1 and any(follow) and all(map(self._is_free, drawings)):
             return self._draw_rows(result, drawings, follow)
         counts = [1 if d.allowed is not None else 1 + len(f) for d, f in zip(drawings, follow, strict=True)]
         for i, d in enumerate(drawings):

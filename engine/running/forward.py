@@ -207,7 +207,9 @@ class Forward:
     def run(self, step: Step, residency: Residency) -> Buffers:
         """Enqueue one step; returns the views of the buffers that it writes."""
         T = len(step.tokens)
-        buffers = self._without if self._without is not None and not self.features_wanted else self.buffers
+        buffers = self.buffers
+        if self._without is not None and not self.features_wanted and buffers.hidden is None:
+            buffers = self._without
         b = buffers.first(T, len(step.rows))
         if self.replayed is not None:
             self.replayed.n_rows = T if step.decoded or T == 1 else 0

@@ -178,6 +178,7 @@ class Steps:
         decoded = decoded or apart
 
         def work() -> None:
+            self.forward.features_wanted = True  # whoever follows a later one reads them
             self.forward.run(replace(self.captured_inputs(T), apart=apart, decoded=decoded), self.residency)
 
         self.graphs.get((T, apart, decoded), work).launch()

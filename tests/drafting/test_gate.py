@@ -217,6 +217,31 @@ def test_one_reply_is_given_what_would_be_best_for_several(
                 assert gains[found[n][0]] == pytest.approx(gains[choice.total])
 
 
+@given(
+    st.floats(0.0, 0.02), st.sampled_from([captured, any_width]), st.sampled_from([0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 0.95])
+)
+def test_the_longest_trial_that_may_be_paid_is_made(
+    saved_s: float, fits: Callable[[int], bool], chance: float
+) -> None:
+    """For promises of every length, as one after the other would be decided."""
+    gate, record = Gate({"test": ((chance,) * 6,)}), Record()
+    gate.begin({n - 1: seconds(n) for n in WIDTHS})
+    gate.plain(1, 8 * seconds(1), 8)
+    gate._saved_s = saved_s
+    promise, costs = Promise("test", 0, MOST_TOKENS), gate.costs(1)
+    found = gate._by_length(promise, record, fits)
+    mean, hoped = (gate._stay(promise, record, hope) for hope in (0.0, 2.0))
+    known = list(gate._choices([mean], costs, fits, MOST_TOKENS))
+    sure = [c.total if c.gain >= GAIN else 0 for c in known]
+    sure += sure[-1:] * (1 + MOST_TOKENS - len(sure))
+    trial = 0
+    for n, may in enumerate(gate._choices([hoped], costs, fits, MOST_TOKENS, True)):
+        if may.gain >= GAIN and costs.of(may.total) - costs.plain * (1 + sum(mean[: may.total])) <= saved_s:
+            trial = may.total
+        assert found[n] == (sure[n] or trial), n
+    assert found[n + 1 :] == [one or trial for one in sure[n + 1 :]]
+
+
 def test_steps_that_replies_share_are_taken_to_cost_what_those_of_one_do() -> None:
     gate = Gate(PRIORS)
     gate.plain(4, 1.0)  # the first of its kind takes long

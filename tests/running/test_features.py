@@ -44,7 +44,13 @@ def test_features_are_what_leaves_a_layer(name: str) -> None:
     logits, features, hidden = fed(made)
     made.forward.capture_hidden(False)
     again, same, _ = fed(made)
+    made.forward.features_wanted = False  # of a step that nobody follows; hidden states may be asked for all the same
+    _, nothing, none_hidden = fed(made)
+    made.forward.capture_hidden(True)
+    _, _, still_hidden = fed(made)
     made.close()
+    assert nothing == none_hidden == [None] * len(CHUNKS)
+    assert all(np.array_equal(a, b) for a, b in zip(hidden, still_hidden, strict=True))
     for a, b, c in zip(plain, logits, again, strict=True):
         assert np.array_equal(a, b) and np.array_equal(a, c)
     for found, later, entering in zip(features, same, hidden, strict=True):

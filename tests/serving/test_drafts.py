@@ -14,6 +14,8 @@ from engine.drafting.source import Draft, Promise
 from engine.ground.errors import RequestError, SparkError
 from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
+from engine.running.decoding import Proposal
+from engine.running.reply import Reply
 from engine.serving.scheduler import Engine
 from tests.dflash_twin import Shape, random_drafter, write_drafter
 from tests.engine_runs import config
@@ -341,14 +343,59 @@ def test_a_block_of_the_file_changes_no_token(opened: Open, arch: str, residency
     engine.close()
 
 
+def test_what_following_costs_and_wins_is_weighed(opened: Open, tmp_path: Path) -> None:
+    engine = opened(draft=str(drafter_for(opened(draft="off"), tmp_path / "d.gguf")))
+    drafts = engine.loaded.drafts
+    gate, rings = drafts._gate, drafts._drafter._rings
+
+    def begun() -> Proposal:
+        reply = Reply([5, 6], GREEDY, 30)
+        drafts.begin(reply)
+        return Proposal(reply, None)  # type: ignore[arg-type]
+
+    def follows(p: Proposal) -> bool:
+        return p.reply.drafting.follower is not None
+
+    p = begun()  # nobody knows what a reply takes without: the next does without, and tells
+    drafts._weigh(p, 1.0)
+    drafts.end(p.reply)
+    assert not follows(begun())
+    p = begun()
+    drafts._weigh(p, 1.0)
+    drafts.end(p.reply)
+    p = begun()
+    assert follows(p)  # and then none for a while
+    gate.plain(1, 0.008, 8)
+    gate.plain(1, 0.0096, 8, followed=True)
+    for _ in range(29):  # a fifth of a step each time
+        drafts._weigh(p, 0.0012)
+        assert follows(p)
+    drafts._weigh(p, 0.0012)
+    drafts._weigh(p, 0.0012)
+    assert not follows(p) and len(rings) == 4 and not follows(begun())
+    p = begun()
+    p.draft = Draft("dflash", 0, (1, 2, 3))
+    p.stayed = 3
+    drafts._weigh(p, 0.002)  # four tokens in the time of two
+    assert p.reply.drafting.won_s == pytest.approx(0.002)
+    p.stayed = 0
+    drafts._weigh(p, 9.0)  # the machine's
+    assert p.reply.drafting.won_s > -0.02
+    p.stayed, p.reply.drafting.won_s = 3, 0.0
+    drafts._weigh(p, 0.001)
+    drafts.end(p.reply)
+    assert drafts._rest == 0 and follows(begun())
+
+
 def test_a_drafter_that_is_of_no_use_is_left_alone(opened: Open, tmp_path: Path) -> None:
     plain = opened(draft="off")
     engine = opened(draft=str(drafter_for(plain, tmp_path / "d.gguf")))
     request = Generate(1, tuple(TEXT[:40]), 500, SAMPLED, ())
+    drafts = engine.loaded.drafts
+    drafts._gate.costs(1, True).note_plain(0.001, 1)  # nobody has to do without, to see what steps take then
     for one in (plain, engine):
         one.submit(request)
     assert said(drain(engine)) == said(drain(plain))
-    drafts = engine.loaded.drafts
     assert drafts._resting == 1 and len(drafts._drafter._rings) == 4
     engine.submit(request)
     drain(engine)
