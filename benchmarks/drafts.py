@@ -3,6 +3,7 @@
     python benchmarks/drafts.py replay MODEL.gguf data/results/given_tokens.json TOKENS.parquet... --json FILE
     python benchmarks/drafts.py chances MODEL.gguf TOKENS.parquet... --json FILE
     python benchmarks/drafts.py serve MODEL.gguf TOKENS.parquet --prompts 40 --generate 160 --json FILE
+    python benchmarks/drafts.py counted MODEL.gguf TOKENS.parquet --prompts 40 --generate 160 --json FILE
 
 `replay` decodes nothing: each generated token of the sessions is what the model would have said, in their order, so
 that only earlier ones are there to be looked in; what a step takes is a table of measured steps (given_tokens.py). The
@@ -13,6 +14,10 @@ position: what the priors of engine/drafting/lookup.py are rounded from.
 
 `serve` has two daemons, with drafts and without, that generate from the same prompts in turns. Tokens are compared. Its
 figure is the ratio of times for each prompt, the median of several runs, and the tenths of the prompts by that.
+
+`counted` does the same with engines in this process, on a machine whose neighbors come and go: the steps of each reply
+are counted, and each takes what steps like it took in the middle, all that is done for one counted: those of as many
+tokens, of which as many stayed, of greedy replies or of sampled ones. Deciding is as it was, by what the clock said.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +45,9 @@ from engine.drafting.lookup import GRADES, NAME, PRIORS, Lookup, Memory  # noqa:
 from engine.drafting.source import Draft, Source  # noqa: E402
 from engine.formats import gguf  # noqa: E402
 from engine.ground.config import DEVICES, EngineConfig  # noqa: E402
+from engine.ground.protocol import Generate, Tokens  # noqa: E402
 from engine.ground.sampling import Sampling  # noqa: E402
+from engine.serving.scheduler import Engine  # noqa: E402
 from spark.pipeline.tokens import Window, read_tokens  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
@@ -278,6 +286,77 @@ def serve(o: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+Kind = tuple[int, int, bool]  # tokens of a step, tokens that a reply got of it, whether it is sampled
+
+
+class Counting:
+    """An engine in this process whose steps of replies that decode are counted; seconds: of each kind of step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = Engine(config)
+        self.engine.warm_up()
+        self.seconds: dict[Kind, list[float]] = defaultdict(list)
+        decoder = self.engine.loaded.decoder
+        step, run, width = decoder.step, decoder.run, [0]
+
+        def ran(proposals: Any) -> Any:
+            width[0] = sum(len(p.span.tokens) for p in proposals)
+            return run(proposals)
+
+        def stepped(replies: Any, *more: Any) -> Any:
+            made, began = replies[0].made, time.perf_counter()
+            failures = step(replies, *more)
+            taken = time.perf_counter() - began
+            kind = width[0], replies[0].made - made, replies[0].params.temperature > 0
+            self.steps.append(kind)
+            self.seconds[kind].append(taken)
+            return failures
+
+        decoder.step, decoder.run = stepped, ran  # type: ignore[method-assign]
+
+    def generate(self, number: int, prompt: list[int], n: int, sampling: Sampling) -> tuple[list[int], list[Kind]]:
+        """The tokens of a reply, and its steps."""
+        self.steps: list[Kind] = []
+        self.engine.submit(Generate(number, tuple(prompt), n, sampling, stop_tokens=()))
+        told: list[int] = []
+        while self.engine.busy:
+            for event in self.engine.step():
+                told += event.tokens if isinstance(event, Tokens) else ()
+        return told, self.steps
+
+    def cost(self, steps: list[Kind]) -> float:
+        """What steps take in the middle, in seconds."""
+        return sum(statistics.median(self.seconds[kind]) for kind in steps)
+
+
+def counted_steps(o: argparse.Namespace) -> dict[str, Any]:
+    prompts = prompts_of(o.tokens, o.prompts, o.prompt_tokens)
+    base = {"model": o.model, "device": o.device, "threads": o.threads, "ctx_tokens": o.prompt_tokens + o.generate + 64}
+    drafted, plain = Counting(EngineConfig(**base, draft=o.draft)), Counting(EngineConfig(**base, draft="off"))
+    replies: list[tuple[int, list[Kind], list[Kind]]] = []
+    same, number = True, 0
+    for run in range(o.runs):
+        for i, prompt in enumerate(prompts):
+            asked = [(7 * i + run) % 4096, *prompt[1:]]
+            sampling = Sampling(temperature=0.8, top_p=0.95, seed=i) if i % 2 else Sampling()
+            number += 1
+            made = [engine.generate(number, asked, o.generate, sampling) for engine in (drafted, plain)]
+            same &= made[0][0] == made[1][0]
+            replies.append((i, made[0][1], made[1][1]))
+    by_prompt: dict[int, list[float]] = defaultdict(list)
+    for i, with_drafts, without in replies:
+        by_prompt[i].append(plain.cost(without) / drafted.cost(with_drafts))
+    ratios = sorted(statistics.median(found) for found in by_prompt.values())
+    for engine in (drafted, plain):
+        engine.engine.close()
+    tenths = [statistics.fmean(part.tolist()) for part in np.array_split(np.array(ratios), 10)]
+    note(f"{spread(ratios)}, tenths {tenths}, the same tokens: {same}")
+    return {
+        "what": "counted", "model": o.model.name, "draft": Path(o.draft).name, "generate": o.generate, "runs": o.runs,
+        "identical_tokens": same, "speedup": spread(ratios), "tenths": tenths,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(required=True)
@@ -293,17 +372,18 @@ def main() -> None:
     one.add_argument("model", type=Path, metavar="MODEL.gguf", help="whose tokens they are")
     one.add_argument("tokens", type=Path, nargs="+", metavar="TOKENS.parquet")
     one.set_defaults(work=chances)
-    one = modes.add_parser("serve")
-    one.add_argument("model", type=Path, metavar="MODEL.gguf")
-    one.add_argument("tokens", type=Path, metavar="TOKENS.parquet")
-    one.add_argument("--device", default="cpu", choices=DEVICES)
-    one.add_argument("--threads", type=int)
-    one.add_argument("--prompts", type=int, default=40)
-    one.add_argument("--prompt-tokens", type=int, default=700, help="at most")
-    one.add_argument("--generate", type=int, default=160)
-    one.add_argument("--runs", type=int, default=5)
-    one.add_argument("--draft", default="auto", help="as of `spark serve`")
-    one.set_defaults(work=serve)
+    for name, work in (("serve", serve), ("counted", counted_steps)):
+        one = modes.add_parser(name)
+        one.add_argument("model", type=Path, metavar="MODEL.gguf")
+        one.add_argument("tokens", type=Path, metavar="TOKENS.parquet")
+        one.add_argument("--device", default="cpu", choices=DEVICES)
+        one.add_argument("--threads", type=int)
+        one.add_argument("--prompts", type=int, default=40)
+        one.add_argument("--prompt-tokens", type=int, default=700, help="at most")
+        one.add_argument("--generate", type=int, default=160)
+        one.add_argument("--runs", type=int, default=5)
+        one.add_argument("--draft", default="auto", help="as of `spark serve`")
+        one.set_defaults(work=work)
     for mode in modes.choices.values():
         json_option(mode)
     o = parser.parse_args()
