@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logs.mkdir(parents=True)
     text = max((SAMPLES / "claude").rglob("*.jsonl"), key=lambda path: path.stat().st_size).read_text()
     session = re.search(r'"sessionId": ?"([^"]+)"', text)[1]
-    for number in range(1200):
+    for number in range(2000):
         (logs / f"{number:08}.jsonl").write_text(text.replace(session, f"{number:08}"))
     return folder
 
