@@ -21,7 +21,7 @@
 #define COLLECT_THREADS 512
 #define N_BINS 2048
 #define ID_BITS 20
-#define SHARED_LIST 2048
+#define SHARED_LIST 1024
 #define SHORT_LIST 256
 #define LOWEST -23.0f
 #define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
@@ -283,13 +283,79 @@ DEVICE u64 list_sum(int n, int& turn, Value value) {
     return block_sum(sum, turn);
 }
 
-// The largest rank such that the values of all ranks from it on add up to `target`; the total must reach it. Halving.
-template <class Value>
-DEVICE u64 rank_reaching(const List& list, u64 target, int& turn, Value value) {
+// What a choice in a long list is made with.
+struct Room {
+    u64 bins[N_BINS], ranks[SHORT_LIST], values[SHORT_LIST], reached;
+    int n_near;
+};
+
+// Which bin of N_BINS has the `target`-th unit (from 0) of a sum over bins, and how much is before that bin.
+struct Bin {
+    int index;
+    u64 before;
+};
+
+DEVICE Bin bin_reaching(const u64* bins, u64 target) {
+    __shared__ Bin found;
+    constexpr int share = N_BINS / COLLECT_THREADS;
+    u64 here = 0, total;
+    const int first = threadIdx.x * share;
+    for (int b = first; b < first + share; b++)
+        here += bins[b];
+    u64 before = block_scan(here, total);
+    for (int b = first; b < first + share; before += bins[b++])
+        if (before <= target && target < before + bins[b])
+            found = {b, before};
+    __syncthreads();
+    return found;
+}
+
+// The sums of value(i), of which bin(i) has one. All threads see them.
+template <class Place, class Value>
+DEVICE void fill_bins(u64* bins, int n, Place bin, Value value) {
+    for (int b = threadIdx.x; b < N_BINS; b += blockDim.x)
+        bins[b] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x)
+        if (const u64 v = value(i))
+            atomicAdd(bins + bin(i), v);
+    __syncthreads();
+}
+
+// The largest rank such that the values of all ranks from it on add up to `target`; the total must reach it. A histogram says
+// which bin of logits has it. Few are in that, and are compared with each other; of many the rank is found by halving.
+template <class Place, class Value>
+DEVICE u64 rank_reaching(const List& list, u64 target, Room& room, int& turn, Place bin, Value value) {
+    const int thread = threadIdx.x;
+    if (thread == 0)
+        room.n_near = 0;
+    fill_bins(room.bins, list.n, bin, value);
+    const Bin last = bin_reaching(room.bins, target - 1);
+    for (int i = thread; i < list.n; i += blockDim.x)
+        if (bin(i) == last.index)
+            if (const u64 v = value(i)) {
+                const int at = atomicAdd(&room.n_near, 1);
+                if (at < SHORT_LIST)
+                    room.ranks[at] = list.rank(i), room.values[at] = v;
+            }
+    __syncthreads();
+    const u64 wanted = target - last.before;
+    if (room.n_near <= SHORT_LIST) {
+        if (thread < room.n_near) {
+            u64 before = 0;
+            for (int j = 0; j < room.n_near; j++)
+                before += room.ranks[j] > room.ranks[thread] ? room.values[j] : 0;
+            if (before < wanted && wanted <= before + room.values[thread])
+                room.reached = room.ranks[thread];
+        }
+        __syncthreads();
+        return room.reached;
+    }
     u64 rank = 0;
     for (u64 bit = 1ull << (ID_BITS + 31); bit; bit >>= 1) {
         const u64 trial = rank | bit;
-        if (list_sum(list.n, turn, [&](int i) { return list.rank(i) >= trial ? value(i) : 0; }) >= target)
+        const auto from_trial = [&](int i) { return bin(i) == last.index && list.rank(i) >= trial ? value(i) : 0; };
+        if (list_sum(list.n, turn, from_trial) >= wanted)
             rank = trial;
     }
     return rank;
@@ -332,29 +398,39 @@ DEVICE u32 draw_short(const List& list, const Rules& rules, int& turn) {
     return token;
 }
 
-// The draw from any list, by halving.
-DEVICE u32 draw_long(const List& list, const Rules& rules, int& turn) {
+// The draw from any list. weight(id) is a token's, 0 where it is none; bin(i): its bin of logits.
+template <class Place, class Weight>
+DEVICE u32 draw_long(const List& list, const Rules& rules, int V, Room& room, int& turn, Place bin, Weight weight) {
+    __shared__ u32 token;
     u64 lowest = 0; // rank of the last token that is kept
     if (rules.top_k < (u64)list.n)
-        lowest = rank_reaching(list, rules.top_k, turn, [](int) { return (u64)1; });
+        lowest = rank_reaching(list, rules.top_k, room, turn, bin, [](int) { return (u64)1; });
     if (rules.top_p >> 32 == 0) {
         const auto in_top_k = [&](int j) { return list.rank(j) >= lowest ? list.mass(j) : 0; };
         const u64 total = rules.total ? rules.total : list_sum(list.n, turn, in_top_k);
-        lowest = max(lowest, rank_reaching(list, rules.target(total), turn, in_top_k));
+        lowest = max(lowest, rank_reaching(list, rules.target(total), room, turn, bin, in_top_k));
     }
+    // The draw: which range of ids, which of its tokens. A range has at most a token a thread.
+    const u32 range = (V + N_BINS - 1) / N_BINS;
+    const auto range_of = [&](int j) { return list.id[j] / range; };
     const auto kept = [&](int j) { return list.rank(j) >= lowest && list.mass(j) >= rules.min_p ? list.mass(j) : 0; };
     const u64 drawn = high_product(rules.bits, list_sum(list.n, turn, kept));
-    u32 token = 0; // the largest id with at most `drawn` before it
-    for (u32 bit = 1u << (ID_BITS - 1); bit; bit >>= 1) {
-        const u32 trial = token | bit;
-        if (list_sum(list.n, turn, [&](int j) { return list.id[j] < trial ? kept(j) : 0; }) <= drawn)
-            token = trial;
-    }
+    fill_bins(room.bins, list.n, range_of, kept);
+    const Bin chosen = bin_reaching(room.bins, drawn);
+    const u32 id = chosen.index * range + threadIdx.x;
+    const u64 weighs = threadIdx.x < range && id < V ? weight(id, lowest) : 0, wanted = drawn - chosen.before;
+    const u64 mass = weighs >= rules.min_p ? weighs : 0;
+    u64 total;
+    const u64 before = block_scan(mass, total);
+    if (before <= wanted && wanted < before + mass)
+        token = id;
+    __syncthreads();
     return token;
 }
 
 KERNEL collect(const float* values, int V, u32* list, u64* scratch, STEP_PARAMETERS) {
     __shared__ u32 near_list[3][SHARED_LIST];
+    __shared__ Room room;
     const int i = threadIdx.x, lane = i % WARP, id = blockIdx.x * COLLECT_THREADS + i;
     begin_row(V, STEP_ROW);
     values += row_of_values(V), list += (i64)blockIdx.y * 3 * V, scratch += blockIdx.y * N_SCRATCH;
@@ -394,7 +470,12 @@ KERNEL collect(const float* values, int V, u32* list, u64* scratch, STEP_PARAMET
                          random_bits(read_u64(control, SEED), (u32)control[POSITION]), total};
     int turn = 0;
     __syncthreads();
-    const u32 token = all.n <= SHORT_LIST ? draw_short(all, rules, turn) : draw_long(all, rules, turn);
+    const auto bin = [&](int j) { return bin_of(value_of(all.order[j]), top, temperature); };
+    const auto weight = [&](u32 j, u64 lowest) {
+        const u64 rank = (u64)order_of(values[j]) << ID_BITS | (((1u << ID_BITS) - 1) ^ j);
+        return rank >= lowest ? weight_of(values[j], top, temperature) : 0;
+    };
+    const u32 token = all.n <= SHORT_LIST ? draw_short(all, rules, turn) : draw_long(all, rules, V, room, turn, bin, weight);
     if (i == 0)
         scratch[BEST] = scratch[CUT] = scratch[TOTAL] = scratch[N_LISTED] = 0;
     finish_step((i32)token, STEP_ARGUMENTS);

@@ -122,7 +122,7 @@ def test_a_flat_distribution_is_one_long_list(device: Any) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 64, 1024])
-@pytest.mark.parametrize("size", [16, 128, 512, 4096])  # of 256 listed, 2,048, and more
+@pytest.mark.parametrize("size", [16, 128, 512, 4096])  # of 256 listed, 1,024, and more
 def test_top_p_ends_with_the_token_that_reaches_it(device: Any, size: int, top_k: int) -> None:
     """Of 2^k equal tokens n weigh exactly n / 2^k: that much keeps n, 2^-32 more one more, 2^-32 less no fewer."""
     logits, n_all = np.full(size + 37, -90, np.float32), min(size, top_k or size)
@@ -165,7 +165,8 @@ def test_the_largest_top_p_that_a_prefix_reaches_is_the_last(device: Any, size: 
 
 @pytest.mark.parametrize("V", [1, 31, 1024, 1025, 70001])
 def test_any_size_of_vocabulary(device: Any, V: int) -> None:
-    for params in (P(), P(temperature=1.0, seed=5), P(temperature=1.0, top_p=0.9, top_k=50, seed=5)):
+    broad = P(temperature=2.0, top_p=0.95, seed=5)
+    for params in (P(), P(temperature=1.0, seed=5), P(temperature=1.0, top_p=0.9, top_k=50, seed=5), broad):
         assert_draws(device, V, params, [(logits_of(1, V), [0])])
 
 
