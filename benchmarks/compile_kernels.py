@@ -47,7 +47,7 @@ def main() -> None:
         with open_model(model) as file:
             arch = models.find(file.architecture)
             config = arch.Config.from_gguf(file)
-            limits = dryrun.limits_of(config, 32768, 4096)
+            limits = dryrun.limits_of(config, 32768, 4096, 8)
             for target in o.arch.split(","):
                 shared = (227 if target == "sm_90" else 99) << 10
                 device = CountingDevice(target, 132, shared)

@@ -1,16 +1,17 @@
 // Matrix products with at most four matrices that share their input. Twin: product (also rms_norm before it).
 //
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
-// scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2
-// and, of a fourth matrix, TYPE3 are all block formats or all float ones. The input is q, d, sums (quantized) or x (for float types); with TOKENS = 1, x for any
-// type, which is quantized here, after an RMS norm if `norm` is given: the blocks repeat that while their weights
-// arrive, so few large ones are best.
+// scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes cap * tanh(element /
+// cap). Types TYPE0, TYPE1, TYPE2 and, of a fourth matrix, TYPE3 are all block formats or all float ones. The input is q, d,
+// sums (quantized) or x (for float types); with TOKENS = 1, x for any type, which is quantized here, after an RMS norm if
+// `norm` is given: the blocks repeat that while their weights arrive, so few large ones are best.
 //
-// Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4,
-// 8) activation rows at a time; with SHARED = 1 and with two that are not floats, the only ones. Grid: (any, T / 32 rounded up); block: WARPS
-// warps. Shared memory: with TOKENS = 1 or SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row,
-// float types COLS * 4); then STAGES * stage_bytes a warp, each at least ROWS rows of the widest type, 32 and
-// TARGET_BYTES. Rows of floats are 16-byte aligned where they are normed or quantized.
+// Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4, 8)
+// activation rows at a time; with SHARED = 1 and with KEPT = 1, the only ones. KEPT, of two tokens and block types: both rows
+// are in registers, and take turns. Grid: (any, T / 32 rounded up); block: WARPS warps. Shared memory: with TOKENS = 1 or
+// SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row, float types COLS * 4); then STAGES * stage_bytes a
+// warp, each at least ROWS rows of the widest type, 32 and TARGET_BYTES. Rows of floats are 16-byte aligned where they are
+// normed or quantized.
 #include "rows.cuh"
 
 #ifndef WEIGHTED
@@ -22,10 +23,12 @@
 #ifndef CAPPED
 #define CAPPED 0
 #endif
+#ifndef KEPT
+#define KEPT 0
+#endif
 
 constexpr bool FLOATS = is_float(TYPE0);
 constexpr bool LOCAL = TOKENS == 1 || (SHARED && !FLOATS); // the input is in shared memory
-constexpr bool KEPT = TOKENS == 2 && !SHARED && !FLOATS;   // each of two rows is in registers, and takes its turn
 #ifdef TYPE3
 #define FOUR
 #define OF_FOURTH const u8 *w3, i32 n3, float *y3,
@@ -143,7 +146,7 @@ KERNEL __launch_bounds__(WARPS * WARP, KEPT ? COLS <= 2048 ? 3 : 2 : 0)
     typename HeldOf<TYPE0>::Block held[KEPT ? TOKENS : 1][n_held(TYPE0, COLS)];
     // All of a quantized row is in registers, straight from global memory.
     constexpr bool IN_REGISTERS = !FLOATS && COLS <= 1024 * n_held(TYPE0, COLS);
-    static_assert(!KEPT || IN_REGISTERS, "rows of activations that registers hold");
+    static_assert(!KEPT || (TOKENS == 2 && !SHARED && IN_REGISTERS), "rows of activations that registers hold");
     if constexpr (KEPT) {
 #pragma unroll
         for (i32 t = 0; t < TOKENS; t++)

@@ -163,6 +163,15 @@ def test_kernels_of_other_families_compile(arch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "qwen3-30b-a3b"])
+def test_every_module_of_published_shapes_compiles(shape: str) -> None:
+    """Also what depends on sizes alone: rows may be longer than registers or shared memory hold."""
+    module, config = SHAPES[shape]
+    config = first_layers(config, 6)
+    check("sm_90", launched("sm_90", config, mix_of(config), max_tokens=512, module=module))
+
+
+@pytest.mark.slow
 def test_the_oldest_compiler_takes_every_file() -> None:
     """It refuses some C++ that the newest accepts; so do compilers between the two."""
     oldest = library.find_nvrtc(max_major=12)

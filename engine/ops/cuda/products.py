@@ -343,7 +343,7 @@ class Products:
         shape = self._shape(n_rows, max(w.row_bytes for w in ws), besides, 1 if kept else tokens, repeated)
 
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
-        numbers["WARPS"] = shape.warps
+        numbers |= {"WARPS": shape.warps, "KEPT": int(kept)}
         defines = _defines(ws, numbers, row_scale, softcap)
         kernel = self.device.kernel(Module("product.cu", defines), "product")
         args = _matrices(ws, ys)
