@@ -34,6 +34,10 @@ SPEEDS = """\
 steps get of it, experts are imposed, those of a reply's neighbors {neighbors}. Speed over that without drafts, of
 {generate} tokens; those are the same. *Of the line*: of the best over T of tokens(T) over the time of a step of T
 tokens with all experts resident and of its distinct missed bytes over PCIe."""
+IN_SESSIONS = """\
+{model}, all experts resident, in recorded sessions of the bundled model's vocabulary ({n}): real lookup in what was there
+until then, the real gate, real steps with independent experts; a draft's token is right where the session goes on with
+it. Speed over that without drafts; *weighted*: edits 40%, other calls 20%, text 15%, reasoning 25% of the tokens."""
 SEEN = ("otherwise", "once", "alike", "alike often")
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\
@@ -96,8 +100,29 @@ def speeds(name: str, made: Json) -> list[str]:
     columns = ["right", where, "ms a token, plain", *(f"speed, {k}" for k in SPREAD), "drafted", "stayed"]
     columns += ["of the line"] if "of_line" in first else []
     text = SPEEDS.format(model=made["model"], way=way, neighbors=neighbors, generate=made["generate"])
-    title = f"## Drafts on a GPU: {way}" + (f", neighbors alike in {share:.0%}" if share else "")
+    title = f"## Drafts on a GPU: {_shape(made)}, {way}" + (f", neighbors alike in {share:.0%}" if share else "")
     return [title, "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+def in_sessions(name: str, made: Json) -> list[str]:
+    kinds = ("edit", "call", "text", "reasoning")
+    rows = []
+    for r in made["rows"]:
+        by, of = r["by_kind"], r["sessions"]
+        rows.append([
+            r["tokens"].removesuffix(".parquet"), f"{r['weighted_speedup']:.3f}", f"{r['speedup']:.3f}",
+            *(f"{by[k]['speedup']:.3f}" if k in by else "" for k in kinds),
+            *(f"{of[k]:.3f}" for k in SPREAD), f"{r['drafted']:,}", f"{r['accepted'] / max(1, r['drafted']):.0%}",
+        ])  # fmt: skip
+    columns = ["sessions", "weighted", "all", "edits", "calls", "text", "reasoning"]
+    columns += [f"of a session, {k}" for k in SPREAD] + ["drafted", "stayed"]
+    n = ", ".join(f"{r['n_sessions']} with {r['generated']:,} generated tokens" for r in made["rows"])
+    text = IN_SESSIONS.format(model=made["model"], n=n)
+    return [f"## Drafts on a GPU: {_shape(made)}, sessions", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+def _shape(made: Json) -> str:
+    return str(made["model"]).split(" ")[0]
 
 
 def served(name: str, made: Json) -> list[str]:
@@ -161,4 +186,8 @@ SECTIONS = {
     "draft_speed-sampled.json": speeds,
     "draft_speed-missed.json": speeds,
     "draft_speed-drafter.json": speeds,
+    "draft_speed-laguna.json": speeds,
+    "draft_speed-qwen36.json": speeds,
+    "draft_speed-mtp.json": speeds,
+    "draft_speed-sessions.json": in_sessions,
 }
