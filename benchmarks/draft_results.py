@@ -122,7 +122,7 @@ def in_sessions(name: str, made: Json) -> list[str]:
 
 
 def _shape(made: Json) -> str:
-    return str(made["model"]).split(" ")[0]
+    return str(made["model"]).split(" ")[0].rstrip(",")
 
 
 def served(name: str, made: Json) -> list[str]:
