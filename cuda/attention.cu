@@ -16,8 +16,9 @@
 // bytes. q [T, H, HEAD_DIM] is aligned to 16 bytes. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H,
 // max_splits, 2]. Tiles of a negative block in `table` are passed over; positions are clamped to the table. May overlap
 // the kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
-// that is read here.
+// that is read here. With -DHOMES=1 blocks from n_pool on lie elsewhere (homes.cuh).
 #include "arithmetic.cuh"
+#include "homes.cuh"
 #include "kv.cuh"
 #include "splits.cuh"
 
@@ -329,7 +330,7 @@ DEVICE void part_barrier() {
 KERNEL __launch_bounds__(THREADS, PACKED && HEAD_DIM <= 128 ? 3 : 1) // MAX_BLOCKS of attention.py
 attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* table,
                  const i32* sequence, const i32* positions, i32 T, i32 n_head, i32 n_head_kv, i32 max_blocks,
-                 i32 max_splits, float scale, float* partial_o, float* partial_ml) {
+                 i32 max_splits, float scale, float* partial_o, float* partial_ml HOME_PARAMETERS) {
     dependency_release();
     DYNAMIC_SHARED(u8, memory);
     __shared__ Chunk chunks[MAX_TOKENS];
@@ -415,11 +416,13 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             const i32 physical = __shfl_sync(FULL_WARP, entries, loading.block / SHARES - entries0);
             const i32 valid = physical < 0 ? 0 : from.last + 1 - loading.block * KV_TILE;
             const i32 fresh = from.fresh - loading.block * KV_TILE;
-            const i64 first_slot = (i64)max(physical, 0) * KV_BLOCK + loading.block % SHARES * KV_TILE;
+            const CachedBlock block = cached_block(max(physical, 0), {k, v, k_scale, v_scale} HOME_ARGUMENTS);
+            const i64 first_slot = (i64)block.index * KV_BLOCK + loading.block % SHARES * KV_TILE;
             missing |= early && fresh < KV_TILE;
             absent = (absent & ~(1u << loading_slot)) | (u32)(physical < 0) << loading_slot;
             copy_kv_rows<GROUP, WINDOW != 0>(
-                kv_tiles(memory + loading_slot * SLOT), k, v, k_scale, v_scale, first_slot, position0,
+                kv_tiles(memory + loading_slot * SLOT), block.in.k, block.in.v, block.in.k_scale, block.in.v_scale,
+                first_slot, position0,
                 late ? fresh : 0, early ? fresh : KV_TILE, fresh < KV_TILE ? !early : !late,
                 window_begin(from.lowest) - loading.block * KV_TILE, valid, head, n_head_kv, threadIdx.x % GROUP);
             if (advance(loading, n_workers, chunks, n_chunks) || loading.block / SHARES - entries0 == WARP)

@@ -3,7 +3,7 @@
 // Twin: reference.attention, within an NMSE bound (q is rounded to halves, and so are the probabilities).
 // Macros: HEAD_DIM (multiple of 8, at most 256; or 384 or 512), GROUP (query heads of a kv head, at most 64 and ROWS),
 // KV_Q8 (1: the cache is q8_0, and HEAD_DIM a multiple of 32), WINDOW (a row sees so many last positions; 0: all), GATE
-// and GATE_BY_HEAD (gate.cuh).
+// and GATE_BY_HEAD (gate.cuh), HOMES (homes.cuh).
 //
 // flash: a block of 4 warps computes ROWS rows of one kv head, each warp 16 M_TILES of them, or where HEAD_DIM > 256 two
 // warps half of the output's dimensions each (both compute the scores). A row is a pair of a token and a query head of the
@@ -23,6 +23,7 @@
 //
 // flash_combine: joins the splits that a row sees, in order. A warp a row: grid ceil(T * H / 4), 128 threads.
 #include "gate.cuh"
+#include "homes.cuh"
 
 #ifndef KV_Q8
 #define KV_Q8 0
@@ -55,13 +56,6 @@ DEVICE int swizzled(int row, int chunk) { return row * STRIDE + ((chunk ^ (row &
 
 // The same for chunk 2 * step + (x >> 4 ^ row & 7), where x is a lane's and step a constant of an unrolled loop.
 DEVICE int fragment_offset(int x, int step) { return ((step * 32) & ~127) + (((step * 32) & 127) ^ x); }
-
-struct Cache {  // of one kv head of one layer
-    const u8 *k, *v;
-    const u16 *k_scale, *v_scale;
-    size_t row_bytes;   // from a slot to the next
-    int scale_stride;
-};
 
 // Start to copy the `TILE` rows of a tile, chunks of 16 bytes, `chunks` each of which the first `real` are there. Rows
 // from n_valid on, and chunks that are not there, become zeros, so that 0 * v is 0. `place` gives a chunk's address.
@@ -160,7 +154,7 @@ DEVICE int end_of_span(const i32* sequence, const i32* positions, int first, int
 KERNEL __launch_bounds__(THREADS, 2)
     flash(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* block_table,
           const i32* sequence, const i32* positions, float* out, float* partial, float* stats, float factor,
-          i32 n_tokens, i32 n_kv_heads, i32 max_blocks, i32 split_blocks, const float* gate) {
+          i32 n_tokens, i32 n_kv_heads, i32 max_blocks, i32 split_blocks, const float* gate HOME_PARAMETERS) {
     DYNAMIC_SHARED(u8, shared);
     u8* const tiles = shared + Q_BYTES;
 #if KV_Q8
@@ -174,13 +168,11 @@ KERNEL __launch_bounds__(THREADS, 2)
     // The last tokens see the most: they go first.
     const int block_begin = (gridDim.y - 1 - blockIdx.y) * TOKENS, block_end = min(block_begin + TOKENS, n_tokens);
     const int z_begin = blockIdx.z * split_blocks * (KV_BLOCK / TILE);
-    Cache cache;
-    cache.row_bytes = (size_t)n_kv_heads * HEAD_DIM * (KV_Q8 ? 1 : 2);
-    cache.k = k + (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
-    cache.v = v + (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
-    cache.scale_stride = n_kv_heads * (HEAD_DIM / 32);
-    cache.k_scale = k_scale + kv_head * (HEAD_DIM / 32);
-    cache.v_scale = v_scale + kv_head * (HEAD_DIM / 32);
+    const size_t row_bytes = (size_t)n_kv_heads * HEAD_DIM * (KV_Q8 ? 1 : 2); // from a slot to the next
+    const size_t head_bytes = (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
+#if KV_Q8
+    const int scale_stride = n_kv_heads * (HEAD_DIM / 32), head_scales = kv_head * (HEAD_DIM / 32);
+#endif
 
     // Fragments by ldmatrix: this lane's row, and its chunk times 16. The four 8x8 matrices of queries and values are
     // rows 0-7 and 8-15 of a chunk and then those of the next; of keys, both chunks of rows 0-7 and then of rows 8-15.
@@ -215,23 +207,25 @@ KERNEL __launch_bounds__(THREADS, 2)
         // Start to load a tile; the block that the next call needs is looked up ahead.
         auto load = [&](int tile, int stage) {
             loaded = next_block >= 0;
-            size_t slot = (size_t)max(next_block, 0) * KV_BLOCK + tile * TILE % KV_BLOCK;
+            const CachedBlock block = cached_block(max(next_block, 0), {k, v, k_scale, v_scale} HOME_ARGUMENTS);
+            size_t slot = (size_t)block.index * KV_BLOCK + tile * TILE % KV_BLOCK;
             int n_valid = loaded ? n_positions - tile * TILE : 0;
-            const u8 *k_from = cache.k + slot * cache.row_bytes, *v_from = cache.v + slot * cache.row_bytes;
+            const u8* k_from = block.in.k + head_bytes + slot * row_bytes;
+            const u8* v_from = block.in.v + head_bytes + slot * row_bytes;
 #if KV_Q8
             const int chunks = HEAD_DIM / 16;
             auto place_k = [&](int row, int chunk) { return raw + row * HEAD_DIM + chunk * 16; };
             auto place_v = [&](int row, int chunk) { return raw + RAW_BYTES + row * HEAD_DIM + chunk * 16; };
-            copy_tile<chunks, chunks>(k_from, cache.row_bytes, n_valid, place_k);
-            copy_tile<chunks, chunks>(v_from, cache.row_bytes, n_valid, place_v);
-            load_scales(k_scales, cache.k_scale, cache.scale_stride, slot, n_valid);
-            load_scales(v_scales, cache.v_scale, cache.scale_stride, slot, n_valid);
+            copy_tile<chunks, chunks>(k_from, row_bytes, n_valid, place_k);
+            copy_tile<chunks, chunks>(v_from, row_bytes, n_valid, place_v);
+            load_scales(k_scales, block.in.k_scale + head_scales, scale_stride, slot, n_valid);
+            load_scales(v_scales, block.in.v_scale + head_scales, scale_stride, slot, n_valid);
 #else
             u8* to = tiles + stage * 2 * TILE_BYTES;
             auto place_k = [&](int row, int chunk) { return to + swizzled(row, chunk); };
             auto place_v = [&](int row, int chunk) { return to + TILE_BYTES + swizzled(row, chunk); };
-            copy_tile<CHUNKS, HEAD_DIM / 8>(k_from, cache.row_bytes, n_valid, place_k);
-            copy_tile<CHUNKS, HEAD_DIM / 8>(v_from, cache.row_bytes, n_valid, place_v);
+            copy_tile<CHUNKS, HEAD_DIM / 8>(k_from, row_bytes, n_valid, place_k);
+            copy_tile<CHUNKS, HEAD_DIM / 8>(v_from, row_bytes, n_valid, place_v);
 #endif
             copies_commit();
             if (tile + 1 < tile_end) next_block = blocks[(tile + 1) * TILE / KV_BLOCK];

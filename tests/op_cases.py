@@ -140,6 +140,19 @@ def rounding(*types: QType) -> float:
 # --- products and the embedding -------------------------------------------------------------------
 
 
+def with_homes(device: Any, kv: KVLayer, n_pool: int) -> KVLayer:
+    """A cache on a device whose first n_pool blocks lie in the pool and the others at home, in page-locked memory."""
+    n = n_pool * KV_BLOCK_TOKENS
+
+    def home(array: np.ndarray) -> np.ndarray:
+        memory: np.ndarray = device.page_locked(array[n:].nbytes).view(array.dtype).reshape(array[n:].shape)
+        memory[...] = array[n:]
+        return memory
+
+    homes = KVLayer(*(None if a is None else home(a) for a in kv.arrays))
+    return KVLayer(*(None if a is None else device.upload(a[:n]) for a in kv.arrays), homes)
+
+
 def product_case(qtype: QType, rows: int, cols: int, T: int, scale: float = 1.0) -> Case:
     """cols: or as many as fill blocks."""
     cols -= cols % RECORDS[qtype].elements

@@ -10,7 +10,7 @@ Axis letters: T tokens, D embd, F ff, E experts, A active, H heads, K kv heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -69,6 +69,7 @@ class Limits:
 class KVLayer:
     """Cached keys and values of one layer, by slot (physical block * 64 + offset).
 
+    homes: None, or arrays of the same layout elsewhere, which have the blocks behind the last of `k`: that many less.
     f16: `k`, `v` are float16 [n_slots, K, head_dim] and `k_scale`, `v_scale` are None.
     q8_0: `k`, `v` are int8 [n_slots, K, head_dim], scales float16 [n_slots, K, head_dim / 32].
     """
@@ -77,6 +78,12 @@ class KVLayer:
     v: NDArray[np.float16] | NDArray[np.int8]
     k_scale: NDArray[np.float16] | None = None
     v_scale: NDArray[np.float16] | None = None
+    homes: KVLayer | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Keys, values and their scales, as attention takes them: None where there are none."""
+        return self.k, self.v, self.k_scale, self.v_scale
 
 
 @dataclass(frozen=True, slots=True)

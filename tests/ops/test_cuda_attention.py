@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.products import Quantized
+from tests.op_cases import with_homes
 
 NMSE = 1e-7  # probabilities, and values of q8_0, are rounded to halves
 
@@ -28,13 +28,11 @@ def empty_cache(n_slots: int, K: int, head_dim: int, q8: bool) -> KVLayer:
 
 
 def copied(kv: KVLayer) -> KVLayer:
-    values = [getattr(kv, f.name) for f in fields(KVLayer)]
-    return KVLayer(*(None if v is None else v.copy() for v in values))
+    return KVLayer(*(None if v is None else v.copy() for v in kv.arrays))
 
 
 def upload(device: Any, kv: KVLayer) -> KVLayer:
-    values = [getattr(kv, f.name) for f in fields(KVLayer)]
-    return KVLayer(*(None if v is None else device.upload(v) for v in values))
+    return KVLayer(*(None if v is None else device.upload(v) for v in kv.arrays))
 
 
 def nmse(found: np.ndarray, expected: np.ndarray) -> float:
@@ -96,9 +94,9 @@ def test_input(
         *up, 1e-6, device.upload(rope), device.upload(positions), kv, device.upload(slots), q
     )
     same_bits(device.read(q), expected_q)
-    for field in fields(KVLayer):
-        if (want := getattr(expected, field.name)) is not None:
-            same_bits(device.read(getattr(kv, field.name)), want)
+    for found, want in zip(kv.arrays, expected.arrays, strict=True):
+        if want is not None:
+            same_bits(device.read(found), want)
 
 
 # --- decode ---------------------------------------------------------------------------------------
@@ -164,15 +162,18 @@ class Scene:
         gate_kind: str = "",
         apart: bool = False,
         as_block: bool = False,
+        n_pool: int | None = None,
     ) -> np.ndarray:
+        """n_pool: so many blocks are in the pool, the others at home."""
         T = len(q)
         n_ctx = self.max_blocks * KV_BLOCK_TOKENS
         attention = Attention(device, limits(T, self.H, self.K, self.head_dim, n_ctx))
         out = device.upload(np.full((T, self.H * self.head_dim), np.nan, np.float32))
         arrays = [device.upload(a) for a in (self.table, sequence, positions)]
         gates = None if gate is None else device.upload(gate)
+        cache = upload(device, self.cache) if n_pool is None else with_homes(device, self.cache, n_pool)
         attention.decode(
-            device.upload(q), upload(device, self.cache), *arrays, self.scale, out, quantized, window, gates, gate_kind,
+            device.upload(q), cache, *arrays, self.scale, out, quantized, window, gates, gate_kind,
             apart, as_block,
         )  # fmt: skip
         found: np.ndarray = device.read(out)
@@ -369,6 +370,22 @@ def test_blocks_that_are_not_there_are_passed_over(
     for t in range(T + 1):
         one = slice(t, t + 1)
         same_bits(scene.run(device, q[one], sequence[one], positions[one])[0], together[t])
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("H", "K", "head_dim", "T", "window"), [(8, 1, 64, 3, 0), (6, 2, 96, 1, 0), (4, 2, 384, 2, 0), (6, 3, 128, 5, 500)]
+)
+def test_bits_do_not_depend_on_which_blocks_are_at_home(
+    device: Any, q8: bool, H: int, K: int, head_dim: int, T: int, window: int
+) -> None:
+    scene = Scene(H, K, head_dim, q8, [1250, 90], 21)
+    sequence = np.array([0] * T + [1], np.int32)
+    positions = np.array([*range(1250 - T, 1250), 70], np.int32)
+    q = scene.query(T + 1)
+    expected = scene.run(device, q, sequence, positions, window=window)
+    for n_pool in (1, 9, 21):
+        same_bits(scene.run(device, q, sequence, positions, window=window, n_pool=n_pool), expected)
 
 
 def test_blocks_that_are_not_there_in_a_window(device: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
 from engine.ops.cuda import flash
 from engine.ops.cuda.flash import Flash
+from tests.op_cases import with_homes
 
 Span = tuple[int, int, int]  # sequence, first position, tokens
 
@@ -69,14 +70,16 @@ class Step:
     gate: Any = None
     gate_kind: str = ""
 
-    def run(self, device: Any, spans: list[tuple[int, int]] | None = None) -> Any:
+    def run(self, device: Any, spans: list[tuple[int, int]] | None = None, n_pool: int | None = None) -> Any:
+        """n_pool: so many blocks are in the pool, the others at home."""
         T, H, head_dim = self.q.shape
         n_positions = int(self.positions.max()) + 1
         limits = Limits(T, 64, H * head_dim, 64, 64, 8, 2, H, self.kv.k.shape[1], head_dim, n_positions)
         out = device.empty((T, H * head_dim), np.float32)
         device.set_bytes(device.pointer(out), 0xFF, out.nbytes)
-        parts = [self.kv.k, self.kv.v, self.kv.k_scale, self.kv.v_scale]
-        kv = KVLayer(*[None if a is None else device.upload(a) for a in parts])
+        kv = KVLayer(*[None if a is None else device.upload(a) for a in self.kv.arrays])
+        if n_pool is not None:
+            kv = with_homes(device, self.kv, n_pool)
         arrays = [device.upload(a) for a in (self.q, self.table, self.sequence, self.positions)]
         gate = None if self.gate is None else device.upload(self.gate)
         Flash(device, limits)(
@@ -328,6 +331,14 @@ def test_bits_do_not_depend_on_where_blocks_lie(device: Any, case: str) -> None:
     first = make_step(case).run(device)
     assert np.array_equal(first, make_step(case, 1).run(device))
     assert np.array_equal(first, make_step(case, 1).run(device))
+
+
+@pytest.mark.parametrize("case", ["q8_0", "spans of one sequence", "large heads in q8_0, rows of 384 bytes"])
+def test_bits_do_not_depend_on_which_blocks_are_at_home(device: Any, case: str) -> None:
+    step = make_step(case)
+    expected, n_blocks = step.run(device), step.kv.k.shape[0] // KV_BLOCK_TOKENS
+    for n_pool in {1, n_blocks // 2, n_blocks}:
+        assert np.array_equal(step.run(device, n_pool=n_pool), expected)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class Attention:
             raise ValueError(f"q of {q.shape}: heads of at most {MAX_HEAD_DIM}")
         if 2 * rope.shape[2] > head_dim:
             raise ValueError(f"{2 * rope.shape[2]} dimensions to rotate, {head_dim} in a head")
-        cache = (kv.k, kv.v, kv.k_scale, kv.v_scale) if K else (None,) * 4
+        cache = kv.arrays if K else (None,) * 4
         module = Module("rope.cu", (("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv) if K else "0")))
         kernel = self.device.kernel(module, "attention_input")
         kernel(
@@ -162,14 +162,16 @@ class Attention:
             if plan.tile < KV_BLOCK_TOKENS:
                 flags.append(("TILE", str(plan.tile)))
             sharing = (("ROWS", str(plan.rows)), ("STAGES", str(plan.stages)))
-            module = Module("attention.cu", (*flags, *sharing, *splits))
-            cache = (kv.k, kv.v, kv.k_scale, kv.v_scale)
+            module = Module("attention.cu", (*flags, *sharing, *splits, *home_macros(kv)))
             sizes = (n, H, K, max_blocks, max_splits)
             partial = (self._partial_o, self._partial_ml)
             self.device.kernel(module, "attention_splits")(
                 (K, workers),
                 128 if plan.rows <= 16 else 256,
-                (q[rows], *cache, block_table, sequence[rows], positions[rows], *sizes, float(scale), *partial),
+                (
+                    *(q[rows], *kv.arrays, block_table, sequence[rows], positions[rows], *sizes, float(scale)),
+                    *(*partial, *home_arguments(self.device, kv)),
+                ),
                 plan.shared_bytes,
                 overlap and not as_block,  # it would read keys before the smallest position ahead of who writes them
             )
@@ -226,6 +228,19 @@ def gate_macros(gate: Array | None, kind: str, shape: tuple[int, int, int]) -> t
     if kind not in GATE_KINDS or gate.dtype != np.float32 or gate.shape not in ((T, H), (T, H * head_dim)):
         raise ValueError(f"a gate {kind!r} {gate.dtype} {gate.shape} for heads {shape}")
     return (("GATE", GATE_KINDS[kind]), ("GATE_BY_HEAD", str(int(gate.shape == (T, H)))))
+
+
+def home_macros(kv: KVLayer) -> tuple[tuple[str, str], ...]:
+    """The macro of cuda/homes.cuh for a cache some of whose blocks lie elsewhere."""
+    return () if kv.homes is None else (("HOMES", "1"),)
+
+
+def home_arguments(device: Device, kv: KVLayer) -> tuple[object, ...]:
+    """HOME_PARAMETERS of cuda/homes.cuh; homes may lie on the device or in page-locked memory."""
+    if kv.homes is None:
+        return ()
+    homes = (None if a is None else np.uint64(device.pointer(a)) for a in kv.homes.arrays)
+    return (kv.k.shape[0] // KV_BLOCK_TOKENS, *homes)
 
 
 def _flag(kv: KVLayer) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from engine.ops import KV_BLOCK_TOKENS, PIECE_TOKENS, KVLayer, Limits
-from engine.ops.cuda.attention import gate_macros
+from engine.ops.cuda.attention import gate_macros, home_arguments, home_macros
 from engine.ops.cuda.device import Array, Device, Module
 
 # Blocks that run at once where they are spread thinnest: two on each SM of an H100. A constant, not the device's
@@ -145,16 +145,14 @@ class Flash:
         n_split, split_blocks = split(tiles * K, n_positions) if splits else (1, -(-n_positions // KV_BLOCK_TOKENS))
         flags = (("HEAD_DIM", str(head_dim)), ("GROUP", str(group)), ("KV_Q8", str(int(q8))))
         gating = gate_macros(gate, gate_kind, (T, H, head_dim))
-        module = Module("flash.cu", (*flags, *((("WINDOW", str(window)),) if window else ()), *gating))
+        windowed = (("WINDOW", str(window)),) if window else ()
+        module = Module("flash.cu", (*flags, *windowed, *gating, *home_macros(kv)))
         self._device.kernel(module, "flash")(
             (K, tiles, n_split),
             128,
             (
                 q,
-                kv.k,
-                kv.v,
-                kv.k_scale,
-                kv.v_scale,
+                *kv.arrays,
                 block_table,
                 sequence,
                 positions,
@@ -167,6 +165,7 @@ class Flash:
                 block_table.shape[1],
                 split_blocks,
                 gate,
+                *home_arguments(self._device, kv),
             ),
             _shared_bytes(head_dim, q8),
         )
