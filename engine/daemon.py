@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from engine.ground import protocol
-from engine.ground.config import DEVICES, DRAFTS, KV_TYPES, MAX_PARALLEL, EngineConfig
+from engine.ground.config import DEVICES, DRAFTS, KV_TYPES, MAX_PARALLEL, EngineConfig, pool_size
 from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
@@ -334,6 +334,14 @@ def _at_least(low: int) -> Callable[[str], int]:
     return read
 
 
+def _pool(value: str) -> str:
+    try:
+        pool_size(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected auto, GiB as 6GiB or tokens as 16384, found {value!r}") from None
+    return value
+
+
 def _parallel(value: str) -> int:
     number = _at_least(1)(value)
     if number > MAX_PARALLEL:
@@ -402,6 +410,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         help="slots of each layer that are cache, under a policy that a profile adjusts (default: chosen)",
     )
     add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
+    add("--kv-pool", type=_pool, help="KV cache on the GPU: auto, or as 6GiB or 16384 (tokens) (default: auto)")
+    add("--expect-ctx-tokens", type=_at_least(1), help="how long contexts mostly are (default: 32768)")
     add("--kv-type", choices=KV_TYPES, help="type of the KV cache (default: f16)")
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add(

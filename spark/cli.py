@@ -23,11 +23,13 @@ from spark.commands.options import (
     DeviceOption,
     DraftMemoryOption,
     DraftOption,
+    ExpectOption,
     GenOption,
     JsonOption,
     KVOption,
     Model,
     ParallelOption,
+    PoolOption,
     ProfileOption,
     ReadyOption,
     Served,
@@ -39,6 +41,7 @@ from spark.commands.options import (
     drafts,
     percentages,
     placed_by,
+    pool,
     slots,
     spread,
 )
@@ -340,9 +343,7 @@ def serve(
     config, learned = served.config(model, device, threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     with progress_bars() as progress:
-        options = ServeOptions(
-            config, host, port, api_key, deadlines, learned, api_key_file, tuple(allow_origin or ())
-        )
+        options = ServeOptions(config, host, port, api_key, deadlines, learned, api_key_file, tuple(allow_origin or ()))
         run_server(options, progress)
 
 
@@ -412,6 +413,8 @@ def plan(
     profile: ProfileOption = None,
     cache_slots: CacheOption = "auto",
     ctx: ContextOption = None,
+    kv_pool: PoolOption = "auto",
+    expect_ctx: ExpectOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
     parallel: ParallelOption = None,
@@ -439,6 +442,8 @@ def plan(
         profile=path if known else None,
         cache_slots=slots(cache_slots),
         ctx_tokens=ctx,
+        kv_pool=pool(kv_pool),
+        expect_ctx_tokens=expect_ctx,
         kv_type=kv_type,
         chunk_tokens=chunk,
         parallel=parallel,
@@ -469,6 +474,8 @@ def bench(
     generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 128,
     vram: VramOption = None,
     ctx: ContextOption = None,
+    kv_pool: PoolOption = "auto",
+    expect_ctx: ExpectOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
     draft: DraftOption = "auto",
@@ -490,8 +497,9 @@ def bench(
     from spark.pipeline import bench as benchmark
 
     config = EngineConfig(
-        model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_type=kv_type,
-        chunk_tokens=chunk, draft=drafts(draft), draft_memory_mib=draft_memory, threads=threads,
+        model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_pool=pool(kv_pool),
+        expect_ctx_tokens=expect_ctx, kv_type=kv_type, chunk_tokens=chunk, draft=drafts(draft),
+        draft_memory_mib=draft_memory, threads=threads,
     )  # fmt: skip
     options = benchmark.BenchOptions(percentages(residency), prompts, prompt_tokens, generate, tokens)
     with progress_bars() as progress:

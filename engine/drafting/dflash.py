@@ -216,7 +216,16 @@ class Drafter:
             # A query that sees all of the block begins where its first one does: that much more in all.
             window = known if c.causal else known + B - 1
             ops.attention(
-                ws, self._q, kv, self._table, self._sequence, self._seen, c.scale, self._attended, end, window=window,
+                ws,
+                self._q,
+                kv,
+                self._table,
+                self._sequence,
+                self._seen,
+                c.scale,
+                self._attended,
+                end,
+                window=window,
                 as_block=not c.causal,
             )
             ops.attention_output(ws, self._attended, layer.attention.wo, self._x)

@@ -425,12 +425,8 @@ def _read(path: Path, file: pq.ParquetFile, model: TraceModel, columns: Collecti
         return table.column(name).combine_chunks()
 
     session = column("session_id")
-    arrays = {"session": session.indices} | {
-        name: column(name) for name in ("position", "generated", "layer")
-    }
-    rows = {
-        name: array.to_numpy(zero_copy_only=False).reshape(n_token, n_layer) for name, array in arrays.items()
-    }
+    arrays = {"session": session.indices} | {name: column(name) for name in ("position", "generated", "layer")}
+    rows = {name: array.to_numpy(zero_copy_only=False).reshape(n_token, n_layer) for name, array in arrays.items()}
     same = all((rows[name] == rows[name][:, :1]).all() for name in ("session", "position", "generated"))
     if not same or (rows["layer"] != np.array(model.layers)).any():
         raise _broken(path, "a token without all of its layers")

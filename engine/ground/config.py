@@ -12,6 +12,7 @@ KVType = Literal["f16", "q8_0"]
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
 DRAFTS = ("auto", "off", "lookup", "mtp")
+EXPECT_CTX_TOKENS = 32768  # where nobody says how long contexts are
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
 
 
@@ -28,6 +29,9 @@ class EngineConfig:
     vram_gib: GiB that the whole process may take on a GPU; None: what is free there.
     cache_slots: slots of each layer that are cache, under a policy that goes by evidence; None chooses.
     ctx_tokens: context length; None takes the model's own, bounded by what is sensible.
+    kv_pool: how much of the KV cache of full attention is on a GPU, tokens or GiB ("16384", "6GiB"), the rest being at
+        home in host memory; "auto": all of it, or what `expect_ctx` tokens take where experts need the memory.
+    expect_ctx_tokens: how long contexts mostly are; None: 32,768.
     kv_type, chunk_tokens: type of the KV cache, tokens a prefill step; None: as many as the backend likes.
     parallel: requests that run at a time, up to MAX_PARALLEL; None: sixteen, or as many as leave the memory to experts.
     threads: CPU threads; None takes the physical cores.
@@ -53,6 +57,8 @@ class EngineConfig:
     vram_gib: float | None = None
     cache_slots: int | None = None
     ctx_tokens: int | None = None
+    kv_pool: str = "auto"
+    expect_ctx_tokens: int | None = None
     kv_type: KVType = "f16"
     chunk_tokens: int | None = None
     parallel: int | None = None
@@ -71,3 +77,18 @@ class EngineConfig:
     def draft_file(self) -> Path | None:
         """The file of a drafter or a block that `draft` names."""
         return None if self.draft in DRAFTS else Path(self.draft)
+
+
+def pool_size(text: str) -> tuple[int | None, float | None]:
+    """A `kv_pool` as tokens, or as GiB; neither for "auto". ValueError for anything else."""
+    if text == "auto":
+        return None, None
+    if text.endswith("GiB"):
+        gib = float(text.removesuffix("GiB"))
+        if not 0.0 < gib < 1 << 20:
+            raise ValueError(text)
+        return None, gib
+    tokens = int(text)
+    if not 0 < tokens < 1 << 31:
+        raise ValueError(text)
+    return tokens, None

@@ -1,8 +1,9 @@
 """Who holds which block of the cache: pools, tables of sequences, what windows give back. No tensor is looked at here.
 
-Position and slot are separate things: a sequence's logical block b lies in any physical block of its group's pool, and
-results do not depend on which. A table has -1 where a sequence holds no block, behind its window and past its end:
-attention passes over these (docs/arithmetic.md), and no step is made that would have to see one.
+Position and slot are separate things: a sequence's logical block b is any block of its group, which lies in any place
+(engine/memory/places.py), and results do not depend on which. A table has -1 where a sequence holds no block, behind
+its window and past its end: attention passes over these (docs/arithmetic.md), and no step is made that would have to
+see one.
 Full blocks can be shared (engine/memory/prefix.py); a block that is written has one holder.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.ground.errors import CapacityError
+from engine.memory.places import Places
 from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS
 
 # Positions behind a window that stay, so that a verified span can be taken back and steps enqueued ahead read them.
@@ -22,13 +24,14 @@ WINDOW_MARGIN_TOKENS = SMALL_TOKENS
 
 
 class BlockPool:
-    """Free physical blocks, and how many hold each of the others; one that is written has one holder.
+    """Free blocks, and how many hold each of the others; one that is written has one holder.
 
-    reclaim: called when no block is free; gives some back and returns True, or returns False.
+    reclaim: called when no block is free; gives some back and returns True, or returns False. places: where they lie;
+    None: each in the place of its number.
     """
 
-    def __init__(self, n_blocks: int, what: str = "blocks of the KV cache") -> None:
-        self.n_blocks = n_blocks
+    def __init__(self, n_blocks: int, what: str = "blocks of the KV cache", places: Places | None = None) -> None:
+        self.n_blocks, self.places = n_blocks, places
         self.reclaim: Callable[[], bool] | None = None
         self._what = what
         self._free = list(range(n_blocks - 1, -1, -1))
@@ -44,14 +47,18 @@ class BlockPool:
         while not self._free:
             if self.reclaim is None or not self.reclaim():
                 raise CapacityError(f"all {self.n_blocks} {self._what} are in use")
+        if self.places is not None:
+            self.places.enter(self._free[-1])
         block = self._free.pop()
         self._holders[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Add a holder to a block that has one."""
+        """Add a holder to a block that has one, and that nobody writes any more."""
         assert self._holders[block] > 0
         self._holders[block] += 1
+        if self.places is not None:
+            self.places.seal([block])
 
     def holders(self, block: int) -> int:
         """How many hold a block."""
@@ -64,6 +71,8 @@ class BlockPool:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free.append(block)
+                if self.places is not None:
+                    self.places.leave(block)
 
 
 @dataclass(slots=True)
@@ -82,6 +91,11 @@ class Blocks:
     _known_passed: int = field(default=0, repr=False, compare=False)
 
     def table(self) -> I32:
+        """Where the held blocks lie, int32 [n], as attention takes it; the next call may write it."""
+        held, places = self.blocks(), self.pool.places
+        return held if places is None else places.where[held]
+
+    def blocks(self) -> I32:
         """`held` as int32 [n], brought up to date; the next call may write it."""
         n = len(self.held)
         if n > len(self._table):
@@ -126,6 +140,14 @@ class Blocks:
         """The blocks of the first `length` positions that the next one sees."""
         first = max(0, length + 1 - self.window) // KV_BLOCK_TOKENS if self.window else 0
         return self.held[first : -(-length // KV_BLOCK_TOKENS)]
+
+    def slots(self, positions: I32) -> I32:
+        """Where positions lie that are written, int32 of their shape: place * 64 + offset."""
+        table, offsets = self.table(), positions % np.int32(KV_BLOCK_TOKENS)
+        places = table[positions // KV_BLOCK_TOKENS]
+        assert self.pool.places is None or places.max(initial=0) < self.pool.places.n_pool, "a block at home is written"
+        slots: I32 = places * np.int32(KV_BLOCK_TOKENS) + offsets
+        return slots
 
     def cut(self, n_blocks: int) -> None:
         """Give back those taken after the first n_blocks."""
@@ -194,6 +216,9 @@ class Sequence:
         for blocks in self.groups:
             written = blocks.held[first : -(-end // KV_BLOCK_TOKENS)]
             assert all(blocks.pool.holders(b) == 1 for b in written), "a shared block would be written"
+            if (places := blocks.pool.places) is not None:
+                written = places.where[written].tolist()
+                assert max(written) < places.n_pool, "a block at home would be written"
             if len(written) == 1:  # by far most steps
                 slots.append(positions + np.int32((written[0] - first) * KV_BLOCK_TOKENS))
             else:

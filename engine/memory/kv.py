@@ -1,5 +1,8 @@
 """The cache: keys and values in blocks of 64 tokens, recurrent states, and the copies of both in host memory.
 
+Where contexts can be larger than the pool on the device, every block of a group without a window has a home in
+page-locked host memory (docs/kv.md): one that is not in the pool is read there, or brought through a staging area for a
+long step.
 Layers whose caches have one shape and one reach form a group, with a pool and a block table of its own. A group with a
 window keeps only the blocks that the window, and what may be taken back, can still reach. A DeltaNet layer keeps one
 state a sequence in place of keys and values. Who holds which block is engine/memory/blocks.py; here lie the tensors.
@@ -7,11 +10,13 @@ state a sequence in place of keys and values. Who holds which block is engine/me
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +25,20 @@ from engine.ground.config import KVType
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import WINDOW_MARGIN_TOKENS, BlockPool, Blocks, Sequence
 from engine.memory.host import HostTier
-from engine.ops import KV_BLOCK_TOKENS, DeltaLayer, KVLayer
+from engine.memory.places import MOST_LEAVE, Places
+from engine.memory.stores import (
+    HOST,
+    Piece,
+    Store,
+    address,
+    arrays_of,
+    blocks_of,
+    make_layer,
+    make_store,
+    parallel_runs,
+    runs_of,
+)
+from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS, DeltaLayer, KVLayer
 from engine.ops.device import Memory
 
 Data = tuple[NDArray[np.uint8], ...]  # the bytes of some blocks, an array a group without a window
@@ -132,32 +150,75 @@ def group_bytes(group: KVGroup, n_blocks: int, kv_type: KVType) -> int:
     return 2 * len(group.layers) * n_blocks * KV_BLOCK_TOKENS * group.n_head_kv * per_head
 
 
+def cached_tokens(n_ctx: int, pool_tokens: int | None) -> int:
+    """Positions that a cache holds: a context, or a pool that is larger."""
+    return max(n_ctx, pool_tokens or 0)
+
+
+def pooled_bytes(config: CacheShape, kv_type: KVType) -> int:
+    """Bytes of a position in the groups without a window."""
+    return sum(group_bytes(g, 1, kv_type) for g in config.kv_groups if not g.window) // KV_BLOCK_TOKENS
+
+
+def least_pool(step_tokens: int, n_sequences: int) -> int:
+    """Tokens of the smallest pool that steps of so many can do with, and as many sequences.
+
+    A step writes all its blocks, each sequence has two that it writes, and a piece of a prefix comes back whole.
+    """
+    step = -(-step_tokens // KV_BLOCK_TOKENS)
+    return KV_BLOCK_TOKENS * (step + 1 + 2 * n_sequences + min(step, MOST_LEAVE // 2) + 1)
+
+
 class KVCache:
     """Keys, values and recurrent states on `device`, and the pools of their blocks.
 
     config: a model's, which says what each layer keeps (`kv_groups`, `kv_layer`, `delta`). n_tokens: positions that the
     cache holds. step_tokens: of the longest step. n_sequences: that are alive at a time, each with a recurrent state
-    where the model has such. layers[i] is what layer i reads, its own cache, that of the layer it
+    where the model has such. pool_tokens: positions of each group without a window that are on the device; None: all.
+    layers[i] is what layer i reads, its own cache, that of the layer it
     shares with, or None; group_of[i] its group; delta[i] its recurrent state or None. host: where copies in host memory
     come from; until it is given a tier with a budget, nothing is kept there.
     """
 
     def __init__(
-        self, device: Memory, config: CacheShape, n_tokens: int, kv_type: KVType, step_tokens: int, n_sequences: int = 8
-    ) -> None:
+        self, device: Memory, config: CacheShape, n_tokens: int, kv_type: KVType, step_tokens: int,
+        n_sequences: int = 8, pool_tokens: int | None = None,
+    ) -> None:  # fmt: skip
         self.device = device
         self.host = HostTier(device)
         self.groups: tuple[KVGroup, ...] = config.kv_groups
         self.kv_type: KVType = kv_type
         n_blocks = [group_blocks(g, n_tokens, step_tokens, n_sequences) for g in self.groups]
-        self.pools = tuple(BlockPool(n) for n in n_blocks)
-        self.nbytes = sum(group_bytes(g, n, kv_type) for g, n in zip(self.groups, n_blocks, strict=True))
+        n_pool = [
+            n if g.window or pool_tokens is None else min(n, -(-pool_tokens // KV_BLOCK_TOKENS))
+            for g, n in zip(self.groups, n_blocks, strict=True)
+        ]
+        self.pools = tuple(
+            BlockPool(n, places=None if pool == n else Places(n, pool))
+            for n, pool in zip(n_blocks, n_pool, strict=True)
+        )
+        self.nbytes = sum(group_bytes(g, n, kv_type) for g, n in zip(self.groups, n_pool, strict=True))
+        self.home_bytes = 0
+        self.moves = 0  # counts what changes tables
+        self.moved_bytes = {"home": 0, "back": 0, "staged": 0}
+        self._alive: WeakSet[Sequence] = WeakSet()
+        self._stores: dict[int, Store] = {}
+        self._staging: dict[int, KVLayer] = {}
         own: dict[int, KVLayer] = {}
         group_of: dict[int, int] = {}
-        for number, (group, n) in enumerate(zip(self.groups, n_blocks, strict=True)):
+        for number, (group, n, pool) in enumerate(zip(self.groups, n_blocks, n_pool, strict=True)):
             for layer in group.layers:
-                own[layer], group_of[layer] = _layer(device, group, n * KV_BLOCK_TOKENS, kv_type), number
-        reads = [config.kv_layer(i) for i in range(config.n_layer)]
+                store = make_store(device, group.n_head_kv, group.head_dim, n, pool, kv_type)
+                self._stores[layer], own[layer], group_of[layer] = store, store.layer, number
+            places = self.pools[number].places
+            if places is not None:
+                self.home_bytes += group_bytes(group, n, kv_type)
+                places.make_room = lambda number=number: self._make_room(number)
+                if device.name != HOST:
+                    staged = min(n, n - pool + MOST_LEAVE + 2 * n_sequences)
+                    self._staging[number] = make_layer(device, group.n_head_kv, group.head_dim, staged, kv_type)
+                    self.nbytes += group_bytes(group, staged, kv_type) // len(group.layers)
+        reads = self._reads = [config.kv_layer(i) for i in range(config.n_layer)]
         self.layers = tuple(None if i is None else own[i] for i in reads)
         self.group_of = tuple(0 if i is None else group_of[i] for i in reads)
         self.shape: DeltaShape | None = config.delta
@@ -173,7 +234,9 @@ class KVCache:
     def sequence(self) -> Sequence:
         """An empty sequence; CapacityError when no recurrent state is free."""
         pairs = zip(self.pools, self.groups, strict=True)
-        return Sequence(tuple(Blocks(pool, group.window) for pool, group in pairs), self.states)
+        sequence = Sequence(tuple(Blocks(pool, group.window) for pool, group in pairs), self.states)
+        self._alive.add(sequence)
+        return sequence
 
     @property
     def n_blocks(self) -> int:
@@ -213,13 +276,19 @@ class KVCache:
             at += array.nbytes
         return copies
 
-    def _to_host(self, arrays: list[Any], wait: bool) -> NDArray[np.uint8]:
+    def _to_host(self, pieces: list[Piece], wait: bool) -> NDArray[np.uint8]:
         """Contiguous arrays one behind the other."""
-        data = self.host.array(sum(int(a.nbytes) for a in arrays))
-        at = self.device.pointer(data)
-        for array in arrays:
-            self.device.copy(at, self.device.pointer(array), int(array.nbytes))
-            at += int(array.nbytes)
+        data = self.host.array(sum(int(p.array.nbytes) for p in pieces))
+        if any(p.is_home for p in pieces):  # they may be on their way there
+            self.device.synchronize()
+        at, to = self.device.pointer(data), address(data)
+        for piece in pieces:
+            n_bytes = int(piece.array.nbytes)
+            if piece.is_home:
+                ctypes.memmove(to, address(piece.array), n_bytes)
+            else:
+                self.device.copy(at, self.device.pointer(piece.array), n_bytes)
+            at, to = at + n_bytes, to + n_bytes
         if wait:
             self.device.synchronize()
         return data
@@ -232,20 +301,131 @@ class KVCache:
         at = self.device.pointer(data)
         end = at + data.nbytes
         for piece in self._pieces(group, blocks):
-            self.device.copy(self.device.pointer(piece), at, int(piece.nbytes))
-            at += int(piece.nbytes)
+            assert not piece.is_home, "a block at home would be written"
+            self.device.copy(self.device.pointer(piece.array), at, int(piece.array.nbytes))
+            at += int(piece.array.nbytes)
         assert at == end
+        if (places := self.pools[group].places) is not None:
+            places.seal(blocks)
 
-    def _pieces(self, group: int, blocks: Many[int]) -> Iterator[Any]:
+    def _pieces(self, group: int, blocks: Many[int]) -> Iterator[Piece]:
         """Contiguous views of the blocks in every array of a group, neighbors in one."""
-        cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1), len(blocks)]
-        runs = [(blocks[a] * KV_BLOCK_TOKENS, (b - a) * KV_BLOCK_TOKENS) for a, b in pairwise(cuts) if a < b]
+        places = self.pools[group].places
+        where, n_pool = np.asarray(blocks, np.int32), self.pools[group].n_blocks
+        if places is not None:
+            where, n_pool = places.where[where], places.n_pool
+        runs = [
+            (first - n_pool if first >= n_pool else first, n, first >= n_pool) for first, n in runs_of(where, n_pool)
+        ]
         for layer in self.groups[group].layers:
-            own = self.layers[layer]
-            assert own is not None
-            for array in (own.k, own.v, own.k_scale, own.v_scale):
-                if array is not None:
-                    yield from (array[first : first + n] for first, n in runs)
+            store = self._stores[layer]
+            for pool, home in zip(store.pool, store.homes or store.pool, strict=True):
+                for first, n, is_home in runs:
+                    yield Piece(blocks_of(home if is_home else pool, first, n), is_home)
+
+    # --- the pool and homes -----------------------------------------------------------------------
+
+    def _make_room(self, group: int, most: int | None = None, read_stay: bool = False) -> bool:
+        """Let blocks of a group leave its pool; whether any did. read_stay: those that somebody reads stay."""
+        places = self.pools[group].places
+        assert places is not None
+        n = self.pools[group].n_blocks
+        written, read = np.zeros(n, bool), np.zeros(n, bool)
+        for sequence in self._alive:
+            blocks = sequence.groups[group].blocks()
+            # What was written last may be taken back and written again.
+            first = max(0, sequence.length - SMALL_TOKENS) // KV_BLOCK_TOKENS
+            read[blocks], written[blocks[first:]] = True, True
+            places.seal(blocks[:first])
+        leaving = places.leaving(written | read if read_stay else written, read, most)
+        if not len(leaving):
+            return False
+        new, had = places.send_home(leaving)
+        self.moves += 1
+        self.moved_bytes["home"] += self._move(group, had, new, to_home=True)
+        return True
+
+    def _move(self, group: int, places: I32, homes: I32, to_home: bool) -> int:
+        """Enqueue copies between places of the pool and homes; their bytes."""
+        n_bytes = 0
+        for layer in self.groups[group].layers:
+            store = self._stores[layer]
+            assert store.homes is not None
+            for pool, home in zip(store.pool, store.homes, strict=True):
+                for place, at, n in parallel_runs(places, homes):
+                    pair = blocks_of(pool, place, n), blocks_of(home, at, n)
+                    to, source = map(self.device.pointer, reversed(pair) if to_home else pair)
+                    self.device.copy(to, source, int(pair[0].nbytes))
+                    n_bytes += int(pair[0].nbytes)
+        return n_bytes
+
+    def recall(self, sequences: Many[Sequence]) -> None:
+        """Bring back what these are about to read, as far as there are places that nobody else reads.
+
+        Between steps, and in order with them: nobody waits. Some places are left for what is written next.
+        """
+        for group, pool in enumerate(self.pools):
+            places = pool.places
+            if places is None:
+                continue
+            blocks = np.unique(np.concatenate([s.groups[group].blocks() for s in sequences] or [np.zeros(0, np.int32)]))
+            places.use(blocks)
+            away = places.away(blocks)
+            if not len(away):
+                continue
+            kept = MOST_LEAVE if places.n_pool > MOST_LEAVE * 8 else 1  # free places, for what is written next
+            if (short := len(away) + kept - places.free_places) > 0:
+                self._make_room(group, short, read_stay=True)
+            away = away[: max(0, places.free_places - kept)]
+            if len(away):
+                places.bring_back(away)
+                self.moves += 1
+                self.moved_bytes["back"] += self._move(group, places.where[away], away, to_home=False)
+
+    def gather(self, tables: tuple[I32, ...]) -> tuple[tuple[I32, ...], tuple[I32, ...]]:
+        """For a long step: tables int32 [n, width] that find in the staging area what is at home; the blocks there.
+
+        A row of tiles after the other reads a context, so what is at home comes to the device once a layer.
+        """
+        if not self._staging:
+            return tables, ()
+        found, absent = list(tables), [np.zeros(0, np.int32)] * len(tables)
+        for group in self._staging:
+            places = self.pools[group].places
+            assert places is not None
+            table = tables[group]
+            away = table >= places.n_pool
+            absent[group], index = np.unique(table[away] - np.int32(places.n_pool), return_inverse=True)
+            found[group] = table.copy()
+            found[group][away] = index.astype(np.int32) + np.int32(places.n_pool)
+        return tuple(found), tuple(absent) if any(map(len, absent)) else ()
+
+    def staged(self, layer: int, blocks: I32) -> KVLayer:
+        """What a layer reads, these blocks of its group, which are at home, in the staging area; enqueues copies."""
+        own = self._reads[layer]
+        assert own is not None
+        store, staging = self._stores[own], self._staging[self.group_of[layer]]
+        assert store.homes is not None
+        if len(blocks) * KV_BLOCK_TOKENS > len(staging.k):
+            raise CapacityError(
+                f"{len(blocks)} blocks at home for a staging area of {len(staging.k) // KV_BLOCK_TOKENS}"
+            )
+        for home, to in zip(store.homes, arrays_of(staging), strict=True):
+            for at, first, n in parallel_runs(np.arange(len(blocks), dtype=np.int32), blocks):
+                source = blocks_of(home, first, n)
+                self.device.copy(self.device.pointer(blocks_of(to, at, n)), self.device.pointer(source), source.nbytes)
+                self.moved_bytes["staged"] += source.nbytes
+        return replace(store.layer, homes=staging)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether blocks have homes."""
+        return any(pool.places is not None for pool in self.pools)
+
+    @property
+    def blocks_away(self) -> int:
+        """Blocks that somebody holds and that are at home, of all groups."""
+        return sum(pool.places.n_away for pool in self.pools if pool.places is not None)
 
     def save(self, sequence: Sequence, windows: bool = False, wait: bool = True) -> Snapshot:
         """The recurrent state after the sequence's last token, in host memory.
@@ -253,16 +433,16 @@ class KVCache:
         windows: and the blocks of groups with a window that the next token sees, so that another sequence can begin.
         wait: as for `read_blocks`.
         """
-        arrays = [a[sequence.state] for a in self._state_arrays()]
+        arrays = [Piece(a[sequence.state]) for a in self._state_arrays()]
         seen = [
             list(self._pieces(i, blocks.seen(sequence.length)))
             for i, blocks in enumerate(sequence.groups)
             if windows and blocks.window
         ]
         data = self._to_host([*arrays, *chain.from_iterable(seen)], wait)
-        sizes = [int(a.nbytes) for a in arrays] + [sum(int(a.nbytes) for a in pieces) for pieces in seen]
+        sizes = [int(p.array.nbytes) for p in arrays] + [sum(int(p.array.nbytes) for p in pieces) for pieces in seen]
         parts = [data[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
-        states = [part.view(np.float32).reshape(a.shape) for part, a in zip(parts, arrays, strict=False)]
+        states = [part.view(np.float32).reshape(p.array.shape) for part, p in zip(parts, arrays, strict=False)]
         return Snapshot(sequence.length, states, parts[len(arrays) :])
 
     def snapshot_bytes(self, length: int) -> int:
@@ -290,20 +470,35 @@ class KVCache:
         if snapshot is not None:
             self.fill(sequence, snapshot)
 
-    def hold(self, sequence: Sequence, length: int, shared: Many[Many[int]] = ()) -> None:
+    def hold(
+        self, sequence: Sequence, length: int, shared: Many[Many[int]] = (),
+        written: Many[Many[NDArray[np.uint8]]] = (),
+    ) -> None:  # fmt: skip
         """Let an empty sequence hold `length` positions: `shared` blocks of the full groups first, then its own.
 
+        written: of each full group, what `read_blocks` gave of some blocks after the other, from the first on.
         CapacityError, with an empty sequence, where a pool is short.
         """
         of_group = dict(zip(self.full_groups, shared, strict=bool(shared)))
+        sequence.length = length  # what it shares may leave the pool while it takes its own
         try:
             for i, blocks in enumerate(sequence.groups):
-                blocks.begin(length, of_group.get(i, ()))
+                if blocks.window or not written:
+                    blocks.begin(length, of_group.get(i, ()))
+            for group, pieces in zip(self.full_groups, written, strict=False):
+                blocks = sequence.groups[group]
+                for piece in pieces:  # what is written may leave the pool for what follows
+                    begin = len(blocks.held)
+                    sequence.length = begin * KV_BLOCK_TOKENS
+                    end = begin + piece.nbytes // self.block_bytes(group)
+                    blocks.reserve(begin * KV_BLOCK_TOKENS, min(length, end * KV_BLOCK_TOKENS))
+                    self.write_blocks(group, blocks.held[begin:], piece)
+                sequence.length = length
         except CapacityError:
             for blocks in sequence.groups:
                 blocks.release()
+            sequence.length = 0
             raise
-        sequence.length = length
 
     def fill(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Copy a snapshot with windows to a sequence that holds as many positions."""
@@ -347,7 +542,8 @@ class KVCache:
 
     def _copy_block(self, group: int, source: int, to: int) -> None:
         for there, here in zip(self._pieces(group, [to]), self._pieces(group, [source]), strict=True):
-            self.device.copy(self.device.pointer(there), self.device.pointer(here), int(here.nbytes))
+            assert not there.is_home, "a block at home would be written"
+            self.device.copy(self.device.pointer(there.array), self.device.pointer(here.array), int(here.array.nbytes))
 
     def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this sequence, or of one whose first positions its blocks hold."""
@@ -364,15 +560,6 @@ class KVCache:
 
     def _state_arrays(self) -> list[Any]:
         return [array for layer in self.delta if layer is not None for array in (layer.conv, layer.state)]
-
-
-def _layer(device: Memory, group: KVGroup, n_slots: int, kv_type: KVType) -> KVLayer:
-    shape = (n_slots, group.n_head_kv, group.head_dim)
-    if kv_type == "f16":
-        return KVLayer(device.empty(shape, np.float16), device.empty(shape, np.float16))
-    scales = (*shape[:2], group.head_dim // 32)
-    k, v = (device.empty(shape, np.int8) for _ in range(2))
-    return KVLayer(k, v, device.empty(scales, np.float16), device.empty(scales, np.float16))
 
 
 def _state(device: Memory, shape: DeltaShape, n_states: int) -> DeltaLayer:

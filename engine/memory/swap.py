@@ -78,11 +78,7 @@ def swap_in(kv: KVCache, sequence: Sequence, swapped: Swapped) -> None:
     CapacityError, with the sequence empty and all else as it was, where a pool is short.
     """
     assert not swapped.gone
-    kv.hold(sequence, swapped.length)
-    for group, pieces in zip(kv.full_groups, swapped.pieces, strict=True):
-        held = sequence.groups[group].held
-        for i, piece in enumerate(pieces):
-            kv.write_blocks(group, held[i * PIECE_BLOCKS : (i + 1) * PIECE_BLOCKS], piece)
+    kv.hold(sequence, swapped.length, written=swapped.pieces)
     if swapped.snapshot is not None:
         kv.fill(sequence, swapped.snapshot)
     sequence.exact = swapped.exact

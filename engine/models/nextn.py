@@ -20,7 +20,7 @@ from engine.memory.residency import ExpertTensors, slot_bytes
 from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig, Pass
 from engine.models.loading import LayerWeights, Shapes, Tensors, Weights, matrix_bytes
-from engine.ops import F32, DeltaLayer, KVLayer
+from engine.ops import F32, I32, DeltaLayer, KVLayer
 
 _NAMED = 3  # tensors in one reason
 
@@ -199,6 +199,10 @@ class LastLayer:
     def delta(self) -> tuple[DeltaLayer | None, ...]:
         """It has no state."""
         return (None,)
+
+    def staged(self, layer: int, blocks: I32) -> KVLayer:
+        """As `KVCache.staged`."""
+        return self.kv.staged(len(self.kv.layers) - 1, blocks)
 
 
 # --- a step -------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ class MemoryPlan:
     """Bytes by purpose. experts_bytes: of all experts, as slots hold them. host_bytes: page-locked.
 
     cap_bytes: what the device part may not exceed. context_measured: whether there was a device to ask. drafts_bytes:
-    what a drafter or a block that drafts has of weights, cache and buffers.
+    what a drafter or a block that drafts has of weights, cache and buffers. homes_bytes: of host_bytes, the homes of
+    KV blocks.
     """
 
     fixed: Fixed
@@ -77,6 +78,7 @@ class MemoryPlan:
     cap_bytes: int
     context_measured: bool = True
     drafts_bytes: int = 0
+    homes_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -98,6 +100,7 @@ class MemoryPlan:
             "host_bytes": self.host_bytes,
             "context_measured": self.context_measured,
             "drafts_bytes": self.drafts_bytes,
+            "homes_bytes": self.homes_bytes,
         }
 
 

@@ -139,9 +139,7 @@ def _simulate_layer(
     assert status == 0, "the indices in a trace and a placement are of the model"
 
 
-def simulate(
-    trace: RoutingTrace, placement: Placement, rule: Rule, *, chunk_tokens: int = CHUNK_TOKENS
-) -> SimResult:
+def simulate(trace: RoutingTrace, placement: Placement, rule: Rule, *, chunk_tokens: int = CHUNK_TOKENS) -> SimResult:
     """Serve a trace once: `Recording.replay`.
 
     Consecutive tokens of one session that are not generated form prefill steps of at most `chunk_tokens`; a jump in
@@ -273,9 +271,7 @@ def _beginning(step: Int64s, ends: Int32s) -> Iterator[list[int]]:
             yield block_closes[left:right]
 
 
-def _fitting_area(
-    step: Int64s, first: Int32s, ends: Int32s, sizes: Sequence[int], budget_bytes: int
-) -> Int64s:
+def _fitting_area(step: Int64s, first: Int32s, ends: Int32s, sizes: Sequence[int], budget_bytes: int) -> Int64s:
     """How many intervals of each layer fit into budget x time, least bytes x moments first: [L]."""
     n_layer = len(sizes)
     areas, numbers = [], []

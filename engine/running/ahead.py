@@ -40,6 +40,7 @@ class AheadOfHost:
         assert reply.sequence is not None and reply.grammar is None
         self._sequence, self._start, self._limit = reply.sequence, len(reply.history), reply.left
         self._drawn = self._accepted = 0  # draws that are enqueued, tokens read
+        self._moves = -1  # of the cache when its tables were told to the device
         self._pausing = False
         self._sampler: Sampler
         self._graph: Graph
@@ -161,5 +162,8 @@ class AheadOfHost:
         sequence, n_positions = self._sequence, min(n_positions, self._forward.limits.n_ctx)
         if sequence.reserved_tokens < n_positions:
             sequence.reserve(n_positions - sequence.length)
+            self._moves = -1
+        if self._moves != self._forward.kv.moves:
+            self._moves = self._forward.kv.moves
             for table, host in zip(self._forward.inputs.block_table, self._tables(), strict=True):
                 self._device.write(table[:1], host)

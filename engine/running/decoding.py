@@ -34,6 +34,7 @@ from engine.running.together import Together, can_share
 
 SOON_TOKENS = 128  # behind a draft, within which another one is likely
 
+
 @dataclass(slots=True)
 class Proposal:
     """What a step gets of a reply. draft: whose tokens are the last of the span, only proposed; stayed: of these.

@@ -19,9 +19,9 @@ from engine.drafting.dflash import FEED_TOKENS, Drafter
 from engine.drafting.drafter import DrafterFile
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
-from engine.ground.config import MAX_PARALLEL, EngineConfig, KVType
+from engine.ground.config import EXPECT_CTX_TOKENS, MAX_PARALLEL, EngineConfig, KVType, pool_size
 from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
-from engine.memory.kv import KVCache
+from engine.memory.kv import KVCache, cached_tokens, least_pool, pooled_bytes
 from engine.memory.residency import Piece, Progress, Residency, largest_parts, slot_bytes
 from engine.memory.slowtier import tier_bytes
 from engine.models.layers import Architecture, ModelConfig, Step
@@ -59,6 +59,7 @@ class Counted:
     kv_bytes: int
     buffers_bytes: int
     kernels: tuple[tuple[Module, str], ...]
+    homes_bytes: int = 0  # of host memory
 
     @property
     def bytes(self) -> int:
@@ -98,23 +99,26 @@ def count(
     drafter: DrafterFile | None = None,
     block: Block | None = None,
     run: bool = True,
+    pool_tokens: int | None = None,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
 
     arch, config, weights, block: as `Forward` takes them; experts of the block count as dense. The tables are counted
-    for all experts in slots, the most there can be. run: without it `kernels` is incomplete, and the count takes a
-    third of the time.
+    for all experts in slots, the most there can be. pool_tokens: of the cache, on the device; None: the context. run:
+    without it `kernels` is incomplete, and the count takes a third of the time.
     """
     from engine.ops.cuda import ops
 
     dense, kv = CountingDevice.like(device), CountingDevice.like(device)
     placed(weights, dense.upload)
-    KVCache(kv, config if block is None else WithBlock(config), limits.n_ctx, kv_type, limits.max_tokens, limits.places)
+    n_cached = cached_tokens(limits.n_ctx, pool_tokens)
+    cached = config if block is None else WithBlock(config)
+    homes = KVCache(kv, cached, n_cached, kv_type, limits.max_tokens, limits.places, pool_tokens).home_bytes
     ws = ops.workspace(limits, device)
     if weights.experts:
         ws.stream_experts(0, largest_parts(weights.experts))
     forward = Forward(
-        device, ops, ws, arch, config, weights, limits, kv_tokens=limits.n_ctx, kv_type=kv_type,
+        device, ops, ws, arch, config, weights, limits, kv_tokens=n_cached, pool_tokens=pool_tokens, kv_type=kv_type,
         ropes=_rope_shapes(arch, config, limits.n_ctx), captured=() if drafter is None else drafter.config.captured,
         block=block,
     )  # fmt: skip
@@ -140,7 +144,7 @@ def count(
         if made is not None:
             _draft(made, forward)
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
-    return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)))
+    return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)), homes)
 
 
 def _rope_shapes(arch: Architecture, config: ModelConfig, n_ctx: int) -> list[F32]:
@@ -201,7 +205,7 @@ class Decision:
     """How a GPU is shared out.
 
     plan: all of it. limits: of a step. kernels: to be compiled and loaded. drafts: what drafts, as far as there is
-    room for it. reasons: why what was not asked for was chosen.
+    room for it. reasons: why what was not asked for was chosen. pool_tokens: of the cache, on the device; None: all.
     """
 
     plan: plan.MemoryPlan
@@ -211,6 +215,7 @@ class Decision:
     kernels: tuple[tuple[Module, str], ...]
     drafts: DraftFiles
     reasons: tuple[str, ...]
+    pool_tokens: int | None = None
 
     @property
     def modules(self) -> tuple[Module, ...]:
@@ -255,7 +260,8 @@ class Sharing:
             [staging_bytes(e.part_bytes) for e in weights.experts],
             n_used=config.n_expert_used,
         )
-        self._counted: dict[tuple[int, int, bool, bool], Counted] = {}
+        self._counted: dict[tuple[int, int, bool, bool, int | None], Counted] = {}
+        self._pool: int | None = None  # tokens of the cache on the device that are being tried
 
     def decide(self, *, cap_bytes: int, context_bytes: int, context_measured: bool = True) -> Decision:
         """Share out `cap_bytes` of the device, of which `context_bytes` are gone.
@@ -273,8 +279,41 @@ class Sharing:
             return self._decide(cap_bytes, context_bytes, context_measured)
 
     def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
+        """With the first pool under which all experts fit, else the last that there is a plan for."""
+        found, refused = None, None
+        for self._pool in self._pools():
+            try:
+                found = self._decide_with(cap_bytes, context_bytes, context_measured)
+            except CapacityError as error:
+                refused = error
+                continue
+            if found.plan.share.resident:
+                break
+        if found is not None:
+            return found
+        assert refused is not None
+        raise refused
+
+    def _pools(self) -> list[int | None]:
+        """Tokens of the cache on the device, in the order to try; None: as many as the context has."""
+        tokens, gib = pool_size(self.options.kv_pool)
+        if gib is not None:
+            tokens = int(gib * plan.GIB) // pooled_bytes(self.config, self.options.kv_type)
+        if tokens is not None:
+            return [tokens]
+        expected = self.options.expect_ctx_tokens or EXPECT_CTX_TOKENS
+        homes, free = self.n_ctx * pooled_bytes(self.config, self.options.kv_type), available_bytes()
+        if expected >= self.n_ctx or not homes or (free is not None and homes > free // 2):
+            return [None]
+        return [None, expected]
+
+    def _decide_with(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         experts = self.experts
         tries = self._tries(cap_bytes - context_bytes)
+        fitting = [
+            (n, c) for n, c in tries if require_pool(self._pool, min(c, self.n_ctx), n, last=(n, c) == tries[-1])
+        ]
+        tries = fitting or tries[-1:]
         for places, chunk in tries:
             found = self._count(chunk, places)
             fixed = plan.Fixed(context_bytes, found.dense_bytes, found.kv_bytes, found.buffers_bytes)
@@ -293,11 +332,18 @@ class Sharing:
         reasons.append(self._said(chunk, places))
         made = self._asked or self._place(share.slots_bytes, resident=share.resident)
         host_bytes = tier_bytes(self.weights.experts, made.placement.pinned)
+        if self._pool is not None:
+            reasons.append(pool_reason(self.options, self._pool, self.n_ctx, found.homes_bytes))
         drafts_bytes = self._drafts_bytes(chunk, places)
         if drafts_bytes:
             reasons.append(f"what drafts takes {drafts_bytes / 2**20:.0f} MiB of the GPU: weights, cache and buffers")
-        whole = plan.MemoryPlan(fixed, share, experts.bytes, host_bytes, cap_bytes, context_measured, drafts_bytes)
-        return Decision(whole, limits, made.placement, made.rule, found.kernels, self.drafts, (*reasons, *made.reasons))
+        whole = plan.MemoryPlan(
+            fixed, share, experts.bytes, host_bytes + found.homes_bytes, cap_bytes, context_measured, drafts_bytes,
+            found.homes_bytes,
+        )  # fmt: skip
+        return Decision(
+            whole, limits, made.placement, made.rule, found.kernels, self.drafts, (*reasons, *made.reasons), self._pool
+        )
 
     def _tries(self, room_bytes: int) -> list[tuple[int, int]]:
         """Requests at a time and tokens of a prefill step, in the order to try; room_bytes: of all but the context."""
@@ -367,22 +413,22 @@ class Sharing:
 
     def _count(self, chunk_tokens: int, places: int, run: bool = True, drafts: bool = True) -> Counted:
         """As `count`; drafts: with what drafts."""
-        n = min(chunk_tokens, self.n_ctx)
-        if not run and (n, places, True, drafts) in self._counted:
-            return self._counted[n, places, True, drafts]
-        if (n, places, run, drafts) not in self._counted:
+        n, pool = min(chunk_tokens, self.n_ctx), self._pool
+        if not run and (n, places, True, drafts, pool) in self._counted:
+            return self._counted[n, places, True, drafts, pool]
+        if (n, places, run, drafts, pool) not in self._counted:
             device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
             found = self.drafts if drafts else NO_DRAFTS
             try:
-                self._counted[n, places, run, drafts] = count(
+                self._counted[n, places, run, drafts, pool] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
-                    drafter=found.drafter, block=found.block, run=run,
+                    drafter=found.drafter, block=found.block, run=run, pool_tokens=pool,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
                     f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
                 ) from error
-        return self._counted[n, places, run, drafts]
+        return self._counted[n, places, run, drafts, pool]
 
     def _share(self, fixed_bytes: int, cap_bytes: int) -> plan.Share:
         if self._asked is None:
@@ -415,6 +461,30 @@ def most_places(options: EngineConfig, n_ctx: int) -> int:
             hint="give a smaller --parallel" + ("" if most == MAX_PARALLEL else ", or a larger --chunk and --ctx"),
         )
     return most
+
+
+def require_pool(pool_tokens: int | None, step_tokens: int, places: int, *, last: bool = True) -> bool:
+    """Whether a pool is enough for such steps and so many sequences; CapacityError where nothing less is left."""
+    least = least_pool(step_tokens, places)
+    if pool_tokens is None or pool_tokens >= least:
+        return True
+    if last:
+        raise CapacityError(
+            f"a pool of {pool_tokens:,} tokens of the KV cache: steps of {step_tokens:,} tokens and {places} requests "
+            f"at a time need {least:,}",
+            hint=f"--kv-pool {least} is the least; a smaller --chunk or --parallel needs less",
+        )
+    return False
+
+
+def pool_reason(options: EngineConfig, pool_tokens: int, n_ctx: int, homes_bytes: int) -> str:
+    """Why the cache has such a pool."""
+    if options.kv_pool != "auto":
+        why = "asked for"
+    else:
+        why = "what contexts mostly take; what more would take, experts make better use of"
+    homes = f"; all blocks have homes in host memory, {homes_bytes / plan.GIB:.2f} GiB" if homes_bytes else ""
+    return f"{pool_tokens:,} tokens of the KV cache in the pool, for contexts of {n_ctx:,}: {why}{homes}"
 
 
 def limits_of(config: ModelConfig, n_ctx: int, max_tokens: int, places: int) -> Limits:
@@ -496,6 +566,7 @@ def plan_only(options: EngineConfig) -> dict[str, Any]:
         "chunk_tokens": decision.limits.max_tokens,
         "parallel": decision.limits.places,
         "kv_type": options.kv_type,
+        "pool_tokens": decision.pool_tokens,
         "draft": options.draft,
         "policy": options.policy,
         "residency_pct": 100.0 * placed.bytes / made.experts_bytes if made.experts_bytes else 100.0,

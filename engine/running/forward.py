@@ -60,8 +60,9 @@ class Forward:
     """Weights, cache, workspace and buffers of a model on one device.
 
     arch, config, weights: the architecture's module, its configuration and the mapped weights. ops, ws: the
-    backend and its workspace. kv_tokens: positions that the cache holds. put: gives the device's copy of a weight,
-    whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default the architecture's.
+    backend and its workspace. kv_tokens, pool_tokens: positions that the cache holds, and on the device. put: gives the
+    device's copy of a weight, whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default
+    the architecture's.
     captured: layers whose features are kept, as `capture_features` has it. block: of a model that drafts by one
     (running/mtp.py), which is placed with the weights and has a layer in the cache.
     Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
@@ -70,14 +71,14 @@ class Forward:
     def __init__(
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
         limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None, ropes: Sequence[F32] | None = None,
-        captured: tuple[int, ...] = (), block: Block | None = None,
+        captured: tuple[int, ...] = (), block: Block | None = None, pool_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
         self.weights: Weights[Any] = placed(weights, put or device.upload)
         self.block: Block | None = None if block is None else placed(block, put or device.upload)
         cached = config if block is None else WithBlock(config)
-        self.kv = KVCache(device, cached, kv_tokens, kv_type, limits.max_tokens, limits.places)
+        self.kv = KVCache(device, cached, kv_tokens, kv_type, limits.max_tokens, limits.places, pool_tokens)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         self._views: dict[tuple[int, int, int], Step] = {}  # of the inputs, for the shapes of steps
@@ -172,7 +173,8 @@ class Forward:
         """`bring` a step's inputs; the views of them that `run` takes."""
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(
-            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans
+            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans,
+            absent=step.absent,
         )  # fmt: skip
 
     def bring(self, step: Step) -> Step:

@@ -18,7 +18,7 @@ from engine.ground.errors import CapacityError
 from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
-from engine.memory.kv import Fork, KVCache
+from engine.memory.kv import Fork, KVCache, cached_tokens
 from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
 from engine.memory.residency import Residency, largest_parts
@@ -185,9 +185,10 @@ def _lay_out(
     opened.callback(ws.close)
     forward = Forward(
         device, backend.ops, ws, source.arch, source.config, weights, shares.limits,
-        kv_tokens=shares.limits.n_ctx, kv_type=options.kv_type, put=None if uploader is None else uploader.put,
+        kv_tokens=cached_tokens(shares.limits.n_ctx, shares.pool_tokens), kv_type=options.kv_type,
+        put=None if uploader is None else uploader.put,
         captured=() if source.drafter is None else source.drafter.config.captured,
-        block=source.block,
+        block=source.block, pool_tokens=shares.pool_tokens,
     )  # fmt: skip
     drafter = None
     if source.drafter is not None:
@@ -223,9 +224,7 @@ def _who_drafts(options: EngineConfig, source: Source) -> str:
     return f"{memory}; a DFlash drafter of {c.n_layer} layers, {c.block_tokens} tokens a block, from {options.draft}"
 
 
-def _drafts(
-    options: EngineConfig, steps: Steps, drafter: Drafter | None, predictor: Predictor | None
-) -> Drafts | None:
+def _drafts(options: EngineConfig, steps: Steps, drafter: Drafter | None, predictor: Predictor | None) -> Drafts | None:
     """Who drafts; None: nobody."""
     if options.draft == "off":
         return None

@@ -24,7 +24,7 @@ from engine.memory.blocks import Sequence
 from engine.memory.residency import ExpertTensors, Residency, Tier, slot_bytes
 from engine.models import nextn
 from engine.models.layers import Buffers, ModelConfig, Pass, Step
-from engine.ops import F32, I32, KV_BLOCK_TOKENS, SMALL_TOKENS
+from engine.ops import F32, I32, SMALL_TOKENS
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.sampling import FAILED, HISTORY_TOKENS, Sampler
 from engine.ops.device import Array
@@ -298,12 +298,15 @@ class Predictor:
     ) -> Step:  # fmt: skip
         """Feed a step; of: the sequence of each token. spans: as of `Step`. wanted: logits of the first so many."""
         nowhere, groups = np.full(len(tokens), -1, np.int32), range(len(self.forward.kv.groups))
+        tables, absent = self.steps.tables(sequences), tuple[I32, ...]()
+        if len(tokens) > SMALL_TOKENS:
+            tables, absent = self.forward.kv.gather(tables)
         return self.forward.feed(
             Step(
                 tokens, positions, of, tuple(slots if g == self._group else nowhere for g in groups),
-                self.steps.tables(sequences), np.zeros((len(sequences), 2), np.int32),
+                tables, np.zeros((len(sequences), 2), np.int32),
                 np.zeros(len(tokens), np.uint8), np.arange(wanted, dtype=np.int32),
-                spans=tuple(spans) if len(tokens) > SMALL_TOKENS else (),
+                spans=tuple(spans) if len(tokens) > SMALL_TOKENS else (), absent=absent,
             )
         )  # fmt: skip
 
@@ -328,9 +331,7 @@ class Predictor:
 
     def _slots(self, sequence: Sequence, positions: I32) -> I32:
         """Where positions of a sequence lie in the block's cache."""
-        held = sequence.groups[self._group].table()
-        slots: I32 = held[positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
-        return slots
+        return sequence.groups[self._group].slots(positions)
 
     def _row(self, tail: _Tail) -> Array:
         return self._rows[tail.row : tail.row + 1]

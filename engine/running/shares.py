@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.ground.config import EngineConfig
+from engine.ground.config import EngineConfig, pool_size
 from engine.ground.errors import CapacityError, UsageError
 from engine.ground.protocol import Stage
+from engine.memory.kv import pooled_bytes
 from engine.memory.residency import slot_bytes
 from engine.ops import Limits
 from engine.ops.cuda.counting import CountingDevice
@@ -35,7 +36,8 @@ class Shares:
     """Who gets how much.
 
     limits: of a step. placement, rule: the experts in slots. reasons: why what was not asked for was chosen. decision:
-    how a GPU is shared out; None on the host. replay: recorded choices that are imposed, for measurements.
+    how a GPU is shared out; None on the host. replay: recorded choices that are imposed, for measurements. pool_tokens:
+    of the KV cache, on the device; None: all.
     """
 
     limits: Limits
@@ -44,6 +46,7 @@ class Shares:
     reasons: tuple[str, ...]
     decision: Decision | None = None
     replay: Replay | None = None
+    pool_tokens: int | None = None
 
     @property
     def staging_bytes(self) -> int:
@@ -77,7 +80,15 @@ def _of_host(options: EngineConfig, source: Source, backend: Backend, n_ctx: int
     places = options.parallel or min(plan.PLACES[0], most)
     limits = dryrun.limits_of(c, n_ctx, min(options.chunk_tokens or HOST_CHUNK_TOKENS, n_ctx), places)
     why = "asked for" if options.parallel else "as many as there may be by default"
-    return Shares(limits, placed.placement, placed.rule, (f"{places} requests at a time: {why}", *placed.reasons))
+    reasons = (f"{places} requests at a time: {why}", *placed.reasons)
+    # Where the device is the host a pool saves nothing, and is as good for trying it.
+    pool, gib = pool_size(options.kv_pool)
+    if gib is not None and (each := pooled_bytes(c, options.kv_type)):
+        pool = int(gib * plan.GIB) // each
+    if pool is not None:
+        dryrun.require_pool(pool, limits.max_tokens, places)
+        reasons = (dryrun.pool_reason(options, pool, n_ctx, 0), *reasons)
+    return Shares(limits, placed.placement, placed.rule, reasons, pool_tokens=pool)
 
 
 def _of_gpu(
@@ -89,7 +100,13 @@ def _of_gpu(
     cap = before - plan.SPARE_BYTES if options.vram_gib is None else plan.cap_bytes(options.vram_gib)
 
     sharing = dryrun.Sharing(
-        options, source.arch, source.config, source.weights, n_ctx, source.profile, CountingDevice.like(device),
+        options,
+        source.arch,
+        source.config,
+        source.weights,
+        n_ctx,
+        source.profile,
+        CountingDevice.like(device),
         source.drafts,
     )
     # The first decision tells the kernels; with them loaded the context has the size that counts.
@@ -112,7 +129,7 @@ def _of_gpu(
         said = f"the choices of {len(choices)} tokens are replayed from {options.replay}: the text means nothing"
         reasons = (said, *reasons)
     device.reserve(decision.arena_bytes)
-    return Shares(decision.limits, decision.placement, decision.rule, reasons, decision, replay)
+    return Shares(decision.limits, decision.placement, decision.rule, reasons, decision, replay, decision.pool_tokens)
 
 
 def _choices(path: Path, source: Source) -> NDArray[np.integer]:

@@ -238,6 +238,10 @@ class Steps:
         """
         counting = self._counting[:width] if width <= len(self._counting) else np.arange(width, dtype=np.int32)
         positions = [counting[: len(s.tokens)] + np.int32(s.sequence.length) for s in spans]
+        for s in spans:  # all of them before the first table: to make room for one, blocks of others may leave the pool
+            s.sequence.reserve(len(s.tokens))
+        if self.forward.kv.is_pooled:
+            self.forward.kv.recall([s.sequence for s in spans])
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
         owners = [np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)]
         sequences, groups = [s.sequence for s in spans], range(len(self.forward.kv.groups))
@@ -249,18 +253,22 @@ class Steps:
                 return row
             return np.concatenate([row, np.full(width - len(row), row[-1] if last is None else last, dtype)])
 
+        tables, absent = self.tables(sequences), tuple[I32, ...]()
+        if width > SMALL_TOKENS:
+            tables, absent = self.forward.kv.gather(tables)
         return Step(
             tokens=padded([s.tokens for s in spans], np.int32),
             positions=padded(positions, np.int32),
             sequence=padded(owners, np.int32),
             slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
-            block_table=self.tables(sequences),
+            block_table=tables,
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
             rows=counting if rows is None else np.asarray(rows, dtype=np.int32),
             # Only imposed choices ask for it of steps with drafts, which are captured once more for them.
             decoded=self.forward.replayed is not None and any(s.keep for s in spans),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
+            absent=absent,
         )
 
     def tables(self, sequences: list[Sequence]) -> tuple[I32, ...]:

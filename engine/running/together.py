@@ -58,6 +58,7 @@ class Together:
         self._samplers = [drawer.lend(i) for i in range(width)]
         self._greedy = all(reply.params.temperature <= 0 for reply in replies)
         self._drawn, self._pausing, self._pause = 0, False, pause
+        self._moves = -1  # of the cache when its tables were told to the device
         self._rows: list[_Row] = []
         for reply, sampler in zip(replies, self._samplers, strict=False):
             assert reply.sequence is not None
@@ -147,16 +148,20 @@ class Together:
 
         Room is made between steps, by those who know what can be given up.
         """
-        n_ctx, tables = self._forward.limits.n_ctx, self._forward.inputs.block_table
-        for i, row in enumerate(self._rows):
+        n_ctx, kv, is_new = self._forward.limits.n_ctx, self._forward.kv, False
+        for row in self._rows:
             sequence, end = row.sequence, min(row.start + self._drawn + 1, n_ctx)
             if not row.ended and sequence.reserved_tokens < end:
                 try:
                     sequence.reserve(end - sequence.length)
                 except CapacityError:
                     return False
-                for g, table in enumerate(tables):
-                    self._device.write(table[i : i + 1], block_table([sequence], g, self._forward.table_width))
+                is_new = True
+        if is_new or self._moves != kv.moves:  # to make room for one, blocks of others may have left the pool
+            self._moves = kv.moves
+            for g, table in enumerate(self._forward.inputs.block_table):
+                held = block_table([row.sequence for row in self._rows], g, self._forward.table_width)
+                self._device.write(table[: len(held)], held)
         return True
 
     def _accept(self) -> bool:

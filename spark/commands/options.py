@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, KVType
+from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, KVType, pool_size
 from engine.ground.errors import UsageError
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
@@ -73,6 +73,17 @@ CacheOption = Annotated[str, typer.Option(metavar="auto|N", help="Cache slots of
 ContextOption = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Context length; default: the model's, bounded.")
 ]
+PoolOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-pool", metavar="auto|GIB|N",
+        help="KV cache on the GPU, as 6GiB or 16384 (tokens); the rest of --ctx is in host memory.",
+    ),
+]  # fmt: skip
+ExpectOption = Annotated[
+    int | None,
+    typer.Option("--expect-ctx", min=1, metavar="N", help="How long contexts mostly are, for --kv-pool auto."),
+]
 KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
 ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
 ParallelOption = Annotated[
@@ -106,7 +117,10 @@ JsonOption = Annotated[
 ServeResidencyOption = Annotated[
     float | None,
     typer.Option(
-        "--residency", min=0, max=100, metavar="PCT",
+        "--residency",
+        min=0,
+        max=100,
+        metavar="PCT",
         help="Percent of all expert bytes that slots hold; not with --vram.",
     ),
 ]
@@ -162,6 +176,15 @@ def placed_by(model: Path, spark: bool, profile: Path | None) -> Path | None:
     return (profile or default_path(model)) if spark else None
 
 
+def pool(value: str) -> str:
+    """A `--kv-pool` that the engine takes."""
+    try:
+        pool_size(value)
+    except ValueError:
+        raise UsageError(f"--kv-pool {value}: expected auto, GiB as 6GiB, or tokens as 16384") from None
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """The options of who serves a model, beside the model; a command with a parameter of this type has them all."""
@@ -172,6 +195,8 @@ class Served:
     residency: ServeResidencyOption = None
     cache_slots: CacheOption = "auto"
     ctx: ContextOption = None
+    kv_pool: PoolOption = "auto"
+    expect_ctx: ExpectOption = None
     kv_type: KVOption = "f16"
     chunk: ChunkOption = None
     parallel: ParallelOption = None
@@ -203,6 +228,8 @@ class Served:
             vram_gib=self.vram,
             cache_slots=slots(self.cache_slots),
             ctx_tokens=self.ctx,
+            kv_pool=pool(self.kv_pool),
+            expect_ctx_tokens=self.expect_ctx,
             kv_type=self.kv_type,
             chunk_tokens=self.chunk,
             parallel=self.parallel,

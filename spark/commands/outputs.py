@@ -106,9 +106,7 @@ def _declared(name: str, hint: Any) -> tuple[Reads | Writes, str, str]:
     return use, f"what {flag} writes" if isinstance(use, Writes) else f"the {flag} you gave", flag
 
 
-def _named(
-    parameters: Mapping[str, tuple[Reads | Writes, str, str]], values: Mapping[str, Any]
-) -> Iterator[_Named]:
+def _named(parameters: Mapping[str, tuple[Reads | Writes, str, str]], values: Mapping[str, Any]) -> Iterator[_Named]:
     """Every path of a command line, those that were not given and have a default included."""
     for name, (use, words, flag) in parameters.items():
         value = values.get(name)

@@ -306,12 +306,17 @@ def show_plan(report: PlanReport) -> None:
         ("page-locked in host memory", "host_bytes"),
         ("all experts, for comparison", "experts_bytes"),
     ]
+    if any(info["plan"]["homes_bytes"] for info in infos):
+        parts.insert(-1, ("of it, homes of KV blocks", "homes_bytes"))
     if any(info["plan"]["drafts_bytes"] for info in infos):
         parts.append((f"of it on the GPU, what drafts ({_shown(first['draft'])})", "drafts_bytes"))
     rows = [[name, *(f"{info['plan'][key] / _GIB:,.2f}" for info in infos)] for name, key in parts]
     rows.append(["experts resident", *(f"{info['residency_pct']:.1f}%" for info in infos)])
     rows.append(["slots of a layer", *(_range(info["slots_per_layer"]) for info in infos)])
     rows.append(["requests at a time", *(f"{info['parallel']}" for info in infos)])
+    if any(info["pool_tokens"] for info in infos):
+        pools = [info["pool_tokens"] or info["ctx_tokens"] for info in infos]
+        rows.append(["tokens of the KV cache on it", *(f"{n:,}" for n in pools)])
     rows.append(["tokens of a prefill step", *(f"{info['chunk_tokens']:,}" for info in infos)])
     heads = ["GiB of a cap of", *(f"{info['plan']['cap_bytes'] / _GIB:,.2f}" for info in infos)]
     table(f"Memory for {report.model} on {first['gpu'] or 'a GPU that is not here'}", heads, rows)

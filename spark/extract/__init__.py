@@ -141,9 +141,7 @@ def _check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path]) -
         raise FileFormatError(f"no session logs (*.jsonl) in {looked_in}", hint=_NAME_FOLDERS)
     for path in (out_dir / name for name in _FILES):
         if path.exists() and any(path.samefile(log) for log in logs):
-            raise UsageError(
-                f"--out-dir {out_dir}: {path} is one of the logs to read", hint="choose another --out-dir"
-            )
+            raise UsageError(f"--out-dir {out_dir}: {path} is one of the logs to read", hint="choose another --out-dir")
 
 
 def _default_claude_dirs() -> list[Path]:

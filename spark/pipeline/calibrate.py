@@ -182,8 +182,7 @@ def _calibrate(
         replay.require_experts(client)
         if file.window > client.ready.info["ctx_tokens"]:
             raise UsageError(
-                f"windows of {file.window} tokens do not fit in the context of "
-                f"{client.ready.info['ctx_tokens']}",
+                f"windows of {file.window} tokens do not fit in the context of {client.ready.info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
         sample = Sample(len(model["moe_layers"]), model["n_expert_used"])
@@ -405,9 +404,7 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
         hint = "remove it and start again"
         raise FileFormatError(f"{path} is not a checkpoint of this version's calibration", hint=hint) from error
     if changed:
-        found = [
-            _DIGESTS.get(key) or f"{key} (found {state[key]}, expected {fingerprint[key]})" for key in changed
-        ]
+        found = [_DIGESTS.get(key) or f"{key} (found {state[key]}, expected {fingerprint[key]})" for key in changed]
         raise UsageError(
             f"{path} was counted with another {', another '.join(found)}",
             hint="remove it, or resume with what it was started with",

@@ -366,9 +366,7 @@ def opened(model: Path, given: str | Path, progress: Callable[[str, int, int], N
         if found[0].path.suffix == ".jsonl":
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
             renderer, origin = _renderer(model)
-            _tokenize(
-                renderer, origin, given, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b)
-            )
+            _tokenize(renderer, origin, given, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b))
             found = [storage.Found(str(given), path)]
         files = [read_tokens(each.path, name=each.name) for each in found]
         file = files[0] if len(files) == 1 else JoinedTokens(files, given)

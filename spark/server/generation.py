@@ -124,9 +124,7 @@ class Model:
         """Characters to be rendered, or tokens that are given."""
         return len(conversation.raw or "") + conversation.text_chars + conversation.tool_chars
 
-    def _prepare(
-        self, conversation: Conversation, where: str
-    ) -> tuple[Opening, int | None, tuple[int, ...] | None]:
+    def _prepare(self, conversation: Conversation, where: str) -> tuple[Opening, int | None, tuple[int, ...] | None]:
         """The prompt, the budget of reasoning, and the tokens of the prediction, as many as a context holds."""
         opening, budget = self._open(conversation, where)
         if not (conversation.draft and conversation.prediction):

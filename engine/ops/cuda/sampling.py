@@ -82,9 +82,7 @@ class SamplerStates:
         self.rings: NDArray[np.uint64] = memory.view(np.uint64).reshape(n, RING_ENTRIES)
         self._rings_pointer = device.pointer(memory)
 
-    def prepare_rows(
-        self, samplers: Sequence[Sampler], params: Sampling, position: int, limit: int, made: int
-    ) -> None:
+    def prepare_rows(self, samplers: Sequence[Sampler], params: Sampling, position: int, limit: int, made: int) -> None:
         """Let neighbors draw for one request: the first for `position`, the others for those behind it.
 
         Each has begun an epoch. Nothing ends the request but the limit, and nothing depends on its tokens
