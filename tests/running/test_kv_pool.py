@@ -1,0 +1,181 @@
+"""A cache larger than its pool: wherever blocks lie, and however they move between steps, the tokens are the same."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import models
+from engine.ground.errors import CapacityError, UnsupportedModelError
+from engine.ground.protocol import Error, Event, Generate, Tokens
+from engine.ground.sampling import Sampling
+from engine.memory.kv import KVCache, least_pool
+from engine.running.stepping import Steps
+from engine.serving.scheduler import Engine
+from tests.engine_runs import config
+from tests.forced_drafts import force
+from tests.nextn_models import FAMILIES as WITH_BLOCK
+from tests.nextn_models import block_path
+from tests.tiny_models import k_quant_mix, write_tiny
+
+CTX, CHUNK, POISON = 1100, 64, 0xFF
+_folder = tempfile.TemporaryDirectory()  # until the tests end
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
+
+
+@functools.cache
+def model(family: str) -> Path:
+    return write_tiny(Path(_folder.name) / f"{family}.gguf", k_quant_mix, arch=models.find(family), n_ctx_train=4096)
+
+
+def requests(n_vocab: int) -> list[list[Generate]]:
+    """Rounds of requests: longer than small pools, two at once, turns that go on from earlier ones."""
+    rng = np.random.default_rng(11)
+    first, second = (tuple(rng.integers(0, n_vocab, n).tolist()) for n in (419, 331))
+    more = tuple(rng.integers(0, n_vocab, 70).tolist())
+    return [
+        [Generate(1, first, 33, stop_tokens=()), Generate(2, second, 21, SAMPLED, ())],
+        [Generate(3, first + more, 19, SAMPLED, ())],
+        [Generate(4, second[:200] + more, 17, stop_tokens=()), Generate(5, first[:300], 9, stop_tokens=())],
+    ]
+
+
+def few(n_vocab: int) -> list[list[Generate]]:
+    """The same for a device that is slow: alone, ahead of the host, then two that share steps."""
+    first, *_, last = requests(n_vocab)
+    tokens = first[0].tokens
+    return [
+        [Generate(1, tokens, 9, stop_tokens=())],
+        [Generate(2, tokens[:400], 7, SAMPLED, ()), Generate(3, tokens[:200] + last[0].tokens[-70:], 7, stop_tokens=())],
+    ]
+
+
+def said(engine: Engine, rounds: Callable[[int], list[list[Generate]]] = requests) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    asked = rounds(engine.loaded.source.config.n_vocab)
+    for some in asked:
+        for request in some:
+            engine.submit(request)
+        events: list[Event] = []
+        while engine.busy:
+            events += engine.step()
+        for event in events:
+            assert not isinstance(event, Error), event
+            if isinstance(event, Tokens):
+                found.setdefault(event.id, []).extend(event.tokens)
+    assert {i: len(tokens) for i, tokens in found.items()} == {r.id: r.max_tokens for some in asked for r in some}
+    return found
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Blocks move at random between steps, and the place that one leaves is poisoned; how many moved."""
+    rng, moved = np.random.default_rng(5), {"home": 0, "back": 0}
+    move, run = KVCache._move, Steps.run
+
+    def poisoned(kv: KVCache, group: int, places: Any, homes: Any, to_home: bool) -> int:
+        n_bytes = move(kv, group, places, homes, to_home)
+        moved["home" if to_home else "back"] += len(places)
+        return n_bytes
+
+    def send_home(kv: KVCache, group: int, most: int) -> None:
+        places = kv.pools[group].places
+        assert places is not None
+        before = places.where.copy()
+        kv._make_room(group, most)
+        for place in before[(before != places.where) & (before < places.n_pool)]:
+            for layer in kv.groups[group].layers:
+                for array in kv._stores[layer].pool:
+                    view = array[int(place) * 64 : (int(place) + 1) * 64]
+                    kv.device.set_bytes(kv.device.pointer(view), POISON, int(view.nbytes))
+
+    def shuffled(steps: Steps, spans: Any) -> Any:
+        for group, pool in enumerate(steps.forward.kv.pools):
+            if pool.places is not None and rng.random() < 0.7:
+                send_home(steps.forward.kv, group, int(rng.integers(1, pool.places.n_pool)))
+        return run(steps, spans)
+
+    monkeypatch.setattr(KVCache, "_move", poisoned)
+    monkeypatch.setattr(Steps, "run", shuffled)
+    yield moved
+
+
+def opened(path: Path, device: str, pool: str, **options: Any) -> Engine:
+    options = {"ctx_tokens": CTX, "chunk_tokens": CHUNK, "parallel": 2, "prefix_gib": 0.01, "draft": "off"} | options
+    return Engine(config(path, device=device, kv_pool=pool, **options))
+
+
+def told(
+    path: Path, device: str, pool: str, rounds: Callable[[int], list[list[Generate]]] = requests, **options: Any
+) -> dict[int, list[int]]:
+    engine = opened(path, device, pool, **options)
+    try:
+        if engine.loaded.kv.is_pooled:
+            assert engine.ready()["pool_tokens"] == int(pool)
+        return said(engine, rounds)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("family", models.known())
+def test_no_pool_changes_a_token(family: str, kv_type: str, restless: dict[str, int]) -> None:
+    path = model(family)
+    options = {"kv_type": kv_type}
+    try:
+        expected = told(path, "cpu", "auto", **options)
+    except UnsupportedModelError as error:  # heads that q8_0 cannot store
+        assert kv_type == "q8_0"
+        pytest.skip(str(error))
+    assert not restless["home"]
+    for pool in (512, 640, 1100):
+        assert told(path, "cpu", str(pool), **options) == expected
+    assert restless["home"] > 20 and restless["back"] > 5
+
+
+@pytest.mark.parametrize("family", models.known())
+def test_no_pool_changes_a_token_with_drafts(family: str, restless: dict[str, int]) -> None:
+    path, expected = model(family), {}
+    expected = told(path, "cpu", "auto")
+    engine = opened(path, "cpu", "512", draft="auto")
+    prompts = {r.id: list(r.tokens) for some in requests(engine.loaded.source.config.n_vocab) for r in some}
+    force(engine, {i: prompts[i] + tokens for i, tokens in expected.items()})
+    assert said(engine) == expected and restless["home"] > 8
+    engine.close()
+
+
+@pytest.mark.parametrize("family", WITH_BLOCK)
+def test_no_pool_changes_a_token_with_a_block(family: str, restless: dict[str, int]) -> None:
+    path = block_path(family)
+    expected = told(path, "cpu", "auto", draft="off", ctx_tokens=640)
+    assert told(path, "cpu", "512", draft="mtp", ctx_tokens=640) == expected and restless["home"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize(("family", "kv_type"), [("qwen3moe", "q8_0"), ("laguna", "f16"), ("qwen35moe", "f16")])
+def test_no_pool_changes_a_token_on_a_device(family: str, kv_type: str, restless: dict[str, int]) -> None:
+    """Steps ahead of the host, shared ones, and long ones whose absent blocks come through the staging area."""
+    path, options = model(family), {"kv_type": kv_type, "poison": False, "rounds": few}
+    expected = told(path, "cuda", "auto", **options)
+    assert told(path, "cuda", "512", **options) == expected and restless["home"] > 5 and restless["back"]
+
+
+def test_a_pool_that_is_too_small_is_refused() -> None:
+    least = least_pool(CHUNK, 2)
+    with pytest.raises(CapacityError) as refused:
+        opened(model("qwen3moe"), "cpu", str(least - 1))
+    assert f"need {least}" in refused.value.message and f"--kv-pool {least}" in refused.value.hint
+    opened(model("qwen3moe"), "cpu", str(least)).close()
+
+
+def test_the_smallest_pool_will_do(restless: dict[str, int]) -> None:
+    path = model("qwen3moe")
+    assert told(path, "cpu", str(least_pool(CHUNK, 2))) == told(path, "cpu", "auto")
