@@ -103,8 +103,12 @@ def main() -> None:
     theirs: dict[int, list[dict[str, float]]] = {n: [] for n in counts}
     device: dict[str, Any] = {"device": "cuda"} if o.threads is None else {"device": "cpu", "threads": o.threads}
     config = EngineConfig(
-        model=o.model, policy=ALL.name, prefix_gib=0.0, draft="off",
-        ctx_tokens=max(counts) * (o.depth + o.tokens), **device,
+        model=o.model,
+        policy=ALL.name,
+        prefix_gib=0.0,
+        draft="off",
+        ctx_tokens=max(counts) * (o.depth + o.tokens),
+        **device,
     )
     made: dict[str, Any] = {}
     for i in range(o.rounds):

@@ -35,9 +35,9 @@ steps get of it, experts are imposed, those of a reply's neighbors {neighbors}. 
 {generate} tokens; those are the same. *Of the line*: of the best over T of tokens(T) over the time of a step of T
 tokens with all experts resident and of its distinct missed bytes over PCIe."""
 IN_SESSIONS = """\
-{model}, all experts resident, in recorded sessions of the bundled model's vocabulary ({n}): real lookup in what was there
-until then, the real gate, real steps with independent experts; a draft's token is right where the session goes on with
-it. Speed over that without drafts; *weighted*: edits 40%, other calls 20%, text 15%, reasoning 25% of the tokens."""
+{model}, all experts resident, in recorded sessions of the bundled model's vocabulary ({n}): real lookup in what was
+there until then, the real gate, real steps with independent experts; a draft's token is right where the session goes on
+with it. Speed over that without drafts; *weighted*: edits 40%, other calls 20%, text 15%, reasoning 25% of the tokens."""
 SEEN = ("otherwise", "once", "alike", "alike often")
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\

@@ -62,9 +62,7 @@ def shape_of(model: Path) -> Shape:
         c = arch.Config.from_gguf(file)
         sizes = tuple(slot_bytes(experts) for experts in arch.load(file, c).experts)
         name = file.value("general.name", str, model.name)
-        return Shape(
-            name, file.size_bytes, c.n_layer, c.moe_layers, c.n_expert, c.n_expert_used, c.n_vocab, sizes
-        )
+        return Shape(name, file.size_bytes, c.n_layer, c.moe_layers, c.n_expert, c.n_expert_used, c.n_vocab, sizes)
 
 
 def open_checked(config: EngineConfig) -> DaemonClient:

@@ -106,8 +106,9 @@ class Memory(threading.Thread):
                 for process in processes:
                     with contextlib.suppress(psutil.Error):
                         total += process.memory_full_info().uss
-                self.most_bytes, self.most_processes = max(self.most_bytes, total), max(
-                    self.most_processes, len(processes)
+                self.most_bytes, self.most_processes = (
+                    max(self.most_bytes, total),
+                    max(self.most_processes, len(processes)),
                 )
                 time.sleep(LOOK_S)
 

@@ -131,12 +131,12 @@ def main() -> None:
         prefill["whole_s"] = prefill_seconds(whole.loaded, o.prefill)
         note(f"prefill of {o.prefill} tokens: {prefill['whole_s']:.2f} s")
     whole.close()
-    pooled = opened(o, ctx, str(ctx - KV_BLOCK_TOKENS))
-    pooled.loaded.kv.recall = lambda sequences: None  # type: ignore[method-assign]
-    for depth in depths:
-        for share in shares:
+    for share in shares:  # what is absent has room in the staging area where the pool is no larger than it has to be
+        pooled = opened(o, ctx, str(min(round(share * ctx), ctx - KV_BLOCK_TOKENS)))
+        pooled.loaded.kv.recall = lambda sequences: None  # type: ignore[method-assign]
+        for depth in depths:
             rows += [r | {"homes": True} for r in steps(o, pooled.loaded, depth, share)]
-    pooled.close()
+        pooled.close()
     for r in rows:
         r["line_s"] = plain[r["depth"], r["tokens"]] + r["absent_bytes"] / (1e9 * o.pcie_gb_per_s)
         r["of_line"] = r["seconds"]["median"] / r["line_s"]

@@ -164,9 +164,9 @@ def main() -> None:
             "tokens_per_s": spread([r["tokens"] / r["seconds"] for r in replies]),
             "first_s": spread([r["first_s"] for r in replies]),
         }
-        decode = next(
-            r for r in results["validate"]["residencies"][-1]["rows"] if r["policy"] == policies.ALL.name
-        )["decode_tokens_per_s"]
+        decode = next(r for r in results["validate"]["residencies"][-1]["rows"] if r["policy"] == policies.ALL.name)[
+            "decode_tokens_per_s"
+        ]
     report = {"rows": rows, "decode_tokens_per_s": decode, "results": results}
     write_json(args.json, report)
     for row in rows:

@@ -1,7 +1,7 @@
 """Render RESULTS.md, and the table in README.md, from data/results/*.json. Numbers are never typed.
 
-    python benchmarks/render.py           # write
-    python benchmarks/render.py --check   # exit 1 if what is there is not what would be written
+python benchmarks/render.py           # write
+python benchmarks/render.py --check   # exit 1 if what is there is not what would be written
 """
 
 from __future__ import annotations

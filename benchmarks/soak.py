@@ -158,9 +158,7 @@ def main() -> None:
     samples: list[dict[str, Any]] = []
     with open_checked(config) as daemon:
         began = time.monotonic()
-        threads = [
-            Client(daemon, i, shape.n_vocab, o.ctx, o.longest, began + o.seconds) for i in range(o.clients)
-        ]
+        threads = [Client(daemon, i, shape.n_vocab, o.ctx, o.longest, began + o.seconds) for i in range(o.clients)]
         for thread in threads:
             thread.start()
         interval = min(EVERY_S, o.seconds / 8)

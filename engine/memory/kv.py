@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -31,7 +32,6 @@ from engine.memory.stores import (
     Piece,
     Store,
     address,
-    arrays_of,
     blocks_of,
     make_layer,
     make_store,
@@ -169,6 +169,18 @@ def least_pool(step_tokens: int, n_sequences: int) -> int:
     return KV_BLOCK_TOKENS * (step + 1 + 2 * n_sequences + min(step, MOST_LEAVE // 2) + 1)
 
 
+@dataclass(slots=True)
+class _Staging:
+    """Where blocks of a group that are at home come to, a layer after the other, to be read.
+
+    absent: int32 on the device, how many and which; told: which, as the host knows it.
+    """
+
+    area: KVLayer
+    absent: Any
+    told: I32
+
+
 class KVCache:
     """Keys, values and recurrent states on `device`, and the pools of their blocks.
 
@@ -200,24 +212,30 @@ class KVCache:
         self.nbytes = sum(group_bytes(g, n, kv_type) for g, n in zip(self.groups, n_pool, strict=True))
         self.home_bytes = 0
         self.moves = 0  # counts what changes tables
-        self.moved_bytes = {"home": 0, "back": 0, "staged": 0}
+        self.moved_bytes = {"home": 0, "back": 0}
         self._alive: WeakSet[Sequence] = WeakSet()
         self._stores: dict[int, Store] = {}
-        self._staging: dict[int, KVLayer] = {}
+        self._staging: dict[int, _Staging] = {}
+        self._homes: dict[int, KVLayer] = {}
         own: dict[int, KVLayer] = {}
         group_of: dict[int, int] = {}
         for number, (group, n, pool) in enumerate(zip(self.groups, n_blocks, n_pool, strict=True)):
+            places, area = self.pools[number].places, None
+            if places is not None:
+                self.home_bytes += group_bytes(group, n, kv_type)
+                places.make_room = partial(self._make_room, number)
+                if device.name != HOST:
+                    staged = min(n, n - pool + MOST_LEAVE + 2 * n_sequences)
+                    area = make_layer(device, group.n_head_kv, group.head_dim, staged, kv_type)
+                    absent = device.upload(np.zeros(1 + staged, np.int32))
+                    self._staging[number] = _Staging(area, absent, np.zeros(0, np.int32))
+                    self.nbytes += group_bytes(group, staged, kv_type) // len(group.layers)
             for layer in group.layers:
                 store = make_store(device, group.n_head_kv, group.head_dim, n, pool, kv_type)
                 self._stores[layer], own[layer], group_of[layer] = store, store.layer, number
-            places = self.pools[number].places
-            if places is not None:
-                self.home_bytes += group_bytes(group, n, kv_type)
-                places.make_room = lambda number=number: self._make_room(number)
-                if device.name != HOST:
-                    staged = min(n, n - pool + MOST_LEAVE + 2 * n_sequences)
-                    self._staging[number] = make_layer(device, group.n_head_kv, group.head_dim, staged, kv_type)
-                    self.nbytes += group_bytes(group, staged, kv_type) // len(group.layers)
+                if area is not None and store.layer.homes is not None:
+                    self._homes[layer] = store.layer.homes
+                    own[layer] = replace(store.layer, homes=area)
         reads = self._reads = [config.kv_layer(i) for i in range(config.n_layer)]
         self.layers = tuple(None if i is None else own[i] for i in reads)
         self.group_of = tuple(0 if i is None else group_of[i] for i in reads)
@@ -382,40 +400,35 @@ class KVCache:
                 self.moves += 1
                 self.moved_bytes["back"] += self._move(group, places.where[away], away, to_home=False)
 
-    def gather(self, tables: tuple[I32, ...]) -> tuple[tuple[I32, ...], tuple[I32, ...]]:
-        """For a long step: tables int32 [n, width] that find in the staging area what is at home; the blocks there.
+    def gather(self, tables: tuple[I32, ...]) -> tuple[I32, ...]:
+        """Tables int32 [n, width] that find in the staging area what is at home; tells the device what to bring there.
 
-        A row of tiles after the other reads a context, so what is at home comes to the device once a layer.
+        What is at home so comes to the device once a layer and step, however many rows read it.
         """
         if not self._staging:
-            return tables, ()
-        found, absent = list(tables), [np.zeros(0, np.int32)] * len(tables)
-        for group in self._staging:
+            return tables
+        found = list(tables)
+        for group, staging in self._staging.items():
             places = self.pools[group].places
             assert places is not None
-            table = tables[group]
-            away = table >= places.n_pool
-            absent[group], index = np.unique(table[away] - np.int32(places.n_pool), return_inverse=True)
-            found[group] = table.copy()
+            away = tables[group] >= places.n_pool
+            blocks, index = np.unique(tables[group][away] - np.int32(places.n_pool), return_inverse=True)
+            found[group] = tables[group].copy()
             found[group][away] = index.astype(np.int32) + np.int32(places.n_pool)
-        return tuple(found), tuple(absent) if any(map(len, absent)) else ()
+            if not np.array_equal(blocks, staging.told):
+                if len(blocks) >= len(staging.absent):
+                    raise CapacityError(f"{len(blocks)} blocks at home for a staging area of {len(staging.absent) - 1}")
+                staging.told = blocks.copy()
+                self.device.write(staging.absent[: 1 + len(blocks)], np.array([len(blocks), *blocks], np.int32))
+                self.moves += 1
+        return tuple(found)
 
-    def staged(self, layer: int, blocks: I32) -> KVLayer:
-        """What a layer reads, these blocks of its group, which are at home, in the staging area; enqueues copies."""
-        own = self._reads[layer]
-        assert own is not None
-        store, staging = self._stores[own], self._staging[self.group_of[layer]]
-        assert store.homes is not None
-        if len(blocks) * KV_BLOCK_TOKENS > len(staging.k):
-            raise CapacityError(
-                f"{len(blocks)} blocks at home for a staging area of {len(staging.k) // KV_BLOCK_TOKENS}"
-            )
-        for home, to in zip(store.homes, arrays_of(staging), strict=True):
-            for at, first, n in parallel_runs(np.arange(len(blocks), dtype=np.int32), blocks):
-                source = blocks_of(home, first, n)
-                self.device.copy(self.device.pointer(blocks_of(to, at, n)), self.device.pointer(source), source.nbytes)
-                self.moved_bytes["staged"] += source.nbytes
-        return replace(store.layer, homes=staging)
+    def staging(self, layer: int) -> tuple[I32, KVLayer, KVLayer] | None:
+        """What the op `stage` takes for a layer; None where nothing is staged."""
+        own, staging = self._reads[layer], self._staging.get(self.group_of[layer])
+        if staging is None or own is None or own not in self._homes:
+            return None
+        return staging.absent, self._homes[own], staging.area
 
     @property
     def is_pooled(self) -> bool:

@@ -104,8 +104,7 @@ class Step:
     the tokens whose logits are wanted. n_positions: one more than the largest position, as the host knows it (0 in a
     captured graph). apart: every token is of a sequence of its own. decoded: none is of a prompt, which imposed
     choices of experts ask. spans: of a long step of several sequences, the tokens of each and one more than its largest
-    position. absent[g]: on the host, the blocks of group g at home that a long step finds in the staging area, as its
-    tables have it; empty where there are none.
+    position.
     """
 
     tokens: I32
@@ -120,7 +119,6 @@ class Step:
     apart: bool = False
     decoded: bool = False
     spans: tuple[tuple[int, int], ...] = ()
-    absent: tuple[I32, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +233,8 @@ class Caches(Protocol):
     def delta(self) -> tuple[DeltaLayer | None, ...]:
         """The recurrent state of each layer."""
 
-    def staged(self, layer: int, blocks: I32) -> KVLayer:
-        """What a layer reads, with these blocks of its group in the staging area."""
+    def staging(self, layer: int) -> tuple[I32, KVLayer, KVLayer] | None:
+        """What `stage` takes to bring a layer what it reads and the pool has not; None where the pool has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +277,8 @@ class Pass(Generic[ConfigT]):
         ops.attention_input(
             ws, b.x, inputs, self.config.eps, self.ropes[rope], step.positions, kv, step.slots[group], q, gate
         )
-        if step.absent and len(step.absent[group]):
-            kv = self.kv.staged(i, step.absent[group])
+        if (staging := self.kv.staging(i)) is not None:
+            ops.stage(ws, *staging)
         ops.attention(
             ws, q, kv, step.block_table[group], step.sequence, step.positions, scale, attended, step.n_positions,
             window=window, gate=gate, gate_kind=gate_kind, apart=step.apart, spans=step.spans,

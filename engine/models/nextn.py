@@ -200,9 +200,9 @@ class LastLayer:
         """It has no state."""
         return (None,)
 
-    def staged(self, layer: int, blocks: I32) -> KVLayer:
-        """As `KVCache.staged`."""
-        return self.kv.staged(len(self.kv.layers) - 1, blocks)
+    def staging(self, layer: int) -> tuple[I32, KVLayer, KVLayer] | None:
+        """As `KVCache.staging`."""
+        return self.kv.staging(len(self.kv.layers) - 1)
 
 
 # --- a step -------------------------------------------------------------------------------------------

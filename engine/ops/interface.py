@@ -63,6 +63,9 @@ class Ops(Protocol):
     def copy(self, ws: Scratch, x: F32, to: F32) -> None:
         """Copy an array."""
 
+    def stage(self, ws: Scratch, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
+        """Bring blocks of a layer's cache from their homes to the staging area."""
+
     def norm(self, ws: Scratch, x: F32, weight: F32, eps: float, out: F32) -> None:
         """The RMS norm."""
 

@@ -246,6 +246,18 @@ def copy(ws: Workspace, x: F32, to: F32) -> None:
     to[...] = x
 
 
+def stage(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
+    """Bring blocks of a layer's cache from their homes to the staging area.
+
+    absent int32 [1 + n or more]: n, and the blocks of `homes` that become blocks 0 to n - 1 of `staging`.
+    """
+    for source, to in zip(homes.arrays, staging.arrays, strict=True):
+        if source is not None and to is not None:
+            for j, block in enumerate(absent[1 : 1 + absent[0]].tolist()):
+                part = slice(block * KV_BLOCK_TOKENS, (block + 1) * KV_BLOCK_TOKENS)
+                to[j * KV_BLOCK_TOKENS : (j + 1) * KV_BLOCK_TOKENS] = source[part]
+
+
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
     """A hint that the experts of `bank` are wanted soon in a step of n_tokens; nothing can be had ahead of time."""
 

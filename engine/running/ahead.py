@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 
-from engine.memory.blocks import block_table
 from engine.models.layers import Step
 from engine.ops import I32
 from engine.ops.cuda.device import Graph
@@ -154,8 +153,7 @@ class AheadOfHost:
         return logits[:1]
 
     def _tables(self) -> tuple[I32, ...]:
-        groups = range(len(self._sequence.groups))
-        return tuple(block_table([self._sequence], g, self._forward.table_width) for g in groups)
+        return self._forward.tables([self._sequence])
 
     def _reserve(self, n_positions: int) -> None:
         """Blocks for the first n_positions (of the context), told to the device when there are new ones."""
@@ -164,6 +162,6 @@ class AheadOfHost:
             sequence.reserve(n_positions - sequence.length)
             self._moves = -1
         if self._moves != self._forward.kv.moves:
-            self._moves = self._forward.kv.moves
             for table, host in zip(self._forward.inputs.block_table, self._tables(), strict=True):
                 self._device.write(table[:1], host)
+            self._moves = self._forward.kv.moves

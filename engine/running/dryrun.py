@@ -281,7 +281,8 @@ class Sharing:
     def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         """With the first pool under which all experts fit, else the last that there is a plan for."""
         found, refused = None, None
-        for self._pool in self._pools():
+        for pool in self._pools():
+            self._pool = pool
             try:
                 found = self._decide_with(cap_bytes, context_bytes, context_measured)
             except CapacityError as error:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from engine.formats.quants import QTensor
 from engine.ground.config import KVType
+from engine.memory.blocks import Sequence as Cached
+from engine.memory.blocks import block_table
 from engine.memory.kv import KVCache
 from engine.memory.residency import ExpertTensors, Residency
 from engine.models import layers
@@ -173,8 +175,7 @@ class Forward:
         """`bring` a step's inputs; the views of them that `run` takes."""
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(
-            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans,
-            absent=step.absent,
+            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans
         )  # fmt: skip
 
     def bring(self, step: Step) -> Step:
@@ -200,6 +201,15 @@ class Forward:
             narrow = tuple(table[:n_sequences, :width] for table in self.inputs.block_table)
             tables = self._tables[n_sequences, width] = narrow
         return tables
+
+    def tables(self, sequences: Sequence[Cached], width: int | None = None) -> tuple[I32, ...]:
+        """Tables [n, width] of sequences as steps take them, of all groups; width: None: of a context.
+
+        The device is told what is to be staged for them, so the next steps are to be of these sequences.
+        """
+        n = self.table_width if width is None else width
+        held = list(sequences)
+        return self.kv.gather(tuple(block_table(held, g, n) for g in range(len(self.kv.groups))))
 
     @property
     def table_width(self) -> int:

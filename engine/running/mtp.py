@@ -298,15 +298,12 @@ class Predictor:
     ) -> Step:  # fmt: skip
         """Feed a step; of: the sequence of each token. spans: as of `Step`. wanted: logits of the first so many."""
         nowhere, groups = np.full(len(tokens), -1, np.int32), range(len(self.forward.kv.groups))
-        tables, absent = self.steps.tables(sequences), tuple[I32, ...]()
-        if len(tokens) > SMALL_TOKENS:
-            tables, absent = self.forward.kv.gather(tables)
         return self.forward.feed(
             Step(
                 tokens, positions, of, tuple(slots if g == self._group else nowhere for g in groups),
-                tables, np.zeros((len(sequences), 2), np.int32),
+                self.steps.tables(sequences), np.zeros((len(sequences), 2), np.int32),
                 np.zeros(len(tokens), np.uint8), np.arange(wanted, dtype=np.int32),
-                spans=tuple(spans) if len(tokens) > SMALL_TOKENS else (), absent=absent,
+                spans=tuple(spans) if len(tokens) > SMALL_TOKENS else (),
             )
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.ground.errors import CapacityError
-from engine.memory.blocks import Sequence, block_table
+from engine.memory.blocks import Sequence
 from engine.memory.residency import Residency
 from engine.models.layers import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, SMALL_TOKENS
@@ -253,29 +253,24 @@ class Steps:
                 return row
             return np.concatenate([row, np.full(width - len(row), row[-1] if last is None else last, dtype)])
 
-        tables, absent = self.tables(sequences), tuple[I32, ...]()
-        if width > SMALL_TOKENS:
-            tables, absent = self.forward.kv.gather(tables)
         return Step(
             tokens=padded([s.tokens for s in spans], np.int32),
             positions=padded(positions, np.int32),
             sequence=padded(owners, np.int32),
             slots=tuple(padded([s[g] for s in slots], np.int32, -1) for g in groups),
-            block_table=tables,
+            block_table=self.tables(sequences),
             states=np.array([s.sequence.next_states(s.keep) for s in spans], np.int32),
             counted=padded([s.counted for s in spans], np.uint8, 0),
             rows=counting if rows is None else np.asarray(rows, dtype=np.int32),
             # Only imposed choices ask for it of steps with drafts, which are captured once more for them.
             decoded=self.forward.replayed is not None and any(s.keep for s in spans),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
-            absent=absent,
         )
 
     def tables(self, sequences: list[Sequence]) -> tuple[I32, ...]:
         """Block tables as wide as the longest of them, in round numbers: nothing looks behind a step's positions."""
         longest = max((len(blocks.held) for sequence in sequences for blocks in sequence.groups), default=0)
-        width = min(-(-longest // TABLE_STEP) * TABLE_STEP, self.forward.table_width)
-        return tuple(block_table(sequences, g, width) for g in range(len(self.forward.kv.groups)))
+        return self.forward.tables(sequences, min(-(-longest // TABLE_STEP) * TABLE_STEP, self.forward.table_width))
 
     def is_captured(self, T: int) -> bool:
         """Whether a step of T tokens is a captured one, which computes the logits of all its rows."""

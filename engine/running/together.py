@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.ground.errors import CapacityError, SparkError
-from engine.memory.blocks import Sequence, block_table
+from engine.memory.blocks import Sequence
 from engine.ops.cuda.device import Graph
 from engine.ops.cuda.sampling import Sampler
 from engine.running.ahead import AHEAD_STEPS, CHECK_S, POLL_S
@@ -158,10 +158,10 @@ class Together:
                     return False
                 is_new = True
         if is_new or self._moves != kv.moves:  # to make room for one, blocks of others may have left the pool
-            self._moves = kv.moves
-            for g, table in enumerate(self._forward.inputs.block_table):
-                held = block_table([row.sequence for row in self._rows], g, self._forward.table_width)
+            tables = self._forward.tables([row.sequence for row in self._rows])
+            for table, held in zip(self._forward.inputs.block_table, tables, strict=True):
                 self._device.write(table[: len(held)], held)
+            self._moves = kv.moves
         return True
 
     def _accept(self) -> bool:

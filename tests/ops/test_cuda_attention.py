@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
+from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, cpu, reference
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.products import Quantized
 from tests.op_cases import with_homes
@@ -386,6 +386,32 @@ def test_bits_do_not_depend_on_which_blocks_are_at_home(
     expected = scene.run(device, q, sequence, positions, window=window)
     for n_pool in (1, 9, 21):
         same_bits(scene.run(device, q, sequence, positions, window=window, n_pool=n_pool), expected)
+
+
+@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("K", "head_dim", "blocks"), [(2, 96, (4, 0, 6, 5)), (1, 512, (3,)), (3, 40, ()), (5, 64, (1, 2))]
+)
+def test_staged_blocks_are_the_twins(device: Any, q8: bool, K: int, head_dim: int, blocks: tuple[int, ...]) -> None:
+    if q8 and head_dim % 32:
+        head_dim += 32 - head_dim % 32
+    rng = np.random.default_rng(7)
+    host = empty_cache(7 * KV_BLOCK_TOKENS, K, head_dim, q8)
+    for array in host.arrays:
+        if array is not None:
+            array.view(np.uint8)[...] = rng.integers(0, 120, array.view(np.uint8).shape)
+    absent = ints(len(blocks), *blocks, *([99] * (5 - len(blocks))))
+    area = empty_cache(5 * KV_BLOCK_TOKENS, K, head_dim, q8)
+    there, homes = upload(device, area), with_homes(device, host, 0).homes
+    assert homes is not None
+    Attention(device, limits(1, K, K, head_dim, 640)).stage(device.upload(absent), homes, there)
+    reference.stage(None, absent, host, area)  # type: ignore[arg-type]
+    of_cpu = empty_cache(5 * KV_BLOCK_TOKENS, K, head_dim, q8)
+    cpu.stage(None, absent, host, of_cpu)  # type: ignore[arg-type]
+    for found, also, expected in zip(there.arrays, of_cpu.arrays, area.arrays, strict=True):
+        if expected is not None:
+            same_bits(device.read(found).view(np.uint8), expected.view(np.uint8))
+            same_bits(also.view(np.uint8), expected.view(np.uint8))
 
 
 def test_blocks_that_are_not_there_in_a_window(device: Any) -> None:

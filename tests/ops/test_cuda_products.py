@@ -104,9 +104,7 @@ def test_norm_of_a_ragged_row(device: Any, products: Products) -> None:
 SHAPES = [(5, 256), (37, 768)]
 
 
-@pytest.mark.parametrize(
-    "qtype", [pytest.param(t, id=t.name, marks=slow_if(t.name in SELDOM)) for t in NATIVE_TYPES]
-)
+@pytest.mark.parametrize("qtype", [pytest.param(t, id=t.name, marks=slow_if(t.name in SELDOM)) for t in NATIVE_TYPES])
 def test_product(device: Any, products: Products, qtype: QType) -> None:
     for N, K in SHAPES:
         w = matrix(qtype, N, K)

@@ -57,9 +57,7 @@ def step(T: int) -> tuple[Recorder, ops.Workspace, Callable[[int], None], Callab
     empty = policy.SlotState.empty([2] * L, E)
     state = policy.SlotState(*(device.upload(getattr(empty, name)) for name in policy.SlotState.__slots__))
     Q8 = QType.Q8_0
-    first = Experts(
-        Q8, Q8, Q8, D, F, PART_BYTES, state.expert_ptr[0], state.home_ptr[0], state.slot_ptr, layer=0
-    )
+    first = Experts(Q8, Q8, Q8, D, F, PART_BYTES, state.expert_ptr[0], state.home_ptr[0], state.slot_ptr, layer=0)
     banks = [replace(first, layer=i) for i in range(L)]
     h, x, logits = (device.empty((T, n), np.float32) for n in (D, D, E))
     experts, weights = device.empty((T, A), np.int32), device.empty((T, A), np.float32)

@@ -144,10 +144,20 @@ CASES = [
     *(product_case(QType.NVFP4, 5, 320, T, scale=0.37) for T in (1, 3, 34)),
     *(product_case(t, 7, 512, 1, scale=-1.9) for t in (K4, QType.F32)),
     expert_case((QType.NVFP4, QType.NVFP4, QType.NVFP4), 320, 192, 1, scaled=True),
-    *(expert_case((QType.NVFP4,) * 3, 192, 320, T, shared=(QType.NVFP4,) * 3, shared_F=320, scaled=True)
-      for T in (1, 6, 37)),
-    expert_case((QType.NVFP4, K4, Q8), 256, 192, 1, shared=(QType.NVFP4, K4, Q8), shared_F=192, shared_gate=QType.F32,
-                scaled=True),
+    *(
+        expert_case((QType.NVFP4,) * 3, 192, 320, T, shared=(QType.NVFP4,) * 3, shared_F=320, scaled=True)
+        for T in (1, 6, 37)
+    ),
+    expert_case(
+        (QType.NVFP4, K4, Q8),
+        256,
+        192,
+        1,
+        shared=(QType.NVFP4, K4, Q8),
+        shared_F=192,
+        shared_gate=QType.F32,
+        scaled=True,
+    ),
     expert_case((K4, K4, K6), 256, 512, 1, gelu=True, add=False),
     expert_case((Q8, Q8, QType.F16), 96, 70, 6, gelu=True),
     expert_case((K6, K4, K5), 256, 256, 35, gelu=True, add=False),
@@ -155,8 +165,17 @@ CASES = [
     expert_case((K4, K4, K6), 256, 512, 1, shared=(K4, K4, K4), shared_F=512, shared_gate=QType.F32),
     expert_case((K4, K6, K4), 512, 256, 5, shared=(K4, K6, Q8), shared_F=256),
     expert_case((Q8, Q8, QType.Q4_0), 96, 160, 31, shared=(Q8, Q8, Q8), shared_F=160, shared_gate=QType.BF16),
-    expert_case((QType.F16, QType.F32, QType.F16), 77, 70, 1, gelu=True, add=False,
-                shared=(QType.F16, QType.F32, QType.F32), shared_F=70, shared_gate=QType.F16),
+    expert_case(
+        (QType.F16, QType.F32, QType.F16),
+        77,
+        70,
+        1,
+        gelu=True,
+        add=False,
+        shared=(QType.F16, QType.F32, QType.F32),
+        shared_F=70,
+        shared_gate=QType.F16,
+    ),
     expert_case((Q8, Q8, QType.F16), 96, 70, 6, shared=(Q8, Q8, QType.F16), shared_F=70, shared_gate=QType.F32),
     # and in launches of its own
     expert_case((K4, K4, K6), 256, 512, 1, shared=(K4, K4, K6), shared_F=768, shared_gate=QType.F32),

@@ -186,6 +186,15 @@ class Attention:
                 overlap=overlap,
             )
 
+    def stage(self, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
+        """Bring blocks to the staging area: absent int32 [1 + n] says how many, and which of `homes` on the host."""
+        if homes.k.shape[1:] != staging.k.shape[1:] or len(absent) - 1 > len(staging.k) // KV_BLOCK_TOKENS:
+            raise ValueError(f"{len(absent) - 1} blocks of {homes.k.shape} for a staging area {staging.k.shape}")
+        of_block = [0 if a is None else a[:KV_BLOCK_TOKENS].nbytes for a in (staging.k, staging.k_scale)]
+        sources = (None if a is None else np.uint64(self.device.pointer(a)) for a in homes.arrays)
+        kernel = self.device.kernel(Module("stage.cu"), "stage")
+        kernel(2 * self.device.n_sm, 256, (absent, *sources, *staging.arrays, *map(int, of_block)))
+
     def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer, splits: int) -> _Plan:
         """How a block of attention_splits works, for n_tokens that may share a tile; splits: of all, at most."""
         row_bytes = head_dim * kv.k.dtype.itemsize

@@ -242,6 +242,11 @@ def copy(ws: Workspace, x: Array, to: Array) -> None:
     ws.device.copy(ws.device.pointer(to), ws.device.pointer(x), x.nbytes)
 
 
+def stage(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
+    """Bring the blocks `absent` of `homes` to the staging area; shapes as in `reference.stage`."""
+    ws.attention.stage(absent, homes, staging)
+
+
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
     """Begin to bring in the missing experts of `bank`, which a long step needs soon.
 
