@@ -65,11 +65,14 @@ def send_home(loaded: Loaded, sequence: Sequence, share: float) -> int:
     kv, absent = loaded.kv, 0
     for group in kv.full_groups:
         places = kv.pools[group].places
-        n = round(len(sequence.groups[group].held) * (1 - share))
-        if places is not None and n:
+        if places is None:
+            continue
+        blocks = sequence.groups[group].blocks()
+        # Where the pool is smaller some left it already.
+        n = round(len(blocks) * (1 - share)) - len(places.away(blocks))
+        if n > 0:
             kv._make_room(group, n)
-            away = places.away(sequence.groups[group].blocks())
-            absent += len(away) * kv.block_bytes(group)
+        absent += len(places.away(blocks)) * kv.block_bytes(group)
     loaded.forward.device.synchronize()
     return absent
 

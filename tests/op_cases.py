@@ -37,7 +37,7 @@ from tests.gguf_files import BLOCK_SCALES, random_blocks, scale_bytes
 Outputs = dict[str, np.ndarray]
 
 LIMITS = Limits(
-    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=17440, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
+    max_tokens=80, n_embd=1536, n_head_dim=1024, n_ff=18720, n_vocab=301, n_expert=17, n_expert_used=5, n_head=10,
     n_head_kv=4, head_dim=512,
 )  # fmt: skip
 FLOATS = FLOAT_TYPES

@@ -69,7 +69,7 @@ CASES = [
     # 2 to 32 rows, of every type, in more than one turn of the four warps that share a matrix's rows
     *(product_case(t, 37, 2080, T) for t, T in zip(NATIVE_TYPES, cycle((8, 3, 17, 9, 32))) if t not in FLOATS),
     # Two rows that neither registers nor shared memory hold, four that shared memory does not
-    *(product_case(t, 3, K, T) for t, K, T in ((K4, 17408, 2), (Q8, 16416, 2), (K6, 8448, 4))),
+    *(product_case(t, 3, K, T) for t, K, T in ((K4, 17408, 2), (K4, 18688, 2), (Q8, 18464, 2), (K6, 9472, 4))),
     *(product_case(t, 35, 1280, T) for t, T in ((K4, 2), (K4, 24), (K6, 9), (Q8, 32))),
     *(extreme_product_case(t) for t in NATIVE_TYPES if t not in FLOATS),
     *(odd_activations_case(t) for t in NATIVE_TYPES),

@@ -27,7 +27,7 @@ STATIC_SHARED = 1024  # bytes: a block's small arrays, or what the device keeps 
 BLOCKS_PER_SM = 3  # that share the rows of a product: at most 24 warps to hide each other's latencies
 MAX_STAGES = 6
 MATRICES = 4  # of a launch, at most
-SHARED_INPUT = 32768  # elements: so many quantized activations a block keeps in shared memory
+SHARED_INPUT = 36864  # elements: so many quantized activations a block keeps in shared memory
 
 
 @dataclass(frozen=True, slots=True)
