@@ -27,8 +27,10 @@ from spark.commands.options import (
     JsonOption,
     KVOption,
     Model,
+    ModelOnWorkersOption,
     ParallelOption,
     ProfileOption,
+    RayOption,
     ReadyOption,
     Served,
     SessionsData,
@@ -36,6 +38,9 @@ from spark.commands.options import (
     ThreadsOption,
     VramOption,
     VramsOption,
+    WorkerGpusOption,
+    WorkersOption,
+    cluster,
     drafts,
     percentages,
     placed_by,
@@ -190,6 +195,10 @@ def calibrate(
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
+    worker_gpus: WorkerGpusOption = None,
+    model_on_workers: ModelOnWorkersOption = None,
     vram: VramOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -201,10 +210,12 @@ def calibrate(
 
     The sessions are replayed through the model; the counts are the profile that experts are placed by. An
     interrupted run keeps what it counted in PROFILE.partial; --resume goes on from there and ends with the same
-    profile as a run that was never interrupted.
+    profile as a run that was never interrupted. With --ray the workers of a Ray cluster count, each with a daemon of
+    its own; the profile is the same.
     """
     from engine.formats.profile import default_path
     from engine.placing import policies
+    from spark.commands.cluster_tables import show_workers
     from spark.commands.tables import show_calibration
     from spark.daemon.client import Deadlines
     from spark.pipeline import calibrate as calibration
@@ -213,10 +224,16 @@ def calibrate(
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
+    spread_over = cluster(device, ray, workers, worker_gpus, model_on_workers)
     try:
         with progress_bars() as progress:
             options = calibration.CalibrateOptions(data, target, count, generate, trace, hidden, max_tokens, resume)
-            report = calibration.calibrate(config, options, deadlines, progress)
+            if spread_over is None:
+                report = calibration.calibrate(config, options, deadlines, progress)
+            else:
+                from spark.cluster import calibrating
+
+                report = calibrating.run(config, options, spread_over, deadlines, progress)
     except (KeyboardInterrupt, SystemExit, DaemonError, DeadlineError):
         if calibration.partial_path(target).exists():
             note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
@@ -224,6 +241,7 @@ def calibrate(
     note(f"profile written to {target}")
     save(json_file, report.to_json())
     show_calibration(report)
+    show_workers(report.more)
 
 
 @command()
