@@ -12,7 +12,7 @@ from spark.cluster.counting import ClusterCounting, refusal
 from spark.cluster.driver import Driver, Patience
 from spark.cluster.options import ClusterOptions
 from spark.cluster.ray_pool import RayPool, connected, load_ray
-from spark.cluster.worker import Counting
+from spark.cluster.worker import Counting, CountingWorker
 from spark.daemon.client import Deadlines
 from spark.pipeline import calibrate
 from spark.pipeline.calibrate import CalibrateOptions, CalibrateReport
@@ -20,12 +20,18 @@ from spark.pipeline.replay import Progress
 
 
 def run(
-    config: EngineConfig, options: CalibrateOptions, cluster: ClusterOptions, deadlines: Deadlines, progress: Progress
+    config: EngineConfig,
+    options: CalibrateOptions,
+    cluster: ClusterOptions,
+    deadlines: Deadlines,
+    progress: Progress,
+    kind: type[CountingWorker] = CountingWorker,
 ) -> CalibrateReport:
     """Count the routing of token files on a cluster and write the profile, which is that of one machine.
 
-    Raises what `pipeline.calibrate.calibrate` does; MissingExtraError without Ray; UsageError where no cluster answers,
-    or has no GPU; the refusal where every node was refused; DeadlineError where no worker is ready in time.
+    kind: what counts there. Raises what `pipeline.calibrate.calibrate` does; MissingExtraError without Ray; UsageError
+    where no cluster answers, or has no GPU; the refusal where every node was refused; DeadlineError where no worker is
+    ready in time.
     """
     load_ray()
 
@@ -41,7 +47,7 @@ def run(
             return refusal(first, info, file_id)
 
         with connected(cluster) as ray:
-            pool = RayPool(ray, cluster, config, deadlines, counting)
+            pool = RayPool(ray, cluster, config, deadlines, counting, kind)
             try:
                 patience = Patience(deadlines.ready_s, deadlines.silence_s)
                 driver = Driver(pool, checked, patience, n_workers=cluster.n_workers)

@@ -114,6 +114,7 @@ class Driver:
         self._schedule: Schedule | None = None
         self._started = 0
         self._n_ready = 0
+        self._staff_at_s = -math.inf
         self._refusal: SparkError | None = None
         self._last_words = ""
         self.refused: dict[str, str] = {}
@@ -149,12 +150,12 @@ class Driver:
 
     def _loop(self, ended: Callable[[], bool]) -> None:
         alone_s = self._clock()
-        staffed_s = asked_s = -math.inf
+        asked_s = self._staff_at_s = -math.inf
         while not ended():
             now_s = self._clock()
-            if now_s >= staffed_s + STAFF_S:
+            if now_s >= self._staff_at_s:
+                self._staff_at_s = now_s + STAFF_S
                 self._staff(now_s)
-                staffed_s = now_s
             if now_s >= asked_s + self._patience.ask_s:
                 self._ask(now_s)
                 asked_s = now_s
@@ -282,6 +283,7 @@ class Driver:
         self._last_words = f"the last that was heard, of {name}: {reason}"
         note(f"node {name}: a worker was lost: {reason}")
         post.not_before_s = self._clock() + min(_MOST_BACKOFF_S, _BACKOFF_S * 2 ** (post.deaths - 1))
+        self._staff_at_s = min(self._staff_at_s, post.not_before_s)
         if self._schedule is None or self._job is None or not known.ready:
             return
         for found in self._schedule.lose(worker, reason, culprit, blame=blame):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import queue
+import re
 import shlex
 import signal
 import sys
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.ground.config import EngineConfig
@@ -30,12 +33,14 @@ from spark.daemon.client import Deadlines
 
 CONTROL = "control"  # what is asked of an actor while it works
 _GRACE_S = 5.0
+_MOST_WORDS = 200  # characters of a reason
 
 
 class Hand:
     """What an actor is: a worker that is opened, given leases, asked, and closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[CountingWorker]) -> None:
+        self._kind = kind
         self._worker: CountingWorker | None = None
         self._closed = threading.Event()
 
@@ -44,7 +49,7 @@ class Hand:
         try:
             if not config.model.exists():
                 raise SparkError(f"there is no model file {config.model}", hint="--model-on-workers says where it is")
-            self._worker = CountingWorker(config, deadlines, counting)
+            self._worker = self._kind(config, deadlines, counting)
             if self._closed.is_set():
                 self._worker.close()
         except SparkError as error:
@@ -97,7 +102,9 @@ def connected(options: ClusterOptions) -> Iterator[Any]:
             raise _unreachable(options.address, error) from error
         for number, handler in kept.items():  # Ray takes them for itself
             signal.signal(number, handler)
-        yield ray
+        # What Ray has to say of nodes and workers it prints to stdout, which is for data; the driver says it in a line.
+        with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+            yield ray
     finally:
         ray.shutdown()
         for number, handler in kept.items():
@@ -115,16 +122,23 @@ def _unreachable(address: str, error: Exception) -> UsageError:
 class RayPool:
     """Workers on a Ray cluster; see `pool.Pool`.
 
-    Raises UsageError where the cluster has no GPU and one is asked for.
+    kind: what they are. Raises UsageError where the cluster has no GPU and one is asked for.
     """
 
     def __init__(
-        self, ray: Any, options: ClusterOptions, config: EngineConfig, deadlines: Deadlines, counting: Counting
+        self,
+        ray: Any,
+        options: ClusterOptions,
+        config: EngineConfig,
+        deadlines: Deadlines,
+        counting: Counting,
+        kind: type[CountingWorker] = CountingWorker,
     ) -> None:
         self._ray, self._options, self._deadlines, self._counting = ray, options, deadlines, counting
         self._config = replace(config, model=(options.model or config.model).absolute())
         self._actors: dict[str, Any] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._kind = kind
         self._hand = ray.remote(concurrency_groups={CONTROL: 1})(Hand)
         self._cpus: dict[str, int] = {}
         places = self.places()
@@ -152,7 +166,7 @@ class RayPool:
                 n = int(has["CPU"]) // cpus
             self._cpus[node["NodeID"]] = cpus
             places += [Place(node["NodeID"], name, i) for i in range(n)]
-        return places
+        return sorted(places, key=lambda place: (place.index, place.name))  # few workers are on many nodes
 
     def _nodes(self) -> dict[str, Mapping[str, Any]]:
         """The nodes that are alive, by names of which no two are alike."""
@@ -175,7 +189,7 @@ class RayPool:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False),
-        ).remote()
+        ).remote(self._kind)
         self._actors[worker] = actor
         config = replace(self._config, device="cuda" if options.worker_gpus else "cpu")
         if not options.worker_gpus:
@@ -241,6 +255,7 @@ class RayPool:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = next((line for line in lines if "cause" in line.lower()), lines[0] if lines else "")
-    return f"{type(error).__name__}: {reason}"
+    """The first sentence that says something: Ray explains at length what could be meant."""
+    sentences = re.split(r"(?<=[.!]) |\n|Worker exit detail: ", str(error).strip())
+    said = next((sentence.strip() for sentence in sentences if sentence.strip()), "no reason given")
+    return f"{type(error).__name__}: {said[:_MOST_WORDS]}"
