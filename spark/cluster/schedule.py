@@ -22,6 +22,7 @@ DEATHS = 2  # of workers, before the task that they ended at is set aside
 DEPTH = 2  # leases of a worker
 POOL_COST = 16 << 20  # tokens, in windows: 80 MiB
 POOL_TASKS = 1 << 16
+FLIGHT_COST = 64 << 20  # tokens of all leases together, at most about: 320 MiB, and as much in the cluster's library
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Schedule:
         # The last tasks go to those who have none.
         if not self._pool or (mine.leases and self._exhausted and len(self._pool) < len(self._workers)):
             return None
-        budget = mine.rate * self.lease_s
+        budget = min(mine.rate * self.lease_s, FLIGHT_COST / (DEPTH * len(self._workers)))
         if self._exhausted:
             budget = min(budget, self._pool_cost / (2 * len(self._workers)))
         tasks, cost = [self._pop()], 0
