@@ -74,7 +74,8 @@ def main() -> None:
         cluster.shutdown()
     medians = {name: statistics.median(found) for name, found in rates.items()}
     one, two = medians.values()
-    figures = {"what": "two workers on two cores", "tokens": given.max_tokens, "tokens_per_s": rates, "share": two / one}
+    figures: dict[str, object] = {"what": "two workers on two cores", "tokens": given.max_tokens, "tokens_per_s": rates}
+    figures["share"] = two / one
     for name, found in rates.items():
         print(f"{name}: {medians[name]:,.0f} tokens/s ({min(found):,.0f} to {max(found):,.0f})")
     print(f"share: {two / one:.3f}; profiles are the same")
