@@ -112,6 +112,14 @@ def extract_sessions(
     codex_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own."), Reads(("*.jsonl",))
     ] = None,
+    home: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Home folder of a user, instead of these; repeatable, also a quoted pattern or a URL of several.",
+        ),
+        Reads(("*.jsonl",), urls=True),
+    ] = None,
     test_frac: Annotated[
         float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of whole sessions to hold out.")
     ] = 0.2,
@@ -122,16 +130,18 @@ def extract_sessions(
 
     Writes train.jsonl and test.jsonl, split by whole session: forks, resumed copies and subagents stay with the
     session that they came from. Tool calls, tool results and reasoning are kept. What cannot be read is skipped and
-    counted.
+    counted. With --home the logs of many users are read, several at a time, and their sessions' ids stay apart.
     """
     from spark.commands.tables import show_extraction
     from spark.extract import ExtractOptions, extract
 
     options = ExtractOptions(
-        out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact
-    )
+        out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact,
+        homes=tuple(home or ()),
+    )  # fmt: skip
     with progress_bars() as progress:
-        report = extract(options, lambda done, total: progress("reading logs", done, total))
+        label = "reading homes" if home else "reading logs"
+        report = extract(options, lambda done, total: progress(label, done, total))
     note(f"sessions written to {joined(out_dir, 'train.jsonl')} and {joined(out_dir, 'test.jsonl')}")
     save(json_file, report.to_json())
     show_extraction(report)

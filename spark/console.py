@@ -28,6 +28,7 @@ _NUMBER = re.compile(r"[+-]?[\d.,]+%?")
 _UNITS = {
     "loading": ("MiB", 1 << 20),
     "reading logs": ("MiB", 1 << 20),
+    "reading homes": ("homes", 1),
     "tokenizing": ("sessions", 1),
     "calibrating": ("tokens", 1),
     "recording routing": ("tokens", 1),
