@@ -6,6 +6,7 @@ Data goes to stdout; progress, notes and errors to stderr. What an exception bec
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,7 +52,7 @@ from spark.commands.outputs import Reads, Writes, checked
 from spark.console import note, progress_bars
 from spark.profile_cli import app as profile_app
 from spark.results import save
-from spark.storage import joined
+from spark.storage import fetched, joined, local
 
 app = typer.Typer(
     name="spark",
@@ -187,9 +188,9 @@ def calibrate(
     model: Model,
     data: Data,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Profile to write; default: MODEL.gguf.spark.csv."),
-        Writes(beside_model=True),
+        str | None,
+        typer.Option(metavar="FILE", help="Profile to write, or a URL; default: MODEL.gguf.spark.csv."),
+        Writes(beside_model=True, urls=True),
     ] = None,
     count: Annotated[
         Literal["generated", "all"], typer.Option(help="Tokens whose routing counts: the model's own, or all.")
@@ -230,14 +231,18 @@ def calibrate(
     from spark.daemon.client import Deadlines
     from spark.pipeline import calibrate as calibration
 
-    target = out or default_path(model)
+    # Of a profile that goes to other storage the checkpoint is here, under its name.
+    target = (default_path(model) if out is None else local(out)) or Path(str(out).rpartition("/")[2])
+    url = "" if out is None or local(out) is not None else out
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     spread_over = cluster(device, ray, workers, worker_gpus, model_on_workers)
     try:
         with progress_bars() as progress:
-            options = calibration.CalibrateOptions(data, target, count, generate, trace, hidden, max_tokens, resume)
+            options = calibration.CalibrateOptions(
+                data, target, count, generate, trace, hidden, max_tokens, resume, url
+            )
             if spread_over is None:
                 report = calibration.calibrate(config, options, deadlines, progress)
             else:
@@ -248,7 +253,7 @@ def calibrate(
         if calibration.partial_path(target).exists():
             note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
         raise
-    note(f"profile written to {target}")
+    note(f"profile written to {report.profile}")
     save(json_file, report.to_json())
     show_calibration(report)
     show_workers(report.more)
@@ -259,9 +264,9 @@ def validate(
     model: Model,
     data: Data,
     profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Profile to validate; default: MODEL.gguf.spark.csv."),
-        Reads(beside_model=True),
+        str | None,
+        typer.Option(metavar="FILE", help="Profile to validate, or a URL; default: MODEL.gguf.spark.csv."),
+        Reads(beside_model=True, urls=True),
     ] = None,
     cross: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Profile of other traffic to compare; repeatable.")
@@ -294,11 +299,12 @@ def validate(
 
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    options = validation.ValidateOptions(
-        data, profile or default_path(model), tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
-    )
-    with progress_bars() as progress:
-        report = validation.validate(config, options, deadlines, progress)
+    given = default_path(model) if profile is None else profile
+    with progress_bars() as progress, fetched(given) as path:
+        options = validation.ValidateOptions(
+            data, path, tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
+        )
+        report = replace(validation.validate(config, options, deadlines, progress), profile=given)
     for warning in report.warnings:
         note(f"warning: {warning}")
     save(json_file, report.to_json())

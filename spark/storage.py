@@ -83,6 +83,23 @@ def reading(given: str | Path, suffixes: Sequence[str]) -> Iterator[list[Found]]
         yield found
 
 
+@contextlib.contextmanager
+def fetched(given: str | Path) -> Iterator[Path]:
+    """The file that a path or a URL names, for as long as the context lasts; a path is given as it is.
+
+    Raises what `reading` does for a URL.
+    """
+    path = local(given)
+    if path is not None:
+        yield path
+        return
+    with contextlib.ExitStack() as stack:
+        found = _fetched(str(given), (), stack)
+        if len(found) != 1:
+            raise UsageError(f"{given} is {len(found)} files, expected one")
+        yield found[0].path
+
+
 def folders(given: str) -> list[str]:
     """The folders that a path, a pattern or a URL of one stands for, sorted; nothing is fetched.
 

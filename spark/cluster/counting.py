@@ -19,7 +19,7 @@ from spark.cluster.driver import Driver, Share
 from spark.cluster.pool import Result, Task
 from spark.cluster.schedule import SetAside
 from spark.cluster.worker import Counts, Recorded
-from spark.console import note
+from spark.console import clock, note
 from spark.pipeline import calibrate
 from spark.pipeline.calibrate import Run, Tally
 from spark.pipeline.ledger import Ledger
@@ -167,7 +167,7 @@ class _Job:
             run.progress("calibrating", self._shown, run.total)
         if now_s > self._said_s + SAY_EVERY_S:
             self._said_s = now_s
-            note(progress_line(driver.shares, self._n_windows - self._n_done))
+            note(progress_line(driver.shares, self._n_windows - self._n_done, run.total - self._now.tokens))
         if now_s > self._saved_s + calibrate.CHECKPOINT_EVERY_S:
             self._save()
 
@@ -185,10 +185,11 @@ class _Job:
         return parts + 1
 
 
-def progress_line(shares: Sequence[Share], windows_left: int) -> str:
-    """`1,200 windows left, 48,000 tokens/s: gpu-a 24,010, gpu-b 23,990`; of many workers the slowest are named."""
+def progress_line(shares: Sequence[Share], windows_left: int, tokens_left: int) -> str:
+    """`1,200 windows left, 48,000 tokens/s, 1:40 left: gpu-a/0 23,990, gpu-b/0 24,010`; of many workers the slowest."""
     working = sorted((share for share in shares if share.busy_s), key=lambda share: share.rate)
     named = [f"{share.node}/{share.index} {share.rate:,.0f}" for share in working[:_MOST_NAMED]]
     more = f", and {len(working) - _MOST_NAMED} faster ones" if len(working) > _MOST_NAMED else ""
     total = sum(share.rate for share in working)
-    return f"{windows_left:,} windows left, {total:,.0f} tokens/s: {', '.join(named)}{more}"
+    left = f", {clock(tokens_left / total)} left" if total else ""
+    return f"{windows_left:,} windows left, {total:,.0f} tokens/s{left}: {', '.join(named)}{more}"

@@ -90,25 +90,25 @@ def connected(options: ClusterOptions) -> Iterator[Any]:
     ray = load_ray()
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     common = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-    try:
+    # What Ray has to say of nodes and workers it prints to stdout, which is for data; the driver says it in a line.
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
         try:
-            ray.init(address=options.address, **common)
-        except ConnectionError as error:
-            if options.address != "auto":
+            try:
+                ray.init(address=options.address, **common)
+            except ConnectionError as error:
+                if options.address != "auto":
+                    raise _unreachable(options.address, error) from error
+                note("no Ray cluster runs on this machine; one is started for this run")
+                ray.init(address="local", include_dashboard=False, **common)
+            except Exception as error:  # each layer below has its own
                 raise _unreachable(options.address, error) from error
-            note("no Ray cluster runs on this machine; one is started for this run")
-            ray.init(address="local", include_dashboard=False, **common)
-        except Exception as error:  # each layer below has its own
-            raise _unreachable(options.address, error) from error
-        for number, handler in kept.items():  # Ray takes them for itself
-            signal.signal(number, handler)
-        # What Ray has to say of nodes and workers it prints to stdout, which is for data; the driver says it in a line.
-        with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+            for number, handler in kept.items():  # Ray takes them for itself
+                signal.signal(number, handler)
             yield ray
-    finally:
-        ray.shutdown()
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        finally:
+            ray.shutdown()
+            for number, handler in kept.items():
+                signal.signal(number, handler)
 
 
 def _unreachable(address: str, error: Exception) -> UsageError:

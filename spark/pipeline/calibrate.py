@@ -31,6 +31,7 @@ from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_par
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, SparkError, UsageError
 from engine.placing import evidence
+from spark import storage
 from spark.console import note
 from spark.daemon.client import DaemonClient, Deadlines
 from spark.pipeline import replay
@@ -54,6 +55,7 @@ class CalibrateOptions:
     generate_tokens: also count this many tokens of the model's own continuation of each window.
     trace_dir, hidden: write the routing of every token there, with hidden states.
     max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
+    out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
     """
 
     tokens: str | Path
@@ -64,6 +66,7 @@ class CalibrateOptions:
     hidden: bool = False
     max_tokens: int | None = None
     resume: bool = False
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class CalibrateReport:
     """
 
     model: str
-    profile: Path
+    profile: str | Path
     tokens: int
     generated_tokens: int
     counted_tokens: int
@@ -296,11 +299,15 @@ def _calibrate(
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             choices=choices,
         )
-    profiles.save(profile, options.out)
+    if options.url:
+        with storage.writing(options.url, "the profile") as destination:
+            destination.write(profiles.format(profile).encode())
+    else:
+        profiles.save(profile, options.out)
     partial_path(options.out).unlink(missing_ok=True)
     return CalibrateReport(
         model=str(config.model),
-        profile=options.out,
+        profile=options.url or options.out,
         tokens=tally.tokens,
         generated_tokens=tally.generated_tokens,
         counted_tokens=counted,

@@ -110,7 +110,7 @@ class ValidateReport:
     """
 
     model: str
-    profile: Path
+    profile: str | Path
     tokens: int
     generated_tokens: int
     sessions: int

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import psutil
 import pytest
 
@@ -19,6 +18,7 @@ from spark.extract import ExtractOptions, extract
 from spark.extract.homes import mark_of
 from spark.speech.sessions import read_sessions, root_of, split_rank
 from tests.command_line import SAMPLES, none_left, refused, spark, started, until
+from tests.object_store import object_store
 
 BUCKET = "team"
 
@@ -149,24 +149,8 @@ def test_nothing_is_left_of_a_run_that_is_ended(three: Path, tmp_path: Path, num
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
-    """A bucket on moto's server, and this process's and its children's settings for it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        store = fsspec.filesystem("s3")
-        store.mkdir(BUCKET)
+    with object_store(BUCKET) as store:
         yield store
-        fsspec.filesystem("s3").clear_instance_cache()
-    server.stop()
 
 
 def test_homes_and_outputs_in_an_object_store(s3: Any, three: Path, tmp_path: Path) -> None:
