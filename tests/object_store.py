@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ def object_store(bucket: str) -> Iterator[Any]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    # What servers hold is the process's: an earlier one's is still there.
+    reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+    urllib.request.urlopen(reset, timeout=30).close()
     settings = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",

@@ -179,6 +179,7 @@ class Driver:
                         self._refuse(worker, error)
                     case Died(worker, reason, lost_only):
                         self._lose(worker, reason, blame=not lost_only)
+                        self._pool.kill(worker)  # which may be cut off alone, and still have its GPU
             if self._job is not None:
                 self._job.tick(self._clock(), self)
 

@@ -112,6 +112,8 @@ class CountingWorker:
             parts.append(files)
             before += task.cost
         self._fed = 0
+        if culprit is not None:
+            self.close()
         value = None
         if total is not None:
             value = Counts(total.astype(np.min_scalar_type(int(total.max()))), tuple(parts))
