@@ -37,7 +37,7 @@ tokens with all experts resident and of its distinct missed bytes over PCIe."""
 IN_SESSIONS = """\
 {model}, all experts resident, in recorded sessions of the bundled model's vocabulary ({n}): real lookup in what was
 there until then, the real gate, real steps with independent experts; a draft's token is right where the session goes on
-with it. Speed over that without drafts; *weighted*: edits 40%, other calls 20%, text 15%, reasoning 25% of the tokens."""
+with it. Speed over that without drafts; *weighted*: edits 40%, other calls 20%, text 15%, reasoning 25% of tokens."""
 SEEN = ("otherwise", "once", "alike", "alike often")
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\

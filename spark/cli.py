@@ -6,6 +6,7 @@ Data goes to stdout; progress, notes and errors to stderr. What an exception bec
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,9 +29,11 @@ from spark.commands.options import (
     JsonOption,
     KVOption,
     Model,
+    ModelOnWorkersOption,
     ParallelOption,
     PoolOption,
     ProfileOption,
+    RayOption,
     ReadyOption,
     Served,
     SessionsData,
@@ -38,6 +41,9 @@ from spark.commands.options import (
     ThreadsOption,
     VramOption,
     VramsOption,
+    WorkerGpusOption,
+    WorkersOption,
+    cluster,
     drafts,
     percentages,
     placed_by,
@@ -49,7 +55,7 @@ from spark.commands.outputs import Reads, Writes, checked
 from spark.console import note, progress_bars
 from spark.profile_cli import app as profile_app
 from spark.results import save
-from spark.storage import joined
+from spark.storage import fetched, joined, local
 
 app = typer.Typer(
     name="spark",
@@ -110,6 +116,14 @@ def extract_sessions(
     codex_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own."), Reads(("*.jsonl",))
     ] = None,
+    home: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Home folder of a user, instead of these; repeatable, also a quoted pattern or a URL of several.",
+        ),
+        Reads(("*.jsonl",), urls=True),
+    ] = None,
     test_frac: Annotated[
         float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of whole sessions to hold out.")
     ] = 0.2,
@@ -120,16 +134,18 @@ def extract_sessions(
 
     Writes train.jsonl and test.jsonl, split by whole session: forks, resumed copies and subagents stay with the
     session that they came from. Tool calls, tool results and reasoning are kept. What cannot be read is skipped and
-    counted.
+    counted. With --home the logs of many users are read, several at a time, and their sessions' ids stay apart.
     """
     from spark.commands.tables import show_extraction
     from spark.extract import ExtractOptions, extract
 
     options = ExtractOptions(
-        out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact
-    )
+        out_dir=out_dir, source=source, claude_dir=claude_dir, codex_dir=codex_dir, test_frac=test_frac, redact=redact,
+        homes=tuple(home or ()),
+    )  # fmt: skip
     with progress_bars() as progress:
-        report = extract(options, lambda done, total: progress("reading logs", done, total))
+        label = "reading homes" if home else "reading logs"
+        report = extract(options, lambda done, total: progress(label, done, total))
     note(f"sessions written to {joined(out_dir, 'train.jsonl')} and {joined(out_dir, 'test.jsonl')}")
     save(json_file, report.to_json())
     show_extraction(report)
@@ -175,9 +191,9 @@ def calibrate(
     model: Model,
     data: Data,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Profile to write; default: MODEL.gguf.spark.csv."),
-        Writes(beside_model=True),
+        str | None,
+        typer.Option(metavar="FILE", help="Profile to write, or a URL; default: MODEL.gguf.spark.csv."),
+        Writes(beside_model=True, urls=True),
     ] = None,
     count: Annotated[
         Literal["generated", "all"], typer.Option(help="Tokens whose routing counts: the model's own, or all.")
@@ -193,6 +209,10 @@ def calibrate(
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
+    worker_gpus: WorkerGpusOption = None,
+    model_on_workers: ModelOnWorkersOption = None,
     vram: VramOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -204,29 +224,42 @@ def calibrate(
 
     The sessions are replayed through the model; the counts are the profile that experts are placed by. An
     interrupted run keeps what it counted in PROFILE.partial; --resume goes on from there and ends with the same
-    profile as a run that was never interrupted.
+    profile as a run that was never interrupted. With --ray the workers of a Ray cluster count, each with a daemon of
+    its own; the profile is the same.
     """
     from engine.formats.profile import default_path
     from engine.placing import policies
+    from spark.commands.cluster_tables import show_workers
     from spark.commands.tables import show_calibration
     from spark.daemon.client import Deadlines
     from spark.pipeline import calibrate as calibration
 
-    target = out or default_path(model)
+    # Of a profile that goes to other storage the checkpoint is here, under its name.
+    target = (default_path(model) if out is None else local(out)) or Path(str(out).rpartition("/")[2])
+    url = "" if out is None or local(out) is not None else out
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
+    spread_over = cluster(device, ray, workers, worker_gpus, model_on_workers)
     try:
         with progress_bars() as progress:
-            options = calibration.CalibrateOptions(data, target, count, generate, trace, hidden, max_tokens, resume)
-            report = calibration.calibrate(config, options, deadlines, progress)
+            options = calibration.CalibrateOptions(
+                data, target, count, generate, trace, hidden, max_tokens, resume, url
+            )
+            if spread_over is None:
+                report = calibration.calibrate(config, options, deadlines, progress)
+            else:
+                from spark.cluster import calibrating
+
+                report = calibrating.run(config, options, spread_over, deadlines, progress)
     except (KeyboardInterrupt, SystemExit, DaemonError, DeadlineError):
         if calibration.partial_path(target).exists():
             note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
         raise
-    note(f"profile written to {target}")
+    note(f"profile written to {report.profile}")
     save(json_file, report.to_json())
     show_calibration(report)
+    show_workers(report.more)
 
 
 @command()
@@ -234,9 +267,9 @@ def validate(
     model: Model,
     data: Data,
     profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Profile to validate; default: MODEL.gguf.spark.csv."),
-        Reads(beside_model=True),
+        str | None,
+        typer.Option(metavar="FILE", help="Profile to validate, or a URL; default: MODEL.gguf.spark.csv."),
+        Reads(beside_model=True, urls=True),
     ] = None,
     cross: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Profile of other traffic to compare; repeatable.")
@@ -269,11 +302,12 @@ def validate(
 
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
-    options = validation.ValidateOptions(
-        data, profile or default_path(model), tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
-    )
-    with progress_bars() as progress:
-        report = validation.validate(config, options, deadlines, progress)
+    given = default_path(model) if profile is None else profile
+    with progress_bars() as progress, fetched(given) as path:
+        options = validation.ValidateOptions(
+            data, path, tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
+        )
+        report = replace(validation.validate(config, options, deadlines, progress), profile=given)
     for warning in report.warnings:
         note(f"warning: {warning}")
     save(json_file, report.to_json())

@@ -28,6 +28,7 @@ _NUMBER = re.compile(r"[+-]?[\d.,]+%?")
 _UNITS = {
     "loading": ("MiB", 1 << 20),
     "reading logs": ("MiB", 1 << 20),
+    "reading homes": ("homes", 1),
     "tokenizing": ("sessions", 1),
     "calibrating": ("tokens", 1),
     "recording routing": ("tokens", 1),
@@ -109,10 +110,11 @@ class _Shown:
         if not rate:
             return "", ""
         unit, size = _UNITS.get(self.label, ("", 1))
-        return f"{rate / size:,.0f} {unit}/s" if unit else "", f"{_clock((total - self.done) / rate)} left"
+        return f"{rate / size:,.0f} {unit}/s" if unit else "", f"{clock((total - self.done) / rate)} left"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A time as `1:40` or `2:03:20`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 

@@ -84,6 +84,64 @@ def reading(given: str | Path, suffixes: Sequence[str]) -> Iterator[list[Found]]
 
 
 @contextlib.contextmanager
+def fetched(given: str | Path) -> Iterator[Path]:
+    """The file that a path or a URL names, for as long as the context lasts; a path is given as it is.
+
+    Raises what `reading` does for a URL.
+    """
+    path = local(given)
+    if path is not None:
+        yield path
+        return
+    with contextlib.ExitStack() as stack:
+        found = _fetched(str(given), (), stack)
+        if len(found) != 1:
+            raise UsageError(f"{given} is {len(found)} files, expected one")
+        yield found[0].path
+
+
+def folders(given: str) -> list[str]:
+    """The folders that a path, a pattern or a URL of one stands for, sorted; nothing is fetched.
+
+    Raises what `place` does, SparkError where the storage cannot be listed.
+    """
+    path = local(given)
+    if path is not None:
+        if not _MAGIC.search(str(path)) or path.exists():
+            return [str(path)]
+        found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # from a root, or from here
+        return [each for each in found if Path(each).is_dir()]
+    storage, target = _opened(given)
+    if not _MAGIC.search(target):
+        return [given]
+    try:
+        return [_url(given, each) for each in sorted(storage.glob(target.rstrip("/"))) if storage.isdir(each)]
+    except Exception as error:
+        raise _failed("cannot read", given, error) from error
+
+
+@contextlib.contextmanager
+def tree(given: str, suffix: str) -> Iterator[Path]:
+    """The local folder that is given; of a URL a copy of the files below it that end so, while the context lasts."""
+    path = local(given)
+    if path is not None:
+        yield path
+        return
+    storage, target = _opened(given)
+    with tempfile.TemporaryDirectory(prefix="spark-in-") as made:
+        try:
+            for each in storage.find(target):
+                name = str(each).removeprefix(target.rstrip("/")).lstrip("/")
+                if name.endswith(suffix) and ".." not in name.split("/"):  # names are whoever wrote them there
+                    copy = Path(made, name)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    storage.get_file(each, str(copy))
+        except Exception as error:
+            raise _failed("cannot read", given, error) from error
+        yield Path(made)
+
+
+@contextlib.contextmanager
 def writing(given: str | Path, what: str, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """A binary file that appears at a path or URL when the block ends without an exception.
 
@@ -154,7 +212,6 @@ def _opened(url: str) -> tuple[Any, str]:
 def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> list[Found]:
     """Copies of what a URL stands for, in a folder that lasts as long as the stack."""
     storage, path = _opened(url)
-    protocol = url[: len(url) - len(url.partition("://")[2])]
     made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-in-")))
     try:
         if _MAGIC.search(path) and not storage.exists(path):
@@ -165,7 +222,7 @@ def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> 
             paths = [path]
         found = []
         for i, each in enumerate(paths):
-            name = url if each == path else f"{protocol}{str(each).lstrip('/')}"
+            name = url if each == path else _url(url, each)
             query = each.partition("?")[0] if _HTTP.match(url) else each
             copy = made / f"{i:06}{Path(query).suffix}"
             storage.get_file(each, str(copy))
@@ -173,6 +230,11 @@ def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> 
     except Exception as error:
         raise _failed("cannot read", url, error) from error
     return found
+
+
+def _url(given: str, path: str) -> str:
+    """The URL of a path in the storage of another URL."""
+    return f"{given[: len(given) - len(given.partition('://')[2])]}{str(path).lstrip('/')}"
 
 
 def _send(storage: Any, files: Sequence[tuple[Path, str]], url: str) -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -15,6 +15,9 @@ from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, KVType, poo
 from engine.ground.errors import UsageError
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
+
+if TYPE_CHECKING:
+    from spark.cluster.options import ClusterOptions
 
 _GIB = 100_000  # more than any machine has: a slip of the hand, or infinity
 _MIB = 999_999
@@ -108,6 +111,25 @@ DraftMemoryOption = Annotated[
         help="Host memory for texts of earlier requests, to propose from; 0: none.",
     ),
 ]  # fmt: skip
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="auto|ADDRESS", help="Spread it over a Ray cluster: HOST:PORT; auto: of this machine, or new."
+    ),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Most workers; default: as many as the cluster has room for.")
+]
+WorkerGpusOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, max=1024, metavar="N",
+        help="GPUs of each worker; 0: a share of the CPUs. Default: 1, with --device cpu 0.",
+    ),
+]  # fmt: skip
+ModelOnWorkersOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Where the workers find the model; default: at the same path.")
+]
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the figures there; -: to stdout, and all else to stderr."),
@@ -183,6 +205,23 @@ def pool(value: str) -> str:
     except ValueError:
         raise UsageError(f"--kv-pool {value}: expected auto, GiB as 6GiB, or tokens as 16384") from None
     return value
+
+
+def cluster(
+    device: str, ray: str | None, workers: int | None, worker_gpus: float | None, model: str | None
+) -> ClusterOptions | None:
+    """Read the options of a cluster; None where there is none."""
+    from spark.cluster.options import ClusterOptions
+
+    if ray is None:
+        given = {"--workers": workers, "--worker-gpus": worker_gpus, "--model-on-workers": model}
+        if alone := [name for name, value in given.items() if value is not None]:
+            raise UsageError(f"{' and '.join(alone)} of a cluster, and --ray is missing", hint="give --ray auto")
+        return None
+    gpus = float(device != "cpu") if worker_gpus is None else worker_gpus
+    if (device == "cpu") != (gpus == 0) and device != "auto":
+        raise UsageError(f"--device {device} and --worker-gpus {gpus:g} contradict each other", hint="give one of them")
+    return ClusterOptions(ray, workers, gpus, None if model is None else Path(model))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,16 +140,17 @@ def _check_urls(parameters: Mapping[str, tuple[Reads | Writes, str, str]], value
     """Refuse a URL that nothing here can open, and one to write that is read, or written, too."""
     seen: list[tuple[tuple[str, str], Reads | Writes, str]] = []
     for name, (use, words, flag) in sorted(parameters.items(), key=lambda item: isinstance(item[1][0], Writes)):
-        given = values.get(name)
-        if not isinstance(given, str) or not use.urls or storage.local(given) is not None:
-            continue
-        kind, path = storage.place(given)
-        for (kind_read, other), read_as, which in seen if isinstance(use, Writes) else ():
-            folder, _, file = path.rpartition("/")
-            inside = folder == other.rstrip("/") and any(fnmatch(file, pattern) for pattern in read_as.files)
-            if kind == kind_read and (inside or _matches(path, other)):  # if it is there, which the storage knows
-                raise UsageError(f"{flag} {given} would overwrite {which}", hint="name another file")
-        seen.append(((kind, path), use, words))
+        value = values.get(name)
+        for given in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(given, str) or not use.urls or storage.local(given) is not None:
+                continue
+            kind, path = storage.place(given)
+            for (kind_read, other), read_as, which in seen if isinstance(use, Writes) else ():
+                folder, _, file = path.rpartition("/")
+                inside = folder == other.rstrip("/") and any(fnmatch(file, pattern) for pattern in read_as.files)
+                if kind == kind_read and (inside or _matches(path, other)):  # if it is there, which the storage knows
+                    raise UsageError(f"{flag} {given} would overwrite {which}", hint="name another file")
+            seen.append(((kind, path), use, words))
 
 
 def _matches(path: str, pattern: str) -> bool:

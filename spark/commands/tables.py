@@ -134,11 +134,11 @@ def show_cross(report: ValidateReport, ladder: Ladder, title: str) -> None:
 
     placed = [each.name for each in policies.POLICIES if each.by_profile]
     own = [row for row in ladder.rows if row.policy in (policies.UNIFORM.name, *placed)]
-    paths = [report.profile, *(Path(row.profile) for row in ladder.cross if row.profile)]
+    paths = [Path(report.profile), *(Path(row.profile) for row in ladder.cross if row.profile)]
     short = len({path.name for path in paths}) == len(set(paths))
 
     def placed_by(row: Rung) -> str:
-        path = Path(row.profile) if row.profile else report.profile
+        path = Path(row.profile or report.profile)
         return "" if row.policy not in placed else path.name if short else str(path)
 
     rows = [[row.policy, placed_by(row), *_misses(row)] for row in (*own, *ladder.cross)]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
 from spark import storage
@@ -31,6 +32,7 @@ class ExtractOptions:
     """What to extract and where to.
 
     out_dir: gets train.jsonl and test.jsonl; made if it does not exist. Or a URL (spark/storage.py).
+    homes: home folders of users, instead of the two below: each is read by itself, several at a time (homes.py).
     claude_dir, codex_dir: the programs' home folders (or any folder with such logs); None takes
         CLAUDE_CONFIG_DIR or ~/.claude, with ~/.config/claude, and CODEX_HOME or ~/.codex.
     test_frac: share of the root sessions that goes to test.jsonl, 0 to 1.
@@ -43,6 +45,7 @@ class ExtractOptions:
     codex_dir: Path | None = None
     test_frac: float = 0.2
     redact: bool = True
+    homes: tuple[str, ...] = ()
 
 
 def extract(
@@ -61,7 +64,11 @@ def extract(
     """
     if not 0 <= options.test_frac <= 1:
         raise UsageError(f"the test fraction is {options.test_frac}, expected 0 to 1")
-    with storage.folder(options.out_dir, _FILES) as out_dir:
+    if options.homes:
+        from spark.extract import homes
+
+        return homes.extract(options, progress, count_tokens or estimate_tokens)
+    with storage.folder(options.out_dir, FILES) as out_dir:
         return _extract(options, out_dir, progress, count_tokens)
 
 
@@ -81,24 +88,31 @@ def _extract(
     intake = Intake(redact=options.redact, advance=advance, spool_dir=out_dir)
     tally = Tally(count_tokens or estimate_tokens)
     homes = _homes(options)
-    logs = {family: list_logs(folders, _FOLDERS[family], intake) for family, folders in homes.items()}
-    _check_logs(out_dir, homes, [path for files in logs.values() for path, _ in files])
+    logs = {family: list_logs(folders, FOLDERS[family], intake) for family, folders in homes.items()}
+    check_logs(out_dir, homes, [path for files in logs.values() for path, _ in files])
     total = sum(size for files in logs.values() for _, size in files)
     progress(0, total)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        sessions = _write(options, out_dir, _conversations(logs, intake), tally, intake)
+        sessions = _write(options, out_dir, conversations_of(logs, intake), tally, intake)
     except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
         message = f"{out_dir} cannot be written: {error.strerror}"
         raise SparkError(message, hint="choose another --out-dir") from error
+    return reported(sum(map(len, logs.values())), sessions, tally, intake, count_tokens)
+
+
+def reported(
+    n_files: int, sessions: dict[str, int], tally: Tally, intake: Intake, count_tokens: Callable[[str], int] | None
+) -> Report:
+    """What a run counted, as a report."""
     return Report(
-        files=sum(map(len, logs.values())),
+        files=n_files,
         sessions=sessions,
         messages=tally.messages,
         tokens=dict(sorted(tally.tokens.items())),
         prompt_tokens=tally.prompt_percentiles(),
         context_tokens=tally.context_percentiles(),
-        token_counter=ESTIMATE if count_tokens is None else "tokenizer",
+        token_counter=ESTIMATE if count_tokens in (None, estimate_tokens) else "tokenizer",
         skipped_lines=dict(sorted(intake.skipped.items())),
         dropped_blocks=dict(sorted(intake.dropped.items())),
         dropped_content=intake.kinds.largest(),
@@ -106,9 +120,9 @@ def _extract(
     )
 
 
-_FILES = ("train.jsonl", "test.jsonl")
+FILES = ("train.jsonl", "test.jsonl")
 _NAME_FOLDERS = "name the folders with --claude-dir and --codex-dir"
-_FOLDERS = {"claude": ("projects",), "codex": ("sessions", "archived_sessions")}
+FOLDERS = {"claude": ("projects",), "codex": ("sessions", "archived_sessions")}
 
 
 def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
@@ -134,12 +148,12 @@ def _homes(options: ExtractOptions) -> dict[str, list[Path]]:
     return homes
 
 
-def _check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path]) -> None:
+def check_logs(out_dir: Path, homes: dict[str, list[Path]], logs: list[Path]) -> None:
     """Refuse to write nothing over an earlier extraction, and to write over a log."""
     if not logs:
         looked_in = ", ".join(str(path) for folders in homes.values() for path in folders)
         raise FileFormatError(f"no session logs (*.jsonl) in {looked_in}", hint=_NAME_FOLDERS)
-    for path in (out_dir / name for name in _FILES):
+    for path in (out_dir / name for name in FILES):
         if path.exists() and any(path.samefile(log) for log in logs):
             raise UsageError(f"--out-dir {out_dir}: {path} is one of the logs to read", hint="choose another --out-dir")
 
@@ -155,7 +169,7 @@ def _default_codex_dirs() -> list[Path]:
     return [Path(named).expanduser() if named else Path.home() / ".codex"]
 
 
-def _conversations(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> Iterator[Outgoing]:
+def conversations_of(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> Iterator[Outgoing]:
     """Every conversation of the logs, in an order that depends on nothing but them."""
     groups: list[Group] = []
     if "claude" in logs:
@@ -171,31 +185,52 @@ def _write(
     options: ExtractOptions, out_dir: Path, conversations: Iterator[Outgoing], tally: Tally, intake: Intake
 ) -> dict[str, int]:
     """Write the conversations to the two files, split by root session; returns how many went to each."""
-    with ExitStack() as stack:
-
-        def writer(name: str) -> SessionWriter:
-            made = stack.enter_context(SessionWriter(out_dir / name))
-            made.open()
-            return made
-
-        train, test = map(writer, _FILES)
+    with Sides(out_dir, options.test_frac) as sides:
         used: set[str] = set()
         for conversation in conversations:
-            head = replace(conversation.head, session_id=_unused(conversation.head.session_id, used))
+            head = replace(conversation.head, session_id=unused(conversation.head.session_id, used))
             used.add(head.session_id)
-            side = test if split_rank(head.root_id) < options.test_frac else train
-            side.write(head, _counted(conversation, tally))
+            sides.of(head.root_id).write(head, counted(conversation, tally))
+        if not used:
+            raise no_session(intake)
+        return sides.publish()
+
+
+class Sides:
+    """Both files under construction, which appear together; a context manager.
+
+    A root session is on one side, with all that grew from it.
+    """
+
+    def __init__(self, out_dir: Path, test_frac: float) -> None:
+        self._out_dir, self._test_frac = out_dir, test_frac
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._train, self._test = (self._writer(name, stack) for name in FILES)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def of(self, root_id: str) -> SessionWriter:
+        """The file that a root's sessions go to."""
+        return self._test if split_rank(root_id) < self._test_frac else self._train
+
+    def publish(self) -> dict[str, int]:
+        """Give both files their names; returns how many sessions are in each."""
+        train, test = self._train, self._test
         train.seal()
         test.seal()
-
-        if not used:
-            why = ", ".join(f"{name} {count}" for name, count in sorted(intake.skipped.items()))
-            raise FileFormatError(f"the session logs hold no session{why and f' (skipped: {why})'}", hint=_NAME_FOLDERS)
-        roots = sorted({root_of(session_id) for session_id in used}, key=split_rank)
-        if 0 < options.test_frac < 1 and len(roots) > 1 and not (train.session_ids and test.session_ids):
+        roots = sorted({root_of(each) for side in (train, test) for each in side.session_ids}, key=split_rank)
+        if 0 < self._test_frac < 1 and len(roots) > 1 and not (train.session_ids and test.session_ids):
             # So few sessions that one side got none: the root nearest to the limit changes sides.
             full, test_roots = (test, roots[:-1]) if test.session_ids else (train, roots[:1])
-            train, test = map(writer, _FILES)
+            train, test = (self._writer(name, self._stack) for name in FILES)
             for session_id, line in full.lines():
                 (test if root_of(session_id) in test_roots else train).write_line(session_id, line)
             train.seal()
@@ -204,15 +239,27 @@ def _write(
         test.publish()
         return {"train": len(train.session_ids), "test": len(test.session_ids)}
 
+    def _writer(self, name: str, stack: ExitStack) -> SessionWriter:
+        made = stack.enter_context(SessionWriter(self._out_dir / name))
+        made.open()
+        return made
 
-def _counted(conversation: Outgoing, tally: Tally) -> Iterator[Message]:
+
+def no_session(intake: Intake) -> FileFormatError:
+    """What to say of logs without a session."""
+    why = ", ".join(f"{name} {count}" for name, count in sorted(intake.skipped.items()))
+    return FileFormatError(f"the session logs hold no session{why and f' (skipped: {why})'}", hint=_NAME_FOLDERS)
+
+
+def counted(conversation: Outgoing, tally: Tally) -> Iterator[Message]:
+    """The messages of a conversation, which are counted as they go by."""
     tally.begin_session()
     for message, typed in messages(conversation.parts):
         tally.add(message, typed)
         yield message
 
 
-def _unused(session_id: str, used: set[str]) -> str:
+def unused(session_id: str, used: set[str]) -> str:
     """The id, or one beside it of the same root: a session's log may lie in two places, with different ends."""
     root, number, candidate = root_of(session_id), 2, session_id
     while candidate in used:

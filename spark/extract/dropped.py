@@ -31,6 +31,13 @@ class Dropped:
         self._records[name] += 1
         self._characters[name] += text_size(value)
 
+    def join(self, other: Dropped) -> None:
+        """Add what another counted."""
+        for kind, records in other._records.items():
+            name = kind if kind in self._records or len(self._records) < _TRACKED else OTHER
+            self._records[name] += records
+            self._characters[name] += other._characters[kind]
+
     def largest(self) -> dict[str, dict[str, int]]:
         """Records and characters by kind, most text first; what is beyond the list's length is one kind, the last."""
         names = sorted(self._records, key=lambda name: (-self._characters[name], -self._records[name], name))

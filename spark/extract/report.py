@@ -87,6 +87,13 @@ class Tally:
         self._context += sum(counts.values())
         self.messages += 1
 
+    def join(self, other: Tally) -> None:
+        """Add what another counted."""
+        self._prompts.extend(other._prompts)
+        self._contexts.extend(other._contexts)
+        self.messages += other.messages
+        self.tokens.update(other.tokens)
+
     def prompt_percentiles(self) -> dict[str, int]:
         """Percentiles of what the user typed, in tokens a message."""
         return _percentiles(self._prompts)

@@ -10,15 +10,17 @@ they are counted, in `PROFILE.partial.routing` or the folder of `--trace`, and g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -28,14 +30,15 @@ from engine.formats.profile import Choice, Counted, Profile
 from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths, read_routing
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from engine.ground.sampling import Sampling
 from engine.placing import evidence
+from spark import storage
 from spark.console import note
 from spark.daemon.client import DaemonClient, Deadlines
 from spark.pipeline import replay
+from spark.pipeline.ledger import Ledger
 from spark.pipeline.replay import Progress
 from spark.pipeline.sample import Sample
-from spark.pipeline.tokens import TokensFile, Window, opened
+from spark.pipeline.tokens import TokensFile, opened
 from spark.speech.sessions import root_of
 
 CHECKPOINT_EVERY_S = 5.0
@@ -52,6 +55,7 @@ class CalibrateOptions:
     generate_tokens: also count this many tokens of the model's own continuation of each window.
     trace_dir, hidden: write the routing of every token there, with hidden states.
     max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
+    out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
     """
 
     tokens: str | Path
@@ -62,17 +66,18 @@ class CalibrateOptions:
     hidden: bool = False
     max_tokens: int | None = None
     resume: bool = False
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrateReport:
     """What a calibration read and counted; `to_json` has the keys of `--json`.
 
-    no_choice: why nothing was chosen, where nothing was; empty otherwise.
+    no_choice: why nothing was chosen, where nothing was; empty otherwise. more: what else who counted has to say.
     """
 
     model: str
-    profile: Path
+    profile: str | Path
     tokens: int
     generated_tokens: int
     counted_tokens: int
@@ -81,6 +86,7 @@ class CalibrateReport:
     resumed_tokens: int
     choices: tuple[Choice, ...]
     no_choice: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,18 +104,85 @@ class CalibrateReport:
             "sessions": self.sessions,
             "tokens_per_s": self.tokens_per_s,
             "choices": [asdict(choice) for choice in self.choices],
+            **self.more,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class _Tally:
-    """What was counted after whole windows; a new one takes its place when a window is done."""
+class Tally:
+    """What was counted after whole windows; a new one takes its place when a window is done.
+
+    windows: how many. ledger: which they are; None: the first ones.
+    """
 
     counts: np.ndarray[Any, np.dtype[np.int64]]
     windows: int = 0
     tokens: int = 0
     generated_tokens: int = 0
     trace_parts: int = 0
+    ledger: Ledger | None = None
+
+    def has(self, number: int) -> bool:
+        """Whether a window of the file is counted."""
+        return number < self.windows if self.ledger is None else number in self.ledger
+
+    @property
+    def end(self) -> int:
+        """A number above those of all windows that are counted."""
+        return self.windows if self.ledger is None else self.ledger.end
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What there is to count, and where. tally: what an earlier run counted; total: tokens of both, about.
+
+    routing: the folder of the trace, which gets the windows that the sample takes, or all where there is --trace.
+    """
+
+    file: TokensFile
+    options: CalibrateOptions
+    tally: Tally
+    total: int
+    fingerprint: Mapping[str, Any]
+    info: Mapping[str, Any]
+    sample: Sample
+    routing: Path
+    progress: Progress
+
+    def save(self, tally: Tally) -> None:
+        """Write the checkpoint."""
+        _save_checkpoint(self.options.out, tally, self.fingerprint, self.info)
+
+
+class Counting(Protocol):
+    """Who feeds windows to the model: a daemon of this machine, or those of a cluster (spark/cluster).
+
+    info: what the daemon said when it was ready; of several, what all said. more: what else it has to say in the end.
+    """
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """See the class."""
+        ...
+
+    @property
+    def more(self) -> Mapping[str, Any]:
+        """See the class."""
+        ...
+
+    def count(self, run: Run) -> Tally:
+        """Count the windows of the file, up to the total, that the run's tally does not have, and keep checkpoints."""
+        ...
+
+
+Opening: TypeAlias = Callable[[EngineConfig, Deadlines, Progress], AbstractContextManager[Counting]]
+
+
+@contextlib.contextmanager
+def here(config: EngineConfig, deadlines: Deadlines, progress: Progress) -> Iterator[Counting]:
+    """Count with a daemon of this machine."""
+    with replay.open_daemon(config, deadlines, progress) as client:
+        yield _Here(client)
 
 
 def partial_path(out: Path) -> Path:
@@ -123,19 +196,23 @@ def routing_path(out: Path) -> Path:
 
 
 def calibrate(
-    config: EngineConfig, options: CalibrateOptions, deadlines: Deadlines, progress: Progress
+    config: EngineConfig,
+    options: CalibrateOptions,
+    deadlines: Deadlines,
+    progress: Progress,
+    opening: Opening = here,
 ) -> CalibrateReport:
     """Count the routing of a token file and write the profile.
 
-    Raises what the token file, the model or the daemon are refused for; whatever ends the run early,
-    Ctrl-C included, what was counted is in the checkpoint.
+    opening: who counts. Raises what the token file, the model or the daemon are refused for; whatever ends the run
+    early, Ctrl-C included, what was counted is in the checkpoint.
     """
     _refuse(options)
     with opened(config.model, options.tokens, progress) as file:
         if options.trace_dir is not None:
             note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB")
         try:
-            return _calibrate(config, options, file, deadlines, progress)
+            return _calibrate(config, options, file, deadlines, progress, opening)
         finally:
             if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
                 shutil.rmtree(routing_path(options.out), ignore_errors=True)
@@ -173,29 +250,34 @@ def _trace_bytes(model: Path, file: TokensFile, options: CalibrateOptions) -> in
 
 
 def _calibrate(
-    config: EngineConfig, options: CalibrateOptions, file: TokensFile, deadlines: Deadlines, progress: Progress
-) -> CalibrateReport:
+    config: EngineConfig, options: CalibrateOptions, file: TokensFile, deadlines: Deadlines, progress: Progress,
+    opening: Opening,
+) -> CalibrateReport:  # fmt: skip
     if config.ctx_tokens is None:  # a longer context would take memory that experts could have
         config = replace(config, ctx_tokens=_context_tokens(config.model, file.window + options.generate_tokens))
-    with replay.open_daemon(config, deadlines, progress) as client:
-        model = client.ready.info["model"]
-        replay.require_experts(client)
-        if file.window > client.ready.info["ctx_tokens"]:
+    with opening(config, deadlines, progress) as counting:
+        info = counting.info
+        model = info["model"]
+        replay.require_experts(model)
+        if file.window > info["ctx_tokens"]:
             raise UsageError(
-                f"windows of {file.window} tokens do not fit in the context of {client.ready.info['ctx_tokens']}",
+                f"windows of {file.window} tokens do not fit in the context of {info['ctx_tokens']}",
                 hint="tokenize with a smaller --window",
             )
         sample = Sample(len(model["moe_layers"]), model["n_expert_used"])
-        fingerprint = _fingerprint(options, file, client.ready.info, sample)
+        fingerprint = _fingerprint(options, file, info, sample)
         checkpoint = _load_checkpoint(options.out, fingerprint)
-        tally = checkpoint or _Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
+        tally = checkpoint or Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
         routing = _routing_folder(options, tally, file, model["model_id"])
         resumed_tokens = tally.tokens
         began = time.monotonic()
-        tally = _count(client, file, options, tally, fingerprint, sample, routing, progress)
+        total = min(file.n_tokens, options.max_tokens or file.n_tokens)
+        tally = counting.count(Run(file, options, tally, total, fingerprint, info, sample, routing, progress))
         seconds = time.monotonic() - began
-        sessions = {w.session_id for w in islice(file, tally.windows)}
+        sessions, order = _read(file, tally, sample)
         trace = _recorded(routing, model, sample)
+        if trace is not None and tally.ledger is not None:
+            trace = _in_order(trace, order, info["ctx_tokens"])
         choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
@@ -210,28 +292,33 @@ def _calibrate(
             n_expert_used=used,
             model_id=model["model_id"],
             tokens=counted,
-            sessions=len(sessions),
+            sessions=sessions,
             count=options.count,
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             choices=choices,
         )
-    profiles.save(profile, options.out)
+    if options.url:
+        with storage.writing(options.url, "the profile") as destination:
+            destination.write(profiles.format(profile).encode())
+    else:
+        profiles.save(profile, options.out)
     partial_path(options.out).unlink(missing_ok=True)
     return CalibrateReport(
         model=str(config.model),
-        profile=options.out,
+        profile=options.url or options.out,
         tokens=tally.tokens,
         generated_tokens=tally.generated_tokens,
         counted_tokens=counted,
-        sessions=len(sessions),
+        sessions=sessions,
         seconds=seconds,
         resumed_tokens=resumed_tokens,
         choices=choices,
         no_choice="" if choices else _no_choice(trace, sample, file.window),
+        more=counting.more,
     )
 
 
-def _routing_folder(options: CalibrateOptions, tally: _Tally, file: TokensFile, model_id: str) -> Path:
+def _routing_folder(options: CalibrateOptions, tally: Tally, file: TokensFile, model_id: str) -> Path:
     """The folder that routing is recorded in, with as many parts as the tally has seen."""
     folder = options.trace_dir or routing_path(options.out)
     if options.trace_dir is None and not tally.windows and folder.exists():
@@ -280,65 +367,77 @@ def _context_tokens(model: Path, needed: int) -> int:
     return min(trained, needed)
 
 
-def _count(
-    client: DaemonClient,
-    file: TokensFile,
-    options: CalibrateOptions,
-    tally: _Tally,
-    fingerprint: dict[str, Any],
-    sample: Sample,
-    routing: Path,
-    progress: Progress,
-) -> _Tally:
-    total = min(file.n_tokens, options.max_tokens or file.n_tokens)
-    start = tally.counts
-    client.profile("reset")
-    if options.trace_dir is not None and not tally.windows:
-        # A trace belongs to a checkpoint from its first part on: a run that is killed before the first window ends
-        # leaves a folder that the next one can go on in.
-        _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
-    progress("calibrating", min(tally.tokens, total), total)
-    saved = time.monotonic()
-    try:
-        for number, window in enumerate(file):
-            if number < tally.windows:  # of an earlier run
-                sample.takes(window)
-                continue
-            if tally.tokens >= total:
-                break
-            recorded = routing if sample.takes(window) or options.trace_dir is not None else None
-            replay.score(
-                client, window, trace_dir=recorded, hidden=options.hidden, count=options.count,
-                fed=replay.within(progress, "calibrating", tally.tokens, total),
-            )  # fmt: skip
-            if options.generate_tokens:
-                _continue(client, window, options.generate_tokens)
-            counts = start + np.asarray(client.profile("read")["counts"], np.int64)
-            # One assignment: wherever Ctrl-C strikes, the tally is that of whole windows.
-            tally = _Tally(
-                counts,
-                tally.windows + 1,
-                tally.tokens + len(window.tokens),
-                tally.generated_tokens + int(np.count_nonzero(window.generated)),
-                n_parts(routing, tally.trace_parts),
+class _Here:
+    """Counts with one daemon, window after window."""
+
+    more: Mapping[str, Any] = {}  # never changed
+
+    def __init__(self, client: DaemonClient) -> None:
+        self._client = client
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return self._client.ready.info
+
+    def count(self, run: Run) -> Tally:
+        client, file, options, tally = self._client, run.file, run.options, run.tally
+        if tally.ledger is not None:
+            raise UsageError(
+                f"{partial_path(options.out)} was counted by a cluster, whose windows are in no order",
+                hint="go on from it with --ray, or remove it",
             )
-            progress("calibrating", min(tally.tokens, total), total)
-            if time.monotonic() - saved > CHECKPOINT_EVERY_S:
-                _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
-                saved = time.monotonic()
-    finally:
-        if tally.windows:
-            _save_checkpoint(options.out, tally, fingerprint, client.ready.info)
-    return tally
+        total, progress = run.total, run.progress
+        start = tally.counts
+        client.profile("reset")
+        if options.trace_dir is not None and not tally.windows:
+            # A trace belongs to a checkpoint from its first part on: a run that is killed before the first window ends
+            # leaves a folder that the next one can go on in.
+            run.save(tally)
+        progress("calibrating", min(tally.tokens, total), total)
+        saved = time.monotonic()
+        try:
+            for number, window in enumerate(file):
+                if number < tally.windows:  # of an earlier run
+                    run.sample.takes(window)
+                    continue
+                if tally.tokens >= total:
+                    break
+                recorded = run.routing if run.sample.takes(window) or options.trace_dir is not None else None
+                replay.score(
+                    client, window, trace_dir=recorded, hidden=options.hidden, count=options.count,
+                    fed=replay.within(progress, "calibrating", tally.tokens, total),
+                )  # fmt: skip
+                if options.generate_tokens:
+                    replay.go_on(client, window, options.generate_tokens)
+                counts = start + np.asarray(client.profile("read")["counts"], np.int64)
+                # One assignment: wherever Ctrl-C strikes, the tally is that of whole windows.
+                tally = Tally(
+                    counts,
+                    tally.windows + 1,
+                    tally.tokens + len(window.tokens),
+                    tally.generated_tokens + int(np.count_nonzero(window.generated)),
+                    n_parts(run.routing, tally.trace_parts),
+                )
+                progress("calibrating", min(tally.tokens, total), total)
+                if time.monotonic() - saved > CHECKPOINT_EVERY_S:
+                    run.save(tally)
+                    saved = time.monotonic()
+        finally:
+            if tally.windows:
+                run.save(tally)
+        return tally
 
 
-def _continue(client: DaemonClient, window: Window, n_tokens: int) -> None:
-    room = client.ready.info["ctx_tokens"] - len(window.tokens)
-    if room > 0:
-        # Sampled, since greedy text of a small model repeats itself; the seed makes it reproducible.
-        sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
-        tokens = window.tokens.tolist()
-        replay.finish(client.generate(tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
+def _read(file: TokensFile, tally: Tally, sample: Sample) -> tuple[int, dict[tuple[str, int], int]]:
+    """How many sessions the tally's windows are of; and the places in the file of those that the sample may have."""
+    sessions: set[str] = set()
+    order: dict[tuple[str, int], int] = {}
+    for number, (session_id, window) in enumerate(islice(file.names(), tally.end)):
+        if tally.has(number):
+            sessions.add(session_id)
+            if session_id in sample:
+                order.setdefault((session_id, window), number)
+    return len(sessions), order
 
 
 # --- checkpoint ---------------------------------------------------------------------------------------
@@ -365,14 +464,14 @@ _DIGESTS = {"model_file": "model file", "token_file": "token file"}  # in words,
 _COUNTERS = ("windows", "tokens", "generated_tokens", "trace_parts")
 
 
-def _save_checkpoint(out: Path, tally: _Tally, fingerprint: dict[str, Any], ready: Mapping[str, Any]) -> None:
-    state = {name: getattr(tally, name) for name in _COUNTERS} | fingerprint
+def _save_checkpoint(out: Path, tally: Tally, fingerprint: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
+    state = {name: getattr(tally, name) for name in _COUNTERS} | dict(fingerprint)
     model = ready["model"]
     profile = Profile(
         counts=tally.counts,
         n_expert_used=model["n_expert_used"],
         model_id=model["model_id"],
-        extra_lines=(_CHECKPOINT + json.dumps(state),),
+        extra_lines=(_CHECKPOINT + json.dumps(state), *(() if tally.ledger is None else tally.ledger.lines())),
     )
     profiles.save(profile, partial_path(out))
 
@@ -387,7 +486,7 @@ def _state_of(partial: Path) -> dict[str, Any] | None:
         return None
 
 
-def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
+def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> Tally | None:
     """What an earlier run counted; None where it counted no window."""
     path = partial_path(out)
     if not path.exists():
@@ -398,7 +497,11 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
             raise ValueError("no checkpoint")
         if not state["windows"]:
             return None
-        done = [int(state[name]) for name in _COUNTERS]
+        done = {name: int(state[name]) for name in _COUNTERS}
+        saved = profiles.load(path)[0]
+        ledger = Ledger.parse(saved.extra_lines)
+        if ledger is not None and len(ledger) != state["windows"]:
+            raise ValueError(f"{len(ledger)} windows in its ledger, {state['windows']} counted")
         changed = [key for key, value in fingerprint.items() if state[key] != value]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         hint = "remove it and start again"
@@ -409,7 +512,7 @@ def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> _Tally | None:
             f"{path} was counted with another {', another '.join(found)}",
             hint="remove it, or resume with what it was started with",
         )
-    return _Tally(profiles.load(path)[0].counts, *done)
+    return Tally(saved.counts, **done, ledger=ledger)
 
 
 # --- what the slots do -------------------------------------------------------------------------------
@@ -420,6 +523,28 @@ def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> Routin
     if not routing.exists() or not part_paths(routing):
         return None
     return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
+
+
+def _in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
+    """The trace as one machine would have recorded it, which all that is chosen depends on.
+
+    order: places of windows in the file. A window's number is in the positions of its tokens.
+    """
+    pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
+    places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
+    by_file = np.lexsort((trace.position, places[index.ravel()]))
+    found = trace.session[by_file]
+    first = dict.fromkeys(found.tolist())
+    renamed = np.zeros(len(trace.session_ids), np.int32)
+    renamed[list(first)] = np.arange(len(first))
+    return replace(
+        trace,
+        experts=trace.experts[by_file],
+        generated=trace.generated[by_file],
+        position=trace.position[by_file],
+        session=renamed[found],
+        session_ids=tuple(trace.session_ids[i] for i in first),
+    )
 
 
 def _choices(

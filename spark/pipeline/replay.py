@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
 from engine.ground.protocol import Done, Event, Tokens
 from engine.ground.protocol import Progress as Fed
+from engine.ground.sampling import Sampling
 from spark.console import note
 from spark.daemon.client import DaemonClient, Deadlines, engine_command
 from spark.pipeline.tokens import Window
@@ -36,9 +37,8 @@ def _note_once(text: str) -> None:
     note(text)
 
 
-def require_experts(client: DaemonClient) -> None:
-    """Refuse a model without experts: there is no routing to count and nothing to place."""
-    model = client.ready.info["model"]
+def require_experts(model: Mapping[str, Any]) -> None:
+    """Refuse a model, as a daemon describes it, without experts: there is no routing to count and nothing to place."""
     if not model["expert_bytes"]:
         raise UsageError(
             f"a {model['architecture']} model has no experts, so there is nothing to count or to place",
@@ -87,3 +87,13 @@ def score(
         fed,
     )  # fmt: skip
     return done
+
+
+def go_on(client: DaemonClient, window: Window, n_tokens: int) -> None:
+    """Have the model continue a window by so many tokens, or as many as the context has room for; they are counted."""
+    room = client.ready.info["ctx_tokens"] - len(window.tokens)
+    if room > 0:
+        # Sampled, since greedy text of a small model repeats itself; the seed makes it reproducible.
+        sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
+        tokens = window.tokens.tolist()
+        finish(client.generate(tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))

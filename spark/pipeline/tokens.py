@@ -232,6 +232,15 @@ class TokensFile:
             batches = file.iter_batches(columns=["session_id"])
             return {value for batch in batches for value in pc.unique(batch.column(0)).to_pylist()}
 
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Session and number of each window, in order, without reading its tokens."""
+        with (
+            _reading(self.name), open_regular(self.path) as opened_file,
+            pq.ParquetFile(opened_file, page_checksum_verification=True) as file,
+        ):  # fmt: skip
+            for batch in file.iter_batches(columns=["session_id", "window"]):
+                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
     def __iter__(self) -> Iterator[Window]:
         with (
             _reading(self.name), open_regular(self.path) as opened_file,
@@ -286,6 +295,10 @@ class JoinedTokens(TokensFile):
     def session_ids(self) -> set[str]:
         """The sessions whose windows they hold."""
         return set().union(*(file.session_ids() for file in self._files))
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """See TokensFile."""
+        return chain.from_iterable(file.names() for file in self._files)
 
     def __iter__(self) -> Iterator[Window]:
         return chain.from_iterable(self._files)

@@ -110,7 +110,7 @@ class ValidateReport:
     """
 
     model: str
-    profile: Path
+    profile: str | Path
     tokens: int
     generated_tokens: int
     sessions: int
@@ -155,7 +155,7 @@ def _validate(
     with tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
         with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
-            replay.require_experts(client)
+            replay.require_experts(model)
             _require_room(client, max(options.residencies))
             for path, profile, _ in found:
                 profiles.require_shape(profile, path, (model["n_layer"], model["n_expert"]))

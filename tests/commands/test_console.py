@@ -49,7 +49,7 @@ def test_no_rate_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_times_are_read_as_clocks_show_them() -> None:
-    assert [console._clock(s) for s in (0.4, 59.6, 3599, 3661.2)] == ["0:00", "1:00", "59:59", "1:01:01"]
+    assert [console.clock(s) for s in (0.4, 59.6, 3599, 3661.2)] == ["0:00", "1:00", "59:59", "1:01:01"]
 
 
 def test_what_others_wrote_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -349,7 +349,7 @@ def test_a_checkpoint_knows_all_that_the_counts_depend_on(tmp_path: Path, change
         return calibrate._fingerprint(made, file, ready, Sample(48, n_used)), ready
 
     first, ready = fingerprint()
-    tally = calibrate._Tally(np.arange(48).reshape(3, 16), 2, 700, 300, 1)
+    tally = calibrate.Tally(np.arange(48).reshape(3, 16), 2, 700, 300, 1)
     calibrate._save_checkpoint(tmp_path / "p.csv", tally, first, ready)
     if named is None:
         loaded = calibrate._load_checkpoint(tmp_path / "p.csv", fingerprint()[0])

@@ -1,0 +1,116 @@
+"""Logs of many users read at once: 1 GB of 50 homes from the disk and from an object store, with the same sessions.
+
+The sample logs are copied into homes, again and again under other session ids, until they have the size. The object
+store is moto's server on this machine, so its time is the server's as well.
+
+    python benchmarks/cluster_homes.py --json data/results/cluster_homes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import re
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.figures import json_option  # noqa: E402
+from spark.extract import ExtractOptions, extract  # noqa: E402
+from spark.results import write_json  # noqa: E402
+
+_UUID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+_MESSAGE = re.compile(rb"(?<=\")msg_[0-9A-Za-z_-]{16,}(?=\")")
+
+
+def renamed(data: bytes, copy: int) -> bytes:
+    """A log whose ids are another's, the same in all files of a copy."""
+
+    def other(found: re.Match[bytes]) -> bytes:
+        digest = hashlib.sha256(b"%d " % copy + found[0]).hexdigest()
+        if found[0].startswith(b"msg_"):
+            return b"msg_" + digest[:24].encode()
+        return "-".join((digest[:8], digest[8:12], digest[12:16], digest[16:20], digest[20:32])).encode()
+
+    return _MESSAGE.sub(other, _UUID.sub(other, data))
+
+
+def write_home(home: Path, n_bytes: int, first_copy: int) -> int:
+    """Fill a home folder with copies of the sample logs; the number of bytes."""
+    samples = ROOT / "data" / "sessions"
+    paths = [path for name in ("claude", "codex") for path in sorted((samples / name).rglob("*.jsonl"))]
+    files = [(path, path.read_bytes()) for path in paths]
+    written, copy = 0, first_copy
+    while written < n_bytes:
+        for path, data in files:
+            name = renamed(str(path.relative_to(samples)).encode(), copy).decode()
+            at = home / f".{name}"
+            if at.exists():
+                at = at.with_name(f"{copy}-{at.name}")
+            at.parent.mkdir(parents=True, exist_ok=True)
+            made = renamed(data, copy)
+            at.write_bytes(made)
+            written += len(made)
+        copy += 1
+    return written
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--users", type=int, default=50)
+    parser.add_argument("--megabytes", type=int, default=1000)
+    json_option(parser)
+    given = parser.parse_args()
+
+    figures: dict[str, object] = {"what": "logs of many users", "users": given.users}
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        each = given.megabytes * 1_000_000 // given.users
+        n_bytes = sum(write_home(folder / "homes" / f"user{i:02}", each, 1000 * i) for i in range(given.users))
+        figures["bytes"] = n_bytes
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        for key, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():  # fmt: skip
+            patch.setenv(key, value)
+        store = fsspec.filesystem("s3")
+        store.mkdir("team")
+        store.put(str(folder / "homes"), "team/homes", recursive=True)
+        found = {}
+        for how, home, out in (
+            ("file", f"file://{folder}/homes/*", f"file://{folder}/out"),
+            ("s3", "s3://team/homes/*", "s3://team/out"),
+        ):
+            began_s = time.monotonic()
+            report = extract(ExtractOptions(out, homes=(home,)), lambda done, total: None)
+            seconds = time.monotonic() - began_s
+            figures[how] = {"seconds": seconds, "mb_per_s": n_bytes / 1e6 / seconds, "sessions": report.sessions}
+            found[how] = {key: value for key, value in report.to_json().items() if key != "sessions"}
+            print(f"{how}: {n_bytes / 1e6:,.0f} MB in {seconds:,.0f} s, {sum(report.sessions.values()):,} sessions")
+        assert found["file"] == found["s3"], "the same logs give the same counts"
+        left = [path for path in store.find("team/out") if not path.endswith(("/train.jsonl", "/test.jsonl"))]
+        assert not left and sorted(path.name for path in (folder / "out").iterdir()) == ["test.jsonl", "train.jsonl"]
+        server.stop()
+    figures["max_bytes_of_a_reader"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(f"memory of a process that reads, at most: {figures['max_bytes_of_a_reader']} bytes")
+    if given.json is not None:
+        write_json(given.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Ray clusters of several nodes on this machine, what they count, and ways to break them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from engine.formats import profile as profiles
+from engine.formats.profile import Profile
+from engine.formats.trace import part_paths
+from engine.ground.config import EngineConfig
+from spark.cluster.pool import Task
+from spark.cluster.worker import Counting, CountingWorker, Recorded
+from spark.daemon.client import Deadlines
+from spark.extract import ExtractOptions, extract
+from spark.pipeline import calibrate
+from spark.pipeline.tokens import Window, read_tokens, tokenize, write_windows
+from spark.speech.sessions import root_of
+from tests.command_line import NANO, SAMPLES
+
+CONFIG = EngineConfig(model=NANO, device="cpu", threads=1)
+DEADLINES = Deadlines(ready_s=60, silence_s=60, total_s=120)
+STORE_BYTES = 80 << 20
+
+
+def quiet(label: str, done: int, total: int) -> None:
+    assert 0 <= done <= total, label
+
+
+@dataclass(slots=True)
+class Machines:
+    """A cluster whose head has no room for workers, and nodes of some CPUs."""
+
+    cluster: Cluster
+    nodes: list[Any] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        found: str = self.cluster.address
+        return found
+
+    def add(self, cpus: int = 1) -> Any:
+        """One more node, also while a run uses the cluster."""
+        node = self.cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, wait=False)
+        self.nodes.append(node)
+        return node
+
+    def remove(self, node: Any) -> None:
+        """A node is gone, without a word."""
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@contextlib.contextmanager
+def machines(*cpus: int) -> Iterator[Machines]:
+    """A cluster with a node for each number of CPUs."""
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    made = Machines(Cluster(initialize_head=True, head_node_args=head))
+    try:
+        for n in cpus:
+            made.add(n)
+        yield made
+    finally:
+        ray.shutdown()
+        made.cluster.shutdown()
+
+
+def hands() -> list[psutil.Process]:
+    """The processes of the workers' actors, of clusters that this process started."""
+    return [p for p in _below() if _name(p).startswith("ray::Hand")]
+
+
+def daemons() -> list[psutil.Process]:
+    """The daemons below them."""
+    return [p for p in _below() if "run_module('engine'" in _name(p)]
+
+
+def _below() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def write_tokens(folder: Path, n_tokens: int, window: int = 256) -> Path:
+    """The beginnings of all sample sessions that generate anything, about so many tokens."""
+    extract(ExtractOptions(folder, "both", SAMPLES / "claude", SAMPLES / "codex", 0.3), lambda a, b: None)
+    tokenize(NANO, folder / "train.jsonl", folder / "all.parquet", window)
+    source = read_tokens(folder / "all.parquet")
+    by_root: dict[str, list[Window]] = {}
+    for each in source:
+        if each.generated.any():
+            by_root.setdefault(root_of(each.session_id), []).append(each)
+    n = max(1, n_tokens // len(by_root) // window)
+    with (folder / "tokens.parquet").open("wb") as file:
+        write_windows(file, [w for found in by_root.values() for w in found[:n]], source.origin, window)
+    return folder / "tokens.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one machine makes of the tokens."""
+
+    tokens: Path
+    profile: Profile
+    parts: tuple[bytes, ...]
+    report: calibrate.CalibrateReport
+
+    def options(self, out: Path, **more: Any) -> calibrate.CalibrateOptions:
+        return calibrate.CalibrateOptions(self.tokens, out, **more)
+
+    def same(self, out: Path) -> bool:
+        """Whether a profile is that of one machine, byte for byte, but for the time when it was made."""
+        found = profiles.load(out)[0]
+        return profiles.format(replace(found, created="")) == profiles.format(replace(self.profile, created=""))
+
+
+def on_one_machine(folder: Path, n_tokens: int = 16_000) -> Expected:
+    """Count with one daemon."""
+    tokens = write_tokens(folder, n_tokens)
+    options = calibrate.CalibrateOptions(tokens, folder / "one.csv", trace_dir=folder / "one")
+    report = calibrate.calibrate(CONFIG, options, DEADLINES, quiet)
+    assert report.choices, "there is evidence to compare"
+    parts = tuple(path.read_bytes() for path in part_paths(folder / "one"))
+    return Expected(tokens, profiles.load(folder / "one.csv")[0], parts, report)
+
+
+class Poisoned(CountingWorker):
+    """Its daemon is killed by the windows of a session that a file beside the model names."""
+
+    def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
+        super().__init__(config, deadlines, counting)
+        self._poison = (config.model.parent / "poison").read_text().split()
+
+    def _count(self, task: Recorded, before: int) -> Any:
+        if f"{task.window.session_id}:{task.window.window}" in self._poison:
+            os.kill(self._client.pid, signal.SIGKILL)
+        return super()._count(task, before)
+
+
+class Misplaced(CountingWorker):
+    """On the node that a file beside the model names another file lies under that path."""
+
+    def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
+        node = ray.get_runtime_context().get_node_id()
+        if node == (config.model.parent / "node").read_text():
+            config = replace(config, model=config.model.parent / "other.gguf")
+        super().__init__(config, deadlines, counting)
+
+
+class Slow(CountingWorker):
+    """Takes its time, so that there is some for others to break things."""
+
+    def work(self, tasks: list[Task]) -> Any:
+        import time
+
+        time.sleep(0.05)
+        return super().work(tasks)
