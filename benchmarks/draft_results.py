@@ -189,5 +189,6 @@ SECTIONS = {
     "draft_speed-laguna.json": speeds,
     "draft_speed-qwen36.json": speeds,
     "draft_speed-mtp.json": speeds,
+    "draft_speed-dense.json": speeds,
     "draft_speed-sessions.json": in_sessions,
 }

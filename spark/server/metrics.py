@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spark.speech.conversation import Usage
@@ -85,9 +85,11 @@ class _Daemon(Collector):
         self.warnings: Mapping[str, int] = {}
         self.stats: Mapping[str, Any] = {}
 
-    def collect(self) -> list[CounterMetricFamily]:
+    def collect(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
         """What is known of the daemon."""
-        made = [CounterMetricFamily("spark_daemon_restarts", "Starts after the first.", value=self.restarts)]
+        made: list[CounterMetricFamily | GaugeMetricFamily] = [
+            CounterMetricFamily("spark_daemon_restarts", "Starts after the first.", value=self.restarts)
+        ]
         warned = CounterMetricFamily("spark_daemon_warnings", "What daemons went on without.", labels=["reason"])
         for reason, n in sorted(self.warnings.items()):
             warned.add_metric([reason], n)
@@ -110,6 +112,15 @@ class _Daemon(Collector):
                 drafted.add_metric([source, "accepted"], n["accepted"])
                 drafted.add_metric([source, "rejected"], n["drafted"] - n["accepted"])
             made.append(drafted)
+        blocks = self.stats.get("kv_blocks")
+        if isinstance(blocks, Mapping) and isinstance(blocks.get("moved_bytes"), Mapping):
+            text = "Bytes of KV blocks that left the pool for their homes, and that came back."
+            moved = CounterMetricFamily("spark_kv_moved_bytes", text, labels=["to"])
+            for to, n in sorted(blocks["moved_bytes"].items()):
+                moved.add_metric(["pool" if to == "back" else to], n)
+            made.append(moved)
+            text = "KV blocks that are at home, in host memory, and not in the pool."
+            made.append(GaugeMetricFamily("spark_kv_blocks_away", text, value=blocks["away"]))
         prefixes = self.stats.get("prefixes")
         if isinstance(prefixes, Mapping) and isinstance(prefixes.get("inexact_tokens"), int):
             text = "Tokens of replies that prompts reused before they were computed again as a prompt."
