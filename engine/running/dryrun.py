@@ -280,13 +280,17 @@ class Sharing:
 
     def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         """With the first pool under which all experts fit, else the last that there is a plan for."""
-        found, refused = None, None
+        found, refused, free = None, None, available_bytes()
         for pool in self._pools():
+            # What only makes room for experts may take half of the host's memory; what makes a plan at all, all of it.
+            homes = 0 if pool is None else self.n_ctx * pooled_bytes(self.config, self.options.kv_type)
+            if found is not None and free is not None and homes > free // 2:
+                break
             self._pool = pool
             try:
                 found = self._decide_with(cap_bytes, context_bytes, context_measured)
             except CapacityError as error:
-                refused = error
+                refused = refused or error
                 continue
             if found.plan.share.resident:
                 break
@@ -303,8 +307,7 @@ class Sharing:
         if tokens is not None:
             return [tokens]
         expected = self.options.expect_ctx_tokens or EXPECT_CTX_TOKENS
-        homes, free = self.n_ctx * pooled_bytes(self.config, self.options.kv_type), available_bytes()
-        if expected >= self.n_ctx or not homes or (free is not None and homes > free // 2):
+        if expected >= self.n_ctx or not pooled_bytes(self.config, self.options.kv_type):
             return [None]
         return [None, expected]
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.full_shape import SHAPES, mix_of, write_outline
 from engine import models
+from engine.ground.config import EngineConfig, pool_size
 from engine.ground.errors import CapacityError, UnsupportedModelError
 from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.memory.kv import KVCache, least_pool
+from engine.running import dryrun
 from engine.running.stepping import Steps
 from engine.serving.scheduler import Engine
 from tests.engine_runs import config
@@ -181,6 +185,57 @@ def test_a_pool_that_is_too_small_is_refused() -> None:
         opened(model("qwen3moe"), "cpu", str(least - 1))
     assert f"need {least}" in refused.value.message and f"--kv-pool {least}" in refused.value.hint
     opened(model("qwen3moe"), "cpu", str(least)).close()
+
+
+@pytest.fixture(scope="module")
+def outline() -> Path:
+    """A file of Qwen3-30B-A3B's shapes, a hole, that was trained on long contexts."""
+    path = Path(_folder.name) / "outline.gguf"
+    arch, config = SHAPES["qwen3-30b-a3b"]
+    config = replace(config, n_ctx_train=262144)
+    write_outline(path, config, mix_of(config), arch=arch)
+    return path
+
+
+# GiB of a card, of free host memory, the context, what is expected; the pool and how much of the experts is resident.
+PLANS = [
+    (48.0, 64, 131072, None, None, 100.0),  # all fits
+    (24.0, 64, 131072, None, 32768, 100.0),  # experts get what longer contexts would have
+    (24.0, 64, 131072, 65536, 65536, 90.0),
+    (24.0, 64, 32768, None, None, 95.0),  # no longer than what is expected
+    (24.0, 20, 131072, None, None, 50.0),  # homes would take more than half of the host
+    (12.0, 20, 131072, None, 32768, 35.0),  # and there is no plan without
+]
+
+
+@pytest.mark.parametrize(("vram", "host", "ctx", "expect", "pool", "resident"), PLANS)
+def test_auto_gives_experts_what_contexts_mostly_leave(
+    outline: Path, monkeypatch: pytest.MonkeyPatch, vram: float, host: int, ctx: int, expect: int | None,
+    pool: int | None, resident: float,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(dryrun, "available_bytes", lambda: host << 30)
+    options = {"vram_gib": vram, "ctx_tokens": ctx, "expect_ctx_tokens": expect, "chunk_tokens": 512, "parallel": 4}
+    planned = dryrun.plan_only(EngineConfig(outline, policy="lru", **options))
+    assert planned["refusal"] is None and planned["pool_tokens"] == pool
+    assert resident <= planned["residency_pct"] < resident + 15
+    made, homes = planned["plan"], 0 if pool is None else 96 * 1024 * ctx
+    assert made["device_bytes"] <= vram * 2**30 and made["homes_bytes"] == homes <= made["host_bytes"]
+    # Of the pool, and a layer's homes to be staged.
+    staged = 0 if pool is None else 2048 * (ctx - pool)
+    assert 0 <= made["kv_bytes"] - 96 * 1024 * (pool or ctx) - staged < 16 << 20
+    assert any("in the pool" in reason for reason in planned["reasons"]) == (pool is not None)
+
+
+@pytest.mark.parametrize("text", ["6gib", "-1", "0", "GiB", "0GiB", "1e3", "nanGiB", ""])
+def test_a_pool_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        pool_size(text)
+
+
+def test_pools_are_tokens_or_gib() -> None:
+    assert (
+        pool_size("auto") == (None, None) and pool_size("16384") == (16384, None) and pool_size("6GiB") == (None, 6.0)
+    )
 
 
 def test_the_smallest_pool_will_do(restless: dict[str, int]) -> None:

@@ -189,8 +189,15 @@ def literal_sample(
     size=st.sampled_from([5, 97, 2500]),
 )
 def test_sample_is_what_the_specification_says(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float,
-    more: tuple[float, float], masked: bool, size: int,
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
+    more: tuple[float, float],
+    masked: bool,
+    size: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, rng.choice([0.5, 6.0]), size).astype(np.float32)
