@@ -158,9 +158,7 @@ def follower(model: Path, tmp_path: Path, memory: int) -> tuple[Loaded, np.ndarr
 
 
 @pytest.mark.parametrize("memory", [0, 6])
-def test_slots_that_swap_roles_keep_what_was_learned_of_their_experts(
-    model: Path, tmp_path: Path, memory: int
-) -> None:
+def test_slots_that_swap_roles_keep_what_was_learned_of_their_experts(model: Path, tmp_path: Path, memory: int) -> None:
     loaded, wanted = follower(model, tmp_path, memory)
     residency, state = loaded.residency, loaded.residency.state
     before, addresses = copy.deepcopy(state), state.expert_ptr.copy()
