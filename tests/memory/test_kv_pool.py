@@ -1,4 +1,4 @@
-"""Blocks that move between a pool and their homes: what a sequence reads is what it wrote, whatever happened meanwhile."""
+"""Blocks that move between a pool and their homes: what is read is what was written, whatever happened meanwhile."""
 
 from __future__ import annotations
 
