@@ -60,12 +60,17 @@ class Shapes:
 def launched(
     arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
     module: ModuleType = qwen3moe, change: Callable[[Any], Any] = lambda weights: weights,
+    pool_tokens: int | None = None,
 ) -> Kernels:  # fmt: skip
-    """The modules that a model's steps of up to `max_tokens` take, and the kernels in them; change: of its weights."""
+    """The modules that a model's steps of up to `max_tokens` take, and the kernels in them; change: of its weights.
+
+    pool_tokens: of the cache, on the device.
+    """
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
     weights = change(module.load(Shapes(config, type_of), config))
-    counted = dryrun.count(device, module, config, weights, dryrun.limits_of(config, 8192, max_tokens, 8), kv_type)
+    limits = dryrun.limits_of(config, 8192, max_tokens, 8)
+    counted = dryrun.count(device, module, config, weights, limits, kv_type, pool_tokens=pool_tokens)
     found: Kernels = {}
     for source, name in counted.kernels:
         found.setdefault(source, set()).add(name)
@@ -90,10 +95,16 @@ def of_families(arch: str) -> Kernels:
     """What the other families take besides: every set of kernels and macros once, whatever the macros' values."""
     known = {(module.file, tuple(name for name, _ in module.defines)) for module in of_gpu(next(iter(GPUS)))}
     found: dict[Any, tuple[Module, set[str]]] = {}
-    for shape in ("laguna-xs2", "qwen3.6-35b-a3b", "gemma-4-26b-a4b"):
+    for shape, pool in (
+        ("laguna-xs2", None),
+        ("qwen3.6-35b-a3b", None),
+        ("gemma-4-26b-a4b", None),
+        ("laguna-xs2", 4096),
+    ):
         module, config = SHAPES[shape]
         config = first_layers(config, 6)
-        for source, names in launched(arch, config, mix_of(config), max_tokens=512, module=module).items():
+        kernels = launched(arch, config, mix_of(config), max_tokens=512, module=module, pool_tokens=pool)
+        for source, names in kernels.items():
             key = source.file, tuple(name for name, _ in source.defines)
             if key not in known:
                 found.setdefault(key, (source, names))
