@@ -163,10 +163,10 @@ def pooled_bytes(config: CacheShape, kv_type: KVType) -> int:
 def least_pool(step_tokens: int, n_sequences: int) -> int:
     """Tokens of the smallest pool that steps of so many can do with, and as many sequences.
 
-    A step writes all its blocks, each sequence has two that it writes, and a piece of a prefix comes back whole.
+    A step writes all its blocks, each sequence up to three more, and a piece of a prefix comes back whole.
     """
     step = -(-step_tokens // KV_BLOCK_TOKENS)
-    return KV_BLOCK_TOKENS * (step + 1 + 2 * n_sequences + min(step, MOST_LEAVE // 2) + 1)
+    return KV_BLOCK_TOKENS * (step + 1 + 3 * n_sequences + min(step, MOST_LEAVE // 2) + 1)
 
 
 @dataclass(slots=True)
@@ -542,6 +542,8 @@ class KVCache:
                 self.pools[group].share(block)
             if fork.rest:
                 self._copy_block(group, sequence.groups[group].held[n_full], fork.rest[len(fork.shared) - 1])
+                if (places := self.pools[group].places) is not None:
+                    places.seal([fork.rest[len(fork.shared) - 1]])
         return fork
 
     def drop(self, fork: Fork) -> None:

@@ -91,6 +91,7 @@ class AheadOfHost:
                 rows=zero,
             )
         )  # fmt: skip
+        self._moves = f.kv.moves
         self._sampler.prepare(
             reply.params, reply.history, self._start, reply.stop, self._limit, logprobs=reply.logprobs
         )  # fmt: skip
@@ -161,7 +162,7 @@ class AheadOfHost:
         if sequence.reserved_tokens < n_positions:
             sequence.reserve(n_positions - sequence.length)
             self._moves = -1
-        if self._moves != self._forward.kv.moves:
+        if self._drawn and self._moves != self._forward.kv.moves:
             for table, host in zip(self._forward.inputs.block_table, self._tables(), strict=True):
                 self._device.write(table[:1], host)
             self._moves = self._forward.kv.moves

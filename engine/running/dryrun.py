@@ -288,26 +288,36 @@ class Sharing:
                 break
             self._pool = pool
             try:
-                found = self._decide_with(cap_bytes, context_bytes, context_measured)
+                made = self._decide_with(cap_bytes, context_bytes, context_measured)
             except CapacityError as error:
                 refused = refused or error
                 continue
+            if found is not None and (
+                made.plan.share.slots_bytes <= found.plan.share.slots_bytes
+                or (free is not None and made.plan.host_bytes > free)
+            ):
+                break
+            found = made
             if found.plan.share.resident:
                 break
         if found is not None:
+            self._pool = found.pool_tokens
             return found
         assert refused is not None
         raise refused
 
     def _pools(self) -> list[int | None]:
         """Tokens of the cache on the device, in the order to try; None: as many as the context has."""
+        each = pooled_bytes(self.config, self.options.kv_type)
+        if not each:
+            return [None]
         tokens, gib = pool_size(self.options.kv_pool)
         if gib is not None:
-            tokens = int(gib * plan.GIB) // pooled_bytes(self.config, self.options.kv_type)
+            tokens = int(gib * plan.GIB) // each
         if tokens is not None:
             return [tokens]
         expected = self.options.expect_ctx_tokens or EXPECT_CTX_TOKENS
-        if expected >= self.n_ctx or not pooled_bytes(self.config, self.options.kv_type):
+        if expected >= self.n_ctx:
             return [None]
         return [None, expected]
 

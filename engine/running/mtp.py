@@ -170,6 +170,10 @@ class Predictor:
     def _settle(self, known: Many[tuple[Sequence, Many[int]]]) -> None:
         """Go on by the one position whose next token was not known then and is in a history now."""
         found = [(s, t, h) for s, h in known if (t := self._tails.get(s)) and t.token is None and t.length < len(h)]
+        # What lies far behind is of no use any more, and its block may have left the pool, where nothing is written.
+        for sequence in [s for s, t, _ in found if t.length + SMALL_TOKENS <= s.length]:
+            self.forget(sequence)
+        found = [(s, t, h) for s, t, h in found if s in self._tails]
         if not found:
             return
         for i, (_, tail, history) in enumerate(found):

@@ -86,7 +86,7 @@ def _of_host(options: EngineConfig, source: Source, backend: Backend, n_ctx: int
     if gib is not None and (each := pooled_bytes(c, options.kv_type)):
         pool = int(gib * plan.GIB) // each
     if pool is not None:
-        dryrun.require_pool(pool, limits.max_tokens, places)
+        dryrun.require_pool(pool if pool < n_ctx else None, limits.max_tokens, places)
         reasons = (dryrun.pool_reason(options, pool, n_ctx, 0), *reasons)
     return Shares(limits, placed.placement, placed.rule, reasons, pool_tokens=pool)
 

@@ -173,7 +173,8 @@ class Attention:
                     *(*partial, *home_arguments(self.device, kv)),
                 ),
                 plan.shared_bytes,
-                overlap and not as_block,  # it would read keys before the smallest position ahead of who writes them
+                # It would read ahead of who writes them: a block's own keys, and what has just been staged.
+                overlap and not as_block and kv.homes is None,
             )
             more = [None, None, None, None if gate is None else gate[rows]]
             if quantized is not None:
