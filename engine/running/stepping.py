@@ -238,9 +238,10 @@ class Steps:
         """
         counting = self._counting[:width] if width <= len(self._counting) else np.arange(width, dtype=np.int32)
         positions = [counting[: len(s.tokens)] + np.int32(s.sequence.length) for s in spans]
-        for s in spans:  # all of them before the first table: to make room for one, blocks of others may leave the pool
-            s.sequence.reserve(len(s.tokens))
         if self.forward.kv.is_pooled:
+            # All of them before the first table: to make room for one, blocks of others may leave the pool.
+            for s in spans:
+                s.sequence.reserve(len(s.tokens))
             self.forward.kv.recall([s.sequence for s in spans])
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
         owners = [np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -353,6 +354,8 @@ def test_s3(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             ("AWS_DEFAULT_REGION", "us-east-1"),
         ):  # fmt: skip
             monkeypatch.setenv(name, value)
+        # Whatever another test's server had: they share what they keep.
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
         s3 = fsspec.filesystem("s3", skip_instance_cache=True)
         s3.mkdir("team")
         env = environment(**{name: os.environ[name] for name in os.environ if name.startswith("AWS_")})
