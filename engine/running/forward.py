@@ -211,6 +211,21 @@ class Forward:
         held = list(sequences)
         return self.kv.gather(tuple(block_table(held, g, n) for g in range(len(self.kv.groups))))
 
+    def tell_tables(self, sequences: Sequence[Cached], new: list[int], moves: int) -> int:
+        """Write the tables of those of some sequences that have new blocks, between steps that the device feeds itself.
+
+        All of them where blocks may have moved since the cache had `moves`: to make room for one, blocks of others may
+        have left the pool. Returns what it has now.
+        """
+        if self.kv.is_pooled and (new or moves != self.kv.moves):
+            new = [*range(len(sequences))]
+        if new:
+            tables = self.tables([sequences[i] for i in new])
+            for table, held in zip(self.inputs.block_table, tables, strict=True):
+                for i, values in zip(new, held, strict=True):
+                    self.device.write(table[i : i + 1], values[None])
+        return self.kv.moves
+
     @property
     def table_width(self) -> int:
         """Blocks of a context: the width of every block table."""

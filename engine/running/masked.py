@@ -139,7 +139,7 @@ class Masked:
 
     def _reserved(self) -> bool:
         """A block for what the next draw gives, of each, told to the device; whether there are any."""
-        n_ctx, kv, new = self._forward.limits.n_ctx, self._forward.kv, list[int]()
+        n_ctx, new = self._forward.limits.n_ctx, list[int]()
         for i, row in enumerate(self._rows):
             sequence, end = row.sequence, min(row.start + self._drawn + 1, n_ctx)
             if sequence.reserved_tokens < end:
@@ -148,16 +148,7 @@ class Masked:
                 except CapacityError:
                     return False
                 new.append(i)
-        if kv.is_pooled and (new or self._moves != kv.moves):
-            new = [*range(len(self._rows))]  # to make room for one, blocks of others may have left the pool
-        if new:
-            tables = self._forward.tables(
-                [row.sequence for row in self._rows] if kv.is_pooled else [self._rows[i].sequence for i in new]
-            )
-            for table, held in zip(self._forward.inputs.block_table, tables, strict=True):
-                for i, values in zip(new, held, strict=True):
-                    self._device.write(table[i : i + 1], values[None])
-            self._moves = kv.moves
+        self._moves = self._forward.tell_tables([row.sequence for row in self._rows], new, self._moves)
         return True
 
     def _wait(self, rows: Many[_Row]) -> None:
