@@ -151,7 +151,9 @@ def _all(work: Sequence[_Home]) -> Iterator[_Read]:
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), _begin)
     try:
-        yield from pool.map(_read, work)
+        with _no_interrupts():
+            found = pool.map(_read, work)
+        yield from found
     except BrokenProcessPool as error:
         raise SparkError(
             "a process that reads logs was ended from outside", hint="is there enough memory for as many as cores?"
@@ -160,6 +162,16 @@ def _all(work: Sequence[_Home]) -> Iterator[_Read]:
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ctrl-C waits; processes that are started here don't see one before they can say that it is not theirs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin() -> None:

@@ -17,7 +17,7 @@ from engine.ground.errors import FileFormatError, SparkError, UsageError
 from spark.extract import ExtractOptions, extract
 from spark.extract.homes import mark_of
 from spark.speech.sessions import read_sessions, root_of, split_rank
-from tests.command_line import SAMPLES, none_left, refused, spark, started, until
+from tests.command_line import SAMPLES, children, none_left, refused, spark, started, until
 from tests.object_store import object_store
 
 BUCKET = "team"
@@ -142,6 +142,24 @@ def test_nothing_is_left_of_a_run_that_is_ended(three: Path, tmp_path: Path, num
         assert {path.name for path in (tmp_path / "out").iterdir()} == {"train.jsonl", "test.jsonl"}
     else:
         assert not list((tmp_path / "out").glob(".homes-*"))
+
+
+def test_ctrl_c_as_the_processes_begin_is_not_theirs(tmp_path: Path) -> None:
+    """Of a terminal's group, they see it too, as they load their modules."""
+    homes = [word for i in range(12) for word in ("--home", home(tmp_path / f"u{i}"))]
+    with started("extract-sessions", *homes, "--out-dir", "out", cwd=tmp_path, tmp=tmp_path) as process:
+        until(lambda: any(_loads_numpy(child) for child in children(process)), process)
+        for child in children(process):
+            child.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr and process.returncode == 0
+
+
+def _loads_numpy(process: psutil.Process) -> bool:
+    try:
+        return any("numpy" in mapped.path for mapped in process.memory_maps())
+    except psutil.Error:
+        return False
 
 
 # --- an object store ----------------------------------------------------------------------------------
