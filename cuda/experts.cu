@@ -7,6 +7,7 @@
 //   kernel          writes                                           grid                                block
 //   gate_up         z [A, F] = act(gate h) * (up h)                  (records, copiers + ceil(F / 32))   WARPS warps
 //   gate_up_dense   z [T, F] of the matrices `gate` and `up`         ceil(F / Z_ROWS), SHARED: + T       WARPS warps
+//   gated           z [T, F] of their products, g and u              n_blocks, SHARED: + T               WARPS warps
 //   down_one        x [D] += the fold over ranks                     ceil(D / 8)                         a warp a rank
 // act is silu or gelu. z is in 8 bits (zq, zd, zsums), or floats. Where `add` is 0, x becomes the fold. What enters a slot is
 // copied there first: a block's own rows of gate and up before it reads them there, and the down part by the first
@@ -20,9 +21,10 @@
 //   USED             experts a token: A (down_one)
 //   FOUND            in down_one 1: there are several tokens, whose records are looked for among the pairs
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors
+//   APART            1: gated in place of the other two; four elements a thread
 //   WEIGHTED         in gate_up_dense 1: products are multiplied by gate_scale and up_scale
 //   BESIDE           1: the grid has one record more
-//   SHARED           the record's copiers, in gate_up_dense T more blocks, make row_scale
+//   SHARED           the record's copiers, in gate_up_dense and gated T more blocks, make row_scale
 //   BESIDE_DOWN      its type in down_one, a float one if DOWN is: a warp more, and then x += row_scale[0], if any,
 //                    times the matrix `beside` times the last z
 //
@@ -32,7 +34,32 @@
 //   down_one         a warp: HeldRow::base_bytes; then STAGES * stage_bytes, each four rows and 32
 #include "experts.cuh"
 
-#ifdef GATE
+#ifdef APART
+
+KERNEL gated(const float* g, const float* u, i32 n_elements, i32 n_blocks, float* z, i8* zq, float* zd, i32* zsums,
+             const u8* shared_gate, const float* h, float* row_scale) {
+    dependency_release();
+#ifdef SHARED
+    if ((i32)blockIdx.x >= n_blocks) {
+        DYNAMIC_SHARED(float, shared);
+        const i32 t = blockIdx.x - n_blocks;
+        shared_scale(shared, shared_gate, h + (i64)t * COLS, row_scale + t);
+        return;
+    }
+#endif
+    dependency_wait();
+    const i32 i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+#if DOWN_FLOAT
+    for (i32 j = i; j < min(i + 4, n_elements); j++)
+        z[j] = activate(g[j]) * u[j];
+#else
+    const float4 a = four_of(g, n_elements, i), b = four_of(u, n_elements, i);
+    const float4 v = {activate(a.x) * b.x, activate(a.y) * b.y, activate(a.z) * b.z, activate(a.w) * b.w};
+    quantize_four(global_input(nullptr, zq, zd, zsums), v, false, v, 1.0f, nullptr, n_elements, i);
+#endif
+}
+
+#elif defined GATE
 
 #ifndef DENSE
 #define DENSE 0

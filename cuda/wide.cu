@@ -6,9 +6,11 @@
 // of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS (1, 2, 4).
 //
 // Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
-// units, and nobody else reads them. Grid: any; block: 128 * QUADS threads. Shared memory: with SHARED = 1 q, COLS
-// rounded up to 48 more than a multiple of 128 a token; 128 * GROUPS bytes for 32 columns (types with halves: twice as many);
-// 16 KiB a quad; then the constants of a run and STAGES * STAGE_BYTES a warp.
+// units, and nobody else reads them. q is in shared memory with SHARED = 1; with STAGED > 0, for at most as many tokens, the
+// columns of a run come with its weights; else it is read from global memory. Grid: any; block: 128 * QUADS threads.
+// Shared memory: with SHARED = 1 q, COLS rounded up to 48 more than a multiple of 128 a token; 128 * GROUPS bytes for 32
+// columns (types with halves: twice as many); 16 KiB a quad; then the constants of a run and STAGES stages a warp, each
+// the weights of a run and STAGED * 304 bytes at most.
 #include "wide.cuh"
 
 #ifndef WEIGHTED
@@ -19,6 +21,10 @@
 #endif
 #ifndef CAPPED
 #define CAPPED 0
+#endif
+
+#ifndef STAGED
+#define STAGED 0
 #endif
 
 #ifdef TYPE3
@@ -33,13 +39,14 @@ constexpr bool FIRST = has_halves(TYPE0) || has_halves(TYPE1) || has_halves(TYPE
 constexpr i32 HALF_OFFSET = same_offset(same_offset(half_offset<TYPE0>(), half_offset<TYPE1>()),
                                         same_offset(half_offset<TYPE2>(), half_offset<TYPE3>()));
 constexpr bool BEGUN = HALF_OFFSET > 0; // what sums of halves start at is worked out once a block
-constexpr i32 STAGE_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<TYPE1, COLS>::STAGE_BYTES),
-                                   larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
+constexpr i32 RUN_BYTES = larger(larger(Runs<TYPE0, COLS>::STAGE_BYTES, Runs<TYPE1, COLS>::STAGE_BYTES),
+                                 larger(Runs<TYPE2, COLS>::STAGE_BYTES, Runs<TYPE3, COLS>::STAGE_BYTES));
 constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUNS + PARTS - 1) / PARTS;
 // Of a row of q: eight rows' words or, where a type is read by twos, four rows' lie in different banks.
 constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED ||
                          Fragments<TYPE3>::PAIRED;
-constexpr i32 Q_STRIDE = (COLS + 95) / 128 * 128 + (BY_TWOS ? 32 : 48);
+constexpr i32 SKEW = BY_TWOS ? 32 : 48, Q_STRIDE = (COLS + 95) / 128 * 128 + SKEW;
+constexpr i32 RUN_COLUMNS = 32 * RUN, STAGED_STRIDE = RUN_COLUMNS + SKEW, STAGE_BYTES = RUN_BYTES + STAGED * STAGED_STRIDE;
 constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
 constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
@@ -105,12 +112,27 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
     }
 }
 
+// Start copying the columns of run s of all tokens.
+DEVICE void copy_activations(u8* stage, const i8* q, i32 n_tokens, i32 s) {
+    constexpr i32 P = RUN_COLUMNS / 16;
+    const i32 lane = threadIdx.x % WARP, column = s * RUN_COLUMNS + lane % P * 16;
+#pragma unroll
+    for (i32 i = 0; i < STAGED; i += WARP / P) {
+        const i32 t = i + lane / P;
+        if (t < n_tokens && (COLS % RUN_COLUMNS == 0 || column < COLS))
+            copy16_async(stage + RUN_BYTES + t * STAGED_STRIDE + lane % P * 16, q + (i64)t * COLS + column);
+    }
+}
+
 template <Type type>
 DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constants* constants, u8* unpacked,
                           const Unit& unit, i32 s, const WideInput& x) {
     const u32 from = (u32)(u64)unit.from + s * Runs<type, COLS>::BYTES;
     const Tile tile = {stage, constants, unpacked, from, unit.left - 1, min(RUN, BLOCKS - s * RUN)};
-    multiply_run<type, COLS, GROUPS, BEGUN>(acc, tile, s * RUN, x);
+    WideInput input = x;
+    if (STAGED)
+        input.q = (const i8*)stage + RUN_BYTES - s * RUN_COLUMNS;
+    multiply_run<type, COLS, GROUPS, BEGUN>(acc, tile, s * RUN, input);
 }
 
 // The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
@@ -192,8 +214,10 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     const i32 first = blockIdx.x + gridDim.x * quad; // so that no block has more than its share
     i32 ahead_u = first, ahead_run = part;
     Unit ahead = unit_of(ahead_u);
-    auto issue = [&](u8* stage) {
+    auto issue = [&](u8* stage, bool first) {
         if (ahead_u < n_units && ahead_run < N_RUNS) {
+            if (STAGED && !first)
+                copy_activations(stage, q, n_tokens, ahead_run);
             if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
                 copy_run<TYPE0>(stage, ahead, ahead_run);
             } else {
@@ -217,8 +241,19 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     dependency_release();
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
-        issue(stages + i * STAGE_BYTES);
+        issue(stages + i * STAGE_BYTES, true);
     dependency_wait();
+
+    if (STAGED) { // of the runs whose weights are on their way, the first unit's or, where that has no more, later ones'
+        for (i32 i = 0, s = part, u = first; i < STAGES; i++) {
+            if (u < n_units && s < N_RUNS)
+                copy_activations(stages + i * STAGE_BYTES, q, n_tokens, s);
+            s += PARTS;
+            if (s >= ROUNDS * PARTS)
+                s = part, u += step;
+        }
+        copies_commit();
+    }
 
     if (SHARED) {
 #pragma unroll 4
@@ -247,10 +282,12 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
         if (FIRST)
             ((float4*)halves)[i] = {of_halves[0][0], of_halves[0][1], of_halves[1][0], of_halves[1][1]};
     }
-    if (SHARED)
+    if (SHARED || STAGED)
         copies_wait<0>(); // and for the weights before it, which are on their way for longer
     __syncthreads();
-    const WideInput x = {SHARED ? local_q : q, (const float4*)scaled, (const float4*)halves, SHARED ? Q_STRIDE : COLS,
+    const WideInput x = {SHARED ? local_q : q, (const float4*)scaled, (const float4*)halves, SHARED   ? Q_STRIDE
+                         : STAGED ? STAGED_STRIDE
+                                  : COLS,
                          n_tokens - 1};
 
     const i32 my_row = lane / 4 + part / 2 * 8, my_token = lane % 4 * 2 + part % 2;
@@ -288,7 +325,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
                 }
             }
             __syncwarp(); // the stage is free
-            issue(stage);
+            issue(stage, false);
         }
         const i32 matrix = unit.matrix;
 #pragma unroll

@@ -114,3 +114,34 @@ def test_mistakes(device: Any) -> None:
     with pytest.raises(AssertionError, match="without experts"):
         _ = ws.routing
     assert shared.shape == (1, D)
+
+
+@pytest.mark.parametrize("down", [K6, QType.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_products_apart_are_those_of_one_launch(
+    device: Any, down: QType, activation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every number of tokens, types that differ, scales, and with a shared gate or without."""
+    weights, ws = layer((K4, QType.Q5_0, down), F), ops.workspace(replace(LIMITS, n_ff=2048), device)
+    gate, up, last, shared = weights
+    gate, up = replace(gate, scale=0.5), replace(up, scale=3.0)
+    on_device = [upload(device, w) for w in (gate, up, last, shared)]
+    for T in (2, 3, 9, 32):
+        h, x = normal(T, D, seed=T), normal(T, D, seed=2)
+        for gated in (None, 3):
+            found = []
+            for rows in (F + 1, F):
+                monkeypatch.setattr("engine.ops.cuda.experts.APART_ROWS", rows)
+                y = device.upload(x)
+                ops.dense_ffn(
+                    ws, device.upload(h), *on_device[:3], y, activation,
+                    shared_gate=None if gated is None else on_device[gated],
+                )  # fmt: skip
+                found.append(device.read(y))
+            expected_y = x.copy()
+            reference.dense_ffn(
+                reference.workspace(LIMITS, 1), h, gate, up, last, expected_y, activation,
+                shared_gate=None if gated is None else shared,
+            )  # fmt: skip
+            assert np.array_equal(*found)
+            check(found[1], expected_y)

@@ -15,7 +15,7 @@ from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Limits, arithmetic, reference
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.products import Products, Quantized
-from engine.ops.cuda.wide import wide_shape
+from engine.ops.cuda.wide import WideShape, stage_bytes, wide_shape
 from tests.gguf_files import random_blocks
 from tests.op_cases import SELDOM, slow_if
 
@@ -197,6 +197,36 @@ def test_several_of_a_step(device: Any, products: Products, types: str, T: int, 
     for w, found in zip(ws, ys, strict=True):
         check(device.read(found), arithmetic.product(w, x))
     check(device.read(y), normal(T, 70) + factors[:, None] * arithmetic.product(ws[0], x))
+
+
+@pytest.mark.parametrize(("T", "staged", "quads"), [(3, 4, 1), (8, 8, 1), (13, 16, 1), (4, 4, 2)])
+@pytest.mark.parametrize("types", ["Q4_K Q6_K Q4_K Q2_K", "Q8_0 Q5_0 IQ4_NL MXFP4", "Q4_K Q4_K Q4_K Q4_K"])
+def test_activations_that_come_with_the_weights(
+    device: Any, products: Products, types: str, T: int, staged: int, quads: int
+) -> None:
+    """Of rows too long for all to stay: the last run may be a part of one, and a quad has several units."""
+    D = 1280 if "K" in types else 1184
+    ws = [matrix(QType[t], n, D) for t, n in zip(types.split(), (170, 16, 9, 33), strict=True)]
+    x, groups, stage = normal(T, D), -(-staged // 8), max(map(stage_bytes, ws)) + 304 * staged
+    constants = 16 * (224 if "Q6_K" in types else 80)
+    used = [D // 32 * groups * 128 + quads * (16384 + 4 * (constants + n * stage)) for n in (1, 2, 3, 4)]
+    stages = sum(n_bytes <= 98 << 10 for n_bytes in used)
+    assert stages or quads == 2
+    if stages:
+        ys = tuple(device.empty((T, w.shape[0]), np.float32) for w in ws)
+        shape = WideShape(groups, quads, stages, False, staged, 5, used[stages - 1])
+        with patch("engine.ops.cuda.products.wide_shape", lambda *_: shape):
+            products.several(tuple(upload(device, w) for w in ws), device.upload(x), ys)
+        for w, found in zip(ws, ys, strict=True):
+            check(device.read(found), arithmetic.product(w, x))
+
+
+def test_long_rows_share_what_they_have_of_activations() -> None:
+    """Of the longest rows of a published model: as many quads as registers allow, each run with its activations."""
+    for qtype, quads in ((QType.Q4_K, 3), (QType.Q6_K, 2)):
+        data = CountingDevice().empty((5120 * row_bytes(qtype, 17408, "w"),), np.uint8)
+        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (QTensor("w", qtype, (5120, 17408), data),), 4)
+        assert cut is not None and not cut.shared and cut.staged == 4 and cut.quads * cut.blocks >= 132 * quads
 
 
 def test_what_does_not_fit_on_tensor_cores() -> None:

@@ -34,6 +34,7 @@ SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there a
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
 TOKENS = 4  # of a dense FFN's at a time, where a step has several
+APART_ROWS = 2048  # of gate and up from which on their products of several tokens are launches of their own
 # Up to so many tokens a block folds a token's ranks, since hardly two of them have an expert in common; but two tokens'
 # fold in a launch of its own is made up for where it makes the norm behind it, too.
 FOUND_TOKENS = 2
@@ -218,11 +219,16 @@ class SmallExperts:
 
 
 class SmallDense:
-    """The dense FFN of a step of at most 32 tokens: gate_up_dense of experts.cu, then a product."""
+    """The dense FFN of a step of at most 32 tokens: gate_up_dense of experts.cu, then a product.
+
+    Of several tokens and many rows, gate and up are products, too, on tensor cores, and `gated` of experts.cu follows.
+    """
 
     def __init__(self, device: Device, limits: Limits, products: Products) -> None:
         self.device = device
         self.products = products
+        n_apart = SMALL_TOKENS * limits.n_ff if limits.n_ff >= APART_ROWS else 0
+        self._gate_and_up = [device.empty((n_apart,), np.float32) for _ in range(2)]
         self._z = device.empty((SMALL_TOKENS * limits.n_ff,), np.float32)
         self._zq = QuantizedScratch(device, SMALL_TOKENS, limits.n_ff)
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
@@ -252,20 +258,49 @@ class SmallDense:
         rows = SPREAD_ROWS if T == 1 and n_blocks < self.device.n_sm else Z_ROWS
         is_float = down.qtype in FLOAT_TYPES or rows < Z_ROWS
         z: Quantized | Array = self._z[: T * F].reshape(T, F) if is_float else self._zq.rows(T, F)
-        more: tuple[tuple[str, str], ...] = (("DENSE", "1"),)
+        more: tuple[tuple[str, str], ...] = ()
         gating: list[Array | None] = [None, None, None]
         if shared is not None:
-            more = (*more, ("SHARED", _gate_type(shared[0], D)))
+            more = (("SHARED", _gate_type(shared[0], D)),)
             gating = [shared[0].data, shared[1], self._row_scale]
+        if T > 1 and F >= APART_ROWS and isinstance(h, Quantized):
+            self._apart(h, gate, up, z, activation, more, gating)
+        else:
+            self._together(h, gate, up, z, activation, more, gating, rows)
+        self.products.product(down, z, x, add, self._row_scale[:T] if shared else None)
+
+    def _together(
+        self, h: Quantized | Array, gate: QTensor, up: QTensor, z: Quantized | Array, activation: Activation,
+        more: tuple[tuple[str, str], ...], gating: list[Array | None], rows: int,
+    ) -> None:  # fmt: skip
+        """The first half in one launch, of blocks of so many rows. gating: of a shared gate, and what to write."""
+        (T, D), F = (h.q if isinstance(h, Quantized) else h).shape, gate.shape[0]
+        more = (("DENSE", "1"), *more)
         if (gate.scale, up.scale) != (1, 1):
             more = (*more, ("WEIGHTED", "1"))
-        shape = _first_half(self.device, h, gate.qtype, up.qtype, is_float, activation, rows)
+        shape = _first_half(self.device, h, gate.qtype, up.qtype, not isinstance(z, Quantized), activation, rows)
         args = [gate.data, up.data, T, F, *_rows(h), *_rows(z), *gating, shape.stage_bytes, gate.scale, up.scale]
-        grid = -(-F // rows) + (T if shared else 0)
-        shared_bytes = max(shape.shared_bytes, 8 * D if shared else 0)
+        is_shared = gating[0] is not None
+        grid = -(-F // rows) + (T if is_shared else 0)
+        shared_bytes = max(shape.shared_bytes, 8 * D if is_shared else 0)
         kernel = self.device.kernel(Module("experts.cu", (*shape.defines, *more)), "gate_up_dense")
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
-        self.products.product(down, z, x, add, self._row_scale[:T] if shared else None)
+
+    def _apart(
+        self, h: Quantized, gate: QTensor, up: QTensor, z: Quantized | Array, activation: Activation,
+        more: tuple[tuple[str, str], ...], gating: list[Array | None],
+    ) -> None:  # fmt: skip
+        """The first half as products, and what is made of them."""
+        (T, D), F = h.q.shape, gate.shape[0]
+        g, u = (array[: T * F].reshape(T, F) for array in self._gate_and_up)
+        self.products.several((gate, up), h, (g, u))
+        numbers = {"APART": 1, "DOWN_FLOAT": int(not isinstance(z, Quantized)), "WARPS": WARPS, "COLS": D}
+        numbers |= {"GELU": 1} if activation == "gelu" else {}
+        kernel = self.device.kernel(Module("experts.cu", (*_defines(("GATE", QType.F32), **numbers), *more)), "gated")
+        n_blocks = -(-T * F // (4 * WARPS * WARP))
+        is_shared = gating[0] is not None
+        grid = n_blocks + (T if is_shared else 0)
+        kernel(grid, WARPS * WARP, [g, u, T * F, n_blocks, *_rows(z), *gating], 8 * D * is_shared, overlap=True)
 
 
 @dataclass(frozen=True, slots=True)

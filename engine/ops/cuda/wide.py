@@ -19,6 +19,8 @@ GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
 MAX_STAGES = 4
+FEW_STAGED = 4  # tokens, for which less is staged than for a whole group
+STAGED_BYTES = 304  # of a token's activations of a run
 RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 
 
@@ -26,13 +28,15 @@ RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 class WideShape:
     """Of a launch: groups of tokens, quads of warps a block, runs in flight a warp, blocks, shared memory.
 
-    shared: the activations are in it, and not read from global memory each time.
+    shared: the activations are in it. staged: those of at most so many tokens come to it with each run of the weights;
+    with neither they are read from global memory each time.
     """
 
     groups: int
     quads: int
     stages: int
     shared: bool
+    staged: int
     blocks: int
     shared_bytes: int
 
@@ -56,17 +60,21 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     """How to launch the products of some matrices of block types; None where shared memory is too small for it."""
     columns = ws[0].shape[1]
     halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
-    stage = max(map(stage_bytes, ws))
     groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
     most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
     rounds = -(-columns // (256 * PARTS))
+    staging = FEW_STAGED if tokens <= FEW_STAGED else groups * GROUP
 
-    def quad_bytes(stages: int) -> int:
-        return FOLD_BYTES + PARTS * (constants + stages * stage)
+    for fewest, shared, staged in (
+        (min(2, most), True, 0), (min(2, most), False, staging), (1, False, 0), (1, True, 0),
+    ):  # fmt: skip
+        stage = max(map(stage_bytes, ws)) + staged * STAGED_BYTES
 
-    for fewest, shared in ((min(2, most), True), (1, False), (1, True)):
+        def quad_bytes(stages: int, stage: int = stage) -> int:
+            return FOLD_BYTES + PARTS * (constants + stages * stage)
+
         # Blocks of the same kernel whatever the number of tokens of a group.
         fixed = _activation_bytes(groups * GROUP, groups, columns, halves, shared)
         for n_quads in range(most, fewest - 1, -1):
@@ -78,5 +86,5 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
                         continue
                     blocks = min(n_quads // quads * device.n_sm, units)
                     used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * quad_bytes(stages)
-                    return WideShape(groups, quads, stages, shared, blocks, used)
+                    return WideShape(groups, quads, stages, shared, staged, blocks, used)
     return None
