@@ -1,22 +1,21 @@
-// The expert FFN of one token, the second half of two tokens', and the first half of a dense one of at most 32. Twins:
-// expert_ffn, dense_ffn.
+// The expert FFN of one token, the second half of two tokens', and the first half of a dense one. Twins: expert_ffn,
+// dense_ffn.
 //
 // Record a of the active experts (experts.cuh) is that of rank a where there is one token.
 //
 // Kernels.
 //   kernel          writes                                           grid                                block
 //   gate_up         z [A, F] = act(gate h) * (up h)                  (records, copiers + ceil(F / 32))   WARPS warps
-//   gate_up_dense   z [T, F] of the matrices `gate` and `up`         ceil(F / Z_ROWS), SHARED: + T       WARPS warps
-//   gated           z [T, F] of their products, g and u              n_blocks, SHARED: + T               WARPS warps
+//   gate_up_dense   z [F] of one token, of matrices gate and up      ceil(F / Z_ROWS), SHARED: + 1       WARPS warps
+//   gated           z [T, F] of the products of both, g and u        n_blocks, SHARED: + T               WARPS warps
 //   down_one        x [D] += the fold over ranks                     ceil(D / 8)                         a warp a rank
 // act is silu or gelu. z is in 8 bits (zq, zd, zsums), or floats. Where `add` is 0, x becomes the fold. What enters a slot is
 // copied there first: a block's own rows of gate and up before it reads them there, and the down part by the first
 // `copiers` blocks of a record meanwhile.
 //
 // Macros, and those of experts.cuh.
-//   ROWS             of each matrix at a time a warp: 1, 2 or 4; in gate_up_dense 1 where TOKENS is 4. In down_one 4
+//   ROWS             of each matrix at a time a warp: 1, 2 or 4. In down_one 4
 //   STAGES           of those in flight
-//   TOKENS           at a time: 1, or in gate_up_dense 4
 //   WARPS            at most 8
 //   USED             experts a token: A (down_one)
 //   FOUND            in down_one 1: there are several tokens, whose records are looked for among the pairs
@@ -24,13 +23,13 @@
 //   APART            1: gated in place of the other two; four elements a thread
 //   WEIGHTED         in gate_up_dense 1: products are multiplied by gate_scale and up_scale
 //   BESIDE           1: the grid has one record more
-//   SHARED           the record's copiers, in gate_up_dense and gated T more blocks, make row_scale
+//   SHARED           the record's copiers, in gate_up_dense one more block, in gated T, make row_scale
 //   BESIDE_DOWN      its type in down_one, a float one if DOWN is: a warp more, and then x += row_scale[0], if any,
 //                    times the matrix `beside` times the last z
 //
 // Shared memory.
-//   gate_up          for one token, unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes
-//                    a warp, a stage being ROWS rows and 32 bytes or more; with SHARED 8 * D bytes at least
+//   gate_up          unless registers hold it, the input as in product.cu; then 2 * STAGES * stage_bytes a warp, a
+//                    stage being ROWS rows and 32 bytes or more; with SHARED 8 * D bytes at least
 //   down_one         a warp: HeldRow::base_bytes; then STAGES * stage_bytes, each four rows and 32
 #include "experts.cuh"
 
@@ -71,9 +70,9 @@ static_assert(Z_ROWS == 32 || (DENSE && DOWN_FLOAT), "a block of activations is 
 
 #if DENSE
 KERNEL __launch_bounds__(WARPS * WARP, 2)
-    gate_up_dense(const u8* gate_matrix, const u8* up_matrix, i32 n_tokens, i32 F, const float* x, const i8* q,
-                  const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* shared_gate,
-                  const float* h, float* row_scale, i32 stage_bytes, float gate_scale, float up_scale) {
+    gate_up_dense(const u8* gate_matrix, const u8* up_matrix, i32 F, const float* x, const i8* q, const float* d,
+                  const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* shared_gate, const float* h,
+                  float* row_scale, i32 stage_bytes, float gate_scale, float up_scale) {
 #else
 KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
@@ -81,22 +80,19 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
             i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
 #endif
-    constexpr bool SINGLE = TOKENS == 1; // the step has one token
-    constexpr i32 MAX_COUNT = SINGLE ? 1 : 32;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
     constexpr bool IN_REGISTERS =
-        TOKENS == 1 && !is_float(GATE) && is_paired(GATE) == is_paired(UP) && COLS <= 1024 * n_held(GATE, COLS);
-    __shared__ float gs[MAX_COUNT][33], us[MAX_COUNT][33];
+        !is_float(GATE) && is_paired(GATE) == is_paired(UP) && COLS <= 1024 * n_held(GATE, COLS);
+    __shared__ float gs[1][33], us[1][33];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 #if DENSE
     dependency_release();
-    const i32 row0 = blockIdx.x * Z_ROWS, rows = min(Z_ROWS, F - row0), count = SINGLE ? 1 : n_tokens;
+    const i32 row0 = blockIdx.x * Z_ROWS, rows = min(Z_ROWS, F - row0);
 #ifdef SHARED
     if (rows <= 0) {
-        const i32 t = blockIdx.x - (F + Z_ROWS - 1) / Z_ROWS;
-        shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
+        shared_scale((float*)shared, shared_gate, h, row_scale);
         return;
     }
 #endif
@@ -132,11 +128,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
     if (record.target[0] || record.target[1])
         __syncthreads();
-    constexpr i32 count = 1;
     const float gate_scale = WEIGHTED && !beside ? gate_scales[record.expert] : 1.0f, up_scale = 1.0f;
 #endif
     u8* stages = shared + 2 * warp * STAGES * stage_bytes;
-    if (SINGLE && !IN_REGISTERS)
+    if (!IN_REGISTERS)
         stages += shared_input_bytes<GATE>(COLS);
     auto issue = [&](i32 r, u8* stage) {
         if (r < rows)
@@ -150,8 +145,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue((warp + i * WARPS) * ROWS, stages + 2 * i * stage_bytes);
-    if constexpr (TOKENS == 1)
-        fill_grids<GATE, UP>();
+    fill_grids<GATE, UP>();
 #if DENSE
     dependency_wait();
 #endif
@@ -160,7 +154,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     typename HeldOf<GATE>::Block held[n_held(GATE, COLS)];
     if constexpr (IN_REGISTERS) {
         hold_activations<has_halves(GATE) || has_halves(UP)>(input, COLS, held);
-    } else if constexpr (TOKENS == 1) {
+    } else {
         const Input local = shared_input<GATE>(shared, COLS);
         copy_input<GATE>(local, 0, input, 0, COLS, threadIdx.x, blockDim.x);
         __syncthreads();
@@ -170,25 +164,20 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     }
 
     for (i32 r = warp * ROWS, i = 0; r < rows; r += WARPS * ROWS, i = i + 1 < STAGES ? i + 1 : 0) {
-        constexpr i32 N = ROWS * TOKENS, EACH = WARP / 2 / N; // lanes that hold the same sum
+        constexpr i32 EACH = WARP / 2 / ROWS; // lanes that hold the same sum
         u8* const stage = stages + 2 * i * stage_bytes;
         const i32 skew_gate = skew_of<GATE_BYTES>(gate + r * GATE_BYTES);
         const i32 skew_up = skew_of<UP_BYTES>(up + r * UP_BYTES);
-        for (i32 i0 = 0; i0 < count; i0 += TOKENS) {
-            float acc[2 * N] = {};
-            i32 token[TOKENS]; // of `input`
-#pragma unroll
-            for (i32 j = 0; j < TOKENS; j++)
-                token[j] = min(i0 + j, count - 1);
-            stage_wait<2 * STAGES - 1>();
-            multiply<GATE, ROWS, TOKENS>(acc, stage, skew_gate, COLS, input, held, token, count - i0);
-            stage_wait<2 * STAGES - 2>();
-            multiply<UP, ROWS, TOKENS>(acc + N, stage + stage_bytes, skew_up, COLS, input, held, token, count - i0);
-            const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
-            const i32 t = i0 + lane / EACH % TOKENS, row = r + lane / EACH / TOKENS % ROWS;
-            if (lane % EACH == 0 && t < count && row < rows)
-                (lane < WARP / 2 ? gs : us)[t][row] = WEIGHTED ? (lane < WARP / 2 ? gate_scale : up_scale) * sum : sum;
-        }
+        float acc[2 * ROWS] = {};
+        const i32 token[1] = {0}; // of `input`
+        stage_wait<2 * STAGES - 1>();
+        multiply<GATE, ROWS, 1>(acc, stage, skew_gate, COLS, input, held, token, 1);
+        stage_wait<2 * STAGES - 2>();
+        multiply<UP, ROWS, 1>(acc + ROWS, stage + stage_bytes, skew_up, COLS, input, held, token, 1);
+        const float sum = fold_rows(acc); // of the gate in the lower half of the warp, of up in the other
+        const i32 row = r + lane / EACH % ROWS;
+        if (lane % EACH == 0 && row < rows)
+            (lane < WARP / 2 ? gs : us)[0][row] = WEIGHTED ? (lane < WARP / 2 ? gate_scale : up_scale) * sum : sum;
         __syncwarp(); // the stage is free
         if (Z_ROWS > STAGES * ROWS * WARPS) {
             issue(r + STAGES * WARPS * ROWS, stage);
@@ -199,14 +188,10 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     }
     __syncthreads();
 
-    const Halves made{gs, us, count, rows};
+    const Halves made{gs, us, 1, rows};
     const Z to{z, zq, zd, zsums, F};
-#if DENSE
-    auto place = [&](i32 t) -> i64 { return t; };
-#else
-    auto place = [&](i32) -> i64 { return blockIdx.x; };
-#endif
-    if constexpr (SINGLE && !DOWN_FLOAT)
+    auto place = [&](i32) -> i64 { return DENSE ? 0 : blockIdx.x; };
+    if constexpr (!DOWN_FLOAT)
         store_one(made, to, place(0), row0);
     else
         store_z<WARPS>(made, to, place, row0);

@@ -116,32 +116,21 @@ def test_mistakes(device: Any) -> None:
     assert shared.shape == (1, D)
 
 
-@pytest.mark.parametrize("down", [K6, QType.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize("types", [(K4, QType.Q5_0, K6), (K4, K4, QType.F16), (QType.F16, QType.BF16, K6)], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_products_apart_are_those_of_one_launch(
-    device: Any, down: QType, activation: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_several(device: Any, types: tuple[QType, QType, QType], activation: Any) -> None:
     """Of every number of tokens, types that differ, scales, and with a shared gate or without."""
-    weights, ws = layer((K4, QType.Q5_0, down), F), ops.workspace(replace(LIMITS, n_ff=2048), device)
-    gate, up, last, shared = weights
+    weights, ws = layer(types), ops.workspace(LIMITS, device)
+    gate, up, down, shared = weights
     gate, up = replace(gate, scale=0.5), replace(up, scale=3.0)
-    on_device = [upload(device, w) for w in (gate, up, last, shared)]
-    for T in (2, 3, 9, 32):
+    on_device = [upload(device, w) for w in (gate, up, down, shared)]
+    for T in (1, 2, 3, 9, 32):
         h, x = normal(T, D, seed=T), normal(T, D, seed=2)
-        for gated in (None, 3):
-            found = []
-            for rows in (F + 1, F):
-                monkeypatch.setattr("engine.ops.cuda.experts.APART_ROWS", rows)
-                y = device.upload(x)
-                ops.dense_ffn(
-                    ws, device.upload(h), *on_device[:3], y, activation,
-                    shared_gate=None if gated is None else on_device[gated],
-                )  # fmt: skip
-                found.append(device.read(y))
-            expected_y = x.copy()
+        for is_shared in (False, True):
+            y, wanted = device.upload(x), x.copy()
+            own, twin = (w[3] if is_shared else None for w in (on_device, weights))
+            ops.dense_ffn(ws, device.upload(h), *on_device[:3], y, activation, shared_gate=own)
             reference.dense_ffn(
-                reference.workspace(LIMITS, 1), h, gate, up, last, expected_y, activation,
-                shared_gate=None if gated is None else shared,
+                reference.workspace(LIMITS, 1), h, gate, up, down, wanted, activation, shared_gate=twin
             )  # fmt: skip
-            assert np.array_equal(*found)
-            check(found[1], expected_y)
+            check(device.read(y), wanted)

@@ -33,8 +33,6 @@ Z_ROWS = 32  # rows of gate and up whose results one block quantizes
 SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
 COPIERS = 8  # blocks that write the down part of a missed expert to its slot: as fast as others read gate and up
 DOWN_ROWS = 8  # of the down matrix: a warp's
-TOKENS = 4  # of a dense FFN's at a time, where a step has several
-APART_ROWS = 2048  # of gate and up from which on their products of several tokens are launches of their own
 # Up to so many tokens a block folds a token's ranks, since hardly two of them have an expert in common; but two tokens'
 # fold in a launch of its own is made up for where it makes the norm behind it, too.
 FOUND_TOKENS = 2
@@ -219,16 +217,16 @@ class SmallExperts:
 
 
 class SmallDense:
-    """The dense FFN of a step of at most 32 tokens: gate_up_dense of experts.cu, then a product.
+    """The dense FFN of a step of at most 32 tokens.
 
-    Of several tokens and many rows, gate and up are products, too, on tensor cores, and `gated` of experts.cu follows.
+    Of one token gate_up_dense of experts.cu, then a product; of several, gate and up are products, too, with `gated` of
+    experts.cu between them.
     """
 
     def __init__(self, device: Device, limits: Limits, products: Products) -> None:
         self.device = device
         self.products = products
-        n_apart = SMALL_TOKENS * limits.n_ff if limits.n_ff >= APART_ROWS else 0
-        self._gate_and_up = [device.empty((n_apart,), np.float32) for _ in range(2)]
+        self._gate_and_up = [device.empty((SMALL_TOKENS * limits.n_ff,), np.float32) for _ in range(2)]
         self._z = device.empty((SMALL_TOKENS * limits.n_ff,), np.float32)
         self._zq = QuantizedScratch(device, SMALL_TOKENS, limits.n_ff)
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
@@ -263,35 +261,35 @@ class SmallDense:
         if shared is not None:
             more = (("SHARED", _gate_type(shared[0], D)),)
             gating = [shared[0].data, shared[1], self._row_scale]
-        if T > 1 and F >= APART_ROWS and isinstance(h, Quantized):
-            self._apart(h, gate, up, z, activation, more, gating)
+        if T == 1:
+            self._of_one(h, gate, up, z, activation, more, gating, rows)
         else:
-            self._together(h, gate, up, z, activation, more, gating, rows)
+            self._of_several(h, gate, up, z, activation, more, gating)
         self.products.product(down, z, x, add, self._row_scale[:T] if shared else None)
 
-    def _together(
+    def _of_one(
         self, h: Quantized | Array, gate: QTensor, up: QTensor, z: Quantized | Array, activation: Activation,
         more: tuple[tuple[str, str], ...], gating: list[Array | None], rows: int,
     ) -> None:  # fmt: skip
         """The first half in one launch, of blocks of so many rows. gating: of a shared gate, and what to write."""
-        (T, D), F = (h.q if isinstance(h, Quantized) else h).shape, gate.shape[0]
+        F, D = gate.shape
         more = (("DENSE", "1"), *more)
         if (gate.scale, up.scale) != (1, 1):
             more = (*more, ("WEIGHTED", "1"))
         shape = _first_half(self.device, h, gate.qtype, up.qtype, not isinstance(z, Quantized), activation, rows)
-        args = [gate.data, up.data, T, F, *_rows(h), *_rows(z), *gating, shape.stage_bytes, gate.scale, up.scale]
+        args = [gate.data, up.data, F, *_rows(h), *_rows(z), *gating, shape.stage_bytes, gate.scale, up.scale]
         is_shared = gating[0] is not None
-        grid = -(-F // rows) + (T if is_shared else 0)
+        grid = -(-F // rows) + is_shared
         shared_bytes = max(shape.shared_bytes, 8 * D if is_shared else 0)
         kernel = self.device.kernel(Module("experts.cu", (*shape.defines, *more)), "gate_up_dense")
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)
 
-    def _apart(
-        self, h: Quantized, gate: QTensor, up: QTensor, z: Quantized | Array, activation: Activation,
+    def _of_several(
+        self, h: Quantized | Array, gate: QTensor, up: QTensor, z: Quantized | Array, activation: Activation,
         more: tuple[tuple[str, str], ...], gating: list[Array | None],
     ) -> None:  # fmt: skip
         """The first half as products, and what is made of them."""
-        (T, D), F = h.q.shape, gate.shape[0]
+        (T, D), F = (h.q if isinstance(h, Quantized) else h).shape, gate.shape[0]
         g, u = (array[: T * F].reshape(T, F) for array in self._gate_and_up)
         self.products.several((gate, up), h, (g, u))
         numbers = {"APART": 1, "DOWN_FLOAT": int(not isinstance(z, Quantized)), "WARPS": WARPS, "COLS": D}
@@ -322,23 +320,18 @@ def _first_half(
     activation: Activation,
     z_rows: int = Z_ROWS,
 ) -> _FirstHalf:
-    T, D = (h.q if isinstance(h, Quantized) else h).shape
+    D = (h.q if isinstance(h, Quantized) else h).shape[1]
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
-    tokens = 1 if T == 1 else TOKENS
     paired = [block_types.record(t).kind == "PAIRS" for t in (gate, up)]
     held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
-    fixed = shared_input_bytes(D, gate in FLOAT_TYPES) if T == 1 and not held else 0
-    results = 0 if T == 1 else 2 * SMALL_TOKENS * (Z_ROWS + 1) * 4
-    results += grid_bytes(gate, up) if tokens == 1 else 0
-    # With one token, all rows of a block at once, if two blocks then share a multiprocessor.
-    half = device.max_shared_bytes // 2 - 2 * STATIC_SHARED
-    most = z_rows // WARPS if tokens == 1 else 1
-    half -= fixed + results
+    fixed, grids = 0 if held else shared_input_bytes(D, gate in FLOAT_TYPES), grid_bytes(gate, up)
+    # All rows of a block at once, if two blocks then share a multiprocessor.
+    half, most = device.max_shared_bytes // 2 - 2 * STATIC_SHARED - fixed - grids, z_rows // WARPS
     rows = next(n for n in (4, 2, 1) if n == 1 or (n <= most and 2 * WARPS * stage_bytes(n, widest) <= half))
     stage = stage_bytes(rows, widest)
-    stages, warps = _stages_and_warps(device, 2 * stage, fixed + results, -(-z_rows // (WARPS * rows)))
+    stages, warps = _stages_and_warps(device, 2 * stage, fixed + grids, -(-z_rows // (WARPS * rows)))
     numbers = {"DOWN_FLOAT": int(down_float), "COLS": D, "ROWS": rows, "STAGES": stages}
-    numbers |= {"WARPS": warps, "TOKENS": tokens} | ({"GELU": 1} if activation == "gelu" else {})
+    numbers |= {"WARPS": warps} | ({"GELU": 1} if activation == "gelu" else {})
     numbers |= {} if z_rows == Z_ROWS else {"Z_ROWS": z_rows}
     defines = _defines(("GATE", gate), ("UP", up), **numbers)
     return _FirstHalf(defines, warps, stage, fixed + 2 * warps * stages * stage)

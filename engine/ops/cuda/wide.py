@@ -40,6 +40,11 @@ class WideShape:
     blocks: int
     shared_bytes: int
 
+    @property
+    def in_flight(self) -> int:
+        """Runs of weights under way in all blocks: what hides memory's latency, more than activations at hand do."""
+        return self.blocks * self.quads * self.stages
+
 
 def stage_bytes(w: QTensor) -> int:
     """Shared memory for a run of 256 columns of 16 rows (Runs of wide.cuh)."""
@@ -60,31 +65,33 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     """How to launch the products of some matrices of block types; None where shared memory is too small for it."""
     columns = ws[0].shape[1]
     halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
+    weights = max(map(stage_bytes, ws))
     groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
     most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
     rounds = -(-columns // (256 * PARTS))
-    staging = FEW_STAGED if tokens <= FEW_STAGED else groups * GROUP
 
-    for fewest, shared, staged in (
-        (min(2, most), True, 0), (min(2, most), False, staging), (1, False, 0), (1, True, 0),
-    ):  # fmt: skip
-        stage = max(map(stage_bytes, ws)) + staged * STAGED_BYTES
-
-        def quad_bytes(stages: int, stage: int = stage) -> int:
-            return FOLD_BYTES + PARTS * (constants + stages * stage)
-
+    def cut(fewest: int, shared: bool = False, staged: int = 0) -> WideShape | None:
+        """With as many quads as fit, at least so many, and then as many stages."""
         # Blocks of the same kernel whatever the number of tokens of a group.
         fixed = _activation_bytes(groups * GROUP, groups, columns, halves, shared)
         for n_quads in range(most, fewest - 1, -1):
             stages_most = min(MAX_STAGES, max(rounds * -(-units // (n_quads * device.n_sm)), 1))
             for stages in range(stages_most, min(2, stages_most) - 1, -1):
+                of_quad = FOLD_BYTES + PARTS * (constants + stages * (weights + staged * STAGED_BYTES))
                 for quads in (q for q in range(1, n_quads + 1) if n_quads % q == 0):
-                    block = fixed + quads * quad_bytes(stages) + RESERVED
-                    if n_quads // quads * block > device.max_shared_bytes:
+                    if n_quads // quads * (fixed + quads * of_quad + RESERVED) > device.max_shared_bytes:
                         continue
                     blocks = min(n_quads // quads * device.n_sm, units)
-                    used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * quad_bytes(stages)
+                    used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * of_quad
                     return WideShape(groups, quads, stages, shared, staged, blocks, used)
-    return None
+        return None
+
+    found = cut(min(2, most), shared=True)
+    if found is None:
+        found = cut(1)
+        staged = cut(1, staged=FEW_STAGED if tokens <= FEW_STAGED else groups * GROUP)
+        if found is None or (staged is not None and staged.in_flight >= found.in_flight):
+            found = staged
+    return found or cut(1, shared=True)
