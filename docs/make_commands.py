@@ -16,7 +16,7 @@ COMMANDS = (
     "bench", "convert-drafter", "demo", "profile", "sessions",
 )  # fmt: skip
 PROFILE_COMMANDS = ("merge", "show", "diff")
-SESSIONS_COMMANDS = ("list", "show", "drop")
+SESSIONS_COMMANDS = ("list", "show", "drop", "stats")
 HEAD = """# Commands
 
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.

@@ -119,3 +119,32 @@ def drop(
         )
     save(json_file, dropped.to_json())
     show_dropped(dropped)
+
+
+@app.command()
+@checked
+def stats(
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SESSIONS.jsonl|TOKENS.parquet",
+            help="From extract-sessions, or from tokenize; also folders, quoted patterns or URLs of such.",
+        ),
+        Reads(("*.parquet", "*.jsonl"), urls=True),
+    ],
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="MODEL.gguf", help="Count its tokens; default: characters.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure recorded sessions: turns, prompts, contexts, tools; and say what --expect-ctx is right for them.
+
+    A turn's prompt is new where it departs from the turn before it: a server that keeps conversations reads that alone.
+    """
+    from spark.commands.session_tables import show_stats
+    from spark.sessions.stats import stats as measured
+
+    with progress_bars() as progress:
+        report = measured(data, model, lambda done, total: progress("reading sessions", done, total))
+    save(json_file, report.to_json())
+    show_stats(report)

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from spark.sessions.cached import Cached, Dropped, Leaf
+    from spark.sessions.stats import Report
 
 _STRAYS_SHOWN = 20
+_TOOLS_SHOWN = 12
 
 
 def mib(n_bytes: int) -> str:
@@ -91,3 +93,32 @@ def show_dropped(dropped: Dropped) -> None:
     n_bytes = sum(dropped.files.values())
     files = _counted(len(dropped.files), "file")
     note(f"{_counted(len(dropped.ids), 'session')} dropped: {files}, {mib(n_bytes)} MiB")
+
+
+def show_stats(report: Report) -> None:
+    """Print the percentiles of each figure, the tools, and what `--expect-ctx` is right."""
+    from spark.sessions.stats import CHARS_A_TOKEN, MOSTLY, PERCENTS
+
+    rows = [
+        [row.name, *(f"{row.percentiles[n]:,}" for n in PERCENTS), f"{row.most:,}", f"{row.count:,}", f"{row.total:,}"]
+        for row in report.rows
+    ]
+    columns = [report.unit, *(f"p{n}" for n in PERCENTS), "most", "of", "total"]
+    table(_counted(report.sessions, "session"), columns, rows)
+    if report.tools:
+        shown = list(report.tools.items())
+        cells = [[name, f"{n:,}"] for name, n in shown[:_TOOLS_SHOWN]]
+        if more := shown[_TOOLS_SHOWN:]:
+            cells.append([_counted(len(more), "other"), f"{sum(n for _, n in more):,}"])
+        table("Calls of tools", ["tool", "calls"], cells)
+    if report.skipped:
+        note(f"{_counted(report.skipped, 'turn')} left out, which the model's template refuses")
+    if report.expect is None:
+        note("token files do not say how long contexts were: give sessions and --model for --expect-ctx")
+        return
+    longest = next(row.most for row in report.rows if row.name == "context of a turn")
+    about = f", at {CHARS_A_TOKEN} characters a token; --model counts" if report.guessed else ""
+    note(
+        f"--expect-ctx {report.expect}: {MOSTLY:.0%} of what the model writes is written in contexts no longer than "
+        f"that{about}; the longest has {longest:,} {report.unit}"
+    )
