@@ -158,30 +158,32 @@ def _compare(made: bytes, found: bytes) -> None:
 
 
 def _head(name: str, file: IO[bytes]) -> Head:
-    line, end, _ = file.read(HEADER_BYTES).partition(b"\n")
+    n_bytes, line = os.fstat(file.fileno()).st_size, file.readline(HEADER_BYTES)
     try:
         header = json.loads(line)
-        if header["spark"] != "prefix" or not end:
+        if header["spark"] != "prefix" or not line.endswith(b"\n"):
             raise ValueError
         key = header["key"]
         if key["format"] != FORMAT:
-            raise OtherVersionError(f"it is of format {key['format']}, and this version has {FORMAT}")
+            raise OtherVersionError(f"it is of format {str(key['format'])[:20]}, and this version has {FORMAT}")
         if header["name"] != name:
             raise ValueError("it was made for something else")
         ids, place = b"", None
         if name.endswith(".blocks"):
-            file.seek(len(line) + 1)
-            ids = file.read(_count(header["tokens"]) * _TOKEN.itemsize)
+            n_ids = _count(header["tokens"]) * _TOKEN.itemsize
+            if n_ids > n_bytes:
+                raise ValueError("its length is wrong")
+            ids = file.read(n_ids)
             place = Place(_text(header["before"]), ids)
             if f"{following(place.before, ids)}.blocks" != name:
                 raise ValueError("its name is not that of its tokens")
         arrays = tuple((_dtype(kind), tuple(map(_count, shape))) for kind, shape in header["arrays"])
-        made = Head(name, dict(key), dict(header["model"]), place, arrays, len(line) + 1 + len(ids))
+        made = Head(name, dict(key), dict(header["model"]), place, arrays, len(line) + len(ids))
     except (KeyError, TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError("it does not begin as a file of prefixes does") from error
     except ValueError as error:
         raise error if str(error) else ValueError("it does not begin as a file of prefixes does") from error
-    if os.fstat(file.fileno()).st_size != made.n_bytes:
+    if n_bytes != made.n_bytes:
         raise ValueError("its length is wrong")
     return made
 

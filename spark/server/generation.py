@@ -235,7 +235,7 @@ class Model:
         if not beyond and (expected_s or 0.0) < _LONG_S:
             return
         where = f", in host memory beyond the {pool:,} of the pool" if beyond else ""
-        takes = "how long it takes is not measured yet" if expected_s is None else f"at most {expected_s:.0f} s to read"
+        takes = f"at most {expected_s:,.1f} s to read" if expected_s else "how long it takes is not measured yet"
         _log.info("a prompt of %s tokens%s: %s", f"{n:,}", where, takes)
 
     async def reply(

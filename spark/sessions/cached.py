@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -194,7 +195,6 @@ def read(folder: Path, checksums: bool = False, progress: Progress = lambda done
     try:
         with os.scandir(folder) as entries:
             found = {e.name: e.stat(follow_symlinks=False) for e in entries if e.name != LOCK and _there(e)}
-            others = {name for name in found if (folder / name).is_symlink() or not (folder / name).is_file()}
     except OSError as error:
         raise SparkError(
             f"{folder} cannot be read: {error.strerror or error}", hint="name the --cache-dir of a server"
@@ -206,7 +206,7 @@ def read(folder: Path, checksums: bool = False, progress: Progress = lambda done
         progress(done, total)
         done += status.st_size
         try:
-            if name in others or not (NAME.fullmatch(name) or TEMPORARY.fullmatch(name)):
+            if not stat.S_ISREG(status.st_mode) or not (NAME.fullmatch(name) or TEMPORARY.fullmatch(name)):
                 strays.append(Stray(name, status.st_size, "foreign", "it is not one of Spark's"))
             elif not NAME.fullmatch(name):
                 strays.append(Stray(name, status.st_size, "unfinished", "it is being written, or was left behind"))

@@ -132,6 +132,15 @@ def test_no_damage_is_believed(data: st.DataObject, tmp_path_factory: pytest.Tem
         prefix_file.read(path, KEY | {"format": 2}, [33, 12])
 
 
+def test_no_header_makes_room_for_what_is_not_there(tmp_path: Path) -> None:
+    for n in (1 << 40, 1 << 61):
+        path = tmp_path / f"{'1' * 64}.blocks"
+        header = {"spark": "prefix", "key": {"format": 2}, "name": path.name, "before": "", "tokens": n}
+        path.write_bytes(json.dumps(header | {"model": {}, "arrays": []}).encode() + b"\n" + bytes(99))
+        with pytest.raises(ValueError, match="length is wrong"):
+            prefix_file.read_head(path)
+
+
 @pytest.mark.parametrize(
     "header",
     [

@@ -101,9 +101,9 @@ def test_the_log_says_what_takes_long_or_goes_through_host_memory(caplog: pytest
     beyond = "a prompt of 8,000 tokens, in host memory beyond the 2,048 of the pool:"
     assert said(8000) == [f"{beyond} how long it takes is not measured yet"] and said(2048) == []
     metrics.pace.take(1000, 2.0)
-    assert said(8000) == [f"{beyond} at most 16 s to read"]
+    assert said(8000) == [f"{beyond} at most 16.0 s to read"]
     info["pool_tokens"] = None
-    assert said(8000) == ["a prompt of 8,000 tokens: at most 16 s to read"] and said(4999) == []
+    assert said(8000) == ["a prompt of 8,000 tokens: at most 16.0 s to read"] and said(4999) == []
 
 
 @given(st.lists(st.tuples(st.integers(-5, 10_000), st.floats(0, 1e4)), max_size=9), st.integers(1, 1 << 20))
