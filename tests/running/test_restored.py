@@ -49,7 +49,7 @@ def read(loaded: Loaded, sequence: Sequence, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", pytest.param("q8_0", marks=pytest.mark.slow)])
 def test_every_cut_has_the_bits_of_a_run_that_never_stopped(model: Path, kv_type: str, tmp_path: Path) -> None:
     try:
         loaded = opened(model, "auto", kv_type, None)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.ground.errors import SparkError
 from spark.sessions.stats import MOSTLY, ROUND_TOKENS, expected_context, stats
 from spark.speech.sessions import Message, Session, ToolCall, write_sessions
 from tests.command_line import LOGS, NANO, refused, spark
@@ -96,18 +97,20 @@ def test_what_is_refused(sessions: Path, tmp_path: Path) -> None:
     spark("tokenize", NANO, sessions, "--out", "t.parquet", cwd=tmp_path)
     write_sessions(tmp_path / "empty.jsonl", [Session("none", "codex", "", (), SHORT[:1])])
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    for arguments, words, status in (
-        (("s.jsonl", "t.parquet"), "token files and sessions were given", 2),
-        (("t.parquet", "--model", NANO), "token files are in tokens already", 2),
-        (("s.jsonl", "s.jsonl", "--json", "s.jsonl"), "would overwrite the data you gave", 2),
-        (("empty.jsonl",), "empty.jsonl: no session has a turn of the model", 1),
-        (("bad.jsonl",), "bad.jsonl, line 1: no 'messages'", 1),
-        (("none.jsonl",), "none.jsonl cannot be read", 1),
-        (("s.jsonl", "--model", "s.jsonl"), "s.jsonl", 1),
-    ):
-        assert words in refused("sessions", "stats", *arguments, cwd=tmp_path, status=status)
     (tmp_path / "again.jsonl").write_bytes(sessions.read_bytes())
-    assert "is also in" in refused("sessions", "stats", "s.jsonl", "again.jsonl", cwd=tmp_path)
+    for names, model, words in (
+        ("s.jsonl t.parquet", None, "token files and sessions were given"),
+        ("t.parquet", NANO, "token files are in tokens already"),
+        ("empty.jsonl", None, "no session has a turn of the model"),
+        ("bad.jsonl", None, "bad.jsonl, line 1: no 'messages'"),
+        ("none.jsonl", None, "none.jsonl cannot be read"),
+        ("s.jsonl again.jsonl", None, "is also in"),
+        ("s.jsonl", sessions, "s.jsonl"),
+    ):
+        with pytest.raises(SparkError, match=words):
+            stats([str(tmp_path / name) for name in names.split()], model)
+    said = refused("sessions", "stats", "s.jsonl", "--json", "s.jsonl", cwd=tmp_path, status=2)
+    assert "would overwrite the data you gave" in said
 
 
 @given(st.lists(st.tuples(st.integers(1, 300_000), st.integers(0, 5000)), max_size=30), st.integers(1, 5))
