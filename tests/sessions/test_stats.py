@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.ground.errors import SparkError
 from spark.sessions.stats import MOSTLY, ROUND_TOKENS, expected_context, stats
 from spark.speech.sessions import Message, Session, ToolCall, write_sessions
-from tests.command_line import LOGS, NANO, refused, spark
+from tests.command_line import NANO, ROOT, refused, spark
 
 CALL = ToolCall("1", "look", {"a": 1})  # 4 characters, and 8 of arguments
 LONG = (
@@ -78,8 +78,8 @@ def test_tokens_are_those_that_a_server_reads(sessions: Path, tmp_path: Path) ->
 
 
 def test_the_command_says_what_to_expect(tmp_path: Path) -> None:
-    spark("extract-sessions", *LOGS, "--out-dir", ".", cwd=tmp_path)
-    done = spark("sessions", "stats", "train.jsonl", "test.jsonl", "--model", NANO, "--json", "s.json", cwd=tmp_path)
+    old = ROOT / "tests" / "old" / "sessions.jsonl"
+    done = spark("sessions", "stats", old, "--model", NANO, "--json", "s.json", cwd=tmp_path)
     report = json.loads((tmp_path / "s.json").read_text())
     assert f"--expect-ctx {report['expect_ctx']}: 90% of what" in done.stderr and report["expect_ctx"] % 1024 == 0
     figures = report["figures"]
@@ -89,7 +89,7 @@ def test_the_command_says_what_to_expect(tmp_path: Path) -> None:
     (turns,) = [line for line in lines if line[:3] == ["turns", "a", "session"]]
     assert int(turns[-2]) == report["sessions"] and int(turns[-1].replace(",", "")) > report["sessions"]
     assert ["tool", "calls"] in lines
-    guessed = spark("sessions", "stats", "*.jsonl", cwd=tmp_path)
+    guessed = spark("sessions", "stats", f"{old.parent}/*.jsonl", cwd=tmp_path)
     assert "at 3 characters a token; --model counts; the longest has" in guessed.stderr
 
 
