@@ -13,9 +13,10 @@ from pathlib import Path
 PAGE = Path(__file__).with_name("commands.md")
 COMMANDS = (
     "extract-sessions", "tokenize", "calibrate", "validate", "train-pregate", "serve", "launch", "inspect", "plan",
-    "bench", "convert-drafter", "demo", "profile",
+    "bench", "convert-drafter", "demo", "profile", "sessions",
 )  # fmt: skip
 PROFILE_COMMANDS = ("merge", "show", "diff")
+SESSIONS_COMMANDS = ("list", "show", "drop", "stats")
 HEAD = """# Commands
 
 What `spark --help` and the `--help` of each command print; `python docs/make_commands.py` writes this page.
@@ -39,6 +40,7 @@ def page() -> str:
     parts = [HEAD, f"```\n{usage()}```\n"]
     parts += [f"## spark {name}\n```\n{usage(name)}```\n" for name in COMMANDS]
     parts += [f"## spark profile {name}\n```\n{usage('profile', name)}```\n" for name in PROFILE_COMMANDS]
+    parts += [f"## spark sessions {name}\n```\n{usage('sessions', name)}```\n" for name in SESSIONS_COMMANDS]
     return "\n".join(parts)
 
 

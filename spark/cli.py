@@ -55,6 +55,7 @@ from spark.commands.outputs import Reads, Writes, checked
 from spark.console import note, progress_bars
 from spark.profile_cli import app as profile_app
 from spark.results import save
+from spark.sessions_cli import app as sessions_app
 from spark.storage import fetched, joined, local
 
 app = typer.Typer(
@@ -64,6 +65,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(profile_app)
+app.add_typer(sessions_app)
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -29,6 +29,7 @@ _UNITS = {
     "loading": ("MiB", 1 << 20),
     "reading logs": ("MiB", 1 << 20),
     "reading homes": ("homes", 1),
+    "reading files": ("MiB", 1 << 20),
     "tokenizing": ("sessions", 1),
     "calibrating": ("tokens", 1),
     "recording routing": ("tokens", 1),

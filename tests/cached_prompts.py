@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from engine.formats.prefix_file import NAME
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
@@ -25,6 +27,11 @@ KINDS = {
     "states": ((FULL,), SHAPE),
     "everything": ((FULL, NARROW, FULL2), SHAPE),
 }
+
+
+def saved(folder: Path) -> list[Path]:
+    """The files of prefixes in a folder."""
+    return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
 class LateDevice(HostDevice):

@@ -25,7 +25,7 @@ from engine.ground.errors import ContextOverflowError, DeviceLostError, ModelFor
 from engine.ground.protocol import Done, Error, Event, Generate, Progress, Score, Timing, Tokens, Usage, error_event
 
 END, SAY, SAID = 256, 257, 258
-CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW, WARN = range(300, 310)
+CRASH, REFUSED, NAN, HANG, PRINT, BUG, QUIET, LOST, DRAW, WARN, HALVES = range(300, 311)
 VOCAB = 320
 
 
@@ -104,6 +104,9 @@ class FakeEngine:
         return events
 
     def generate(self, request: Generate, cached: int) -> Iterator[list[Event]]:
+        if HALVES in request.tokens:
+            yield [Progress(request.id, len(request.tokens) // 2, len(request.tokens), cached)]
+            yield []
         yield [Progress(request.id, len(request.tokens), len(request.tokens), cached)]
         for _ in range(8 if QUIET in request.tokens else 0):
             yield []

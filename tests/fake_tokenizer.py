@@ -20,6 +20,7 @@ NAMES = {
     "<|quiet|>": fake_engine.QUIET,
     "<|draw|>": fake_engine.DRAW,
     "<|warn|>": fake_engine.WARN,
+    "<|halves|>": fake_engine.HALVES,
 }
 # The model answers with what the last message says, or does what it names.
 TEMPLATE = """\
@@ -29,7 +30,7 @@ TEMPLATE = """\
 {%- for call in message.tool_calls or [] %}[call {{ call.function | tojson }}]{% endfor -%}
 {%- endfor -%}
 {%- set wish = messages[-1].content -%}
-{%- if wish in ["crash", "refused", "nan", "hang", "quiet", "draw", "warn"] -%}<|{{ wish }}|>{%- endif -%}
+{%- if wish in ["crash", "refused", "nan", "hang", "quiet", "draw", "warn", "halves"] -%}<|{{ wish }}|>{%- endif -%}
 {%- if wish == "refuse" -%}{{ raise_exception("not with me") }}{%- endif -%}
 <|say|>{{ wish }}<|said|>
 {%- if messages[0].content == "think" %}<think>

@@ -16,6 +16,7 @@ from typing import IO
 from engine.ground.errors import SparkError
 
 _STALE_S = 60.0  # a temporary file that is older, and that nobody holds, is of a process that was killed
+_LOOK_S = 0.02  # between two looks at a file that others hold
 
 
 @contextlib.contextmanager
@@ -84,6 +85,28 @@ def try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def hold(path: Path, *, alone: bool, patience_s: float = 0.0) -> IO[bytes] | None:
+    """Hold a file, which is made where there is none, until what is returned is closed, or the process ends.
+
+    alone: while nobody else does; else beside others that hold it so. None where the file system has no locks. Raises
+    BlockingIOError where others keep it for longer than patience_s, and OSError where it cannot be made.
+    """
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    how, until_s = fcntl.LOCK_EX if alone else fcntl.LOCK_SH, time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file.fileno(), how | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                file.close()
+                raise
+            time.sleep(_LOOK_S)
+        except OSError:
+            file.close()
+            return None
 
 
 def remove_stale(target: Path) -> None:

@@ -271,6 +271,11 @@ class KVCache:
         """The groups without a window, whose blocks can be shared."""
         return tuple(i for i, group in enumerate(self.groups) if not group.window)
 
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether a sequence can go on only where a snapshot is, since full blocks do not hold all that it needs."""
+        return self.shape is not None or len(self.full_groups) < len(self.groups)
+
     def block_bytes(self, group: int) -> int:
         """Bytes of a block of a group."""
         return group_bytes(self.groups[group], 1, self.kv_type)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.formats.prefix_file import Place
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
 from engine.memory.host import Claim
@@ -54,7 +55,7 @@ class PrefixCache:
     ) -> None:
         self._kv, self._host, self._files = kv, kv.host, files
         self._groups = kv.full_groups
-        self._needs_snapshot = kv.shape is not None or len(self._groups) < len(kv.groups)
+        self._needs_snapshot = kv.needs_snapshots
         self._cuts = cuts and self._needs_snapshot
         self.decoded_differ, self._exact = decoded_differ, exact
         self._inexact_tokens = 0
@@ -192,8 +193,8 @@ class PrefixCache:
     def _hosted(self, name: str, n_bytes: list[int]) -> list[NDArray[Any]] | None:
         """The arrays of a file, where they have these sizes, or all together the only one of these."""
         assert self._files is not None
-        arrays = self._files.get(name)
-        if arrays is None or n_bytes not in ([a.nbytes for a in arrays], [sum(a.nbytes for a in arrays)]):
+        arrays = self._files.get(name, n_bytes)
+        if arrays is None:
             return None
         try:
             return self._kv.hosted(arrays)
@@ -279,7 +280,9 @@ class PrefixCache:
                 self._files.put(f"{node.name}.state", [*node.snapshot.states, *node.snapshot.windows])
             if self._files.wants(f"{node.name}.blocks", sum(self._data_bytes)):
                 try:
-                    self._files.put(f"{node.name}.blocks", self._read(node, wait=True))
+                    assert node.parent is not None
+                    place = Place(node.parent.name, node.key)
+                    self._files.put(f"{node.name}.blocks", self._read(node, wait=True), place)
                 except CapacityError:
                     return
 

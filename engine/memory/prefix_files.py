@@ -2,38 +2,33 @@
 
 A name is a hash of all that the content depends on, so a file is never stale nor overwritten with something else; the
 folder needs no index, and several daemons and models can share one. Files appear whole or not at all, end in a
-checksum, and the least recently used go first. The format is in docs/formats.md.
+checksum, and the least recently used go first. What is in them: engine/formats/prefix_file.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
-import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from engine.formats import prefix_file
+from engine.formats.prefix_file import DIGEST_BYTES, FORMAT, LOCK, Key, Origin, Place
 from engine.ground.errors import SparkError, UsageError
-from engine.ground.files import replacing
+from engine.ground.files import hold, replacing
 
-FORMAT = 1  # to be raised when what a file holds changes; the code that computed it is part of the key
 WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is not saved this time
+RETRY_S = 60.0  # how long nothing is saved after a file could not be written
+_LOCK_S = 10.0  # how long somebody may take who removes files from the folder
 _STALE_S = 3600.0  # a temporary file that nobody has written to for so long was left behind by a crash
-_DIGEST_BYTES = 32
-_HEADER_BYTES = 1 << 16
-_NAME = re.compile(r"[0-9a-f]{64}\.(blocks|state)")
-_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\..*\.tmp")
 
 _log = logging.getLogger(__name__)
 
@@ -41,23 +36,31 @@ _log = logging.getLogger(__name__)
 class PrefixFiles:
     """The files of one model in a folder that may hold those of others.
 
-    key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. A thread writes; `get` and the
-    rest are for one other thread. Nothing but the constructor raises: what fails is a warning with a `reason`.
+    key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. model: what is said of it to who
+    lists the folder. A thread writes; `get` and the rest are for one other thread. Nothing but the constructor raises:
+    what fails is a warning with a `reason`. Until it is closed nobody else may remove files, but daemons for room.
     """
 
-    def __init__(self, folder: Path, key: Mapping[str, str | int], budget_bytes: int) -> None:
+    def __init__(self, folder: Path, key: Key, budget_bytes: int, model: Origin | None = None) -> None:
         self._folder, self._key, self._budget = folder, {"format": FORMAT, **key}, budget_bytes
-        self.root = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self._model: Origin = model or {}
+        self.root = prefix_file.root(self._key)
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}  # the least recently used first
         self._doubted: set[str] = set()  # take room until they are written again
         self._waiting: dict[str, int] = {}
-        self._queue: Queue[tuple[str, list[NDArray[Any]]] | None] = Queue()
+        self._queue: Queue[tuple[str, list[NDArray[Any]], Place | None] | None] = Queue()
         self._thread: threading.Thread | None = None
-        self._full = False
+        self._again_s = 0.0  # when files are written again after one could not be
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._held = hold(folder / LOCK, alone=False, patience_s=_LOCK_S)
             self._scan()
+        except BlockingIOError as error:
+            raise UsageError(
+                f"--cache-dir {folder}: files are being removed from it for more than {_LOCK_S:g} s",
+                hint="wait until `spark sessions drop` has ended",
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"--cache-dir {folder}: {error.strerror or error}", hint="name a folder that you may write to"
@@ -69,9 +72,11 @@ class PrefixFiles:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another daemon's
                     status = entry.stat(follow_symlinks=False)
-                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    if entry.name == LOCK:
+                        continue
+                    if prefix_file.NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                         found.append((status.st_mtime_ns, entry.name, status.st_size))
-                    elif not _TEMPORARY.fullmatch(entry.name):
+                    elif not prefix_file.TEMPORARY.fullmatch(entry.name):
                         foreign += 1
                     elif time.time() - status.st_mtime > _STALE_S:
                         Path(entry.path).unlink()
@@ -96,10 +101,10 @@ class PrefixFiles:
             waiting = sum(self._waiting.values())
             room = n_bytes <= self._budget and (not waiting or waiting + n_bytes <= WAITING_BYTES)
             there = name in self._waiting or (name in self._sizes and name not in self._doubted)
-            return room and not self._full and not there
+            return room and not there and time.monotonic() >= self._again_s
 
-    def put(self, name: str, arrays: Many[NDArray[Any]]) -> None:
-        """Write a file soon; the arrays must not change any more."""
+    def put(self, name: str, arrays: Many[NDArray[Any]], place: Place | None = None) -> None:
+        """Write a file soon; the arrays must not change any more. place: of a chunk."""
         n_bytes = sum(a.nbytes for a in arrays)
         if not self.wants(name, n_bytes):
             return
@@ -108,18 +113,21 @@ class PrefixFiles:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="prefix files", daemon=True)
             self._thread.start()
-        self._queue.put((name, list(arrays)))
+        self._queue.put((name, list(arrays), place))
 
-    def get(self, name: str) -> list[NDArray[Any]] | None:
-        """The arrays of a file, or None where there is none or it is not what its name says."""
+    def get(self, name: str, sizes: Many[int]) -> list[NDArray[Any]] | None:
+        """The arrays of a file, or None where there is none or it is not what its name says.
+
+        sizes: bytes that each has, or all together.
+        """
         if not self.has(name):
             return None
         try:
-            return self._parse(name, np.fromfile(self._folder / name, np.uint8))
+            return prefix_file.read(self._folder / name, self._key, sizes)
         except FileNotFoundError:  # another daemon needed the room
             with self._lock:
                 self._sizes.pop(name, None)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             self.doubt([name])
             _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {error}")
         return None
@@ -150,20 +158,23 @@ class PrefixFiles:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     # --- writing, in the thread -------------------------------------------------------------------
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            name, arrays = job
+            name, arrays, place = job
             written = 0
             try:
-                written = self._write(name, arrays)
+                written = self._write(name, arrays, place)
             except (OSError, MemoryError, SparkError) as error:  # no reason to stop serving
                 message = error.message if isinstance(error, SparkError) else repr(error)
-                if not self._full:
-                    _warn("files_not_written", f"no more prefixes are saved: {message}")
-                self._full = True
+                if time.monotonic() >= self._again_s:
+                    _warn("files_not_written", f"no prefixes are saved for {RETRY_S:g} s: {message}")
+                self._again_s = time.monotonic() + RETRY_S
             with self._lock:
                 del self._waiting[name]
                 if written:
@@ -174,20 +185,14 @@ class PrefixFiles:
             self._queue.task_done()
         self._queue.task_done()
 
-    def _write(self, name: str, arrays: list[NDArray[Any]]) -> int:
-        described = [[a.dtype.str, list(a.shape)] for a in arrays]
-        header = json.dumps({"spark": "prefix", "name": name, "key": self._key, "arrays": described}).encode() + b"\n"
-        n_bytes = len(header) + sum(a.nbytes for a in arrays) + _DIGEST_BYTES
+    def _write(self, name: str, arrays: list[NDArray[Any]], place: Place | None) -> int:
+        first = prefix_file.opening(name, self._key, self._model, place, arrays)
+        n_bytes = len(first) + sum(a.nbytes for a in arrays) + DIGEST_BYTES
         if not self._make_room(n_bytes):
             return 0
-        digest = hashlib.sha256(header)
         with replacing(self._folder / name, "a cached prefix", mode=0o600) as file:
-            file.write(header)
-            for array in arrays:
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                digest.update(data.data)
-                file.write(data.data)
-            file.write(digest.digest())
+            for piece in prefix_file.encoded(first, arrays):
+                file.write(piece)
         return n_bytes
 
     def _make_room(self, n_bytes: int) -> bool:
@@ -200,26 +205,6 @@ class PrefixFiles:
         for name in gone:
             (self._folder / name).unlink(missing_ok=True)
         return total + n_bytes <= self._budget
-
-    # --- reading ----------------------------------------------------------------------------------
-
-    def _parse(self, name: str, whole: NDArray[np.uint8]) -> list[NDArray[Any]]:
-        data, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
-        if hashlib.sha256(data.data).digest() != digest.tobytes():
-            raise ValueError("its checksum is wrong")
-        line = data[:_HEADER_BYTES].tobytes().partition(b"\n")[0]
-        header = json.loads(line)
-        if (header["spark"], header["name"], header["key"]) != ("prefix", name, self._key):
-            raise ValueError("it was made for something else")
-        arrays, at = [], len(line) + 1
-        for kind, shape in header["arrays"]:
-            dtype = np.dtype(kind)
-            n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            arrays.append(data[at : at + n_bytes].view(dtype).reshape(shape))
-            at += n_bytes
-        if at != len(data):
-            raise ValueError("its length is wrong")
-        return arrays
 
 
 def _warn(reason: str, message: str) -> None:

@@ -7,7 +7,6 @@ left is computed as a prefill. What a chunk holds is opaque here: engine/memory/
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.formats import prefix_file
 from engine.memory.blocks import BlockPool
 from engine.memory.host import Claim
 from engine.memory.kv import Data, Snapshot
@@ -119,7 +119,7 @@ class PrefixTree:
 
     def name(self, before: str, key: bytes) -> str:
         """A hash of all tokens up to the end of a chunk and of what they were computed with."""
-        return hashlib.sha256(before.encode() + key).hexdigest() if self.root.name else ""
+        return prefix_file.following(before, key) if self.root.name else ""
 
     def path(self, keys: Many[bytes]) -> Iterator[Node]:
         """The nodes of chunks that follow one another, as far as they are there."""

@@ -258,16 +258,22 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
     kv.host = HostTier(backend.device, int(options.prefix_gib * plan.GIB))
     files = None
     if options.cache_dir is not None and options.replay is None:  # what replayed choices leave, nobody would compute
-        key: dict[str, str | int] = {
+        types = options.kv_type.split(",")
+        key: dict[str, str | int | list[str]] = {
             "file_id": source.file.file_id,
-            "kv_type": options.kv_type,
+            "kv_types": [types[0], types[-1]],  # of K and of V
             "chunk_tokens": piece,
             "block": 0 if source.block is None else source.block.number,
             "block_id": source.drafts.block_id,  # of a file of its own: what it computed is in the chunks
             "device": f"{backend.name}: {backend.device.name}",
             "code": code_digest(backend.compiler),
         }
-        files = PrefixFiles(options.cache_dir, key, int(options.cache_dir_gib * plan.GIB))
+        model: dict[str, str | bool] = {
+            "path": str(options.model.absolute()),
+            "architecture": source.file.architecture,
+            "needs_state": kv.needs_snapshots,
+        }
+        files = PrefixFiles(options.cache_dir, key, int(options.cache_dir_gib * plan.GIB), model)
     return PrefixCache(
         kv, piece, files, step_tokens, cuts=not shares.staging_bytes,
         decoded_differ=backend.name == "cuda" and step_tokens > SMALL_TOKENS, exact=options.exact_prefixes,

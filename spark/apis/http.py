@@ -31,6 +31,7 @@ from engine.ground.errors import (
 )
 from spark.speech.conversation import NotKeptError, ResponseNotKeptError
 
+EXPECTED = "x-spark-expected-s"  # seconds until the prompt is read, as far as that can be told when a stream begins
 OVERLOADED = 529  # Anthropic's word for 429
 _CLIENT_GONE = 499  # a status that nobody will see
 _STATUS: Mapping[type[SparkError], int] = {  # the first that fits
@@ -104,8 +105,13 @@ class Closing:
 class EventStream(StreamingResponse):
     """Server-sent events; however they end, and also where none was ever sent, `held` is let go."""
 
-    def __init__(self, events: AsyncGenerator[bytes], held: contextlib.AsyncExitStack | None = None) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        held: contextlib.AsyncExitStack | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={**_STREAM_HEADERS, **(headers or {})})
         self._held = held or contextlib.AsyncExitStack()
         self._held.push_async_callback(events.aclose)
 

@@ -124,12 +124,13 @@ def tokenize(
     MIN_WINDOW, SparkError if the template refuses every turn or the disk the file.
     """
     _check_window(window)
-    renderer, origin = _renderer(model)
+    renderer, origin = renderer_of(model)
     with storage.reading(sessions, (".jsonl",)) as files:
         return _tokenize(renderer, origin, sessions, files, out, window, progress)
 
 
-def _renderer(model: str | Path) -> tuple[Renderer, Origin]:
+def renderer_of(model: str | Path) -> tuple[Renderer, Origin]:
+    """What renders conversations for a model, and what token files of it are made with."""
     with open_model(model) as file:
         renderer = Renderer(load(file))
         return renderer, Origin(file.model_id, renderer.tokenizer.hash, renderer.template_hash)
@@ -147,7 +148,7 @@ def _tokenize(
 
     def rows() -> Iterator[Window]:
         progress(0, total)
-        for done, session in enumerate(_different(files), 1):
+        for done, session in enumerate(different(files), 1):
             turns = _accepted(renderer.turns(session), skipped, totals)
             for row in windows(session.session_id, turns, window):
                 totals.update(tokens=len(row.tokens), generated=int(row.generated.sum()), windows=1)
@@ -191,7 +192,7 @@ def windows(session_id: str, turns: Iterable[Turn], window: int) -> Iterator[Win
 
     for turn in turns:
         rendering = np.concatenate((turn.prompt, turn.generated))
-        shared = _common_prefix(context, turn.prompt)
+        shared = common_prefix(context, turn.prompt)
         if shared < len(context):
             yield from cut(whole=True)
             new = shared
@@ -378,7 +379,7 @@ def opened(model: Path, given: str | Path, progress: Callable[[str, int, int], N
         found = stack.enter_context(storage.reading(given, (".parquet", ".jsonl")))
         if found[0].path.suffix == ".jsonl":
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
-            renderer, origin = _renderer(model)
+            renderer, origin = renderer_of(model)
             _tokenize(renderer, origin, given, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b))
             found = [storage.Found(str(given), path)]
         files = [read_tokens(each.path, name=each.name) for each in found]
@@ -454,7 +455,8 @@ def _check_window(window: int) -> None:
         raise UsageError(f"a window of {window} tokens, expected {MIN_WINDOW} to {MAX_WINDOW}")
 
 
-def _common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many tokens two renderings have in common from the first on."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
@@ -468,7 +470,7 @@ def _count_sessions(found: storage.Found) -> int:
         raise FileFormatError(f"{found.name} cannot be read: {error.strerror}") from error
 
 
-def _different(files: Sequence[storage.Found]) -> Iterator[Session]:
+def different(files: Sequence[storage.Found]) -> Iterator[Session]:
     """The sessions of each file in turn; FileFormatError where one is in two of them."""
     seen: dict[str, storage.Found] = {}
     for file in files:

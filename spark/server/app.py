@@ -39,7 +39,15 @@ from spark.apis import completions as api_completions
 from spark.apis import messages as api_messages
 from spark.apis import responses as api_responses
 from spark.apis.bodies import Again, Bodies, Wanted
-from spark.apis.http import EXCEPTION_HANDLERS, Closing, EventStream, error_response, json_response, json_unless_left
+from spark.apis.http import (
+    EXCEPTION_HANDLERS,
+    EXPECTED,
+    Closing,
+    EventStream,
+    error_response,
+    json_response,
+    json_unless_left,
+)
 from spark.apis.kept import Kept
 from spark.daemon.client import Deadlines, OnLoading, engine_command
 from spark.server import metrics, page
@@ -468,7 +476,9 @@ class _Service:
                 return await json_unless_left(request, self._whole(api, writers, replies))
             held.push_async_callback(replies.aclose)
             first = await anext(replies)  # what is refused at once gets a status
-            return EventStream(self._stream(api, writers, prompts[0], row, first, replies), held.pop_all())
+            expected_s = self._metrics.pace.expected_s(row.unread_tokens)
+            headers = {EXPECTED: f"{expected_s:.1f}"} if expected_s else {}
+            return EventStream(self._stream(api, writers, prompts[0], row, first, replies), held.pop_all(), headers)
 
     @contextlib.contextmanager
     def _places(self, n: int) -> Iterator[None]:

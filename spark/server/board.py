@@ -65,6 +65,11 @@ class RequestRow:
         self.choices.append(Choice())
         return self.choices[-1]
 
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens of its prompts that are still to be read, as far as they are known."""
+        return max(0, (self.prompt_tokens or 0) - sum(choice.read for choice in self.choices))
+
     def fail(self, error: SparkError) -> None:
         """Say what it failed with."""
         self.failed = error.code if error.code in _FAILED else "failed"

@@ -45,6 +45,7 @@ KEEP_ALIVE_S = 10.0
 AT_ONCE = 8  # replies of one request that the engine has at a time, so that those of others come between
 _SOON_S = 1.0  # how long to wait for a first sign before there is a keep-alive
 _SOON_CHARS = 4096
+_LONG_S = 10.0  # of reading a prompt, to be said in the log
 _CHARS_A_TOKEN = 32  # more than any text has on average
 
 _log = logging.getLogger(__name__)
@@ -211,6 +212,8 @@ class Model:
         What a prompt took to read is said at the end of its first choice alone. row: where to note how far they are.
         However this generator is left, the daemon does not go on with any of them.
         """
+        for prompt in prompts:
+            self._say_long(len(prompt.opening.tokens))
         if row is not None:
             row.prompt_tokens = sum(len(prompt.opening.tokens) for prompt in prompts)
         replies: list[_Reply] = []
@@ -224,6 +227,16 @@ class Model:
         async with contextlib.aclosing(items):
             async for item in items:
                 yield item
+
+    def _say_long(self, n: int) -> None:
+        """Say in the log of a prompt that takes long, or that is longer than the pool, how long it may take."""
+        pool, expected_s = self._supervisor.ready.info.get("pool_tokens"), self._metrics.pace.expected_s(n)
+        beyond = isinstance(pool, int) and n > pool
+        if not beyond and (expected_s or 0.0) < _LONG_S:
+            return
+        where = f", in host memory beyond the {pool:,} of the pool" if beyond else ""
+        takes = f"at most {expected_s:,.1f} s to read" if expected_s else "how long it takes is not measured yet"
+        _log.info("a prompt of %s tokens%s: %s", f"{n:,}", where, takes)
 
     async def reply(
         self,
@@ -307,6 +320,7 @@ class Model:
             if run.begun:
                 first_s = run.first_s
                 to_first_s = None if first_s is None else first_s - prompt.arrived_s
+                self._metrics.pace.take(used.prompt - used.cached, run.read_s)
                 self._metrics.reply(used, to_first_s, 0.0 if first_s is None else ended_s - first_s)
             _log.info(
                 "%d tokens read, %d reused, %d written, %.2f s: %s",
@@ -406,6 +420,7 @@ class _Run:
         self._prompt_tokens = len(self.tokens)
         self._reused = 0  # of the tokens of the prompt
         self._read = 0  # those, and those that were computed
+        self.read_s = 0.0  # how long that took, once that is known
         self._completion = self._reasoning = 0
         self._drafts: Drafted = {}  # of the generations before
         self._drafting: Drafted = {}  # of the one at hand, as far as it has told
@@ -480,6 +495,7 @@ class _Run:
             case protocol.Done():
                 self._read = self._prompt_tokens
                 self._reused = min(event.usage.cached_tokens, self._read)
+                self.read_s = event.timing.prefill_s
 
     def _aligned(self, parts: list[Part]) -> list[Part]:
         """The parts with the tokens of visible text, where they are asked for."""

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.ground.errors import UsageError
-from spark.apis.http import error_response
+from spark.apis.http import EXPECTED, error_response
 from spark.server import page
 
 _KEYLESS = page.PATHS | {"/health"}
@@ -111,7 +111,7 @@ def sharing(headers: Headers, allow_origins: Collection[str]) -> dict[str, str]:
     return {
         "vary": "Origin",
         "access-control-allow-origin": allowed[0],
-        "access-control-expose-headers": "retry-after",
+        "access-control-expose-headers": f"retry-after, {EXPECTED}",
     }
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from spark.server.pace import Pace
 from spark.speech.conversation import Usage
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -21,9 +22,10 @@ _PER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05
 
 
 class Metrics:
-    """What a server counts; each has a registry of its own."""
+    """What a server counts; each has a registry of its own. pace: of prompts."""
 
     def __init__(self) -> None:
+        self.pace = Pace()
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "spark_requests", "Requests by API and outcome.", ["api", "outcome"], registry=self._registry
@@ -74,6 +76,7 @@ class Metrics:
         self._daemon.restarts = restarts
         self._daemon.warnings = warnings
         self._daemon.stats = stats
+        self._daemon.tokens_per_s = self.pace.tokens_per_s
         return generate_latest(self._registry)
 
 
@@ -84,6 +87,7 @@ class _Daemon(Collector):
         self.restarts = 0
         self.warnings: Mapping[str, int] = {}
         self.stats: Mapping[str, Any] = {}
+        self.tokens_per_s: float | None = None
 
     def collect(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
         """What is known of the daemon."""
@@ -94,6 +98,9 @@ class _Daemon(Collector):
         for reason, n in sorted(self.warnings.items()):
             warned.add_metric([reason], n)
         made.append(warned)
+        if self.tokens_per_s is not None:
+            text = "Tokens of prompts that were read a second, of all since the start."
+            made.append(GaugeMetricFamily("spark_prefill_tokens_per_second", text, value=self.tokens_per_s))
         for name in ("hits", "misses"):
             if isinstance(self.stats.get(name), int):
                 text = f"Active experts: {name} in fast memory."

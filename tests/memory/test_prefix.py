@@ -21,9 +21,9 @@ from engine.memory.blocks import Sequence
 from engine.memory.kv import Fork, KVCache
 from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
-from tests.cached_prompts import CHUNK, KINDS, check, compute, make_cache, prefix_cache, prompt
+from tests.cached_prompts import CHUNK, KINDS, check, compute, make_cache, prefix_cache, prompt, saved
 
-KEY = {"file_id": "f", "kv_type": "f16", "chunk_tokens": CHUNK}
+KEY = {"file_id": "f", "kv_types": ["f16", "f16"], "chunk_tokens": CHUNK}
 
 
 def prefill(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> tuple[Sequence, int]:
@@ -184,7 +184,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 50), how=st.sampled_from(["flip", "cut", "remove"]))
     def break_a_file(self, which: int, how: str) -> None:
-        found = sorted(Path(self.folder.name).iterdir())
+        found = saved(Path(self.folder.name))
         if found:
             damage(found[which % len(found)], how)
 
@@ -222,7 +222,7 @@ class Serving(RuleBasedStateMachine):
         assert held == self.cache.host_bytes <= self.host
         if self.files is not None:
             self.flush()
-            on_disk = {f.name: f.stat().st_size for f in Path(self.folder.name).iterdir()}
+            on_disk = {f.name: f.stat().st_size for f in saved(Path(self.folder.name))}
             assert sum(on_disk.values()) <= self.disk
 
     @invariant()
@@ -432,7 +432,7 @@ def test_files_outlive_the_process(kind: str, tmp_path: Path) -> None:
         cache = prefix_cache(kv, CHUNK, 1 << 20, PrefixFiles(tmp_path, KEY, 1 << 30))
         assert serve(kv, cache, prompt("abc")) == expected
         cache.close()
-    for other in ({"file_id": "g"}, {"kv_type": "q8_0"}, {"chunk_tokens": 64}):
+    for other in ({"file_id": "g"}, {"kv_types": ["f16", "q8_0"]}, {"chunk_tokens": 64}):
         kv = make_cache(kind, 8 * 64)
         cache = prefix_cache(kv, CHUNK, 1 << 20, PrefixFiles(tmp_path, KEY | other, 1 << 30))
         assert cache.match(prompt("abc")).length == 0
@@ -463,7 +463,7 @@ def test_damaged_files_are_ignored_with_one_warning(
     reopen()
     assert serve(kv, cache, prompt("abc")) == 3 * CHUNK  # it was written again
     cache.close()
-    for path in tmp_path.iterdir():
+    for path in saved(tmp_path):
         damage(path, how)
     caplog.clear()
     reopen()

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine.formats import prefix_file
+from engine.formats.prefix_file import LOCK, Place
 from engine.ground.errors import UsageError
+from engine.ground.files import hold
+from engine.memory import prefix_files
 from engine.memory.prefix_files import PrefixFiles
-from tests.memory.test_prefix import KEY
+from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved
+from tests.memory.test_prefix import KEY, serve
+
+ONE, OTHER = "1" * 64 + ".state", "2" * 64 + ".state"
 
 
 def test_a_file_under_another_name_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = PrefixFiles(tmp_path, KEY, 1 << 30)
-    one, other = "1" * 64 + ".blocks", "2" * 64 + ".blocks"
+    one, other, sizes = ONE, OTHER, [40, 24]
     files.put(one, [np.arange(5), np.ones((2, 3), np.float32)])
     files.flush()
-    got = files.get(one)
-    assert got is not None and np.array_equal(got[0], np.arange(5)) and got[1].shape == (2, 3)
+    for expected in (sizes, [64]):
+        got = files.get(one, expected)
+        assert got is not None and np.array_equal(got[0], np.arange(5)) and got[1].shape == (2, 3)
     assert (tmp_path / one).stat().st_mode & 0o777 == 0o600
     (tmp_path / one).rename(tmp_path / other)
     (tmp_path / "letter.txt").write_text("mine")
     files = PrefixFiles(tmp_path, KEY, 1 << 30)
-    assert files.get(other) is None and not files.has(other) and files.get(one) is None
+    assert files.get(other, sizes) is None and not files.has(other) and files.get(one, sizes) is None
     assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
         "1 files that are not Spark's are left alone",
         "it was made for something else",
@@ -38,30 +51,30 @@ def test_a_process_killed_before_the_rename_leaves_no_file(tmp_path: Path) -> No
         "import os, pathlib, sys; import numpy as np; from engine.memory.prefix_files import PrefixFiles\n"
         "pathlib.Path.replace = lambda *_: os._exit(9)\n"
         "files = PrefixFiles(pathlib.Path(sys.argv[1]), {}, 1 << 30)\n"
-        "files.put('0' * 64 + '.blocks', [np.zeros(999)]); files.close()"
+        "files.put('0' * 64 + '.state', [np.zeros(999)]); files.close()"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60).returncode == 9
-    (left,) = tmp_path.iterdir()
+    (left,) = (path for path in tmp_path.iterdir() if path.name != LOCK)
     files = PrefixFiles(tmp_path, {}, 1 << 30)
-    assert files.n_bytes == 0 and not files.has("0" * 64 + ".blocks") and left.exists()
+    assert files.n_bytes == 0 and not files.has("0" * 64 + ".state") and left.exists()
     os.utime(left, (0, 0))
     PrefixFiles(tmp_path, {}, 1 << 30)
     assert not left.exists()
 
 
 def test_the_folder_keeps_its_budget_and_what_was_used_last(tmp_path: Path) -> None:
-    names = [f"{i:064}.blocks" for i in range(5)]
+    names = [f"{i:064}.state" for i in range(5)]
     for budget, kept in ((20_000, names[:4]), (13_000, [names[0], names[4]])):
         files = PrefixFiles(tmp_path, KEY, budget)
         for name in names[:4] if budget == 20_000 else names[4:]:
             files.put(name, [np.zeros(4096, np.uint8)])
             files.flush()
-            assert files.n_bytes == sum(f.stat().st_size for f in tmp_path.iterdir()) <= budget
-        assert sorted(f.name for f in tmp_path.iterdir()) == kept
+            assert files.n_bytes == sum(f.stat().st_size for f in saved(tmp_path)) <= budget
+        assert [f.name for f in saved(tmp_path)] == kept
         files.touch(names[:1])
         files.put(f"{9:064}.state", [np.zeros(30_000, np.uint8)])
         files.close()
-        assert files.n_bytes == sum(f.stat().st_size for f in tmp_path.iterdir()) <= budget
+        assert files.n_bytes == sum(f.stat().st_size for f in saved(tmp_path)) <= budget
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -70,8 +83,148 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: py
         PrefixFiles(tmp_path / "file", KEY, 1 << 20)
     folder = tmp_path / "gone"
     files = PrefixFiles(folder, KEY, 1 << 20)
+    (folder / LOCK).unlink()
     folder.rmdir()
     for i in range(3):
-        files.put(f"{i:064}.blocks", [np.zeros(9)])
+        files.put(f"{i:064}.state", [np.zeros(9)])
     files.close()
-    assert len(caplog.records) == 1 and "no more prefixes are saved" in caplog.text
+    assert len(caplog.records) == 1 and "no prefixes are saved for 60 s" in caplog.text
+
+
+def one_file(folder: Path) -> tuple[Path, list[np.ndarray]]:
+    """A chunk's file, and its arrays."""
+    ids, arrays = np.arange(7, dtype=np.int32).tobytes(), [np.arange(33, dtype=np.uint8), np.ones((2, 3), np.float16)]
+    files = PrefixFiles(folder, KEY, 1 << 20, {"path": "m.gguf", "needs_state": False})
+    path = folder / f"{prefix_file.following(files.root, ids)}.blocks"
+    files.put(path.name, arrays, Place(files.root, ids))
+    files.close()
+    return path, arrays
+
+
+def test_a_file_says_what_it_is_of(tmp_path: Path) -> None:
+    path, arrays = one_file(tmp_path)
+    head = prefix_file.check(path)
+    assert head == prefix_file.read_head(path) and head.key == json.loads(json.dumps(KEY | {"format": 2}))
+    assert head.key["kv_types"] == ["f16", "f16"] and head.model == {"path": "m.gguf", "needs_state": False}
+    assert head.tokens.tolist() == list(range(7)) and head.place.before == prefix_file.root({**KEY, "format": 2})
+    assert head.sizes == [33, 12] and head.n_bytes == path.stat().st_size
+    read = prefix_file.read(path, head.key, [33, 12])
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(read, arrays, strict=True))
+    for key, sizes in (({**KEY, "format": 2, "file_id": "g"}, [33, 12]), (head.key, [33, 13])):
+        with pytest.raises(ValueError, match=r"made for something else|were expected"):
+            prefix_file.read(path, key, sizes)
+
+
+@given(data=st.data())
+def test_no_damage_is_believed(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("damage")
+    path, _ = one_file(folder)
+    good = path.read_bytes()
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = data.draw(
+        st.sampled_from([good[:at], good + good[at:], good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :]])
+        | st.binary(max_size=300)
+    )
+    path.write_bytes(bad)
+    with pytest.raises(ValueError):
+        prefix_file.check(path)
+    with pytest.raises(ValueError):
+        prefix_file.read(path, KEY | {"format": 2}, [33, 12])
+
+
+def test_no_header_makes_room_for_what_is_not_there(tmp_path: Path) -> None:
+    for n in (1 << 40, 1 << 61):
+        path = tmp_path / f"{'1' * 64}.blocks"
+        header = {"spark": "prefix", "key": {"format": 2}, "name": path.name, "before": "", "tokens": n}
+        path.write_bytes(json.dumps(header | {"model": {}, "arrays": []}).encode() + b"\n" + bytes(99))
+        with pytest.raises(ValueError, match="length is wrong"):
+            prefix_file.read_head(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[" * 60_000, "{}", '"x"', '{"spark": "prefix", "name": 5, "key": {"format": 2}}',
+        '{"spark": "prefix", "key": [], "name": ""}', '{"spark": "prefix", "key": {"format": 2}, "name": NAME}',
+        '{"spark":"prefix","key":{"format":2},"name":NAME,"model":{},"arrays":[["O",[1]]]}',
+        '{"spark":"prefix","key":{"format":2},"name":NAME,"model":{},"arrays":[["|u1",[-1]]]}',
+        '{"spark":"prefix","key":{"format":2},"name":NAME,"model":{},"arrays":[["|u1",[4611686018427387903,9]]]}',
+        '{"spark":"prefix","key":{"format":2},"name":NAME,"model":3,"arrays":[]}',
+    ],
+)  # fmt: skip
+def test_no_header_is_believed_that_is_none(header: str, tmp_path: Path) -> None:
+    path = tmp_path / ONE
+    path.write_bytes(header.replace("NAME", f'"{ONE}"').encode() + b"\n" + bytes(64))
+    with pytest.raises(ValueError):
+        prefix_file.check(path)
+
+
+def test_a_file_of_another_version_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / ONE).write_bytes(b'{"spark": "prefix", "key": {"format": 1}, "name": "x", "arrays": []}\n' + bytes(32))
+    with pytest.raises(prefix_file.OtherVersionError, match="format 1"):
+        prefix_file.read_head(tmp_path / ONE)
+
+
+def test_a_full_disk_takes_nothing_from_memory_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = True
+
+    def written(self: Path, target: Path) -> Path:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.rename(target)
+        return target
+
+    monkeypatch.setattr(Path, "replace", written)
+    monkeypatch.setattr(prefix_files, "RETRY_S", 0.2)
+    kv = make_cache("everything", 8 * 64)
+    files = PrefixFiles(tmp_path, KEY, 1 << 30)
+    cache = prefix_cache(kv, CHUNK, 1 << 20, files)
+    assert serve(kv, cache, prompt("abc")) == 0
+    files.flush()
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK] and files.n_bytes == 0
+    assert serve(kv, cache, prompt("abc")) == 3 * CHUNK  # from memory
+    (record,) = caplog.records
+    assert record.reason == "files_not_written" and "No space left on device" in record.getMessage()
+    full = False
+    time.sleep(0.25)
+    assert serve(kv, cache, prompt("abc")) == 3 * CHUNK
+    cache.close()
+    assert len([path for path in saved(tmp_path) if path.suffix == ".blocks"]) == 3
+    assert files.n_bytes == sum(path.stat().st_size for path in saved(tmp_path))
+
+
+def test_a_slow_disk_costs_files_and_no_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = PrefixFiles._write
+
+    def slowly(self: PrefixFiles, *job: object) -> int:
+        time.sleep(0.3)
+        return write(self, *job)
+
+    monkeypatch.setattr(PrefixFiles, "_write", slowly)
+    monkeypatch.setattr(prefix_files, "WAITING_BYTES", 40_000)
+    kv = make_cache("full", 40 * 64)
+    files = PrefixFiles(tmp_path, KEY, 1 << 30)
+    cache = prefix_cache(kv, CHUNK, 1 << 20, files)
+    began = time.monotonic()
+    assert serve(kv, cache, prompt("abcdefgh")) == 0
+    assert serve(kv, cache, prompt("abcdefgh")) == 8 * CHUNK  # nobody waits for the disk
+    assert time.monotonic() - began < 0.3
+    cache.close()
+    assert 0 < len(saved(tmp_path)) < 8 and all(prefix_file.check(path) for path in saved(tmp_path))
+
+
+def test_who_uses_the_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = PrefixFiles(tmp_path, KEY, 1 << 20), PrefixFiles(tmp_path, {}, 1 << 20)  # beside each other
+    for files in (one, other):
+        with pytest.raises(BlockingIOError):
+            hold(tmp_path / LOCK, alone=True)
+        files.close()
+    monkeypatch.setattr(prefix_files, "_LOCK_S", 0.1)
+    alone = hold(tmp_path / LOCK, alone=True)
+    assert alone is not None
+    with pytest.raises(UsageError, match="files are being removed"):
+        PrefixFiles(tmp_path, KEY, 1 << 20)
+    alone.close()
+    PrefixFiles(tmp_path, KEY, 1 << 20).close()

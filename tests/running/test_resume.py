@@ -13,6 +13,7 @@ from engine.ground.config import EngineConfig
 from engine.memory.blocks import Sequence
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span
+from tests.cached_prompts import saved
 from tests.tiny_models import k_quant_mix, write_tiny
 
 CHUNK = 64
@@ -102,8 +103,8 @@ def test_prefixes_outlive_the_daemon_and_damaged_files_do_no_harm(
         assert reused == 3 * CHUNK and same(logits, expected)
     reused, logits = answer(prefix_gib=0.0)  # straight from the files
     assert reused == 3 * CHUNK and same(logits, expected)
-    files = sorted((tmp_path / "cache").iterdir())
-    assert answer(kv_type="q8_0")[0] == 0 and len(list((tmp_path / "cache").iterdir())) > len(files)
+    files = saved(tmp_path / "cache")
+    assert answer(kv_type="q8_0")[0] == 0 and len(saved(tmp_path / "cache")) > len(files)
     states = [f for f in files if f.suffix == ".state"]
     assert not caplog.records
     for path in (states or files)[::2]:

@@ -1,0 +1,124 @@
+"""The tables of `spark sessions`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from spark.console import note, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from spark.sessions.cached import Cached, Dropped, Leaf
+    from spark.sessions.stats import Report
+
+_STRAYS_SHOWN = 20
+_TOOLS_SHOWN = 12
+
+
+def mib(n_bytes: int) -> str:
+    """Bytes as a table has them."""
+    return f"{n_bytes / (1 << 20):,.1f}"
+
+
+def show_cached(found: Cached, texts: Mapping[str, str] | None) -> None:
+    """Print a line a session, and what else lies in the folder."""
+    from spark.sessions.cached import ID_CHARS
+
+    columns = ["id", "tokens", "goes on\nafter", "its own\nMiB", "in all\nMiB", "model", "K, V", "last used"]
+    rows = [
+        [
+            leaf.id[:ID_CHARS], f"{len(leaf.tokens):,}", _resumes(leaf), mib(leaf.own_bytes), mib(leaf.all_bytes),
+            leaf.model_path.name, ", ".join(leaf.kv_types), _when(leaf.used_s),
+            *([] if texts is None else [texts.get(leaf.id, "")]),
+        ]
+        for leaf in found.leaves
+    ]  # fmt: skip
+    if rows:
+        n_files = len({name for leaf in found.leaves for chunk in leaf.chunks for name in chunk.files})
+        title = (
+            f"{found.folder}: {_counted(len(rows), 'session')}, {_counted(n_files, 'file')}, {mib(found.n_bytes)} MiB"
+        )
+        table(title, [*columns, *([] if texts is None else ["begins"])], rows)
+    else:
+        note(f"{found.folder} holds no sessions")
+    if found.strays:
+        strays = [[stray.reason, stray.name, mib(stray.n_bytes), stray.words] for stray in found.strays]
+        table("Files that are ignored", ["", "file", "MiB", "why"], strays[:_STRAYS_SHOWN])
+        if more := strays[_STRAYS_SHOWN:]:
+            note(f"and {len(more)} more")
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
+def _resumes(leaf: Leaf) -> str:
+    return f"{leaf.resumes_tokens:,}" if leaf.whole else "no beginning"
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def show_leaf(leaf: Leaf, wrong: Mapping[str, str], text: str) -> None:
+    """Print the files of a session, the first one first, and whether each is as it was written."""
+    key = leaf.chunks[-1].head.key
+    rows = [
+        ["tokens", f"{len(leaf.tokens):,}"],
+        ["goes on after", _resumes(leaf)],
+        ["MiB, its own", mib(leaf.own_bytes)],
+        ["MiB, in all", mib(leaf.all_bytes)],
+        ["model", f"{leaf.model_path}"],
+        ["file id", leaf.file_id],
+        ["K, V", ", ".join(leaf.kv_types)],
+        ["device", str(key.get("device", ""))],
+        ["last used", _when(leaf.used_s)],
+        *([["begins", text]] if text else []),
+    ]
+    table(f"Session {leaf.id}", ["", ""], rows)
+    at, files = 0, []
+    for i, chunk in enumerate(leaf.chunks):
+        span = f"{at:,} to {at + len(chunk.head.tokens):,}"
+        at += len(chunk.head.tokens)
+        shared = "no" if i >= len(leaf.chunks) - leaf.own else "yes"
+        for name, n_bytes in reversed(chunk.files.items()):
+            files.append([span, name, mib(n_bytes), shared, wrong[name] or "good"])
+    table("Its files", ["tokens", "file", "MiB", "shared", "checksum"], files)
+
+
+def show_dropped(dropped: Dropped) -> None:
+    """Say what was removed."""
+    n_bytes = sum(dropped.files.values())
+    files = _counted(len(dropped.files), "file")
+    note(f"{_counted(len(dropped.ids), 'session')} dropped: {files}, {mib(n_bytes)} MiB")
+
+
+def show_stats(report: Report) -> None:
+    """Print the percentiles of each figure, the tools, and what `--expect-ctx` is right."""
+    from spark.sessions.stats import CHARS_A_TOKEN, MOSTLY, PERCENTS
+
+    rows = [
+        [row.name, *(f"{row.percentiles[n]:,}" for n in PERCENTS), f"{row.most:,}", f"{row.count:,}", f"{row.total:,}"]
+        for row in report.rows
+    ]
+    columns = [report.unit, *(f"p{n}" for n in PERCENTS), "most", "of", "total"]
+    table(_counted(report.sessions, "session"), columns, rows)
+    if report.tools:
+        shown = list(report.tools.items())
+        cells = [[name, f"{n:,}"] for name, n in shown[:_TOOLS_SHOWN]]
+        if more := shown[_TOOLS_SHOWN:]:
+            cells.append([_counted(len(more), "other"), f"{sum(n for _, n in more):,}"])
+        table("Calls of tools", ["tool", "calls"], cells)
+    if report.skipped:
+        note(f"{_counted(report.skipped, 'turn')} left out, which the model's template refuses")
+    if report.expect is None:
+        note("token files do not say how long contexts were: give sessions and --model for --expect-ctx")
+        return
+    longest = next(row.most for row in report.rows if row.name == "context of a turn")
+    about = f", at {CHARS_A_TOKEN} characters a token; --model counts" if report.guessed else ""
+    note(
+        f"--expect-ctx {report.expect}: {MOSTLY:.0%} of what the model writes is written in contexts no longer than "
+        f"that{about}; the longest has {longest:,} {report.unit}"
+    )

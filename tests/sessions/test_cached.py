@@ -1,0 +1,258 @@
+"""`spark sessions list`, `show` and `drop`: what they say of a folder, and that they take nothing else from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.formats import prefix_file
+from engine.formats.gguf import open_model
+from engine.formats.prefix_file import LOCK, Place
+from engine.ground.errors import SparkError, UsageError
+from engine.memory.prefix_files import PrefixFiles
+from engine.text.tokenizer import load
+from spark.sessions import cached
+from tests.cached_prompts import saved
+from tests.command_line import NANO, refused, spark
+
+CHUNK = 5
+MODEL = {"path": str(NANO), "architecture": "qwen3moe", "needs_state": False}
+
+
+@cache
+def file_id() -> str:
+    with open_model(NANO) as file:
+        return file.file_id
+
+
+def opened(folder: Path, model: dict[str, str | bool] | None = None) -> PrefixFiles:
+    key = {"file_id": file_id(), "kv_types": ["f16", "q8_0"]}
+    return PrefixFiles(folder, key, 1 << 30, MODEL if model is None else model)
+
+
+def write(files: PrefixFiles, tokens: list[int], states: tuple[int, ...] = ()) -> str:
+    """Save a conversation of whole chunks, and the states after some; the id of its leaf."""
+    name = files.root
+    for i in range(0, len(tokens), CHUNK):
+        place = Place(name, np.array(tokens[i : i + CHUNK], np.int32).tobytes())
+        name = prefix_file.following(name, place.ids)
+        files.put(f"{name}.blocks", [np.full(90 + i, i, np.uint8), np.zeros((2, 3), np.uint8)], place)
+        if i // CHUNK in states:
+            files.put(f"{name}.state", [np.full(40, i, np.float32)])
+    files.flush()
+    return name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two conversations that share a chunk, and one that is alone; the first was used last."""
+    with open_model(NANO) as file:
+        tokenizer = load(file)
+    words = tokenizer.encode("The quick brown fox jumps over the lazy dog and runs far away from here.")
+    files = opened(tmp_path / "D")
+    for tokens in (words[:10], words[:5] + words[10:15], words[5:10]):
+        write(files, tokens)
+    files.close()
+    for i, leaf in enumerate(cached.read(tmp_path / "D").leaves):
+        assert len(leaf.tokens) in (5, 10) and leaf.whole
+        os.utime(tmp_path / "D" / f"{leaf.id}.blocks", (now := time.time() - 86400 * 3 * i, now))
+    return tmp_path
+
+
+def test_list_and_show(folder: Path) -> None:
+    done = spark("sessions", "list", "D", "--text", "--json", "l.json", cwd=folder)
+    report = json.loads((folder / "l.json").read_text())
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:3] == ["D:", "3", "sessions,"] and len(lines) == 8
+    for session, line in zip(report["sessions"], lines[4:7], strict=True):
+        assert line.split()[:3] == [session["id"][:12], str(session["tokens"]), str(session["tokens"])]
+        assert "nano.gguf" in line and "f16, q8_0" in line and session["key"]["kv_types"] == ["f16", "q8_0"]
+        assert session["text"] and session["text"] in line
+    sizes = {path.name: path.stat().st_size for path in saved(folder / "D")}
+    assert report["bytes"] == sum(sizes.values()) and not report["other_files"]
+    shared = [session for session in report["sessions"] if session["tokens"] == 10]
+    assert len(shared) == 2 and all(0 < s["own_bytes"] < s["bytes"] for s in shared)
+    assert all(" ... " in s["text"] and s["text"].startswith("The quick") for s in shared)
+    one = shared[0]["id"]
+    done = spark("sessions", "show", "D", one[:6], "--json", "s.json", cwd=folder)
+    assert done.stdout.count(" good") == 2 and f"{one}.blocks" in done.stdout and "5 to 10" in done.stdout
+    path = folder / "D" / f"{one}.blocks"
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    done = spark("sessions", "show", "D", one[:6], "--json", "-", cwd=folder)
+    files = json.loads(done.stdout)["files"]
+    assert files[f"{one}.blocks"] == "its checksum is wrong" and sorted(files.values())[0] == "" and len(files) == 2
+    assert "damaged" not in spark("sessions", "list", "D", cwd=folder).stdout  # which does not read that far
+    assert "its checksum is wrong" in spark("sessions", "list", "D", "--check", cwd=folder).stdout
+
+
+def test_text_needs_the_model(folder: Path) -> None:
+    files = opened(folder / "E", MODEL | {"path": str(folder / "moved.gguf")})
+    write(files, [7, 8, 9, 10, 11])
+    files.close()
+    done = spark("sessions", "list", "E", "--text", cwd=folder)
+    assert "no text of sessions of moved.gguf" in done.stderr and len(done.stdout.splitlines()) == 6
+    done = spark("sessions", "list", "E", "--text", "--model", NANO, "--json", "-", cwd=folder)
+    assert json.loads(done.stdout)["sessions"][0]["text"] and "no text" not in done.stderr
+
+
+def test_drop(folder: Path) -> None:
+    first, second, _ = cached.read(folder / "D").leaves
+    before = {path.name for path in saved(folder / "D")}
+    done = spark("sessions", "drop", "D", second.id[:8], "--json", "-", cwd=folder)
+    gone = json.loads(done.stdout)
+    assert gone["sessions"] == [second.id] and "1 session dropped" in done.stderr
+    assert before - {path.name for path in saved(folder / "D")} == set(gone["files"])
+    assert gone["bytes"] == second.own_bytes
+    done = spark("sessions", "drop", "D", "--older-than", "4d", cwd=folder)
+    assert "1 session dropped" in done.stderr and [x.id for x in cached.read(folder / "D").leaves] == [first.id]
+    assert "0 sessions dropped" in spark("sessions", "drop", "D", "--older-than", "4d", cwd=folder).stderr
+
+
+def test_a_folder_in_use_is_left_as_it_is(folder: Path) -> None:
+    before = sorted(path.name for path in saved(folder / "D"))
+    files = opened(folder / "D")
+    said = refused("sessions", "drop", "D", "--older-than", "1m", cwd=folder)
+    assert said.startswith("error: D is in use by a server, so nothing was removed\nhint: stop the server")
+    assert "3 sessions" in spark("sessions", "list", "D", cwd=folder).stdout
+    assert sorted(path.name for path in saved(folder / "D")) == before
+    files.close()
+    assert "2 sessions dropped" in spark("sessions", "drop", "D", "--older-than", "1h", cwd=folder).stderr
+
+
+def test_what_is_damaged_or_foreign_is_named_and_left(folder: Path) -> None:
+    there = folder / "D"
+    first = cached.read(there).leaves[-1]
+    (there / "letter.txt").write_text("mine")
+    (there / f"{'1' * 64}.blocks").write_bytes(b"half a file")
+    (there / f"{'2' * 64}.blocks").write_bytes(b'{"spark": "prefix", "key": {"format": 1}}\n' + bytes(99))
+    (there / f".{'3' * 64}.state.abcdefgh.tmp").write_bytes(b"x")
+    (there / f"{'4' * 64}.state").symlink_to(folder / "nowhere")
+    (there / f"{first.id}.blocks").write_bytes((there / f"{first.id}.blocks").read_bytes()[:-1])
+    done = spark("sessions", "list", "D", "--json", "-", cwd=folder)
+    report = json.loads(done.stdout)
+    assert len(report["sessions"]) == 2
+    assert sorted(stray["reason"] for stray in report["other_files"]) == [
+        "damaged", "damaged", "foreign", "foreign", "unfinished", "version",
+    ]  # fmt: skip
+    assert "its length is wrong" in done.stderr and "it is of format 1" in done.stderr
+    kept = spark("sessions", "drop", "D", "--older-than", "100w", cwd=folder)
+    assert "0 sessions dropped: 0 files" in kept.stderr
+    assert "0 sessions dropped: 4 files" in spark("sessions", "drop", "D", "--damaged", cwd=folder).stderr
+    left = {path.name for path in there.iterdir()}
+    assert left >= {"letter.txt", f"{'4' * 64}.state", LOCK} and len(left) == 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "status"),
+    [
+        ("list none", "none cannot be read: No such file", 1),
+        ("show D zz", "D has no session whose id begins with 'zz'", 2),
+        ("drop D", "nothing says what to drop", 2),
+        ("drop D aa --older-than 1d", "both say what to drop", 2),
+        ("drop D --older-than 1y", "--older-than is '1y': expected a number and m, h, d or w", 2),
+        ("drop . --damaged", ". holds no sessions", 1),
+        ("list D --json D/{file}", "would overwrite the folder you gave", 2),
+    ],
+)
+def test_what_is_refused(folder: Path, arguments: str, words: str, status: int) -> None:
+    arguments = arguments.format(file=saved(folder / "D")[0].name)
+    before = {path.name: path.read_bytes() for path in saved(folder / "D")}
+    assert words in refused("sessions", *arguments.split(), cwd=folder, status=status)
+    assert {path.name: path.read_bytes() for path in saved(folder / "D")} == before
+    assert not (folder / LOCK).exists()  # nothing is left in a folder that is none of a server's
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90m", 5400), ("1.5h", 5400), ("7d", 604_800), ("2w", 1_209_600), ("-1d", None), ("7", None), ("", None)],
+)
+def test_ages(text: str, seconds: float | None) -> None:
+    if seconds is not None:
+        assert cached.age(text) == seconds
+        return
+    with pytest.raises(UsageError, match="expected a number and m, h, d or w"):
+        cached.age(text)
+
+
+def test_an_id_must_be_of_one(folder: Path) -> None:
+    found = cached.read(folder / "D")
+    for none in (".", "", "g" * 12, found.leaves[0].id + "0"):
+        with pytest.raises(UsageError, match="no session whose id"):
+            found.find(none)
+    with pytest.raises(SparkError, match="holds no sessions"):
+        cached.drop(folder / "none", useless=True)
+    for leaf in found.leaves:
+        assert found.find(leaf.id[:10]) is leaf
+    files = opened(folder / "many")
+    for i in range(17):
+        write(files, [i, i + 1, i + 2, i + 3, 4])
+    files.close()
+    many = cached.read(folder / "many")
+    (twice, *_) = [a for a in "0123456789abcdef" if sum(leaf.id[0] == a for leaf in many.leaves) > 1]
+    with pytest.raises(UsageError, match="begins the ids of"):
+        many.find(twice)
+
+
+def test_states_say_where_a_prompt_goes_on(tmp_path: Path) -> None:
+    files = opened(tmp_path, MODEL | {"needs_state": True})
+    name = write(files, list(range(20)), states=(0, 2))
+    (leaf,) = cached.read(tmp_path).leaves
+    assert leaf.id == name and len(leaf.tokens) == 20 and leaf.resumes_tokens == 15
+    (tmp_path / f"{leaf.chunks[1].id}.blocks").unlink()  # behind what is gone nothing is of use
+    files.close()
+    (leaf, end), strays = (
+        sorted(cached.read(tmp_path).leaves, key=lambda leaf: -leaf.whole),
+        cached.read(tmp_path).strays,
+    )
+    assert (leaf.whole, leaf.resumes_tokens, end.whole, end.resumes_tokens) == (True, 5, False, 0) and not strays
+    assert len(cached.drop(tmp_path, useless=True).files) == 3
+    (tmp_path / f"{leaf.id}.blocks").unlink()
+    assert [stray.reason for stray in cached.read(tmp_path).strays] == ["alone"]
+    assert list(cached.drop(tmp_path, useless=True).files) == [f"{leaf.id}.state"] and not saved(tmp_path)
+
+
+CONVERSATIONS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=7)
+
+
+@settings(max_examples=25)
+@given(CONVERSATIONS, st.data())
+def test_a_drop_takes_what_nobody_else_needs(
+    tmp_path_factory: pytest.TempPathFactory, conversations: list[list[int]], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("D")
+    files = opened(folder)
+    made = {
+        write(files, [t for letter in chunks for t in range(letter, letter + CHUNK)]): chunks
+        for chunks in conversations
+    }
+    files.close()
+    ends = {name: c for name, c in made.items() if not any(o != c and o[: len(c)] == c for o in conversations)}
+    found = cached.read(folder)
+    assert {leaf.id: len(leaf.tokens) for leaf in found.leaves} == {n: len(c) * CHUNK for n, c in ends.items()}
+    assert found.n_bytes == sum(path.stat().st_size for path in saved(folder))
+    chosen = data.draw(st.sets(st.sampled_from(sorted(ends)), min_size=1))
+    dropped = cached.drop(folder, [name[:40] for name in chosen])
+    left = cached.read(folder)
+    assert set(dropped.ids) == chosen and {leaf.id for leaf in left.leaves} == ends.keys() - chosen
+    assert all(leaf.whole for leaf in left.leaves) and not left.strays
+    assert left.n_bytes == found.n_bytes - sum(dropped.files.values())
+    assert len(saved(folder)) == len(
+        {tuple(ends[n][: i + 1]) for n in ends.keys() - chosen for i in range(len(ends[n]))}
+    )
+
+
+def test_a_folder_that_takes_no_lock_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "hold", lambda *_, **__: None)
+    with pytest.raises(SparkError, match="without locks"):
+        cached.drop(folder / "D", older_s=0.0)
+    assert len(cached.read(folder / "D").leaves) == 3
