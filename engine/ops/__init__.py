@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.quants import QTensor
+from engine.ground.kv_types import BY_DTYPE, KVPair
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -79,6 +80,16 @@ class KVLayer:
     k_scale: NDArray[np.float16] | None = None
     v_scale: NDArray[np.float16] | None = None
     homes: KVLayer | None = None
+
+    @property
+    def kinds(self) -> KVPair:
+        """How keys and values are stored."""
+        return KVPair(*(BY_DTYPE[np.dtype(array.dtype).name] for array in (self.k, self.v)))
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        return int(self.k.shape[2]) * self.kinds.k.packed
 
     @property
     def arrays(self) -> tuple[Any, ...]:

@@ -18,9 +18,9 @@ from gguf import GGMLQuantizationType as QType
 from engine.formats import block_types
 from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES, RECORDS, BlockType
 from engine.formats.quants import QTensor
-from engine.ground.config import KV_TYPES
 from engine.ground.cpu_library import BAD_TYPE, ExpertsRecord, KVRecord, MatrixRecord
 from engine.ground.errors import SparkError, UnsupportedModelError
+from engine.ground.kv_types import KV_TYPES
 from engine.memory.kv import KVGroup, group_bytes
 from engine.ops import KV_BLOCK_TOKENS, arithmetic, blocks, cpu, cpu_workspace, reference
 from engine.ops.cuda import library, routing
