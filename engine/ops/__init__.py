@@ -71,12 +71,14 @@ class KVLayer:
     """Cached keys and values of one layer, by slot (physical block * 64 + offset).
 
     homes: None, or arrays of the same layout elsewhere, which have the blocks behind the last of `k`: that many less.
-    f16: `k`, `v` are float16 [n_slots, K, head_dim] and `k_scale`, `v_scale` are None.
-    q8_0: `k`, `v` are int8 [n_slots, K, head_dim], scales float16 [n_slots, K, head_dim / 32].
+    Keys and values each are of one type, which the elements tell.
+    f16: float16 [n_slots, K, head_dim], and no scales.
+    q8_0: int8 [n_slots, K, head_dim], scales float16 [n_slots, K, head_dim / 32].
+    q4_0: uint8 [n_slots, K, head_dim / 2], scales as these; byte j of 16 has dimension j below and 16 + j above.
     """
 
-    k: NDArray[np.float16] | NDArray[np.int8]
-    v: NDArray[np.float16] | NDArray[np.int8]
+    k: NDArray[np.float16] | NDArray[np.int8] | NDArray[np.uint8]
+    v: NDArray[np.float16] | NDArray[np.int8] | NDArray[np.uint8]
     k_scale: NDArray[np.float16] | None = None
     v_scale: NDArray[np.float16] | None = None
     homes: KVLayer | None = None
