@@ -86,7 +86,10 @@ class KVLayer:
     @property
     def kinds(self) -> KVPair:
         """How keys and values are stored."""
-        return KVPair(*(BY_DTYPE[np.dtype(array.dtype).name] for array in (self.k, self.v)))
+        names = [np.dtype(array.dtype).name for array in (self.k, self.v)]
+        if not all(name in BY_DTYPE for name in names):
+            raise ValueError(f"a cache of {names[0]} and {names[1]}")
+        return KVPair(*(BY_DTYPE[name] for name in names))
 
     @property
     def head_dim(self) -> int:

@@ -167,7 +167,7 @@ def test_no_pool_changes_a_token_with_a_block(family: str, restless: dict[str, i
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("on_the_device")
-@pytest.mark.parametrize(("family", "kv_type"), [("qwen3moe", "q8_0"), ("laguna", "f16"), ("qwen35moe", "f16")])
+@pytest.mark.parametrize(("family", "kv_type"), [("qwen3moe", "q8_0,q4_0"), ("laguna", "f16"), ("qwen35moe", "f16")])
 def test_no_pool_changes_a_token_on_a_device(
     family: str, kv_type: str, restless: dict[str, int], request: pytest.FixtureRequest
 ) -> None:
