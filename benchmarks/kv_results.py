@@ -45,9 +45,9 @@ def pool(shape: str, name: str, made: Json) -> list[str]:
 TYPES = """\
 Prompts of {shortest:,} to {longest:,} tokens, the last {each} positions of each, and {tokens} tokens decoded greedily
 behind them, on the CPU backend; all beside a cache in f16. *NMSE* and *KL* (nats a token): of the logits. *Likeliest*:
-positions whose likeliest token is the same. *Tokens*: of a reply until one differs, median of {n} and extremes. *Bits*: of
-an element, keys and values together. Rows in italics are simulated in a cache of f16; that with the last bit of each half
-flipped is the least that any change does, since of experts that are all but equal another is chosen.{random}"""
+positions whose likeliest token is the same. *Tokens*: of a reply until one differs, median of {n} and extremes. *Bits*:
+of an element, keys and values together. Rows in italics are simulated in a cache of f16; that with the last bit of each
+half flipped is the least that any change does, since of experts that are all but equal another is chosen.{random}"""
 RANDOM = " The weights, and so the text, are random."
 
 

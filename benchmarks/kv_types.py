@@ -3,12 +3,12 @@
     python benchmarks/kv_types.py --json data/results/kv_types.json
 
 On the reference model: beginnings of held-out sessions of an agent, which quote what stands far back. On a tiny model
-of each family, whose weights and prompts are random: that no layer, window or shared cache does worse. Logits are of the
-last positions of a prompt, all fed as they stand; tokens are then decoded greedily until one differs.
+of each family, whose weights and prompts are random: that no layer, window or shared cache does worse. Logits are of
+the last positions of a prompt, all fed as they stand; tokens are then decoded greedily until one differs.
 
 Some rows are simulated: what is stored is changed in a cache of f16. A type of 3 bits; q4_0, which says what the
-simulation is worth; and halves whose last bit is flipped, the least that any change makes, since experts that are all but
-equal are chosen otherwise.
+simulation is worth; and halves whose last bit is flipped, the least that any change makes, since experts that are all
+but equal are chosen otherwise.
 """
 
 from __future__ import annotations

@@ -134,16 +134,17 @@ def told(
 @pytest.mark.parametrize("family", models.known())
 def test_no_pool_changes_a_token(family: str, kv_type: str, restless: dict[str, int]) -> None:
     path = model(family)
-    options = {"kv_type": kv_type}
+    is_short = kv_type not in ("f16", "q8_0")
+    options = {"kv_type": kv_type, "rounds": few if is_short else requests}
     try:
         expected = told(path, "cpu", "auto", **options)
     except UnsupportedModelError as error:  # heads that blocks cannot store
         assert kv_type != "f16"
         pytest.skip(str(error))
     assert not restless["home"]
-    for pool in (640, 704, 1100):
+    for pool in (640,) if is_short else (640, 704, 1100):
         assert told(path, "cpu", str(pool), **options) == expected
-    assert restless["home"] > 20 and restless["back"] > 5
+    assert restless["home"] > (5 if is_short else 20) and restless["back"] > (0 if is_short else 5)
 
 
 @pytest.mark.parametrize("family", models.known())
