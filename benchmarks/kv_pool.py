@@ -25,6 +25,7 @@ from benchmarks.driving import Prompts, note, parse_list, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.given_tokens import step_seconds  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
+from engine.ground.kv_types import KV_TYPES  # noqa: E402
 from engine.memory.blocks import Sequence  # noqa: E402
 from engine.ops import KV_BLOCK_TOKENS  # noqa: E402
 from engine.placing import policies  # noqa: E402
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--chunk", type=int, help="tokens of a prefill step")
-    parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
+    parser.add_argument("--kv-type", default="f16", choices=KV_TYPES)
     parser.add_argument("--pcie-gb-per-s", type=float, default=51.4)
     parser.add_argument("--prefill", type=int, default=131072, help="tokens of a prompt; 0: none is read")
     parser.add_argument("--prefill-pool", type=int, default=16384)

@@ -37,6 +37,7 @@ from benchmarks.driving import (
 )
 from benchmarks.figures import json_option
 from engine.ground.config import EngineConfig
+from engine.ground.kv_types import KV_TYPES
 from engine.memory.blocks import Sequence
 from engine.ops import KV_BLOCK_TOKENS
 from engine.placing import policies
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     json_option(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
+    parser.add_argument("--kv-type", default="f16", choices=KV_TYPES)
     parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill step (default: the engine's)")
     parser.add_argument("--residency", default="100,60", help="percentages of the expert bytes")
     parser.add_argument("--policy", default=policies.SPARK.name, choices=PARTIAL, help="below 100 percent")

@@ -41,6 +41,7 @@ from benchmarks.driving import Prompts
 from benchmarks.figures import json_option
 from benchmarks.prefill import feed
 from engine.ground.config import EngineConfig
+from engine.ground.kv_types import KV_TYPES
 from engine.ops.cuda.device import Module
 from engine.placing import policies
 from engine.running.ahead import AHEAD_STEPS, AheadOfHost
@@ -285,7 +286,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1, choices=GRAPH_TOKENS, help="that share a step")
     parser.add_argument("--given", type=int, default=1, choices=GRAPH_TOKENS, help="tokens of one sequence in a step")
     parser.add_argument("--residency", type=float, default=100.0)
-    parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
+    parser.add_argument("--kv-type", default="f16", choices=KV_TYPES)
     parser.add_argument("--steps", type=int, default=8, help="decoded tokens that are traced")
     parser.add_argument("--alone", action="store_true", help="replay each kind by itself, though CUPTI would do")
     o = parser.parse_args()

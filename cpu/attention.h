@@ -27,12 +27,45 @@ struct ByteRow { // a row of a q8_0 cache
     float one(int64_t i) const { return float(value[i]) * half_to_float(scale[i / kBlock]); }
 };
 
+struct NibbleRow { // a row of a q4_0 cache; byte j of a block has dimension j below and 16 + j above
+    const uint8_t *value;
+    const uint16_t *scale;
+    F some(int64_t i) const { // i a multiple of kWidth
+        const uint8_t *from = byte(i);
+        const int shift = i % kBlock < kBlock / 2 ? 0 : 4;
+        alignas(16) int8_t q[kWidth];
+        for (int k = 0; k < kWidth; k++)
+            q[k] = int8_t((from[k] >> shift & 15) - 8);
+        return load_int8(q) * splat(half_to_float(scale[i / kBlock]));
+    }
+    float one(int64_t i) const {
+        const int q = (*byte(i) >> (i % kBlock < kBlock / 2 ? 0 : 4) & 15) - 8;
+        return float(q) * half_to_float(scale[i / kBlock]);
+    }
+    const uint8_t *byte(int64_t i) const { return value + i / kBlock * (kBlock / 2) + i % (kBlock / 2); }
+};
+
 inline HalfRow half_row(const void *values, int64_t row, int64_t n) {
     return {static_cast<const uint16_t *>(values) + row * n};
 }
 
 inline ByteRow byte_row(const void *values, const uint16_t *scales, int64_t row, int64_t n) {
     return {static_cast<const int8_t *>(values) + row * n, scales + row * (n / kBlock)};
+}
+
+inline NibbleRow nibble_row(const void *values, const uint16_t *scales, int64_t row, int64_t n) {
+    return {static_cast<const uint8_t *>(values) + row * (n / 2), scales + row * (n / kBlock)};
+}
+
+// `use` with what makes a row of keys, or of values, of its number.
+template <class Use>
+void with_rows(int64_t type, const void *values, const uint16_t *scales, int64_t n, const Use &use) {
+    if (type == SPARK_KV_F16)
+        use([=](int64_t row) { return half_row(values, row, n); });
+    else if (type == SPARK_KV_Q8_0)
+        use([=](int64_t row) { return byte_row(values, scales, row, n); });
+    else
+        use([=](int64_t row) { return nibble_row(values, scales, row, n); });
 }
 
 template <class Row> void load_value(Row row, int64_t n, float *to) {
@@ -185,13 +218,19 @@ void attend_block(const float *const *q, int queries, const float *keys, const f
     }
 }
 
-// Float copies of `filled` positions of a block: keys [width][64], values [64][width].
-template <class Keys, class Values> void load_block(const Keys &k, const Values &v, int64_t filled, int64_t n, int64_t width,
-                                       float *keys, float *values) {
-    for (int64_t j = 0; j < filled; j += kWidth)
-        load_keys([&](int64_t i) { return k(least(j + i, filled - 1)); }, n, keys + j);
-    for (int64_t j = 0; j < filled; j++)
-        load_value(v(j), n, values + j * width);
+// Float copies of `filled` positions of a block, from slot `base` on: keys [width][64], values [64][width].
+void load_block(const spark_kv &kv, int64_t base, int64_t kv_head, int64_t filled, int64_t width, float *keys,
+                float *values) {
+    const int64_t n = kv.head_dim;
+    const auto row = [&](int64_t j) { return (base + j) * kv.n_head_kv + kv_head; };
+    with_rows(kv.k_type, kv.k, kv.k_scale, n, [&](const auto &of) {
+        for (int64_t j = 0; j < filled; j += kWidth)
+            load_keys([&](int64_t i) { return of(row(least(j + i, filled - 1))); }, n, keys + j);
+    });
+    with_rows(kv.v_type, kv.v, kv.v_scale, n, [&](const auto &of) {
+        for (int64_t j = 0; j < filled; j++)
+            load_value(of(row(j)), n, values + j * width);
+    });
 }
 
 void attend(const AttentionTile &tile) {
@@ -220,13 +259,7 @@ void attend(const AttentionTile &tile) {
             continue; // not there: as if masked
         const int64_t filled = least(kKVBlock, longest - start);
         const int64_t base = int64_t(tile.table[start / kKVBlock]) * kKVBlock;
-        auto row = [&](int64_t j) { return (base + j) * kv.n_head_kv + tile.kv_head; };
-        if (kv.k_scale)
-            load_block([&](int64_t j) { return byte_row(kv.k, kv.k_scale, row(j), n); },
-                       [&](int64_t j) { return byte_row(kv.v, kv.v_scale, row(j), n); }, filled, n, width, keys, values);
-        else
-            load_block([&](int64_t j) { return half_row(kv.k, row(j), n); },
-                       [&](int64_t j) { return half_row(kv.v, row(j), n); }, filled, n, width, keys, values);
+        load_block(kv, base, tile.kv_head, filled, width, keys, values);
         const auto attend_heads = n == 64 ? attend_block<64> : n == 128 ? attend_block<128> : attend_block<0>;
         for (int64_t t = tile.first_token; t < tile.last_token; t++) {
             const int64_t valid = least(kKVBlock, tile.position[t] + 1 - start);

@@ -83,7 +83,8 @@ struct Kernels {
     void (*rms_norm)(const float *x, const float *weight, int64_t n, float eps, float *y);
     void (*rotate)(float *x, const float *cosines, const float *sines, int64_t half);
     void (*store_f16)(const float *x, int64_t n, uint16_t *y);
-    void (*store_q8)(const float *x, int64_t n, int8_t *q, uint16_t *scale); // n a multiple of 32
+    void (*store_q8)(const float *x, int64_t n, int8_t *q, uint16_t *scale);  // n a multiple of 32
+    void (*store_q4)(const float *x, int64_t n, uint8_t *q, uint16_t *scale); // n a multiple of 32
     void (*silu_mul)(const float *gate, const float *up, int64_t n, float *z);
     void (*gelu_mul)(const float *gate, const float *up, int64_t n, float *z);
     void (*add)(float *x, const float *y, int64_t n);

@@ -249,4 +249,30 @@ void store_q8(const float *x, int64_t n, int8_t *q, uint16_t *scale) {
         scale[b] = float_to_half(quantize_block(x + b * kBlock, q + b * kBlock));
 }
 
+void store_q4(const float *x, int64_t n, uint8_t *q, uint16_t *scale) {
+    for (int64_t b = 0; b < n / kBlock; b++, x += kBlock, q += kBlock / 2) {
+        float extreme = x[0], amax = __builtin_fabsf(x[0]);
+        bool finite = true;
+        for (int i = 0; i < kBlock; i++) {
+            const float magnitude = __builtin_fabsf(x[i]);
+            finite &= magnitude < __builtin_inff();
+            if (magnitude > amax)
+                amax = magnitude, extreme = x[i];
+        }
+        const float d = extreme / -8.0f;
+        scale[b] = float_to_half(finite ? d : bits_to_float(0x7fc00000));
+        if (!finite || amax < 0x1p-100f) {
+            std::memset(q, 0x88, kBlock / 2);
+            continue;
+        }
+        const float inverse = 1.0f / d;
+        const auto nibble = [&](int i) {
+            const int value = int(__builtin_fmaf(x[i], inverse, 8.5f));
+            return value < 15 ? value : 15;
+        };
+        for (int i = 0; i < kBlock / 2; i++)
+            q[i] = uint8_t(nibble(i) | nibble(i + kBlock / 2) << 4);
+    }
+}
+
 } // namespace

@@ -7,6 +7,21 @@
 
 using namespace spark;
 
+namespace {
+
+// A head of one position into the cache.
+void store_row(const Kernels &k, int64_t type, const float *x, int64_t n, void *to, uint16_t *scales,
+               int64_t row) {
+    if (type == SPARK_KV_F16)
+        k.store_f16(x, n, static_cast<uint16_t *>(to) + row * n);
+    else if (type == SPARK_KV_Q8_0)
+        k.store_q8(x, n, static_cast<int8_t *>(to) + row * n, scales + row * (n / kBlock));
+    else
+        k.store_q4(x, n, static_cast<uint8_t *>(to) + row * (n / 2), scales + row * (n / kBlock));
+}
+
+} // namespace
+
 extern "C" {
 
 int32_t spark_product(spark_workspace *ws, const spark_matrix *w, const float *x, int64_t T, float *y) {
@@ -77,13 +92,8 @@ int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, co
                     continue;
                 finish(key, k_norm);
                 const int64_t row = slots[t] * kv_heads + h;
-                if (kv->k_scale) {
-                    k.store_q8(key, n, static_cast<int8_t *>(kv->k) + row * n, kv->k_scale + row * (n / kBlock));
-                    k.store_q8(value, n, static_cast<int8_t *>(kv->v) + row * n, kv->v_scale + row * (n / kBlock));
-                } else {
-                    k.store_f16(key, n, static_cast<uint16_t *>(kv->k) + row * n);
-                    k.store_f16(value, n, static_cast<uint16_t *>(kv->v) + row * n);
-                }
+                store_row(k, kv->k_type, key, n, kv->k, kv->k_scale, row);
+                store_row(k, kv->v_type, value, n, kv->v, kv->v_scale, row);
             }
         }
     });

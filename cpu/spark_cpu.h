@@ -59,11 +59,14 @@ typedef struct spark_matrix {
     float scale;
 } spark_matrix;
 
-/* engine.ops.KVLayer; the scales are NULL for f16, and k, v are int8 where they are not. */
+enum { SPARK_KV_F16 = 0, SPARK_KV_Q8_0 = 1, SPARK_KV_Q4_0 = 2 }; /* in the order of engine/ground/kv_types.py */
+
+/* engine.ops.KVLayer; the scales are NULL for f16. */
 typedef struct spark_kv {
     void *k, *v;
     uint16_t *k_scale, *v_scale;
     int64_t n_slots, n_head_kv, head_dim;
+    int64_t k_type, v_type;
 } spark_kv;
 
 /* engine.ops.Experts */

@@ -91,6 +91,15 @@ DEVICE i32 quantize(float x, float& d, i32& sum) {
     return q;
 }
 
+// The lane's element of a block of 32 in 4 bits, 0 to 15, as GGUF's Q4_0. Twin: quantize_nibbles.
+DEVICE u32 quantize_nibble(float x, float& d) {
+    const u32 magnitude = __float_as_uint(x) & 0x7fffffffu, top = __reduce_max_sync(FULL_WARP, magnitude);
+    const float extreme = __shfl_sync(FULL_WARP, x, __ffs(__ballot_sync(FULL_WARP, magnitude == top)) - 1);
+    const bool finite = top < 0x7f800000u, plain = finite && __uint_as_float(top) >= 0x1p-100f;
+    d = finite ? extreme / -8.0f : __uint_as_float(0x7fc00000u);
+    return plain ? min((i32)__fmaf_rn(x, 1.0f / d, 8.5f), 15) : 8;
+}
+
 // dot32(x, x) of a row, by one warp; n elements in shared memory, or with a larger `unroll` in global memory.
 template <i32 unroll = 8>
 DEVICE float square_sum(const float* x, i32 n) {

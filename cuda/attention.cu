@@ -2,7 +2,7 @@
 // engine/ops/reference.py, within rounding: sums are split by position, and probabilities are rounded to halves. A
 // row's bits depend on its query, its position and the cached keys and values that it sees, alone.
 //
-// -DHEAD_DIM, -DKV_Q8_0, -DTILE (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head, times tokens)
+// -DHEAD_DIM, -DK_TYPE, -DV_TYPE, -DTILE (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head, times tokens)
 // share a tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS, -DWINDOW (splits.cuh).
 //
 // The positions that a row sees are cut into splits, always at the same places for the same last position. In a split,
@@ -12,7 +12,7 @@
 // each row a maximum m, a sum l and a vector o; combine.cu folds them.
 //
 // Grid (K, n_workers), any n_workers, blocks of THREADS; dynamic shared memory
-// 2 * STAGES * (KV_TILE_BYTES + KV_TILE_SCALE_BYTES) + Q_ROWS * Q_STRIDE * 2 + 4 * MERGE_ROWS * MERGE_STRIDE * 4
+// STAGES * KV_SLOT_BYTES + Q_ROWS * Q_STRIDE * 2 + 4 * MERGE_ROWS * MERGE_STRIDE * 4
 // bytes. q [T, H, HEAD_DIM] is aligned to 16 bytes. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H,
 // max_splits, 2]. Tiles of a negative block in `table` are passed over; positions are clamped to the table. May overlap
 // the kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
@@ -180,7 +180,7 @@ DEVICE void store_queries(u16* queries, i32* row_head, i32* row_position, float*
 #pragma unroll
         for (i32 j = 0; j < PAIRS; j++) {
             const i32 pair = lane + j * WARP, within = pair % 8;
-            const i32 column = pair / 8 * 16 + (KV_Q8_0 ? within / 2 * 2 + within % 2 * 8 : within * 2);
+            const i32 column = pair / 8 * 16 + (Keys::BYTES ? within / 2 * 2 + within % 2 * 8 : within * 2);
             const float a = x[i][j].x * down, b = x[i][j].y * down;
             const u32 high = pack_halves(a, b);
             const u32 low = pack_halves(a - half_to_float((u16)high), b - half_to_float((u16)(high >> 16)));
@@ -228,7 +228,7 @@ DEVICE void multiply(float (&high)[2][4], float (&low)[2][4], const Query& query
 
 // Scores, before the row's factor, of the thread's rows in each row tile against 16 positions: s[.][t][2 * row + i] is
 // for position 8 t + 2 (lane % 4) + i. Sums of CHAIN steps each; with scales, of the two that have the same one.
-constexpr i32 CHAIN = KV_Q8_0 ? 2 : (STEPS + 3) / 4 * 2;
+constexpr i32 CHAIN = Keys::BYTES ? 2 : (STEPS + 3) / 4 * 2;
 
 DEVICE void products(float (&s)[HAS][2][2 * OWN], const Query& query, const u8* keys, const u8* scales, i32 position,
                      i32 head, i32 n_head_kv) {
@@ -255,18 +255,18 @@ DEVICE void products(float (&s)[HAS][2][2 * OWN], const Query& query, const u8* 
 #pragma unroll
         for (i32 t = 0; t < 2; t++) {
             float d[2] = {1.0f, 1.0f};
-#if KV_Q8_0
+            if constexpr (Keys::BYTES) {
 #pragma unroll
-            for (i32 j = 0; j < 2; j++)
-                d[j] = half_to_float(kv_scale_bits(scales, position + 8 * t + threadIdx.x % 4 * 2 + j, step / 2, head,
-                                                   n_head_kv));
-#endif
+                for (i32 j = 0; j < 2; j++)
+                    d[j] = half_to_float(kv_scale_bits<Keys>(scales, position + 8 * t + threadIdx.x % 4 * 2 + j, step / 2,
+                                                             head, n_head_kv));
+            }
 #pragma unroll
             for (i32 w = 0; w < HAS; w++)
 #pragma unroll
                 for (i32 e = 0; e < 2 * OWN; e++) {
                     const float x = high[w][t][e] + (PACKED ? high[w][t][e + 2] : low[w][t][e]);
-                    s[w][t][e] = KV_Q8_0 ? __fmaf_rn(x, d[e % 2], s[w][t][e]) : step < CHAIN ? x : s[w][t][e] + x;
+                    s[w][t][e] = Keys::BYTES ? __fmaf_rn(x, d[e % 2], s[w][t][e]) : step < CHAIN ? x : s[w][t][e] + x;
                 }
         }
     }
@@ -286,24 +286,25 @@ DEVICE void take_out_values(TakenOut* taken_out, u8* tile, u8* scales, i32 posit
         i32 found = WINDOW ? 0 : KV_BLOCK;
         const auto take_out = [&](i32 position) { found = WINDOW ? found | 1 << (position - position0) : position; };
         for (i32 position = position0 + PART - 1; position >= position0; position--) {
-#if KV_Q8_0
-            i8* const value = (i8*)tile + position * KV_STRIDE + dimension;
-            const float d = half_to_float(lone_kv_scale_bits(scales, position, dimension / 32, head, n_head_kv));
-            if ((float_to_half(d * (float)*value) & 0x7c00u) == 0x7c00u) {
-                take_out(position);
-                *value = 0;
+            if constexpr (Values::BYTES) {
+                i8* const value = (i8*)tile + position * Values::STRIDE + dimension;
+                const u16 bits = lone_kv_scale_bits<Values>(scales, position, dimension / 32, head, n_head_kv);
+                const float d = half_to_float(bits);
+                if ((float_to_half(d * (float)*value) & 0x7c00u) == 0x7c00u) {
+                    take_out(position);
+                    *value = 0;
+                }
+                __syncwarp(); // a warp has all dimensions of a scale, which is not finite for all of them or for none
+                if (dimension % 32 == 0 && !(fabsf(d) < INFINITE))
+                    set_kv_scale<Values>(scales, position, dimension / 32, head, n_head_kv, 0);
+                __syncwarp();
+            } else {
+                u16* const value = (u16*)(tile + position * Values::STRIDE) + dimension;
+                if ((*value & 0x7c00u) == 0x7c00u) {
+                    take_out(position);
+                    *value = 0;
+                }
             }
-            __syncwarp(); // a warp has all dimensions of a scale, which is not finite for all of them or for none
-            if (dimension % 32 == 0 && !(fabsf(d) < INFINITE))
-                set_kv_scale(scales, position, dimension / 32, head, n_head_kv, 0);
-            __syncwarp();
-#else
-            u16* const value = (u16*)(tile + position * KV_STRIDE) + dimension;
-            if ((*value & 0x7c00u) == 0x7c00u) {
-                take_out(position);
-                *value = 0;
-            }
-#endif
         }
         taken_out[dimension] = (TakenOut)found;
     }
@@ -338,7 +339,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     __shared__ i32 row_head[MERGE_ROWS], row_position[MERGE_ROWS]; // t * H + h, largest position seen; -1 if unused
     __shared__ float row_factor[MERGE_ROWS], part_m[PARTS][MERGE_ROWS], part_l[PARTS][MERGE_ROWS];
     __shared__ TakenOut taken_out[PARTS][HEAD_DIM];
-    constexpr i32 SLOT = 2 * (KV_TILE_BYTES + KV_TILE_SCALE_BYTES);
+    constexpr i32 SLOT = KV_SLOT_BYTES;
     u16* const queries = (u16*)(memory + STAGES * SLOT);
     float* const merged = (float*)(queries + Q_ROWS * Q_STRIDE); // [SHARES, PARTS, MERGE_ROWS, MERGE_STRIDE]
 
@@ -360,8 +361,8 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     }
     if (HEAD_DIM % 32)
         for (i32 i = 0; i < STAGES; i++) {
-            zero_kv_padding<THREADS>(kv_tiles(memory + i * SLOT).k);
-            zero_kv_padding<THREADS>(kv_tiles(memory + i * SLOT).v);
+            zero_kv_padding<THREADS, Keys>(kv_tiles(memory + i * SLOT).k);
+            zero_kv_padding<THREADS, Values>(kv_tiles(memory + i * SLOT).v);
         }
     __syncthreads();
     const i32 n_chunks = found_chunks;
@@ -467,6 +468,8 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
             else
                 copies_wait<AHEAD - 1>();
             missing = false;
+            unpack_rows<GROUP, Keys>(kv_tiles(memory + slot * SLOT).k, position0, threadIdx.x % GROUP);
+            unpack_rows<GROUP, Values>(kv_tiles(memory + slot * SLOT).v, position0, threadIdx.x % GROUP);
             part_barrier();
         }
         if (STAGES > 1 || early || late)
@@ -584,12 +587,13 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
                         const i32 w = i / OWN, e = i % OWN * 2;
                         const i32 row = (share * PARTS + part) * MERGE_ROWS + own0 + 16 * w + 4 * e;
                         float* const to = merged + row * MERGE_STRIDE + (n - n0) * 8;
-#if KV_Q8_0
-                        *(float4*)(to + 2 * column) = float4{o[w][n][e], o[w][n + 1][e], o[w][n][e + 1], o[w][n + 1][e + 1]};
-#else
-                        *(float2*)(to + column) = float2{o[w][n][e], o[w][n][e + 1]};
-                        *(float2*)(to + 8 + column) = float2{o[w][n + 1][e], o[w][n + 1][e + 1]};
-#endif
+                        if constexpr (Values::BYTES) {
+                            *(float4*)(to + 2 * column) =
+                                float4{o[w][n][e], o[w][n + 1][e], o[w][n][e + 1], o[w][n + 1][e + 1]};
+                        } else {
+                            *(float2*)(to + column) = float2{o[w][n][e], o[w][n][e + 1]};
+                            *(float2*)(to + 8 + column) = float2{o[w][n + 1][e], o[w][n + 1][e + 1]};
+                        }
                     }
                 __syncthreads();
                 constexpr i32 PIECES = MERGE_ROWS * MERGE_DIMS / 4; // of a share

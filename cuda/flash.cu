@@ -2,7 +2,7 @@
 //
 // Twin: reference.attention, within an NMSE bound (q is rounded to halves, and so are the probabilities).
 // Macros: HEAD_DIM (multiple of 8, at most 256; or 384 or 512), GROUP (query heads of a kv head, at most 64 and ROWS),
-// KV_Q8 (1: the cache is q8_0, and HEAD_DIM a multiple of 32), WINDOW (a row sees so many last positions; 0: all), GATE
+// K_TYPE and V_TYPE (kv_types.cuh; HEAD_DIM a multiple of 32 but for f16), WINDOW (a row sees so many last positions; 0: all), GATE
 // and GATE_BY_HEAD (gate.cuh), HOMES (homes.cuh).
 //
 // flash: a block of 4 warps computes ROWS rows of one kv head, each warp 16 M_TILES of them, or where HEAD_DIM > 256 two
@@ -10,24 +10,22 @@
 // group, so a tile of keys and values is loaded once for the whole group. Tiles start at multiples of TILE positions,
 // and a row passes over those it does not see without a change, so its bits do not depend on the rows it shares a block
 // with. Scores are in units of log2: q is multiplied by scale * log2(e) before it is rounded.
-// q [T, H, HEAD_DIM]; k, v by slot [n_slots, K, HEAD_DIM], halves, or bytes with scales [n_slots, K, HEAD_DIM / 32];
+// q [T, H, HEAD_DIM]; k, v by slot [n_slots, K, HEAD_DIM], halves, or others with scales [n_slots, K, HEAD_DIM / 32];
 // block_table [n_sequence, max_blocks]; sequence, positions [T], in spans of one sequence with positions that ascend by
 // one; out [T, H * HEAD_DIM]. Slots past the last position of a span are not read, nor tiles before the window of its
 // first row; tiles of a negative block are passed over. A NaN in a value reaches every row that sees it, and may reach
 // other rows of the same block (0 * NaN). q 32-byte, the rest 16-byte aligned. gate [T, H] or, unless GATE_BY_HEAD, [T,
 // H * HEAD_DIM].
-// Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + 4 * TILE_BYTES (at most 96 KB), or
-// Q_BYTES + 2 * TILE_BYTES + 2 * RAW_BYTES + 4 * SCALES with a q8_0 cache.
+// Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + TILES_BYTES + K_RAW_BYTES + V_RAW_BYTES
+// + 2 * SCALES for each of keys and values that have such (at most 96 KB).
 // Split z covers the KV blocks from z * split_blocks on. With `partial` it is given unnormalized, partial
 // [n_split, T, H, HEAD_DIM], stats [n_split, T, H, 2] (maximum, sum); rows that see none of a split leave it as it is.
 //
 // flash_combine: joins the splits that a row sees, in order. A warp a row: grid ceil(T * H / 4), 128 threads.
 #include "gate.cuh"
 #include "homes.cuh"
+#include "kv_types.cuh"
 
-#ifndef KV_Q8
-#define KV_Q8 0
-#endif
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -46,10 +44,16 @@
 #define STRIDE ((HEAD_DIM + 63) / 64 * 128)    // bytes of a row in shared memory
 #define TILE_BYTES (TILE * STRIDE)
 #define Q_BYTES (ROWS * STRIDE)
-#define RAW_BYTES (TILE * HEAD_DIM)            // of a q8_0 tile
-#define SCALES (TILE * (HEAD_DIM / 32))        // of a q8_0 tile
-#define MY_SCALES ((SCALES + THREADS - 1) / THREADS)
+#define SCALES (TILE * (HEAD_DIM / 32))        // of a tile that has such
+#define MY_SCALES (SCALES ? (SCALES + THREADS - 1) / THREADS : 1)
 #define MINUS_INFINITY __int_as_float(0xff800000)
+
+// Halves come straight to their tiles, of which there are two; others are dequantized to their one tile, from raw bytes.
+constexpr bool K_RAW = K_TYPE != KV_F16, V_RAW = V_TYPE != KV_F16;
+constexpr int K_RAW_BYTES = K_RAW ? TILE * KV_ROW_BYTES<K_TYPE, HEAD_DIM> : 0;
+constexpr int V_RAW_BYTES = V_RAW ? TILE * KV_ROW_BYTES<V_TYPE, HEAD_DIM> : 0;
+constexpr int TILES_BYTES = (4 - K_RAW - V_RAW) * TILE_BYTES;
+constexpr int K_STAGE = 2 * TILE_BYTES, V_STAGE = (K_RAW ? 1 : 2) * TILE_BYTES; // from a tile to the second
 
 // Rows are swizzled: ldmatrix reads the same chunk of 8 consecutive rows, which then lie in 8 groups of banks.
 DEVICE int swizzled(int row, int chunk) { return row * STRIDE + ((chunk ^ (row & 7)) << 4); }
@@ -84,10 +88,9 @@ DEVICE void copy_tile(const u8* rows, size_t row_bytes, int n_valid, Place place
     }
 }
 
-#if KV_Q8
 // This thread's scales of a tile; 0 for rows that do not count.
+template <int blocks>
 DEVICE void load_scales(u16 (&d)[MY_SCALES], const u16* scales, int stride, size_t slot, int n_valid) {
-    const int blocks = HEAD_DIM / 32;
 #pragma unroll
     for (int j = 0; j < MY_SCALES; j++) {
         int i = threadIdx.x + j * THREADS, row = i / blocks;
@@ -101,13 +104,18 @@ DEVICE void store_scales(u16* shared, const u16 (&d)[MY_SCALES]) {
         if (SCALES % THREADS == 0 || threadIdx.x + j * THREADS < SCALES) shared[threadIdx.x + j * THREADS] = d[j];
 }
 
-// Bytes to halves: 1024 + (q + 128) by its bits, minus 1152, times the scale.
+// To halves: 1024 + (q + 128) by its bits, minus 1152, times the scale. Nibbles become such bytes first.
+template <int type>
 DEVICE void dequantize_tile(u8* shared, const u8* raw, const u16* scales) {
 #pragma unroll
     for (int j = 0; j < TILE * HEAD_DIM / 8 / THREADS; j++) {
         int i = threadIdx.x + j * THREADS, row = i / (HEAD_DIM / 8), chunk = i % (HEAD_DIM / 8);
-        uint2 bytes = *(const uint2*)(raw + i * 8);
-        u32 scale = scales[i / 4] * 0x10001u, low = bytes.x ^ 0x80808080u, high = bytes.y ^ 0x80808080u;
+        constexpr bool PACKED = type == KV_Q4_0;
+        const int shift = i % 4 / 2 * 4;
+        uint2 bytes = *(const uint2*)(raw + (PACKED ? i / 4 * 16 + i % 2 * 8 : i * 8));
+        u32 scale = scales[i / 4] * 0x10001u;
+        u32 low = PACKED ? nibbles_to_flipped(bytes.x, shift) : bytes.x ^ 0x80808080u;
+        u32 high = PACKED ? nibbles_to_flipped(bytes.y, shift) : bytes.y ^ 0x80808080u;
         uint4 halves;
         halves.x = half2_mul(half2_add(__byte_perm(low, 0x64646464u, 0x4140), 0xe480e480u), scale);
         halves.y = half2_mul(half2_add(__byte_perm(low, 0x64646464u, 0x4342), 0xe480e480u), scale);
@@ -116,7 +124,19 @@ DEVICE void dequantize_tile(u8* shared, const u8* raw, const u16* scales) {
         *(uint4*)(shared + swizzled(row, chunk)) = halves;
     }
 }
-#endif
+
+// Start to copy the rows of a tile from the cache, to the tile, `offset` bytes from `tiles`, or to raw bytes.
+template <int type, int offset>
+DEVICE void copy_rows(u8* tiles, u8* raw, const u8* rows, size_t row_bytes, int n_valid) {
+    if constexpr (type == KV_F16) {
+        auto place = [&](int row, int chunk) { return tiles + offset + swizzled(row, chunk); };
+        copy_tile<CHUNKS, HEAD_DIM / 8>(rows, row_bytes, n_valid, place);
+    } else {
+        constexpr int own_bytes = KV_ROW_BYTES<type, HEAD_DIM>, chunks = own_bytes / 16;
+        auto place = [&](int row, int chunk) { return raw + row * own_bytes + chunk * 16; };
+        copy_tile<chunks, chunks>(rows, row_bytes, n_valid, place);
+    }
+}
 
 // Queries of the block to shared memory as halves; rows that are none become zeros.
 DEVICE void load_queries(u8* shared, const float* q, int first_token, int n_tokens, int kv_head, int n_heads,
@@ -157,22 +177,19 @@ KERNEL __launch_bounds__(THREADS, 2)
           i32 n_tokens, i32 n_kv_heads, i32 max_blocks, i32 split_blocks, const float* gate HOME_PARAMETERS) {
     DYNAMIC_SHARED(u8, shared);
     u8* const tiles = shared + Q_BYTES;
-#if KV_Q8
-    u8* const raw = tiles + 2 * TILE_BYTES;
-    u16* const scales = (u16*)(raw + 2 * RAW_BYTES);
+    u8 *const k_raw = tiles + TILES_BYTES, *const v_raw = k_raw + K_RAW_BYTES;
+    u16 *const k_shared = (u16*)(v_raw + V_RAW_BYTES), *const v_shared = k_shared + (K_RAW ? SCALES : 0);
     u16 k_scales[MY_SCALES], v_scales[MY_SCALES];
-#endif
     const int lane = threadIdx.x % WARP, first_row = threadIdx.x / WARP / SHARES * (16 * M_TILES);
     const int share = SHARES == 1 ? 0 : threadIdx.x / WARP % SHARES;
     const int kv_head = blockIdx.x, n_heads = n_kv_heads * GROUP;
     // The last tokens see the most: they go first.
     const int block_begin = (gridDim.y - 1 - blockIdx.y) * TOKENS, block_end = min(block_begin + TOKENS, n_tokens);
     const int z_begin = blockIdx.z * split_blocks * (KV_BLOCK / TILE);
-    const size_t row_bytes = (size_t)n_kv_heads * HEAD_DIM * (KV_Q8 ? 1 : 2); // from a slot to the next
-    const size_t head_bytes = (size_t)kv_head * HEAD_DIM * (KV_Q8 ? 1 : 2);
-#if KV_Q8
+    constexpr int K_ROW = KV_ROW_BYTES<K_TYPE, HEAD_DIM>, V_ROW = KV_ROW_BYTES<V_TYPE, HEAD_DIM>;
+    const size_t k_bytes = (size_t)n_kv_heads * K_ROW, v_bytes = (size_t)n_kv_heads * V_ROW; // from a slot to the next
+    const size_t k_head = (size_t)kv_head * K_ROW, v_head = (size_t)kv_head * V_ROW;
     const int scale_stride = n_kv_heads * (HEAD_DIM / 32), head_scales = kv_head * (HEAD_DIM / 32);
-#endif
 
     // Fragments by ldmatrix: this lane's row, and its chunk times 16. The four 8x8 matrices of queries and values are
     // rows 0-7 and 8-15 of a chunk and then those of the next; of keys, both chunks of rows 0-7 and then of rows 8-15.
@@ -210,23 +227,12 @@ KERNEL __launch_bounds__(THREADS, 2)
             const CachedBlock block = cached_block(max(next_block, 0), {k, v, k_scale, v_scale} HOME_ARGUMENTS);
             size_t slot = (size_t)block.index * KV_BLOCK + tile * TILE % KV_BLOCK;
             int n_valid = loaded ? n_positions - tile * TILE : 0;
-            const u8* k_from = block.in.k + head_bytes + slot * row_bytes;
-            const u8* v_from = block.in.v + head_bytes + slot * row_bytes;
-#if KV_Q8
-            const int chunks = HEAD_DIM / 16;
-            auto place_k = [&](int row, int chunk) { return raw + row * HEAD_DIM + chunk * 16; };
-            auto place_v = [&](int row, int chunk) { return raw + RAW_BYTES + row * HEAD_DIM + chunk * 16; };
-            copy_tile<chunks, chunks>(k_from, row_bytes, n_valid, place_k);
-            copy_tile<chunks, chunks>(v_from, row_bytes, n_valid, place_v);
-            load_scales(k_scales, block.in.k_scale + head_scales, scale_stride, slot, n_valid);
-            load_scales(v_scales, block.in.v_scale + head_scales, scale_stride, slot, n_valid);
-#else
-            u8* to = tiles + stage * 2 * TILE_BYTES;
-            auto place_k = [&](int row, int chunk) { return to + swizzled(row, chunk); };
-            auto place_v = [&](int row, int chunk) { return to + TILE_BYTES + swizzled(row, chunk); };
-            copy_tile<CHUNKS, HEAD_DIM / 8>(k_from, row_bytes, n_valid, place_k);
-            copy_tile<CHUNKS, HEAD_DIM / 8>(v_from, row_bytes, n_valid, place_v);
-#endif
+            const u8* k_from = block.in.k + k_head + slot * k_bytes;
+            const u8* v_from = block.in.v + v_head + slot * v_bytes;
+            copy_rows<K_TYPE, 0>(tiles + stage * K_STAGE, k_raw, k_from, k_bytes, n_valid);
+            copy_rows<V_TYPE, TILE_BYTES>(tiles + stage * V_STAGE, v_raw, v_from, v_bytes, n_valid);
+            if constexpr (K_RAW) load_scales<HEAD_DIM / 32>(k_scales, block.in.k_scale + head_scales, scale_stride, slot, n_valid);
+            if constexpr (V_RAW) load_scales<HEAD_DIM / 32>(v_scales, block.in.v_scale + head_scales, scale_stride, slot, n_valid);
             copies_commit();
             if (tile + 1 < tile_end) next_block = blocks[(tile + 1) * TILE / KV_BLOCK];
         };
@@ -236,21 +242,17 @@ KERNEL __launch_bounds__(THREADS, 2)
         for (int tile = split_begin, stage = 0; tile < tile_end; tile++) {
             const bool there = loaded;
             copies_wait<0>();
-#if KV_Q8
-            store_scales(scales, k_scales);
-            store_scales(scales + SCALES, v_scales);
+            if constexpr (K_RAW) store_scales(k_shared, k_scales);
+            if constexpr (V_RAW) store_scales(v_shared, v_scales);
             __syncthreads();
-            dequantize_tile(tiles, raw, scales);
-            dequantize_tile(tiles + TILE_BYTES, raw + RAW_BYTES, scales + SCALES);
-            __syncthreads();
-            if (tile + 1 < tile_end) load(tile + 1, 0);
-#else
-            __syncthreads();
-            if (tile + 1 < tile_end) load(tile + 1, stage ^ 1);
-#endif
-            const u8* k_rows = tiles + stage * 2 * TILE_BYTES + row_b * STRIDE;
-            const u8* v_rows = tiles + stage * 2 * TILE_BYTES + TILE_BYTES + row_a * STRIDE + share * (O_STEPS * 32);
-            if (!KV_Q8) stage ^= 1;
+            if constexpr (K_RAW) dequantize_tile<K_TYPE>(tiles, k_raw, k_shared);
+            if constexpr (V_RAW) dequantize_tile<V_TYPE>(tiles + TILE_BYTES, v_raw, v_shared);
+            if constexpr (K_RAW || V_RAW) __syncthreads();
+            if (tile + 1 < tile_end) load(tile + 1, K_RAW && V_RAW ? 0 : stage ^ 1);
+            const u8* k_rows = tiles + (K_RAW ? 0 : stage * K_STAGE) + row_b * STRIDE;
+            const u8* v_rows =
+                tiles + (V_RAW ? 0 : stage * V_STAGE) + TILE_BYTES + row_a * STRIDE + share * (O_STEPS * 32);
+            if (!K_RAW || !V_RAW) stage ^= 1;
             if (!there) continue;
 
             // Scores.

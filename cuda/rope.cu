@@ -1,14 +1,15 @@
 // Norm of each query and key head, rotation, and the keys and values into the cache. Twins: `attention_input` after its
 // products, `_rotate` and `_store` of engine/ops/reference.py, bit for bit.
 //
-// -DHEAD_DIM=128 (any, to 512), -DKV_Q8_0=0 or 1 (1 needs a multiple of 32). A warp a head: grid
+// -DHEAD_DIM=128 (any, to 512), -DK_TYPE, -DV_TYPE (kv_types.cuh). A warp a head: grid
 // (ceil((H + 2 K) / 4), T), blocks of 128 threads. q_raw [T, H, HEAD_DIM], k_raw and v_raw [T, K, HEAD_DIM] (may be the
 // same; with K = 0 only queries), q [T, H, HEAD_DIM] float; q_norm, k_norm, v_norm [HEAD_DIM] or null; rope
 // [n_pos, 2, half], half up to HEAD_DIM / 2; k, v
-// [n_slots, K, HEAD_DIM] halves or bytes, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves for q8_0. Elements are
+// [n_slots, K, HEAD_DIM] halves, bytes or nibbles, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves but for f16. Elements are
 // aligned to their own size. A token whose slot is negative stores nothing. May overlap the kernel ahead of it, which
 // writes the raw heads and neither positions nor slots.
 #include "arithmetic.cuh"
+#include "kv_types.cuh"
 
 constexpr i32 HEADS = 4; // of a block
 constexpr i32 PER_LANE = (HEAD_DIM + WARP - 1) / WARP;
@@ -19,18 +20,25 @@ constexpr i32 PAIRS_PER_LANE = (HEAD_DIM / 2 + WARP - 1) / WARP;
     _Pragma("unroll") for (i32 j = 0, i = threadIdx.x % WARP; j < PER_LANE; j++, i += WARP) if (i < HEAD_DIM)
 
 // One head of a token into the cache.
+template <i32 type>
 DEVICE void store_head(const float (&x)[PER_LANE], i64 row, u16* cache, u16* scales) {
-#if KV_Q8_0
-    FOR_ELEMENTS(j, i) {
-        float d;
-        i32 sum;
-        ((i8*)cache)[row * HEAD_DIM + i] = (i8)quantize(x[j], d, sum);
-        if (i % WARP == 0)
-            scales[row * PER_LANE + j] = float_to_half(d);
+    if constexpr (type == KV_F16) {
+        FOR_ELEMENTS(j, i) cache[row * HEAD_DIM + i] = float_to_half(x[j]);
+    } else {
+        FOR_ELEMENTS(j, i) {
+            float d;
+            i32 sum;
+            if constexpr (type == KV_Q8_0) {
+                ((i8*)cache)[row * HEAD_DIM + i] = (i8)quantize(x[j], d, sum);
+            } else {
+                const u32 q = quantize_nibble(x[j], d), above = __shfl_down_sync(FULL_WARP, q, 16);
+                if (i % WARP < 16)
+                    ((u8*)cache)[row * (HEAD_DIM / 2) + i / WARP * 16 + i % WARP] = (u8)(q | above << 4);
+            }
+            if (i % WARP == 0)
+                scales[row * PER_LANE + j] = float_to_half(d);
+        }
     }
-#else
-    FOR_ELEMENTS(j, i) cache[row * HEAD_DIM + i] = float_to_half(x[j]);
-#endif
 }
 
 KERNEL __launch_bounds__(HEADS* WARP)
@@ -64,7 +72,7 @@ attention_input(const float* q_raw, const float* k_raw, const float* v_raw, cons
         if (v_norm)
             normalize(weight);
         if (slot >= 0)
-            store_head(x, (i64)slot * K + head - H - K, v, v_scale);
+            store_head<V_TYPE>(x, (i64)slot * K + head - H - K, v, v_scale);
         return;
     }
 
@@ -98,6 +106,6 @@ attention_input(const float* q_raw, const float* k_raw, const float* v_raw, cons
     if (is_query) {
         FOR_ELEMENTS(j, i) q[(t * H + head) * HEAD_DIM + i] = x[j];
     } else if (slot >= 0) {
-        store_head(x, (i64)slot * K + head - H, k, k_scale);
+        store_head<K_TYPE>(x, (i64)slot * K + head - H, k, k_scale);
     }
 }

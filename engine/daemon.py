@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from engine.ground import protocol
-from engine.ground.config import DEVICES, DRAFTS, KV_TYPES, MAX_PARALLEL, EngineConfig, pool_size
+from engine.ground.config import DEVICES, DRAFTS, MAX_PARALLEL, EngineConfig, pool_size
 from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
@@ -34,6 +34,7 @@ from engine.ground.errors import (
     RequestError,
     SparkError,
 )
+from engine.ground.kv_types import KV_WORDS, pair_of
 
 MAX_WAITING = 256  # requests that are unanswered at once
 _INBOX_LINES = 64  # lines read ahead of the main thread
@@ -342,6 +343,13 @@ def _pool(value: str) -> str:
     return value
 
 
+def _kv_type(value: str) -> str:
+    try:
+        return str(pair_of(value))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parallel(value: str) -> int:
     number = _at_least(1)(value)
     if number > MAX_PARALLEL:
@@ -412,7 +420,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--ctx-tokens", type=_at_least(1), help="context length (default: the model's, bounded)")
     add("--kv-pool", type=_pool, help="KV cache on the GPU: auto, or as 6GiB or 16384 (tokens) (default: auto)")
     add("--expect-ctx-tokens", type=_at_least(1), help="how long contexts mostly are (default: 32768)")
-    add("--kv-type", choices=KV_TYPES, help="type of the KV cache (default: f16)")
+    add("--kv-type", type=_kv_type, help=f"type of the KV cache: {KV_WORDS}, or two as K,V (default: f16)")
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add(
         "--parallel",

@@ -45,6 +45,7 @@ from spark.commands.options import (
     WorkersOption,
     cluster,
     drafts,
+    kv,
     percentages,
     placed_by,
     pool,
@@ -431,7 +432,7 @@ def inspect(
     from spark.pipeline import plan as planning
 
     config = EngineConfig(
-        model=model, device="cuda", policy=policies.served(False).name, ctx_tokens=ctx, kv_type=kv_type,
+        model=model, device="cuda", policy=policies.served(False).name, ctx_tokens=ctx, kv_type=kv(kv_type),
         chunk_tokens=chunk,
     )  # fmt: skip
     report = planning.inspect(config, vram or (), ready_timeout)
@@ -480,7 +481,7 @@ def plan(
         ctx_tokens=ctx,
         kv_pool=pool(kv_pool),
         expect_ctx_tokens=expect_ctx,
-        kv_type=kv_type,
+        kv_type=kv(kv_type),
         chunk_tokens=chunk,
         parallel=parallel,
         draft=drafts(draft),
@@ -534,7 +535,7 @@ def bench(
 
     config = EngineConfig(
         model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_pool=pool(kv_pool),
-        expect_ctx_tokens=expect_ctx, kv_type=kv_type, chunk_tokens=chunk, draft=drafts(draft),
+        expect_ctx_tokens=expect_ctx, kv_type=kv(kv_type), chunk_tokens=chunk, draft=drafts(draft),
         draft_memory_mib=draft_memory, threads=threads,
     )  # fmt: skip
     options = benchmark.BenchOptions(percentages(residency), prompts, prompt_tokens, generate, tokens)

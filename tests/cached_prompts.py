@@ -88,7 +88,7 @@ def arrays_of(kv: KVCache, layer: int) -> list[np.ndarray]:
 
 
 def coded(values: np.ndarray, array: np.ndarray) -> np.ndarray:
-    return (values % 127 if array.dtype == np.int8 else values)[:, None, None]
+    return (values % 127 if array.itemsize == 1 else values)[:, None, None]
 
 
 def compute(kv: KVCache, sequence: Sequence, tokens: np.ndarray, n: int) -> None:

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES, RECORDS
 from engine.formats.quants import QTensor, row_bytes
+from engine.ground.kv_types import pair_of
 from engine.ops import (
     KV_BLOCK_TOKENS,
     SMALL_TOKENS,
@@ -237,16 +238,16 @@ def embed_case(qtype: QType) -> Case:
 
 
 def empty_cache(kv_type: str, blocks: int, K: int, head_dim: int) -> KVLayer:
-    shape = (blocks * KV_BLOCK_TOKENS, K, head_dim)
-    if kv_type == "f16":
-        return KVLayer(np.zeros(shape, np.float16), np.zeros(shape, np.float16))
-    scales = (*shape[:2], head_dim // 32)
-    return KVLayer(
-        np.zeros(shape, np.int8), np.zeros(shape, np.int8), np.zeros(scales, np.float16), np.zeros(scales, np.float16)
-    )
+    rows, kinds = (blocks * KV_BLOCK_TOKENS, K), pair_of(kv_type)
+    arrays = (np.zeros((*rows, kind.n_elements(head_dim)), kind.dtype) for kind in kinds)
+    scales = (np.zeros((*rows, kind.n_scales(head_dim)), np.float16) if kind.block else None for kind in kinds)
+    return KVLayer(*arrays, *scales)
 
 
 def cache_values(cache: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    if cache.dtype == np.uint8:
+        low, high = (half.reshape(*cache.shape[:2], -1, 16) for half in (cache % 16, cache // 16))
+        cache = np.concatenate([low, high], axis=-1).reshape(*cache.shape[:2], -1).astype(np.int8) - np.int8(8)
     values = cache.astype(np.float64)
     return values if scale is None else values * scale.astype(np.float64).repeat(32, axis=-1)
 
@@ -279,7 +280,8 @@ def attention_input_case(
         inputs = AttentionInput(norm, wq, wk, wv, q_norm, k_norm, v_norm, gate)
         ops.attention_input(ws, x, inputs, eps, rope, positions, kv, slots, q, gates)
         arrays = {"q": q, "k": kv.k, "v": kv.v} | ({} if gates is None else {"gate": gates})
-        return arrays if kv.k_scale is None else arrays | {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
+        scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
+        return arrays | {name: scale for name, scale in scales.items() if scale is not None}
 
     def oracle() -> Outputs:
         h = rms(x, norm, eps)
@@ -299,7 +301,8 @@ def attention_input_case(
         keys, values = (np.zeros((3 * KV_BLOCK_TOKENS, K, head_dim)) for _ in "kv")
         keys[slots[unstored:]], values[slots[unstored:]] = k[unstored:], v[unstored:]
         found = {"q": q} if gate is None else {"q": q, "gate": h @ exact(gate).T}
-        return found if kv_type == "q8_0" else found | {"k": keys, "v": values}
+        stored = zip("kv", pair_of(kv_type), (keys, values), strict=True)
+        return found | {name: array for name, kind, array in stored if not kind.block}
 
     names = "/".join(t.name for t in types)
     label = f"{names} {kv_type} T={T} head_dim={head_dim}"
@@ -328,7 +331,7 @@ def attention_case(
         if scale is None:
             cache[:] = floats(17 + i, *cache.shape)
         else:
-            cache[:] = rng.integers(-127, 128, cache.shape)
+            cache[:] = rng.integers(*((0, 256) if cache.dtype == np.uint8 else (-127, 128)), cache.shape)
             scale[:] = rng.uniform(0.005, 0.02, scale.shape)
     order = rng.permutation(n_blocks).astype(np.int32)
     table = np.full((len(lengths), max(blocks)), -1, np.int32)
@@ -340,8 +343,8 @@ def attention_case(
         table[s, b] = -1
     used = {int(b) for row in table for b in row if b >= 0}
     for block in set(range(n_blocks)) - used:  # what no table names must not matter
-        kv.v[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan if kv_type == "f16" else 77
-        if window and kv.v_scale is not None and kv.k_scale is not None:
+        kv.v[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan if kv.v_scale is None else 77
+        if window and kv.k_scale is not None:
             kv.k_scale[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan
     if window:
         for s, (n, m) in enumerate(zip(lengths, new, strict=True)):

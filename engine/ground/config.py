@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 Device = Literal["auto", "cuda", "cpu", "reference"]
-KVType = Literal["f16", "q8_0"]
 
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
-KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
 DRAFTS = ("auto", "off", "lookup", "mtp")
 EXPECT_CTX_TOKENS = 32768  # where nobody says how long contexts are
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
@@ -32,7 +30,8 @@ class EngineConfig:
     kv_pool: how much of the KV cache of full attention is on a GPU, tokens or GiB ("16384", "6GiB"), the rest being at
         home in host memory; "auto": all of it, or what `expect_ctx` tokens take where experts need the memory.
     expect_ctx_tokens: how long contexts mostly are; None: 32,768.
-    kv_type, chunk_tokens: type of the KV cache, tokens a prefill step; None: as many as the backend likes.
+    kv_type: of the KV cache, one of KV_TYPES (engine/ground/kv_types.py).
+    chunk_tokens: a prefill step; None: as many as the backend likes.
     parallel: requests that run at a time, up to MAX_PARALLEL; None: sixteen, or as many as leave the memory to experts.
     threads: CPU threads; None takes the physical cores.
     poison: fill evicted slots with NaN (tests of the exactness invariant).
@@ -59,7 +58,7 @@ class EngineConfig:
     ctx_tokens: int | None = None
     kv_pool: str = "auto"
     expect_ctx_tokens: int | None = None
-    kv_type: KVType = "f16"
+    kv_type: str = "f16"
     chunk_tokens: int | None = None
     parallel: int | None = None
     threads: int | None = None

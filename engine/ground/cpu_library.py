@@ -46,7 +46,7 @@ class KVRecord(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
-        *((name, c_int64) for name in ("n_slots", "n_head_kv", "head_dim")),
+        *((name, c_int64) for name in ("n_slots", "n_head_kv", "head_dim", "k_type", "v_type")),
     )
 
 

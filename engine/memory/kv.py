@@ -22,8 +22,8 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.ground.config import KVType
 from engine.ground.errors import CapacityError
+from engine.ground.kv_types import pair_of
 from engine.memory.blocks import WINDOW_MARGIN_TOKENS, BlockPool, Blocks, Sequence
 from engine.memory.host import HostTier
 from engine.memory.places import MOST_LEAVE, Places
@@ -144,10 +144,10 @@ def group_blocks(group: KVGroup, n_tokens: int, step_tokens: int, n_sequences: i
     return min(everything, longest + (n_sequences - 1) * decoding)
 
 
-def group_bytes(group: KVGroup, n_blocks: int, kv_type: KVType) -> int:
+def group_bytes(group: KVGroup, n_blocks: int, kv_type: str) -> int:
     """Bytes of a group's keys and values; the one formula, for the plan and for the allocation."""
-    per_head = group.head_dim * 2 if kv_type == "f16" else group.head_dim + group.head_dim // 32 * 2
-    return 2 * len(group.layers) * n_blocks * KV_BLOCK_TOKENS * group.n_head_kv * per_head
+    rows = len(group.layers) * n_blocks * KV_BLOCK_TOKENS * group.n_head_kv
+    return rows * pair_of(kv_type).row_bytes(group.head_dim)
 
 
 def cached_tokens(n_ctx: int, pool_tokens: int | None) -> int:
@@ -155,7 +155,7 @@ def cached_tokens(n_ctx: int, pool_tokens: int | None) -> int:
     return max(n_ctx, pool_tokens or 0)
 
 
-def pooled_bytes(config: CacheShape, kv_type: KVType) -> int:
+def pooled_bytes(config: CacheShape, kv_type: str) -> int:
     """Bytes of a position in the groups without a window."""
     return sum(group_bytes(g, 1, kv_type) for g in config.kv_groups if not g.window) // KV_BLOCK_TOKENS
 
@@ -193,13 +193,13 @@ class KVCache:
     """
 
     def __init__(
-        self, device: Memory, config: CacheShape, n_tokens: int, kv_type: KVType, step_tokens: int,
+        self, device: Memory, config: CacheShape, n_tokens: int, kv_type: str, step_tokens: int,
         n_sequences: int = 8, pool_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.device = device
         self.host = HostTier(device)
         self.groups: tuple[KVGroup, ...] = config.kv_groups
-        self.kv_type: KVType = kv_type
+        self.kv_type = kv_type
         n_blocks = [group_blocks(g, n_tokens, step_tokens, n_sequences) for g in self.groups]
         n_pool = [
             n if g.window or pool_tokens is None else min(n, -(-pool_tokens // KV_BLOCK_TOKENS))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.ground.config import KVType
+from engine.ground.kv_types import pair_of
 from engine.ops import I32, KV_BLOCK_TOKENS, KVLayer
 from engine.ops.device import Memory
 
@@ -35,13 +35,13 @@ class Piece:
     is_home: bool = False
 
 
-def make_layer(device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, kv_type: KVType) -> KVLayer:
+def make_layer(device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, kv_type: str) -> KVLayer:
     """A layer's cache on the device."""
     return _layer_of(n_head_kv, head_dim, n_blocks, kv_type, device.empty)
 
 
 def make_store(
-    device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, n_pool: int, kv_type: KVType
+    device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, n_pool: int, kv_type: str
 ) -> Store:  # fmt: skip
     """A layer's cache of n_pool blocks on the device, and, where these are not all, of n_blocks at home."""
     if n_pool == n_blocks:
@@ -61,13 +61,12 @@ def make_store(
 
 
 def _layer_of(
-    n_head_kv: int, head_dim: int, n_blocks: int, kv_type: KVType, empty: Callable[[tuple[int, ...], type], Any]
+    n_head_kv: int, head_dim: int, n_blocks: int, kv_type: str, empty: Callable[[tuple[int, ...], type], Any]
 ) -> KVLayer:
-    shape = (n_blocks * KV_BLOCK_TOKENS, n_head_kv, head_dim)
-    if kv_type == "f16":
-        return KVLayer(empty(shape, np.float16), empty(shape, np.float16))
-    scales = (*shape[:2], head_dim // 32)
-    return KVLayer(*(empty(shape, np.int8) for _ in range(2)), *(empty(scales, np.float16) for _ in range(2)))
+    rows, kinds = (n_blocks * KV_BLOCK_TOKENS, n_head_kv), pair_of(kv_type)
+    arrays = (empty((*rows, kind.n_elements(head_dim)), np.dtype(kind.dtype).type) for kind in kinds)
+    scales = (empty((*rows, kind.n_scales(head_dim)), np.float16) if kind.block else None for kind in kinds)
+    return KVLayer(*arrays, *scales)
 
 
 def arrays_of(layer: KVLayer) -> tuple[Any, ...]:

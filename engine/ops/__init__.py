@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.quants import QTensor
+from engine.ground.kv_types import BY_DTYPE, KVPair
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -70,15 +71,30 @@ class KVLayer:
     """Cached keys and values of one layer, by slot (physical block * 64 + offset).
 
     homes: None, or arrays of the same layout elsewhere, which have the blocks behind the last of `k`: that many less.
-    f16: `k`, `v` are float16 [n_slots, K, head_dim] and `k_scale`, `v_scale` are None.
-    q8_0: `k`, `v` are int8 [n_slots, K, head_dim], scales float16 [n_slots, K, head_dim / 32].
+    Keys and values each are of one type, which the elements tell.
+    f16: float16 [n_slots, K, head_dim], and no scales.
+    q8_0: int8 [n_slots, K, head_dim], scales float16 [n_slots, K, head_dim / 32].
+    q4_0: uint8 [n_slots, K, head_dim / 2], scales as these; byte j of 16 has dimension j below and 16 + j above.
     """
 
-    k: NDArray[np.float16] | NDArray[np.int8]
-    v: NDArray[np.float16] | NDArray[np.int8]
+    k: NDArray[np.float16] | NDArray[np.int8] | NDArray[np.uint8]
+    v: NDArray[np.float16] | NDArray[np.int8] | NDArray[np.uint8]
     k_scale: NDArray[np.float16] | None = None
     v_scale: NDArray[np.float16] | None = None
     homes: KVLayer | None = None
+
+    @property
+    def kinds(self) -> KVPair:
+        """How keys and values are stored."""
+        names = [np.dtype(array.dtype).name for array in (self.k, self.v)]
+        if not all(name in BY_DTYPE for name in names):
+            raise ValueError(f"a cache of {names[0]} and {names[1]}")
+        return KVPair(*(BY_DTYPE[name] for name in names))
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        return int(self.k.shape[2]) * self.kinds.k.packed
 
     @property
     def arrays(self) -> tuple[Any, ...]:

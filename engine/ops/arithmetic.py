@@ -7,6 +7,8 @@ correctly rounded result (Boldo and Melquiond, "Emulation of FMA and correctly r
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -149,6 +151,32 @@ def quantize_activations(x: F32) -> tuple[NDArray[np.int8], F32]:
         q = np.rint(np.where(plain[..., None], blocks, np.float32(0)) * inv[..., None]).astype(np.int8)
         d = np.where(plain, safe / np.float32(127), np.where(tiny, np.float32(0), np.float32(np.nan)))
     return q.reshape(x.shape), d.astype(np.float32)
+
+
+def quantize_nibbles(x: F32) -> tuple[NDArray[np.uint8], F32]:
+    """4-bit blocks of 32 along the last axis, as GGUF's Q4_0: q uint8 [..., n / 2], d float32 [..., n / 32].
+
+    Byte j of a block has dimension j in its low half and 16 + j in its high one.
+    """
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
+    with np.errstate(all="ignore"):
+        magnitude = np.abs(blocks)
+        extreme = np.take_along_axis(blocks, magnitude.argmax(axis=-1)[..., None], axis=-1)
+        finite = np.isfinite(blocks).all(axis=-1, keepdims=True)
+        plain = finite & (np.abs(extreme) >= np.float32(2.0**-100))
+        d = np.where(finite, extreme / np.float32(-8), np.float32(np.nan)).astype(np.float32)
+        inv = np.asarray(np.float32(1) / np.where(plain, d, np.float32(1)), np.float32)
+        shifted = fma(np.where(plain, blocks, np.float32(0)), inv, np.asarray(8.5, np.float32))
+        q = np.trunc(shifted).clip(0, 15).astype(np.uint8)
+    packed = (q[..., :16] | q[..., 16:] << 4).astype(np.uint8)
+    return packed.reshape(*x.shape[:-1], x.shape[-1] // 2), d[..., 0]
+
+
+def unpack_nibbles(packed: NDArray[Any]) -> NDArray[np.int8]:
+    """What `quantize_nibbles` packed, less 8: int8 [..., n] of uint8 [..., n / 2]."""
+    blocks = packed.reshape(*packed.shape[:-1], -1, 16)
+    values = np.concatenate([blocks & 15, blocks >> 4], axis=-1).astype(np.int8) - np.int8(8)
+    return values.reshape(*packed.shape[:-1], -1)
 
 
 def _block_product(w: BlockTerms, q: NDArray[np.int8], d: F32) -> F32:

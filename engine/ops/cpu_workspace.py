@@ -32,6 +32,7 @@ from engine.ground.cpu_library import (
     load,
 )
 from engine.ground.errors import CapacityError, SparkError, UnsupportedModelError
+from engine.ground.kv_types import KINDS
 from engine.ops import KV_BLOCK_TOKENS, DeltaLayer, Experts, Gating, KVLayer, Limits
 from engine.ops.cpu_repeat import Noted, Noting
 from engine.placing import policy
@@ -44,6 +45,7 @@ ACTIVATIONS = ("silu", "gelu")
 GATINGS = ("softmax", "sigmoid")
 _REINSTALL = "run `make setup` in Spark's source tree, or reinstall spark-moe"
 
+KIND_NUMBER = {name: i for i, name in enumerate(KINDS)}  # in cpu/spark_cpu.h
 FLOAT32 = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
 INT8 = np.dtype(np.int8)
@@ -246,25 +248,23 @@ class Workspace:
 
 
 def _cache_record(kv: KVLayer) -> KVRecord:
-    n_slots, n_head_kv, head_dim = kv.k.shape
+    (n_slots, n_head_kv, _), head_dim, kinds = kv.k.shape, kv.head_dim, kv.kinds
     if not 0 < head_dim <= MAX_HEAD_DIM or n_slots % KV_BLOCK_TOKENS:
         raise ValueError(
             f"kv: expected blocks of {KV_BLOCK_TOKENS} slots and heads of at most {MAX_HEAD_DIM}, got {kv.k.shape}"
         )
-    shape = (n_slots, n_head_kv, head_dim)
-    if kv.k_scale is None or kv.v_scale is None:
-        k, v = address_of(kv.k, FLOAT16, shape, "kv.k"), address_of(kv.v, FLOAT16, shape, "kv.v")
-        return KVRecord(k, v, 0, 0, *shape)
-    scales = (n_slots, n_head_kv, head_dim // 32)
-    if head_dim % 32:
-        raise ValueError(f"kv: q8_0 takes heads of whole blocks of 32, got {head_dim}")
-    return KVRecord(
-        address_of(kv.k, INT8, shape, "kv.k"),
-        address_of(kv.v, INT8, shape, "kv.v"),
-        address_of(kv.k_scale, FLOAT16, scales, "kv.k_scale"),
-        address_of(kv.v_scale, FLOAT16, scales, "kv.v_scale"),
-        *shape,
-    )
+    arrays: list[int] = []
+    scales: list[int | None] = []
+    for name, kind, array, scale in zip("kv", kinds, (kv.k, kv.v), (kv.k_scale, kv.v_scale), strict=True):
+        if not kind.fits(head_dim):
+            raise ValueError(f"kv: {kind.name} takes heads of whole blocks of {kind.block}, got {head_dim}")
+        shape = (n_slots, n_head_kv, kind.n_elements(head_dim))
+        arrays.append(address_of(array, np.dtype(kind.dtype), shape, f"kv.{name}"))
+        if (scale is not None) != bool(kind.block):
+            raise ValueError(f"kv: {kind.name} {'has' if kind.block else 'has no'} scales")
+        shape = (n_slots, n_head_kv, kind.n_scales(head_dim))
+        scales.append(None if scale is None else address_of(scale, FLOAT16, shape, f"kv.{name}_scale"))
+    return KVRecord(*arrays, *scales, n_slots, n_head_kv, head_dim, *(KIND_NUMBER[kind.name] for kind in kinds))
 
 
 def _expert_record(bank: Experts) -> ExpertsRecord:

@@ -33,18 +33,20 @@ from engine.ops.arithmetic import (
     gelu,
     product,
     quantize_activations,
+    quantize_nibbles,
     rms_norm,
     sigmoid,
     silu,
     softplus,
     sum32,
+    unpack_nibbles,
 )
 from engine.ops.delta import delta as delta
 from engine.ops.delta import delta_input as delta_input
 from engine.ops.delta import delta_output as delta_output
 from engine.placing import policy
 
-Cached = NDArray[np.float16] | NDArray[np.int8]
+Cached = NDArray[np.float16] | NDArray[np.int8] | NDArray[np.uint8]
 LEAST_SUM = np.float32(6.1e-5)  # of the scores by sigmoid that are renormalized
 
 
@@ -127,14 +129,15 @@ def _store(cache: Cached, scale: NDArray[np.float16] | None, slots: I32, x: F32)
         with np.errstate(over="ignore"):
             cache[slots] = x.astype(np.float16)
     else:
-        q, d = quantize_activations(x)
+        q, d = quantize_nibbles(x) if cache.dtype == np.uint8 else quantize_activations(x)
         cache[slots] = q
         with np.errstate(over="ignore"):
             scale[slots] = d.astype(np.float16)
 
 
 def _load(cache: Cached, scale: NDArray[np.float16] | None, slots: I32) -> F32:
-    values = cache[slots].astype(np.float32)
+    integers = unpack_nibbles(cache[slots]) if cache.dtype == np.uint8 else cache[slots]
+    values = integers.astype(np.float32)
     if scale is None:
         return values
     return np.asarray(values * np.repeat(scale[slots].astype(np.float32), 32, axis=-1), np.float32)

@@ -19,7 +19,7 @@ from engine.drafting.dflash import FEED_TOKENS, Drafter
 from engine.drafting.drafter import DrafterFile
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
-from engine.ground.config import EXPECT_CTX_TOKENS, MAX_PARALLEL, EngineConfig, KVType, pool_size
+from engine.ground.config import EXPECT_CTX_TOKENS, MAX_PARALLEL, EngineConfig, pool_size
 from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
 from engine.memory.kv import KVCache, cached_tokens, least_pool, pooled_bytes
 from engine.memory.residency import Piece, Progress, Residency, largest_parts, slot_bytes
@@ -94,7 +94,7 @@ def count(
     config: ModelConfig,
     weights: Weights[Any],
     limits: Limits,
-    kv_type: KVType,
+    kv_type: str,
     *,
     drafter: DrafterFile | None = None,
     block: Block | None = None,

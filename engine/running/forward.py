@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.quants import QTensor
-from engine.ground.config import KVType
 from engine.memory.blocks import Sequence as Cached
 from engine.memory.blocks import block_table
 from engine.memory.kv import KVCache
@@ -72,7 +71,7 @@ class Forward:
 
     def __init__(
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
-        limits: Limits, kv_tokens: int, kv_type: KVType, put: Put | None = None, ropes: Sequence[F32] | None = None,
+        limits: Limits, kv_tokens: int, kv_type: str, put: Put | None = None, ropes: Sequence[F32] | None = None,
         captured: tuple[int, ...] = (), block: Block | None = None, pool_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws

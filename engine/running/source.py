@@ -12,6 +12,7 @@ from engine.formats.profile import Profile
 from engine.formats.profile import load as load_profile
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UnsupportedModelError, UsageError
+from engine.ground.kv_types import pair_of
 from engine.models import sidecar
 from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
@@ -77,10 +78,12 @@ def open_source(options: EngineConfig) -> Source:
             )
         arch = models.find(file.architecture)
         config = arch.Config.from_gguf(file)
-        odd = [g.head_dim for g in config.kv_groups if g.head_dim % 32]
-        if options.kv_type == "q8_0" and odd:
+        kinds = pair_of(options.kv_type)
+        odd = [g.head_dim for g in config.kv_groups if not kinds.fits(g.head_dim)]
+        if odd:
+            block = max(kind.block for kind in kinds)
             raise UsageError(
-                f"--kv-type q8_0 stores blocks of 32, and the model's heads have {odd[0]} dimensions",
+                f"--kv-type {options.kv_type} stores blocks of {block}, and the model's heads have {odd[0]} dimensions",
                 hint="use --kv-type f16",
             )
         profile, notes = open_profile(options, file, config)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, KVType, pool_size
+from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, pool_size
 from engine.ground.errors import UsageError
+from engine.ground.kv_types import KV_WORDS, pair_of
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
 
@@ -87,7 +88,10 @@ ExpectOption = Annotated[
     int | None,
     typer.Option("--expect-ctx", min=1, metavar="N", help="How long contexts mostly are, for --kv-pool auto."),
 ]
-KVOption = Annotated[KVType, typer.Option(help="Type of the KV cache.")]
+KVOption = Annotated[
+    str,
+    typer.Option(metavar="K[,V]", help=f"Type of keys and values in the KV cache: {KV_WORDS}; one is of both."),
+]  # fmt: skip
 ChunkOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a prefill step; default: chosen.")]
 ParallelOption = Annotated[
     int | None,
@@ -207,6 +211,14 @@ def pool(value: str) -> str:
     return value
 
 
+def kv(value: str) -> str:
+    """A `--kv-type` as the engine has it."""
+    try:
+        return str(pair_of(value))
+    except ValueError as error:
+        raise UsageError(f"--kv-type {error}", hint="docs/kv.md says what to choose") from None
+
+
 def cluster(
     device: str, ray: str | None, workers: int | None, worker_gpus: float | None, model: str | None
 ) -> ClusterOptions | None:
@@ -269,7 +281,7 @@ class Served:
             ctx_tokens=self.ctx,
             kv_pool=pool(self.kv_pool),
             expect_ctx_tokens=self.expect_ctx,
-            kv_type=self.kv_type,
+            kv_type=kv(self.kv_type),
             chunk_tokens=self.chunk,
             parallel=self.parallel,
             threads=threads,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from engine import daemon
 from engine.ground import checks, protocol
-from engine.ground.config import DEVICES, KV_TYPES, MAX_PARALLEL, EngineConfig
+from engine.ground.config import DEVICES, MAX_PARALLEL, EngineConfig
 from engine.ground.errors import CapacityError, ContextOverflowError, RequestError, from_code
+from engine.ground.kv_types import KV_TYPES
 from engine.ground.sampling import Sampling
 from engine.placing import policies
 

@@ -78,7 +78,7 @@ def test_block_table_is_padded() -> None:
     assert table.tolist() == [[*short.groups[0].held, -1, -1, -1], [*long.groups[0].held, -1]]
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0,f16", "q8_0,q4_0"])
 def test_the_plan_is_what_is_allocated(kv_type: str) -> None:
     kv = cache(1000, kv_type, delta=SHAPE)
     assert kv.layers[5] is kv.layers[3] and kv.layers[4] is None and kv.group_of == (0, 1, 0, 1, 0, 1)
@@ -105,7 +105,7 @@ def test_a_shared_block_is_not_written() -> None:
         second.extend(1)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0,f16", "q8_0,q4_0"])
 def test_blocks_and_windows_are_copied_whole(kv_type: str) -> None:
     kv = cache(1280, kv_type, delta=SHAPE)
     rng = np.random.default_rng(1)

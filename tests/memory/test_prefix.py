@@ -413,7 +413,7 @@ def test_a_fork_keeps_the_budget_where_its_blocks_send_chunks_to_host_memory(kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0,f16", "q8_0,q4_0"])
 def test_evicted_chunks_come_back_from_host_memory(kind: str, kv_type: str) -> None:
     kv = make_cache(kind, 8 * 64, kv_type)
     cache = prefix_cache(kv, CHUNK, 1 << 20)

@@ -30,7 +30,7 @@ def computed(kv: KVCache, tokens: np.ndarray) -> Sequence:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0,f16", "q8_0,q4_0"])
 @pytest.mark.parametrize("length", [0, 1, 64, 131, 192, 700])
 def test_a_sequence_comes_back_as_it_left(kind: str, kv_type: str, length: int) -> None:
     """In other blocks, while others used its own; it goes on, and is taken back, as before."""

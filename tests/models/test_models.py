@@ -92,7 +92,7 @@ def test_the_oracle_equals_float64_loops() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kv_type"),
-    [*((name, "f16") for name in (*models.known(), "gemma4-ragged")), ("qwen3moe", "q8_0"), ("laguna", "q8_0")],
+    [*((name, "f16") for name in (*models.known(), "gemma4-ragged")), ("qwen3moe", "q8_0"), ("laguna", "q8_0,q4_0")],
 )
 def test_cpu_equals_the_twin_bit_for_bit(name: str, kv_type: str) -> None:
     cpu, twin = (loaded_for(tiny_path(name), device, kv_type=kv_type) for device in ("cpu", "reference"))

@@ -18,9 +18,9 @@ from gguf import GGMLQuantizationType as QType
 from engine.formats import block_types
 from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES, RECORDS, BlockType
 from engine.formats.quants import QTensor
-from engine.ground.config import KV_TYPES
 from engine.ground.cpu_library import BAD_TYPE, ExpertsRecord, KVRecord, MatrixRecord
 from engine.ground.errors import SparkError, UnsupportedModelError
+from engine.ground.kv_types import KV_TYPES, pair_of
 from engine.memory.kv import KVGroup, group_bytes
 from engine.ops import KV_BLOCK_TOKENS, arithmetic, blocks, cpu, cpu_workspace, reference
 from engine.ops.cuda import library, routing
@@ -114,10 +114,10 @@ def test_a_library_with_other_records_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_a_cache_takes_the_bytes_of_its_block_type(kv_type: str) -> None:
-    t = RECORDS[QType[kv_type.upper()]]
+    types = [RECORDS[QType[kind.name.upper()]] for kind in pair_of(kv_type)]
     group = KVGroup((0, 1, 2), 5, 96)
-    rows = 2 * 3 * 5 * 7 * KV_BLOCK_TOKENS  # keys and values, layers, heads, positions
-    assert group_bytes(group, 7, kv_type) == rows * (96 // t.elements * t.n_bytes)  # type: ignore[arg-type]
+    rows = 3 * 5 * 7 * KV_BLOCK_TOKENS  # layers, heads, positions
+    assert group_bytes(group, 7, kv_type) == rows * sum(96 // t.elements * t.n_bytes for t in types)
 
 
 # --- types without a record -----------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_no_entry_point_of_the_library_takes_an_unknown_type(number: int) -> Non
     data, ints = np.zeros(1 << 16, np.uint8), np.zeros(64, np.int32)
     good.data, good.rows, good.cols, good.type = data.ctypes.data, 32, 32, int(QType.F32)
     bad = MatrixRecord(good.data, 32, 32, number)
-    kv = KVRecord(data.ctypes.data, data.ctypes.data, None, None, 64, 1, 32)
+    kv = KVRecord(data.ctypes.data, data.ctypes.data, None, None, 64, 1, 32, 0, 0)
     k, o, v, i = ws.kernels, out.ctypes.data, x.ctypes.data, ints.ctypes.data
 
     def m(position: int) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.ground.kv_types import pair_of
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, cpu, reference
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.products import Quantized
@@ -19,12 +20,15 @@ def limits(T: int, H: int, K: int, head_dim: int, n_ctx: int) -> Limits:
     return Limits(T, 64, H * head_dim, 64, 64, 1, 1, n_head=H, n_head_kv=K, head_dim=head_dim, n_ctx=n_ctx)
 
 
-def empty_cache(n_slots: int, K: int, head_dim: int, q8: bool) -> KVLayer:
-    shape = (n_slots, K, head_dim)
-    if not q8:
-        return KVLayer(np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16))
-    scales = [np.full((n_slots, K, head_dim // 32), np.nan, np.float16) for _ in range(2)]
-    return KVLayer(np.full(shape, 77, np.int8), np.full(shape, 78, np.int8), *scales)
+def empty_cache(n_slots: int, K: int, head_dim: int, kv_type: str) -> KVLayer:
+    """What nobody wrote: NaN, or other numbers with scales that are NaN."""
+    arrays: list[np.ndarray] = []
+    scales: list[np.ndarray | None] = []
+    for i, kind in enumerate(pair_of(kv_type)):
+        arrays.append(np.full((n_slots, K, kind.n_elements(head_dim)), 77 + i if kind.block else np.nan, kind.dtype))
+        shape = (n_slots, K, kind.n_scales(head_dim))
+        scales.append(np.full(shape, np.nan, np.float16) if kind.block else None)
+    return KVLayer(*arrays, *scales)
 
 
 def copied(kv: KVLayer) -> KVLayer:
@@ -49,7 +53,7 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
 # --- input ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "f16,q4_0", "q4_0,q8_0"])
 @pytest.mark.parametrize(
     ("T", "H", "K", "head_dim", "n_rot", "q_normed", "k_normed"),
     [
@@ -61,7 +65,7 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
     ],
 )
 def test_input(
-    device: Any, q8: bool, T: int, H: int, K: int, head_dim: int, n_rot: int, q_normed: bool, k_normed: bool
+    device: Any, kv_type: str, T: int, H: int, K: int, head_dim: int, n_rot: int, q_normed: bool, k_normed: bool
 ) -> None:
     rng = np.random.default_rng(T)
     q_raw, k_raw, v_raw = (rng.standard_normal((T, n * head_dim), np.float32) for n in (H, K, K))
@@ -83,11 +87,11 @@ def test_input(
     with np.errstate(all="ignore"):
         expected_q = reference._rotate(query, rope, positions)
         rotated = reference._rotate(key, rope, positions)
-        expected = empty_cache(n_slots, K, head_dim, q8)
+        expected = empty_cache(n_slots, K, head_dim, kv_type)
         reference._store(expected.k, expected.k_scale, slots[kept], rotated[kept])
         reference._store(expected.v, expected.v_scale, slots[kept], v_raw.reshape(T, K, head_dim)[kept])
 
-    kv = upload(device, empty_cache(n_slots, K, head_dim, q8))
+    kv = upload(device, empty_cache(n_slots, K, head_dim, kv_type))
     q = device.upload(np.full((T, H, head_dim), np.nan, np.float32))
     up = [None if a is None else device.upload(a) for a in (q_raw, k_raw, v_raw, q_norm, k_norm)]
     Attention(device, limits(T, H, K, head_dim, 64)).input(
@@ -106,13 +110,13 @@ class Scene:
     """A cache with random sequences in shuffled blocks, NaN where nothing was written, and queries."""
 
     def __init__(
-        self, H: int, K: int, head_dim: int, q8: bool, lengths: list[int], max_blocks: int, seed: int = 0
+        self, H: int, K: int, head_dim: int, kv_type: str, lengths: list[int], max_blocks: int, seed: int = 0
     ) -> None:
         rng = np.random.default_rng(seed)
         self.H, self.K, self.head_dim, self.max_blocks = H, K, head_dim, max_blocks
         used = [-(-n // KV_BLOCK_TOKENS) for n in lengths]
         order = rng.permutation(sum(used) + 1).astype(np.int32)
-        self.cache = empty_cache(len(order) * KV_BLOCK_TOKENS, K, head_dim, q8)
+        self.cache = empty_cache(len(order) * KV_BLOCK_TOKENS, K, head_dim, kv_type)
         self.table = np.full((len(lengths), max_blocks), -1, np.int32)
         for i, n in enumerate(lengths):
             self.table[i, : used[i]] = order[sum(used[:i]) : sum(used[: i + 1])]
@@ -129,7 +133,7 @@ class Scene:
     def poison(self, sequence: int, n_blocks: int) -> None:
         """Take a sequence's first blocks away: every other one is none, the rest are another's, all NaN."""
         c = self.cache
-        for cache in (c.k, c.v) if c.k_scale is None or c.v_scale is None else (c.k_scale, c.v_scale):
+        for cache in (c.k if c.k_scale is None else c.k_scale, c.v if c.v_scale is None else c.v_scale):
             for block in self.table[sequence, :n_blocks]:
                 cache[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan
         self.table[sequence, :n_blocks:2] = -1
@@ -184,7 +188,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(
     ("H", "K", "head_dim", "sequence", "positions"),
     [
@@ -199,10 +203,10 @@ def ints(*values: int) -> np.ndarray:
     ],
 )
 def test_decode(
-    device: Any, q8: bool, H: int, K: int, head_dim: int, sequence: np.ndarray, positions: np.ndarray
+    device: Any, kv_type: str, H: int, K: int, head_dim: int, sequence: np.ndarray, positions: np.ndarray
 ) -> None:
     lengths = [int(positions[sequence == s].max()) + 1 for s in range(int(sequence.max()) + 1)]
-    scene = Scene(H, K, head_dim, q8, lengths, max(lengths) // KV_BLOCK_TOKENS + 2)
+    scene = Scene(H, K, head_dim, kv_type, lengths, max(lengths) // KV_BLOCK_TOKENS + 2)
     q = scene.query(len(sequence))
     found = scene.run(device, q, sequence, positions)
     assert nmse(found, scene.exact(q, sequence, positions)) < NMSE
@@ -210,14 +214,14 @@ def test_decode(
 
 @pytest.mark.parametrize("head_dim", [72, 80])
 def test_decode_of_heads_that_end_within_a_step(device: Any, head_dim: int) -> None:
-    scene = Scene(3, 1, head_dim, False, [90], 2)
+    scene = Scene(3, 1, head_dim, "f16", [90], 2)
     q = scene.query(2)
     found = scene.run(device, q, ints(0, 0), ints(88, 89))
     assert nmse(found, scene.exact(q, ints(0, 0), ints(88, 89))) < NMSE
 
 
 def test_long_contexts_use_longer_splits(device: Any) -> None:
-    scene = Scene(2, 1, 64, False, [8600], 140)
+    scene = Scene(2, 1, 64, "f16", [8600], 140)
     q = scene.query(2)
     positions = ints(8599, 2100)
     found = scene.run(device, q, ints(0, 0), positions)
@@ -227,16 +231,16 @@ def test_long_contexts_use_longer_splits(device: Any) -> None:
 
 @pytest.mark.parametrize("H", [1, 8])  # one row tile, two
 def test_infinite_values_that_all_rows_see(device: Any, H: int) -> None:
-    scene = Scene(H, 1, 64, False, [128], 2)
+    scene = Scene(H, 1, 64, "f16", [128], 2)
     scene.cache.v[scene.table[0, 1] * KV_BLOCK_TOKENS + 100 - KV_BLOCK_TOKENS, 0, 7:9] = np.inf
     positions = np.arange(124, 128).astype(np.int32)  # of the same block, not of its quarter
     found = scene.run(device, scene.query(4), ints(0, 0, 0, 0), positions).reshape(4, H, 64)
     assert (np.isfinite(found) == ~np.isin(np.arange(64), (7, 8))).all()
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
-def test_a_row_depends_on_nothing_but_itself(device: Any, q8: bool) -> None:
-    scene = Scene(8, 1, 64, q8, [330, 150], 6)
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_row_depends_on_nothing_but_itself(device: Any, kv_type: str) -> None:
+    scene = Scene(8, 1, 64, kv_type, [330, 150], 6)
     sequence, positions = ints(0, 0, 0, 0, 0, 1, 0, 1, 1), ints(325, 326, 327, 328, 329, 149, 12, 3, 64)
     q = scene.query(len(sequence))
     together = scene.run(device, q, sequence, positions)
@@ -258,13 +262,13 @@ def test_a_row_depends_on_nothing_but_itself(device: Any, q8: bool) -> None:
     same_bits(scene.run(device, q, sequence, positions), together)
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
-def test_rows_of_many_sequences_share_a_launch(device: Any, q8: bool) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_rows_of_many_sequences_share_a_launch(device: Any, kv_type: str) -> None:
     device.n_sm, device.max_shared_bytes = 12, 227 << 10
     device = Launches(device)
     lengths = [70, 1, 130, 64, 65, 5, 200, 128, 63, 33, 140, 2]
     T = len(lengths)
-    scene = Scene(12, 4, 128, q8, lengths, 64)
+    scene = Scene(12, 4, 128, kv_type, lengths, 64)
     q, sequence, positions = scene.query(T), np.arange(T, dtype=np.int32), np.array(lengths, np.int32) - 1
     together = scene.run(device, q, sequence, positions, apart=True)
     assert device.grids["attention_splits"] == [(4, 9)] and device.grids["attention_combine"] == [(48, T)]
@@ -275,7 +279,7 @@ def test_rows_of_many_sequences_share_a_launch(device: Any, q8: bool) -> None:
 def test_rows_of_one_sequence_share_a_launch(device: Any) -> None:
     device.n_sm = 12
     device = Launches(device)
-    T, scene = 13, Scene(20, 4, 64, False, [300], 64)
+    T, scene = 13, Scene(20, 4, 64, "f16", [300], 64)
     q, sequence, positions = scene.query(T), np.zeros(T, np.int32), np.arange(287, 300, dtype=np.int32)
     together = scene.run(device, q, sequence, positions)
     assert len(device.grids["attention_splits"]) == 1
@@ -283,10 +287,10 @@ def test_rows_of_one_sequence_share_a_launch(device: Any) -> None:
         same_bits(scene.run(device, q[t : t + 1], sequence[t : t + 1], positions[t : t + 1])[0], together[t])
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "f16,q4_0"])
 @pytest.mark.parametrize(("H", "T"), [(3, 2), (5, 8)])  # one row tile, three
-def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, T: int) -> None:
-    scene = Scene(H, 1, 96, q8, [130], 3)
+def test_what_a_row_does_not_see_may_be_anything(device: Any, kv_type: str, H: int, T: int) -> None:
+    scene = Scene(H, 1, 96, kv_type, [130], 3)
     positions = np.arange(130 - T, 130).astype(np.int32)[::-1].copy()
     slots = scene.table[0, positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
     (scene.cache.k if scene.cache.k_scale is None else scene.cache.k_scale)[slots[0]] = np.nan
@@ -303,10 +307,11 @@ def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, 
         spoilt = ~np.isfinite(alone)
         np.testing.assert_array_equal(~np.isfinite(together[t]), spoilt)
         same_bits(together[t][~spoilt], alone[~spoilt])
-        assert spoilt.sum() == (H * 96 if t == 0 else 0 if t > T // 2 else H * (32 if q8 else 33))
+        of_one = 33 if scene.cache.v_scale is None else 32
+        assert spoilt.sum() == (H * 96 if t == 0 else 0 if t > T // 2 else H * of_one)
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(
     ("H", "K", "head_dim", "window", "T"),
     [
@@ -319,9 +324,9 @@ def test_what_a_row_does_not_see_may_be_anything(device: Any, q8: bool, H: int, 
         (2, 1, 32, 1100, 4),  # splits of two blocks
     ],
 )
-def test_window(device: Any, q8: bool, H: int, K: int, head_dim: int, window: int, T: int) -> None:
+def test_window(device: Any, kv_type: str, H: int, K: int, head_dim: int, window: int, T: int) -> None:
     length = window + 64 * 4 + 3
-    scene = Scene(H, K, head_dim, q8, [length, 40], length // KV_BLOCK_TOKENS + 2)
+    scene = Scene(H, K, head_dim, kv_type, [length, 40], length // KV_BLOCK_TOKENS + 2)
     # Ascending positions over the edge of a block, where a window begins or where it ends; a row whose window is not
     # full; and a row far behind, whose blocks another row must not need.
     edges = [n // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS for n in (length, length - window)]
@@ -348,17 +353,17 @@ def test_window(device: Any, q8: bool, H: int, K: int, head_dim: int, window: in
 ABSENT = [(7, (0, 2, 3, 5)), (70, (0, 1, 2, 3, 4, 5, 17, 18, 19, 33, 40, 41, 42, 43, 44)), (64, tuple(range(63)))]
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(("n_blocks", "absent"), ABSENT, ids=["few", "whole splits", "all but the last"])
 @pytest.mark.parametrize(("H", "K", "head_dim", "T"), [(8, 1, 64, 3), (4, 2, 384, 1)])
 def test_blocks_that_are_not_there_are_passed_over(
-    device: Any, q8: bool, n_blocks: int, absent: tuple[int, ...], H: int, K: int, head_dim: int, T: int
+    device: Any, kv_type: str, n_blocks: int, absent: tuple[int, ...], H: int, K: int, head_dim: int, T: int
 ) -> None:
     """Whatever lies in them and in block 0, and each row alone has the same bits."""
     length = 64 * n_blocks - 5
-    scene = Scene(H, K, head_dim, q8, [length, 90], n_blocks + 1)
+    scene = Scene(H, K, head_dim, kv_type, [length, 90], n_blocks + 1)
     c = scene.cache
-    for cache in (c.k, c.v) if c.k_scale is None or c.v_scale is None else (c.k_scale, c.v_scale):
+    for cache in (c.k if c.k_scale is None else c.k_scale, c.v if c.v_scale is None else c.v_scale):
         for block in {*scene.table[0, list(absent)].tolist()}:
             cache[block * KV_BLOCK_TOKENS : (block + 1) * KV_BLOCK_TOKENS] = np.nan
     scene.table[0, list(absent)] = -1
@@ -372,14 +377,14 @@ def test_blocks_that_are_not_there_are_passed_over(
         same_bits(scene.run(device, q[one], sequence[one], positions[one])[0], together[t])
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(
     ("H", "K", "head_dim", "T", "window"), [(8, 1, 64, 3, 0), (6, 2, 96, 1, 0), (4, 2, 384, 2, 0), (6, 3, 128, 5, 500)]
 )
 def test_bits_do_not_depend_on_which_blocks_are_at_home(
-    device: Any, q8: bool, H: int, K: int, head_dim: int, T: int, window: int
+    device: Any, kv_type: str, H: int, K: int, head_dim: int, T: int, window: int
 ) -> None:
-    scene = Scene(H, K, head_dim, q8, [1250, 90], 21)
+    scene = Scene(H, K, head_dim, kv_type, [1250, 90], 21)
     sequence = np.array([0] * T + [1], np.int32)
     positions = np.array([*range(1250 - T, 1250), 70], np.int32)
     q = scene.query(T + 1)
@@ -388,25 +393,25 @@ def test_bits_do_not_depend_on_which_blocks_are_at_home(
         same_bits(scene.run(device, q, sequence, positions, window=window, n_pool=n_pool), expected)
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "f16,q4_0", "q4_0,q8_0"])
 @pytest.mark.parametrize(
     ("K", "head_dim", "blocks"), [(2, 96, (4, 0, 6, 5)), (1, 512, (3,)), (3, 40, ()), (5, 64, (1, 2))]
 )
-def test_staged_blocks_are_the_twins(device: Any, q8: bool, K: int, head_dim: int, blocks: tuple[int, ...]) -> None:
-    if q8 and head_dim % 32:
+def test_staged_blocks_are_the_twins(device: Any, kv_type: str, K: int, head_dim: int, blocks: tuple[int, ...]) -> None:
+    if not pair_of(kv_type).fits(head_dim):
         head_dim += 32 - head_dim % 32
     rng = np.random.default_rng(7)
-    host = empty_cache(7 * KV_BLOCK_TOKENS, K, head_dim, q8)
+    host = empty_cache(7 * KV_BLOCK_TOKENS, K, head_dim, kv_type)
     for array in host.arrays:
         if array is not None:
             array.view(np.uint8)[...] = rng.integers(0, 120, array.view(np.uint8).shape)
     absent = ints(len(blocks), *blocks, *([99] * (5 - len(blocks))))
-    area = empty_cache(5 * KV_BLOCK_TOKENS, K, head_dim, q8)
+    area = empty_cache(5 * KV_BLOCK_TOKENS, K, head_dim, kv_type)
     there, homes = upload(device, area), with_homes(device, host, 0).homes
     assert homes is not None
     Attention(device, limits(1, K, K, head_dim, 640)).stage(device.upload(absent), homes, there)
     reference.stage(None, absent, host, area)  # type: ignore[arg-type]
-    of_cpu = empty_cache(5 * KV_BLOCK_TOKENS, K, head_dim, q8)
+    of_cpu = empty_cache(5 * KV_BLOCK_TOKENS, K, head_dim, kv_type)
     cpu.stage(None, absent, host, of_cpu)  # type: ignore[arg-type]
     for found, also, expected in zip(there.arrays, of_cpu.arrays, area.arrays, strict=True):
         if expected is not None:
@@ -415,7 +420,7 @@ def test_staged_blocks_are_the_twins(device: Any, q8: bool, K: int, head_dim: in
 
 
 def test_blocks_that_are_not_there_in_a_window(device: Any) -> None:
-    scene = Scene(3, 1, 32, False, [1300], 22)
+    scene = Scene(3, 1, 32, "f16", [1300], 22)
     c = scene.cache
     absent = [4, 5, 6, 7, 11, 19]
     for block in scene.table[0, absent]:
@@ -429,14 +434,14 @@ def test_blocks_that_are_not_there_in_a_window(device: Any) -> None:
 
 def test_a_row_that_sees_no_block_is_nan(device: Any) -> None:
     """As on the page, where its sum is none; and its neighbor is not."""
-    scene = Scene(3, 1, 32, False, [200, 200], 4)
+    scene = Scene(3, 1, 32, "f16", [200, 200], 4)
     scene.table[0] = -1
     found = scene.run(device, scene.query(2), ints(0, 1), ints(199, 199))
     assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
 
 
 def test_rows_with_windows_far_apart(device: Any) -> None:
-    scene = Scene(2, 1, 64, False, [800], 13)
+    scene = Scene(2, 1, 64, "f16", [800], 13)
     q, sequence, positions = scene.query(3), ints(0, 0, 0), ints(100, 799, 798)
     expected = scene.exact(q, sequence, positions, 80)
     scene.cache.v[scene.table[0, 5] * KV_BLOCK_TOKENS :][:KV_BLOCK_TOKENS] = np.nan
@@ -444,9 +449,9 @@ def test_rows_with_windows_far_apart(device: Any) -> None:
     assert nmse(scene.run(device, q, sequence, positions, window=80), expected) < NMSE
 
 
-@pytest.mark.parametrize("q8", [False, True], ids=["f16", "q8_0"])
-def test_what_a_window_leaves_out_may_be_anything(device: Any, q8: bool) -> None:
-    scene = Scene(3, 1, 64, q8, [200], 4)
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0,q4_0", "q4_0,f16"])
+def test_what_a_window_leaves_out_may_be_anything(device: Any, kv_type: str) -> None:
+    scene = Scene(3, 1, 64, kv_type, [200], 4)
     window, T = 90, 8
     positions = np.arange(192, 200).astype(np.int32)
     first = positions - window + 1
@@ -463,13 +468,13 @@ def test_what_a_window_leaves_out_may_be_anything(device: Any, q8: bool) -> None
         spoilt = ~np.isfinite(alone)
         np.testing.assert_array_equal(~np.isfinite(together[t]), spoilt)
         same_bits(together[t][~spoilt], alone[~spoilt])
-        assert spoilt.sum() == 3 * (32 if q8 else 33)
+        assert spoilt.sum() == 3 * (33 if scene.cache.v_scale is None else 32)
 
 
 def test_a_window_takes_a_grid_of_its_own(device: Any) -> None:
     device = Launches(device)
     device.n_sm = 132
-    scene = Scene(8, 8, 64, False, [1300], 70)
+    scene = Scene(8, 8, 64, "f16", [1300], 70)
     for window, grid in ((0, (8, 16)), (512, (8, 9)), (1024, (8, 9))):  # splits of one block, and of two
         scene.run(device, scene.query(1), ints(0), ints(1299), window=window)
         assert device.grids["attention_splits"].pop() == grid
@@ -503,7 +508,7 @@ def exact_gate(gate: np.ndarray, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["softplus", "sigmoid"])
 @pytest.mark.parametrize("by_head", [True, False], ids=["by head", "by element"])
 def test_gate(device: Any, kind: str, by_head: bool) -> None:
-    scene = Scene(6, 2, 32, False, [150], 3)
+    scene = Scene(6, 2, 32, "f16", [150], 3)
     q, sequence, positions = scene.query(9), ints(*[0] * 9), ints(*range(141, 150))
     gate = np.linspace(-80, 80, 9 * 6 * (1 if by_head else 32), dtype=np.float32).reshape(9, -1)
     gate[:, ::2] /= 40
@@ -523,7 +528,7 @@ def test_gate(device: Any, kind: str, by_head: bool) -> None:
 
 
 def test_quantized_result(device: Any) -> None:
-    scene = Scene(6, 2, 96, False, [150], 3)
+    scene = Scene(6, 2, 96, "f16", [150], 3)
     q, sequence, positions = scene.query(9), ints(*[0] * 9), ints(*range(141, 150))
     width = 6 * 96
     to = Quantized(
@@ -540,7 +545,7 @@ def test_quantized_result(device: Any) -> None:
 
 @pytest.mark.parametrize("value", [1e30, np.inf, np.nan])
 def test_huge_queries(device: Any, value: float) -> None:
-    scene = Scene(4, 2, 64, False, [70], 2)
+    scene = Scene(4, 2, 64, "f16", [70], 2)
     q = scene.query(2)
     q[0, 1] = value * np.sign(q[0, 1])
     found = scene.run(device, q, ints(0, 0), ints(68, 69))
@@ -551,18 +556,18 @@ def test_huge_queries(device: Any, value: float) -> None:
 
 
 def test_a_position_past_the_table_reads_nothing_outside(device: Any) -> None:
-    scene = Scene(2, 1, 64, False, [128], 2)
+    scene = Scene(2, 1, 64, "f16", [128], 2)
     q = scene.query(1)
     found = scene.run(device, q, ints(0), ints(5000))
     same_bits(found, scene.run(device, q, ints(0), ints(127)))
 
 
 def test_refuses_what_it_cannot_do(device: Any) -> None:
-    scene = Scene(2, 1, 64, False, [10], 1)
+    scene = Scene(2, 1, 64, "f16", [10], 1)
     with pytest.raises(ValueError, match="gate 'tanh'"):
         scene.run(device, scene.query(1), ints(0), ints(1), gate=np.zeros((1, 2), np.float32), gate_kind="tanh")
     with pytest.raises(ValueError, match="for heads of 320"):
-        Scene(2, 1, 320, False, [10], 1).run(device, np.zeros((1, 2, 320), np.float32), ints(0), ints(1))
+        Scene(2, 1, 320, "f16", [10], 1).run(device, np.zeros((1, 2, 320), np.float32), ints(0), ints(1))
     scene.H = 34  # over 16 query heads for a kv head
     with pytest.raises(ValueError, match="34 heads"):
         scene.run(device, scene.query(1), ints(0), ints(1))
@@ -570,7 +575,7 @@ def test_refuses_what_it_cannot_do(device: Any) -> None:
 
 def test_a_block_reads_none_of_its_keys_ahead(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows have the last one's position, and keys before it are of the same step."""
-    scene, launched, find = Scene(2, 1, 64, False, [128], 2), [], device.kernel
+    scene, launched, find = Scene(2, 1, 64, "f16", [128], 2), [], device.kernel
 
     def kernel(module: Any, name: str) -> Any:
         def launch(grid: Any, block: Any, args: Any, shared_bytes: int = 0, overlap: bool = False) -> None:

@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType as QType
 from benchmarks.full_shape import SHAPES, first_layers, mix_of
 from engine.formats.block_types import NATIVE_TYPES
 from engine.formats.quants import QTensor
+from engine.ground.kv_types import pair_of
 from engine.memory.residency import ExpertTensors
 from engine.models import qwen3moe
 from engine.ops.cuda import library
@@ -140,6 +141,16 @@ def test_kernels_compile_for_every_architecture(arch: str) -> None:
 @pytest.mark.parametrize("qtype", NATIVE_TYPES, ids=lambda t: t.name)
 def test_kernels_compile_for_every_type(qtype: QType) -> None:
     check("sm_80", of_type(qtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_type", ["q4_0", "q8_0,q4_0", "q4_0,f16", "f16,q8_0"])  # q8_0 and f16 are below and above
+def test_kernels_compile_for_types_of_the_cache(kv_type: str) -> None:
+    kernels = launched("sm_80", OTHER, all_of_type(QType.Q8_0), kv_type, max_tokens=64)
+    names = {("K_TYPE", f"KV_{pair_of(kv_type).k.name.upper()}"), ("V_TYPE", f"KV_{pair_of(kv_type).v.name.upper()}")}
+    typed = {module: names_in for module, names_in in kernels.items() if names <= set(module.defines)}
+    assert {module.file for module in typed} == {"attention.cu", "flash.cu", "rope.cu"}
+    check("sm_80", typed)
 
 
 def with_factors(record: Any) -> Any:

@@ -14,33 +14,39 @@ from hypothesis import strategies as st
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic, reference
 from engine.ops.cuda import flash
 from engine.ops.cuda.flash import Flash
-from tests.op_cases import with_homes
+from tests.op_cases import empty_cache, with_homes
 
 Span = tuple[int, int, int]  # sequence, first position, tokens
 
-# (head_dim, H, K, q8_0, spans); no two dimensions of a case alike.
-CASES: dict[str, tuple[int, int, int, bool, list[Span]]] = {
-    "whole groups": (128, 16, 2, False, [(0, 0, 37)]),
-    "q8_0": (128, 16, 2, True, [(0, 50, 21), (2, 0, 3), (1, 190, 17)]),
-    "the tiny model's head, ragged groups": (96, 10, 2, False, [(1, 3, 19), (0, 61, 40)]),
-    "the tiny model's head in q8_0": (96, 10, 2, True, [(0, 0, 70)]),
-    "half a step of 16": (72, 3, 3, False, [(2, 127, 33), (0, 0, 1), (1, 64, 1)]),
-    "large heads": (256, 6, 2, False, [(0, 20, 50)]),
-    "large heads in q8_0, rows of 384 bytes": (160, 4, 1, True, [(1, 70, 35)]),
-    "one row": (128, 16, 2, False, [(1, 100, 1)]),
-    "spans of one sequence": (128, 16, 2, False, [(0, 80, 5), (0, 0, 9), (1, 9, 4)]),
-    "every row of another sequence": (128, 16, 2, False, [(s, 11 * s, 1) for s in range(5)]),
-    "splits": (128, 16, 2, False, [(1, 0, 3), (0, 601, 40)]),
-    "splits of q8_0": (96, 10, 2, True, [(0, 700, 33)]),
-    "many heads": (64, 22, 11, False, [(0, 1, 64), (1, 70, 3)]),
-    "the largest heads": (512, 8, 1, False, [(0, 30, 37)]),
-    "the largest heads in q8_0": (512, 6, 2, True, [(1, 70, 21), (0, 0, 2)]),
-    "heads of 384 in splits": (384, 4, 1, False, [(0, 520, 34)]),
-    "groups of eight large heads": (256, 16, 2, False, [(0, 100, 33)]),
-    "pieces": (64, 6, 3, False, [(0, 70, 250)]),
-    "pieces of q8_0": (96, 10, 2, True, [(0, 0, 200)]),
-    "pieces of several": (64, 6, 3, False, [(0, 70, 250), (2, 0, 128), (1, 0, 290), (3, 200, 40)]),
-    "pieces of several in q8_0": (96, 10, 2, True, [(1, 128, 161), (0, 0, 256)]),
+# (head_dim, H, K, type of the cache, spans); no two dimensions of a case alike.
+CASES: dict[str, tuple[int, int, int, str, list[Span]]] = {
+    "whole groups": (128, 16, 2, "f16", [(0, 0, 37)]),
+    "q8_0": (128, 16, 2, "q8_0", [(0, 50, 21), (2, 0, 3), (1, 190, 17)]),
+    "the tiny model's head, ragged groups": (96, 10, 2, "f16", [(1, 3, 19), (0, 61, 40)]),
+    "the tiny model's head in q8_0": (96, 10, 2, "q8_0", [(0, 0, 70)]),
+    "half a step of 16": (72, 3, 3, "f16", [(2, 127, 33), (0, 0, 1), (1, 64, 1)]),
+    "large heads": (256, 6, 2, "f16", [(0, 20, 50)]),
+    "large heads in q8_0, rows of 384 bytes": (160, 4, 1, "q8_0", [(1, 70, 35)]),
+    "one row": (128, 16, 2, "f16", [(1, 100, 1)]),
+    "spans of one sequence": (128, 16, 2, "f16", [(0, 80, 5), (0, 0, 9), (1, 9, 4)]),
+    "every row of another sequence": (128, 16, 2, "f16", [(s, 11 * s, 1) for s in range(5)]),
+    "splits": (128, 16, 2, "f16", [(1, 0, 3), (0, 601, 40)]),
+    "splits of q8_0": (96, 10, 2, "q8_0", [(0, 700, 33)]),
+    "many heads": (64, 22, 11, "f16", [(0, 1, 64), (1, 70, 3)]),
+    "the largest heads": (512, 8, 1, "f16", [(0, 30, 37)]),
+    "the largest heads in q8_0": (512, 6, 2, "q8_0", [(1, 70, 21), (0, 0, 2)]),
+    "heads of 384 in splits": (384, 4, 1, "f16", [(0, 520, 34)]),
+    "groups of eight large heads": (256, 16, 2, "f16", [(0, 100, 33)]),
+    "pieces": (64, 6, 3, "f16", [(0, 70, 250)]),
+    "pieces of q8_0": (96, 10, 2, "q8_0", [(0, 0, 200)]),
+    "pieces of several": (64, 6, 3, "f16", [(0, 70, 250), (2, 0, 128), (1, 0, 290), (3, 200, 40)]),
+    "q4_0": (128, 16, 2, "q4_0", [(0, 50, 21), (2, 0, 3), (1, 190, 17)]),
+    "splits of q4_0": (96, 10, 2, "q4_0", [(0, 700, 33)]),
+    "the largest heads in q4_0": (512, 6, 2, "q4_0", [(1, 70, 21), (0, 0, 2)]),
+    "large heads, keys in q8_0, values in q4_0": (160, 4, 1, "q8_0,q4_0", [(1, 70, 35)]),
+    "keys in f16, values in q4_0": (64, 6, 2, "f16,q4_0", [(1, 130, 40), (0, 200, 31)]),
+    "keys in q4_0, values in f16": (224, 3, 1, "q4_0,f16", [(0, 65, 50), (1, 3, 20)]),
+    "pieces of several in q8_0": (96, 10, 2, "q8_0", [(1, 128, 161), (0, 0, 256)]),
 }
 
 # The windows of cases: of several tiles, of less than one, not full; beginnings on the edges of blocks and off them.
@@ -113,18 +119,17 @@ def scale_of(head_dim: int) -> float:
 
 def make_step(case: str, blocks_at: int = 0) -> Step:
     """Random inputs of a case; `blocks_at` chooses where the blocks lie, nothing else."""
-    head_dim, H, K, q8, spans = CASES[case]
+    head_dim, H, K, kv_type, spans = CASES[case]
     rng = np.random.default_rng([len(case), head_dim])
     n_sequence = max(s for s, _, _ in spans) + 1
     max_blocks = max(-(-(p + n) // KV_BLOCK_TOKENS) for _, p, n in spans) + 1
     n_blocks = n_sequence * max_blocks + 2
     table = np.random.default_rng(blocks_at).permutation(n_blocks)[: n_sequence * max_blocks]
     table = table.reshape(n_sequence, max_blocks).astype(np.int32)
-    shape = (n_blocks * KV_BLOCK_TOKENS, K, head_dim)
-    kinds: list[Any] = [(shape, np.int8 if q8 else np.float16)] * 2
-    if q8:
-        kinds += [((*shape[:2], head_dim // 32), np.float16)] * 2
-    kv = KVLayer(*[np.full(np.prod(s) * np.dtype(d).itemsize, 0xFF, np.uint8).view(d).reshape(s) for s, d in kinds])
+    kv = empty_cache(kv_type, n_blocks, K, head_dim)
+    for array in kv.arrays:
+        if array is not None:
+            array.view(np.uint8)[...] = 0xFF
     for s, first, n in spans:
         at = np.arange(first + n)
         slots = table[s, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.drafting.source import Draft
-from engine.ground.config import EngineConfig, KVType
+from engine.ground.config import EngineConfig
 from engine.ground.sampling import Sampling
 from engine.memory import swap
 from engine.memory.blocks import Sequence
@@ -163,8 +163,8 @@ def test_a_prefix_brings_the_blocks_cache_along(loaded: Loaded) -> None:
     loaded.prefixes.clear()
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_a_sequence_that_was_moved_out_goes_on_with_the_next_step(kv_type: KVType) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0,q4_0"])
+def test_a_sequence_that_was_moved_out_goes_on_with_the_next_step(kv_type: str) -> None:
     history, loaded = PROMPTS[0].tolist(), loaded_for("qwen35", kv_type=kv_type)
     expected, sequence = plain(loaded, history), loaded.kv.sequence()
     for n in (64, 4):

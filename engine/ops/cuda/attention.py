@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.ground.kv_types import KVKind
 from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
@@ -34,6 +35,7 @@ PLAIN_HEAD_DIM = 256  # up to which a block of keys and values is one tile; beyo
 LARGE_HEADS = 128
 MAX_GROUP = 16  # query heads of a kv head
 GATE_KINDS = {"softplus": "SOFTPLUS", "sigmoid": "SIGMOID"}  # names in cuda/gate.cuh
+ONLY_QUERIES = (("K_TYPE", "KV_F16"), ("V_TYPE", "KV_F16"))  # nothing is stored
 STATIC_SHARED_BYTES = 6 << 10  # at most, with what a block takes besides
 
 
@@ -95,7 +97,7 @@ class Attention:
         if 2 * rope.shape[2] > head_dim:
             raise ValueError(f"{2 * rope.shape[2]} dimensions to rotate, {head_dim} in a head")
         cache = kv.arrays if K else (None,) * 4
-        module = Module("rope.cu", (("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv) if K else "0")))
+        module = Module("rope.cu", (("HEAD_DIM", str(head_dim)), *(kind_macros(kv) if K else ONLY_QUERIES)))
         kernel = self.device.kernel(module, "attention_input")
         kernel(
             (-(-(H + 2 * K) // INPUT_HEADS), T),
@@ -158,7 +160,7 @@ class Attention:
             n = rows.stop - first
             plan = self._plan(1, H // K, head_dim, kv, n * each) if apart else self._plan(n, H // K, head_dim, kv, each)
             workers = max(min(plan.per_sm * self.device.n_sm // K, n * max_splits), 1)
-            flags = [("HEAD_DIM", str(head_dim)), ("KV_Q8_0", _flag(kv))]
+            flags = [("HEAD_DIM", str(head_dim)), *kind_macros(kv)]
             if plan.tile < KV_BLOCK_TOKENS:
                 flags.append(("TILE", str(plan.tile)))
             sharing = (("ROWS", str(plan.rows)), ("STAGES", str(plan.stages)))
@@ -189,23 +191,21 @@ class Attention:
 
     def stage(self, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
         """Bring blocks to the staging area: absent int32 [1 + n] says how many, and which of `homes` on the host."""
-        if homes.k.shape[1:] != staging.k.shape[1:] or len(absent) - 1 > len(staging.k) // KV_BLOCK_TOKENS:
+        alike = homes.kinds == staging.kinds and homes.k.shape[1:] == staging.k.shape[1:]
+        if not alike or len(absent) - 1 > len(staging.k) // KV_BLOCK_TOKENS:
             raise ValueError(f"{len(absent) - 1} blocks of {homes.k.shape} for a staging area {staging.k.shape}")
-        of_block = [0 if a is None else a[:KV_BLOCK_TOKENS].nbytes for a in (staging.k, staging.k_scale)]
+        of_block = [0 if a is None else a[:KV_BLOCK_TOKENS].nbytes for a in staging.arrays]
         sources = (None if a is None else np.uint64(self.device.pointer(a)) for a in homes.arrays)
         kernel = self.device.kernel(Module("stage.cu"), "stage")
         kernel(2 * self.device.n_sm, 256, (absent, *sources, *staging.arrays, *map(int, of_block)))
 
     def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer, splits: int) -> _Plan:
         """How a block of attention_splits works, for n_tokens that may share a tile; splits: of all, at most."""
-        row_bytes = head_dim * kv.k.dtype.itemsize
         # The tile decides how a row's positions are summed, so it follows from the layer alone.
         tile = KV_BLOCK_TOKENS
         if head_dim > PLAIN_HEAD_DIM:
             tile = 32 if group <= 8 else 16
-        slot = tile * (-(-row_bytes // 64) * 64 + 16)
-        if kv.k_scale is not None:
-            slot += tile * 4 * -(-kv.k_scale.shape[2] // 2)
+        slot = sum(_tile_bytes(kind, tile, head_dim) for kind in kv.kinds)
         units, n_sm = splits * kv.k.shape[1], self.device.n_sm
         per_sm = min(-(-units // n_sm), 2 if units <= MANY * n_sm else MAX_BLOCKS)
         least = 8 if group <= 8 else 16
@@ -216,11 +216,11 @@ class Attention:
             merged = -(-head_dim // 32) * 32 if rows <= 16 and head_dim <= 128 else 32  # dimensions at a time
             besides = 2 * rows * (-(-head_dim // 16) * 16 + 8) * 2 + 4 * rows * (merged + 8) * 4
             memory = self.device.max_shared_bytes // n - STATIC_SHARED_BYTES
-            fit = (memory - besides) // (2 * slot)
+            fit = (memory - besides) // slot
             stages = max(min(fit, self.max_stages), 1)
             if stages > 1 or (n > 2 and fit > 0):
                 break
-        return _Plan(2 * stages * slot + besides, rows, stages, tile, n)
+        return _Plan(stages * slot + besides, rows, stages, tile, n)
 
 
 def _window_splits(window: int, most: int) -> int:
@@ -253,13 +253,19 @@ def home_arguments(device: Device, kv: KVLayer) -> tuple[object, ...]:
     return (kv.k.shape[0] // KV_BLOCK_TOKENS, *homes)
 
 
-def _flag(kv: KVLayer) -> str:
-    return "0" if kv.k_scale is None else "1"
+def kind_macros(kv: KVLayer) -> tuple[tuple[str, str], ...]:
+    """The macros of cuda/kv_types.cuh."""
+    return tuple((f"{of}_TYPE", f"KV_{kind.name.upper()}") for of, kind in zip("KV", kv.kinds, strict=True))
+
+
+def _tile_bytes(kind: KVKind, tile: int, head_dim: int) -> int:
+    """Of a tile of keys or values and its scales: halves, or bytes where there are scales."""
+    row_bytes = head_dim * (1 if kind.block else 2)
+    return tile * (-(-row_bytes // 64) * 64 + 16 + 4 * -(-kind.n_scales(head_dim) // 2))
 
 
 def _check_cache(kv: KVLayer, head_dim: int) -> None:
-    wanted, multiple = (np.float16, 8) if kv.k_scale is None else (np.int8, 32)
-    if head_dim > PLAIN_HEAD_DIM:
-        multiple = LARGE_HEADS
-    if kv.k.dtype != wanted or kv.k.shape[2] != head_dim or head_dim % multiple or head_dim > MAX_HEAD_DIM:
+    multiple = LARGE_HEADS if head_dim > PLAIN_HEAD_DIM else 32 if any(kind.block for kind in kv.kinds) else 8
+    elements = [kind.n_elements(head_dim) for kind in kv.kinds]
+    if [kv.k.shape[2], kv.v.shape[2]] != elements or head_dim % multiple or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"a cache {kv.k.dtype} {kv.k.shape} for heads of {head_dim}")

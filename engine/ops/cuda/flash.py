@@ -8,8 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from engine.ground.kv_types import KVPair
 from engine.ops import KV_BLOCK_TOKENS, PIECE_TOKENS, KVLayer, Limits
-from engine.ops.cuda.attention import gate_macros, home_arguments, home_macros
+from engine.ops.cuda.attention import gate_macros, home_arguments, home_macros, kind_macros
 from engine.ops.cuda.device import Array, Device, Module
 
 # Blocks that run at once where they are spread thinnest: two on each SM of an H100. A constant, not the device's
@@ -25,10 +26,12 @@ def _block_rows(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
 
 
-def _shared_bytes(head_dim: int, q8: bool) -> int:
+def _shared_bytes(head_dim: int, kinds: KVPair) -> int:
+    """Of a block of cuda/flash.cu."""
     stride = -(-head_dim // 64) * 128
     tile = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
-    more = 2 * tile * (head_dim + head_dim // 32 * 2) if q8 else 2 * tile * stride  # to convert, or the second stage
+    # Of keys, and of values: what is to be converted, or the second stage.
+    more = sum(tile * (kind.row_bytes(head_dim) if kind.block else stride) for kind in kinds)
     return _block_rows(head_dim) * stride + 2 * tile * stride + more
 
 
@@ -74,10 +77,10 @@ def launches(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool, int
 class Flash:
     """Causal attention of a step of any number of tokens over cached blocks, for T > 32.
 
-    Takes head_dim up to 256 in multiples of 8 (of 32 with a q8_0 cache), 384 and 512, and any number of query heads
-    per kv head up to 64 (32 for those two). Results are within an NMSE bound of the reference, and the same bits
-    for a row of a whole piece of PIECE_TOKENS, or of a step that ends at the same position and has as many rows behind
-    its last whole piece, wherever the blocks lie.
+    Takes head_dim up to 256 in multiples of 8 (of 32 where the cache has scales), 384 and 512, and any number of
+    query heads per kv head up to 64 (32 for those two). Results are within an NMSE bound of the reference, and the same
+    bits for a row of a whole piece of PIECE_TOKENS, or of a step that ends at the same position and has as many rows
+    behind its last whole piece, wherever the blocks lie.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -117,8 +120,7 @@ class Flash:
         T, H, head_dim = q.shape
         K = kv.k.shape[1]
         group = H // K
-        q8 = kv.k_scale is not None
-        multiple = 128 if head_dim > 256 else 32 if q8 else 8
+        multiple = 128 if head_dim > 256 else 32 if any(kind.block for kind in kv.kinds) else 8
         if head_dim > 512 or head_dim % multiple or H % K or group > min(_block_rows(head_dim), 64):
             raise ValueError(f"attention of {H} heads of {head_dim} over {K} kv heads, cache {kv.k.dtype}")
         if not 0 < n_positions <= block_table.shape[1] * KV_BLOCK_TOKENS:
@@ -140,10 +142,10 @@ class Flash:
     ) -> None:  # fmt: skip
         T, H, head_dim = q.shape
         K = kv.k.shape[1]
-        group, q8 = H // K, kv.k_scale is not None
+        group = H // K
         tiles = -(-T // (_block_rows(head_dim) // group))
         n_split, split_blocks = split(tiles * K, n_positions) if splits else (1, -(-n_positions // KV_BLOCK_TOKENS))
-        flags = (("HEAD_DIM", str(head_dim)), ("GROUP", str(group)), ("KV_Q8", str(int(q8))))
+        flags = (("HEAD_DIM", str(head_dim)), ("GROUP", str(group)), *kind_macros(kv))
         gating = gate_macros(gate, gate_kind, (T, H, head_dim))
         windowed = (("WINDOW", str(window)),) if window else ()
         module = Module("flash.cu", (*flags, *windowed, *gating, *home_macros(kv)))
@@ -167,7 +169,7 @@ class Flash:
                 gate,
                 *home_arguments(self._device, kv),
             ),
-            _shared_bytes(head_dim, q8),
+            _shared_bytes(head_dim, kv.kinds),
         )
         if n_split > 1:
             self._device.kernel(module, "flash_combine")(
