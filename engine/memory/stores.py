@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.ground.errors import CapacityError
 from engine.ground.kv_types import pair_of
 from engine.ops import I32, KV_BLOCK_TOKENS, KVLayer
 from engine.ops.device import Memory
@@ -43,7 +44,10 @@ def make_layer(device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, kv_
 def make_store(
     device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, n_pool: int, kv_type: str
 ) -> Store:  # fmt: skip
-    """A layer's cache of n_pool blocks on the device, and, where these are not all, of n_blocks at home."""
+    """A layer's cache of n_pool blocks on the device, and, where these are not all, of n_blocks at home.
+
+    CapacityError where host memory for homes cannot be had.
+    """
     if n_pool == n_blocks:
         layer = make_layer(device, n_head_kv, head_dim, n_blocks, kv_type)
         return Store(layer, arrays_of(layer))
@@ -56,7 +60,14 @@ def make_store(
         return device.page_locked(prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
     pool = make_layer(device, n_head_kv, head_dim, n_pool, kv_type)
-    homes = _layer_of(n_head_kv, head_dim, n_blocks, kv_type, locked)
+    try:
+        homes = _layer_of(n_head_kv, head_dim, n_blocks, kv_type, locked)
+    except CapacityError as error:
+        raise CapacityError(
+            f"blocks of the KV cache that leave the device have no place in host memory: {error}",
+            hint="a smaller --ctx needs fewer such places, a --kv-pool of --ctx tokens none; else free host memory, or "
+            "raise the limits of the container or of WSL, and ulimit -l",
+        ) from error
     return Store(KVLayer(pool.k, pool.v, pool.k_scale, pool.v_scale, homes), arrays_of(pool), arrays_of(homes))
 
 

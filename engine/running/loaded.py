@@ -15,6 +15,7 @@ from pathlib import Path
 from engine.drafting.dflash import Drafter
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError
+from engine.ground.kv_types import pair_of
 from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
@@ -258,10 +259,9 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
     kv.host = HostTier(backend.device, int(options.prefix_gib * plan.GIB))
     files = None
     if options.cache_dir is not None and options.replay is None:  # what replayed choices leave, nobody would compute
-        types = options.kv_type.split(",")
         key: dict[str, str | int | list[str]] = {
             "file_id": source.file.file_id,
-            "kv_types": [types[0], types[-1]],  # of K and of V
+            "kv_types": [kind.name for kind in pair_of(options.kv_type)],  # of K and of V
             "chunk_tokens": piece,
             "block": 0 if source.block is None else source.block.number,
             "block_id": source.drafts.block_id,  # of a file of its own: what it computed is in the chunks

@@ -154,3 +154,19 @@ def test_what_is_at_home_already_is_not_copied_again() -> None:
     writer.kv._make_room(0, 3)
     assert writer.kv.moved_bytes["home"] == once and writer.kv.blocks_away == 3
     writer.check()
+
+
+def test_homes_that_cannot_be_locked_are_said_with_what_to_do() -> None:
+    class Short(Elsewhere):
+        left = 3  # arrays that it has
+
+        def page_locked(self, n_bytes: int) -> np.ndarray:
+            self.left -= 1
+            if self.left < 0:
+                raise CapacityError("0.50 GiB of page-locked host memory are needed", hint="pin more experts")
+            return super().page_locked(n_bytes)
+
+    with pytest.raises(CapacityError, match="no place in host memory: 0") as found:
+        Writer(Short())
+    assert "--ctx" in str(found.value.hint) and "--kv-pool" in str(found.value.hint) and "ulimit" in found.value.hint
+    Writer(Short(), N_TOKENS)  # all on the device: none is needed
