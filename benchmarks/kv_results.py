@@ -1,4 +1,4 @@
-"""The sections of RESULTS.md about the KV cache: larger than its pool, and in other types."""
+"""The sections of RESULTS.md about the KV cache: larger than its pool, in other types, and of what comes back."""
 
 from __future__ import annotations
 
@@ -73,8 +73,72 @@ def types(name: str, made: Json) -> list[str]:
     return lines
 
 
+SOAK = """\
+{clients} clients of one server, {device}, {minutes:.0f} minutes: conversations that grow to three times what the cache
+of {ctx:,} tokens holds of all, under a pool of {pool:,}, host memory for few of them and the rest in files. {turns:,}
+turns, each with the reply that a server gave that had room for everything; {kills} kills of the daemon, after which
+{again} requests were sent again{disk}. {reused:.0%} of the prompts' tokens were reused; up to {away} of {total} blocks
+were at home. The server grew by {grown:.1f} MiB from the second quarter to the last; daemons took {least:.0f} to
+{most:.0f} MiB each. Problems: {problems}."""
+
+
+def soak(name: str, made: Json) -> list[str]:
+    options = dict(zip(made["options"][::2], made["options"][1::2], strict=True))
+    blocks, daemons = made["left_over"]["kv_blocks"], [n / 2**20 for n in made["most_daemon_bytes"]]
+    text = SOAK.format(
+        clients=made["clients"], device=made["device"], minutes=made["seconds"] / 60, ctx=int(options["--ctx"]),
+        pool=int(options["--kv-pool"]), turns=made["turns"], kills=made["kills"], again=made["asked_again"],
+        disk="; in the middle third the disk was full" if made["disk_was_filled"] else "", reused=made["reused_share"],
+        away=made["most_blocks_away"], total=blocks["total"], grown=made["server_growth_bytes"] / 2**20,
+        least=min(daemons), most=max(daemons), problems="; ".join(made["problems"]) or "none",
+    )  # fmt: skip
+    return ["## Conversations that do not fit together", "", *origin(name, made), text, ""]
+
+
+WARM = """\
+{model}, cache in {kv_type}. {sessions} conversations take turns of some new tokens, each read before the reply's only
+token. *Own*: the turn of one that is alone, all of it on the device. *Line*: that, and the bytes that must come back over
+their links."""
+
+
+def warm(name: str, made: Json) -> list[str]:
+    rows = []
+    for r in made["rows"]:
+        gb = {kind: median(t[kind] for t in r["turns"]) / 1e9 for kind in ("home", "host", "files")}
+        ratio = r["ratio"]
+        rows.append([
+            f"{r['depth']:,}", f"{1e3 * r['own']['median']:.0f}", *(f"{n:.2f}" for n in gb.values()),
+            f"{1e3 * median(t['seconds'] for t in r['turns']):.0f}",
+            f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})",
+        ])  # fmt: skip
+    columns = ["depth", "own, ms", "GB at home", "GB in host memory", "GB in files", "first token, ms", "of the line"]
+    text = WARM.format(**made)
+    return ["## Turns of conversations that lie elsewhere", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+RESTORED = """\
+{model}, cache in {kv_type}. A conversation that was written to files by an engine that ended, and a turn of {new} tokens
+behind it, in a new one: tokens and log-probabilities beside those of a run that never stopped. Times of the turn's reply."""
+
+
+def restored(name: str, made: Json) -> list[str]:
+    rows = [
+        [f"{r['depth']:,}", r["pool"], f"{r['reused']:,}", f"{r['computed_s']:.2f}", f"{r['restored_s']:.2f}",
+         "the same" if r["same"] else "OTHERS"]
+        for r in made["rows"]
+    ]  # fmt: skip
+    columns = ["depth", "pool", "tokens reused", "s computed", "s restored", "bits"]
+    text = RESTORED.format(**made)
+    return ["## Conversations restored from files", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
 SECTIONS = {
     "kv_pool.json": partial(pool, "Qwen3.6-35B-A3B's"),
     "kv_pool-qwen3.json": partial(pool, "Qwen3-30B-A3B's"),
     "kv_types.json": types,
+    "warm_turns.json": warm,
+    "warm_turns-q8_0.json": warm,
+    "restored.json": restored,
+    "soak_sessions.json": soak,
+    "soak_sessions-gpu.json": soak,
 }
