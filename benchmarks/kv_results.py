@@ -97,8 +97,8 @@ def soak(name: str, made: Json) -> list[str]:
 
 WARM = """\
 {model}, cache in {kv_type}. {sessions} conversations take turns of some new tokens, each read before the reply's only
-token. *Own*: the turn of one that is alone, all of it on the device. *Line*: that, and the bytes that must come back over
-their links."""
+token. *Own*: the turn of one that is alone, all of it on the device. *Line*: that, and the bytes that must come back
+over their links."""
 
 
 def warm(name: str, made: Json) -> list[str]:
@@ -117,8 +117,9 @@ def warm(name: str, made: Json) -> list[str]:
 
 
 RESTORED = """\
-{model}, cache in {kv_type}. A conversation that was written to files by an engine that ended, and a turn of {new} tokens
-behind it, in a new one: tokens and log-probabilities beside those of a run that never stopped. Times of the turn's reply."""
+{model}, cache in {kv_type}. A conversation that was written to files by an engine that ended, and a turn of {new}
+tokens behind it, in a new one: tokens and log-probabilities beside those of a run that never stopped. Times of the
+turn's reply."""
 
 
 def restored(name: str, made: Json) -> list[str]:
