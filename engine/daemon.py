@@ -56,6 +56,10 @@ class Driven(Protocol):
     def idle_work(self) -> bool:
         """Whether a step would do something though no request is unfinished."""
 
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds after which that may be so, if nothing comes; None: never."""
+
     def hello(self) -> dict[str, Any]:
         """Say what was loaded, for the Ready event."""
 
@@ -151,14 +155,14 @@ class _Inbox:
         """Have an event sent as soon as the main thread can, though nobody asked for anything."""
         self._lines.put(event)
 
-    def take(self, *, wait: bool) -> Iterator[bytes | protocol.Warned | None]:
-        """Give the lines that came, None for one that was too long, and warnings; `wait` for the first.
+    def take(self, *, wait: bool, at_most_s: float | None = None) -> Iterator[bytes | protocol.Warned | None]:
+        """Give the lines that came, None for one that was too long, and warnings; `wait` for the first, or at most_s.
 
         Raises _Stopped at the end of stdin and, before any line that is left, after a signal.
         """
         while self.signal is None:
             try:
-                line = self._lines.get(block=wait)
+                line = self._lines.get(block=wait, timeout=at_most_s if wait else None)
             except Empty:
                 return
             if line is self._wake:
@@ -261,7 +265,8 @@ def _serve(engine: Driven, inbox: _Inbox, output: _Output) -> None:
     running: set[int] = set()
     try:
         while True:
-            for line in inbox.take(wait=not (engine.busy or engine.idle_work)):
+            works = engine.busy or engine.idle_work
+            for line in inbox.take(wait=not works, at_most_s=None if works else engine.idle_s):
                 for event in [line] if isinstance(line, protocol.Warned) else _answer(line, engine, running):
                     output.emit(event)
             events = engine.step() if engine.busy or engine.idle_work else []
@@ -433,6 +438,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--cache-dir", type=Path, help="folder that keeps prefixes from one start to the next (default: none)")
     add("--cache-dir-gib", type=_gib, help="GiB of files in that folder (default: 32)")
     add("--exact-prefixes", action="store_true", help="reuse no decoded tokens before they were read as a prompt")
+    add(
+        "--idle-release-s",
+        type=_amount("seconds"),
+        help="give memory of slots and cache back after so many seconds without a request (default: never)",
+    )
     add(
         "--draft",
         type=_draft,

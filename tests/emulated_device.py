@@ -338,6 +338,14 @@ class EmulatedDevice:
         self._check_range(to, n_bytes, "set_bytes")
         self._enqueue(lambda: ctypes.memset(to, byte, n_bytes) and None)
 
+    def release(self, address: int, n_bytes: int) -> int:
+        self._no_capture("release")
+        self.set_bytes(address, 0xFF, n_bytes)
+        return n_bytes
+
+    def restore(self) -> None:
+        self._no_capture("restore")
+
     def page_locked(self, n_bytes: int) -> np.ndarray:
         self._no_capture("page_locked")
         return self._allocate(n_bytes)[:n_bytes]

@@ -67,6 +67,10 @@ class FakeEngine:
     def idle_work(self) -> bool:
         return False
 
+    @property
+    def idle_s(self) -> float | None:
+        return None
+
     def hello(self) -> dict:
         return {"architecture": "fake"}
 

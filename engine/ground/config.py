@@ -41,6 +41,8 @@ class EngineConfig:
     cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.
     cache_dir_gib: GiB of files in that folder.
     exact_prefixes: prompts reuse nothing that was decoded before it has been read as a prompt.
+    idle_release_s: seconds without a request after which memory of slots and cache goes back until the next one; None:
+        never.
     draft: who proposes tokens that steps check beside the one that is due: `lookup`, nobody (`off`), or beside lookup
         the block that predicts further tokens (`mtp`), of the model's file or of one beside it, or what a file holds,
         by its path: a drafter or such a block. `auto` is what has been shown never to slow a reply: lookup.
@@ -68,6 +70,7 @@ class EngineConfig:
     cache_dir: Path | None = None
     cache_dir_gib: float = 32.0
     exact_prefixes: bool = False
+    idle_release_s: float | None = None
     draft: str = "auto"
     draft_memory_mib: float = 64.0
     plan_only: bool = False

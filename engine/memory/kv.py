@@ -32,6 +32,7 @@ from engine.memory.stores import (
     Piece,
     Store,
     address,
+    arrays_of,
     blocks_of,
     make_layer,
     make_store,
@@ -347,6 +348,24 @@ class KVCache:
                     yield Piece(blocks_of(home if is_home else pool, first, n), is_home)
 
     # --- the pool and homes -----------------------------------------------------------------------
+
+    def arrays(self) -> list[Any]:
+        """Everything on the device: pools, staging areas, recurrent states."""
+        pools = [array for store in self._stores.values() for array in store.pool]
+        areas = [array for staging in self._staging.values() for array in arrays_of(staging.area)]
+        return pools + areas + self._state_arrays()
+
+    def send_home(self) -> None:
+        """Let all blocks leave their pools that have a home and are not written any more."""
+        for group, pool in enumerate(self.pools):
+            if pool.places is not None:
+                self._make_room(group, pool.n_blocks)
+
+    def held_in_pool(self, group: int) -> list[int]:
+        """The blocks of a group that somebody holds and that are in its pool."""
+        pool = self.pools[group]
+        held = (b for b in range(pool.n_blocks) if pool.holders(b))
+        return [b for b in held if pool.places is None or pool.places.where[b] < pool.places.n_pool]
 
     def _make_room(self, group: int, most: int | None = None, read_stay: bool = False) -> bool:
         """Let blocks of a group leave its pool; whether any did. read_stay: those that somebody reads stay."""

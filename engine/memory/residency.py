@@ -6,7 +6,7 @@ unchanged; a slot's bytes are those of `state.expert_of[slot]`. docs/residency.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from engine.formats.quants import QTensor
 from engine.ops import F32, U8, Activation, Experts
-from engine.ops.device import Memory
+from engine.ops.device import Array, Memory
 from engine.placing import placement as placing
 from engine.placing import policy
 from engine.placing.placement import Placement
 
 ALIGN_BYTES = 64
+REFILL_BYTES = 512 << 20  # of slots that are read again at a time
 MOST_DROPPED = 64  # steps, whose dropped tokens are counted at once
 Progress = Callable[[int, int], None]
 Piece = tuple[U8, int]  # bytes, usually of a mapped file, and the address that they go to
@@ -36,7 +37,10 @@ class Tier(Protocol):
         """Set `home_ptr` of every expert."""
 
     def load(self, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Fill slots with `pieces`; progress in bytes."""
+        """Fill slots with `pieces`, and what else it keeps; progress in bytes."""
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Fill slots with `pieces` again."""
 
     def exchange(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
         """Put the bytes of `enters` in a pinned slot that held `leaves`, which can be read at its home from then on."""
@@ -106,6 +110,10 @@ class MappedTier:
                 state.home_ptr[layer, :, part] = np.uint64(self.device.pointer(tensor.data)) + ids * stride
 
     def load(self, pieces: Sequence[Piece], progress: Progress) -> None:
+        """`fill`; there is nothing else to load."""
+        self.fill(pieces, progress)
+
+    def fill(self, pieces: Sequence[Piece], progress: Progress = lambda done, total: None) -> None:
         """Copy parts of the file to addresses of fast memory; progress in bytes."""
         total, done = sum(source.nbytes for source, _ in pieces), 0
         for source, address in pieces:
@@ -164,6 +172,26 @@ class Residency:
         self.banks = tuple(self._bank(layer) for layer in range(len(experts)))
         self._uncounted = np.zeros((len(experts), n_expert), np.int64)  # uses, of those in `live.counts`
         self._dropped: list[NDArray[np.int32]] = []  # that are to be counted there, too
+
+    @property
+    def memory(self) -> Array:
+        """The arena of all slots."""
+        return self._memory
+
+    def refill(self) -> Iterator[None]:
+        """Read what the slots hold from the file again, some with each step, into an arena whose contents are lost."""
+        self.pull()
+        if self.poison:
+            self.device.set_bytes(self.device.pointer(self._memory), 0xFF, self._memory.nbytes)
+        some, n_bytes = [], 0
+        for piece in self._pieces():
+            some.append(piece)
+            n_bytes += piece[0].nbytes
+            if n_bytes >= REFILL_BYTES:
+                self.tier.fill(some)
+                some, n_bytes = [], 0
+                yield
+        self.tier.fill(some)
 
     def _set_pointers(self, strides: list[int]) -> None:
         state = self.state

@@ -97,6 +97,10 @@ class PageLockedTier:
         copy(own, self._uploader.threads, lambda done, _: progress(n_slots + done, n_slots + n_own))
         forget([tensor.data for experts in self.experts for tensor in experts.parts])
 
+    def fill(self, pieces: Sequence[Piece], progress: Progress = lambda done, total: None) -> None:
+        """Fill the device's slots with `pieces`; progress in bytes."""
+        self._uploader.upload(pieces, progress)
+
     def _pieces(self) -> list[Piece]:
         base = self._memory.__array_interface__["data"][0]
         return [

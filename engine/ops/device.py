@@ -49,6 +49,12 @@ class Memory(Protocol):
     def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
         """Fill memory at an address with one byte, in order."""
 
+    def release(self, address: int, n_bytes: int) -> int:
+        """Give back the memory of a part of an array, whose address stays; how many bytes went. Contents are lost."""
+
+    def restore(self) -> None:
+        """Take again what was released, with arbitrary contents; CapacityError where it is not to be had."""
+
     def synchronize(self) -> None:
         """Wait for everything enqueued; a failed kernel raises here."""
 

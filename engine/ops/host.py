@@ -7,12 +7,17 @@ written once. Nothing is copied that already lies in host memory.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from engine.ops.device import Dim
+
+_madvise: Any = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+if _madvise is not None:
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostDevice:
@@ -56,6 +61,17 @@ class HostDevice:
     def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
         """Fill memory at an address with one byte."""
         ctypes.memset(to, byte, n_bytes)
+
+    def release(self, address: int, n_bytes: int) -> int:
+        """Let the kernel have whole pages, which are zeros when they are read again."""
+        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        n_whole = (address + n_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        if n_whole <= 0 or _madvise is None or _madvise(begin, n_whole, mmap.MADV_DONTNEED):
+            return 0
+        return n_whole
+
+    def restore(self) -> None:
+        """Pages come by themselves."""
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""

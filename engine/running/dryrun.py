@@ -78,6 +78,9 @@ class _NoTier:
     def load(self, pieces: Sequence[Piece], progress: Progress) -> None:
         """Load nothing."""
 
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Nothing was lost."""
+
     def exchange(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
         """Nothing is pinned."""
 

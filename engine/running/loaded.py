@@ -20,6 +20,7 @@ from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
 from engine.memory.kv import Fork, KVCache, cached_tokens
+from engine.memory.parking import Parking
 from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
 from engine.memory.residency import Residency, largest_parts
@@ -52,8 +53,9 @@ class Loaded:
 
     source: what the files hold. shares: what is resident. forward, residency: the model on the backend's device.
     steps, drawer, decoder: they run steps, draw from them, and do both. kv, prefixes: the cache, and what is kept of it
-    for other requests. forms: of replies. threads: of the host. reasons: why what was not asked for was chosen.
-    predictor: drafts by a block of the model's file, where that was asked for and it has one.
+    for other requests. forms: of replies. parking: what gives memory back while nothing runs. threads: of the host.
+    reasons: why what was not asked for was chosen. predictor: drafts by a block of the model's file, where that was
+    asked for and it has one.
     """
 
     options: EngineConfig
@@ -69,6 +71,7 @@ class Loaded:
     decoder: Decoder
     drafts: Drafts | None
     forms: Forms
+    parking: Parking
     threads: int
     reasons: tuple[str, ...]
     _opened: ExitStack
@@ -172,7 +175,8 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         )
         return Loaded(
             options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
-            Decoder(steps, drawer, drafts), drafts, forms, threads, reasons, opened.pop_all(), predictor,
+            Decoder(steps, drawer, drafts), drafts, forms, Parking(backend.device, residency, forward.kv), threads,
+            reasons, opened.pop_all(), predictor,
         )  # fmt: skip
 
 

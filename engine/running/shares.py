@@ -128,7 +128,7 @@ def _of_gpu(
         replay = Replay(device, choices)
         said = f"the choices of {len(choices)} tokens are replayed from {options.replay}: the text means nothing"
         reasons = (said, *reasons)
-    device.reserve(decision.arena_bytes)
+    device.reserve(decision.arena_bytes, releasable=options.idle_release_s is not None)
     return Shares(decision.limits, decision.placement, decision.rule, reasons, decision, replay, decision.pool_tokens)
 
 

@@ -161,6 +161,13 @@ ExactOption = Annotated[
     bool,
     typer.Option("--exact-prefixes", help="Reuse nothing of replies that has not been computed again as a prompt."),
 ]
+IdleOption = Annotated[
+    float | None,
+    typer.Option(
+        "--idle-release", min=1, max=_GIB, metavar="S",
+        help="Give memory back after S seconds without a request; default: never.",
+    ),
+]  # fmt: skip
 AllowOriginOption = Annotated[
     list[str] | None,
     typer.Option(metavar="URL", help="Origin of web pages that may use it, as http://localhost:3000; repeatable."),
@@ -255,6 +262,7 @@ class Served:
     cache_dir: CacheDirOption = None
     cache_dir_gib: CacheDirGibOption = 32.0
     exact_prefixes: ExactOption = False
+    idle_release: IdleOption = None
     draft: DraftOption = "auto"
     draft_memory: DraftMemoryOption = 64.0
 
@@ -289,6 +297,7 @@ class Served:
             cache_dir=self.cache_dir,
             cache_dir_gib=self.cache_dir_gib,
             exact_prefixes=self.exact_prefixes,
+            idle_release_s=self.idle_release,
             draft=drafts(self.draft),
             draft_memory_mib=self.draft_memory,
         )

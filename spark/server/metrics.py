@@ -128,6 +128,9 @@ class _Daemon(Collector):
             made.append(moved)
             text = "KV blocks that are at home, in host memory, and not in the pool."
             made.append(GaugeMetricFamily("spark_kv_blocks_away", text, value=blocks["away"]))
+        if isinstance(self.stats.get("released_bytes"), int):
+            text = "Bytes of slots and cache that went back while nothing came (--idle-release)."
+            made.append(GaugeMetricFamily("spark_released_bytes", text, value=self.stats["released_bytes"]))
         prefixes = self.stats.get("prefixes")
         if isinstance(prefixes, Mapping) and isinstance(prefixes.get("inexact_tokens"), int):
             text = "Tokens of replies that prompts reused before they were computed again as a prompt."

@@ -372,7 +372,7 @@ def test_idle_work_is_done_a_unit_at_a_time_and_only_without_lines() -> None:
     told: list[str] = []
 
     class Engine:
-        busy = False
+        busy, idle_s = False, None
         left = 3
 
         @property
@@ -388,7 +388,7 @@ def test_idle_work_is_done_a_unit_at_a_time_and_only_without_lines() -> None:
             return {}
 
     class Inbox:
-        def take(self, *, wait: bool) -> Iterator[bytes]:
+        def take(self, *, wait: bool, at_most_s: float | None) -> Iterator[bytes]:
             told.append("wait" if wait else "look")
             if told.count("look") == 2 and not wait:
                 yield b'{"op":"ping","id":1}'

@@ -69,7 +69,7 @@ class CountingDevice:
         self.kernels.add((module, name))
         return _NOTHING
 
-    def reserve(self, n_bytes: int) -> None:
+    def reserve(self, n_bytes: int, releasable: bool = False) -> None:
         """Nothing is served from an arena."""
 
     def empty(self, shape: Dim, dtype: DTypeLike) -> Array:
@@ -90,6 +90,13 @@ class CountingDevice:
         """The array itself: zeros."""
         view: NDArray[Any] = array
         return view
+
+    def release(self, address: int, n_bytes: int) -> int:
+        """Nothing was taken."""
+        return 0
+
+    def restore(self) -> None:
+        """Nothing was given back."""
 
     def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
         """Fill nothing."""

@@ -65,8 +65,11 @@ class Device(Memory, Protocol):
     def kernel(self, module: Module, name: str) -> Kernel:
         """A kernel of a module; builds the module if `build` did not."""
 
-    def reserve(self, n_bytes: int) -> None:
-        """Take the one arena that `empty` serves from; before this `empty` allocates singly."""
+    def reserve(self, n_bytes: int, releasable: bool = False) -> None:
+        """Take the one arena that `empty` serves from; before this `empty` allocates singly.
+
+        releasable: parts of it can be given back by `release`.
+        """
 
     def stream(self, priority: int = 0) -> Stream:
         """A new stream; a negative priority goes first."""

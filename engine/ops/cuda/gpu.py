@@ -23,6 +23,7 @@ from engine.ground.install import requirement
 from engine.ops.cuda import library, memory
 from engine.ops.cuda.device import Argument, Array, Dim, Module
 from engine.ops.cuda.failures import explained
+from engine.ops.cuda.virtual import OutOfMemoryError, VirtualMemory
 
 ALIGN_BYTES = 256
 MIN_ARCH = 80
@@ -239,6 +240,7 @@ class GpuDevice:
         self._graphs: list[GpuGraph] = []
         self._allocations: list[int] = []
         self._arena: tuple[int, int] | None = None  # what is left of it: address, end
+        self._virtual: VirtualMemory | None = None
         self._locked: list[memory.PageLocked] = []
         self._seams: list[int] = []
         self._recycled = memory.Recycled(ordinal, self.synchronize)
@@ -279,10 +281,35 @@ class GpuDevice:
 
     # --- memory ---
 
-    def reserve(self, n_bytes: int) -> None:
-        """Take the one arena that `empty` serves from."""
-        address = self._malloc(n_bytes)
+    def reserve(self, n_bytes: int, releasable: bool = False) -> None:
+        """Take the one arena that `empty` serves from; releasable: parts of it can be given back later."""
+        address = self._map(n_bytes) if releasable else self._malloc(n_bytes)
         self._arena = address, address + n_bytes
+
+    def _map(self, n_bytes: int) -> int:
+        self.bind()
+        try:
+            self._virtual = VirtualMemory(n_bytes, self.ordinal)
+        except OutOfMemoryError as error:
+            raise self._too_little(n_bytes, error) from None
+        except (OSError, AttributeError, RuntimeError) as error:
+            raise CapacityError(
+                f"this GPU's driver does not map memory by parts ({error})", hint="serve without --idle-release"
+            ) from error
+        return self._virtual.address
+
+    def release(self, address: int, n_bytes: int) -> int:
+        """Give back whole pieces of the arena, where it was reserved for that."""
+        return 0 if self._virtual is None else self._virtual.release(address, n_bytes)
+
+    def restore(self) -> None:
+        """Map memory again where pieces were given back."""
+        if self._virtual is not None:
+            self.bind()
+            try:
+                self._virtual.restore()
+            except OutOfMemoryError as error:
+                raise self._too_little(self._virtual.missing_bytes, error) from None
 
     def _malloc(self, n_bytes: int) -> int:
         self.bind()
@@ -291,13 +318,16 @@ class GpuDevice:
         except self.runtime.CUDARuntimeError as error:
             if isinstance(lost := explained(error), DeviceLostError):
                 raise lost from error
-            free, total = self.memory_bytes()
-            raise CapacityError(
-                f"the GPU has no {n_bytes / GIB:.2f} GiB: {free / GIB:.2f} of {total / GIB:.2f} GiB are free ({error})",
-                hint="what else uses it (nvidia-smi)? or give a smaller --vram",
-            ) from None
+            raise self._too_little(n_bytes, error) from None
         self._allocations.append(address)
         return address
+
+    def _too_little(self, n_bytes: int, error: Exception) -> CapacityError:
+        free, total = self.memory_bytes()
+        return CapacityError(
+            f"the GPU has no {n_bytes / GIB:.2f} GiB: {free / GIB:.2f} of {total / GIB:.2f} GiB are free ({error})",
+            hint="what else uses it (nvidia-smi)? or give a smaller --vram",
+        )
 
     def empty(self, shape: Dim, dtype: DTypeLike) -> Array:
         """An array with arbitrary contents, 256-byte aligned, kept until the device closes."""
@@ -461,6 +491,9 @@ class GpuDevice:
                 self.driver.moduleUnload(module)
             for address in self._allocations:
                 self.runtime.free(address)
+            if self._virtual is not None:
+                with contextlib.suppress(RuntimeError, OutOfMemoryError):
+                    self._virtual.close()
             for locked in self._locked:
                 locked.close()
             self._recycled.close()
