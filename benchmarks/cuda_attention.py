@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cuda_kernels import KernelCase
+from engine.ground.kv_types import pair_of
 from engine.ops import KV_BLOCK_TOKENS, KVLayer, Limits, arithmetic
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.products import Quantized
@@ -15,37 +16,39 @@ H, K, HEAD_DIM = 32, 4, 128
 N_CTX = 40960  # of the table: launches are as large whatever the depth
 POOL_BYTES = 150e6  # of cached values to rotate through
 DEPTHS = (512, 4096, 16384, 32768)
+TYPES = ("f16", "q8_0", "q4_0", "q8_0,q4_0")
 
-_Pool = dict[tuple[int, bool], list[KVLayer]]  # by depth and type: caches of layers to rotate through
+_Pool = dict[tuple[int, str], list[KVLayer]]  # by depth and type: caches of layers to rotate through
 
 
-def _layers(device: Any, n_positions: int, q8: bool, rng: np.random.Generator) -> list[KVLayer]:
-    shape = (n_positions, K, HEAD_DIM)
-    scale = None
-    if q8:
-        host = rng.integers(-127, 128, shape).astype(np.int8)
-        scale = rng.uniform(0.005, 0.01, (n_positions, K, HEAD_DIM // 32)).astype(np.float16)
-    else:
-        host = rng.standard_normal(shape, np.float32).astype(np.float16)
-    n = int(POOL_BYTES / (2 * host.nbytes)) + 2
-    return [
-        KVLayer(
-            device.upload(host),
-            device.upload(host),
-            None if scale is None else device.upload(scale),
-            None if scale is None else device.upload(scale),
-        )
-        for _ in range(n)
-    ]
+def cache_arrays(kv_type: str, n_positions: int, n_head_kv: int, head_dim: int, rng: np.random.Generator) -> list[Any]:
+    """Keys, values and their scales as a KVLayer has them, random."""
+    arrays: list[Any] = []
+    scales: list[Any] = []
+    for kind in pair_of(kv_type):
+        shape = (n_positions, n_head_kv, kind.n_elements(head_dim))
+        if kind.block:
+            arrays.append(rng.integers(0, 255, shape, np.uint8).view(kind.dtype))
+        else:
+            arrays.append(rng.standard_normal(shape, np.float32).astype(kind.dtype))
+        of_rows = rng.uniform(0.005, 0.01, (n_positions, n_head_kv, kind.n_scales(head_dim)))
+        scales.append(of_rows.astype(np.float16) if kind.block else None)
+    return arrays + scales
+
+
+def _layers(device: Any, n_positions: int, kv_type: str, rng: np.random.Generator) -> list[KVLayer]:
+    host = cache_arrays(kv_type, n_positions, K, HEAD_DIM, rng)
+    n = int(POOL_BYTES / (host[0].nbytes + host[1].nbytes)) + 2
+    return [KVLayer(*(None if a is None else device.upload(a) for a in host)) for _ in range(n)]
 
 
 def _decode(
-    device: Any, attention: Attention, pool: _Pool, T: int, depth: int, q8: bool, *,
+    device: Any, attention: Attention, pool: _Pool, T: int, depth: int, kv_type: str, *,
     chain: bool = False, note: str = "", window: int = 0,
 ) -> KernelCase:  # fmt: skip
     """note: how `attention` differs from the default; chain: its input first; window: with a gate by head, too."""
     rng = np.random.default_rng(depth)
-    layers = pool[depth, q8]
+    layers = pool[depth, kv_type]
     n_blocks = depth // KV_BLOCK_TOKENS
     host_table = np.zeros((1, N_CTX // KV_BLOCK_TOKENS), np.int32)
     host_table[0, :n_blocks] = rng.permutation(n_blocks)
@@ -80,7 +83,7 @@ def _decode(
     seen = min(depth, window or depth)
     n_bytes = sum(a.nbytes for a in arrays if a is not None) * seen // depth + q.nbytes + out.nbytes
     windowed = f" window={window}" if window else ""
-    name = f"{'input+' if chain else ''}decode {'q8_0' if q8 else 'f16'} T={T} at {depth}{windowed}{note}"
+    name = f"{'input+' if chain else ''}decode {kv_type} T={T} at {depth}{windowed}{note}"
     return KernelCase(name, launch, n_bytes, 4 * T * width * seen)
 
 
@@ -93,7 +96,7 @@ def _input(device: Any, attention: Attention, T: int, note: str = "") -> KernelC
     q_norm, k_norm = (device.upload(rng.standard_normal(HEAD_DIM, np.float32)) for _ in range(2))
     rope = device.upload(arithmetic.rope_table(N_CTX, HEAD_DIM, 1e6))
     positions, slots = (device.upload((np.arange(T) + 64).astype(np.int32)) for _ in range(2))
-    kv = _layers(device, 8192, False, rng)[0]
+    kv = _layers(device, 8192, "f16", rng)[0]
     q = device.empty((T, H, HEAD_DIM), np.float32)
 
     def launch(i: int) -> None:
@@ -114,22 +117,23 @@ def _attention(device: Any, splits: int = 0, stages: int = 0, overlap: bool = Tr
 
 def cases(device: Any) -> list[KernelCase]:
     pool: _Pool = {
-        (depth, q8): _layers(device, depth, q8, np.random.default_rng(depth))
+        (depth, kv_type): _layers(device, depth, kv_type, np.random.default_rng(depth))
         for depth in DEPTHS
-        for q8 in (False, True)
+        for kv_type in TYPES
     }
     default, apart = _attention(device), _attention(device, overlap=False)
     found = [_input(device, default, 1), _input(device, apart, 1, " apart"), _input(device, default, 4096)]
-    found += [_decode(device, default, pool, 1, depth, q8) for q8 in (False, True) for depth in DEPTHS]
-    found += [_decode(device, default, pool, 8, *args) for args in ((4096, False), (4096, True), (32768, False))]
-    found += [_decode(device, apart, pool, 1, depth, False, note=" apart") for depth in (512, 4096, 32768)]
+    found += [_decode(device, default, pool, 1, depth, kv_type) for kv_type in TYPES for depth in DEPTHS]
+    eight = ((4096, "f16"), (4096, "q8_0"), (4096, "q4_0"), (32768, "f16"), (32768, "q4_0"))
+    found += [_decode(device, default, pool, 8, *args) for args in eight]
+    found += [_decode(device, apart, pool, 1, depth, "f16", note=" apart") for depth in (512, 4096, 32768)]
     for depth in (512, 4096, 32768):
-        found.append(_decode(device, default, pool, 1, depth, False, window=512))
+        found.append(_decode(device, default, pool, 1, depth, "f16", window=512))
         for attention, note in ((default, ""), (apart, " apart")):
-            found.append(_decode(device, attention, pool, 1, depth, False, chain=True, note=note))
-    variants = [(32, 2, False), (32, 3, False), (32, 5, False), (64, 2, False), (32, 3, True), (64, 3, True)]
-    for splits, stages, q8 in variants:
+            found.append(_decode(device, attention, pool, 1, depth, "f16", chain=True, note=note))
+    variants = [(32, 2, "f16"), (32, 3, "f16"), (32, 5, "f16"), (64, 2, "f16"), (32, 3, "q8_0"), (64, 3, "q8_0")]
+    for splits, stages, kv_type in variants:
         attention = _attention(device, splits, stages)
-        for depth in (512, 32768) if q8 else (512, 4096, 32768):
-            found.append(_decode(device, attention, pool, 1, depth, q8, note=f" splits={splits} stages={stages}"))
+        for depth in (512, 4096, 32768) if kv_type == "f16" else (512, 32768):
+            found.append(_decode(device, attention, pool, 1, depth, kv_type, note=f" splits={splits} stages={stages}"))
     return found

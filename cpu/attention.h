@@ -31,12 +31,8 @@ struct NibbleRow { // a row of a q4_0 cache; byte j of a block has dimension j b
     const uint8_t *value;
     const uint16_t *scale;
     F some(int64_t i) const { // i a multiple of kWidth
-        const uint8_t *from = byte(i);
-        const int shift = i % kBlock < kBlock / 2 ? 0 : 4;
-        alignas(16) int8_t q[kWidth];
-        for (int k = 0; k < kWidth; k++)
-            q[k] = int8_t((from[k] >> shift & 15) - 8);
-        return load_int8(q) * splat(half_to_float(scale[i / kBlock]));
+        const F q = i % kBlock < kBlock / 2 ? load_nibbles<0>(byte(i)) : load_nibbles<4>(byte(i));
+        return q * splat(half_to_float(scale[i / kBlock]));
     }
     float one(int64_t i) const {
         const int q = (*byte(i) >> (i % kBlock < kBlock / 2 ? 0 : 4) & 15) - 8;

@@ -36,6 +36,12 @@ inline F load_bf16(const void *p) {
 inline F load_int8(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
 }
+// The low or high halves (shift 0 or 4) of kWidth bytes, less 8.
+template <int shift> inline F load_nibbles(const uint8_t *p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
+    const __m128i q = _mm_and_si128(_mm_srli_epi16(bytes, shift), _mm_set1_epi8(15));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_sub_epi8(q, _mm_set1_epi8(8))));
+}
 inline void store_half(uint16_t *p, F v) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -42,6 +42,11 @@ inline F load_bf16(const void *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }
 inline F load_int8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(p))); }
+// The low or high halves (shift 0 or 4) of kWidth bytes, less 8.
+template <int shift> inline F load_nibbles(const uint8_t *p) {
+    const __m128i q = _mm_and_si128(_mm_srli_epi16(load_16(p), shift), _mm_set1_epi8(15));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_sub_epi8(q, _mm_set1_epi8(8))));
+}
 inline void store_half(uint16_t *p, F v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -48,6 +48,11 @@ inline F load_bf16(const void *p) {
     return v;
 }
 inline F load_int8(const int8_t *p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
+// The low or high halves (shift 0 or 4) of kWidth bytes, less 8.
+template <int shift> inline F load_nibbles(const uint8_t *p) {
+    const auto q = [&](int i) { return float((p[i] >> shift & 15) - 8); };
+    return F{q(0), q(1), q(2), q(3)};
+}
 inline void store_half(uint16_t *p, F v) {
     for (int i = 0; i < 4; i++)
         p[i] = float_to_half(v[i]);

@@ -2,8 +2,8 @@
 // engine/ops/reference.py, within rounding: sums are split by position, and probabilities are rounded to halves. A
 // row's bits depend on its query, its position and the cached keys and values that it sees, alone.
 //
-// -DHEAD_DIM, -DK_TYPE, -DV_TYPE, -DTILE (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head, times tokens)
-// share a tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS, -DWINDOW (splits.cuh).
+// -DHEAD_DIM, -DK_TYPE, -DV_TYPE, -DTILE (kv.cuh); -DROWS=8, 16, 32 or 64: so many rows (query heads of a kv head,
+// times tokens) share a tile of keys and values; -DSTAGES: tiles of each in flight; -DSPLITS, -DWINDOW (splits.cuh).
 //
 // The positions that a row sees are cut into splits, always at the same places for the same last position. In a split,
 // the sixteenths of all tiles are parts (four, of blocks of 64), each with a warp for every 16 rows (every 32 where there
@@ -258,8 +258,8 @@ DEVICE void products(float (&s)[HAS][2][2 * OWN], const Query& query, const u8* 
             if constexpr (Keys::BYTES) {
 #pragma unroll
                 for (i32 j = 0; j < 2; j++)
-                    d[j] = half_to_float(kv_scale_bits<Keys>(scales, position + 8 * t + threadIdx.x % 4 * 2 + j, step / 2,
-                                                             head, n_head_kv));
+                    d[j] = half_to_float(kv_scale_bits<Keys>(scales, position + 8 * t + threadIdx.x % 4 * 2 + j,
+                                                             step / 2, head, n_head_kv));
             }
 #pragma unroll
             for (i32 w = 0; w < HAS; w++)

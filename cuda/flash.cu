@@ -2,8 +2,8 @@
 //
 // Twin: reference.attention, within an NMSE bound (q is rounded to halves, and so are the probabilities).
 // Macros: HEAD_DIM (multiple of 8, at most 256; or 384 or 512), GROUP (query heads of a kv head, at most 64 and ROWS),
-// K_TYPE and V_TYPE (kv_types.cuh; HEAD_DIM a multiple of 32 but for f16), WINDOW (a row sees so many last positions; 0: all), GATE
-// and GATE_BY_HEAD (gate.cuh), HOMES (homes.cuh).
+// K_TYPE and V_TYPE (kv_types.cuh; HEAD_DIM a multiple of 32 but for f16), WINDOW (a row sees so many last positions;
+// 0: all), GATE and GATE_BY_HEAD (gate.cuh), HOMES (homes.cuh).
 //
 // flash: a block of 4 warps computes ROWS rows of one kv head, each warp 16 M_TILES of them, or where HEAD_DIM > 256 two
 // warps half of the output's dimensions each (both compute the scores). A row is a pair of a token and a query head of the
@@ -16,8 +16,8 @@
 // first row; tiles of a negative block are passed over. A NaN in a value reaches every row that sees it, and may reach
 // other rows of the same block (0 * NaN). q 32-byte, the rest 16-byte aligned. gate [T, H] or, unless GATE_BY_HEAD, [T,
 // H * HEAD_DIM].
-// Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + TILES_BYTES + K_RAW_BYTES + V_RAW_BYTES
-// + 2 * SCALES for each of keys and values that have such (at most 96 KB).
+// Grid (K, ceil(T / TOKENS), n_split), 128 threads; dynamic shared memory Q_BYTES + TILES_BYTES + K_RAW_BYTES +
+// V_RAW_BYTES + 2 * SCALES for each of keys and values that have such (at most 96 KB).
 // Split z covers the KV blocks from z * split_blocks on. With `partial` it is given unnormalized, partial
 // [n_split, T, H, HEAD_DIM], stats [n_split, T, H, 2] (maximum, sum); rows that see none of a split leave it as it is.
 //
@@ -48,7 +48,7 @@
 #define MY_SCALES (SCALES ? (SCALES + THREADS - 1) / THREADS : 1)
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// Halves come straight to their tiles, of which there are two; others are dequantized to their one tile, from raw bytes.
+// Halves come straight to their tiles, of which there are two; others are dequantized from raw bytes to their one tile.
 constexpr bool K_RAW = K_TYPE != KV_F16, V_RAW = V_TYPE != KV_F16;
 constexpr int K_RAW_BYTES = K_RAW ? TILE * KV_ROW_BYTES<K_TYPE, HEAD_DIM> : 0;
 constexpr int V_RAW_BYTES = V_RAW ? TILE * KV_ROW_BYTES<V_TYPE, HEAD_DIM> : 0;
@@ -231,8 +231,11 @@ KERNEL __launch_bounds__(THREADS, 2)
             const u8* v_from = block.in.v + v_head + slot * v_bytes;
             copy_rows<K_TYPE, 0>(tiles + stage * K_STAGE, k_raw, k_from, k_bytes, n_valid);
             copy_rows<V_TYPE, TILE_BYTES>(tiles + stage * V_STAGE, v_raw, v_from, v_bytes, n_valid);
-            if constexpr (K_RAW) load_scales<HEAD_DIM / 32>(k_scales, block.in.k_scale + head_scales, scale_stride, slot, n_valid);
-            if constexpr (V_RAW) load_scales<HEAD_DIM / 32>(v_scales, block.in.v_scale + head_scales, scale_stride, slot, n_valid);
+            constexpr int of_row = HEAD_DIM / 32;
+            if constexpr (K_RAW)
+                load_scales<of_row>(k_scales, block.in.k_scale + head_scales, scale_stride, slot, n_valid);
+            if constexpr (V_RAW)
+                load_scales<of_row>(v_scales, block.in.v_scale + head_scales, scale_stride, slot, n_valid);
             copies_commit();
             if (tile + 1 < tile_end) next_block = blocks[(tile + 1) * TILE / KV_BLOCK];
         };

@@ -2,8 +2,8 @@
 //
 // -DHEAD_DIM=128 (a multiple of 8, at most 256; or 384 or 512), -DK_TYPE and -DV_TYPE (kv_types.cuh; types with scales
 // need a multiple of 32). The cache is [n_slots, K, HEAD_DIM], halves, bytes or nibbles, with half scales [n_slots, K,
-// HEAD_DIM / 32] but for f16; the slot of a position is table[position / 64] * 64 + position % 64. Arrays are aligned to
-// 16 bytes. A tile is a block, or with -DTILE=32 or 16 a half or a quarter of one; in it nibbles become bytes, so that
+// HEAD_DIM / 32] but for f16; the slot of a position is table[position / 64] * 64 + position % 64. Arrays are aligned
+// to 16 bytes. A tile is a block, or with -DTILE=32 or 16 a half or a quarter of one; in it nibbles become bytes, so that
 // q4_0 is read as q8_0 is. Twin: KVLayer of engine/ops/__init__.py.
 #pragma once
 
@@ -21,7 +21,8 @@ struct Rows {
     static constexpr bool BYTES = type != KV_F16, PACKED = type == KV_Q4_0; // in a tile; in the cache
     static constexpr i32 CACHED_BYTES = KV_ROW_BYTES<type, HEAD_DIM>;
     static constexpr i32 TILE_ROW_BYTES = HEAD_DIM * (BYTES ? 1 : 2);
-    // A row of a tile: whole matrix loads (32 halves, or 64 bytes), and 16 bytes more, so that rows start in other banks.
+    // A row of a tile: whole matrix loads (32 halves, or 64 bytes), and 16 bytes more, so that rows start in other
+    // banks.
     static constexpr i32 STRIDE = (TILE_ROW_BYTES + 63) / 64 * 64 + 16;
     static constexpr i32 SCALES = BYTES ? HEAD_DIM / 32 : 0; // of a row
     static constexpr i32 SCALE_WORDS = (SCALES + 1) / 2;

@@ -1,4 +1,5 @@
-// The types of keys and values in the cache, in the order of engine/ground/kv_types.py. -DK_TYPE and -DV_TYPE each are one.
+// The types of keys and values in the cache, in the order of engine/ground/kv_types.py. -DK_TYPE and -DV_TYPE are one
+// each.
 #pragma once
 
 #include "ptx.cuh"

@@ -5,8 +5,8 @@
 // (ceil((H + 2 K) / 4), T), blocks of 128 threads. q_raw [T, H, HEAD_DIM], k_raw and v_raw [T, K, HEAD_DIM] (may be the
 // same; with K = 0 only queries), q [T, H, HEAD_DIM] float; q_norm, k_norm, v_norm [HEAD_DIM] or null; rope
 // [n_pos, 2, half], half up to HEAD_DIM / 2; k, v
-// [n_slots, K, HEAD_DIM] halves, bytes or nibbles, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves but for f16. Elements are
-// aligned to their own size. A token whose slot is negative stores nothing. May overlap the kernel ahead of it, which
+// [n_slots, K, HEAD_DIM] halves, bytes or nibbles, k_scale, v_scale [n_slots, K, HEAD_DIM / 32] halves but for f16.
+// Elements are aligned to their own size. A token whose slot is negative stores nothing. May overlap the kernel ahead of it, which
 // writes the raw heads and neither positions nor slots.
 #include "arithmetic.cuh"
 #include "kv_types.cuh"

@@ -1,9 +1,9 @@
 // Brings blocks of a layer's cache from their homes, in host memory, to the staging area, where attention reads them. Twin:
 // stage of engine/ops/reference.py.
 //
-// absent: how many, then which; block absent[1 + j] of the homes becomes block j of the staging area. k_bytes, v_bytes: of a
-// block of keys, of values; k_scale_bytes, v_scale_bytes: of its scales, 0: none. Multiples of 16, as are addresses. Any grid,
-// blocks of THREADS.
+// absent: how many, then which; block absent[1 + j] of the homes becomes block j of the staging area. k_bytes, v_bytes:
+// of a block of keys, of values; k_scale_bytes, v_scale_bytes: of its scales, 0: none. Multiples of 16, as are
+// addresses. Any grid, blocks of THREADS.
 #include "ptx.cuh"
 
 #define THREADS 256

@@ -104,7 +104,11 @@ def test_prefixes_outlive_the_daemon_and_damaged_files_do_no_harm(
     reused, logits = answer(prefix_gib=0.0)  # straight from the files
     assert reused == 3 * CHUNK and same(logits, expected)
     files = saved(tmp_path / "cache")
-    assert answer(kv_type="q8_0")[0] == 0 and len(saved(tmp_path / "cache")) > len(files)
+    for kv_type in ("q8_0", "q8_0,q4_0"):  # each has its own
+        reused, expected_of_type = answer(kv_type=kv_type)
+        again, logits = answer(kv_type=kv_type)
+        assert (reused, again) == (0, 3 * CHUNK) and same(logits, expected_of_type)
+    assert len(saved(tmp_path / "cache")) >= 3 * len(files)
     states = [f for f in files if f.suffix == ".state"]
     assert not caplog.records
     for path in (states or files)[::2]:
