@@ -10,7 +10,8 @@ import ctypes
 from ctypes import c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from typing import Any
 
-PIECE_BYTES = 64 << 20  # of memory that is mapped at a time, a multiple of any granularity
+PIECE_BYTES = 64 << 20  # of memory that is mapped at a time, and the last one may be less
+GRANULE_BYTES = 2 << 20  # a multiple of any device's granularity
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
@@ -38,7 +39,7 @@ class OutOfMemoryError(Exception):
 
 
 class VirtualMemory:
-    """`n_bytes` or more of a device's memory from `address` on, all of it there at first.
+    """`n_bytes` of a device's memory from `address` on, to the next 2 MiB, all of it there at first.
 
     driver: libcuda; None: the machine's. Raises OSError where there is none, OutOfMemoryError where memory is short,
     and RuntimeError, with the driver's number, for anything else.
@@ -48,11 +49,11 @@ class VirtualMemory:
         self._cuda = ctypes.CDLL("libcuda.so.1") if driver is None else driver
         self._properties = _Properties(kind=_PINNED, location=_Location(_ON_DEVICE, ordinal))
         self._access = _Access(_Location(_ON_DEVICE, ordinal), _READ_WRITE)
-        n_pieces = max(1, -(-n_bytes // PIECE_BYTES))
-        self._pieces: list[int | None] = [None] * n_pieces  # handles of what is mapped
+        self.n_bytes = max(1, -(-n_bytes // GRANULE_BYTES)) * GRANULE_BYTES
+        self._pieces: list[int | None] = [None] * -(-self.n_bytes // PIECE_BYTES)  # handles of what is mapped
         base = c_uint64()
-        self._call("cuMemAddressReserve", ctypes.byref(base), c_size_t(n_pieces * PIECE_BYTES), c_size_t(0),
-                   c_uint64(0), c_uint64(0))  # fmt: skip
+        self._call("cuMemAddressReserve", ctypes.byref(base), c_size_t(self.n_bytes), c_size_t(0), c_uint64(0),
+                   c_uint64(0))  # fmt: skip
         self.address = base.value
         try:
             self.restore()
@@ -70,17 +71,19 @@ class VirtualMemory:
     @property
     def missing_bytes(self) -> int:
         """Bytes that are not mapped."""
-        return PIECE_BYTES * self._pieces.count(None)
+        return sum(self._size(i) for i, piece in enumerate(self._pieces) if piece is None)
+
+    def _size(self, i: int) -> int:
+        return min(PIECE_BYTES, self.n_bytes - i * PIECE_BYTES)
 
     def release(self, address: int, n_bytes: int) -> int:
         """Give back the pieces that lie in a range whole; how many bytes. Nothing may be using them."""
-        first = -(-(address - self.address) // PIECE_BYTES)
-        end = (address + n_bytes - self.address) // PIECE_BYTES
-        released = 0
-        for i in range(max(first, 0), min(end, len(self._pieces))):
-            if self._pieces[i] is not None:
+        begin, end, released = address - self.address, address - self.address + n_bytes, 0
+        for i, piece in enumerate(self._pieces):
+            at, size = i * PIECE_BYTES, self._size(i)
+            if piece is not None and begin <= at and at + size <= end:
                 self._unmap(i)
-                released += PIECE_BYTES
+                released += size
         return released
 
     def restore(self) -> None:
@@ -95,17 +98,16 @@ class VirtualMemory:
             if piece is not None:
                 self._unmap(i)
         if self._pieces:
-            self._call("cuMemAddressFree", c_uint64(self.address), c_size_t(len(self._pieces) * PIECE_BYTES))
+            self._call("cuMemAddressFree", c_uint64(self.address), c_size_t(self.n_bytes))
         self._pieces = []
 
     def _map(self, i: int) -> None:
-        handle, at = c_uint64(), c_uint64(self.address + i * PIECE_BYTES)
-        self._call("cuMemCreate", ctypes.byref(handle), c_size_t(PIECE_BYTES), ctypes.byref(self._properties),
-                   c_uint64(0))  # fmt: skip
+        handle, at, size = c_uint64(), c_uint64(self.address + i * PIECE_BYTES), c_size_t(self._size(i))
+        self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), c_uint64(0))
         try:
-            self._call("cuMemMap", at, c_size_t(PIECE_BYTES), c_size_t(0), handle, c_uint64(0))
+            self._call("cuMemMap", at, size, c_size_t(0), handle, c_uint64(0))
             self._pieces[i] = handle.value
-            self._call("cuMemSetAccess", at, c_size_t(PIECE_BYTES), ctypes.byref(self._access), c_size_t(1))
+            self._call("cuMemSetAccess", at, size, ctypes.byref(self._access), c_size_t(1))
         except BaseException:
             if self._pieces[i] is None:
                 self._call("cuMemRelease", handle)
@@ -115,5 +117,5 @@ class VirtualMemory:
 
     def _unmap(self, i: int) -> None:
         handle, self._pieces[i] = self._pieces[i], None
-        self._call("cuMemUnmap", c_uint64(self.address + i * PIECE_BYTES), c_size_t(PIECE_BYTES))
+        self._call("cuMemUnmap", c_uint64(self.address + i * PIECE_BYTES), c_size_t(self._size(i)))
         self._call("cuMemRelease", c_uint64(handle or 0))
