@@ -49,7 +49,8 @@ class Driver:
 
     def _mem_create(self, to: Any, n_bytes: Any, properties: Any, flags: Any) -> int:
         made = properties._obj
-        assert 0 < n_bytes.value <= PIECE_BYTES and n_bytes.value % (2 << 20) == 0 and (made.kind, made.location.kind, made.location.id) == (1, 1, 3)
+        assert 0 < n_bytes.value <= PIECE_BYTES and n_bytes.value % (2 << 20) == 0
+        assert (made.kind, made.location.kind, made.location.id) == (1, 1, 3)
         if len(self.handles) >= self.limit:
             return 2
         self._next += 1
@@ -91,7 +92,11 @@ def test_the_layouts_are_the_drivers() -> None:
     assert virtual._Properties.flags.offset == 24 and virtual._Properties.win32.offset == 16
 
 
-@given(st.integers(1, 9), st.integers(0, 63 << 20), st.lists(st.tuples(st.integers(-5, 10 << 20), st.integers(0, 9 << 20)), max_size=6))
+@given(
+    st.integers(1, 9),
+    st.integers(0, 63 << 20),
+    st.lists(st.tuples(st.integers(-5, 10 << 20), st.integers(0, 9 << 20)), max_size=6),
+)
 def test_whole_pieces_of_a_range_go_and_come(n: int, less: int, ranges: list[tuple[int, int]]) -> None:
     driver = Driver()
     memory = VirtualMemory(n * PIECE_BYTES - less, 3, driver)
