@@ -277,7 +277,7 @@ class EmulatedDevice:
             found = self._kernels[module, name] = EmulatedKernel(self, compiled, index, name, kinds, bound)
         return found
 
-    def reserve(self, n_bytes: int) -> None:
+    def reserve(self, n_bytes: int, releasable: bool = False) -> None:
         self._no_capture("reserve")
         if n_bytes > self.n_bytes - self.used:
             raise CapacityError(f"{n_bytes} bytes do not fit into {self.n_bytes - self.used}")
