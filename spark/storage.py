@@ -14,7 +14,6 @@ import re
 import secrets
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError
-from engine.ground.files import replacing
+from engine.ground.files import replacing, scratch
 from engine.ground.install import requirement
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chains, as in simplecache::s3://
@@ -128,17 +127,17 @@ def tree(given: str, suffix: str) -> Iterator[Path]:
         yield path
         return
     storage, target = _opened(given)
-    with tempfile.TemporaryDirectory(prefix="spark-in-") as made:
+    with scratch() as made:
         try:
             for each in storage.find(target):
                 name = str(each).removeprefix(target.rstrip("/")).lstrip("/")
                 if name.endswith(suffix) and ".." not in name.split("/"):  # names are whoever wrote them there
-                    copy = Path(made, name)
+                    copy = made / name
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     storage.get_file(each, str(copy))
         except Exception as error:
             raise _failed("cannot read", given, error) from error
-        yield Path(made)
+        yield made
 
 
 @contextlib.contextmanager
@@ -153,10 +152,10 @@ def writing(given: str | Path, what: str, *, mode: int = 0o644) -> Iterator[IO[b
             yield file
         return
     storage, target = _opened(str(given))
-    with tempfile.NamedTemporaryFile(prefix="spark-out-") as file:
-        yield file
-        file.flush()
-        _send(storage, [(Path(file.name), target)], str(given))
+    with scratch() as made:
+        with (made / "file").open("wb") as file:
+            yield file
+        _send(storage, [(made / "file", target)], str(given))
 
 
 @contextlib.contextmanager
@@ -171,9 +170,9 @@ def folder(given: str | Path, names: Sequence[str]) -> Iterator[Path]:
         yield path
         return
     storage, target = _opened(str(given))
-    with tempfile.TemporaryDirectory(prefix="spark-out-") as made:
-        yield Path(made)
-        _send(storage, [(Path(made) / name, f"{target.rstrip('/')}/{name}") for name in names], str(given))
+    with scratch() as made:
+        yield made
+        _send(storage, [(made / name, f"{target.rstrip('/')}/{name}") for name in names], str(given))
 
 
 def joined(folder: str | Path, name: str) -> str:
@@ -212,7 +211,7 @@ def _opened(url: str) -> tuple[Any, str]:
 def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> list[Found]:
     """Copies of what a URL stands for, in a folder that lasts as long as the stack."""
     storage, path = _opened(url)
-    made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-in-")))
+    made = stack.enter_context(scratch())
     try:
         if _MAGIC.search(path) and not storage.exists(path):
             paths = sorted(storage.glob(path))

@@ -32,7 +32,7 @@ from spark.console import note
 from spark.daemon.client import Deadlines
 
 CONTROL = "control"  # what is asked of an actor while it works
-_GRACE_S = 5.0
+_GRACE_S = 5.0  # of an actor, beyond its daemon's
 _MOST_WORDS = 200  # characters of a reason
 
 
@@ -226,7 +226,7 @@ class RayPool:
         try:
             asked = [actor.close.options(concurrency_group=CONTROL).remote() for actor in actors]
             if asked:
-                self._ray.wait(asked, num_returns=len(asked), timeout=_GRACE_S)
+                self._ray.wait(asked, num_returns=len(asked), timeout=self._deadlines.grace_s + _GRACE_S)
         finally:
             for actor in actors:
                 self._ray.kill(actor)

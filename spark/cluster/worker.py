@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import spark
 from engine.formats.trace import part_paths
 from engine.ground.config import EngineConfig
 from engine.ground.errors import DaemonError, DeadlineError, DeviceLostError, SparkError
+from engine.ground.files import scratch
 from spark.cluster.pool import Result, Task
 from spark.daemon.client import DaemonClient, Deadlines, engine_command
 from spark.pipeline import replay
@@ -74,12 +75,10 @@ class CountingWorker:
     def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
         self._counting = counting
         self._fed = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="spark-worker-"))
-        try:
-            self._client = DaemonClient(engine_command(config), deadlines=deadlines)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        self._folder: Path | None = None
+        with contextlib.ExitStack() as stack:
+            self._client = stack.enter_context(DaemonClient(engine_command(config), deadlines=deadlines))
+            self._open = stack.pop_all()
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -121,8 +120,7 @@ class CountingWorker:
 
     def close(self) -> None:
         """End the daemon."""
-        self._client.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._open.close()
 
     def _count(self, task: Recorded, before: int) -> tuple[npt.NDArray[np.int64], tuple[bytes, ...]]:
         """The counts of one window, and the parts of its trace."""
@@ -131,7 +129,7 @@ class CountingWorker:
             self._fed = before + n_tokens
 
         client, counting = self._client, self._counting
-        folder = self._folder / "trace" if task.recorded else None
+        folder = self._trace() if task.recorded else None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         client.profile("reset")
@@ -140,3 +138,9 @@ class CountingWorker:
             replay.go_on(client, task.window, counting.generate_tokens)
         counts = np.asarray(client.profile("read")["counts"], np.int64)
         return counts, () if folder is None else tuple(path.read_bytes() for path in part_paths(folder))
+
+    def _trace(self) -> Path:
+        """Where a trace is written; made when there is one, since a worker may be ended before."""
+        if self._folder is None:
+            self._folder = self._open.enter_context(scratch())
+        return self._folder / "trace"

@@ -11,9 +11,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from engine.ground.files import try_lock
+from engine.ground.files import scratch
 from spark import storage
 from spark.extract import (
     FILES,
@@ -90,9 +88,9 @@ def extract(
     for each in found:
         if (path := storage.local(each)) is not None and not path.is_dir():
             raise FileFormatError(f"--home {each} is no folder", hint=_EXPECTED)
-    with storage.folder(options.out_dir, FILES) as out_dir, _scratch(out_dir) as scratch:
+    with storage.folder(options.out_dir, FILES) as out_dir, _scratch(out_dir) as folder:
         work = [
-            _Home(mark_of(home), home, scratch / f"{i}.jsonl", out_dir, options, count_tokens)
+            _Home(mark_of(home), home, folder / f"{i}.jsonl", out_dir, options, count_tokens)
             for i, home in enumerate(found)
         ]
         tally, intake, n_files = Tally(count_tokens), Intake(options.redact, lambda _: None, out_dir), 0
@@ -128,16 +126,11 @@ def _same(home: str) -> str:
 
 @contextlib.contextmanager
 def _scratch(out_dir: Path) -> Iterator[Path]:
-    """A private folder beside the output, where there is room; that of a run that was killed is removed."""
+    """A private folder beside the output, where there is room."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        for left in out_dir.glob(f"{_SCRATCH}*"):
-            with contextlib.suppress(OSError), (left / "lock").open("wb") as lock:
-                if try_lock(lock.fileno()):
-                    shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=out_dir) as made, Path(made, "lock").open("wb") as lock:
-            try_lock(lock.fileno())
-            yield Path(made)
+        with scratch(out_dir, _SCRATCH) as made:
+            yield made
     except OSError as error:
         raise SparkError(f"{out_dir} cannot be written: {error.strerror}", hint="choose another --out-dir") from error
 

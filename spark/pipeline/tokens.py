@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +45,7 @@ import pyarrow.parquet as pq
 
 from engine.formats.gguf import open_model
 from engine.ground.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
-from engine.ground.files import open_regular, replacing
+from engine.ground.files import open_regular, replacing, scratch
 from engine.text.tokenizer import Tokenizer, load
 from spark import storage
 from spark.speech.render import Renderer, Tokens, Turn
@@ -377,7 +376,7 @@ def opened(model: Path, given: str | Path, progress: Callable[[str, int, int], N
     with contextlib.ExitStack() as stack:
         found = stack.enter_context(storage.reading(given, (".parquet", ".jsonl")))
         if found[0].path.suffix == ".jsonl":
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
+            path = stack.enter_context(scratch()) / "tokens.parquet"
             renderer, origin = _renderer(model)
             _tokenize(renderer, origin, given, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b))
             found = [storage.Found(str(given), path)]

@@ -9,7 +9,6 @@ bootstrap over root sessions (engine/placing/evidence.py).
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from engine.formats.profile import Profile
 from engine.formats.trace import RoutingTrace, read_routing
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError, UsageError
+from engine.ground.files import scratch
 from engine.placing import evidence, placement, policies, simulate
 from engine.placing.evidence import Draws, Interval
 from engine.placing.placement import Experts
@@ -152,15 +152,15 @@ def _validate(
     config: EngineConfig, options: ValidateOptions, file: TokensFile, found: _Loaded, deadlines: Deadlines,
     progress: Progress,
 ) -> ValidateReport:  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="spark-validate-") as folder:
+    with scratch() as folder:
         with _open_reference(config, deadlines, progress) as client:
             model = client.ready.info["model"]
             replay.require_experts(model)
             _require_room(client, max(options.residencies))
             for path, profile, _ in found:
                 profiles.require_shape(profile, path, (model["n_layer"], model["n_expert"]))
-            n_read = _record(client, file, options, Path(folder), progress)
-            trace = read_routing(Path(folder), model["model_id"])
+            n_read = _record(client, file, options, folder, progress)
+            trace = read_routing(folder, model["model_id"])
             if client.ready.info["ctx_tokens"] <= options.generate_tokens:
                 raise UsageError(
                     f"--generate {options.generate_tokens} leaves no room for a prompt in a context of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.formats import profile as profiles
 from engine.formats.profile import Profile
 from engine.formats.trace import part_paths
 from engine.ground.config import EngineConfig
+from engine.ground.files import try_lock
 from spark.cluster.pool import Task
 from spark.cluster.worker import Counting, CountingWorker, Recorded
 from spark.daemon.client import Deadlines
@@ -82,6 +84,18 @@ def hands() -> list[psutil.Process]:
 def daemons() -> list[psutil.Process]:
     """The daemons below them."""
     return [p for p in _below() if "run_module('engine'" in _name(p)]
+
+
+def folders_left() -> list[Path]:
+    """Folders for temporary files whose processes are gone."""
+    left = []
+    for path in Path(tempfile.gettempdir()).glob("spark-scratch-*"):
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(path, os.O_RDONLY)
+            if try_lock(held):
+                left.append(path)
+            os.close(held)
+    return left
 
 
 def _below() -> list[psutil.Process]:

@@ -77,6 +77,7 @@ def test_a_window_that_kills_two_daemons_is_set_aside_and_named(
     (found,) = report.more["set_aside"]
     assert found["window"] == f"window {bad.window} of session {bad.session_id}"
     assert len(found["reasons"]) == 2 and "signal 9" in found["reasons"][0]
+    assert not clusters.folders_left()
     assert report.tokens == expected.report.tokens - len(bad.tokens)
     assert sum(worker["lost"] for worker in report.more["workers"]) == 2
     assert f"{found['window']} is set aside, two workers ended at it: " in capsys.readouterr().err
@@ -226,5 +227,6 @@ def test_nothing_is_left_running(expected: Expected, two: Machines, tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         cluster = ClusterOptions(two.address, None, 0)
         calibrating.run(CONFIG, expected.options(tmp_path / "p.csv"), cluster, DEADLINES, interrupt, Slow)
+    assert not clusters.folders_left()
     assert none_left(clusters.daemons()) and none_left(clusters.hands())
     assert calibrate.partial_path(tmp_path / "p.csv").exists()
