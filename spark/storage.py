@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 from urllib.parse import unquote
 
 from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError
@@ -28,6 +28,9 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chain
 _LOCAL = re.compile(r"(?:file|local)://")  # no need of fsspec, and private files stay private
 _HTTP = re.compile(r"https?://")  # whose names may have a query behind them
 _MAGIC = re.compile(r"[*?[]")
+
+
+Given: TypeAlias = str | Path | Sequence[str | Path]  # paths, folders, patterns or URLs of them, one or several
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +62,44 @@ def spread(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def reading(given: str | Path, suffixes: Sequence[str]) -> Iterator[list[Found]]:
-    """The files that a path, a folder, a pattern or a URL of one of them stands for, by name, at least one.
+def reading(given: Given, suffixes: Sequence[str]) -> Iterator[list[Found]]:
+    """The files that paths, folders, patterns or URLs of them stand for, each once, at least one.
 
-    suffixes: of what is read in a folder. They are there while the context lasts. Raises FileFormatError where there is
-    none, UsageError for a folder with files of several kinds, MissingExtraError where the storage's library is missing,
-    SparkError where it cannot be read.
+    suffixes: of what is read in a folder. The files are in the order of their absolute names, however they are given,
+    and there while the context lasts. Raises FileFormatError where one stands for none, UsageError for files of several
+    kinds, MissingExtraError where the storage's library is missing, SparkError where it cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        path = local(given)
-        if path is not None:
-            found = [Found(str(file), file) for file in spread(path, suffixes)]
-        else:
-            found = _fetched(str(given), suffixes, stack)
-        if not found:
-            raise FileFormatError(f"{given} has no files ({', '.join('*' + suffix for suffix in suffixes)})")
-        if len(kinds := sorted({file.path.suffix for file in found})) > 1:
+        by_place: dict[str, Found] = {}
+        for each in several(given):
+            path = local(each)
+            if path is not None:
+                found = [Found(str(file), file) for file in spread(path, suffixes)]
+            else:
+                found = _fetched(str(each), suffixes, stack)
+            if not found:
+                raise FileFormatError(f"{each} has no files ({', '.join('*' + suffix for suffix in suffixes)})")
+            for file in found:
+                here = local(file.name)
+                by_place.setdefault(file.name if here is None else str(here.absolute()), file)
+        files = [by_place[where] for where in sorted(by_place)]
+        if len(kinds := sorted({file.path.suffix for file in files})) > 1:
             raise UsageError(
-                f"{given} has files of several kinds ({', '.join(kinds)})",
+                f"{named(given)} has files of several kinds ({', '.join(kinds)})",
                 hint=f"name one kind by a pattern, as '.../*{kinds[0]}'",
             )
-        yield found
+        yield files
+
+
+def several(given: Given) -> Sequence[str | Path]:
+    """What is given, one by one."""
+    return [given] if isinstance(given, str | Path) else given
+
+
+def named(given: Given) -> str:
+    """What is given, in a message."""
+    first, *others = several(given)
+    return f"{first} and {len(others)} more" if others else str(first)
 
 
 @contextlib.contextmanager

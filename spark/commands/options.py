@@ -26,9 +26,9 @@ _THREADS = 1024
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
 Data = Annotated[
-    str,
+    list[str],
     typer.Argument(
-        metavar="TOKENS.parquet|SESSIONS.jsonl",
+        metavar="TOKENS.parquet|SESSIONS.jsonl...",
         help="From tokenize, or from extract-sessions; also a folder, a quoted pattern or a URL of such.",
     ),
     Reads(("*.parquet", "*.jsonl"), urls=True),

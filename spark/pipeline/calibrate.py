@@ -49,8 +49,8 @@ _CHECKPOINT = "# spark-checkpoint: "
 class CalibrateOptions:
     """What to calibrate on and what to count.
 
-    tokens: token files, or sessions (JSONL) that are tokenized first, as a path, a folder, a pattern or a URL of
-        them (spark/storage.py).
+    tokens: token files, or sessions (JSONL) that are tokenized first, as paths, folders, patterns or URLs of them
+        (spark/storage.py).
     count: whose routing counts, of the tokens the model itself would have decoded or of all.
     generate_tokens: also count this many tokens of the model's own continuation of each window.
     trace_dir, hidden: write the routing of every token there, with hidden states.
@@ -58,7 +58,7 @@ class CalibrateOptions:
     out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
     """
 
-    tokens: str | Path
+    tokens: storage.Given
     out: Path
     count: Literal["generated", "all"] = "generated"
     generate_tokens: int = 0

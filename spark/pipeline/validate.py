@@ -29,6 +29,7 @@ from engine.placing.evidence import Draws, Interval
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed, Policy
 from engine.placing.simulate import Recording
+from spark import storage
 from spark.daemon.client import DaemonClient, Deadlines
 from spark.pipeline import replay
 from spark.pipeline.replay import Progress
@@ -42,13 +43,13 @@ PROMPT_TOKENS = 512
 class ValidateOptions:
     """What to validate on.
 
-    tokens: held-out token files, or sessions (JSONL) that are tokenized first, as a path, a folder, a pattern or a URL
-    of them (spark/storage.py). profile: counts to place by. cross: profiles of other traffic, reported apart.
+    tokens: held-out token files, or sessions (JSONL) that are tokenized first, as paths, folders, patterns or URLs of
+    them (spark/storage.py). profile: counts to place by. cross: profiles of other traffic, reported apart.
     residencies: shares of the expert bytes in slots, percent. max_tokens: of the held-out files, for the replay.
     prompts, generate_tokens: prompts served for real under each policy, and tokens generated for each.
     """
 
-    tokens: str | Path
+    tokens: storage.Given
     profile: Path
     cross: tuple[Path, ...] = ()
     residencies: tuple[float, ...] = RESIDENCIES

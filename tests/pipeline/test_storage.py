@@ -89,8 +89,28 @@ def test_several_token_files_are_read_as_one(made: Path, memory: str, how: str) 
     with tokens.opened(NANO, given(made)[how], nothing) as file:
         assert rows(file) == rows(file) == rows(tokens.read_tokens(made / "all.parquet"))
         assert (file.n_windows, file.window) == (len(rows(file)), 512)
-        assert file.n_tokens == sum(len(row[2]) for row in rows(file)) and file.name == given(made)[how]
+        assert file.n_tokens == sum(len(row[2]) for row in rows(file)) and file.name == str(given(made)[how])
         assert len(file.digest) == 64
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        ["HERE/tokens/a.parquet", "HERE/tokens/b.parquet"],
+        ["HERE/tokens/b.parquet", "HERE/tokens/a.parquet"],
+        ["HERE/tokens/b.parquet", "HERE/tokens", "file://HERE/tokens/?.parquet"],
+        ["HERE/halves/../tokens/b.parquet", "memory://team/tokens/a.parquet"],
+    ],
+)
+def test_several_arguments_are_read_as_one_in_an_order_of_their_own(
+    made: Path, memory: str, several: list[str]
+) -> None:
+    given = [each.replace("HERE", str(made)) for each in several]
+    with tokens.opened(NANO, made / "tokens", nothing) as whole, tokens.opened(NANO, given, nothing) as file:
+        swapped = "memory" in given[-1]  # a URL comes after paths: `memory:` is above `/`
+        assert (file.digest == whole.digest) == (not swapped)
+        assert file.n_tokens == whole.n_tokens and file.name == f"{given[0]} and {len(given) - 1} more"
+        assert sorted(rows(file)) == sorted(rows(whole)) and (rows(file) == rows(whole)) == (not swapped)
 
 
 @pytest.mark.parametrize("url", ["memory://team/tokens/a.parquet", "file://HERE/tokens/a.parquet"])
@@ -125,6 +145,8 @@ def test_a_path_that_is_there_is_no_pattern(made: Path, tmp_path: Path) -> None:
         ("HERE/none/*.parquet", FileFormatError, r"none/\*.parquet has no files \(\*.parquet, \*.jsonl\)"),
         ("HERE/empty", FileFormatError, "empty has no files"),
         ("HERE", UsageError, r"has files of several kinds \(.jsonl, .parquet\)"),
+        (["HERE/x.parquet", "HERE/empty"], FileFormatError, "empty has no files"),
+        (["HERE/x.jsonl", "HERE/x.parquet"], UsageError, r"x.jsonl and 1 more has files of several kinds"),
         ("HERE/twice", FileFormatError, "twice/b.parquet: session '.*' is also in .*twice/a.parquet"),
         ("HERE/foreign", WrongModelError, "b.parquet was made with .*, .*a.parquet with"),
         ("HERE/damaged", FileFormatError, "damaged/b.parquet cannot be read as a token file"),
@@ -136,7 +158,7 @@ def test_a_path_that_is_there_is_no_pattern(made: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(
-    made: Path, memory: str, tmp_path: Path, where: str, error: type[SparkError], words: str
+    made: Path, memory: str, tmp_path: Path, where: str | list[str], error: type[SparkError], words: str
 ) -> None:
     one = (made / "tokens/a.parquet").read_bytes()
     file = tokens.read_tokens(made / "tokens/b.parquet")
@@ -153,7 +175,8 @@ def test_what_cannot_be_read_is_named(
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.jsonl").touch()
     (tmp_path / "x.parquet").touch()
-    with pytest.raises(error, match=words), tokens.opened(NANO, where.replace("HERE", str(tmp_path)), nothing):
+    given = [each.replace("HERE", str(tmp_path)) for each in storage.several(where)]
+    with pytest.raises(error, match=words), tokens.opened(NANO, given if len(given) > 1 else given[0], nothing):
         pass
 
 
