@@ -282,6 +282,10 @@ def validate(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Held-out prompts to serve under each policy.")] = 8,
     generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 48,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
+    worker_gpus: WorkerGpusOption = None,
+    model_on_workers: ModelOnWorkersOption = None,
     vram: VramOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -293,9 +297,11 @@ def validate(
 
     The routing of the sessions is replayed under every policy, beside the bound that none can beat (belady). Each
     policy also serves prompts for real: its tokens must be those of the all-resident run. A verdict says what the
-    profile has the slots do at each residency, and what that is worth.
+    profile has the slots do at each residency, and what that is worth. With --ray the workers of a Ray cluster replay
+    and serve; the figures are the same, rates aside.
     """
     from engine.formats.profile import default_path
+    from spark.commands.cluster_tables import show_workers
     from spark.commands.tables import show_validation
     from spark.daemon.client import Deadlines
     from spark.pipeline import validate as validation
@@ -303,15 +309,23 @@ def validate(
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     given = default_path(model) if profile is None else profile
+    spread_over = cluster(device, ray, workers, worker_gpus, model_on_workers)
     with progress_bars() as progress, fetched(given) as path:
         options = validation.ValidateOptions(
             data, path, tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
         )
-        report = replace(validation.validate(config, options, deadlines, progress), profile=given)
+        if spread_over is None:
+            report = validation.validate(config, options, deadlines, progress)
+        else:
+            from spark.cluster import validating
+
+            report = validating.run(config, options, spread_over, deadlines, progress)
+    report = replace(report, profile=given)
     for warning in report.warnings:
         note(f"warning: {warning}")
     save(json_file, report.to_json())
     show_validation(report)
+    show_workers(report.more)
     if any(row.identical_tokens is False for ladder in report.ladders for row in ladder.rows):
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
 

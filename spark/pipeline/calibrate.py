@@ -277,7 +277,7 @@ def _calibrate(
         sessions, order = _read(file, tally, sample)
         trace = _recorded(routing, model, sample)
         if trace is not None and tally.ledger is not None:
-            trace = _in_order(trace, order, info["ctx_tokens"])
+            trace = replay.in_order(trace, order, info["ctx_tokens"])
         choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
@@ -523,28 +523,6 @@ def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> Routin
     if not routing.exists() or not part_paths(routing):
         return None
     return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
-
-
-def _in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
-    """The trace as one machine would have recorded it, which all that is chosen depends on.
-
-    order: places of windows in the file. A window's number is in the positions of its tokens.
-    """
-    pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
-    places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
-    by_file = np.lexsort((trace.position, places[index.ravel()]))
-    found = trace.session[by_file]
-    first = dict.fromkeys(found.tolist())
-    renamed = np.zeros(len(trace.session_ids), np.int32)
-    renamed[list(first)] = np.arange(len(first))
-    return replace(
-        trace,
-        experts=trace.experts[by_file],
-        generated=trace.generated[by_file],
-        position=trace.position[by_file],
-        session=renamed[found],
-        session_ids=tuple(trace.session_ids[i] for i in first),
-    )
 
 
 def _choices(

@@ -133,9 +133,7 @@ def open_reference(config: EngineConfig, deadlines: Deadlines, progress: Progres
         return replay.open_daemon(fitting, deadlines, progress)
 
 
-def serve(
-    client: DaemonClient, prompts: Prompts, n_tokens: int, name: str, progress: Progress
-) -> Serving:
+def serve(client: DaemonClient, prompts: Prompts, n_tokens: int, name: str, progress: Progress) -> Serving:
     """Have a daemon answer prompts in turn; name: of the policy, for the progress."""
     tokens, decode, prefill = [], [], []
     hits = misses = 0
@@ -186,9 +184,7 @@ class Judge:
         rung, basis = policies.find(step.policy), self._basis
         served = None
         if self.serves(step):
-            asked = replace(
-                self._config, policy=rung.name, residency_pct=step.percent, chunk_tokens=basis.chunk_tokens
-            )
+            asked = replace(self._config, policy=rung.name, residency_pct=step.percent, chunk_tokens=basis.chunk_tokens)
             with opened(asked) as client:
                 label = f"{rung.name} at {step.percent:g}%"
                 served = serve(client, basis.prompts, basis.generate_tokens, label, progress)

@@ -158,10 +158,10 @@ class Poisoned(CountingWorker):
         super().__init__(config, deadlines, counting)
         self._poison = (config.model.parent / "poison").read_text().split()
 
-    def _count(self, task: Recorded, before: int) -> Any:
-        if f"{task.window.session_id}:{task.window.window}" in self._poison:
+    def _do(self, payload: Recorded, before: int) -> Any:
+        if f"{payload.window.session_id}:{payload.window.window}" in self._poison:
             os.kill(self._client.pid, signal.SIGKILL)
-        return super()._count(task, before)
+        return super()._do(payload, before)
 
 
 class Misplaced(CountingWorker):

@@ -149,6 +149,7 @@ def test_the_command_says_what_each_worker_did(expected: Expected, two: Machines
     assert "Workers" in done.stdout and all(worker["node"] in done.stdout for worker in found["workers"])
 
 
+@pytest.mark.slow
 def test_several_files_in_any_order_are_counted_as_one(expected: Expected, two: Machines, tmp_path: Path) -> None:
     file = read_tokens(expected.tokens)
     windows = list(file)
