@@ -149,12 +149,11 @@ def tree(given: str, suffix: str) -> Iterator[Path]:
     storage, target = _opened(given)
     with scratch() as made:
         try:
-            for each in storage.find(target):
-                name = str(each).removeprefix(target.rstrip("/")).lstrip("/")
-                if name.endswith(suffix) and ".." not in name.split("/"):  # names are whoever wrote them there
-                    copy = made / name
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    storage.get_file(each, str(copy))
+            names = [str(each) for each in storage.find(target) if str(each).endswith(suffix)]
+            copies = [(each, made / _below(each, target)) for each in names if ".." not in each.split("/")]
+            for folder in {copy.parent for _, copy in copies}:
+                folder.mkdir(parents=True, exist_ok=True)
+            _get(storage, copies)
         except Exception as error:
             raise _failed("cannot read", given, error) from error
         yield made
@@ -241,14 +240,23 @@ def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> 
             paths = [path]
         found = []
         for i, each in enumerate(paths):
-            name = url if each == path else _url(url, each)
             query = each.partition("?")[0] if _HTTP.match(url) else each
-            copy = made / f"{i:06}{Path(query).suffix}"
-            storage.get_file(each, str(copy))
-            found.append(Found(name, copy))
+            found.append(Found(url if each == path else _url(url, each), made / f"{i:06}{Path(query).suffix}"))
+        _get(storage, [(each, file.path) for each, file in zip(paths, found, strict=True)])
     except Exception as error:
         raise _failed("cannot read", url, error) from error
     return found
+
+
+def _get(storage: Any, copies: Sequence[tuple[str, Path]]) -> None:
+    """Fetch files, many at a time where the storage can: each takes a round trip, and logs are small."""
+    if copies:
+        storage.get([source for source, _ in copies], [str(copy) for _, copy in copies])
+
+
+def _below(path: str, folder: str) -> str:
+    """The rest of a path in a folder."""
+    return path.removeprefix(folder.rstrip("/")).lstrip("/")
 
 
 def _url(given: str, path: str) -> str:
