@@ -202,9 +202,9 @@ def calibrate(
         int, typer.Option(min=0, metavar="N", help="Also count N tokens that the model adds to each window.")
     ] = 0,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the routing of every token."),
-        Writes(("part-*.parquet",)),
+        str | None,
+        typer.Option(metavar="DIR", help="Folder for the routing of every token, or a URL."),
+        Writes(("part-*.parquet",), urls=True),
     ] = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
@@ -237,6 +237,8 @@ def calibrate(
     # Of a profile that goes to other storage the checkpoint is here, under its name.
     target = (default_path(model) if out is None else local(out)) or Path(str(out).rpartition("/")[2])
     url = "" if out is None or local(out) is not None else out
+    trace_url = "" if trace is None or local(trace) is not None else trace
+    trace_dir = calibration.staging_path(target) if trace_url else None if trace is None else local(trace)
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
@@ -244,7 +246,7 @@ def calibrate(
     try:
         with progress_bars() as progress:
             options = calibration.CalibrateOptions(
-                data, target, count, generate, trace, hidden, max_tokens, resume, url
+                data, target, count, generate, trace_dir, hidden, max_tokens, resume, url, trace_url
             )
             if spread_over is None:
                 report = calibration.calibrate(config, options, deadlines, progress)

@@ -27,6 +27,7 @@ from engine.ground.install import requirement
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chains, as in simplecache::s3://
 _LOCAL = re.compile(r"(?:file|local)://")  # no need of fsspec, and private files stay private
 _HTTP = re.compile(r"https?://")  # whose names may have a query behind them
+_EXTRA = ("s3fs", "aiobotocore", "botocore")  # what the extra `storage` brings beside fsspec
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -194,6 +195,23 @@ def folder(given: str | Path, names: Sequence[str]) -> Iterator[Path]:
         _send(storage, [(made / name, f"{target.rstrip('/')}/{name}") for name in names], str(given))
 
 
+def send(files: Sequence[Path], url: str) -> None:
+    """Make local files appear in a folder behind a URL, under their names: all are sent before one gets its name."""
+    storage, target = _opened(url)
+    _send(storage, [(file, f"{target.rstrip('/')}/{file.name}") for file in files], url)
+
+
+def names(url: str) -> list[str]:
+    """The names of the files in a folder behind a URL, sorted; none of one that is not there."""
+    storage, target = _opened(url)
+    try:
+        return sorted(Path(each).name for each in storage.ls(target, detail=False))
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        raise _failed("cannot read", url, error) from error
+
+
 def joined(folder: str | Path, name: str) -> str:
     """The name in a folder or below a URL, for messages."""
     path = local(folder)
@@ -219,6 +237,9 @@ def _opened(url: str) -> tuple[Any, str]:
     try:
         storage, path = fsspec.core.url_to_fs(url)
     except ImportError as error:  # of the library of that storage
+        lacks = str(getattr(error.__cause__, "name", None) or "")
+        if lacks and not lacks.startswith(_EXTRA):
+            hint = f"{shlex.quote(sys.executable)} -m pip install {lacks.partition('.')[0]}"
         raise MissingExtraError(f"{url}: {error}", hint=hint) from error
     except ValueError as error:
         raise UsageError(f"{url}: {error}", hint="expected a path, or a URL as s3://BUCKET/FILE") from error

@@ -53,7 +53,8 @@ class CalibrateOptions:
         (spark/storage.py).
     count: whose routing counts, of the tokens the model itself would have decoded or of all.
     generate_tokens: also count this many tokens of the model's own continuation of each window.
-    trace_dir, hidden: write the routing of every token there, with hidden states.
+    trace_dir, hidden: write the routing of every token there, with hidden states. trace_url: where its parts go in the
+        end, if that is a URL; trace_dir is then a folder of this calibration alone, `staging_path`.
     max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
     out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
     """
@@ -67,6 +68,7 @@ class CalibrateOptions:
     max_tokens: int | None = None
     resume: bool = False
     url: str = ""
+    trace_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,11 @@ def routing_path(out: Path) -> Path:
     return out.with_name(out.name + ".partial.routing")
 
 
+def staging_path(out: Path) -> Path:
+    """Where the trace of a calibration to `out` is gathered that goes to a URL."""
+    return out.with_name(out.name + ".partial.trace")
+
+
 def calibrate(
     config: EngineConfig,
     options: CalibrateOptions,
@@ -210,12 +217,15 @@ def calibrate(
     _refuse(options)
     with opened(config.model, options.tokens, progress) as file:
         if options.trace_dir is not None:
-            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB")
+            where = f" in {options.trace_dir} until it is sent" if options.trace_url else ""
+            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB{where}")
         try:
             return _calibrate(config, options, file, deadlines, progress, opening)
         finally:
             if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
                 shutil.rmtree(routing_path(options.out), ignore_errors=True)
+                if options.trace_url and options.trace_dir is not None:
+                    shutil.rmtree(options.trace_dir, ignore_errors=True)
 
 
 def _refuse(options: CalibrateOptions) -> None:
@@ -233,6 +243,11 @@ def _refuse(options: CalibrateOptions) -> None:
     # A run that was killed in its first window has counted nothing, and begun a trace, which can be gone on in.
     begun = None if state is None else state.get("trace")
     folder = options.trace_dir
+    if options.trace_url and folder is not None:
+        if any(name.startswith("part-") for name in storage.names(options.trace_url)):
+            raise UsageError(f"{options.trace_url} has a trace already", hint="name another folder for --trace")
+        if state is None:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run whose checkpoint is gone
     if folder is not None and begun != str(folder.resolve()) and part_paths(folder):
         raise UsageError(
             f"{folder} has a trace already, and there is no checkpoint to go on from",
@@ -297,6 +312,9 @@ def _calibrate(
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             choices=choices,
         )
+    if options.trace_url and options.trace_dir is not None:
+        progress("sending the trace", 0, 1)
+        storage.send(part_paths(options.trace_dir), options.trace_url)
     if options.url:
         with storage.writing(options.url, "the profile") as destination:
             destination.write(profiles.format(profile).encode())

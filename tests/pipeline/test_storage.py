@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -15,6 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from engine.formats import profile as profiles
+from engine.formats.trace import part_paths
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError, WrongModelError
 from spark import storage
@@ -291,6 +294,60 @@ def test_calibrating_on_several_files_is_calibrating_on_one_and_merging(
     assert np.array_equal(merged.counts, one.counts)
     assert (merged.tokens, merged.sessions) == (one.tokens, one.sessions)
     assert beside.diff(tmp_path / "merged", tmp_path / "one").total.distance == 0.0
+
+
+def test_a_trace_goes_to_a_url_whole_or_not_at_all(
+    made: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, url = tmp_path / "p.csv", "memory://team/trace"
+    config = EngineConfig(model=NANO, device="cpu", policy="uniform", ctx_tokens=512)
+    given = calibrate.CalibrateOptions(made / "tokens/a.parquet", out, trace_dir=calibrate.staging_path(out))
+    given = replace(given, trace_url=url, max_tokens=1200)
+
+    def run(options: calibrate.CalibrateOptions) -> None:
+        calibrate.calibrate(config, options, Deadlines(ready_s=60, total_s=100), nothing)
+
+    def lost(source: str, target: str) -> None:
+        whole(source, target)
+        if "part-000001" in target:
+            raise OSError("the connection was lost")
+
+    whole = MEMORY.put_file
+    with monkeypatch.context() as patch, pytest.raises(SparkError, match="cannot write memory://team/trace: OSError"):
+        patch.setattr(MemoryFileSystem, "put_file", lambda self, source, target: lost(source, target))
+        run(given)
+    assert not MEMORY.find("/team/trace") and not out.exists(), "nothing is half there"
+    assert {path.name for path in tmp_path.iterdir()} == {"p.csv.partial", "p.csv.partial.trace"}
+    run(replace(given, resume=True))
+    here = replace(given, out=tmp_path / "q.csv", trace_dir=tmp_path / "t", trace_url="")
+    run(here)
+    names = [path.name for path in part_paths(tmp_path / "t")]
+    assert len(names) > 1 and storage.names(url) == names
+    for name in names:
+        assert MEMORY.cat_file(f"/team/trace/{name}") == (tmp_path / "t" / name).read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"p.csv", "q.csv", "t"}
+    with pytest.raises(UsageError, match="memory://team/trace has a trace already"):
+        run(replace(given, out=tmp_path / "r.csv", trace_dir=calibrate.staging_path(tmp_path / "r.csv")))
+    assert not list(tmp_path.glob("r.csv*"))
+
+
+@pytest.mark.parametrize(
+    ("url", "lacks", "installs"),
+    [
+        ("gs://team/t.parquet", "gcsfs", "pip install gcsfs"),
+        ("simplecache::gs://team/t.parquet", "gcsfs", "pip install gcsfs"),
+        ("s3://team/t.parquet", "s3fs", "[storage]"),
+    ],
+)
+def test_storage_whose_library_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, lacks: str, installs: str
+) -> None:
+    monkeypatch.setitem(sys.modules, lacks, None)  # as where it is not installed
+    for name in ("s3", "gs"):
+        monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, name, raising=False)
+    with pytest.raises(MissingExtraError, match=lacks) as caught:
+        storage.place(url)
+    assert installs in caught.value.hint
 
 
 # --- commands -----------------------------------------------------------------------------------------
