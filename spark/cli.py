@@ -26,6 +26,7 @@ from spark.commands.options import (
     DraftOption,
     ExpectOption,
     GenOption,
+    HomeOption,
     JsonOption,
     KVOption,
     Model,
@@ -39,6 +40,7 @@ from spark.commands.options import (
     SessionsData,
     SparkOption,
     ThreadsOption,
+    TraceOption,
     VramOption,
     VramsOption,
     WorkerGpusOption,
@@ -116,14 +118,7 @@ def extract_sessions(
     codex_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own."), Reads(("*.jsonl",))
     ] = None,
-    home: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Home folder of a user, instead of these; repeatable, also a quoted pattern or a URL of several.",
-        ),
-        Reads(("*.jsonl",), urls=True),
-    ] = None,
+    home: HomeOption = None,
     test_frac: Annotated[
         float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of whole sessions to hold out.")
     ] = 0.2,
@@ -201,11 +196,7 @@ def calibrate(
     generate: Annotated[
         int, typer.Option(min=0, metavar="N", help="Also count N tokens that the model adds to each window.")
     ] = 0,
-    trace: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder for the routing of every token, or a URL."),
-        Writes(("part-*.parquet",), urls=True),
-    ] = None,
+    trace: TraceOption = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,

@@ -41,6 +41,19 @@ SessionsData = Annotated[
     ),
     Reads(("*.jsonl",), urls=True),
 ]
+HomeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DIR",
+        help="Home folder of a user, instead of these; repeatable, also a quoted pattern or a URL of several.",
+    ),
+    Reads(("*.jsonl",), urls=True),
+]
+TraceOption = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Folder for the routing of every token, or a URL."),
+    Writes(("part-*.parquet",), urls=True),
+]
 DeviceOption = Annotated[
     Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")
 ]
