@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -137,8 +136,6 @@ def main() -> None:
         server.stop()
         shutil.rmtree(folder / "homes")
         figures["one_home"] = one_home(folder, given.one_megabytes * 1_000_000)
-    figures["max_bytes_of_a_reader"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(f"memory of a process that reads, at most: {figures['max_bytes_of_a_reader']} bytes")
     if given.json is not None:
         write_json(given.json, figures)
 
