@@ -1,7 +1,8 @@
 """Logs of many users read at once: 1 GB of 50 homes from the disk and from an object store, with the same sessions.
 
 The sample logs are copied into homes, again and again under other session ids, until they have the size. The object
-store is moto's server on this machine, so its time is the server's as well.
+store is moto's server on this machine, which answers one request at a time on one core: what fetching some homes takes
+without reading them says how much of the time is the server's. Last, one home alone on one core and on all.
 
     python benchmarks/cluster_homes.py --json data/results/cluster_homes.json
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import os
 import re
-import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import json_option  # noqa: E402
+from spark import storage  # noqa: E402
 from spark.extract import ExtractOptions, extract  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
@@ -65,11 +68,29 @@ def write_home(home: Path, n_bytes: int, first_copy: int) -> int:
     return written
 
 
+def one_home(folder: Path, n_bytes: int) -> dict[str, object]:
+    """A home alone, read on one core and on all of this machine's."""
+    home, cores = folder / "one", os.sched_getaffinity(0)
+    made: dict[str, object] = {"bytes": write_home(home, n_bytes, 0)}
+    reports = []
+    for n in (1, len(cores)):
+        os.sched_setaffinity(0, sorted(cores)[:n])
+        began_s = time.monotonic()
+        reports.append(extract(ExtractOptions(folder / f"of-{n}", homes=(str(home),)), lambda done, total: None))
+        made[f"seconds_on_{n}"] = time.monotonic() - began_s
+        print(f"one home of {n_bytes / 1e6:,.0f} MB on {n} cores: {made[f'seconds_on_{n}']:.1f} s")
+    assert reports[0] == reports[-1], "the number of cores changes nothing"
+    for name in ("train.jsonl", "test.jsonl"):
+        assert len({(folder / f"of-{n}" / name).read_bytes() for n in (1, len(cores))}) == 1
+    return made
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--users", type=int, default=50)
     parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--one-megabytes", type=int, default=200, help="of one home alone")
     json_option(parser)
     given = parser.parse_args()
 
@@ -90,7 +111,14 @@ def main() -> None:
             patch.setenv(key, value)
         store = fsspec.filesystem("s3")
         store.mkdir("team")
+        began_s = time.monotonic()
         store.put(str(folder / "homes"), "team/homes", recursive=True)
+        figures["upload_s"] = time.monotonic() - began_s
+        figures["files"] = sum(len(names) for _, _, names in os.walk(folder / "homes"))
+        began_s = time.monotonic()
+        with storage.tree("s3://team/homes/user00", ".jsonl") as made:
+            n_files = sum(len(names) for _, _, names in os.walk(made))
+        figures["fetch_s_per_file"] = (time.monotonic() - began_s) / n_files
         found = {}
         for how, home, out in (
             ("file", f"file://{folder}/homes/*", f"file://{folder}/out"),
@@ -106,8 +134,8 @@ def main() -> None:
         left = [path for path in store.find("team/out") if not path.endswith(("/train.jsonl", "/test.jsonl"))]
         assert not left and sorted(path.name for path in (folder / "out").iterdir()) == ["test.jsonl", "train.jsonl"]
         server.stop()
-    figures["max_bytes_of_a_reader"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(f"memory of a process that reads, at most: {figures['max_bytes_of_a_reader']} bytes")
+        shutil.rmtree(folder / "homes")
+        figures["one_home"] = one_home(folder, given.one_megabytes * 1_000_000)
     if given.json is not None:
         write_json(given.json, figures)
 

@@ -51,7 +51,7 @@ from engine.ground.kv_types import KV_TYPES
 from engine.placing import evidence, placement, simulate
 from engine.placing.policies import ALL, UNIFORM, find
 from spark.daemon.client import DaemonClient
-from spark.pipeline.validate import place
+from spark.pipeline.ladder import place
 from spark.results import write_json
 
 RATES_PCT = "0,1,2,5,6.6,10,20,40"

@@ -16,7 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import draft_results, files_results, kv_results, mutant_results, robustness, server_results  # noqa: E402
+from benchmarks import (  # noqa: E402
+    cluster_results,
+    draft_results,
+    files_results,
+    kv_results,
+    mutant_results,
+    robustness,
+    server_results,
+)
 from benchmarks.markdown import Json, origin, percent, spread, table  # noqa: E402
 from engine.placing.policies import POLICIES as RUNGS  # noqa: E402
 from engine.placing.policies import UNIFORM  # noqa: E402
@@ -442,6 +450,7 @@ SECTIONS = {
     "given_tokens.json": given_tokens,
     **draft_results.SECTIONS,
     **kv_results.SECTIONS,
+    **cluster_results.SECTIONS,
     "forms_speed.json": forms_speed,
     "first_token.json": first_token,
     "cuda_kernels.json": cuda_kernels,

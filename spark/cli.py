@@ -26,6 +26,7 @@ from spark.commands.options import (
     DraftOption,
     ExpectOption,
     GenOption,
+    HomeOption,
     JsonOption,
     KVOption,
     Model,
@@ -39,6 +40,7 @@ from spark.commands.options import (
     SessionsData,
     SparkOption,
     ThreadsOption,
+    TraceOption,
     VramOption,
     VramsOption,
     WorkerGpusOption,
@@ -119,14 +121,7 @@ def extract_sessions(
     codex_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Codex's folder; default: its own."), Reads(("*.jsonl",))
     ] = None,
-    home: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Home folder of a user, instead of these; repeatable, also a quoted pattern or a URL of several.",
-        ),
-        Reads(("*.jsonl",), urls=True),
-    ] = None,
+    home: HomeOption = None,
     test_frac: Annotated[
         float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of whole sessions to hold out.")
     ] = 0.2,
@@ -204,11 +199,7 @@ def calibrate(
     generate: Annotated[
         int, typer.Option(min=0, metavar="N", help="Also count N tokens that the model adds to each window.")
     ] = 0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the routing of every token."),
-        Writes(("part-*.parquet",)),
-    ] = None,
+    trace: TraceOption = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Add hidden states to the trace (large).")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after so many tokens.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from where a run was interrupted.")] = False,
@@ -240,6 +231,8 @@ def calibrate(
     # Of a profile that goes to other storage the checkpoint is here, under its name.
     target = (default_path(model) if out is None else local(out)) or Path(str(out).rpartition("/")[2])
     url = "" if out is None or local(out) is not None else out
+    trace_url = "" if trace is None or local(trace) is not None else trace
+    trace_dir = calibration.staging_path(target) if trace_url else None if trace is None else local(trace)
     # No placement changes what is counted; as many experts are resident as fit.
     config = EngineConfig(model=model, device=device, policy=policies.UNIFORM.name, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
@@ -247,7 +240,7 @@ def calibrate(
     try:
         with progress_bars() as progress:
             options = calibration.CalibrateOptions(
-                data, target, count, generate, trace, hidden, max_tokens, resume, url
+                data, target, count, generate, trace_dir, hidden, max_tokens, resume, url, trace_url
             )
             if spread_over is None:
                 report = calibration.calibrate(config, options, deadlines, progress)
@@ -285,6 +278,10 @@ def validate(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Held-out prompts to serve under each policy.")] = 8,
     generate: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each prompt.")] = 48,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
+    worker_gpus: WorkerGpusOption = None,
+    model_on_workers: ModelOnWorkersOption = None,
     vram: VramOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -296,9 +293,11 @@ def validate(
 
     The routing of the sessions is replayed under every policy, beside the bound that none can beat (belady). Each
     policy also serves prompts for real: its tokens must be those of the all-resident run. A verdict says what the
-    profile has the slots do at each residency, and what that is worth.
+    profile has the slots do at each residency, and what that is worth. With --ray the workers of a Ray cluster replay
+    and serve; the figures are the same, rates aside.
     """
     from engine.formats.profile import default_path
+    from spark.commands.cluster_tables import show_workers
     from spark.commands.tables import show_validation
     from spark.daemon.client import Deadlines
     from spark.pipeline import validate as validation
@@ -306,15 +305,23 @@ def validate(
     config = EngineConfig(model=model, device=device, vram_gib=vram, threads=threads)
     deadlines = Deadlines(ready_s=ready_timeout, total_s=gen_timeout)
     given = default_path(model) if profile is None else profile
+    spread_over = cluster(device, ray, workers, worker_gpus, model_on_workers)
     with progress_bars() as progress, fetched(given) as path:
         options = validation.ValidateOptions(
             data, path, tuple(cross or ()), percentages(residency), max_tokens, prompts, generate
         )
-        report = replace(validation.validate(config, options, deadlines, progress), profile=given)
+        if spread_over is None:
+            report = validation.validate(config, options, deadlines, progress)
+        else:
+            from spark.cluster import validating
+
+            report = validating.run(config, options, spread_over, deadlines, progress)
+    report = replace(report, profile=given)
     for warning in report.warnings:
         note(f"warning: {warning}")
     save(json_file, report.to_json())
     show_validation(report)
+    show_workers(report.more)
     if any(row.identical_tokens is False for ladder in report.ladders for row in ladder.rows):
         raise SparkError("a policy changed tokens; that must never happen", hint="please report this with the model")
 

@@ -14,21 +14,24 @@ import re
 import secrets
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 from urllib.parse import unquote
 
 from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError
-from engine.ground.files import replacing
+from engine.ground.files import replacing, scratch
 from engine.ground.install import requirement
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chains, as in simplecache::s3://
 _LOCAL = re.compile(r"(?:file|local)://")  # no need of fsspec, and private files stay private
 _HTTP = re.compile(r"https?://")  # whose names may have a query behind them
+_EXTRA = ("s3fs", "aiobotocore", "botocore")  # what the extra `storage` brings beside fsspec
 _MAGIC = re.compile(r"[*?[]")
+
+
+Given: TypeAlias = str | Path | Sequence[str | Path]  # paths, folders, patterns or URLs of them, one or several
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +63,44 @@ def spread(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def reading(given: str | Path, suffixes: Sequence[str]) -> Iterator[list[Found]]:
-    """The files that a path, a folder, a pattern or a URL of one of them stands for, by name, at least one.
+def reading(given: Given, suffixes: Sequence[str]) -> Iterator[list[Found]]:
+    """The files that paths, folders, patterns or URLs of them stand for, each once, at least one.
 
-    suffixes: of what is read in a folder. They are there while the context lasts. Raises FileFormatError where there is
-    none, UsageError for a folder with files of several kinds, MissingExtraError where the storage's library is missing,
-    SparkError where it cannot be read.
+    suffixes: of what is read in a folder. The files are in the order of their absolute names, however they are given,
+    and there while the context lasts. Raises FileFormatError where one stands for none, UsageError for files of several
+    kinds, MissingExtraError where the storage's library is missing, SparkError where it cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        path = local(given)
-        if path is not None:
-            found = [Found(str(file), file) for file in spread(path, suffixes)]
-        else:
-            found = _fetched(str(given), suffixes, stack)
-        if not found:
-            raise FileFormatError(f"{given} has no files ({', '.join('*' + suffix for suffix in suffixes)})")
-        if len(kinds := sorted({file.path.suffix for file in found})) > 1:
+        by_place: dict[str, Found] = {}
+        for each in several(given):
+            path = local(each)
+            if path is not None:
+                found = [Found(str(file), file) for file in spread(path, suffixes)]
+            else:
+                found = _fetched(str(each), suffixes, stack)
+            if not found:
+                raise FileFormatError(f"{each} has no files ({', '.join('*' + suffix for suffix in suffixes)})")
+            for file in found:
+                here = local(file.name)
+                by_place.setdefault(file.name if here is None else str(here.absolute()), file)
+        files = [by_place[where] for where in sorted(by_place)]
+        if len(kinds := sorted({file.path.suffix for file in files})) > 1:
             raise UsageError(
-                f"{given} has files of several kinds ({', '.join(kinds)})",
+                f"{named(given)} has files of several kinds ({', '.join(kinds)})",
                 hint=f"name one kind by a pattern, as '.../*{kinds[0]}'",
             )
-        yield found
+        yield files
+
+
+def several(given: Given) -> Sequence[str | Path]:
+    """What is given, one by one."""
+    return [given] if isinstance(given, str | Path) else given
+
+
+def named(given: Given) -> str:
+    """What is given, in a message."""
+    first, *others = several(given)
+    return f"{first} and {len(others)} more" if others else str(first)
 
 
 @contextlib.contextmanager
@@ -128,17 +148,16 @@ def tree(given: str, suffix: str) -> Iterator[Path]:
         yield path
         return
     storage, target = _opened(given)
-    with tempfile.TemporaryDirectory(prefix="spark-in-") as made:
+    with scratch() as made:
         try:
-            for each in storage.find(target):
-                name = str(each).removeprefix(target.rstrip("/")).lstrip("/")
-                if name.endswith(suffix) and ".." not in name.split("/"):  # names are whoever wrote them there
-                    copy = Path(made, name)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    storage.get_file(each, str(copy))
+            names = [str(each) for each in storage.find(target) if str(each).endswith(suffix)]
+            copies = [(each, made / _below(each, target)) for each in names if ".." not in each.split("/")]
+            for folder in {copy.parent for _, copy in copies}:
+                folder.mkdir(parents=True, exist_ok=True)
+            _get(storage, copies)
         except Exception as error:
             raise _failed("cannot read", given, error) from error
-        yield Path(made)
+        yield made
 
 
 @contextlib.contextmanager
@@ -153,10 +172,10 @@ def writing(given: str | Path, what: str, *, mode: int = 0o644) -> Iterator[IO[b
             yield file
         return
     storage, target = _opened(str(given))
-    with tempfile.NamedTemporaryFile(prefix="spark-out-") as file:
-        yield file
-        file.flush()
-        _send(storage, [(Path(file.name), target)], str(given))
+    with scratch() as made:
+        with (made / "file").open("wb") as file:
+            yield file
+        _send(storage, [(made / "file", target)], str(given))
 
 
 @contextlib.contextmanager
@@ -171,9 +190,26 @@ def folder(given: str | Path, names: Sequence[str]) -> Iterator[Path]:
         yield path
         return
     storage, target = _opened(str(given))
-    with tempfile.TemporaryDirectory(prefix="spark-out-") as made:
-        yield Path(made)
-        _send(storage, [(Path(made) / name, f"{target.rstrip('/')}/{name}") for name in names], str(given))
+    with scratch() as made:
+        yield made
+        _send(storage, [(made / name, f"{target.rstrip('/')}/{name}") for name in names], str(given))
+
+
+def send(files: Sequence[Path], url: str) -> None:
+    """Make local files appear in a folder behind a URL, under their names: all are sent before one gets its name."""
+    storage, target = _opened(url)
+    _send(storage, [(file, f"{target.rstrip('/')}/{file.name}") for file in files], url)
+
+
+def names(url: str) -> list[str]:
+    """The names of the files in a folder behind a URL, sorted; none of one that is not there."""
+    storage, target = _opened(url)
+    try:
+        return sorted(Path(each).name for each in storage.ls(target, detail=False))
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        raise _failed("cannot read", url, error) from error
 
 
 def joined(folder: str | Path, name: str) -> str:
@@ -201,6 +237,9 @@ def _opened(url: str) -> tuple[Any, str]:
     try:
         storage, path = fsspec.core.url_to_fs(url)
     except ImportError as error:  # of the library of that storage
+        lacks = str(getattr(error.__cause__, "name", None) or "")
+        if lacks and not lacks.startswith(_EXTRA):
+            hint = f"{shlex.quote(sys.executable)} -m pip install {lacks.partition('.')[0]}"
         raise MissingExtraError(f"{url}: {error}", hint=hint) from error
     except ValueError as error:
         raise UsageError(f"{url}: {error}", hint="expected a path, or a URL as s3://BUCKET/FILE") from error
@@ -212,7 +251,7 @@ def _opened(url: str) -> tuple[Any, str]:
 def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> list[Found]:
     """Copies of what a URL stands for, in a folder that lasts as long as the stack."""
     storage, path = _opened(url)
-    made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-in-")))
+    made = stack.enter_context(scratch())
     try:
         if _MAGIC.search(path) and not storage.exists(path):
             paths = sorted(storage.glob(path))
@@ -222,14 +261,23 @@ def _fetched(url: str, suffixes: Sequence[str], stack: contextlib.ExitStack) -> 
             paths = [path]
         found = []
         for i, each in enumerate(paths):
-            name = url if each == path else _url(url, each)
             query = each.partition("?")[0] if _HTTP.match(url) else each
-            copy = made / f"{i:06}{Path(query).suffix}"
-            storage.get_file(each, str(copy))
-            found.append(Found(name, copy))
+            found.append(Found(url if each == path else _url(url, each), made / f"{i:06}{Path(query).suffix}"))
+        _get(storage, [(each, file.path) for each, file in zip(paths, found, strict=True)])
     except Exception as error:
         raise _failed("cannot read", url, error) from error
     return found
+
+
+def _get(storage: Any, copies: Sequence[tuple[str, Path]]) -> None:
+    """Fetch files, many at a time where the storage can: each takes a round trip, and logs are small."""
+    if copies:
+        storage.get([source for source, _ in copies], [str(copy) for _, copy in copies])
+
+
+def _below(path: str, folder: str) -> str:
+    """The rest of a path in a folder."""
+    return path.removeprefix(folder.rstrip("/")).lstrip("/")
 
 
 def _url(given: str, path: str) -> str:

@@ -7,7 +7,9 @@ import fcntl
 import glob
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +109,53 @@ def hold(path: Path, *, alone: bool, patience_s: float = 0.0) -> IO[bytes] | Non
         except OSError:
             file.close()
             return None
+
+
+@contextlib.contextmanager
+def scratch(parent: Path | None = None, prefix: str = "spark-scratch-") -> Iterator[Path]:
+    """A private folder that goes with the block; what processes that were killed left beside it goes as well.
+
+    parent: where it lies; default: the folder for temporary files. A folder is held by a lock for as long as its
+    process lives, so none that is used is removed.
+    """
+    where = Path(tempfile.gettempdir()) if parent is None else parent
+    _sweep(prefix, where)
+    folder, held = _made(prefix, where)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+        _sweep(prefix, where)  # whoever shared the work may have been killed meanwhile
+
+
+def _sweep(prefix: str, parent: Path) -> None:
+    """Remove the folders whose processes are gone."""
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):  # of others, or removed by another just now
+            held = _open_folder(left)
+            try:
+                if try_lock(held):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def _made(prefix: str, parent: Path) -> tuple[Path, int]:
+    """A new folder, and a descriptor that holds it; another process may take it for left until it is held."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.suppress(FileNotFoundError):
+            held = _open_folder(folder)
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, held
+            os.close(held)
+
+
+def _open_folder(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def remove_stale(target: Path) -> None:

@@ -27,29 +27,29 @@ from engine.ground.errors import DaemonError, DeadlineError, MissingExtraError, 
 from engine.ground.install import requirement
 from spark.cluster.options import ClusterOptions
 from spark.cluster.pool import Alive, Died, Event, Finished, Place, Ready, Refused, Result, Task
-from spark.cluster.worker import Counting, CountingWorker
+from spark.cluster.worker import Worker
 from spark.console import note
 from spark.daemon.client import Deadlines
 
 CONTROL = "control"  # what is asked of an actor while it works
-_GRACE_S = 5.0
+_GRACE_S = 5.0  # of an actor, beyond its daemon's
 _MOST_WORDS = 200  # characters of a reason
 
 
 class Hand:
     """What an actor is: a worker that is opened, given leases, asked, and closed."""
 
-    def __init__(self, kind: type[CountingWorker]) -> None:
+    def __init__(self, kind: type[Worker]) -> None:
         self._kind = kind
-        self._worker: CountingWorker | None = None
+        self._worker: Worker | None = None
         self._closed = threading.Event()
 
-    def open(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> Mapping[str, Any] | SparkError:
+    def open(self, config: EngineConfig, deadlines: Deadlines, asked: Any) -> Mapping[str, Any] | SparkError:
         """Load the model; what the worker says of itself, or why it cannot work."""
         try:
             if not config.model.exists():
                 raise SparkError(f"there is no model file {config.model}", hint="--model-on-workers says where it is")
-            self._worker = self._kind(config, deadlines, counting)
+            self._worker = self._kind(config, deadlines, asked)
             if self._closed.is_set():
                 self._worker.close()
         except SparkError as error:
@@ -57,12 +57,12 @@ class Hand:
         return self._worker.info
 
     def work(self, tasks: Sequence[Task]) -> Result:
-        """Count a lease."""
+        """Do the tasks of a lease."""
         assert self._worker is not None
         return self._worker.work(tasks)
 
     def fed(self) -> int:
-        """Tokens of the lease that are read; also a sign of life."""
+        """What is done of the lease; also a sign of life."""
         return 0 if self._worker is None else self._worker.fed
 
     def close(self) -> None:
@@ -122,7 +122,8 @@ def _unreachable(address: str, error: Exception) -> UsageError:
 class RayPool:
     """Workers on a Ray cluster; see `pool.Pool`.
 
-    kind: what they are. Raises UsageError where the cluster has no GPU and one is asked for.
+    kind: what they are; asked: what each is made for. Raises UsageError where the cluster has no GPU and one is asked
+    for.
     """
 
     def __init__(
@@ -131,10 +132,11 @@ class RayPool:
         options: ClusterOptions,
         config: EngineConfig,
         deadlines: Deadlines,
-        counting: Counting,
-        kind: type[CountingWorker] = CountingWorker,
+        asked: Any,
+        kind: type[Worker],
     ) -> None:
-        self._ray, self._options, self._deadlines, self._counting = ray, options, deadlines, counting
+        self._ray, self._options, self._deadlines = ray, options, deadlines
+        self._asked = ray.put(asked)  # once for all of a node
         self._config = replace(config, model=(options.model or config.model).absolute())
         self._actors: dict[str, Any] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -194,7 +196,7 @@ class RayPool:
         config = replace(self._config, device="cuda" if options.worker_gpus else "cpu")
         if not options.worker_gpus:
             config = replace(config, threads=cpus)
-        self._watch(actor.open.remote(config, self._deadlines, self._counting), worker, None)
+        self._watch(actor.open.remote(config, self._deadlines, self._asked), worker, None)
 
     def send(self, worker: str, lease: int, tasks: Sequence[Task]) -> None:
         """See `pool.Pool`."""
@@ -226,7 +228,7 @@ class RayPool:
         try:
             asked = [actor.close.options(concurrency_group=CONTROL).remote() for actor in actors]
             if asked:
-                self._ray.wait(asked, num_returns=len(asked), timeout=_GRACE_S)
+                self._ray.wait(asked, num_returns=len(asked), timeout=self._deadlines.grace_s + _GRACE_S)
         finally:
             for actor in actors:
                 self._ray.kill(actor)

@@ -11,7 +11,10 @@ MOST_ROWS = 32
 
 
 def show_workers(more: Mapping[str, Any]) -> None:
-    """Print each worker's share, of a run on a cluster; of many workers the slowest. What was left out is noted."""
+    """Print each worker's share, of a run on a cluster; of many workers the slowest. What was left out is noted.
+
+    Of a validation also who climbed the ladder.
+    """
     workers = more.get("workers", ())
     if not workers:
         return
@@ -26,6 +29,10 @@ def show_workers(more: Mapping[str, Any]) -> None:
     ]  # fmt: skip
     title = "Workers" if len(rows) == len(workers) else f"Workers, the slowest {len(rows)} of {len(workers)}"
     table(title, ["node", "windows", "tokens", "share", "tokens/s", "lost"], rows)
+    if climbers := more.get("climbers", ()):
+        longest = sorted(climbers, key=lambda climber: -climber["busy_s"])[:MOST_ROWS]
+        shares = [(f"{c['node']}/{c['index']}", c["tasks"], f"{c['busy_s']:,.1f}", c["lost"]) for c in longest]
+        table("Steps of the ladder", ["node", "steps", "seconds", "lost"], shares)
     for name, reason in more["refused"].items():
         note(f"warning: node {name} had no part: {reason}")
     for each in more["set_aside"]:

@@ -27,9 +27,9 @@ _THREADS = 1024
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="The model; of a split one, any part.")]
 Data = Annotated[
-    str,
+    list[str],
     typer.Argument(
-        metavar="TOKENS.parquet|SESSIONS.jsonl",
+        metavar="TOKENS.parquet|SESSIONS.jsonl...",
         help="From tokenize, or from extract-sessions; also a folder, a quoted pattern or a URL of such.",
     ),
     Reads(("*.parquet", "*.jsonl"), urls=True),
@@ -41,6 +41,19 @@ SessionsData = Annotated[
         help="From extract-sessions; also a folder, a quoted pattern or a URL of such.",
     ),
     Reads(("*.jsonl",), urls=True),
+]
+HomeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DIR",
+        help="Home folder of a user, instead of these; repeatable, also a quoted pattern or a URL of several.",
+    ),
+    Reads(("*.jsonl",), urls=True),
+]
+TraceOption = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Folder for the routing of every token, or a URL."),
+    Writes(("part-*.parquet",), urls=True),
 ]
 DeviceOption = Annotated[
     Literal["auto", "cuda", "cpu"], typer.Option(help="Where to compute; auto: CUDA where there is a GPU.")

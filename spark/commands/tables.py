@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from spark.extract.report import Report as ExtractReport
     from spark.pipeline.bench import BenchReport
     from spark.pipeline.calibrate import CalibrateReport
+    from spark.pipeline.ladder import Rung
     from spark.pipeline.plan import Report as PlanReport
     from spark.pipeline.pregate import PregateReport
     from spark.pipeline.tokens import Summary
-    from spark.pipeline.validate import Ladder, Rung, ValidateReport
+    from spark.pipeline.validate import Ladder, ValidateReport
 
 _GIB = 1 << 30
 _KINDS_SHOWN = 8  # of records that gave nothing to a session; --json has more

@@ -8,9 +8,10 @@ not grow with the size of the logs (nor with that of a single one).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -94,7 +95,7 @@ def _extract(
     progress(0, total)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        sessions = _write(options, out_dir, conversations_of(logs, intake), tally, intake)
+        sessions = _write(options, out_dir, groups_of(logs, intake), tally, intake)
     except OSError as error:  # of the folder or the spool; a log that cannot be read is counted
         message = f"{out_dir} cannot be written: {error.strerror}"
         raise SparkError(message, hint="choose another --out-dir") from error
@@ -169,25 +170,28 @@ def _default_codex_dirs() -> list[Path]:
     return [Path(named).expanduser() if named else Path.home() / ".codex"]
 
 
-def conversations_of(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> Iterator[Outgoing]:
-    """Every conversation of the logs, in an order that depends on nothing but them."""
+def groups_of(logs: dict[str, list[tuple[Path, int]]], intake: Intake) -> list[Group]:
+    """The logs by root session, in an order that depends on nothing but them."""
     groups: list[Group] = []
     if "claude" in logs:
         groups += group_claude(logs["claude"], intake)
     if "codex" in logs:
         groups += group_codex(logs["codex"], intake)
-    for group in groups:
-        read_group = claude.read_group if group.source == "claude" else codex.read_group
-        yield from read_group(group, intake)
+    return groups
+
+
+def conversations_of(group: Group, intake: Intake) -> Iterator[Outgoing]:
+    """Every conversation of a root session."""
+    return (claude.read_group if group.source == "claude" else codex.read_group)(group, intake)
 
 
 def _write(
-    options: ExtractOptions, out_dir: Path, conversations: Iterator[Outgoing], tally: Tally, intake: Intake
+    options: ExtractOptions, out_dir: Path, groups: Sequence[Group], tally: Tally, intake: Intake
 ) -> dict[str, int]:
-    """Write the conversations to the two files, split by root session; returns how many went to each."""
+    """Write the conversations of groups to the two files, split by root session; returns how many went to each."""
     with Sides(out_dir, options.test_frac) as sides:
         used: set[str] = set()
-        for conversation in conversations:
+        for conversation in chain.from_iterable(conversations_of(group, intake) for group in groups):
             head = replace(conversation.head, session_id=unused(conversation.head.session_id, used))
             used.add(head.session_id)
             sides.of(head.root_id).write(head, counted(conversation, tally))

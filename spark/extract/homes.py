@@ -1,7 +1,8 @@
 """The logs of many users: each home folder is read by itself, several at a time, and ids stay apart.
 
-A process reads a home, with its own spool and its own counts, and leaves its sessions in a file; they are then dealt to
-the two sides by whole root, in the order of the homes. Every id begins with a mark of its home, so two users who have a
+A process reads a home, or some root sessions of a large one, with its own spool and its own counts, and leaves its
+sessions in a file; they are then dealt to the two sides by whole root, in the order of the homes and of the roots in
+each, so that the number of processes changes nothing. Every id begins with a mark of its home, so two users who have a
 session of one id (a copied folder) have two, and the names of users are in none.
 """
 
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from engine.ground.files import try_lock
+from engine.ground.files import scratch
 from spark import storage
 from spark.extract import (
     FILES,
@@ -33,27 +34,36 @@ from spark.extract import (
     check_logs,
     conversations_of,
     counted,
+    groups_of,
     no_session,
     reported,
     unused,
 )
 from spark.extract.intake import Intake
 from spark.extract.report import Tally
-from spark.extract.roots import list_logs
+from spark.extract.roots import Group, list_logs
 from spark.speech.sessions import SessionWriter, root_of
 
 _PLACES = {"claude": (".claude", ".config/claude"), "codex": (".codex",)}
 _SCRATCH = ".homes-"
+_LOG = ".jsonl"
 _EXPECTED = "expected home folders of users"
 
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """What a process is given. mark: what its ids begin with; url: where it lies; out: the file for its sessions."""
+    """What a process is given.
+
+    mark: what its ids begin with; url: where it lies; out: the file for its sessions. part, parts: which root sessions
+    of it. size: bytes of it, as far as they are known.
+    """
 
     mark: str
     url: str
     out: Path
+    part: int
+    parts: int
+    size: int
     out_dir: Path
     options: ExtractOptions
     count_tokens: Callable[[str], int]
@@ -61,10 +71,10 @@ class _Home:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a process found. ids: of the sessions in the file, in order."""
+    """What a process found. sessions: of the file, in order: which of the home's roots each is of, and its id."""
 
     n_files: int
-    ids: list[str]
+    sessions: list[tuple[int, str]]
     tally: Tally
     intake: Intake
 
@@ -90,28 +100,38 @@ def extract(
     for each in found:
         if (path := storage.local(each)) is not None and not path.is_dir():
             raise FileFormatError(f"--home {each} is no folder", hint=_EXPECTED)
-    with storage.folder(options.out_dir, FILES) as out_dir, _scratch(out_dir) as scratch:
-        work = [
-            _Home(mark_of(home), home, scratch / f"{i}.jsonl", out_dir, options, count_tokens)
-            for i, home in enumerate(found)
-        ]
+    with contextlib.ExitStack() as stack:
+        out_dir = stack.enter_context(storage.folder(options.out_dir, FILES))
+        scratch = stack.enter_context(_scratch(out_dir))
+        n_cores = _cores()
+        # Where there are fewer homes than cores several processes read one, which is fetched once.
+        trees = [stack.enter_context(storage.tree(home, _LOG)) if len(found) < n_cores else home for home in found]
+        work = _dealt(found, [str(each) for each in trees], n_cores, scratch, out_dir, options, count_tokens)
         tally, intake, n_files = Tally(count_tokens), Intake(options.redact, lambda _: None, out_dir), 0
         with Sides(out_dir, options.test_frac) as sides:
-            progress(0, len(work))
+            progress(0, len(found))
             n_sessions = 0
-            for done, (home, read) in enumerate(zip(work, _all(work), strict=True), start=1):
-                n_files += read.n_files
-                n_sessions += len(read.ids)
-                tally.join(read.tally)
-                _join(intake, read.intake)
-                with home.out.open("rb") as lines:
-                    for session_id, line in zip(read.ids, lines, strict=True):
+            read = _all([part for parts in work for part in parts], n_cores)
+            for done, parts in enumerate(work, start=1):
+                reads = [next(read) for _ in parts]
+                for one in reads:
+                    n_files += one.n_files
+                    n_sessions += len(one.sessions)
+                    tally.join(one.tally)
+                    _join(intake, one.intake)
+                with contextlib.ExitStack() as files:
+                    lines = [
+                        zip(one.sessions, files.enter_context(part.out.open("rb")), strict=True)
+                        for part, one in zip(parts, reads, strict=True)
+                    ]
+                    for (_, session_id), line in heapq.merge(*lines, key=lambda item: item[0][0]):
                         sides.of(root_of(session_id)).write_line(session_id, line)
-                home.out.unlink()
-                progress(done, len(work))
+                for part in parts:
+                    part.out.unlink()
+                progress(done, len(found))
             if not n_files:
                 raise FileFormatError(
-                    f"no session logs in any of {len(work)} homes, {found[0]} the first",
+                    f"no session logs in any of {len(found)} homes, {found[0]} the first",
                     hint=f"looked for {', '.join(name for names in _PLACES.values() for name in names)} in each",
                 )
             if not n_sessions:
@@ -128,16 +148,11 @@ def _same(home: str) -> str:
 
 @contextlib.contextmanager
 def _scratch(out_dir: Path) -> Iterator[Path]:
-    """A private folder beside the output, where there is room; that of a run that was killed is removed."""
+    """A private folder beside the output, where there is room."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        for left in out_dir.glob(f"{_SCRATCH}*"):
-            with contextlib.suppress(OSError), (left / "lock").open("wb") as lock:
-                if try_lock(lock.fileno()):
-                    shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=out_dir) as made, Path(made, "lock").open("wb") as lock:
-            try_lock(lock.fileno())
-            yield Path(made)
+        with scratch(out_dir, _SCRATCH) as made:
+            yield made
     except OSError as error:
         raise SparkError(f"{out_dir} cannot be written: {error.strerror}", hint="choose another --out-dir") from error
 
@@ -145,15 +160,38 @@ def _scratch(out_dir: Path) -> Iterator[Path]:
 # --- processes ----------------------------------------------------------------------------------------
 
 
-def _all(work: Sequence[_Home]) -> Iterator[_Read]:
-    """What is found in each home, in their order; whatever happens, no process is left."""
-    n = min(len(work), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _dealt(
+    homes: Sequence[str], trees: Sequence[str], n_cores: int, scratch: Path, out_dir: Path, options: ExtractOptions,
+    count_tokens: Callable[[str], int],
+) -> list[list[_Home]]:  # fmt: skip
+    """What processes are given, by home: several parts of one that would keep a core busy when the others are done."""
+    sizes = [sum(size for files in _logs(tree, options).values() for _, size in files) for tree in trees]
+    total, made = max(1, sum(sizes)), []
+    for i, (home, tree, size) in enumerate(zip(homes, trees, sizes, strict=True)):
+        n = max(1, min(n_cores, round(n_cores * size / total)))
+        made.append(
+            [
+                _Home(mark_of(home), tree, scratch / f"{i}.{k}.jsonl", k, n, size // n, out_dir, options, count_tokens)
+                for k in range(n)
+            ]
+        )
+    return made
+
+
+def _all(work: Sequence[_Home], n_cores: int) -> Iterator[_Read]:
+    """What is found in each, in their order; the largest are read first. Whatever happens, no process is left."""
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), _begin)
+    pool = ProcessPoolExecutor(min(len(work), n_cores), multiprocessing.get_context("spawn"), _begin)
     try:
         with _no_interrupts():
-            found = pool.map(_read, work)
-        yield from found
+            largest = sorted(range(len(work)), key=lambda i: -work[i].size)
+            found = {i: pool.submit(_read, work[i]) for i in largest}
+        for i in range(len(work)):
+            yield found.pop(i).result()
     except BrokenProcessPool as error:
         raise SparkError(
             "a process that reads logs was ended from outside", hint="is there enough memory for as many as cores?"
@@ -188,29 +226,56 @@ def _begin() -> None:
 
 
 def _read(home: _Home) -> _Read:
-    """Read one home."""
-    options = home.options
-    intake = Intake(options.redact, _nothing, home.out.parent)
+    """Read one home, or a part of it."""
+    intake = Intake(home.options.redact, _nothing, home.out.parent)
     tally = Tally(home.count_tokens)
     ids: set[str] = set()
-    with storage.tree(home.url, ".jsonl") as folder, SessionWriter(home.out) as writer:
+    with storage.tree(home.url, _LOG) as folder, SessionWriter(home.out) as writer:
         writer.open()
-        logs: dict[str, list[tuple[Path, int]]] = {}
-        for family, names in _PLACES.items():
-            if options.source in (family, "both"):
-                places = [folder / name for name in names if _is_folder(folder / name, intake)]
-                logs[family] = list_logs(places, FOLDERS[family], intake)
+        logs = _logs(folder, home.options, intake if not home.part else None)
         n_files = sum(map(len, logs.values()))
         if n_files:
             check_logs(home.out_dir, {}, [path for files in logs.values() for path, _ in files])
-        for conversation in conversations_of(logs, intake):
-            session_id = unused(f"{home.mark}:{conversation.head.session_id}", ids)
-            ids.add(session_id)
-            writer.write(replace(conversation.head, session_id=session_id), counted(conversation, tally))
+        groups = groups_of(logs, intake)
+        mine = _part(groups, home.part, home.parts)
+        places = []
+        for place, group in enumerate(groups):
+            for conversation in conversations_of(group, intake) if group.root_id in mine else ():
+                session_id = unused(f"{home.mark}:{conversation.head.session_id}", ids)
+                ids.add(session_id)
+                places.append((place, session_id))
+                writer.write(replace(conversation.head, session_id=session_id), counted(conversation, tally))
         writer.seal()
         writer.publish()
-        found = list(writer.session_ids)
-    return _Read(n_files, found, tally, _counts_of(intake))
+    return _Read(0 if home.part else n_files, places, tally, _counts_of(intake))
+
+
+def _part(groups: Sequence[Group], part: int, parts: int) -> set[str]:
+    """The roots that a part has: the largest first, each to the part that has least so far."""
+    sizes: Counter[str] = Counter()
+    for group in groups:
+        sizes[group.root_id] += sum(log.size for log in group.files)
+    loads, mine = [(0, i) for i in range(parts)], set()
+    for root, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        load, least = heapq.heappop(loads)
+        heapq.heappush(loads, (load + size, least))
+        if least == part:
+            mine.add(root)
+    return mine
+
+
+def _logs(
+    home: str | Path, options: ExtractOptions, intake: Intake | None = None
+) -> dict[str, list[tuple[Path, int]]]:
+    """The logs in a home, by family; none of one that lies elsewhere. intake: counts what is none."""
+    folder = storage.local(home)
+    logs: dict[str, list[tuple[Path, int]]] = {}
+    counts = intake or Intake(options.redact, _nothing, Path())
+    for family, names in _PLACES.items():
+        if folder is not None and options.source in (family, "both"):
+            places = [folder / name for name in names if _is_folder(folder / name, counts)]
+            logs[family] = list_logs(places, FOLDERS[family], counts)
+    return logs
 
 
 def _is_folder(path: Path, intake: Intake) -> bool:

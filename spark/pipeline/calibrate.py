@@ -49,16 +49,17 @@ _CHECKPOINT = "# spark-checkpoint: "
 class CalibrateOptions:
     """What to calibrate on and what to count.
 
-    tokens: token files, or sessions (JSONL) that are tokenized first, as a path, a folder, a pattern or a URL of
-        them (spark/storage.py).
+    tokens: token files, or sessions (JSONL) that are tokenized first, as paths, folders, patterns or URLs of them
+        (spark/storage.py).
     count: whose routing counts, of the tokens the model itself would have decoded or of all.
     generate_tokens: also count this many tokens of the model's own continuation of each window.
-    trace_dir, hidden: write the routing of every token there, with hidden states.
+    trace_dir, hidden: write the routing of every token there, with hidden states. trace_url: where its parts go in the
+        end, if that is a URL; trace_dir is then a folder of this calibration alone, `staging_path`.
     max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
     out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
     """
 
-    tokens: str | Path
+    tokens: storage.Given
     out: Path
     count: Literal["generated", "all"] = "generated"
     generate_tokens: int = 0
@@ -67,6 +68,7 @@ class CalibrateOptions:
     max_tokens: int | None = None
     resume: bool = False
     url: str = ""
+    trace_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,11 @@ def routing_path(out: Path) -> Path:
     return out.with_name(out.name + ".partial.routing")
 
 
+def staging_path(out: Path) -> Path:
+    """Where the trace of a calibration to `out` is gathered that goes to a URL."""
+    return out.with_name(out.name + ".partial.trace")
+
+
 def calibrate(
     config: EngineConfig,
     options: CalibrateOptions,
@@ -210,12 +217,15 @@ def calibrate(
     _refuse(options)
     with opened(config.model, options.tokens, progress) as file:
         if options.trace_dir is not None:
-            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB")
+            where = f" in {options.trace_dir} until it is sent" if options.trace_url else ""
+            note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB{where}")
         try:
             return _calibrate(config, options, file, deadlines, progress, opening)
         finally:
             if not partial_path(options.out).exists():  # without a checkpoint nothing can go on from it
                 shutil.rmtree(routing_path(options.out), ignore_errors=True)
+                if options.trace_url and options.trace_dir is not None:
+                    shutil.rmtree(options.trace_dir, ignore_errors=True)
 
 
 def _refuse(options: CalibrateOptions) -> None:
@@ -233,6 +243,11 @@ def _refuse(options: CalibrateOptions) -> None:
     # A run that was killed in its first window has counted nothing, and begun a trace, which can be gone on in.
     begun = None if state is None else state.get("trace")
     folder = options.trace_dir
+    if options.trace_url and folder is not None:
+        if any(name.startswith("part-") for name in storage.names(options.trace_url)):
+            raise UsageError(f"{options.trace_url} has a trace already", hint="name another folder for --trace")
+        if state is None:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run whose checkpoint is gone
     if folder is not None and begun != str(folder.resolve()) and part_paths(folder):
         raise UsageError(
             f"{folder} has a trace already, and there is no checkpoint to go on from",
@@ -277,7 +292,7 @@ def _calibrate(
         sessions, order = _read(file, tally, sample)
         trace = _recorded(routing, model, sample)
         if trace is not None and tally.ledger is not None:
-            trace = _in_order(trace, order, info["ctx_tokens"])
+            trace = replay.in_order(trace, order, info["ctx_tokens"])
         choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
@@ -297,6 +312,9 @@ def _calibrate(
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             choices=choices,
         )
+    if options.trace_url and options.trace_dir is not None:
+        progress("sending the trace", 0, 1)
+        storage.send(part_paths(options.trace_dir), options.trace_url)
     if options.url:
         with storage.writing(options.url, "the profile") as destination:
             destination.write(profiles.format(profile).encode())
@@ -523,28 +541,6 @@ def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> Routin
     if not routing.exists() or not part_paths(routing):
         return None
     return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
-
-
-def _in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
-    """The trace as one machine would have recorded it, which all that is chosen depends on.
-
-    order: places of windows in the file. A window's number is in the positions of its tokens.
-    """
-    pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
-    places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
-    by_file = np.lexsort((trace.position, places[index.ravel()]))
-    found = trace.session[by_file]
-    first = dict.fromkeys(found.tolist())
-    renamed = np.zeros(len(trace.session_ids), np.int32)
-    renamed[list(first)] = np.arange(len(first))
-    return replace(
-        trace,
-        experts=trace.experts[by_file],
-        generated=trace.generated[by_file],
-        position=trace.position[by_file],
-        session=renamed[found],
-        session_ids=tuple(trace.session_ids[i] for i in first),
-    )
 
 
 def _choices(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from engine.formats.trace import RoutingTrace
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
 from engine.ground.protocol import Done, Event, Tokens
@@ -97,3 +101,25 @@ def go_on(client: DaemonClient, window: Window, n_tokens: int) -> None:
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
         tokens = window.tokens.tolist()
         finish(client.generate(tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
+
+
+def in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
+    """A cluster's trace as one machine would have recorded it, which all that is chosen depends on.
+
+    order: places of windows in the file. A window's number is in the positions of its tokens.
+    """
+    pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
+    places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
+    by_file = np.lexsort((trace.position, places[index.ravel()]))
+    found = trace.session[by_file]
+    first = dict.fromkeys(found.tolist())
+    renamed = np.zeros(len(trace.session_ids), np.int32)
+    renamed[list(first)] = np.arange(len(first))
+    return replace(
+        trace,
+        experts=trace.experts[by_file],
+        generated=trace.generated[by_file],
+        position=trace.position[by_file],
+        session=renamed[found],
+        session_ids=tuple(trace.session_ids[i] for i in first),
+    )

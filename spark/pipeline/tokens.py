@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +45,7 @@ import pyarrow.parquet as pq
 
 from engine.formats.gguf import open_model
 from engine.ground.errors import FileFormatError, RequestError, SparkError, UsageError, WrongModelError
-from engine.ground.files import open_regular, replacing
+from engine.ground.files import open_regular, replacing, scratch
 from engine.text.tokenizer import Tokenizer, load
 from spark import storage
 from spark.speech.render import Renderer, Tokens, Turn
@@ -368,31 +367,31 @@ def _group_tokens(group: pq.RowGroupMetaData, window: int, name: str | Path) -> 
 
 
 @contextlib.contextmanager
-def opened(model: Path, given: str | Path, progress: Callable[[str, int, int], None]) -> Iterator[TokensFile]:
+def opened(model: Path, given: storage.Given, progress: Callable[[str, int, int], None]) -> Iterator[TokensFile]:
     """Open token files as one, or what sessions (JSONL) are tokenized to, for as long as the context lasts.
 
-    given: a path, a folder, a pattern or a URL of one of them (spark/storage.py). progress: of tokenizing. Raises what
+    given: paths, folders, patterns or URLs of them (spark/storage.py). progress: of tokenizing. Raises what
     `storage.reading`, `tokenize`, `read_tokens` and JoinedTokens do, WrongModelError for token files of another model,
     FileFormatError for those without tokens.
     """
     with contextlib.ExitStack() as stack:
-        found = stack.enter_context(storage.reading(given, (".parquet", ".jsonl")))
+        found, name = stack.enter_context(storage.reading(given, (".parquet", ".jsonl"))), storage.named(given)
         if found[0].path.suffix == ".jsonl":
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spark-tokens-"))) / "tokens.parquet"
+            path = stack.enter_context(scratch()) / "tokens.parquet"
             renderer, origin = renderer_of(model)
-            _tokenize(renderer, origin, given, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b))
-            found = [storage.Found(str(given), path)]
+            _tokenize(renderer, origin, name, found, path, DEFAULT_WINDOW, lambda a, b: progress("tokenizing", a, b))
+            found = [storage.Found(name, path)]
         files = [read_tokens(each.path, name=each.name) for each in found]
-        file = files[0] if len(files) == 1 else JoinedTokens(files, given)
+        file = files[0] if len(files) == 1 else JoinedTokens(files, name)
         with open_model(model) as opened_model:
             made_for, expected = file.origin.model_id, opened_model.model_id
         if made_for != expected:
             raise WrongModelError(
-                f"{given} was made for model {made_for}, this is model {expected}",
+                f"{name} was made for model {made_for}, this is model {expected}",
                 hint="tokenize the sessions again with this model",
             )
         if not file.n_tokens:
-            raise FileFormatError(f"{given} holds no tokens", hint=_HINT)
+            raise FileFormatError(f"{name} holds no tokens", hint=_HINT)
         yield file
 
 

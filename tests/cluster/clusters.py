@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.formats import profile as profiles
 from engine.formats.profile import Profile
 from engine.formats.trace import part_paths
 from engine.ground.config import EngineConfig
+from engine.ground.files import try_lock
 from spark.cluster.pool import Task
 from spark.cluster.worker import Counting, CountingWorker, Recorded
 from spark.daemon.client import Deadlines
@@ -84,6 +86,18 @@ def daemons() -> list[psutil.Process]:
     return [p for p in _below() if "run_module('engine'" in _name(p)]
 
 
+def folders_left() -> list[Path]:
+    """Folders for temporary files whose processes are gone."""
+    left = []
+    for path in Path(tempfile.gettempdir()).glob("spark-scratch-*"):
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(path, os.O_RDONLY)
+            if try_lock(held):
+                left.append(path)
+            os.close(held)
+    return left
+
+
 def _below() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
@@ -144,10 +158,10 @@ class Poisoned(CountingWorker):
         super().__init__(config, deadlines, counting)
         self._poison = (config.model.parent / "poison").read_text().split()
 
-    def _count(self, task: Recorded, before: int) -> Any:
-        if f"{task.window.session_id}:{task.window.window}" in self._poison:
+    def _do(self, payload: Recorded, before: int) -> Any:
+        if f"{payload.window.session_id}:{payload.window.window}" in self._poison:
             os.kill(self._client.pid, signal.SIGKILL)
-        return super()._count(task, before)
+        return super()._do(payload, before)
 
 
 class Misplaced(CountingWorker):

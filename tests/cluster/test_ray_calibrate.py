@@ -21,6 +21,7 @@ from engine.ground.errors import DeadlineError, UsageError
 from spark.cluster import calibrating
 from spark.cluster.options import ClusterOptions
 from spark.pipeline import calibrate
+from spark.pipeline.tokens import read_tokens, write_windows
 from tests.cluster import clusters
 from tests.cluster.clusters import CONFIG, DEADLINES, Expected, Machines, Misplaced, Poisoned, Slow, quiet
 from tests.command_line import NANO, none_left, refused, spark
@@ -66,8 +67,6 @@ def test_the_profile_is_that_of_one_machine(expected: Expected, two: Machines, t
 def test_a_window_that_kills_two_daemons_is_set_aside_and_named(
     expected: Expected, two: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from spark.pipeline.tokens import read_tokens
-
     windows = list(read_tokens(expected.tokens))
     bad = windows[len(windows) // 2]
     (tmp_path / "model.gguf").symlink_to(NANO)
@@ -77,6 +76,7 @@ def test_a_window_that_kills_two_daemons_is_set_aside_and_named(
     (found,) = report.more["set_aside"]
     assert found["window"] == f"window {bad.window} of session {bad.session_id}"
     assert len(found["reasons"]) == 2 and "signal 9" in found["reasons"][0]
+    assert not clusters.folders_left()
     assert report.tokens == expected.report.tokens - len(bad.tokens)
     assert sum(worker["lost"] for worker in report.more["workers"]) == 2
     assert f"{found['window']} is set aside, two workers ended at it: " in capsys.readouterr().err
@@ -147,6 +147,29 @@ def test_the_command_says_what_each_worker_did(expected: Expected, two: Machines
     found = json.loads((tmp_path / "j").read_text())
     assert sum(worker["tasks"] for worker in found["workers"]) > 20
     assert "Workers" in done.stdout and all(worker["node"] in done.stdout for worker in found["workers"])
+
+
+@pytest.mark.slow
+def test_several_files_in_any_order_are_counted_as_one(expected: Expected, two: Machines, tmp_path: Path) -> None:
+    file = read_tokens(expected.tokens)
+    windows = list(file)
+    cut = next(i for i in range(9, len(windows)) if windows[i].session_id != windows[i - 1].session_id)
+    for name, some in (("a", windows[:cut]), ("b", windows[cut:])):
+        with (tmp_path / f"{name}.parquet").open("wb") as half:
+            write_windows(half, some, file.origin, file.window)
+    arguments = ["--device", "cpu", "--out", "p.csv"]
+    stop = ["--max-tokens", "600"]
+    spark("calibrate", NANO, "b.parquet", "a.parquet", *arguments, *stop, cwd=tmp_path)
+    first = (tmp_path / "p.csv").read_bytes()
+    spark("calibrate", NANO, "a.parquet", "b.parquet", *arguments, *stop, cwd=tmp_path)
+    assert untimed((tmp_path / "p.csv").read_bytes()) == untimed(first)
+    spark("calibrate", NANO, "b.parquet", tmp_path, *arguments, "--ray", two.address, cwd=tmp_path)
+    assert expected.same(tmp_path / "p.csv")
+
+
+def untimed(profile: bytes) -> list[bytes]:
+    """A profile without the time when it was made."""
+    return [word for word in profile.split() if not word.startswith(b"created=")]
 
 
 @pytest.mark.parametrize(
@@ -226,5 +249,6 @@ def test_nothing_is_left_running(expected: Expected, two: Machines, tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         cluster = ClusterOptions(two.address, None, 0)
         calibrating.run(CONFIG, expected.options(tmp_path / "p.csv"), cluster, DEADLINES, interrupt, Slow)
+    assert not clusters.folders_left()
     assert none_left(clusters.daemons()) and none_left(clusters.hands())
     assert calibrate.partial_path(tmp_path / "p.csv").exists()

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from engine.ground.errors import FileFormatError, SparkError, UsageError
-from spark.extract import ExtractOptions, extract
+from spark.extract import ExtractOptions, extract, groups_of, homes
 from spark.extract.homes import mark_of
+from spark.extract.intake import Intake
+from spark.extract.report import estimate_tokens
 from spark.speech.sessions import read_sessions, root_of, split_rank
 from tests.command_line import SAMPLES, children, none_left, refused, spark, started, until
 from tests.object_store import object_store
@@ -77,6 +79,35 @@ def test_each_users_sessions_are_those_of_a_run_for_that_user(three: Path, tmp_p
     assert all(len(side) == 1 for side in sides.values())
     assert sum(report.sessions.values()) == len(found)
     assert not [path for path in (tmp_path / "all").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("where", ["{three}/ann", "{three}/*"])
+def test_the_number_of_processes_changes_nothing(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of one home several read some roots each; of three with two copies of the same logs perhaps as well."""
+    reports, parts = [], []
+    for n_cores in (1, 5):
+        monkeypatch.setattr(homes, "_cores", lambda n_cores=n_cores: n_cores)
+        given = ExtractOptions(tmp_path / str(n_cores), homes=(where.format(three=three),), test_frac=0.3)
+        reports.append(extract(given, nothing).to_json())
+        dealt = homes._dealt(
+            [str(three / "ann")], [str(three / "ann")], n_cores, tmp_path, tmp_path, given, estimate_tokens
+        )
+        parts.append(len(dealt[0]))
+    assert parts == [1, 5] and reports[0] == reports[1] and reports[0]["dropped_content"]
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "5" / name).read_bytes()
+
+
+def test_parts_are_of_a_size_and_have_all_roots(three: Path) -> None:
+    logs = homes._logs(three / "ann", ExtractOptions(three))
+    groups = groups_of(logs, Intake(True, nothing, three))
+    sizes = {group.root_id: sum(log.size for log in group.files) for group in groups}
+    parts = [homes._part(groups, i, 3) for i in range(3)]
+    assert set.union(*parts) == sizes.keys() and sum(map(len, parts)) == len(sizes)
+    loads = [sum(sizes[root] for root in part) for part in parts]
+    assert max(loads) - min(loads) <= max(sizes.values())
 
 
 def test_counts_are_sums_and_the_order_of_homes_changes_no_session(three: Path, tmp_path: Path) -> None:

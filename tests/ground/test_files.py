@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from engine.formats import profile as profiles
 from engine.formats.profile import Profile
 from engine.ground import files
 from engine.ground.errors import SparkError
-from engine.ground.files import open_regular, replacing
+from engine.ground.files import open_regular, replacing, scratch
 from spark.pipeline.calibrate import partial_path
 from tests.command_line import LOGS, NANO, ROOT, SPARK, environment, explained, refused, spark, started, until
 
@@ -203,3 +204,51 @@ def test_a_checkpoint_that_counted_something_is_not_thrown_away(tmp_path: Path) 
     (tmp_path / "t.parquet").write_bytes(b"")
     text = refused("calibrate", NANO, "t.parquet", "--out", "p.csv", cwd=tmp_path, status=2)
     assert "--resume" in text
+
+
+SCRATCH = """
+import sys, time; from pathlib import Path; from engine.ground.files import scratch
+with scratch(Path(sys.argv[1])) as folder:
+    (folder / "deep").mkdir(); (folder / "deep" / "file").write_bytes(b"half")
+    print(folder.name, flush=True); time.sleep(100)
+"""
+
+
+def holder(parent: Path) -> tuple[subprocess.Popen[str], str]:
+    """A process that has a scratch folder, and its name."""
+    command = [sys.executable, "-c", SCRATCH, str(parent)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_the_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    (tmp_path / "spark-other").mkdir()
+    (dead, lost), (living, kept) = holder(tmp_path), holder(tmp_path)
+    with living, dead:
+        try:
+            with scratch(tmp_path) as ours:
+                dead.kill()
+                dead.wait()
+                assert {path.name for path in tmp_path.iterdir()} == {lost, kept, ours.name, "spark-other"}
+            assert {path.name for path in tmp_path.iterdir()} == {kept, "spark-other"}, "they go as ours does"
+        finally:
+            living.kill()
+    with scratch(tmp_path) as ours:
+        assert {path.name for path in tmp_path.iterdir()} == {ours.name, "spark-other"}, "and as one is made"
+    assert [path.name for path in tmp_path.iterdir()] == ["spark-other"]
+
+
+def test_folders_that_come_and_go_at_once_are_never_taken_for_left(tmp_path: Path) -> None:
+    """A folder is there before it is held, and whoever sweeps may see it then."""
+
+    def often(number: int) -> None:
+        for _ in range(60):
+            with scratch(tmp_path) as folder:
+                (folder / "file").write_text(str(number))
+                time.sleep(0.001)
+                assert (folder / "file").read_text() == str(number)
+
+    with ThreadPoolExecutor(7) as threads:
+        list(threads.map(often, range(7)))
+    assert not list(tmp_path.iterdir())

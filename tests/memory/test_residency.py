@@ -20,7 +20,7 @@ from engine.placing.placement import Placement
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span
 from engine.serving.scheduler import Engine
-from spark.pipeline import validate
+from spark.pipeline import ladder as ladder_of
 from tests.tiny_models import k_quant_mix, write_tiny
 
 RNG = np.random.default_rng(11)
@@ -115,7 +115,7 @@ def test_engine_and_validation_decide_alike_under_every_policy(
     profile = Profile(counts, 5, choices=choices)
     save_profile(profile, tmp_path / "p.csv")
     loaded = loaded_for(model, rung.name, percent, profile=tmp_path / "p.csv")
-    placed = validate.place(rung, counts, profile, loaded.shares.placement.expert_bytes, 5, percent)
+    placed = ladder_of.place(rung, counts, profile, loaded.shares.placement.expert_bytes, 5, percent)
     assert (placed.placement, placed.rule) == (loaded.shares.placement, loaded.shares.rule)
     tokens = rng.integers(0, 301, 90).astype(np.int32)
     _, experts = decode(loaded, tokens, 50)

@@ -30,6 +30,7 @@ from engine.placing.simulate import Recording
 from spark.daemon.client import Deadlines
 from spark.extract import ExtractOptions, extract
 from spark.pipeline import calibrate, replay, validate
+from spark.pipeline import ladder as ladder_of
 from spark.pipeline.sample import Sample
 from spark.pipeline.tokens import Origin, TokensFile, Window, read_tokens, tokenize, write_windows
 from spark.speech.sessions import root_of
@@ -156,7 +157,7 @@ def test_what_was_chosen_is_no_worse_than_lru_or_a_fixed_placement(
     draws = evidence.Draws(recording.tokens)
     for percent in (10.0, 30.0, 60.0):
         placed = {
-            rung.name: validate.place(rung, made.counts, made, [1] * 6, 4, percent)
+            rung.name: ladder_of.place(rung, made.counts, made, [1] * 6, 4, percent)
             for rung in (policies.STATIC, policies.LRU, policies.SPARK)
         }
         missed = {name: recording.replay(p.placement, p.rule).root_misses for name, p in placed.items()}
@@ -514,7 +515,7 @@ def test_the_verdict_is_what_the_rows_say(ladder: validate.ValidateReport) -> No
     ],
 )
 def test_comparisons_in_words(more: Interval, others: int, words: str) -> None:
-    assert validate.compared(more, others) == words
+    assert ladder_of.compared(more, others) == words
 
 
 @pytest.mark.parametrize("what", ["calibrating", "recording routing"])

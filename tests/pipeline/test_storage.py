@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -15,6 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from engine.formats import profile as profiles
+from engine.formats.trace import part_paths
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError, WrongModelError
 from spark import storage
@@ -89,8 +92,28 @@ def test_several_token_files_are_read_as_one(made: Path, memory: str, how: str) 
     with tokens.opened(NANO, given(made)[how], nothing) as file:
         assert rows(file) == rows(file) == rows(tokens.read_tokens(made / "all.parquet"))
         assert (file.n_windows, file.window) == (len(rows(file)), 512)
-        assert file.n_tokens == sum(len(row[2]) for row in rows(file)) and file.name == given(made)[how]
+        assert file.n_tokens == sum(len(row[2]) for row in rows(file)) and file.name == str(given(made)[how])
         assert len(file.digest) == 64
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        ["HERE/tokens/a.parquet", "HERE/tokens/b.parquet"],
+        ["HERE/tokens/b.parquet", "HERE/tokens/a.parquet"],
+        ["HERE/tokens/b.parquet", "HERE/tokens", "file://HERE/tokens/?.parquet"],
+        ["HERE/halves/../tokens/b.parquet", "memory://team/tokens/a.parquet"],
+    ],
+)
+def test_several_arguments_are_read_as_one_in_an_order_of_their_own(
+    made: Path, memory: str, several: list[str]
+) -> None:
+    given = [each.replace("HERE", str(made)) for each in several]
+    with tokens.opened(NANO, made / "tokens", nothing) as whole, tokens.opened(NANO, given, nothing) as file:
+        swapped = "memory" in given[-1]  # a URL comes after paths: `memory:` is above `/`
+        assert (file.digest == whole.digest) == (not swapped)
+        assert file.n_tokens == whole.n_tokens and file.name == f"{given[0]} and {len(given) - 1} more"
+        assert sorted(rows(file)) == sorted(rows(whole)) and (rows(file) == rows(whole)) == (not swapped)
 
 
 @pytest.mark.parametrize("url", ["memory://team/tokens/a.parquet", "file://HERE/tokens/a.parquet"])
@@ -125,6 +148,8 @@ def test_a_path_that_is_there_is_no_pattern(made: Path, tmp_path: Path) -> None:
         ("HERE/none/*.parquet", FileFormatError, r"none/\*.parquet has no files \(\*.parquet, \*.jsonl\)"),
         ("HERE/empty", FileFormatError, "empty has no files"),
         ("HERE", UsageError, r"has files of several kinds \(.jsonl, .parquet\)"),
+        (["HERE/x.parquet", "HERE/empty"], FileFormatError, "empty has no files"),
+        (["HERE/x.jsonl", "HERE/x.parquet"], UsageError, r"x.jsonl and 1 more has files of several kinds"),
         ("HERE/twice", FileFormatError, "twice/b.parquet: session '.*' is also in .*twice/a.parquet"),
         ("HERE/foreign", WrongModelError, "b.parquet was made with .*, .*a.parquet with"),
         ("HERE/damaged", FileFormatError, "damaged/b.parquet cannot be read as a token file"),
@@ -136,7 +161,7 @@ def test_a_path_that_is_there_is_no_pattern(made: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(
-    made: Path, memory: str, tmp_path: Path, where: str, error: type[SparkError], words: str
+    made: Path, memory: str, tmp_path: Path, where: str | list[str], error: type[SparkError], words: str
 ) -> None:
     one = (made / "tokens/a.parquet").read_bytes()
     file = tokens.read_tokens(made / "tokens/b.parquet")
@@ -153,7 +178,8 @@ def test_what_cannot_be_read_is_named(
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.jsonl").touch()
     (tmp_path / "x.parquet").touch()
-    with pytest.raises(error, match=words), tokens.opened(NANO, where.replace("HERE", str(tmp_path)), nothing):
+    given = [each.replace("HERE", str(tmp_path)) for each in storage.several(where)]
+    with pytest.raises(error, match=words), tokens.opened(NANO, given if len(given) > 1 else given[0], nothing):
         pass
 
 
@@ -268,6 +294,60 @@ def test_calibrating_on_several_files_is_calibrating_on_one_and_merging(
     assert np.array_equal(merged.counts, one.counts)
     assert (merged.tokens, merged.sessions) == (one.tokens, one.sessions)
     assert beside.diff(tmp_path / "merged", tmp_path / "one").total.distance == 0.0
+
+
+def test_a_trace_goes_to_a_url_whole_or_not_at_all(
+    made: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, url = tmp_path / "p.csv", "memory://team/trace"
+    config = EngineConfig(model=NANO, device="cpu", policy="uniform", ctx_tokens=512)
+    given = calibrate.CalibrateOptions(made / "tokens/a.parquet", out, trace_dir=calibrate.staging_path(out))
+    given = replace(given, trace_url=url, max_tokens=1200)
+
+    def run(options: calibrate.CalibrateOptions) -> None:
+        calibrate.calibrate(config, options, Deadlines(ready_s=60, total_s=100), nothing)
+
+    def lost(source: str, target: str) -> None:
+        whole(source, target)
+        if "part-000001" in target:
+            raise OSError("the connection was lost")
+
+    whole = MEMORY.put_file
+    with monkeypatch.context() as patch, pytest.raises(SparkError, match="cannot write memory://team/trace: OSError"):
+        patch.setattr(MemoryFileSystem, "put_file", lambda self, source, target: lost(source, target))
+        run(given)
+    assert not MEMORY.find("/team/trace") and not out.exists(), "nothing is half there"
+    assert {path.name for path in tmp_path.iterdir()} == {"p.csv.partial", "p.csv.partial.trace"}
+    run(replace(given, resume=True))
+    here = replace(given, out=tmp_path / "q.csv", trace_dir=tmp_path / "t", trace_url="")
+    run(here)
+    names = [path.name for path in part_paths(tmp_path / "t")]
+    assert len(names) > 1 and storage.names(url) == names
+    for name in names:
+        assert MEMORY.cat_file(f"/team/trace/{name}") == (tmp_path / "t" / name).read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"p.csv", "q.csv", "t"}
+    with pytest.raises(UsageError, match="memory://team/trace has a trace already"):
+        run(replace(given, out=tmp_path / "r.csv", trace_dir=calibrate.staging_path(tmp_path / "r.csv")))
+    assert not list(tmp_path.glob("r.csv*"))
+
+
+@pytest.mark.parametrize(
+    ("url", "lacks", "installs"),
+    [
+        ("gs://team/t.parquet", "gcsfs", "pip install gcsfs"),
+        ("simplecache::gs://team/t.parquet", "gcsfs", "pip install gcsfs"),
+        ("s3://team/t.parquet", "s3fs", "[storage]"),
+    ],
+)
+def test_storage_whose_library_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, lacks: str, installs: str
+) -> None:
+    monkeypatch.setitem(sys.modules, lacks, None)  # as where it is not installed
+    for name in ("s3", "gs"):
+        monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, name, raising=False)
+    with pytest.raises(MissingExtraError, match=lacks) as caught:
+        storage.place(url)
+    assert installs in caught.value.hint
 
 
 # --- commands -----------------------------------------------------------------------------------------

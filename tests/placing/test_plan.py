@@ -27,7 +27,7 @@ from engine.placing.placement import Experts
 from engine.placing.plan import Fixed, MemoryPlan, most_slots, smallest_cap
 from engine.running import dryrun, probe
 from spark.daemon.client import Deadlines
-from spark.pipeline import validate
+from spark.pipeline import ladder as ladder_of
 from tests import published_headers
 from tests.published_headers import HEADERS
 from tests.tiny_models import k_quant_mix, write_tiny
@@ -331,7 +331,7 @@ def test_validation_compares_with_what_fits_where_not_all_does(monkeypatch: pyte
             raise CapacityError("too large")
         return "client"
 
-    monkeypatch.setattr(validate.replay, "open_daemon", open_daemon)
+    monkeypatch.setattr(ladder_of.replay, "open_daemon", open_daemon)
     config = EngineConfig(Path("m"), residency_pct=60.0)
-    assert validate._open_reference(config, Deadlines(), lambda *_: None) == "client"
+    assert ladder_of.open_reference(config, Deadlines(), lambda *_: None) == "client"
     assert asked == [("all", 60.0), ("uniform", 100.0)]

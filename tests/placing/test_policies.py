@@ -18,7 +18,7 @@ from engine.placing.placement import Experts, Placement
 from engine.placing.policies import POLICIES, Policy
 from engine.placing.policy import Rule
 from engine.placing.simulate import simulate
-from spark.pipeline import validate
+from spark.pipeline import ladder as ladder_of
 from tests.placing.test_simulate import random_trace
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_no_policy_exceeds_the_budget_or_sees_counts_that_are_not_its_own(
     seed=st.integers(0, 2**32 - 1), percent=st.sampled_from([10.0, 15.0, 33.3, 60.0, 100.0]), memory=st.integers(0, 8)
 )  # fmt: skip
 def test_validation_places_and_simulates_as_the_engine_does(seed: int, percent: float, memory: int) -> None:
-    """`validate.place` is the engine's own call: same slots, contents and rule, so the same misses on any trace."""
+    """`ladder.place` is the engine's own call: same slots, contents and rule, so the same misses on any trace."""
     rng = np.random.default_rng(seed)
     trace = random_trace(rng, 60, L, USED, E)
     profile = Profile(trace.counts(), USED, choices=(choice(10, 1.0, memory), choice(20, 0.5, 3)))
@@ -142,7 +142,7 @@ def test_validation_places_and_simulates_as_the_engine_does(seed: int, percent: 
         counts = chosen.counts(profile, range(L), E)
         budget = placement.residency_budget(E, SIZES, percent)
         engine = policies.place(chosen, Experts(counts, SIZES, n_used=USED), budget, profile)
-        rung = validate.place(chosen, trace.counts(), profile, SIZES, USED, percent)
+        rung = ladder_of.place(chosen, trace.counts(), profile, SIZES, USED, percent)
         assert rung == engine
         a, b = (simulate(trace, made.placement, made.rule) for made in (engine, rung))
         assert np.array_equal(a.misses, b.misses) and np.array_equal(a.root_moves, b.root_moves)

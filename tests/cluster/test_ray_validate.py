@@ -1,0 +1,146 @@
+"""`spark validate --ray`: what one machine finds, what depends on time aside, also where workers end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.ground.errors import DaemonError, UsageError
+from spark.cluster import validating
+from spark.cluster.options import ClusterOptions
+from spark.pipeline import validate
+from spark.pipeline.ladder import Step
+from spark.pipeline.validate import ValidateOptions
+from tests.cluster import clusters
+from tests.cluster.clusters import CONFIG, DEADLINES, Expected, Machines, quiet
+from tests.command_line import NANO, none_left, spark
+
+# What one machine does not find twice either: slots adapt when nothing runs, which is a matter of time.
+TIMED = ("decode_tokens_per_s", "prefill_tokens_per_s", "served_hit_rate")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    return clusters.on_one_machine(tmp_path_factory.mktemp("one"), 9_000)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Machines]:
+    with clusters.machines(1, 1) as made:
+        yield made
+
+
+def options(expected: Expected, **more: Any) -> ValidateOptions:
+    profile = expected.tokens.parent / "one.csv"
+    given: dict[str, Any] = {"residencies": (25.0,), "max_tokens": 4_000, "prompts": 2, "generate_tokens": 5}
+    return ValidateOptions(expected.tokens, profile, (profile,), **(given | more))
+
+
+def on_one(expected: Expected, **more: Any) -> dict[str, Any]:
+    return untimed(validate.validate(CONFIG, options(expected, **more), DEADLINES, quiet).to_json())
+
+
+def run(expected: Expected, on: Machines, **more: Any) -> validate.ValidateReport:
+    return validating.run(CONFIG, options(expected, **more), ClusterOptions(on.address, None, 0), DEADLINES, quiet)
+
+
+def untimed(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what depends on time, and without what a cluster adds."""
+    made: dict[str, Any] = json.loads(json.dumps(report))
+    for ladder in made["residencies"]:
+        for row in (*ladder["rows"], *ladder["cross"]):
+            for key in TIMED:
+                assert row[key] is None or row.pop(key) > 0
+    return {key: value for key, value in made.items() if key not in ("workers", "climbers", "set_aside", "refused")}
+
+
+def test_the_report_is_that_of_one_machine(expected: Expected, two: Machines) -> None:
+    report = run(expected, two)
+    found, wanted = untimed(report.to_json()), on_one(expected)
+    for ours, theirs in zip(found["residencies"], wanted["residencies"], strict=True):
+        for row, other in zip((*ours["rows"], *ours["cross"]), (*theirs["rows"], *theirs["cross"]), strict=True):
+            assert row == other
+    assert found == wanted
+    more = report.more
+    assert sum(worker["cost"] for worker in more["workers"]) > report.tokens and more["set_aside"] == []
+    assert len({worker["node"] for worker in more["workers"]}) == 2 and more["refused"] == {}
+    n_steps = sum(len(ladder.rows) + len(ladder.cross) for ladder in report.ladders)
+    assert sum(climber["tasks"] for climber in more["climbers"]) == n_steps
+    assert {climber["tasks"] > 0 for climber in more["climbers"]} == {True}
+    assert none_left(clusters.daemons()) and none_left(clusters.hands()) and not clusters.folders_left()
+
+
+@pytest.mark.slow
+def test_workers_that_end_change_nothing(expected: Expected, two: Machines) -> None:
+    over, kills = threading.Event(), []
+
+    def trouble() -> None:
+        for wait_s in (0.2, 3.0):
+            while not clusters.daemons() and not over.wait(0.05):
+                pass
+            over.wait(wait_s)
+            found = clusters.daemons()
+            while not found and not over.is_set():
+                found = clusters.daemons()
+                over.wait(0.01)
+            for daemon in found[:1]:
+                daemon.kill()
+                kills.append(daemon.pid)
+
+    thread = threading.Thread(target=trouble)
+    thread.start()
+    try:
+        report = run(expected, two, residencies=(60.0, 25.0))
+    finally:
+        over.set()
+        thread.join()
+    assert kills and sum(each["lost"] for name in ("workers", "climbers") for each in report.more[name])
+    assert untimed(report.to_json()) == on_one(expected, residencies=(60.0, 25.0))
+
+
+class Doomed(validating.LadderWorker):
+    """Its daemon ends at one step."""
+
+    def _do(self, payload: Step, before: int) -> Any:
+        if payload == Step(25.0, "lru"):
+            raise DaemonError("it is gone")
+        return super()._do(payload, before)
+
+
+@pytest.mark.slow
+def test_a_step_that_two_workers_end_at_is_named(
+    expected: Expected, two: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validating, "LadderWorker", Doomed)
+    with pytest.raises(DaemonError, match=r"lru at 25%: two workers ended at it: .*it is gone; .*it is gone"):
+        run(expected, two, max_tokens=600, prompts=1, generate_tokens=2)
+    assert none_left(clusters.daemons()) and none_left(clusters.hands())
+
+
+@pytest.mark.slow
+def test_what_one_machine_refuses_is_refused(expected: Expected, two: Machines) -> None:
+    with pytest.raises(UsageError, match="leaves no room for a prompt"):
+        run(expected, two, generate_tokens=1 << 20)
+    with pytest.raises(UsageError, match="--residency 101: expected 0 to 100"):
+        run(expected, two, residencies=(101.0,))
+    with pytest.raises(UsageError, match="--vram caps the memory of a GPU, and this is the CPU"):
+        capped = replace(CONFIG, vram_gib=1.0)
+        validating.run(capped, options(expected), ClusterOptions(two.address, None, 0), DEADLINES, quiet)
+
+
+@pytest.mark.slow
+def test_the_command_says_who_did_what(expected: Expected, two: Machines, tmp_path: Path) -> None:
+    few = ("--max-tokens", "600", "--residency", "60", "--prompts", "1", "--generate", "2", "--device", "cpu")
+    profile = expected.tokens.parent / "one.csv"
+    done = spark(
+        "validate", NANO, expected.tokens, "--profile", profile, *few, "--ray", two.address, "--json", "j", cwd=tmp_path
+    )
+    found = json.loads((tmp_path / "j").read_text())
+    assert "Steps of the ladder" in done.stdout and "Held-out sessions at 60% residency" in done.stdout
+    assert sum(climber["tasks"] for climber in found["climbers"]) == len(found["residencies"][0]["rows"])
