@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.ground.digest import kernels
 from engine.ground.errors import CapacityError
 from engine.ops.cuda import library
 from engine.ops.cuda.device import Dim, Module
@@ -84,7 +85,7 @@ def compile_module(module: Module, effort: str = "-O2") -> Path:
 
     effort: what a model runs is worth the compiler's time; a kernel that one test launches a few times is not.
     """
-    text = f'#include "runtime.h"\n{library.source(module, (EMULATOR, library.folder()))}\n'
+    text = f'#include "runtime.h"\n{library.source(module, (EMULATOR, kernels()))}\n'
     key = hashlib.sha256(b"\0".join([_key_prefix(), effort.encode(), text.encode()])).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"spark-cuda-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -41,10 +41,11 @@ print(engine.__file__, spark.__file__, cpu_library.load()._name, sep="\\n")
 
 
 SOURCES = """
+from engine.ground.digest import kernels
 from engine.ops.cuda.device import Module
-from engine.ops.cuda.library import folder, source
-print(folder())
-for path in folder().glob("*.cu"):
+from engine.ops.cuda.library import source
+print(kernels())
+for path in kernels().glob("*.cu"):
     text = source(Module(path.name, (("TYPE", "Q4_K"),)))
     assert text.startswith("#define TYPE Q4_K") and '#include "' not in text and "KERNEL" in text, path
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine.drafting.dflash import Drafter
 from engine.ground.config import EngineConfig
+from engine.ground.digest import code_digest
 from engine.ground.errors import CapacityError
 from engine.ground.kv_types import pair_of
 from engine.memory import swap
@@ -34,7 +35,6 @@ from engine.placing import plan
 from engine.running import dryrun, mtp
 from engine.running.backend import Backend, open_backend
 from engine.running.decoding import Decoder
-from engine.running.digest import code_digest
 from engine.running.drafts import Drafts, lay_out
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward

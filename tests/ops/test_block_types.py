@@ -19,6 +19,7 @@ from engine.formats import block_types
 from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES, RECORDS, BlockType
 from engine.formats.quants import QTensor
 from engine.ground.cpu_library import BAD_TYPE, ExpertsRecord, KVRecord, MatrixRecord
+from engine.ground.digest import kernels
 from engine.ground.errors import SparkError, UnsupportedModelError
 from engine.ground.kv_types import KV_TYPES, pair_of
 from engine.memory.kv import KVGroup, group_bytes
@@ -255,7 +256,7 @@ MODULES = [
 @pytest.mark.parametrize("record", [False, True], ids=["no record", "no code"])
 def test_cuda_does_not_compile_a_type_without_record_or_code(module: Module, record: bool, added: Path) -> None:
     nvrtc = library.find_nvrtc()
-    text = library.source(module, (added, library.folder()) if record else None)
+    text = library.source(module, (added, kernels()) if record else None)
     assert text.count("#define BLOCK_TYPES(X)") == 1 and (f"X({NAME}, " in text) == record
     with pytest.raises(SparkError, match=rf"{NAME}|no code for this type|not a float type") as caught:
         nvrtc.compile(text, module, "sm_80")

@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType as QType
 from benchmarks.full_shape import SHAPES, first_layers, mix_of
 from engine.formats.block_types import NATIVE_TYPES
 from engine.formats.quants import QTensor
+from engine.ground.digest import kernels
 from engine.ground.kv_types import pair_of
 from engine.memory.residency import ExpertTensors
 from engine.models import qwen3moe
@@ -206,4 +207,4 @@ def test_the_oldest_compiler_takes_every_file() -> None:
 
 def test_no_file_is_left_out() -> None:
     found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
-    assert found == {path.name for path in library.folder().glob("*.cu")}
+    assert found == {path.name for path in kernels().glob("*.cu")}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.ground.digest import kernels
 from engine.ground.errors import CapacityError
 from engine.ops.cuda import library
 from engine.ops.cuda.device import Module
@@ -162,7 +163,7 @@ KERNEL mistake(i32* y, i32 which) {
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedKernel:
     (tmp_path / "test.cu").write_text(KERNELS)
-    monkeypatch.setattr(library, "folder", lambda: tmp_path)
+    monkeypatch.setattr(library, "kernels", lambda: tmp_path)
     device = EmulatedDevice()
     return lambda name: (device, device.kernel(Module("test.cu"), name))
 
@@ -402,5 +403,5 @@ def test_the_emulator_has_the_functions_of_ptx() -> None:
 
     mine = {f for f in functions(EMULATOR / "ptx.cuh") if not f.startswith("emulator_")}
     # shared_address is for the others alone, stamp is the GPU's timer, for a measurement.
-    assert mine == functions(library.folder() / "ptx.cuh") - {"shared_address", "stamp"}
+    assert mine == functions(kernels() / "ptx.cuh") - {"shared_address", "stamp"}
     assert len(mine) > 20

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.ground.digest import kernels
 from engine.ground.errors import CapacityError, MissingExtraError, SparkError
 from engine.ground.install import requirement
 from engine.ops.cuda import gpu, library
@@ -34,7 +35,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "a.cuh").write_text('#include "b.cuh"\n')
     (folder / "b.cuh").write_text('#include "a.cuh"\n')
     (folder / "lost.cu").write_text('#include "nowhere.cuh"\n')
-    monkeypatch.setattr(library, "folder", lambda: folder)
+    monkeypatch.setattr(library, "kernels", lambda: folder)
     return folder
 
 
@@ -69,7 +70,7 @@ def test_another_folder_goes_first(sources: Path, tmp_path: Path) -> None:
 
 
 def test_the_kernels_are_found() -> None:
-    assert (library.folder() / "ptx.cuh").is_file()
+    assert (kernels() / "ptx.cuh").is_file()
 
 
 @pytest.fixture(scope="module")

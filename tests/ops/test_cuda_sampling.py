@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.ground.digest import kernels
 from engine.ground.errors import NumericalError
 from engine.ground.protocol import MAX_STOP_TOKENS
 from engine.ops import KV_BLOCK_TOKENS, Limits, arithmetic
-from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.sampling import (
     DESCRIBED_ENTRIES,
@@ -384,7 +384,7 @@ def test_bounds_are_checked(device: Any) -> None:
 
 
 def test_states_lie_as_far_apart_as_the_kernels_say() -> None:
-    text = (library.folder() / "step.cuh").read_text()
+    text = (kernels() / "step.cuh").read_text()
     found = {name: int(n) for name, n in re.findall(r"#define (\w+) (\d+)\n", text)}
     states = SamplerStates(CountingDevice(), limits(41), 2)
     assert found["MAX_STOP_TOKENS"] == MAX_STOP_TOKENS == states.stop.shape[1]

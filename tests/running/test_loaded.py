@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.ground import digest
 from engine.ground.config import EngineConfig
+from engine.ground.digest import code_files, kernels
 from engine.ground.errors import CapacityError
 from engine.memory.prefix import PrefixCache
 from engine.memory.residency import MappedTier
 from engine.ops.cpu_workspace import Workspace
-from engine.ops.cuda import library
 from engine.ops.host import HostDevice
-from engine.running import digest, loaded, shares
-from engine.running.digest import code_files
+from engine.running import loaded, shares
 from engine.running.loaded import load
 from engine.running.source import Source
 from engine.running.stepping import Graphs
@@ -126,7 +126,7 @@ def test_all_that_decides_bits_is_in_the_digest() -> None:
     files = set(code_files())
     sources = {path for path in digest.ENGINE.rglob("*.*") if path.is_file() and path.suffix != ".pyc"}
     assert {path.relative_to(digest.ENGINE).parts[0] for path in sources - files} <= {"text", "lib", "cuda"}
-    cuda = {path for path in library.folder().iterdir() if path.suffix in (".cu", ".cuh", ".h")}
+    cuda = {path for path in kernels().iterdir() if path.suffix in (".cu", ".cuh", ".h")}
     assert len(cuda) > 10 and cuda <= files
     assert digest.library_path() in files
 

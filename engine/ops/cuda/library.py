@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import engine
 from engine.formats import block_types
+from engine.ground.digest import kernels
 from engine.ground.errors import MissingExtraError, SparkError
 from engine.ground.files import replacing
 from engine.ground.install import requirement
@@ -38,13 +38,6 @@ _DIGEST_BYTES = 32
 # --- sources --------------------------------------------------------------------------------------
 
 
-@cache
-def folder() -> Path:
-    """The folder of the kernels' sources: in the installed package, else in the source tree."""
-    package = Path(engine.__file__).parent
-    return next((p for p in (package / "cuda", package.parent / "cuda") if (p / "ptx.cuh").is_file()), package / "cuda")
-
-
 def source(module: Module, folders: Sequence[Path] | None = None) -> str:
     """One text without includes: the module's macros, then its file with every header in its place, once.
 
@@ -52,7 +45,7 @@ def source(module: Module, folders: Sequence[Path] | None = None) -> str:
     that is missing, a header that includes itself.
     """
     lines = [f"#define {name} {value}\n" for name, value in module.defines]
-    return "".join([*lines, _inlined(module.file, folders or (folder(),), set(), ())])
+    return "".join([*lines, _inlined(module.file, folders or (kernels(),), set(), ())])
 
 
 def _inlined(name: str, folders: Sequence[Path], done: set[str], above: tuple[str, ...]) -> str:

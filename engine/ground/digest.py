@@ -10,17 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from engine.ground.cpu_library import library_path
-from engine.ops.cuda import library
 
 ENGINE = Path(__file__).parents[1]
 OTHER_ROOMS = ("text",)  # a cache follows from tokens, however they came about
+
+
+@cache
+def kernels() -> Path:
+    """The folder of the sources of the GPU's kernels: in the installed package, else in the source tree."""
+    return next((p for p in (ENGINE / "cuda", ENGINE.parent / "cuda") if (p / "ptx.cuh").is_file()), ENGINE / "cuda")
 
 
 def code_files() -> list[Path]:
     """Sources, kernels and the compiled library that decide the bits of a cache: all of the engine but its texts."""
     sources = (path for kind in ("*.py", "*.h") for path in ENGINE.rglob(kind))
     deciding = (path for path in sources if path.relative_to(ENGINE).parts[0] not in OTHER_ROOMS)
-    return [*sorted(deciding), *sorted(library.folder().glob("*.cu*")), library_path()]
+    return [*sorted(deciding), *sorted(kernels().glob("*.cu*")), library_path()]
 
 
 def digest(files: Iterable[Path], compiler: str = "") -> str:
