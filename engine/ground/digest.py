@@ -28,9 +28,9 @@ def code_files() -> list[Path]:
     return [*sorted(deciding), *sorted(kernels().glob("*.cu*")), library_path()]
 
 
-def digest(files: Iterable[Path], compiler: str = "") -> str:
-    """A hash of files, of what compiles the kernels, and of NumPy, which makes tables and is the reference backend."""
-    made = hashlib.sha256(f"NumPy {np.__version__}, {compiler}".encode())
+def digest(files: Iterable[Path]) -> str:
+    """A hash of files, and of NumPy, which makes tables and is the reference backend."""
+    made = hashlib.sha256(f"NumPy {np.__version__}".encode())
     for path in files:
         content = path.read_bytes()  # the library is of its compiler's flags, too
         made.update(f"\n{path.name} {len(content)}\n".encode() + content)
@@ -38,6 +38,6 @@ def digest(files: Iterable[Path], compiler: str = "") -> str:
 
 
 @cache
-def code_digest(compiler: str) -> str:
-    """The digest of `code_files`, read once. compiler: of a GPU's kernels, which are compiled where they run."""
-    return digest(code_files(), compiler)
+def code_digest() -> str:
+    """The digest of `code_files`, read once; SparkError where the library is not built."""
+    return digest(code_files())

@@ -270,7 +270,8 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
             "block": 0 if source.block is None else source.block.number,
             "block_id": source.drafts.block_id,  # of a file of its own: what it computed is in the chunks
             "device": f"{backend.name}: {backend.device.name}",
-            "code": code_digest(backend.compiler),
+            "code": code_digest(),
+            "compiler": backend.compiler,
         }
         model: dict[str, str | bool] = {
             "path": str(options.model.absolute()),
