@@ -160,7 +160,7 @@ def _compare(made: bytes, found: bytes) -> None:
 def _head(name: str, file: IO[bytes]) -> Head:
     n_bytes, line = os.fstat(file.fileno()).st_size, file.readline(HEADER_BYTES)
     try:
-        header = json.loads(line)
+        header = json.loads(line, parse_float=_refused, parse_constant=_refused)
         if header["spark"] != "prefix" or not line.endswith(b"\n"):
             raise ValueError
         key = header["key"]
@@ -186,6 +186,10 @@ def _head(name: str, file: IO[bytes]) -> Head:
     if n_bytes != made.n_bytes:
         raise ValueError("its length is wrong")
     return made
+
+
+def _refused(number: str) -> None:
+    raise ValueError  # a header has no fractions, and those that are not finite would be no JSON
 
 
 def _count(value: object) -> int:

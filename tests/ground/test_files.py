@@ -20,7 +20,7 @@ from engine.formats import profile as profiles
 from engine.formats.profile import Profile
 from engine.ground import files
 from engine.ground.errors import SparkError
-from engine.ground.files import open_regular, replacing, scratch
+from engine.ground.files import hold, open_regular, replacing, scratch
 from spark.pipeline.calibrate import partial_path
 from tests.command_line import LOGS, NANO, ROOT, SPARK, environment, explained, refused, spark, started, until
 
@@ -252,3 +252,16 @@ def test_folders_that_come_and_go_at_once_are_never_taken_for_left(tmp_path: Pat
     with ThreadPoolExecutor(7) as threads:
         list(threads.map(often, range(7)))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_is_a_link_makes_no_file_elsewhere(tmp_path: Path) -> None:
+    lock = tmp_path / "D" / ".spark-lock"
+    lock.parent.mkdir()
+    lock.symlink_to(tmp_path / "elsewhere")
+    for alone in (True, False):
+        with pytest.raises(OSError, match=r"its \.spark-lock is a symbolic link; remove that"):
+            hold(lock, alone=alone)
+    (lock.parent / f"{'1' * 64}.state").write_bytes(b"half a file")
+    said = refused("sessions", "drop", "D", "--damaged", cwd=tmp_path)
+    assert said == "error: nothing can be removed from D: its .spark-lock is a symbolic link; remove that\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["D"]
