@@ -59,7 +59,10 @@ def _resumes(leaf: Leaf) -> str:
 
 
 def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):  # a time that no calendar has
+        return "?"
 
 
 def show_leaf(leaf: Leaf, wrong: Mapping[str, str], text: str) -> None:
@@ -113,10 +116,13 @@ def show_stats(report: Report) -> None:
         table("Calls of tools", ["tool", "calls"], cells)
     if report.skipped:
         note(f"{_counted(report.skipped, 'turn')} left out, which the model's template refuses")
-    if report.expect is None:
+    longest = next((row.most for row in report.rows if row.name == "context of a turn"), None)
+    if longest is None:
         note("token files do not say how long contexts were: give sessions and --model for --expect-ctx")
         return
-    longest = next(row.most for row in report.rows if row.name == "context of a turn")
+    if report.expect is None:
+        note("no --expect-ctx follows: the model wrote nothing in these sessions")
+        return
     about = f", at {CHARS_A_TOKEN} characters a token; --model counts" if report.guessed else ""
     note(
         f"--expect-ctx {report.expect}: {MOSTLY:.0%} of what the model writes is written in contexts no longer than "

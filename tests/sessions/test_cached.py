@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from engine.formats.prefix_file import LOCK, Place
 from engine.ground.errors import SparkError, UsageError
 from engine.memory.prefix_files import PrefixFiles
 from engine.text.tokenizer import load
+from spark.commands.session_tables import show_cached, show_leaf
 from spark.sessions import cached
 from tests.cached_prompts import saved
 from tests.command_line import NANO, refused, spark
@@ -170,6 +172,20 @@ def test_what_is_refused(folder: Path, arguments: str, words: str, status: int) 
     assert words in refused("sessions", *arguments.split(), cwd=folder, status=status)
     assert {path.name: path.read_bytes() for path in saved(folder / "D")} == before
     assert not (folder / LOCK).exists()  # nothing is left in a folder that is none of a server's
+
+
+@pytest.mark.parametrize("used_s", [1e18, 1e20, -1e20])
+def test_a_time_that_no_calendar_has_is_a_question_mark(
+    folder: Path, capsys: pytest.CaptureFixture[str], used_s: float
+) -> None:
+    found = cached.read(folder / "D")
+    first = found.leaves[0].chunks[0]
+    odd = cached.Leaf((replace(first, used_s=used_s),), 1, True)
+    show_cached(replace(found, leaves=(odd, *found.leaves[1:])), None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].split()[-1] == "?" and lines[5].split()[-1].count(":") == 1
+    show_leaf(odd, dict.fromkeys(first.files, ""), "")
+    assert ["last", "used", "?"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,14 @@ def sessions(tmp_path: Path) -> Path:
     return tmp_path / "s.jsonl"
 
 
+def test_why_there_is_no_expected_context(tmp_path: Path) -> None:
+    silent = Session("one", "claude", "", (), (*SHORT[:1], Message("assistant", "")))
+    write_sessions(tmp_path / "s.jsonl", [silent])
+    said = spark("sessions", "stats", "s.jsonl", "--json", "r.json", cwd=tmp_path).stderr
+    assert "the model wrote nothing in these sessions" in said and "token files" not in said
+    assert json.loads((tmp_path / "r.json").read_text())["expect_ctx"] is None
+
+
 def test_characters_are_counted_by_hand(sessions: Path) -> None:
     report = stats([str(sessions)]).to_json()
     assert report["unit"] == "characters" and report["sessions"] == 2 and report["tools"] == {"look": 2}
