@@ -29,7 +29,7 @@ def show_cached(found: Cached, texts: Mapping[str, str] | None) -> None:
     columns = ["id", "tokens", "goes on\nafter", "its own\nMiB", "in all\nMiB", "model", "K, V", "last used"]
     rows = [
         [
-            leaf.id[:ID_CHARS], f"{len(leaf.tokens):,}", _resumes(leaf), mib(leaf.own_bytes), mib(leaf.all_bytes),
+            leaf.id[:ID_CHARS], f"{leaf.n_tokens:,}", _resumes(leaf), mib(leaf.own_bytes), mib(leaf.all_bytes),
             leaf.model_path.name, ", ".join(leaf.kv_types), _when(leaf.used_s),
             *([] if texts is None else [texts.get(leaf.id, "")]),
         ]
@@ -69,7 +69,7 @@ def show_leaf(leaf: Leaf, wrong: Mapping[str, str], text: str) -> None:
     """Print the files of a session, the first one first, and whether each is as it was written."""
     key = leaf.chunks[-1].head.key
     rows = [
-        ["tokens", f"{len(leaf.tokens):,}"],
+        ["tokens", f"{leaf.n_tokens:,}"],
         ["goes on after", _resumes(leaf)],
         ["MiB, its own", mib(leaf.own_bytes)],
         ["MiB, in all", mib(leaf.all_bytes)],
@@ -83,8 +83,8 @@ def show_leaf(leaf: Leaf, wrong: Mapping[str, str], text: str) -> None:
     table(f"Session {leaf.id}", ["", ""], rows)
     at, files = 0, []
     for i, chunk in enumerate(leaf.chunks):
-        span = f"{at:,} to {at + len(chunk.head.tokens):,}"
-        at += len(chunk.head.tokens)
+        span = f"{at:,} to {at + chunk.n_tokens:,}"
+        at += chunk.n_tokens
         shared = "no" if i >= len(leaf.chunks) - leaf.own else "yes"
         for name, n_bytes in reversed(chunk.files.items()):
             files.append([span, name, mib(n_bytes), shared, wrong[name] or "good"])

@@ -14,11 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from engine.formats import prefix_file
 from engine.formats.gguf import open_model
@@ -58,8 +56,13 @@ class Chunk:
         """Bytes of both."""
         return sum(self.files.values())
 
+    @property
+    def n_tokens(self) -> int:
+        """How many its own tokens are."""
+        return len(self.head.tokens)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """A conversation. chunks: the first one first; own: how many of the last ones no other leaf needs.
 
@@ -80,17 +83,17 @@ class Leaf:
         """When it was used last, as `time.time` counts."""
         return self.chunks[-1].used_s
 
-    @cached_property
-    def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Their ids, int32."""
-        return np.concatenate([chunk.head.tokens for chunk in self.chunks])
+    @property
+    def n_tokens(self) -> int:
+        """How many it has."""
+        return sum(chunk.n_tokens for chunk in self.chunks)
 
     @property
     def resumes_tokens(self) -> int:
         """How many of its tokens a prompt can go on after."""
         needs = self.chunks[-1].head.model.get("needs_state")
         use = [i for i, chunk in enumerate(self.chunks, 1) if not needs or chunk.state_bytes is not None]
-        return sum(len(chunk.head.tokens) for chunk in self.chunks[: use[-1]]) if use and self.whole else 0
+        return sum(chunk.n_tokens for chunk in self.chunks[: use[-1]]) if use and self.whole else 0
 
     @property
     def own_bytes(self) -> int:
@@ -122,7 +125,7 @@ class Leaf:
         """What `--json` has of it."""
         head = self.chunks[-1].head
         return {
-            "id": self.id, "tokens": len(self.tokens), "resumes_tokens": self.resumes_tokens, "whole": self.whole,
+            "id": self.id, "tokens": self.n_tokens, "resumes_tokens": self.resumes_tokens, "whole": self.whole,
             "chunks": len(self.chunks), "own_bytes": self.own_bytes, "bytes": self.all_bytes,
             "used_s": round(self.used_s, 3), "model": str(self.model_path),
             "architecture": head.model.get("architecture"), "key": head.key,
@@ -360,10 +363,10 @@ class Texts:
         tokenizer = self._tokenizers[leaf.file_id]
         if tokenizer is None or not leaf.whole:
             return ""
-        shared = sum(len(chunk.head.tokens) for chunk in leaf.chunks[: len(leaf.chunks) - leaf.own])
+        shared = len(leaf.chunks) - leaf.own
         if not shared:
-            return _line(tokenizer, leaf.tokens, _TEXT_CHARS)
-        begins = (_line(tokenizer, tokens, _TEXT_CHARS // 2) for tokens in (leaf.tokens, leaf.tokens[shared:]))
+            return _line(tokenizer, leaf.chunks, _TEXT_CHARS)
+        begins = (_line(tokenizer, chunks, _TEXT_CHARS // 2) for chunks in (leaf.chunks, leaf.chunks[shared:]))
         return " ... ".join(begins)
 
     def _tokenizer(self, leaf: Leaf) -> Tokenizer | None:
@@ -380,10 +383,11 @@ class Texts:
         return None
 
 
-def _line(tokenizer: Tokenizer, tokens: np.ndarray[Any, np.dtype[np.int32]], n_chars: int) -> str:
+def _line(tokenizer: Tokenizer, chunks: Iterable[Chunk], n_chars: int) -> str:
     """The first characters, without control tokens; "" where an id is none of the vocabulary's."""
+    ids = (int(token) for chunk in chunks for token in chunk.head.tokens)  # no more than are needed are looked at
     try:
-        text = tokenizer.decode(tokens[: 4 * n_chars].tolist(), skip_special=True)
+        text = tokenizer.decode(list(islice(ids, 4 * n_chars)), skip_special=True)
     except RequestError:
         return ""
     return " ".join(text.split())[:n_chars]

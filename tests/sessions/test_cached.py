@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import tracemalloc
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -64,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
         write(files, tokens)
     files.close()
     for i, leaf in enumerate(cached.read(tmp_path / "D").leaves):
-        assert len(leaf.tokens) in (5, 10) and leaf.whole
+        assert leaf.n_tokens in (5, 10) and leaf.whole
         os.utime(tmp_path / "D" / f"{leaf.id}.blocks", (now := time.time() - 86400 * 3 * i, now))
     return tmp_path
 
@@ -223,7 +224,7 @@ def test_states_say_where_a_prompt_goes_on(tmp_path: Path) -> None:
     files = opened(tmp_path, MODEL | {"needs_state": True})
     name = write(files, list(range(20)), states=(0, 2))
     (leaf,) = cached.read(tmp_path).leaves
-    assert leaf.id == name and len(leaf.tokens) == 20 and leaf.resumes_tokens == 15
+    assert leaf.id == name and leaf.n_tokens == 20 and leaf.resumes_tokens == 15
     (tmp_path / f"{leaf.chunks[1].id}.blocks").unlink()  # behind what is gone nothing is of use
     files.close()
     (leaf, end), strays = (
@@ -235,6 +236,28 @@ def test_states_say_where_a_prompt_goes_on(tmp_path: Path) -> None:
     (tmp_path / f"{leaf.id}.blocks").unlink()
     assert [stray.reason for stray in cached.read(tmp_path).strays] == ["alone"]
     assert list(cached.drop(tmp_path, useless=True).files) == [f"{leaf.id}.state"] and not saved(tmp_path)
+
+
+def test_branches_of_a_long_prefix_take_the_memory_of_one(tmp_path: Path) -> None:
+    files, ids = opened(tmp_path), np.arange(150_000, dtype=np.int32) % 300
+    shared = Place(files.root, ids.tobytes())
+    before = prefix_file.following(files.root, shared.ids)
+    files.put(f"{before}.blocks", [np.zeros(9, np.uint8)], shared)
+    for i in range(60):
+        place = Place(before, np.array([i, 3, 5], np.int32).tobytes())
+        files.put(f"{prefix_file.following(before, place.ids)}.blocks", [np.zeros(7, np.uint8)], place)
+    files.close()
+    texts = cached.Texts()
+    texts.of(cached.read(tmp_path).leaves[0])  # the tokenizer is loaded
+    tracemalloc.start()
+    try:
+        found = cached.read(tmp_path)
+        made = [leaf.to_json() | {"text": texts.of(leaf)} for leaf in found.leaves]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [each["tokens"] for each in made] == [150_003] * 60 and all(" ... " in each["text"] for each in made)
+    assert ids.nbytes <= peak < 8 * ids.nbytes
 
 
 CONVERSATIONS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=7)
@@ -254,7 +277,7 @@ def test_a_drop_takes_what_nobody_else_needs(
     files.close()
     ends = {name: c for name, c in made.items() if not any(o != c and o[: len(c)] == c for o in conversations)}
     found = cached.read(folder)
-    assert {leaf.id: len(leaf.tokens) for leaf in found.leaves} == {n: len(c) * CHUNK for n, c in ends.items()}
+    assert {leaf.id: leaf.n_tokens for leaf in found.leaves} == {n: len(c) * CHUNK for n, c in ends.items()}
     assert found.n_bytes == sum(path.stat().st_size for path in saved(folder))
     chosen = data.draw(st.sets(st.sampled_from(sorted(ends)), min_size=1))
     dropped = cached.drop(folder, [name[:40] for name in chosen])
