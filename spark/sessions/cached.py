@@ -33,6 +33,7 @@ _ID = re.compile(r"[0-9a-f]{1,64}")
 Why = Literal["damaged", "unfinished", "alone", "version", "unreadable", "foreign"]
 USELESS: tuple[Why, ...] = ("damaged", "unfinished", "alone", "version")  # Spark's, and of no use to a server
 Progress = Callable[[int, int], None]
+Seen = dict[str, tuple[tuple[int, int, int], "Head | Stray"]]  # by name: inode, bytes and time, and what it said then
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,25 @@ class Cached:
             f"{self.folder} has no session whose id begins with {given!r}", hint="`spark sessions list` shows the ids"
         )
 
+    def to_go(self, ids: Sequence[str], limit_s: float | None, useless: bool) -> Dropped:
+        """What `drop` has to remove, in an order that leaves shorter leaves to who is killed.
+
+        limit_s: leaves that were not used since then.
+        """
+        stay = {self.find(given).id: 0 for given in ids}  # how many chunks of those that are chosen
+        for leaf in self.leaves:
+            if useless and not leaf.whole:
+                stay[leaf.id] = 0
+            elif limit_s is not None and leaf.used_s < limit_s:
+                stay[leaf.id] = max((i for i, c in enumerate(leaf.chunks, 1) if c.used_s >= limit_s), default=0)
+        kept = {chunk.id for leaf in self.leaves for chunk in leaf.chunks[: stay.get(leaf.id)]}
+        going = [(i, c) for leaf in self.leaves for i, c in enumerate(leaf.chunks) if c.id not in kept]
+        gone: dict[str, int] = {}
+        for _, chunk in sorted(going, key=lambda each: -each[0]):
+            gone |= chunk.files
+        gone |= {stray.name: stray.n_bytes for stray in self.strays if useless and stray.reason in USELESS}
+        return Dropped(tuple(stay), gone)
+
     def to_json(self) -> dict[str, Any]:
         """What `--json` has of it."""
         leaves, strays = ([each.to_json() for each in some] for some in (self.leaves, self.strays))
@@ -189,40 +209,33 @@ class Dropped:
         return {"sessions": list(self.ids), "files": self.files, "bytes": sum(self.files.values())}
 
 
-def read(folder: Path, checksums: bool = False, progress: Progress = lambda done, total: None) -> Cached:
+def read(
+    folder: Path, checksums: bool = False, progress: Progress = lambda done, total: None, seen: Seen | None = None
+) -> Cached:
     """Read what the files of a folder say, which a server may use meanwhile.
 
-    checksums: read all of every file, and see that it is as it was written. progress: bytes. SparkError where the
-    folder cannot be read.
+    checksums: read all of every file, and see that it is as it was written. progress: bytes. seen: what files said
+    before, and gets what they say now; one that has not changed since is not read again. SparkError where the folder
+    cannot be read.
     """
-    try:
-        with os.scandir(folder) as entries:
-            found = {e.name: e.stat(follow_symlinks=False) for e in entries if e.name != LOCK and _there(e)}
-    except OSError as error:
-        raise SparkError(
-            f"{folder} cannot be read: {error.strerror or error}", hint="name the --cache-dir of a server"
-        ) from error
+    found, seen = _files(folder), {} if seen is None else seen
     heads: dict[str, Head] = {}
     strays: list[Stray] = []
     done, total = 0, sum(status.st_size for status in found.values())
     for name, status in found.items():
         progress(done, total)
         done += status.st_size
-        try:
-            if not stat.S_ISREG(status.st_mode) or not (NAME.fullmatch(name) or TEMPORARY.fullmatch(name)):
-                strays.append(Stray(name, status.st_size, "foreign", "it is not one of Spark's"))
-            elif not NAME.fullmatch(name):
-                strays.append(Stray(name, status.st_size, "unfinished", "it is being written, or was left behind"))
-            else:
-                heads[name] = (prefix_file.check if checksums else prefix_file.read_head)(folder / name)
-        except FileNotFoundError:  # a server needed the room
-            continue
-        except OtherVersionError as error:
-            strays.append(Stray(name, status.st_size, "version", str(error)))
-        except ValueError as error:
-            strays.append(Stray(name, status.st_size, "damaged", str(error)))
-        except OSError as error:
-            strays.append(Stray(name, status.st_size, "unreadable", error.strerror or str(error)))
+        as_it_is = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if name not in seen or seen[name][0] != as_it_is:
+            said = _said(folder / name, status, checksums)
+            if said is None:
+                continue
+            seen[name] = (as_it_is, said)
+        said = seen[name][1]
+        if isinstance(said, Stray):
+            strays.append(said)
+        else:
+            heads[name] = said
     chunks: dict[str, Chunk] = {}
     for name, head in heads.items():
         hash_, _, kind = name.partition(".")
@@ -233,6 +246,43 @@ def read(folder: Path, checksums: bool = False, progress: Progress = lambda done
         elif f"{hash_}.blocks" not in heads:
             strays.append(Stray(name, found[name].st_size, "alone", "the file of its chunk is not there"))
     return Cached(folder, tuple(_leaves(chunks)), tuple(sorted(strays, key=lambda stray: (stray.reason, stray.name))))
+
+
+def _files(folder: Path) -> dict[str, os.stat_result]:
+    """What lies in a folder, but its lock."""
+    try:
+        with os.scandir(folder) as entries:
+            return {e.name: e.stat(follow_symlinks=False) for e in entries if e.name != LOCK and _there(e)}
+    except OSError as error:
+        raise SparkError(
+            f"{folder} cannot be read: {error.strerror or error}", hint="name the --cache-dir of a server"
+        ) from error
+
+
+def _said(path: Path, status: os.stat_result, checksums: bool) -> Head | Stray | None:
+    """What a file says, or what is wrong with it; None where it is gone: a server needed the room."""
+
+    def stray(reason: Why, words: str) -> Stray:
+        return Stray(path.name, status.st_size, reason, words)
+
+    if not stat.S_ISREG(status.st_mode) or not _is_ours(path.name):
+        return stray("foreign", "it is not one of Spark's")
+    if not NAME.fullmatch(path.name):
+        return stray("unfinished", "it is being written, or was left behind")
+    try:
+        return prefix_file.check(path) if checksums else prefix_file.read_head(path)
+    except FileNotFoundError:
+        return None
+    except OtherVersionError as error:
+        return stray("version", str(error))
+    except ValueError as error:
+        return stray("damaged", str(error))
+    except OSError as error:
+        return stray("unreadable", error.strerror or str(error))
+
+
+def _is_ours(name: str) -> bool:
+    return bool(NAME.fullmatch(name) or TEMPORARY.fullmatch(name))
 
 
 def _there(entry: os.DirEntry[str]) -> bool:
@@ -294,28 +344,25 @@ def drop(
 ) -> Dropped:
     """Remove leaves, by the beginnings of their ids or those not used for so long, and what no other leaf needs.
 
-    useless: remove, too, what is of no use to a server: damaged files, whose checksums are read for that, those of
+    Of a leaf that was not used for so long, what was stays: its chunks up to the last one that was. useless: remove,
+    too, what is of no use to a server of this version: damaged files, whose checksums are read for that, those of
     other versions, unfinished ones, and leaves without their beginning. Raises UsageError for an id that is none, and
     SparkError where a server uses the folder; then nothing is removed.
     """
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if not any(NAME.fullmatch(name) or TEMPORARY.fullmatch(name) for name in names):
+    files = _files(folder) if folder.is_dir() else {}
+    if not any(map(_is_ours, files)):
+        if folder.is_dir() and not ids and (not files or (folder / LOCK).is_file()):
+            return Dropped((), {})
         raise SparkError(f"{folder} holds no sessions", hint="name the --cache-dir of a server")
+    limit_s = None if older_s is None else time.time() - older_s
     with _alone(folder):
-        found = read(folder, useless, progress)
-        chosen = {leaf.id: leaf for leaf in map(found.find, ids)}
-        limit_s = None if older_s is None else time.time() - older_s
-        for leaf in found.leaves:
-            if (limit_s is not None and leaf.used_s < limit_s) or (useless and not leaf.whole):
-                chosen[leaf.id] = leaf
-        kept = {chunk.id for leaf in found.leaves if leaf.id not in chosen for chunk in leaf.chunks}
-        going = [(i, c) for leaf in chosen.values() for i, c in enumerate(leaf.chunks) if c.id not in kept]
-        gone: dict[str, int] = {}
-        for _, chunk in sorted(going, key=lambda each: -each[0]):  # who is killed here leaves shorter leaves
-            gone |= chunk.files
-        gone |= {stray.name: stray.n_bytes for stray in found.strays if useless and stray.reason in USELESS}
-        _remove(folder, gone)
-        return Dropped(tuple(chosen), gone)
+        pass  # else all would be read in vain
+    seen: Seen = {}
+    read(folder, useless, progress, seen)
+    with _alone(folder):  # no server can start now: what takes long is behind us
+        dropped = read(folder, seen=seen).to_go(ids, limit_s, useless)
+        _remove(folder, dropped.files)
+    return dropped
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ import json
 import os
 import time
 import tracemalloc
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from engine.formats import prefix_file
 from engine.formats.gguf import open_model
 from engine.formats.prefix_file import LOCK, Place
 from engine.ground.errors import SparkError, UsageError
+from engine.memory import prefix_files
 from engine.memory.prefix_files import PrefixFiles
 from engine.text.tokenizer import load
 from spark.commands.session_tables import show_cached, show_leaf
@@ -54,9 +57,15 @@ def write(files: PrefixFiles, tokens: list[int], states: tuple[int, ...] = ()) -
     return name
 
 
+def use(folder: Path, chunks: Iterable[cached.Chunk], days: float) -> None:
+    """As if a server had used chunks last so many days ago."""
+    for chunk in chunks:
+        os.utime(folder / f"{chunk.id}.blocks", (then := time.time() - 86400 * days, then))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two conversations that share a chunk, and one that is alone; the first was used last."""
+    """One conversation that is alone, used last, and two that share a chunk, used 3 and 6 days ago."""
     with open_model(NANO) as file:
         tokenizer = load(file)
     words = tokenizer.encode("The quick brown fox jumps over the lazy dog and runs far away from here.")
@@ -64,9 +73,10 @@ def folder(tmp_path: Path) -> Path:
     for tokens in (words[:10], words[:5] + words[10:15], words[5:10]):
         write(files, tokens)
     files.close()
-    for i, leaf in enumerate(cached.read(tmp_path / "D").leaves):
-        assert leaf.n_tokens in (5, 10) and leaf.whole
-        os.utime(tmp_path / "D" / f"{leaf.id}.blocks", (now := time.time() - 86400 * 3 * i, now))
+    leaves = cached.read(tmp_path / "D").leaves
+    assert [(leaf.n_tokens, leaf.whole) for leaf in leaves] == [(5, True), (10, True), (10, True)]
+    for i, leaf in reversed(list(enumerate(leaves))):
+        use(tmp_path / "D", leaf.chunks, 3 * i)
     return tmp_path
 
 
@@ -109,7 +119,7 @@ def test_text_needs_the_model(folder: Path) -> None:
 
 
 def test_drop(folder: Path) -> None:
-    first, second, _ = cached.read(folder / "D").leaves
+    first, second, third = cached.read(folder / "D").leaves
     before = {path.name for path in saved(folder / "D")}
     done = spark("sessions", "drop", "D", second.id[:8], "--json", "-", cwd=folder)
     gone = json.loads(done.stdout)
@@ -117,8 +127,67 @@ def test_drop(folder: Path) -> None:
     assert before - {path.name for path in saved(folder / "D")} == set(gone["files"])
     assert gone["bytes"] == second.own_bytes
     done = spark("sessions", "drop", "D", "--older-than", "4d", cwd=folder)
-    assert "1 session dropped" in done.stderr and [x.id for x in cached.read(folder / "D").leaves] == [first.id]
+    assert "1 session dropped: 1 file" in done.stderr
+    assert [x.id for x in cached.read(folder / "D").leaves] == [first.id, third.chunks[0].id]  # which was used since
     assert "0 sessions dropped" in spark("sessions", "drop", "D", "--older-than", "4d", cwd=folder).stderr
+
+
+def test_a_beginning_that_was_used_since_stays(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    long, branch = (write(files, [*range(10), *range(tail, tail + 15)]) for tail in (40, 60))
+    files.close()
+    of = {leaf.id: leaf for leaf in cached.read(tmp_path).leaves}
+    for leaf in of.values():
+        use(tmp_path, leaf.chunks, 9)
+    use(tmp_path, of[long].chunks[1:3], 0.2)  # whose first chunk is needed, however old it is
+    dropped = cached.drop(tmp_path, older_s=86400.0)
+    assert set(dropped.ids) == {long, branch}
+    assert dropped.files.keys() == {f"{c.id}.blocks" for c in (*of[long].chunks[3:], *of[branch].chunks[2:])}
+    assert dropped.to_json()["bytes"] == sum(dropped.files.values()) > 0
+    (left,) = cached.read(tmp_path).leaves
+    assert [c.id for c in left.chunks] == [c.id for c in of[long].chunks[:3]]
+    assert left.whole and left.own_bytes == left.all_bytes
+
+
+def test_what_is_read_for_a_drop_holds_no_server_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = folder / "D"
+    first, second, third = cached.read(there).leaves
+    for path in (there / f"{first.id}.blocks", there / f"{second.id}.blocks"):
+        path.write_bytes(path.read_bytes()[:-32] + bytes(32))
+    read = cached.read
+
+    def served(folder: Path, checksums: bool = False, *more: Any, **named: Any) -> cached.Cached:
+        """A server came and went while checksums were read: it wrote one file again, and went on after a leaf."""
+        found = read(folder, checksums, *more, **named)
+        if checksums:
+            files = opened(folder)
+            files.doubt([f"{first.id}.blocks"])
+            write(files, first.chunks[0].head.tokens.tolist())
+            write(files, [*(token for chunk in third.chunks for token in chunk.head.tokens.tolist()), 1, 2, 3])
+            files.close()
+        return found
+
+    monkeypatch.setattr(prefix_files, "_LOCK_S", 0.1)
+    monkeypatch.setattr(cached, "read", served)
+    dropped = cached.drop(there, older_s=4 * 86400.0, useless=True)
+    assert dropped == cached.Dropped((), {f"{second.id}.blocks": second.chunks[-1].n_bytes})
+    left = read(there, checksums=True)
+    assert sorted(leaf.n_tokens for leaf in left.leaves) == [5, 13] and not left.strays
+
+
+def test_a_folder_that_is_clean_already_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "D").mkdir()
+    assert "0 sessions dropped: 0 files" in spark("sessions", "drop", "D", "--damaged", cwd=tmp_path).stderr
+    assert not list((tmp_path / "D").iterdir())
+    opened(tmp_path / "D").close()
+    (tmp_path / "D" / "letter.txt").write_text("mine")
+    for _ in range(2):
+        assert cached.drop(tmp_path / "D", older_s=60.0) == cached.Dropped((), {})
+    with pytest.raises(SparkError, match="holds no sessions"):
+        cached.drop(tmp_path / "D", ["ab"])
+    (tmp_path / "D" / LOCK).unlink()
+    with pytest.raises(SparkError, match="holds no sessions"):  # another folder than was meant
+        cached.drop(tmp_path / "D", useless=True)
 
 
 def test_a_folder_in_use_is_left_as_it_is(folder: Path) -> None:
