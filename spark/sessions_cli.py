@@ -44,7 +44,8 @@ def list_(
     """List the conversations in the folder of a server, which may be running.
 
     Each line is the end of a conversation. What two have in common is on disk once: its own bytes are those of the
-    files that no other needs. A prompt that begins with a conversation goes on after as many of its tokens as are said.
+    files that no other needs. A prompt that begins with a conversation goes on after as many of its tokens as are said,
+    on the device that made it; after none where the code of another version of Spark did.
     """
     from spark.commands.session_tables import show_cached
     from spark.sessions.cached import Texts, read
@@ -92,17 +93,18 @@ def drop(
     folder: Folder,
     ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Beginnings of ids.")] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="All that were not used for so long: 90m, 12h, 7d, 2w.")
+        str | None, typer.Option(metavar="AGE", help="What was not used for so long: 90m, 12h, 7d, 2w.")
     ] = None,
     damaged: Annotated[
         bool,
-        typer.Option("--damaged", help="Also what no server can use: damaged files, those of other versions."),
+        typer.Option("--damaged", help="Also what no server of this version can use: damaged files, what others made."),
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Remove conversations from the folder of a server that is not running.
 
-    Files that another conversation needs stay, and files that are not Spark's.
+    Files that another conversation needs stay, and files that are not Spark's. Of a conversation that was not used for
+    so long, a beginning that was stays. A server can start while checksums are read; what it uses then is kept.
     """
     from spark.commands.session_tables import show_dropped
     from spark.sessions.cached import age

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _STRAYS_SHOWN = 20
 _TOOLS_SHOWN = 12
+_OF_CODE = {True: "of this version", False: "of another version", None: "which may be another version's"}
 
 
 def mib(n_bytes: int) -> str:
@@ -26,11 +27,11 @@ def show_cached(found: Cached, texts: Mapping[str, str] | None) -> None:
     """Print a line a session, and what else lies in the folder."""
     from spark.sessions.cached import ID_CHARS
 
-    columns = ["id", "tokens", "goes on\nafter", "its own\nMiB", "in all\nMiB", "model", "K, V", "last used"]
+    columns = ["id", "tokens", "goes on\nafter", "its own\nMiB", "in all\nMiB", "model", "K, V", "code", "last used"]
     rows = [
         [
             leaf.id[:ID_CHARS], f"{leaf.n_tokens:,}", _resumes(leaf), mib(leaf.own_bytes), mib(leaf.all_bytes),
-            leaf.model_path.name, ", ".join(leaf.kv_types), _when(leaf.used_s),
+            leaf.model_path.name, ", ".join(leaf.kv_types), leaf.code, _when(leaf.used_s),
             *([] if texts is None else [texts.get(leaf.id, "")]),
         ]
         for leaf in found.leaves
@@ -41,6 +42,8 @@ def show_cached(found: Cached, texts: Mapping[str, str] | None) -> None:
             f"{found.folder}: {_counted(len(rows), 'session')}, {_counted(n_files, 'file')}, {mib(found.n_bytes)} MiB"
         )
         table(title, [*columns, *([] if texts is None else ["begins"])], rows)
+        if unknown := sum(leaf.current is None for leaf in found.leaves):
+            note(f"whether this version's code made them cannot be told of {_counted(unknown, 'session')}")
     else:
         note(f"{found.folder} holds no sessions")
     if found.strays:
@@ -55,7 +58,9 @@ def _counted(n: int, what: str) -> str:
 
 
 def _resumes(leaf: Leaf) -> str:
-    return f"{leaf.resumes_tokens:,}" if leaf.whole else "no beginning"
+    if not leaf.whole:
+        return "no beginning"
+    return f"{leaf.resumes_tokens:,}" if leaf.usable else "other version"
 
 
 def _when(seconds: float) -> str:
@@ -77,6 +82,7 @@ def show_leaf(leaf: Leaf, wrong: Mapping[str, str], text: str) -> None:
         ["file id", leaf.file_id],
         ["K, V", ", ".join(leaf.kv_types)],
         ["device", str(key.get("device", ""))],
+        ["code", f"{leaf.code}, {_OF_CODE[leaf.current]}"],
         ["last used", _when(leaf.used_s)],
         *([["begins", text]] if text else []),
     ]

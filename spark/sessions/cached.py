@@ -21,12 +21,14 @@ from typing import Any, Literal
 from engine.formats import prefix_file
 from engine.formats.gguf import open_model
 from engine.formats.prefix_file import LOCK, NAME, TEMPORARY, Head, OtherVersionError
+from engine.ground.digest import code_digest
 from engine.ground.errors import RequestError, SparkError, UsageError
 from engine.ground.files import hold
 from engine.text.tokenizer import Tokenizer, load
 
 ID_CHARS = 12  # of an id, in tables
 _TEXT_CHARS = 100  # of the beginning of a conversation
+_CODE_CHARS = 8  # of a digest
 _AGES = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _ID = re.compile(r"[0-9a-f]{1,64}")
 
@@ -67,12 +69,14 @@ class Chunk:
 class Leaf:
     """A conversation. chunks: the first one first; own: how many of the last ones no other leaf needs.
 
-    whole: its beginning is there; else no server can use it.
+    whole: its beginning is there. current: this version's code made it, None where that cannot be told. Where one of
+    them is false, no server of this version can use it.
     """
 
     chunks: tuple[Chunk, ...]
     own: int
     whole: bool
+    current: bool | None = None
 
     @property
     def id(self) -> str:
@@ -90,11 +94,21 @@ class Leaf:
         return sum(chunk.n_tokens for chunk in self.chunks)
 
     @property
+    def usable(self) -> bool:
+        """Whether a server of this version may use it, as far as can be told."""
+        return self.whole and self.current is not False
+
+    @property
+    def code(self) -> str:
+        """The first digits of the digest of the code that made it."""
+        return str(self.chunks[-1].head.key.get("code", ""))[:_CODE_CHARS]
+
+    @property
     def resumes_tokens(self) -> int:
         """How many of its tokens a prompt can go on after."""
         needs = self.chunks[-1].head.model.get("needs_state")
         use = [i for i, chunk in enumerate(self.chunks, 1) if not needs or chunk.state_bytes is not None]
-        return sum(chunk.n_tokens for chunk in self.chunks[: use[-1]]) if use and self.whole else 0
+        return sum(chunk.n_tokens for chunk in self.chunks[: use[-1]]) if use and self.usable else 0
 
     @property
     def own_bytes(self) -> int:
@@ -127,6 +141,7 @@ class Leaf:
         head = self.chunks[-1].head
         return {
             "id": self.id, "tokens": self.n_tokens, "resumes_tokens": self.resumes_tokens, "whole": self.whole,
+            "current": self.current, "code": self.code,
             "chunks": len(self.chunks), "own_bytes": self.own_bytes, "bytes": self.all_bytes,
             "used_s": round(self.used_s, 3), "model": str(self.model_path),
             "architecture": head.model.get("architecture"), "key": head.key,
@@ -179,7 +194,7 @@ class Cached:
         """
         stay = {self.find(given).id: 0 for given in ids}  # how many chunks of those that are chosen
         for leaf in self.leaves:
-            if useless and not leaf.whole:
+            if useless and not leaf.usable:
                 stay[leaf.id] = 0
             elif limit_s is not None and leaf.used_s < limit_s:
                 stay[leaf.id] = max((i for i, c in enumerate(leaf.chunks, 1) if c.used_s >= limit_s), default=0)
@@ -293,6 +308,14 @@ def _there(entry: os.DirEntry[str]) -> bool:
     return True
 
 
+def _own_code() -> str | None:
+    """The digest of this version's code; None where the installation is not whole."""
+    try:
+        return code_digest()
+    except (SparkError, OSError):
+        return None
+
+
 def _leaves(chunks: dict[str, Chunk]) -> Iterator[Leaf]:
     before = {chunk.id: _before(chunk) for chunk in chunks.values()}
     followed = set(before.values())
@@ -303,9 +326,12 @@ def _leaves(chunks: dict[str, Chunk]) -> Iterator[Leaf]:
             back.append(chunks[before[back[-1].id]])
         paths.append(tuple(reversed(back)))
     needed = Counter(chunk.id for path in paths for chunk in path)
+    mine = _own_code() if paths else None
     for path in paths:
         own = sum(needed[chunk.id] == 1 for chunk in path)  # the last ones: what precedes a shared one is shared
-        yield Leaf(path, own, _before(path[0]) == prefix_file.root(path[0].head.key))
+        code = path[-1].head.key.get("code")
+        current = None if mine is None or code is None else code == mine
+        yield Leaf(path, own, _before(path[0]) == prefix_file.root(path[0].head.key), current)
 
 
 def _before(chunk: Chunk) -> str:

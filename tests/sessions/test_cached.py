@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from engine.formats import prefix_file
 from engine.formats.gguf import open_model
 from engine.formats.prefix_file import LOCK, Place
+from engine.ground.digest import code_digest
 from engine.ground.errors import SparkError, UsageError
 from engine.memory import prefix_files
 from engine.memory.prefix_files import PrefixFiles
@@ -39,8 +40,8 @@ def file_id() -> str:
         return file.file_id
 
 
-def opened(folder: Path, model: dict[str, str | bool] | None = None) -> PrefixFiles:
-    key = {"file_id": file_id(), "kv_types": ["f16", "q8_0"]}
+def opened(folder: Path, model: dict[str, str | bool] | None = None, **more: str) -> PrefixFiles:
+    key = {"file_id": file_id(), "kv_types": ["f16", "q8_0"], "code": code_digest()} | more
     return PrefixFiles(folder, key, 1 << 30, MODEL if model is None else model)
 
 
@@ -147,6 +148,33 @@ def test_a_beginning_that_was_used_since_stays(tmp_path: Path) -> None:
     (left,) = cached.read(tmp_path).leaves
     assert [c.id for c in left.chunks] == [c.id for c in of[long].chunks[:3]]
     assert left.whole and left.own_bytes == left.all_bytes
+
+
+def test_what_other_code_made_is_of_no_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = opened(folder / "D", code="0123456789abcdef")
+    old = write(files, list(range(15)))
+    files.close()
+    done = spark("sessions", "list", "D", "--json", "-", cwd=folder)
+    by = {session["id"]: session for session in json.loads(done.stdout)["sessions"]}
+    assert by[old]["code"] == "01234567" and (by[old]["current"], by[old]["resumes_tokens"]) == (False, 0)
+    mine = [session for session in by.values() if session["id"] != old]
+    assert {(s["code"], s["current"]) for s in mine} == {(code_digest()[:8], True)}
+    assert all(s["resumes_tokens"] == s["tokens"] for s in mine)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(old[:12])]
+    assert "other version" in line and " 01234567 " in line and done.stderr.count("other version") == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(cached, "_own_code", lambda: None)  # a tree that is not built: it cannot be told
+        assert {(leaf.current, leaf.resumes_tokens) for leaf in cached.read(folder / "D").leaves} == {
+            (None, 5), (None, 10), (None, 15),
+        }  # fmt: skip
+        assert cached.drop(folder / "D", useless=True) == cached.Dropped((), {})
+        show_cached(cached.read(folder / "D"), None)
+        assert "made them cannot be told of 4 sessions" in capsys.readouterr().err
+    dropped = cached.drop(folder / "D", useless=True)
+    assert dropped.ids == (old,) and len(dropped.files) == 3
+    assert {leaf.id for leaf in cached.read(folder / "D").leaves} == {session["id"] for session in mine}
 
 
 def test_what_is_read_for_a_drop_holds_no_server_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
