@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 from engine.formats import prefix_file
 from engine.formats.prefix_file import DIGEST_BYTES, FORMAT, LOCK, Key, Origin, Place
 from engine.ground.errors import SparkError, UsageError
-from engine.ground.files import hold, replacing
+from engine.ground.files import hold, replacing, try_lock
 
 WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is not saved this time
 RETRY_S = 60.0  # how long nothing is saved after a file could not be written
 _LOCK_S = 10.0  # how long somebody may take who removes files from the folder
-_STALE_S = 3600.0  # a temporary file that nobody has written to for so long was left behind by a crash
+_STALE_S = 60.0  # a temporary file that nobody holds and that is so old was left behind by a crash
+_LOOK_S = 5.0  # how often it is looked what other daemons have written, used and removed
+_LOOK_SHARE = 20  # and no more than one in so many seconds of looking
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +53,12 @@ class PrefixFiles:
         self._waiting: dict[str, int] = {}
         self._queue: Queue[tuple[str, list[NDArray[Any]], Place | None] | None] = Queue()
         self._thread: threading.Thread | None = None
+        self._look_s = 0.0  # when the folder is looked at again
         self._again_s = 0.0  # when files are written again after one could not be
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = hold(folder / LOCK, alone=False, patience_s=_LOCK_S)
-            self._scan()
+            foreign = self._scan()
         except BlockingIOError as error:
             raise UsageError(
                 f"--cache-dir {folder}: files are being removed from it for more than {_LOCK_S:g} s",
@@ -66,7 +69,12 @@ class PrefixFiles:
                 f"--cache-dir {folder}: {error.strerror or error}", hint="name a folder that you may write to"
             ) from error
 
-    def _scan(self) -> None:
+        if foreign:
+            _warn("foreign_files", f"{self._folder}: {foreign} files that are not Spark's are left alone")
+
+    def _scan(self) -> int:
+        """Learn what is in the folder; how many files of others are."""
+        began_s = time.monotonic()
         found, foreign = [], 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -79,10 +87,13 @@ class PrefixFiles:
                     elif not prefix_file.TEMPORARY.fullmatch(entry.name):
                         foreign += 1
                     elif time.time() - status.st_mtime > _STALE_S:
-                        Path(entry.path).unlink()
-        self._sizes = {name: n_bytes for _, name, n_bytes in sorted(found)}
-        if foreign:
-            _warn("foreign_files", f"{self._folder}: {foreign} files that are not Spark's are left alone")
+                        _remove_left(Path(entry.path))
+        sizes = {name: n_bytes for _, name, n_bytes in sorted(found)}
+        with self._lock:
+            self._sizes = sizes
+        now_s = time.monotonic()
+        self._look_s = now_s + max(_LOOK_S, _LOOK_SHARE * (now_s - began_s))
+        return foreign
 
     @property
     def n_bytes(self) -> int:
@@ -196,15 +207,26 @@ class PrefixFiles:
         return n_bytes
 
     def _make_room(self, n_bytes: int) -> bool:
+        """Remove what was not used for longest, until there is room; False where that cannot be had."""
+        if time.monotonic() >= self._look_s:
+            self._scan()
         with self._lock:
-            total = sum(self._sizes.values())
-            gone = []
-            while total + n_bytes > self._budget and self._sizes:
-                gone.append(next(iter(self._sizes)))
-                total -= self._sizes.pop(gone[-1])
-        for name in gone:
-            (self._folder / name).unlink(missing_ok=True)
+            total, oldest = sum(self._sizes.values()), list(self._sizes)
+        for name in oldest:
+            if total + n_bytes <= self._budget:
+                break
+            with contextlib.suppress(OSError):  # one that stays is counted, and others go
+                (self._folder / name).unlink(missing_ok=True)
+                with self._lock:
+                    total -= self._sizes.pop(name, 0)
         return total + n_bytes <= self._budget
+
+
+def _remove_left(path: Path) -> None:
+    """Remove a temporary file whose writer is gone."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if try_lock(file.fileno()):
+            path.unlink()
 
 
 def _warn(reason: str, message: str) -> None:

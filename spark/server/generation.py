@@ -320,7 +320,7 @@ class Model:
             if run.begun:
                 first_s = run.first_s
                 to_first_s = None if first_s is None else first_s - prompt.arrived_s
-                self._metrics.pace.take(used.prompt - used.cached, run.read_s)
+                self._metrics.pace.take(used.prompt - used.cached, used.cached, run.read_s)
                 self._metrics.reply(used, to_first_s, 0.0 if first_s is None else ended_s - first_s)
             _log.info(
                 "%d tokens read, %d reused, %d written, %.2f s: %s",

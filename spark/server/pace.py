@@ -5,18 +5,24 @@ from __future__ import annotations
 LEAST_TOKENS = 256  # of what is measured: a shorter prompt says how long a step takes, not how fast long ones are read
 
 
+_KEPT = 0.9  # of what was measured before, with each prompt: what a server does changes
+
+
 class Pace:
-    """Tokens and seconds of all prompts that were computed since the server started."""
+    """Tokens and seconds of the prompts that were computed last."""
 
     def __init__(self) -> None:
-        self._tokens = 0
+        self._tokens = 0.0
         self._seconds = 0.0
 
-    def take(self, tokens: int, seconds: float) -> None:
-        """Note a prompt: tokens that were computed, and from its beginning to its last token."""
-        if tokens >= LEAST_TOKENS and seconds > 0:
-            self._tokens += tokens
-            self._seconds += seconds
+    def take(self, tokens: int, reused: int, seconds: float) -> None:
+        """Note a prompt: tokens that were computed and reused, and from its beginning to its last token.
+
+        To bring back what is reused takes time of its own, so one that mostly reuses says little.
+        """
+        if tokens >= max(LEAST_TOKENS, reused) and seconds > 0:
+            self._tokens = _KEPT * self._tokens + tokens
+            self._seconds = _KEPT * self._seconds + seconds
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -228,3 +229,62 @@ def test_who_uses_the_folder_is_known(tmp_path: Path, monkeypatch: pytest.Monkey
         PrefixFiles(tmp_path, KEY, 1 << 20)
     alone.close()
     PrefixFiles(tmp_path, KEY, 1 << 20).close()
+
+
+def names(n: int) -> list[str]:
+    return [f"{i:064x}.state" for i in range(1, n + 1)]
+
+
+def test_two_daemons_of_one_folder_keep_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees what the other has written and used, before it removes anything."""
+    monkeypatch.setattr(prefix_files, "_LOOK_S", 0.0)
+    monkeypatch.setattr(prefix_files, "_LOOK_SHARE", 0.0)
+    one, other = (PrefixFiles(tmp_path, KEY, 20_000) for _ in range(2))
+    mine, others = names(40)[:20], names(40)[20:]
+    for a, b in zip(mine, others, strict=True):
+        one.put(a, [np.zeros(300)])
+        one.flush()
+        one.touch([mine[0]])
+        other.put(b, [np.zeros(300)])
+        other.flush()
+    assert sum(path.stat().st_size for path in saved(tmp_path)) <= 20_000
+    assert (tmp_path / mine[0]).exists() and (tmp_path / others[-1]).exists()
+    one.close()
+    other.close()
+
+
+def test_a_file_that_cannot_be_removed_is_counted_and_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = PrefixFiles(tmp_path, KEY, 10_000)
+    unlink = Path.unlink
+    kept = names(9)[0]
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == kept:
+            raise PermissionError("not yours")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for name in names(9):
+        files.put(name, [np.zeros(300)])
+        files.flush()
+    there = saved(tmp_path)
+    assert files.n_bytes == sum(path.stat().st_size for path in there) <= 10_000 and len(there) > 2
+    assert (tmp_path / kept).exists() and (tmp_path / names(9)[-1]).exists()
+    files.close()
+
+
+def test_what_a_killed_daemon_left_goes_and_what_is_written_stays(tmp_path: Path) -> None:
+    left, held = (tmp_path / f".{ONE}.abcdef{i:02}.tmp" for i in range(2))
+    for path in (left, held):
+        path.write_bytes(b"part")
+    with held.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        for path, age_s in ((left, 30), (held, 300)):
+            os.utime(path, (time.time() - age_s,) * 2)
+        PrefixFiles(tmp_path, KEY, 1 << 20).close()
+        assert left.exists() and held.exists()
+        os.utime(left, (time.time() - 90,) * 2)
+        PrefixFiles(tmp_path, KEY, 1 << 20).close()
+        assert not left.exists() and held.exists()

@@ -100,20 +100,26 @@ def test_the_log_says_what_takes_long_or_goes_through_host_memory(caplog: pytest
     info["pool_tokens"] = 2048
     beyond = "a prompt of 8,000 tokens, in host memory beyond the 2,048 of the pool:"
     assert said(8000) == [f"{beyond} how long it takes is not measured yet"] and said(2048) == []
-    metrics.pace.take(1000, 2.0)
+    metrics.pace.take(1000, 0, 2.0)
     assert said(8000) == [f"{beyond} at most 16.0 s to read"]
     info["pool_tokens"] = None
     assert said(8000) == ["a prompt of 8,000 tokens: at most 16.0 s to read"] and said(4999) == []
 
 
-@given(st.lists(st.tuples(st.integers(-5, 10_000), st.floats(0, 1e4)), max_size=9), st.integers(1, 1 << 20))
-def test_the_pace_is_the_mean_of_what_was_long_enough(taken: list[tuple[int, float]], asked: int) -> None:
+PROMPTS = st.tuples(st.integers(-5, 10_000), st.integers(0, 5_000), st.floats(0, 1e4))
+
+
+@given(st.lists(PROMPTS, max_size=9), st.integers(1, 1 << 20))
+def test_the_pace_is_that_of_prompts_that_were_mostly_computed(taken: list[Any], asked: int) -> None:
+    """And the last ones count for more."""
     pace = Pace()
-    for tokens, seconds in taken:
-        pace.take(tokens, seconds)
-    counted = [(n, s) for n, s in taken if n >= LEAST_TOKENS and s > 0]
+    for tokens, reused, seconds in taken:
+        pace.take(tokens, reused, seconds)
+    counted = [(n, s) for n, reused, s in taken if n >= max(LEAST_TOKENS, reused) and s > 0]
     if not counted:
         assert pace.tokens_per_s is None and pace.expected_s(asked) is None
         return
-    mean = sum(n for n, _ in counted) / sum(s for _, s in counted)
+    weights = [0.9**i for i in range(len(counted))][::-1]
+    mean = sum(w * n for w, (n, _) in zip(weights, counted, strict=True))
+    mean /= sum(w * s for w, (_, s) in zip(weights, counted, strict=True))
     assert pace.tokens_per_s == pytest.approx(mean) and pace.expected_s(asked) == pytest.approx(asked / mean)
