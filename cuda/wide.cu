@@ -3,13 +3,13 @@
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
 // scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes
 // cap * tanh(element / cap). Types TYPE0, TYPE1, TYPE2 and, of a fourth matrix, TYPE3 are block formats; COLS is a multiple
-// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS (1, 2, 4).
+// of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS (1, 2, 4), with FEW = 1 at most 4.
 //
 // Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
 // units, and nobody else reads them. q is in shared memory with SHARED = 1; with STAGED > 0, for at most as many tokens, the
 // columns of a run come with its weights; else it is read from global memory. Grid: any; block: 128 * QUADS threads.
-// Shared memory: with SHARED = 1 q, COLS rounded up to 48 more than a multiple of 128 a token; 128 * GROUPS bytes for 32
-// columns (types with halves: twice as many); 16 KiB a quad; then the constants of a run and STAGES stages a warp, each
+// Shared memory: with SHARED = 1 q, COLS rounded up to 48 more than a multiple of 128 a token; 64 * GROUPS bytes, with FEW
+// 32, for 32 columns (types with halves: twice as many); 16 KiB a quad; then the constants of a run and STAGES stages a warp, each
 // the weights of a run and STAGED * 304 bytes at most.
 #include "wide.cuh"
 
@@ -25,6 +25,9 @@
 
 #ifndef STAGED
 #define STAGED 0
+#endif
+#ifndef FEW
+#define FEW 0
 #endif
 
 #ifdef TYPE3
@@ -47,7 +50,8 @@ constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED ||
                          Fragments<TYPE3>::PAIRED;
 constexpr i32 SKEW = BY_TWOS ? 32 : 48, Q_STRIDE = (COLS + 95) / 128 * 128 + SKEW;
 constexpr i32 RUN_COLUMNS = 32 * RUN, STAGED_STRIDE = RUN_COLUMNS + SKEW, STAGE_BYTES = RUN_BYTES + STAGED * STAGED_STRIDE;
-constexpr i32 PAIRS = GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
+static_assert(!FEW || GROUPS == 1, "few tokens are one group");
+constexpr i32 PAIRS = FEW ? FEW_TOKENS / 2 : GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
 constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
 constexpr i32 FOLD_FLOATS = PARTS * RUN * TILE_ROWS * GROUP; // of a quad
@@ -125,26 +129,34 @@ DEVICE void copy_activations(u8* stage, const i8* q, i32 n_tokens, i32 s) {
 }
 
 template <Type type>
-DEVICE void multiply_unit(float (&acc)[GROUPS][RUN][4], const u8* stage, Constants* constants, u8* unpacked,
+DEVICE void multiply_unit(float (&acc)[GROUPS][HELD_RUN<FEW>][4], const u8* stage, Constants* constants, u8* unpacked,
                           const Unit& unit, i32 s, const WideInput& x) {
     const u32 from = (u32)(u64)unit.from + s * Runs<type, COLS>::BYTES;
     const Tile tile = {stage, constants, unpacked, from, unit.left - 1, min(RUN, BLOCKS - s * RUN)};
     WideInput input = x;
     if (STAGED)
         input.q = (const i8*)stage + RUN_BYTES - s * RUN_COLUMNS;
-    multiply_run<type, COLS, GROUPS, BEGUN>(acc, tile, s * RUN, input);
+    multiply_run<type, COLS, GROUPS, BEGUN, FEW>(acc, tile, s * RUN, input);
 }
 
 // The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
 // quad gets row l / 4 + p / 2 * 8 and token 2 * (l % 4) + p % 2. fold: FOLD_FLOATS, where part, result and lane have
-// eight accumulators, of which every other four lanes have the two halves the other way round, for the banks' sake.
-DEVICE float fold_parts(const float (&acc)[RUN][4], float* fold, i32 part) {
+// eight accumulators, of which every other four lanes have the two halves the other way round, for the banks' sake. Of few
+// tokens a lane has every other one, and the lane two further the others.
+DEVICE float fold_parts(const float (&acc)[HELD_RUN<FEW>][4], float* fold, i32 part) {
     const i32 lane = threadIdx.x % WARP, half = lane & 4;
 #pragma unroll
     for (i32 c = 0; c < 4; c++) {
-        float* const to = fold + ((part * 4 + c) * WARP + lane) * RUN;
-        *(float4*)(to + half) = make_float4(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
-        *(float4*)(to + (half ^ 4)) = make_float4(acc[4][c], acc[5][c], acc[6][c], acc[7][c]);
+        if constexpr (FEW) {
+            float* const to = fold + ((part * 4 + c) * WARP + (lane & ~2)) * RUN;
+#pragma unroll
+            for (i32 i = 0; i < RUN / 2; i++)
+                to[(2 * i + (lane & 2) / 2) ^ half] = acc[i][c];
+        } else {
+            float* const to = fold + ((part * 4 + c) * WARP + lane) * RUN;
+            *(float4*)(to + half) = make_float4(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
+            *(float4*)(to + (half ^ 4)) = make_float4(acc[4][c], acc[5][c], acc[6][c], acc[7][c]);
+        }
     }
     __syncthreads();
     float v[PARTS][RUN];
@@ -304,7 +316,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             old[g] = add && valid ? y[(i64)t * unit.n] : 0.0f;
             of_row[g] = SCALED && valid ? row_scale[t] : 1.0f;
         }
-        float acc[GROUPS][RUN][4] = {};
+        float acc[GROUPS][HELD_RUN<FEW>][4] = {};
 #pragma unroll 1
         for (i32 s = part; s < ROUNDS * PARTS; s += PARTS, i = i + 1 < STAGES ? i + 1 : 0) {
             u8* const stage = stages + i * STAGE_BYTES;

@@ -7,6 +7,10 @@
 // rows: warp p takes runs p, p + 4, ..., and meets accumulators 8 * p and the seven after it. A weight is unpacked once
 // for all groups.
 //
+// Up to four tokens fill half of an mma's eight columns. The other four then have the same tokens of the next block, which
+// an mma of that block's weights needs there: both take one load of activations, a lane keeps the results of one, and
+// half of what follows is left.
+//
 // A sum starts at 1.5 * 2^23, as an integer: its bits are then a float from which an addition takes that off again,
 // with what the type's offset amounts to. So nothing is converted. Integers here are far below 2^22, and what is made of
 // them below 2^24, so floats hold them exactly; sums of two products start at +0, lest a zero were negative.
@@ -15,6 +19,7 @@
 #include "fragments.cuh"
 
 constexpr i32 GROUP = 8;                 // tokens of an mma
+constexpr i32 FEW_TOKENS = 4;            // of which two blocks take one
 constexpr i32 SUM_START = 0x4b400000;
 constexpr float START = 12582912.0f; // the same bits
 
@@ -42,10 +47,15 @@ struct WideBlock {
     float half[4]; // the first halves of both tokens, the second ones
 };
 
+// What a lane loads of the activations: words of a token and a block, scales and sums of a pair of tokens and a block.
+struct Whose {
+    i32 token, block, pair, of_pair;
+};
+
 template <Type type, i32 pairs>
-DEVICE void load_wide(const WideInput& x, i32 b, i32 group, WideBlock& to) {
-    const i32 lane = threadIdx.x % WARP, t = lane % 4;
-    const i8* const q = x.q + (i64)min(GROUP * group + lane / 4, x.last) * x.stride + 32 * b;
+DEVICE void load_wide(const WideInput& x, const Whose& whose, WideBlock& to) {
+    const i32 t = threadIdx.x % WARP % 4;
+    const i8* const q = x.q + (i64)min(whose.token, x.last) * x.stride + 32 * whose.block;
     if constexpr (!Fragments<type>::PAIRED) {
         to.b0 = *(const u32*)(q + 4 * t);
         to.b1 = *(const u32*)(q + 16 + 4 * t);
@@ -54,7 +64,7 @@ DEVICE void load_wide(const WideInput& x, i32 b, i32 group, WideBlock& to) {
         to.b0 = v.x;
         to.b1 = v.y;
     }
-    const i32 at = b * pairs + GROUP / 2 * group + t;
+    const i32 at = whose.of_pair * pairs + whose.pair;
     const float4 s = x.scaled[at];
     to.d[0] = s.x, to.d[1] = s.y, to.sum[0] = s.z, to.sum[1] = s.w;
     if constexpr (has_halves(type)) {
@@ -63,25 +73,46 @@ DEVICE void load_wide(const WideInput& x, i32 b, i32 group, WideBlock& to) {
     }
 }
 
-// acc += d * term, of the lane's two rows and two tokens. begun: x has START and OFFSET of the halves.
+// The integer sums of a block, of the lane's two rows and two tokens, or of its halves.
+template <Type type>
+struct BlockSums {
+    static constexpr i32 N = in_halves<type>() ? 2 : 1;
+    i32 of[N][4];
+
+    __device__ void multiply(const u32 (&a)[4], const WideBlock& x) {
+        typedef BlockCode<type> Code;
+        if constexpr (N == 2) {
+            mma_bytes<Code::SIGNED>(of[0], a[0], a[1], x.b0, SUM_START);
+            mma_bytes<Code::SIGNED>(of[1], a[2], a[3], x.b1, SUM_START);
+        } else {
+            mma_bytes<Code::SIGNED>(of[0], a, x.b0, x.b1, SUM_START);
+        }
+    }
+    __device__ void choose(bool other, const BlockSums& of_other) {
+#pragma unroll
+        for (i32 h = 0; h < N; h++)
+#pragma unroll
+            for (i32 i = 0; i < 4; i++)
+                of[h][i] = other ? of_other.of[h][i] : of[h][i];
+    }
+};
+
+// acc += d * term. begun: x has START and OFFSET of the halves.
 template <Type type, bool begun>
-DEVICE void add_terms(float (&acc)[4], const u32 (&a)[4], const float2 (&scale)[2], const float4 (&factor)[2],
+DEVICE void add_terms(float (&acc)[4], const BlockSums<type>& sums, const float2 (&scale)[2], const float4 (&factor)[2],
                       const WideBlock& x) {
     typedef BlockCode<type> Code;
     constexpr float OFFSET = (float)Code::OFFSET;
     if constexpr (in_halves<type>()) {
-        i32 sums[2][4];
-        mma_bytes<Code::SIGNED>(sums[0], a[0], a[1], x.b0, SUM_START);
-        mma_bytes<Code::SIGNED>(sums[1], a[2], a[3], x.b1, SUM_START);
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
             const i32 r = i / 2, t = i % 2;
             float half[2];
 #pragma unroll
             for (i32 h = 0; h < 2; h++)
-                half[h] = __int_as_float(sums[h][i]) - (begun         ? x.half[2 * h + t]
-                                                        : Code::OFFSET ? __fmaf_rn(OFFSET, x.half[2 * h + t], START)
-                                                                       : START);
+                half[h] = __int_as_float(sums.of[h][i]) - (begun         ? x.half[2 * h + t]
+                                                           : Code::OFFSET ? __fmaf_rn(OFFSET, x.half[2 * h + t], START)
+                                                                          : START);
             if constexpr (is_kind(type, Kind::SIXTEENS)) {
                 acc[i] = __fmaf_rn(x.d[t], scale[r].x * half[0] + scale[r].y * half[1], acc[i]);
             } else {
@@ -97,47 +128,72 @@ DEVICE void add_terms(float (&acc)[4], const u32 (&a)[4], const float2 (&scale)[
             }
         }
     } else {
-        i32 sums[4];
-        mma_bytes<Code::SIGNED>(sums, a, x.b0, x.b1, SUM_START);
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
             const i32 r = i / 2, t = i % 2;
-            const float sum = __int_as_float(sums[i]) - (Code::OFFSET ? __fmaf_rn(OFFSET, x.sum[t], START) : START);
+            const float sum =
+                __int_as_float(sums.of[0][i]) - (Code::OFFSET ? __fmaf_rn(OFFSET, x.sum[t], START) : START);
             const float term = Code::MINIMUM ? __fmaf_rn(scale[r].x, sum, -(scale[r].y * x.sum[t])) : scale[r].x * sum;
             acc[i] = __fmaf_rn(x.d[t], term, acc[i]);
         }
     }
 }
 
-// acc[group][j] += the terms of block j of the run in `tile`, which begins at block `first` of the rows.
-template <Type type, i32 k, i32 groups, bool begun>
-DEVICE void multiply_run(float (&acc)[groups][RUN][4], const Tile& tile, i32 first, const WideInput& x) {
+// Accumulators of a group, each of four results: one a block of a run or, of few tokens, one of every two.
+template <bool few>
+constexpr i32 HELD_RUN = few ? RUN / 2 : RUN;
+
+// acc[group][j] += the terms of block j of the run in `tile`, which begins at block `first` of the rows. few: of at most
+// FEW_TOKENS, in one group; a lane's are those of block 2 * j or, with lane % 4 >= 2, of the one behind it.
+template <Type type, i32 k, i32 groups, bool begun, bool few>
+DEVICE void multiply_run(float (&acc)[groups][HELD_RUN<few>][4], const Tile& tile, i32 first, const WideInput& x) {
     typedef Runs<type, k> R;
     typedef Fragments<type> F;
     constexpr bool NO_FACTOR = !has_halves(type), NO_SCALE = has_halves(type) && !BlockCode<type>::MINIMUM;
-    const i32 lane = threadIdx.x % WARP, g = lane / 4;
-    const i32 ahead = (F::PAIRED ? 8 : 4) * (lane % 4);
+    constexpr bool BEGUN = begun && has_halves(type), WHOLE = k % (32 * RUN) == 0;
+    constexpr i32 EACH = few ? 2 : 1, PAIRS = few ? FEW_TOKENS / 2 : GROUP / 2 * groups;
+    const i32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, odd = few ? t / 2 : 0;
+    const i32 ahead = (F::PAIRED ? 8 : 4) * t;
     const Place at[3] = {place_of<R>(tile, lane % TILE_ROWS, 0), place_of<R>(tile, g, ahead), place_of<R>(tile, g + 8, ahead)};
     F fragments;
     F::template begin<R::ALIGN>(fragments, tile, at);
     __syncwarp();
 #pragma unroll
-    for (i32 j = 0; j < RUN; j++)
-        if (k % (32 * RUN) == 0 || j < tile.n_blocks) {
-            u32 a[4];
-            F::template get<R::ALIGN>(fragments, tile, at, j, a);
+    for (i32 j = 0; j < RUN; j += EACH)
+        if (WHOLE || j < tile.n_blocks) {
+            const bool both = few && (WHOLE || j + 1 < tile.n_blocks);
+            u32 a[EACH][4];
+            F::template get<R::ALIGN>(fragments, tile, at, j, a[0]);
+            if (both)
+                F::template get<R::ALIGN>(fragments, tile, at, j + 1, a[EACH - 1]);
+            const i32 own = both ? j + odd : j; // where there is one block, a lane beside it has nothing to add
             float2 scale[2];
             float4 factor[2];
 #pragma unroll
             for (i32 r = 0; r < 2; r++) {
-                scale[r] = NO_SCALE ? make_float2(0.0f, 0.0f) : tile.constants->scale[g + 8 * r][j];
-                factor[r] = NO_FACTOR ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : tile.constants->factor[g + 8 * r][j];
+                scale[r] = NO_SCALE ? make_float2(0.0f, 0.0f) : tile.constants->scale[g + 8 * r][own];
+                factor[r] = NO_FACTOR ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : tile.constants->factor[g + 8 * r][own];
             }
 #pragma unroll
             for (i32 group = 0; group < groups; group++) {
                 WideBlock b;
-                load_wide<type, GROUP / 2 * groups>(x, first + j, group, b);
-                add_terms<type, begun && has_halves(type)>(acc[group][j], a, scale, factor, b);
+                BlockSums<type> sums;
+                if constexpr (few) {
+                    const i32 block = both ? j + g / FEW_TOKENS : j;
+                    load_wide<type, PAIRS>(x, {g % FEW_TOKENS, first + block, t % 2, first + own}, b);
+                    sums.multiply(a[0], b);
+                    if (both) {
+                        BlockSums<type> others;
+                        others.multiply(a[EACH - 1], b);
+                        sums.choose(odd, others);
+                    }
+                    if (both || !odd)
+                        add_terms<type, BEGUN>(acc[group][j / 2], sums, scale, factor, b);
+                } else {
+                    load_wide<type, PAIRS>(x, {GROUP * group + g, first + j, GROUP / 2 * group + t, first + j}, b);
+                    sums.multiply(a[0], b);
+                    add_terms<type, BEGUN>(acc[group][j], sums, scale, factor, b);
+                }
             }
         }
 }

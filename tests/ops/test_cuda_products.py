@@ -214,7 +214,7 @@ def test_activations_that_come_with_the_weights(
     assert stages or quads == 2
     if stages:
         ys = tuple(device.empty((T, w.shape[0]), np.float32) for w in ws)
-        shape = WideShape(groups, quads, stages, False, staged, 5, used[stages - 1])
+        shape = WideShape(groups, T <= 4, quads, stages, False, staged, 5, used[stages - 1])
         with patch("engine.ops.cuda.products.wide_shape", lambda *_: shape):
             products.several(tuple(upload(device, w) for w in ws), device.upload(x), ys)
         for w, found in zip(ws, ys, strict=True):
@@ -223,9 +223,9 @@ def test_activations_that_come_with_the_weights(
 
 def test_activations_come_with_the_weights_where_that_costs_no_stage() -> None:
     """Of the longest rows of a published model."""
-    for qtype, quads, stages, staged in ((QType.Q4_K, 3, 4, 0), (QType.Q6_K, 2, 2, 4)):
+    for qtype, T, quads, stages, staged in ((QType.Q4_K, 8, 3, 4, 0), (QType.Q6_K, 4, 2, 3, 4)):
         data = CountingDevice().empty((5120 * row_bytes(qtype, 17408, "w"),), np.uint8)
-        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (QTensor("w", qtype, (5120, 17408), data),), 4)
+        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (QTensor("w", qtype, (5120, 17408), data),), T)
         assert cut is not None and (cut.quads, cut.stages, cut.shared, cut.staged) == (quads, stages, False, staged)
 
 

@@ -374,6 +374,7 @@ class Products:
         numbers = {"COLS": K, "GROUPS": shape.groups, "QUADS": shape.quads}
         numbers |= {"STAGES": shape.stages, "SHARED": int(shape.shared)}
         numbers |= {"STAGED": shape.staged} if shape.staged else {}
+        numbers |= {"FEW": 1} if shape.few else {}
         kernel = self.device.kernel(Module("wide.cu", _defines(ws, numbers, row_scale, softcap)), "wide")
         args = [*_matrices(ws, ys), x.q, x.d, x.sums, T, int(add), row_scale, float(softcap), *_scales(ws)]
         kernel(shape.blocks, shape.quads * PARTS * WARP, args, shape.shared_bytes, overlap=True)

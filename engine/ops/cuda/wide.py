@@ -19,7 +19,7 @@ GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
 MAX_STAGES = 4
-FEW_STAGED = 4  # tokens, for which less is staged than for a whole group
+FEW_TOKENS = 4  # up to which two blocks of columns share a product
 STAGED_BYTES = 304  # of a token's activations of a run
 RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 
@@ -28,11 +28,13 @@ RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 class WideShape:
     """Of a launch: groups of tokens, quads of warps a block, runs in flight a warp, blocks, shared memory.
 
-    shared: the activations are in it. staged: those of at most so many tokens come to it with each run of the weights;
-    with neither they are read from global memory each time.
+    few: there are so few tokens that two blocks of columns share a product. shared: the activations are in shared
+    memory. staged: those of at most so many tokens come to it with each run of the weights; with neither they are read
+    from global memory each time.
     """
 
     groups: int
+    few: bool
     quads: int
     stages: int
     shared: bool
@@ -55,10 +57,10 @@ def stage_bytes(w: QTensor) -> int:
     return TILE_ROWS * pitch + 16
 
 
-def _activation_bytes(tokens: int, groups: int, columns: int, halves: bool, shared: bool) -> int:
-    """Of a block, for `tokens` rows of activations."""
+def _activation_bytes(tokens: int, columns_of: int, columns: int, halves: bool, shared: bool) -> int:
+    """Of a block, for `tokens` rows of activations; columns_of: tokens that products have columns for."""
     stride = (columns + 95) // 128 * 128 + 48
-    return tokens * stride * shared + columns // 32 * groups * 8 * GROUP * (1 + halves)
+    return tokens * stride * shared + columns // 32 * columns_of * 8 * (1 + halves)
 
 
 def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShape | None:
@@ -67,6 +69,8 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
     weights = max(map(stage_bytes, ws))
     groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
+    few = tokens <= FEW_TOKENS
+    columns_of = FEW_TOKENS if few else groups * GROUP
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
     most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
@@ -75,7 +79,7 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     def cut(fewest: int, shared: bool = False, staged: int = 0) -> WideShape | None:
         """With as many quads as fit, at least so many, and then as many stages."""
         # Blocks of the same kernel whatever the number of tokens of a group.
-        fixed = _activation_bytes(groups * GROUP, groups, columns, halves, shared)
+        fixed = _activation_bytes(columns_of, columns_of, columns, halves, shared)
         for n_quads in range(most, fewest - 1, -1):
             stages_most = min(MAX_STAGES, max(rounds * -(-units // (n_quads * device.n_sm)), 1))
             for stages in range(stages_most, min(2, stages_most) - 1, -1):
@@ -84,14 +88,14 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
                     if n_quads // quads * (fixed + quads * of_quad + RESERVED) > device.max_shared_bytes:
                         continue
                     blocks = min(n_quads // quads * device.n_sm, units)
-                    used = _activation_bytes(tokens, groups, columns, halves, shared) + quads * of_quad
-                    return WideShape(groups, quads, stages, shared, staged, blocks, used)
+                    used = _activation_bytes(tokens, columns_of, columns, halves, shared) + quads * of_quad
+                    return WideShape(groups, few, quads, stages, shared, staged, blocks, used)
         return None
 
     found = cut(min(2, most), shared=True)
     if found is None:
         found = cut(1)
-        staged = cut(1, staged=FEW_STAGED if tokens <= FEW_STAGED else groups * GROUP)
+        staged = cut(1, staged=columns_of)
         if found is None or (staged is not None and staged.in_flight >= found.in_flight):
             found = staged
     return found or cut(1, shared=True)
