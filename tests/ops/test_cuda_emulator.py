@@ -10,7 +10,6 @@ import pytest
 
 from engine.ground.digest import kernels
 from engine.ground.errors import CapacityError
-from engine.ops.cuda import library
 from engine.ops.cuda.device import Module
 from tests.emulated_device import EMULATOR, EmulatedDevice, EmulatedKernel, EmulatorError
 
@@ -163,7 +162,7 @@ KERNEL mistake(i32* y, i32 which) {
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedKernel:
     (tmp_path / "test.cu").write_text(KERNELS)
-    monkeypatch.setattr(library, "kernels", lambda: tmp_path)
+    monkeypatch.setattr("tests.emulated_device.kernels", lambda: tmp_path)
     device = EmulatedDevice()
     return lambda name: (device, device.kernel(Module("test.cu"), name))
 
