@@ -41,7 +41,7 @@ class Parking:
         try:
             self._copies = self._copied()
             arrays += self._kv.arrays()
-        except CapacityError:  # there is no host memory for copies: the cache stays
+        except (CapacityError, MemoryError):  # there is no host memory for copies: the cache stays
             self._copies = []
         self.released_bytes = sum(self._device.release(self._device.pointer(a), int(a.nbytes)) for a in arrays)
         self.is_parked = True

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 LEAST_TOKENS = 256  # of what is measured: a shorter prompt says how long a step takes, not how fast long ones are read
-
-
 _KEPT = 0.9  # of what was measured before, with each prompt: what a server does changes
 
 

@@ -110,14 +110,17 @@ def test_memory_that_others_took_meanwhile_is_said_to_who_asks(opened: Open, mon
     assert said(drained(engine)) == wanted
 
 
-def test_without_host_memory_for_copies_the_cache_stays(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [CapacityError, MemoryError])
+def test_without_host_memory_for_copies_the_cache_stays(
+    opened: Open, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = opened(idle_release_s=1e-6, prefix_gib=0.1)
     first, second, _ = turns("qwen3moe")
     engine.submit(first)
     drained(engine)
 
     def refuse(*_: Any) -> None:
-        raise CapacityError("no more host memory")
+        raise error("no more host memory")
 
     with monkeypatch.context() as short:
         short.setattr(engine.loaded.kv, "read_blocks", refuse)
