@@ -55,7 +55,8 @@ def test_the_profile_is_that_of_one_machine(expected: Expected, two: Machines, t
         assert ours[key] == theirs[key], key
     workers = ours["workers"]
     assert len(workers) == n_workers and sum(worker["cost"] for worker in workers) == report.tokens
-    assert all(worker["tokens_per_s"] > 0 and worker["lost"] == 0 for worker in workers)
+    # A worker whose daemon was slow to start may find everything counted.
+    assert all((worker["tokens_per_s"] > 0) == (worker["tasks"] > 0) and worker["lost"] == 0 for worker in workers)
     assert ours["set_aside"] == [] and ours["refused"] == {}
     if n_workers > 1:
         assert len({worker["node"] for worker in workers}) == 2
@@ -210,8 +211,8 @@ def test_a_cluster_that_loses_all_workers_is_given_up_and_gone_on_from(expected:
             lost.remove(lost.nodes[0])
 
         thread = meanwhile(remove)
-        with pytest.raises(DeadlineError, match="no worker of the cluster was ready for 4 s"):
-            run(expected, lost, out, Slow, deadlines=replace(DEADLINES, ready_s=4))
+        with pytest.raises(DeadlineError, match="no worker of the cluster was ready for 12 s"):
+            run(expected, lost, out, Slow, deadlines=replace(DEADLINES, ready_s=12))
         thread.join()
         assert not clusters.daemons()
         partial = calibrate.partial_path(out)

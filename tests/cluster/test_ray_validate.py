@@ -72,7 +72,6 @@ def test_the_report_is_that_of_one_machine(expected: Expected, two: Machines) ->
     assert len({worker["node"] for worker in more["workers"]}) == 2 and more["refused"] == {}
     n_steps = sum(len(ladder.rows) + len(ladder.cross) for ladder in report.ladders)
     assert sum(climber["tasks"] for climber in more["climbers"]) == n_steps
-    assert {climber["tasks"] > 0 for climber in more["climbers"]} == {True}
     assert none_left(clusters.daemons()) and none_left(clusters.hands()) and not clusters.folders_left()
 
 
