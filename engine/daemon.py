@@ -368,7 +368,7 @@ def _amount(unit: str) -> Callable[[str], float]:
             number = float(value)
         except ValueError:
             number = math.nan
-        if not 0.0 <= number < 1e6:
+        if not 0.0 <= number <= 1e6:
             raise argparse.ArgumentTypeError(f"expected a number of {unit}, found {value!r}")
         return number
 
