@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 # How long an example takes tells of what else the machine does, two of these processes among it.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+# The same examples each time: what a change is refused for is then the change. `--hypothesis-profile "same examples"`.
+settings.register_profile("same examples", settings.get_profile("shared machine"), derandomize=True)
 
 
 def pytest_configure() -> None:
