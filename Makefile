@@ -52,18 +52,8 @@ bench: setup ## the CPU benchmarks of RESULTS.md (about ten minutes)
 	$(PY) benchmarks/pipeline.py --json data/results/pipeline.json
 	$(PY) benchmarks/render.py
 
-FULL_SHAPE ?= build/qwen3-30b-a3b.gguf
-
-bench-gpu: setup ## the GPU benchmarks of RESULTS.md (about 20 minutes; writes a model of 17 GiB to FULL_SHAPE)
-	test -e $(FULL_SHAPE) || $(PY) benchmarks/full_shape.py qwen3-30b-a3b $(FULL_SHAPE)
-	$(PY) benchmarks/cuda_kernels.py --json data/results/cuda_kernels.json
-	$(PY) benchmarks/profile_step.py $(FULL_SHAPE) --json data/results/profile_step.json
-	$(PY) benchmarks/decode.py $(FULL_SHAPE) --json data/results/decode.json
-	$(PY) benchmarks/prefill.py $(FULL_SHAPE) --json data/results/prefill.json
-	$(PY) benchmarks/memory_plan.py $(FULL_SHAPE) --json data/results/memory_plan.json
-	$(PY) benchmarks/calibrate.py $(FULL_SHAPE) --json data/results/calibrate.json
-	$(PY) benchmarks/exactness.py $(FULL_SHAPE) --json data/results/exactness.json
-	$(PY) benchmarks/soak.py $(FULL_SHAPE) --json data/results/soak.json
+bench-gpu: setup ## the GPU benchmarks of RESULTS.md (about two hours; models of 17 GiB in build/gpu, one at a time)
+	$(PY) benchmarks/on_gpu.py
 	$(PY) benchmarks/render.py
 
 docs: setup ## docs/commands.md, from what the program says of its commands

@@ -39,7 +39,7 @@ def _dense(device: Any, what: str, D: int, F: int, shared: bool) -> Iterator[Ker
     groups = [tuple(_matrix(device, *s) for s in shapes) for _ in range(1 + -(-ROTATED_BYTES // n_bytes))]
     gate = _matrix(device, QType.F32, 1, D) if shared else None
     norm = device.upload(np.ones(D, np.float32))
-    for T in (1, 8, CHUNK):
+    for T in (1, 2, 4, 8, CHUNK):
         x, y = (
             device.upload(np.random.default_rng(2).standard_normal((T, D), np.float32)),
             device.empty((T, D), np.float32),

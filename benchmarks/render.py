@@ -207,7 +207,7 @@ def served(made: Json) -> str:
 def family(name: str) -> str:
     """What a heading adds for another model than the one that is measured in full."""
     key = name.removesuffix(".json").partition("-")[2]
-    return f": {(FAMILIES | PARTS)[key]}" if key else ""
+    return f": {(FAMILIES | PARTS | DENSE)[key]}" if key else ""
 
 
 def decode(name: str, made: Json) -> list[str]:
@@ -351,7 +351,7 @@ def first_token(name: str, made: Json) -> list[str]:
 
 def given_tokens(name: str, made: Json) -> list[str]:
     text = "Random tokens, all logits; from the call until the device is done."
-    return ["## Steps of several given tokens", "", *origin(name, made), text, "", *table(
+    return [f"## Steps of several given tokens{family(name)}", "", *origin(name, made), text, "", *table(
         ["depth", "sequences", "tokens each", "ms"],
         [[f"{r['depth']:,}", r["sequences"], r["tokens_each"],
           milliseconds(r["seconds"], 2)] for r in made["rows"]],
@@ -426,6 +426,7 @@ def soak(name: str, made: Json) -> list[str]:
 
 
 FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
+DENSE = {"dense": "Qwen3.6-27B"}
 MIXTURES = {"q4": "Q4_K_M", "q3": "Q3_K_M", "iq2": "UD-IQ2_XXS"}
 PARTS = {"policies": "real policies", **MIXTURES}  # of a measurement that has a file of its own
 SHARED = (2, 4, 8)  # sequences of a step
@@ -448,12 +449,14 @@ SECTIONS = {
         for key, threads in (("", "two threads"), ("-nano", "two threads"), ("-nano-1", "one thread"))
     },
     "given_tokens.json": given_tokens,
+    "given_tokens-dense.json": given_tokens,
     **draft_results.SECTIONS,
     **kv_results.SECTIONS,
     **cluster_results.SECTIONS,
     "forms_speed.json": forms_speed,
     "first_token.json": first_token,
     "cuda_kernels.json": cuda_kernels,
+    "cuda_wide.json": partial(cuda_kernels, title="CUDA kernels: ways to make products of a few rows"),
     "cuda_types.json": partial(cuda_kernels, title="CUDA kernels: every block type"),
     "profile_step.json": profile_step,
     **{f"profile_step-{key}.json": profile_step for key in (*FAMILIES, *SHARED, *GIVEN)},
