@@ -133,6 +133,33 @@ def restored(name: str, made: Json) -> list[str]:
     return ["## Conversations restored from files", "", *origin(name, made), text, "", *table(columns, rows)]
 
 
+SUMMARIES = """\
+Which blocks of keys a token reads, chosen by a summary of each, on {prompts} held-out prompts of the bundled model of up to
+{length:,} tokens and on made-up keys; what is left out, for the shares of blocks that are read beside the first and the
+last two. *Bytes*: of a block's summary, by those of its keys and values in f16. *Exact*: chosen by the true masses.
+*Bound over true*: of the mass of what is not read, where 10% are. *Until certain*: the blocks that are read before at
+most a thousandth can be left out. No mass was above its bound."""
+
+
+def summaries(name: str, made: Json) -> list[str]:
+    text = SUMMARIES.format(prompts=made["prompts"], length=made["length"])
+    lines = ["## Summaries of keys", "", *origin(name, made), text, ""]
+    for part in made["parts"]:
+        rows = []
+        for r in part["rows"]:
+            bound = r.get("bound_over_true")
+            rows.append([
+                r["name"], "" if r["bytes_share"] is None else percent(r["bytes_share"]),
+                *(f"{percent(left['mean'])} ({percent(left['p99'])})" for left in r["left_out"].values()),
+                *(("", "") if bound is None else (f"{bound['median']:.3g} ({bound['p99']:.3g})",
+                                                  percent(r["read_until_certain"]["mean"]))),
+            ])  # fmt: skip
+        shares = [f"left out at {percent(float(share))}" for share in part["rows"][0]["left_out"]]
+        columns = [part["what"], "bytes", *shares, "bound over true", "until certain"]
+        lines += [f"{part['rows'][0]['cases']:,} cases, mean and 99th percentile.", "", *table(columns, rows)]
+    return lines
+
+
 SECTIONS = {
     "kv_pool.json": partial(pool, "Qwen3.6-35B-A3B's"),
     "kv_pool-qwen3.json": partial(pool, "Qwen3-30B-A3B's"),
@@ -142,4 +169,5 @@ SECTIONS = {
     "restored.json": restored,
     "soak_sessions.json": soak,
     "soak_sessions-gpu.json": soak,
+    "summaries.json": summaries,
 }
