@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from benchmarks.markdown import Json, origin, table
+from benchmarks.markdown import Json, origin, percent, spread, table
 
 POOL = """\
 {model}, with {shape} shapes, cache in {kv_type}. Steps of one sequence at a depth, with a share of its blocks in the
@@ -134,11 +134,11 @@ def restored(name: str, made: Json) -> list[str]:
 
 
 SUMMARIES = """\
-Which blocks of keys a token reads, chosen by a summary of each, on {prompts} held-out prompts of the bundled model of up to
-{length:,} tokens and on made-up keys; what is left out, for the shares of blocks that are read beside the first and the
-last two. *Bytes*: of a block's summary, by those of its keys and values in f16. *Exact*: chosen by the true masses.
-*Bound over true*: of the mass of what is not read, where 10% are. *Until certain*: the blocks that are read before at
-most a thousandth can be left out. No mass was above its bound."""
+Blocks of keys that a token reads, chosen by a summary of each, on {prompts} held-out prompts of the bundled model, of
+up to {length:,} tokens, and on made-up keys: what is left out, for the shares of blocks that are read beside the first
+and the last two. *Bytes*: of a block's summary, by those of its keys and values in f16. *Exact*: chosen by the true
+masses. *Bound over true*: of the mass of what is not read, where 10% are. *Until certain*: the blocks that are read
+before at most a thousandth can be left out. No mass was above its bound."""
 
 
 def summaries(name: str, made: Json) -> list[str]:
