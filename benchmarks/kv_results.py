@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from benchmarks.markdown import Json, origin, percent, spread, table
+from benchmarks.markdown import Json, origin, percent, table
 
 POOL = """\
 {model}, with {shape} shapes, cache in {kv_type}. Steps of one sequence at a depth, with a share of its blocks in the
