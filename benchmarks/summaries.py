@@ -194,7 +194,7 @@ def measured(cases: Iterator[Seen], what: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=23)
     parser.add_argument("--length", type=int, default=3584, help="tokens of a prompt, or down to half as many")
     parser.add_argument("--positions", type=int, default=384, help="the last of each, of which a fourth is looked at")
     parser.add_argument("--adversarial", type=int, default=6000, help="made-up cases, of four queries each")
