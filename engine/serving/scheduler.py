@@ -30,12 +30,12 @@ from engine.ground.errors import (
 from engine.ground.protocol import Done, Event, Generate, Score, Stage, Tokens, error_event
 from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
-from engine.placing.plan import GIB
 from engine.running.decoding import Alone
 from engine.running.loaded import load
 from engine.running.reply import MASK_WAIT_S
 from engine.running.warm import warm_up
 from engine.serving.families import Families
+from engine.serving.idling import Idling
 from engine.serving.learned import Learned
 from engine.serving.reading import gather, read_together
 from engine.serving.schedule import (
@@ -95,8 +95,7 @@ class Engine:
         self._waits = {"place": 0, "room": 0, "moved_out": 0, "read_again": 0}
         self._waited: set[tuple[int, str]] = set()  # requests that have not begun, and what they have waited for
         self._rereading: Rereading | None = None
-        self._idle_since_s = time.monotonic()
-        self._returning: Iterator[None] | None = None  # of memory that had gone back
+        self._idling = Idling(self.loaded.parking, config.idle_release_s)
         self._reread_at = 0  # requests that had ended when nothing was left to be read again
 
     def warm_up(self) -> None:
@@ -173,7 +172,7 @@ class Engine:
             self._families.add(request, self._unread())
         self._stop_rereading()
         self._waiting.append(request)
-        self._idle_since_s = time.monotonic()
+        self._idling.begin()
 
     def _unread(self) -> Iterator[Generate]:
         """Requests whose prompt has not been read."""
@@ -191,20 +190,17 @@ class Engine:
     @property
     def idle_work(self) -> bool:
         """Whether nothing is unfinished, and decoded chunks may be read as a prompt is, or memory goes back."""
-        return self._may_reread or self.idle_s == 0 or self._returning is not None
+        return self._may_reread or self.idle_s == 0 or self._idling.is_returning
 
     @property
     def _may_reread(self) -> bool:
-        is_there = not self.loaded.parking.is_parked
+        is_there = not self._idling.is_away
         return is_there and self.loaded.prefixes.decoded_differ and not self.busy and self._reread_at != self._requests
 
     @property
     def idle_s(self) -> float | None:
         """Seconds until memory goes back, if nothing comes; None: it does not, or has."""
-        after_s = self.config.idle_release_s
-        if after_s is None or self.busy or self._may_reread or self.loaded.parking.is_parked:
-            return None
-        return max(0.0, self._idle_since_s + after_s - time.monotonic())
+        return None if self.busy or self._may_reread else self._idling.left_s
 
     def step(self) -> list[Event]:
         """Do one unit of work; a request's failure is its own error event.
@@ -213,14 +209,15 @@ class Engine:
         """
         events: list[Event] = []
         if self.idle_s == 0:
-            self._release()
+            self._idling.release()
             return events
         with translated():
             self.loaded.forms.poll()
             if self.busy:
-                self._idle_since_s = time.monotonic()
-            if self.loaded.parking.is_parked and (self.busy or self._returning is not None):
-                return self._return()
+                self._idling.begin()
+            if self._idling.is_away and (self.busy or self._idling.is_returning):
+                error = self._idling.take()
+                return [] if error is None else [self._failed(job, error) for job in tuple(self._waiting)]
             while True:
                 view = self._look()
                 work = decide(view)
@@ -233,28 +230,6 @@ class Engine:
                 self._owed_s = owed(work, self._owed_s, time.perf_counter() - began)
                 if not isinstance(work, Admit | Draw):
                     return events
-
-    def _release(self) -> None:
-        """Give back what an idle engine does not need."""
-        with translated():
-            n_bytes = self.loaded.parking.park()
-        _log.info("idle for %g s: %.2f GiB went back", self.config.idle_release_s, n_bytes / GIB)
-
-    def _return(self) -> list[Event]:
-        """Take some of it again; where it is not to be had, whoever waits is told, and the next one tries again."""
-        if self._returning is None:
-            self._returning = self.loaded.parking.unpark()
-        try:
-            next(self._returning)
-        except StopIteration:
-            self._returning = None
-            _log.info("memory that had gone back is there again")
-        except DeviceLostError:
-            raise
-        except SparkError as error:
-            self._returning = None
-            return [self._failed(job, error) for job in tuple(self._waiting)]
-        return []
 
     def _look(self) -> View:
         """What there is to decide about."""
