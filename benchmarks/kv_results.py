@@ -141,6 +141,10 @@ masses. *Bound over true*: of the mass of what is not read, where 10% are. *Unti
 before at most a thousandth can be left out. No mass was above its bound."""
 
 
+def times(ratio: float) -> str:
+    return f"{ratio:.3g}" if ratio < 1e20 else "no bound"
+
+
 def summaries(name: str, made: Json) -> list[str]:
     text = SUMMARIES.format(prompts=made["prompts"], length=made["length"])
     lines = ["## Summaries of keys", "", *origin(name, made), text, ""]
@@ -151,7 +155,7 @@ def summaries(name: str, made: Json) -> list[str]:
             rows.append([
                 r["name"], "" if r["bytes_share"] is None else percent(r["bytes_share"]),
                 *(f"{percent(left['mean'])} ({percent(left['p99'])})" for left in r["left_out"].values()),
-                *(("", "") if bound is None else (f"{bound['median']:.3g} ({bound['p99']:.3g})",
+                *(("", "") if bound is None else (f"{times(bound['median'])} ({times(bound['p99'])})",
                                                   percent(r["read_until_certain"]["mean"]))),
             ])  # fmt: skip
         shares = [f"left out at {percent(float(share))}" for share in part["rows"][0]["left_out"]]
