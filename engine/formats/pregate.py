@@ -81,7 +81,7 @@ def read_router(file: GGUFFile, layer: int) -> Router:
     arch, prefix = file.architecture, f"blk.{layer}."
     if arch not in _ROUTER_NORMS:
         raise UnsupportedModelError(
-            f"train-pregate does not know the router of architecture {arch!r}, only of {', '.join(_ROUTER_NORMS)}"
+            f"no pre-gate knows the router of architecture {arch!r}, only of {', '.join(_ROUTER_NORMS)}"
         )
     norm = dequantize(file.tensor(prefix + _ROUTER_NORMS[arch]))
     weight = dequantize(file.tensor(prefix + "ffn_gate_inp.weight")) * norm
@@ -155,7 +155,7 @@ def pairs(layers: Sequence[int]) -> list[Pair]:
 
 
 def read(path: Path, model: PregateModel) -> Pregate:
-    """Read a file of pre-gates for a model, all of it; FileFormatError, or WrongModelError, names what is wrong with it."""
+    """Read all of a file of pre-gates for a model; FileFormatError or WrongModelError says what is wrong with it."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -230,9 +230,7 @@ def _tensors(path: Path, file: Any, kind: str, model: PregateModel) -> dict[Pair
         }  # fmt: skip
         for name, values in tensors.items():
             if values.shape != shapes[name] or values.dtype != np.float32:
-                raise _wrong(
-                    path, f"{prefix}{name} is {values.dtype} {values.shape}, expected float32 {shapes[name]}"
-                )
+                raise _wrong(path, f"{prefix}{name} is {values.dtype} {values.shape}, expected float32 {shapes[name]}")
             if not np.isfinite(values).all():
                 raise _wrong(path, f"{prefix}{name} has values that are not finite")
         found[layer, target] = Trained.of(tensors)
@@ -253,12 +251,17 @@ def _chances(path: Path, known: dict[str, Any], model: PregateModel) -> dict[str
             kind = str(entry["predictor"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _wrong(path, f"chances hold {str(entry)[:80]}, expected a table of a predictor") from error
-        rises = table[0].ndim == 1 and table[0].shape == table[1].shape and table[0].size > 0
-        rises = rises and bool((np.diff(table[0]) > 0).all() and (np.diff(table[1]) >= 0).all())
-        if not (rises and np.isfinite(table[0]).all() and table[1][0] >= 0 and table[1][-1] <= 1) or pair not in expected:
+        if pair not in expected or not _rises(*table):
             raise _wrong(path, f"the chances of {kind} for layers {pair} are no table that rises from 0 to 1")
         found.setdefault(kind, {})[pair] = table
     for kind, tables in found.items():
         if set(tables) != expected:
             raise _wrong(path, f"chances of {kind} for {len(tables)} pairs of layers, expected {len(expected)}")
     return found
+
+
+def _rises(knots: F64, values: F64) -> bool:
+    fits = knots.ndim == 1 and knots.shape == values.shape and knots.size > 0 and bool(np.isfinite(knots).all())
+    return fits and bool(
+        (np.diff(knots) > 0).all() and (np.diff(values) >= 0).all() and values[0] >= 0 and values[-1] <= 1
+    )

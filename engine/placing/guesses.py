@@ -1,8 +1,8 @@
 """Guessed experts: which missing ones a layer is likely to use, when that is worth a fetch, and what came of it. Pure.
 
-A predictor gives each token a score for every expert of a layer that is still to come. Scores become chances by a small
-table (`Chances`), chances and residency a short ranked list (`ranked`), and costs in seconds the least chance at which a
-guess pays (`break_even`). A guess is bytes that lie ready; no decision of `advance` knows of any.
+A predictor gives each token a score for every expert of a layer that is still to come. Scores become chances by a
+small table (`Chances`), chances and residency a short ranked list (`ranked`), and costs in seconds the least chance at
+which a guess pays (`break_even`). A guess is bytes that lie ready; no decision of `advance` knows of any.
 Axes: T tokens, E experts, L MoE layers.
 """
 
@@ -25,10 +25,10 @@ _PRIOR = 8.0  # guesses that came as often as was said, which a record begins wi
 
 
 def margins(scores: npt.NDArray[np.floating], n_used: int) -> F64:
-    """Scores [T, E] above each token's own level: midway between its `n_used`-th score and the next one. Float64 [T, E].
+    """Scores [T, E] above each token's own level, midway between its `n_used`-th score and the next: float64 [T, E].
 
-    What all scores of a token have in common says nothing of its choice. Minus infinity, no guess at all, stays; a token
-    with too few others has the least of them as its level.
+    What all scores of a token have in common says nothing of its choice. Minus infinity, no guess at all, stays; a
+    token with too few others has the least of them as its level.
     """
     s = np.asarray(scores, np.float64)
     best = -np.sort(-s, axis=1)
@@ -105,10 +105,10 @@ def of_step(chances: F64) -> F64:
 
 
 def ranked(chances: F64, resident: Bools, budget: int, threshold: float = 0.0) -> Int32s:
-    """The guesses of each step: experts that are not resident, the likeliest first; int32 [T, min(budget, E)], -1: none.
+    """The guesses of each step: experts that are not resident, the likeliest first.
 
-    chances: [T, E], a step a row. resident: bool [T, E] or [E]. threshold: only what is likelier is guessed. Of equals,
-    the smaller index comes first.
+    chances: [T, E], a step a row. resident: bool [T, E] or [E]. threshold: only what is likelier is guessed. Returns
+    int32 [T, min(budget, E)], -1: none. Of equals, the smaller index comes first.
     """
     worth = np.where(resident | (chances <= threshold), -1.0, chances)
     best = np.argsort(-worth, axis=1, kind="stable")[:, :budget]

@@ -26,6 +26,7 @@ from engine.ops import F32
 from engine.running.ahead import AHEAD_STEPS, NEAR_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.forecast import Expected, Forecast, Routed
+from engine.running.guessing import Guessing
 from engine.running.masked import Masked, can_mask
 from engine.running.reply import Reply, mask_wait_s
 from engine.running.sampling import Drawing, Drawn
@@ -120,13 +121,14 @@ class Decoder:
     """Decodes replies in steps that they share. proposer: of the tokens that may follow a reply's last.
 
     forecast: who is told what the rows of drafts chose, None: nobody. expected: what it said of the step that follows
-    the last one with a draft.
+    the last one with a draft. guessing: who counts guesses of experts beside the steps, None: nobody.
     """
 
     def __init__(self, steps: Steps, drawer: Drawer, proposer: Proposer | None = None) -> None:
         self.steps, self.drawer, self.proposer = steps, drawer, proposer or Nothing()
         self.forecast: Forecast | None = None
         self.expected: Expected | None = None
+        self.guessing: Guessing | None = None
 
     def step(
         self, replies: Many[Reply], drafts: Many[Draft | None] | None = None, spent_s: float = 0.0
@@ -170,7 +172,8 @@ class Decoder:
     def run(self, proposals: Many[Proposal]) -> StepResult:
         """Run the step."""
         self.steps.forward.features_wanted = self.proposer.reads([p.reply for p in proposals])
-        return self.steps.run([proposal.span for proposal in proposals])
+        spans = [proposal.span for proposal in proposals]
+        return self.steps.run(spans) if self.guessing is None else self.guessing.run(self.steps, spans)
 
     def accept(self, proposals: Many[Proposal], result: StepResult) -> list[SparkError | None]:
         """Let every reply go on with what is drawn, as far as that is what was proposed, and with one token more.

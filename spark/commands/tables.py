@@ -158,6 +158,23 @@ def show_pregate(report: PregateReport) -> None:
     ]
     title = "Active experts (A a token) found among the best guesses, mean over layers"
     table(title, ["predictor", "for\nlayer", "layers", "best A", "best 2A", "best 3A"], rows)
+    _show_guesses(report)
+
+
+def _show_guesses(report: PregateReport) -> None:
+    """Print what guesses for the next layer find of what is not resident; those for the layer itself are in --json."""
+    rows = [
+        [
+            f"{row.residency_pct:.0f}%", row.predictor.replace("_", " "),
+            f"{row.budget}" + (f", above {row.threshold:.0%}" if row.threshold else ""),
+            f"{row.precision:.1%}", f"{row.recall:.1%}", f"{row.misses_per_token:.2f}",
+            f"{row.useful_per_token:.2f}", f"{row.wasted_bytes_per_token / 2**20:.3f}",
+        ]
+        for row in report.guesses if row.ahead == 1
+    ]  # fmt: skip
+    title = "Guesses for the next layer, over experts that are not resident; a token's, in all layers"
+    columns = ["resident", "predictor", "at most\na layer", "precision", "recall", "misses", "found", "wasted\nMiB"]
+    table(title, columns, rows)
 
 
 def show_bench(report: BenchReport) -> None:

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from engine.formats import trace as trace_module
 from engine.formats.gguf import open_model
+from engine.formats.pregate import TRAINED, Router, Trained, read_router, unit
 from engine.formats.trace import TraceWriter, part_paths
 from engine.ground.errors import (
     FileFormatError,
@@ -38,7 +39,7 @@ from tests.gguf_files import write_gguf
 from tests.tiny_models import MODELS, tiny_path
 
 LAYERS, N_LAYER = (1, 2, 4), 6  # the others are dense
-D, E, A = 24, 13, 3
+D, E, A, F = 24, 13, 3, 5
 SIZES = (150, 290, 310, 260, 330, 270, 240)  # tokens of the sessions
 EPS = 1e-3
 OPTIONS = PregateOptions(threads=1, hidden_units=10, epochs=3)
@@ -83,7 +84,12 @@ def write_model(path, seed=5, arch="qwen3moe"):
     norms, routers = weights(np.random.default_rng(seed))
     tensors = {f"blk.{layer}.ffn_norm.weight": norms[layer] for layer in LAYERS}
     tensors |= {f"blk.{layer}.ffn_gate_inp.weight": routers[layer] for layer in LAYERS}
-    metadata = {"general.architecture": arch, f"{arch}.attention.layer_norm_rms_epsilon": EPS}
+    for layer in LAYERS:
+        shapes = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
+        zeros = {part: np.zeros(shape, np.float32) for part, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.ffn_{part}_exps.weight": values for part, values in zeros.items()}
+    metadata = {"general.architecture": arch, f"{arch}.block_count": N_LAYER}
+    metadata |= {f"{arch}.attention.layer_norm_rms_epsilon": EPS}
     write_gguf(path, metadata, tensors)
 
 
@@ -407,7 +413,7 @@ def test_a_router_chooses_what_the_engine_chooses(name, monkeypatch):
     c = loaded.source.config
     assert len(entering) == len(c.moe_layers) > 0
     for m, layer in enumerate(c.moe_layers):
-        scores = pregate.read_router(loaded.source.file, layer).scores(predictors.rms_norm(entering[m], c.eps))
+        scores = read_router(loaded.source.file, layer).scores(unit(entering[m], c.eps))
         assert predictors.recall(scores, chosen[m].astype(np.uint16))[0] == 1
     loaded.close()
 
@@ -417,9 +423,9 @@ def test_shares_and_a_bias_choose_together():
     weight, bias, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((E, D), E, (9, D)))
     logits = x.astype(np.float64) @ weight.T
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(pregate.Router(weight, bias, softmax=True).scores(x), shares + bias, rtol=1e-4)
+    np.testing.assert_allclose(Router(weight, bias, softmax=True).scores(x), shares + bias, rtol=1e-4)
     sigmoids = 1 / (1 + np.exp(-logits))
-    np.testing.assert_allclose(pregate.Router(weight, bias).scores(x), sigmoids + bias, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(Router(weight, bias).scores(x), sigmoids + bias, rtol=1e-4, atol=1e-6)
 
 
 def test_an_unknown_router_is_refused(tmp_path, data):
@@ -528,9 +534,9 @@ def test_training_sets_out_from_the_router_and_takes_the_residual_itself(monkeyp
     inputs = predictors.standardize(x.copy(), "cpu")
     fitted = predictors.fit(inputs, experts, routers, hidden_units=5, epochs=1, rng=rng)
     for router, kinds in zip(routers, fitted, strict=True):
-        assert tuple(kinds) == predictors.TRAINED
+        assert tuple(kinds) == TRAINED
         for tensors in kinds.values():
-            np.testing.assert_allclose(predictors.trained_scores(tensors, x), x @ router.T, atol=1e-3)
+            np.testing.assert_allclose(Trained.of(tensors).scores(x), x @ router.T, atol=1e-3)
 
 
 def test_frequency_counts_uses():
