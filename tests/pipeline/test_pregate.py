@@ -17,7 +17,8 @@ from safetensors import safe_open
 
 from engine.formats import trace as trace_module
 from engine.formats.gguf import open_model
-from engine.formats.pregate import TRAINED, Router, Trained, read_router, unit
+from engine.formats.pregate import TRAINED, PregateModel, Router, Trained, pairs, read_router, unit
+from engine.formats.pregate import read as read_pregate
 from engine.formats.trace import TraceWriter, part_paths
 from engine.ground.errors import (
     FileFormatError,
@@ -33,6 +34,7 @@ from engine.ops import cpu
 from engine.running.loaded import load
 from engine.running.stepping import Span
 from spark.pipeline import predictors, pregate
+from spark.pipeline.guessed import expert_bytes
 from spark.pipeline.pregate import PregateOptions
 from tests.engine_runs import config
 from tests.gguf_files import write_gguf
@@ -416,6 +418,40 @@ def test_a_router_chooses_what_the_engine_chooses(name, monkeypatch):
         scores = read_router(loaded.source.file, layer).scores(unit(entering[m], c.eps))
         assert predictors.recall(scores, chosen[m].astype(np.uint16))[0] == 1
     loaded.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "laguna", "gemma4"])
+def test_every_family_from_its_own_trace_to_its_file_and_back(name, tmp_path):
+    loaded = load(config(tiny_path(name), device="cpu"))
+    c, model_id = loaded.source.config, loaded.source.file.model_id
+    loaded.forward.capture_hidden(True)
+    hidden, experts = [], []
+    for n in (110, 120, 105, 90):
+        sequence, tokens = loaded.kv.sequence(), (np.arange(n) ** 2 % c.n_vocab).astype(np.int32)
+        for part in np.split(tokens, range(40, n, 40)):
+            result = loaded.steps.run([Span(sequence, part, np.ones(len(part), bool))])
+            hidden.append(result.hidden[list(c.moe_layers)].transpose(1, 0, 2).copy())
+            experts.append(result.experts.transpose(1, 0, 2).copy())
+        sequence.release()
+    bytes_of = [sum(e.part_bytes) for e in loaded.residency.experts]
+    loaded.close()
+    with TraceWriter(
+        tmp_path / "t", model_id, c.n_expert_used, c.n_embd, True, n_layer=c.n_layer, n_expert=c.n_expert
+    ) as writer:
+        hidden, experts = np.concatenate(hidden), np.concatenate(experts)
+        for i, part in enumerate(np.split(np.arange(425), np.cumsum((110, 120, 105)))):
+            weights = np.full(experts[part].shape, 1 / c.n_expert_used)
+            writer.append(f"s{i}", part, np.arange(len(part)) >= 20, c.moe_layers, experts[part], weights, hidden[part])
+    with open_model(tiny_path(name)) as file:
+        assert [expert_bytes(file, layer) for layer in c.moe_layers] == bytes_of
+    report = pregate.train(tiny_path(name), tmp_path / "t", tmp_path / "p", replace(QUICK, hidden_units=4))
+    early = [row for row in report.guesses if (row.predictor, row.budget) == ("router", 2)]
+    assert [(row.ahead, row.residency_pct) for row in early] == [(k, p) for k in (0, 1) for p in (10, 30, 60)]
+    for row in early:
+        assert 0 < row.recall <= 1 and 0 < row.guesses_per_token <= 2 * (len(c.moe_layers) - row.ahead)
+    read = read_pregate(tmp_path / "p", PregateModel(model_id, c.moe_layers, c.n_embd, c.n_expert, c.n_expert_used))
+    assert set(read.chances) == {"linear", "mlp", "router"}
+    assert all(set(tables) == set(pairs(c.moe_layers)) for tables in read.chances.values())
 
 
 def test_shares_and_a_bias_choose_together():
