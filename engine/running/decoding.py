@@ -142,9 +142,9 @@ class Decoder:
         drafts = self.proposer.propose(replies) if drafts is None else drafts
         if drafts is None:
             proposals = [self.propose(reply, None) for reply in replies]
-            return self.accept(proposals, self.run(proposals))
+            return self.accept(proposals, self.run(proposals, decodes=True))
         proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
-        result = self.run(proposals)
+        result = self.run(proposals, decodes=True)
         failures = self.accept(proposals, result)
         if self.forecast is not None:
             self._tell(self.forecast, proposals, result)
@@ -169,11 +169,11 @@ class Decoder:
         span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, keep=draft is not None)
         return Proposal(reply, span, draft)
 
-    def run(self, proposals: Many[Proposal]) -> StepResult:
-        """Run the step."""
+    def run(self, proposals: Many[Proposal], decodes: bool = False) -> StepResult:
+        """Run the step. decodes: it is none of prompts, so guesses are counted."""
         self.steps.forward.features_wanted = self.proposer.reads([p.reply for p in proposals])
         spans = [proposal.span for proposal in proposals]
-        return self.steps.run(spans) if self.guessing is None else self.guessing.run(self.steps, spans)
+        return self.guessing.run(self.steps, spans) if self.guessing and decodes else self.steps.run(spans)
 
     def accept(self, proposals: Many[Proposal], result: StepResult) -> list[SparkError | None]:
         """Let every reply go on with what is drawn, as far as that is what was proposed, and with one token more.
