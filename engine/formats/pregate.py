@@ -22,6 +22,7 @@ from engine.ground.files import open_regular
 VERSION = 1
 METADATA = "spark.pregate"  # the one key of the file's metadata: several would be written in any order
 TRAINED = ("linear", "mlp")
+ROUTER_AHEAD = 2  # MoE layers between a residual and the router that is applied to it
 
 # Architectures with a router, and the weights of the norm before it.
 _ROUTER_NORMS = {
@@ -140,7 +141,8 @@ class Pregate:
     """A file of pre-gates.
 
     eps: of the norm of what predictors take. predictors: by kind, for each pair of layers. chances: knots and values of
-    the tables (engine/placing/guesses.py: `Chances`) of these and of `router`, empty in files that are older than they.
+    the tables (engine/placing/guesses.py: `Chances`) of these and of `router`, that also for ROUTER_AHEAD layers behind
+    the first; empty in files that are older than they.
     """
 
     path: Path
@@ -149,9 +151,9 @@ class Pregate:
     chances: Mapping[str, Mapping[Pair, tuple[F64, F64]]]
 
 
-def pairs(layers: Sequence[int]) -> list[Pair]:
-    """Which layers' experts are predicted from the residual entering which: those of the same layer and of the next."""
-    return [(layer, target) for i, layer in enumerate(layers) for target in layers[i : i + 2]]
+def pairs(layers: Sequence[int], ahead: int = 1) -> list[Pair]:
+    """Which layers' experts are predicted from the residual entering which: of the same, and of so many behind it."""
+    return [(layer, target) for i, layer in enumerate(layers) for target in layers[i : i + ahead + 1]]
 
 
 def read(path: Path, model: PregateModel) -> Pregate:
@@ -240,7 +242,7 @@ def _tensors(path: Path, file: Any, kind: str, model: PregateModel) -> dict[Pair
 def _chances(path: Path, known: dict[str, Any], model: PregateModel) -> dict[str, dict[Pair, tuple[F64, F64]]]:
     """The tables, none of them in an older file."""
     found: dict[str, dict[Pair, tuple[F64, F64]]] = {}
-    expected = set(pairs(model.layers))
+    expected = {kind: set(pairs(model.layers)) for kind in TRAINED} | {"router": set(pairs(model.layers, ROUTER_AHEAD))}
     given = known.get("chances", [])
     if not isinstance(given, list):
         raise _wrong(path, "chances are no list")
@@ -251,12 +253,12 @@ def _chances(path: Path, known: dict[str, Any], model: PregateModel) -> dict[str
             kind = str(entry["predictor"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _wrong(path, f"chances hold {str(entry)[:80]}, expected a table of a predictor") from error
-        if pair not in expected or not _rises(*table):
+        if pair not in expected.get(kind, ()) or not _rises(*table):
             raise _wrong(path, f"the chances of {kind} for layers {pair} are no table that rises from 0 to 1")
         found.setdefault(kind, {})[pair] = table
     for kind, tables in found.items():
-        if set(tables) != expected:
-            raise _wrong(path, f"chances of {kind} for {len(tables)} pairs of layers, expected {len(expected)}")
+        if set(tables) != expected[kind]:
+            raise _wrong(path, f"chances of {kind} for {len(tables)} pairs of layers, expected {len(expected[kind])}")
     return found
 
 

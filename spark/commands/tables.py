@@ -162,18 +162,21 @@ def show_pregate(report: PregateReport) -> None:
 
 
 def _show_guesses(report: PregateReport) -> None:
-    """Print what guesses for the next layer find of what is not resident; those for the layer itself are in --json."""
-    rows = [
-        [
-            f"{row.residency_pct:.0f}%", row.predictor.replace("_", " "),
-            f"{row.budget}" + (f", above {row.threshold:.0%}" if row.threshold else ""),
-            f"{row.precision:.1%}", f"{row.recall:.1%}", f"{row.misses_per_token:.2f}",
-            f"{row.useful_per_token:.2f}", f"{row.wasted_bytes_per_token / 2**20:.3f}",
-        ]
-        for row in report.guesses if row.ahead == 1
-    ]  # fmt: skip
-    title = "Guesses for the next layer, over experts that are not resident; a token's, in all layers"
-    columns = ["resident", "predictor", "at most\na layer", "precision", "recall", "misses", "found", "wasted\nMiB"]
+    """Print what guesses for the next layer find of what is not resident; those of other layers are in --json."""
+    ahead = [row for row in report.guesses if row.ahead == 1]
+    percents = sorted({row.residency_pct for row in ahead})
+    ways = dict.fromkeys((row.predictor, row.budget, row.threshold) for row in ahead)
+    of = {(row.residency_pct, row.predictor, row.budget, row.threshold): row for row in ahead}
+    rows = []
+    for predictor, budget, threshold in ways:
+        cells = [predictor.replace("_", " "), f"{budget}" + (f", above {threshold:.0%}" if threshold else "")]
+        for row in (of[percent, predictor, budget, threshold] for percent in percents):
+            cells += [f"{row.precision:.0%}", f"{row.recall:.0%}", f"{row.wasted_bytes_per_token / 2**20:.2f}"]
+        rows.append(cells)
+    columns = ["predictor", "at most\na layer"]
+    for percent in percents:
+        columns += [f"{percent:.0f}%:\nright", "\nfound", "\nMiB"]
+    title = "Guesses for the next layer at a residency: right ones, missing experts found, MiB a token of wrong ones"
     table(title, columns, rows)
 
 

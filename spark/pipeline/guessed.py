@@ -34,10 +34,10 @@ Tokens = npt.NDArray[np.int64]
 class GuessRow:
     """What a predictor's guesses come to at a residency, over all layers.
 
-    ahead: 0: for the layer that the residual enters, 1: for the MoE layer after it. budget: experts a layer at most;
-    threshold: the chance that each has to exceed. precision: useful guesses of those that were made; promised: what
-    their chances said of that; recall: useful guesses of the active experts that were not resident. The rest is a
-    token's, in all layers that can be guessed for.
+    ahead: 0: for the layer that the residual enters, 1: for the MoE layer after it, 2: for the one after that. budget:
+    experts a layer at most; threshold: the chance that each has to exceed. precision: useful guesses of those that
+    were made; promised: what their chances said of that; recall: useful guesses of the active experts that were not
+    resident. The rest is a token's, in all layers that can be guessed for.
     """
 
     predictor: str
@@ -111,7 +111,7 @@ class Guessed:
         used = np.zeros((len(experts), self._n_expert), np.bool_)
         np.put_along_axis(used, experts, True, 1)
         half = len(experts) // 2
-        for name in SOURCES:
+        for name in (name for name in SOURCES if name in scores):
             margin = guesses.margins(scores[name], self._n_used)
             if name in WITH_TABLE:
                 table = guesses.fit(margin, used)

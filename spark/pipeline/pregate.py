@@ -19,9 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from engine.formats import pregate as files
 from engine.formats import profile as profiles
 from engine.formats.gguf import open_model
-from engine.formats.pregate import METADATA, TRAINED, VERSION, Router, Trained, norm_epsilon, read_router, unit
+from engine.formats.pregate import TRAINED, Router, Trained, unit
 from engine.formats.trace import RoutingTrace, iter_parts, read_routing
 from engine.ground.errors import FileFormatError, MissingExtraError, UsageError
 from engine.ground.files import replacing
@@ -158,8 +159,8 @@ def train(
     with open_model(model_path) as file:
         trace = read_routing(trace_dir, file.model_id)
         split = _split(trace, trace_dir, options)
-        routers = tuple(read_router(file, layer) for layer in trace.layers)
-        eps, sizes = norm_epsilon(file), [expert_bytes(file, layer) for layer in trace.layers]
+        routers = tuple(files.read_router(file, layer) for layer in trace.layers)
+        eps, sizes = files.norm_epsilon(file), [expert_bytes(file, layer) for layer in trace.layers]
         profile = None
         if options.profile is not None:
             shape = file.value(f"{file.architecture}.block_count", int), trace.n_expert
@@ -267,6 +268,8 @@ def _train(work: _Work, progress: Progress) -> tuple[dict[str, F32], list[Recall
                 truth = work.trace.experts[work.split.held_out, target]
                 rows += [RecallRow(name, *names, *predictors.recall(guess, truth)) for name, guess in scores.items()]
                 work.guessed.add(i, target, scores)
+            for target in range(i + 2, min(i + files.ROUTER_AHEAD + 1, L)):
+                work.guessed.add(i, target, {"router": work.routers[target].scores(x[~is_train])})
             progress("training predictors", i + 1, L)
     return tensors, rows
 
@@ -335,7 +338,7 @@ def _save(tensors: dict[str, F32], work: _Work, report: PregateReport) -> None:
     from safetensors.numpy import save
 
     known = {
-        "version": VERSION,
+        "version": files.VERSION,
         "model_id": report.model_id,
         "layers": work.trace.layers,
         "n_embd": work.routers[0].weight.shape[1],
@@ -348,4 +351,4 @@ def _save(tensors: dict[str, F32], work: _Work, report: PregateReport) -> None:
         "rows": [asdict(row) for row in report.rows if row.predictor in TRAINED],
     }
     with replacing(report.out, "predictors") as file:
-        file.write(save(tensors, {METADATA: json.dumps(known)}))
+        file.write(save(tensors, {files.METADATA: json.dumps(known)}))

@@ -34,7 +34,7 @@ def made():
     tables = [
         {"predictor": kind, "layer": a, "target_layer": b, "knots": [-1.0, 0.5 + a, 9.0], "values": [0.0, 0.25, 0.75]}
         for kind in ("mlp", "router")
-        for a, b in PAIRS
+        for a, b in [*PAIRS, *([(1, 4)] if kind == "router" else [])]
     ]
     known = {
         "version": 1, "model_id": MODEL.model_id, "layers": [1, 2, 4], "n_embd": D, "n_expert": E, "n_expert_used": 3,
@@ -95,6 +95,7 @@ def table(**changes):
         ({"chances": [table(values=[0])]}, "no table that rises"),
         ({"chances": [table(knots=[0, float("nan")])]}, "no table that rises"),
         ({"chances": [table(target_layer=4)]}, "no table that rises"),
+        ({"chances": [table(predictor="oracle")]}, "no table that rises"),
         ({"chances": [table()]}, "mlp for 1 pairs of layers, expected 5"),
         ("[]", "no JSON object"),
         ("{", "is no JSON"),

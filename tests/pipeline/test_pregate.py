@@ -446,12 +446,12 @@ def test_every_family_from_its_own_trace_to_its_file_and_back(name, tmp_path):
         assert [expert_bytes(file, layer) for layer in c.moe_layers] == bytes_of
     report = pregate.train(tiny_path(name), tmp_path / "t", tmp_path / "p", replace(QUICK, hidden_units=4))
     early = [row for row in report.guesses if (row.predictor, row.budget) == ("router", 2)]
-    assert [(row.ahead, row.residency_pct) for row in early] == [(k, p) for k in (0, 1) for p in (10, 30, 60)]
+    assert [(row.ahead, row.residency_pct) for row in early] == [(k, p) for k in (0, 1, 2) for p in (10, 30, 60)]
     for row in early:
         assert 0 < row.recall <= 1 and 0 < row.guesses_per_token <= 2 * (len(c.moe_layers) - row.ahead)
     read = read_pregate(tmp_path / "p", PregateModel(model_id, c.moe_layers, c.n_embd, c.n_expert, c.n_expert_used))
     assert set(read.chances) == {"linear", "mlp", "router"}
-    assert all(set(tables) == set(pairs(c.moe_layers)) for tables in read.chances.values())
+    assert all(set(t) == set(pairs(c.moe_layers, 1 + (kind == "router"))) for kind, t in read.chances.items())
 
 
 def test_shares_and_a_bias_choose_together():
