@@ -43,6 +43,7 @@ WAYS = tuple(
     for budget, threshold in RULES
     if source != "previous" or not threshold
 )
+OF_DRAFTS = tuple(Way("draft", 0, budget) for budget in (1, 2, 4))
 DRAWS = 2000
 Prompt = tuple[int, ...]
 Int64s = NDArray[np.int64]
@@ -77,7 +78,7 @@ def prompts_of(path: Path, n: int) -> list[Prompt]:
 
 def decode(engine: Engine, prompts: list[Prompt], n: int, watching: Guessing | None) -> tuple[list[list[int]], Int64s]:
     """What is said, and by prompt and way what was counted: guesses, useful ones, misses, wasted bytes."""
-    engine.loaded.decoder.guessing = watching
+    engine.loaded.decoder.guessing = engine.loaded.decoder.forecast = watching
     said, counted = [], []
     for i, prompt in enumerate(prompts):
         engine.submit(Generate(i, prompt, n, stop_tokens=()))
@@ -86,43 +87,47 @@ def decode(engine: Engine, prompts: list[Prompt], n: int, watching: Guessing | N
             events += engine.step()
         said.append([t for e in events if isinstance(e, Tokens) for t in e.tokens])
         if watching is not None:
-            totals = [watching.totals(way) for way in WAYS]
+            totals = [watching.totals(way) for way in watching.records]
             counted.append([[t["made"], t["useful"], t["misses"], t["wasted_bytes"]] for t in totals])
     return said, np.diff(np.array(counted, np.int64), axis=0, prepend=0) if counted else np.zeros((0, 0, 4), np.int64)
 
 
-def measure(percent: float, prompts: list[Prompt], n: int, path: Path) -> list[dict[str, Any]]:
-    """A row for each way at a residency."""
+def measure(
+    percent: float, prompts: list[Prompt], n: int, path: Path, ways: tuple[Way, ...] = WAYS, draft: str = "off"
+) -> list[dict[str, Any]]:
+    """A row for each way at a residency. With drafts, whose number time decides, slots go their own way each time."""
     config = EngineConfig(
-        NANO, device="cpu", policy=SPARK.name, residency_pct=percent, ctx_tokens=2048, draft="off", prefix_gib=0.0
+        NANO, device="cpu", policy=SPARK.name, residency_pct=percent, ctx_tokens=2048, draft=draft, prefix_gib=0.0
     )
     alone, watched = Engine(config), Engine(config)
     r = watched.loaded
     c, sizes = r.source.config, [sum(e.part_bytes) for e in r.residency.experts]
     model = PregateModel(r.source.file.model_id, c.moe_layers, c.n_embd, c.n_expert, c.n_expert_used)
     watching = Guessing(
-        WAYS, r.source.file, c.moe_layers, c.n_expert_used, r.residency, sizes, pregates.read(path, model)
+        ways, r.source.file, c.moe_layers, c.n_expert_used, r.residency, sizes, pregates.read(path, model)
     )
     plain, _ = decode(alone, prompts, n, None)
     said, counted = decode(watched, prompts, n, watching)
     slots = [engine.loaded.residency.state for engine in (alone, watched)]
+    tokens = sum(len(one) - 1 for one in said)  # the first is drawn from a step of the prompt
     names = ("slot_of", "expert_of", "heat", "clock", "counts", "hits", "misses")
     same_slots = all(np.array_equal(*(getattr(state, name) for state in slots)) for name in names)
     draws = np.random.default_rng(0).integers(0, len(prompts), (DRAWS, len(prompts)))
     rows = []
-    for w, way in enumerate(WAYS):
+    for w, way in enumerate(ways):
         of = counted[:, w]
         made, useful, misses, wasted_bytes = of.sum(axis=0).tolist()
         drawn = of[draws].sum(axis=1)
         row = {"residency_pct": percent, "source": way.source, "ahead": way.ahead, "budget": way.budget,
                "threshold": way.threshold, "guesses": made, "useful": useful, "misses": misses,
-               "same_tokens": said == plain, "same_slots": same_slots, "tokens": watching.n_tokens}  # fmt: skip
+               "same_tokens": said == plain, "same_slots": same_slots, "tokens": tokens, "draft": draft,
+               "steps": int(watching.records[way].steps.max())}  # fmt: skip
         for name, part, whole, total in (("precision", useful, made, 0), ("recall", useful, misses, 2)):
             shares = drawn[:, 1] / np.maximum(1, drawn[:, total])
             low, high = np.quantile(shares, (0.025, 0.975)).tolist()
             row[name] = {"value": part / max(1, whole), "low": low, "high": high}
         for name, total in (("misses", misses), ("useful", useful), ("guesses", made), ("wasted_bytes", wasted_bytes)):
-            row[f"{name}_per_token"] = total / watching.n_tokens
+            row[f"{name}_per_token"] = total / tokens
         rows.append(row)
         note(
             f"{percent:3g}% {way.source:8s} +{way.ahead} {way.budget} above {way.threshold:.0%}: precision "
@@ -130,7 +135,7 @@ def measure(percent: float, prompts: list[Prompt], n: int, path: Path) -> list[d
         )
     alone.close()
     watched.close()
-    if said != plain or not same_slots:
+    if said != plain or not (same_slots or draft != "off"):
         raise SystemExit("counting changed a token or a slot; that must never happen")
     return rows
 
@@ -149,6 +154,7 @@ def main() -> None:
         prompts = prompts_of(Path(folder) / "test.parquet", o.prompts)
         for percent in parse_list(o.residency):
             rows += measure(percent, prompts, o.generate, path)
+            rows += measure(percent, prompts, o.generate, path, OF_DRAFTS, "lookup")
     trained = {key: report[key] for key in ("guesses", "train_tokens", "held_out_tokens", "held_out_sessions")}
     if o.json:
         write_json(

@@ -20,18 +20,20 @@ from engine.memory.residency import Residency
 from engine.ops import F32, I32
 from engine.placing import guesses
 from engine.placing.guesses import F64, Chances, Record
+from engine.running.forecast import Expected, Routed
 from engine.running.stepping import Span, StepResult, Steps
 
-UNTRAINED = ("router", "previous")
+UNTRAINED = ("router", "previous", "draft")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """How experts are guessed.
 
-    source: a kind of predictor in a file of pre-gates; `router`: that of the target layer, applied early; or
-    `previous`: what decoding steps used last, which has an order and no chances. ahead: MoE layers between the residual
-    that is looked at and the target; files have 0 and 1. budget: experts a layer; threshold: what a chance exceeds.
+    source: a kind of predictor in a file of pre-gates; `router`: that of the target layer, applied early; `previous`:
+    what decoding steps used last; or `draft`: what tokens of a draft used that were taken back, in the step that
+    follows. These two have an order and no chances. ahead: MoE layers between the residual that is looked at and the
+    target; files have 0 and 1. budget: experts a layer; threshold: what a chance exceeds.
     """
 
     source: str
@@ -58,7 +60,8 @@ class Guessing:
         self._eps = norm_epsilon(file)
         early = any(way.source == "router" for way in ways)
         self._routers = [read_router(file, layer) for layer in layers] if early else []
-        self._last = np.full(residency.state.slot_of.shape, -np.inf)  # when decoding steps used each expert last
+        self._last: F64 = np.full(residency.state.slot_of.shape, -np.inf)  # when decoding steps used each expert last
+        self._taken_back: Expected | None = None  # what tokens used that the last step's draft had for nothing
         self._logistic = guesses.logistic()
         for way in ways:
             known = UNTRAINED if pregate is None or way.ahead > 1 else (*UNTRAINED, *pregate.predictors)
@@ -86,6 +89,8 @@ class Guessing:
         known: dict[tuple[str, int, int], F64] = {}
         missed = [np.setdiff1d(chosen, np.flatnonzero(row >= 0)) for chosen, row in zip(experts, slot_of, strict=True)]
         for way, record in self.records.items():
+            if way.source == "draft" and self._taken_back is None:
+                continue
             for target in range(way.ahead, len(self._layers)):
                 at = target - way.ahead
                 key = way.source, at, target
@@ -99,13 +104,25 @@ class Guessing:
                 (best,) = guesses.ranked(chances, slot_of[target] >= 0, way.budget, threshold)
                 made = best[best >= 0]
                 record.add(target, made, chances[0, made], missed[target])
+        self._taken_back = None
         for t in range(experts.shape[1]):
             self._last = np.where(np.isneginf(self._last), self._last, self._last - self._n_used)
             rank = np.broadcast_to(-np.arange(self._n_used, dtype=np.float64), experts[:, t].shape)
             np.put_along_axis(self._last, experts[:, t].astype(np.int64), rank, 1)
 
+    def verified(self, routed: Routed) -> Expected | None:
+        """As `Forecast.verified`: what was taken back may come a step later, or its like; its experts, in order."""
+        gone = routed.experts[:, ~routed.stayed]
+        self._taken_back = tuple(tuple(dict.fromkeys(layer.ravel().tolist())) for layer in gone) if gone.size else None
+        return self._taken_back
+
     def _chances(self, source: str, at: int, target: int, x: F32) -> F64:
         """How likely the experts of a layer are, for each of the tokens whose residual enters another: [T or 1, E]."""
+        if source == "draft":
+            assert self._taken_back is not None
+            by_order = np.zeros((1, self._last.shape[1]))
+            by_order[0, list(self._taken_back[target])] = 1.0 / (2 + np.arange(len(self._taken_back[target])))
+            return by_order
         if source == "previous":
             order = np.argsort(np.argsort(-self._last[target], kind="stable"), kind="stable")
             return np.where(np.isneginf(self._last[target]), 0.0, 1.0 / (2 + order))[None]

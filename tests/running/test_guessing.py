@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -166,3 +167,38 @@ def test_a_file_that_is_none_is_refused_where_it_is_read(tmp_path):
         load(options(guess="count", pregate=tmp_path / "none"))
     load(options(pregate=bad)).close()  # nobody guesses
     assert default_path(bad).name == "p.safetensors.pregate.safetensors"
+
+
+def test_what_a_draft_had_for_nothing_is_guessed_next():
+    loaded = load(options())
+    follow = Says(lambda reply: (7, 9, 4)[: min(3, reply.left - 1)] if len(reply.history) % 3 else ())
+    decoder, way = Decoder(loaded.steps, loaded.drawer, follow), Way("draft", 0, 2)
+    watching = decoder.guessing = decoder.forecast = guessing(loaded, [way])
+    told: list[Any] = []
+    real, listen = watching._count, watching.verified
+
+    def count(slot_of: Any, hidden: Any, experts: Any) -> None:
+        told.append((slot_of.copy(), experts.copy()))
+        real(slot_of, hidden, experts)
+
+    def verified(routed: Any) -> Any:
+        told.append(routed)
+        return listen(routed)
+
+    watching._count, watching.verified = count, verified  # type: ignore[method-assign]
+    said(loaded, decoder, PROMPTS, SAMPLING, 20)
+    L = len(loaded.source.config.moe_layers)
+    expected, n = np.zeros((3, L), int), 0
+    for routed, step in pairwise(told):
+        if isinstance(routed, tuple) or routed.stayed.all():
+            continue
+        n += 1
+        for m, (slots, experts) in enumerate(zip(*step, strict=True)):
+            gone = routed.experts[m][~routed.stayed].ravel().tolist()
+            guessed = [e for e in dict.fromkeys(gone) if slots[e] < 0][: way.budget]
+            missed = {e for e in experts.ravel().tolist() if slots[e] < 0}
+            expected[:, m] += len(guessed), len(missed & set(guessed)), len(missed)
+    record = watching.records[way]
+    assert n > 5 and record.steps.tolist() == [n] * L < [watching.n_steps] * L
+    assert np.array_equal(expected, [record.made, record.useful, record.misses]) and record.made.sum() > 0
+    loaded.close()
