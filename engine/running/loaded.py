@@ -150,6 +150,8 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         threads = options.threads or physical_cores()
         backend = open_backend(options.device, threads)
         opened.callback(backend.device.close)
+        if options.guess == "count" and backend.name == "cuda":
+            raise UsageError("--guess count counts guesses on a host, found a GPU", hint="use --device cpu")
         n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
         with translated("loading the model"):
             shares = share_out(options, source, backend, n_ctx, progress)
@@ -255,8 +257,6 @@ def _guess(
     """Who guesses experts, and what is said of it."""
     if options.guess != "count":
         return None, ()
-    if backend.name == "cuda":
-        raise UsageError("--guess count counts guesses on a host, found cuda", hint="use --device cpu")
     c, path = source.config, options.pregate or pregates.default_path(source.file.paths[0])
     if not residency.experts:
         return None, ("guesses: none, the model has no experts",)

@@ -11,7 +11,7 @@ import pytest
 
 from engine.formats.pregate import Pregate, Trained, default_path, pairs, read_router, unit
 from engine.ground.config import EngineConfig
-from engine.ground.errors import FileFormatError
+from engine.ground.errors import FileFormatError, UsageError
 from engine.ground.sampling import Sampling
 from engine.placing.policy import SlotState
 from engine.running.decoding import Decoder
@@ -167,6 +167,12 @@ def test_a_file_that_is_none_is_refused_where_it_is_read(tmp_path):
         load(options(guess="count", pregate=tmp_path / "none"))
     load(options(pregate=bad)).close()  # nobody guesses
     assert default_path(bad).name == "p.safetensors.pregate.safetensors"
+
+
+@pytest.mark.usefixtures("on_the_device")
+def test_nothing_is_counted_on_a_gpu():
+    with pytest.raises(UsageError, match="counts guesses on a host, found a GPU"):
+        load(options(guess="count", device="cuda"))
 
 
 def test_what_a_draft_had_for_nothing_is_guessed_next():
