@@ -257,7 +257,7 @@ def _guess(
     """Who guesses experts, and what is said of it."""
     if options.guess != "count":
         return None, ()
-    c, path = source.config, options.pregate or pregates.default_path(source.file.paths[0])
+    c, path = source.config, options.pregate or pregates.default_path(options.model)
     if not residency.experts:
         return None, ("guesses: none, the model has no experts",)
     pregate = None

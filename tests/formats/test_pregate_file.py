@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from engine.formats import pregate
@@ -120,8 +122,8 @@ def test_another_models_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda v: v[:-1], r"float32 \(6,\), expected float32 \(7,\)"),
-        (lambda v: v.astype(np.float16), "float16"),
+        (lambda v: v[:-1], r"F32 \(6,\), expected F32 \(7,\)"),
+        (lambda v: v.astype(np.float16), r"F16 \(7,\), expected F32"),
         (lambda v: v * np.nan, "not finite"),
         (None, "expected a tensor layers.2.target.4.mlp.bias, found none"),
     ],
@@ -137,6 +139,20 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, change, match):
         pregate.read(write(tmp_path / "p", tensors, known), MODEL)
 
 
+def test_a_type_that_numpy_does_not_have_is_refused(tmp_path):
+    tensors, known = made()
+    path = write(tmp_path / "p", tensors, known)
+    whole = path.read_bytes()
+    n = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + n])
+    name = "layers.2.target.4.mlp.weight"
+    header[name] |= {"dtype": "BF16", "shape": [2 * E, D]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + n :])
+    with pytest.raises(FileFormatError, match=rf"mlp.weight is BF16 \({2 * E}, {D}\), expected F32 \({E}, {D}\)"):
+        pregate.read(path, MODEL)
+
+
 def test_what_is_no_whole_file_is_refused(tmp_path):
     whole = write(tmp_path / "p", *made()).read_bytes()
     for n in (0, 5, 8, 300, len(whole) // 2, len(whole) - 1):
@@ -150,3 +166,46 @@ def test_what_is_no_whole_file_is_refused(tmp_path):
     for path in (tmp_path / "pipe", tmp_path / "none", tmp_path):
         with pytest.raises(SparkError, match="cannot read pre-gates"):
             pregate.read(path, MODEL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("damaged")
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused(folder, data):
+    path = folder / "whole"
+    whole = bytearray((path if path.exists() else write(path, *made())).read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, header - 1))] = data.draw(st.sampled_from(b'"{}[]:,0129-eBFIUx\\\x00\xff '))
+    (folder / "damaged").write_bytes(whole)
+    try:
+        pregate.read(folder / "damaged", MODEL)
+    except SparkError as error:
+        assert str(folder / "damaged") in error.message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_metadata_of_other_kinds_is_refused(folder, data):
+    tensors, known = made()
+    value = data.draw(JSON)
+    if data.draw(st.booleans()):
+        known[data.draw(st.sampled_from(sorted({*known} - {"rows", "options"})))] = value
+    else:
+        known["chances"][3][data.draw(st.sampled_from(sorted(known["chances"][3])))] = value
+    path = write(folder / "other", tensors, known)
+    try:
+        pregate.read(path, MODEL)
+    except SparkError as error:
+        assert str(path) in error.message and "\n" not in error.message
