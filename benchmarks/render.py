@@ -20,6 +20,7 @@ from benchmarks import (  # noqa: E402
     cluster_results,
     draft_results,
     files_results,
+    guess_results,
     kv_results,
     mutant_results,
     robustness,
@@ -436,6 +437,7 @@ GIVEN = tuple(f"given-{n}" for n in (2, 16, 32))  # tokens of one sequence in a 
 SECTIONS = {
     "pipeline.json": pipeline,
     "policies.json": policies,
+    **guess_results.SECTIONS,
     "decode.json": decode,
     "prefill.json": prefill,
     **{f"decode-{key}.json": decode for key in (*PARTS, *FAMILIES)},

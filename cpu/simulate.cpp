@@ -85,36 +85,85 @@ bool all_in_range(const uint16_t *experts, int64_t n, int64_t n_expert) {
     return n == 0 || largest < n_expert;
 }
 
+bool are_spans(const int64_t *spans, int64_t n_spans, int64_t T) {
+    bool fine = true;
+    for (int64_t i = 0; i < n_spans; i++)
+        fine = fine && spans[3 * i] >= 0 && spans[3 * i] <= spans[3 * i + 1] && spans[3 * i + 1] <= T;
+    return fine;
+}
+
+bool are_held(const int32_t *held, int64_t n_slots, int64_t n_pinned, int64_t n_expert) {
+    bool fine = n_pinned <= n_slots;
+    for (int64_t slot = 0; slot < n_slots; slot++)
+        fine = fine && held[slot] >= -1 && held[slot] < n_expert;
+    return fine;
+}
+
+// Goes through the steps: begins(first, end) of the tokens of each, before it; ends(token, misses, moves) of generated ones.
+template <typename Begins, typename Ends>
+void replay(Layer &layer, const uint16_t *experts, int64_t n_used, const int64_t *spans, int64_t n_spans, Begins begins,
+            Ends ends) {
+    for (int64_t i = 0; i < n_spans; i++) {
+        const int64_t begin = spans[3 * i], end = spans[3 * i + 1];
+        const bool generated = spans[3 * i + 2] != 0;
+        if (!generated)
+            begins(begin, end);
+        // A run of generated tokens is a step each; a prefill step follows its last tokens.
+        for (int64_t t = generated ? begin : std::max(begin, end - kRecentTokens); t < end; t++) {
+            if (generated)
+                begins(t, t + 1);
+            for (int64_t a = 0; a < n_used; a++)
+                layer.use(experts[t * n_used + a]);
+            if (generated) {
+                const int64_t misses = int64_t(layer.missing.size());
+                ends(t, misses, layer.settle());
+            }
+        }
+        if (!generated)
+            layer.settle();
+    }
+}
+
 } // namespace
 
 extern "C" int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_used, int64_t n_expert,
                                   const int64_t *spans, int64_t n_spans, const int32_t *group, int64_t n_groups,
                                   const int32_t *held, int64_t n_slots, int64_t n_pinned, int64_t memory,
                                   int64_t *misses, int64_t *moves) {
-    bool fine = all_in_range(experts, T * n_used, n_expert) && n_pinned <= n_slots;
+    bool fine = all_in_range(experts, T * n_used, n_expert) && are_held(held, n_slots, n_pinned, n_expert) &&
+                are_spans(spans, n_spans, T);
     for (int64_t t = 0; t < T; t++)
         fine = fine && group[t] >= 0 && group[t] < n_groups;
-    for (int64_t slot = 0; slot < n_slots; slot++)
-        fine = fine && held[slot] >= -1 && held[slot] < n_expert;
-    for (int64_t i = 0; i < n_spans; i++)
-        fine = fine && spans[3 * i] >= 0 && spans[3 * i] <= spans[3 * i + 1] && spans[3 * i + 1] <= T;
     if (!fine)
         return SPARK_BAD_INDEX;
     Layer layer(n_expert, held, n_slots, n_pinned, memory);
-    for (int64_t i = 0; i < n_spans; i++) {
-        const int64_t end = spans[3 * i + 1];
-        const bool generated = spans[3 * i + 2] != 0;
-        // A run of generated tokens is a step each; a prefill step follows its last tokens.
-        for (int64_t t = generated ? spans[3 * i] : std::max(spans[3 * i], end - kRecentTokens); t < end; t++) {
-            for (int64_t a = 0; a < n_used; a++)
-                layer.use(experts[t * n_used + a]);
-            if (generated) {
-                misses[group[t]] += int64_t(layer.missing.size());
-                moves[group[t]] += layer.settle();
-            }
-        }
-        if (!generated)
-            layer.settle();
-    }
+    replay(
+        layer, experts, n_used, spans, n_spans, [](int64_t, int64_t) {},
+        [&](int64_t t, int64_t missed, int64_t moved) {
+            misses[group[t]] += missed;
+            moves[group[t]] += moved;
+        });
+    return SPARK_OK;
+}
+
+extern "C" int32_t spark_residents(const uint16_t *experts, int64_t T, int64_t n_used, int64_t n_expert,
+                                   const int64_t *spans, int64_t n_spans, const int32_t *held, int64_t n_slots,
+                                   int64_t n_pinned, int64_t memory, const int64_t *row, int64_t n_rows,
+                                   uint8_t *resident) {
+    bool fine = all_in_range(experts, T * n_used, n_expert) && are_held(held, n_slots, n_pinned, n_expert) &&
+                are_spans(spans, n_spans, T);
+    for (int64_t t = 0; t < T; t++)
+        fine = fine && row[t] >= -1 && row[t] < n_rows;
+    if (!fine)
+        return SPARK_BAD_INDEX;
+    Layer layer(n_expert, held, n_slots, n_pinned, memory);
+    replay(
+        layer, experts, n_used, spans, n_spans,
+        [&](int64_t first, int64_t end) {
+            for (int64_t t = first; t < end; t++)
+                for (int64_t e = 0; row[t] >= 0 && e < n_expert; e++)
+                    resident[row[t] * n_expert + e] = layer.slot_of[e] >= 0;
+        },
+        [](int64_t, int64_t, int64_t) {});
     return SPARK_OK;
 }

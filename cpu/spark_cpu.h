@@ -1,5 +1,5 @@
-/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate,
- * engine/placing/simulate.py; of texts, engine/drafting/lookup.py).
+/* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate and
+ * spark_residents, engine/placing/simulate.py; of texts, engine/drafting/lookup.py).
  *
  * Every operation has a twin of the same name in engine/ops/reference.py and computes its bits
  * (docs/arithmetic.md). Arrays are dense and row-major; the caller has checked types and shapes.
@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 8 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 9 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2, SPARK_NO_MEMORY = 3 };
 
@@ -201,6 +201,12 @@ SPARK_API int32_t spark_simulate(const uint16_t *experts, int64_t T, int64_t n_u
                                  const int64_t *spans, int64_t n_spans, const int32_t *group, int64_t n_groups,
                                  const int32_t *held, int64_t n_slots, int64_t n_pinned, int64_t memory,
                                  int64_t *misses, int64_t *moves);
+
+/* The same, to say which experts were resident when the step of a token began: resident [n_rows, n_expert], 1 or 0, at
+ * row[t], t < T; a row of -1 is not asked for. */
+SPARK_API int32_t spark_residents(const uint16_t *experts, int64_t T, int64_t n_used, int64_t n_expert,
+                                  const int64_t *spans, int64_t n_spans, const int32_t *held, int64_t n_slots,
+                                  int64_t n_pinned, int64_t memory, const int64_t *row, int64_t n_rows, uint8_t *resident);
 
 /* Texts that drafts are looked up in (engine/drafting/lookup.py): a memory of earlier ones, a ring of n_tokens, and those that
  * grow, each with a prediction of n tokens ahead of it. NULL where memory runs out. A memory outlives its texts.

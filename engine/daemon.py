@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from engine.ground import protocol
-from engine.ground.config import DEVICES, DRAFTS, MAX_PARALLEL, EngineConfig, pool_size
+from engine.ground.config import DEVICES, DRAFTS, GUESSES, MAX_PARALLEL, EngineConfig, pool_size
 from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
@@ -453,6 +453,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_amount("MiB"),
         help="MiB of host memory for texts of earlier requests, in which drafts are looked up (default: 64; 0: none)",
     )
+    add("--guess", choices=GUESSES, help="guess missing experts: auto, off, or count, a measurement (default: auto)")
+    add("--pregate", type=Path, help="predictors to guess by (default: those beside the model, else its own routers)")
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
     add("--plan-only", action="store_true", help="write one event, the memory plan, and end")
     parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)[1:]})

@@ -31,7 +31,7 @@ def order(package: str) -> dict[str, Rank]:
 
 RANK = order("engine") | order("spark")
 PUBLIC_TO_SPARK = re.compile(
-    r"engine(\.(ground|formats)(\.\w+)?|\.placing\.(placement|policy|policies|simulate|evidence)|\.text\.(tokenizer|template))?"
+    r"engine(\.(ground|formats)(\.\w+)?|\.placing\.(placement|policy|policies|simulate|evidence|guesses)|\.text\.(tokenizer|template))?"
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.ground.errors import SparkError
 
-ABI = 8  # SPARK_CPU_ABI
+ABI = 9  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -188,6 +188,8 @@ def load() -> ctypes.CDLL:
     library.spark_repeat.restype = c_int32
     library.spark_simulate.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiPiiiPP"]
     library.spark_simulate.restype = c_int32
+    library.spark_residents.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiiiPiP"]
+    library.spark_residents.restype = c_int32
     for name, (result, arguments) in TEXTS.items():
         function = getattr(library, name)
         function.argtypes = [_CTYPES[a] for a in arguments]

@@ -121,6 +121,25 @@ class Recording:
         uses = int(self.tokens.sum()) * self.n_used
         return SimResult(uses - misses.sum(axis=1), misses.sum(axis=1), misses.sum(axis=0), moves.sum(axis=0))
 
+    def residents(self, layer: int, placement: Placement, rule: Rule, tokens: Int64s) -> npt.NDArray[np.bool_]:
+        """Which experts of a layer are resident when the step of each token begins, as `replay` has it: bool [n, E].
+
+        tokens: int64 [n], distinct indices into the trace.
+        """
+        experts, residents = self._experts[layer], placement.residents[layer]
+        held = np.full(placement.slots_per_layer[layer], -1, np.int32)
+        held[: len(residents)] = residents
+        row = np.full(len(experts), -1, np.int64)
+        row[tokens] = np.arange(len(tokens))
+        found = np.zeros((len(tokens), self.n_expert), np.uint8)
+        at = [array.ctypes.data_as(ctypes.c_void_p) for array in (experts, self._spans, held, row, found)]
+        status = cpu_library.load().spark_residents(
+            at[0], len(experts), self.n_used, self.n_expert, at[1], len(self._spans), at[2], held.size,
+            len(placement.pinned[layer]), rule.memory, at[3], len(tokens), at[4],
+        )  # fmt: skip
+        assert status == 0, "the indices in a trace and a placement are of the model"
+        return found.astype(np.bool_)
+
 
 def _simulate_layer(
     experts: npt.NDArray[np.uint16], n_expert: int, spans: Int64s, root: Int32s, held: Int32s, n_pinned: int,

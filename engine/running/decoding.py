@@ -26,6 +26,7 @@ from engine.ops import F32
 from engine.running.ahead import AHEAD_STEPS, NEAR_STEPS, AheadOfHost
 from engine.running.drawing import DeviceDrawer, Drawer
 from engine.running.forecast import Expected, Forecast, Routed
+from engine.running.guessing import Guessing
 from engine.running.masked import Masked, can_mask
 from engine.running.reply import Reply, mask_wait_s
 from engine.running.sampling import Drawing, Drawn
@@ -120,13 +121,14 @@ class Decoder:
     """Decodes replies in steps that they share. proposer: of the tokens that may follow a reply's last.
 
     forecast: who is told what the rows of drafts chose, None: nobody. expected: what it said of the step that follows
-    the last one with a draft.
+    the last one with a draft. guessing: who counts guesses of experts beside the steps, None: nobody.
     """
 
     def __init__(self, steps: Steps, drawer: Drawer, proposer: Proposer | None = None) -> None:
         self.steps, self.drawer, self.proposer = steps, drawer, proposer or Nothing()
         self.forecast: Forecast | None = None
         self.expected: Expected | None = None
+        self.guessing: Guessing | None = None
 
     def step(
         self, replies: Many[Reply], drafts: Many[Draft | None] | None = None, spent_s: float = 0.0
@@ -140,9 +142,9 @@ class Decoder:
         drafts = self.proposer.propose(replies) if drafts is None else drafts
         if drafts is None:
             proposals = [self.propose(reply, None) for reply in replies]
-            return self.accept(proposals, self.run(proposals))
+            return self.accept(proposals, self.run(proposals, decodes=True))
         proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
-        result = self.run(proposals)
+        result = self.run(proposals, decodes=True)
         failures = self.accept(proposals, result)
         if self.forecast is not None:
             self._tell(self.forecast, proposals, result)
@@ -167,10 +169,11 @@ class Decoder:
         span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, keep=draft is not None)
         return Proposal(reply, span, draft)
 
-    def run(self, proposals: Many[Proposal]) -> StepResult:
-        """Run the step."""
+    def run(self, proposals: Many[Proposal], decodes: bool = False) -> StepResult:
+        """Run the step. decodes: it is none of prompts, so guesses are counted."""
         self.steps.forward.features_wanted = self.proposer.reads([p.reply for p in proposals])
-        return self.steps.run([proposal.span for proposal in proposals])
+        spans = [proposal.span for proposal in proposals]
+        return self.guessing.run(self.steps, spans) if self.guessing and decodes else self.steps.run(spans)
 
     def accept(self, proposals: Many[Proposal], result: StepResult) -> list[SparkError | None]:
         """Let every reply go on with what is drawn, as far as that is what was proposed, and with one token more.

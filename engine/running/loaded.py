@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.drafting.dflash import Drafter
+from engine.formats import pregate as pregates
+from engine.formats.pregate import PregateModel
 from engine.ground.config import EngineConfig
 from engine.ground.digest import code_digest
-from engine.ground.errors import CapacityError
+from engine.ground.errors import CapacityError, UsageError
 from engine.ground.kv_types import pair_of
 from engine.memory import swap
 from engine.memory.blocks import Sequence
@@ -38,6 +40,7 @@ from engine.running.decoding import Decoder
 from engine.running.drafts import Drafts, lay_out
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward
+from engine.running.guessing import Guessing, Way
 from engine.running.mtp import Predictor
 from engine.running.shares import Progress, Shares, share_out
 from engine.running.source import Source, open_source
@@ -147,6 +150,8 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         threads = options.threads or physical_cores()
         backend = open_backend(options.device, threads)
         opened.callback(backend.device.close)
+        if options.guess == "count" and backend.name == "cuda":
+            raise UsageError("--guess count counts guesses on a host, found a GPU", hint="use --device cpu")
         n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
         with translated("loading the model"):
             shares = share_out(options, source, backend, n_ctx, progress)
@@ -154,6 +159,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
                 source = replace(source, drafts=shares.decision.drafts)
             forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
+            guessing, guesses_said = _guess(options, source, backend, residency)
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
             predictor = _predict(source, backend, steps, opened)
             drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
@@ -172,10 +178,13 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             *source.drafts.reasons,
             *shares.reasons,
             f"drafts: {_who_drafts(options, source)}",
+            *guesses_said,
         )
+        decoder = Decoder(steps, drawer, drafts)
+        decoder.guessing = guessing
         return Loaded(
             options, source, backend, shares, forward, residency, forward.kv, prefixes, steps, drawer,
-            Decoder(steps, drawer, drafts), drafts, forms, Parking(backend.device, residency, forward.kv), threads,
+            decoder, drafts, forms, Parking(backend.device, residency, forward.kv), threads,
             reasons, opened.pop_all(), predictor,
         )  # fmt: skip
 
@@ -240,6 +249,27 @@ def _drafts(options: EngineConfig, steps: Steps, drafter: Drafter | None, predic
             hint="give a smaller one; 0 remembers no texts",
         )
     return Drafts(steps, n_bytes, drafter, predictor)
+
+
+def _guess(
+    options: EngineConfig, source: Source, backend: Backend, residency: Residency
+) -> tuple[Guessing | None, tuple[str, ...]]:
+    """Who guesses experts, and what is said of it."""
+    if options.guess != "count":
+        return None, ()
+    c, path = source.config, options.pregate or pregates.default_path(options.model)
+    if not residency.experts:
+        return None, ("guesses: none, the model has no experts",)
+    pregate = None
+    if options.pregate is not None or path.exists():
+        model = PregateModel(source.file.model_id, c.moe_layers, c.n_embd, c.n_expert, c.n_expert_used)
+        pregate = pregates.read(path, model)
+    known = () if pregate is None else pregate.predictors
+    way = Way("mlp" if "mlp" in known else "router", threshold=0.5)
+    sizes = [sum(e.part_bytes) for e in residency.experts]
+    made = Guessing([way], source.file, c.moe_layers, c.n_expert_used, residency, sizes, pregate)
+    by = "the next layer's router, applied early" if way.source == "router" else f"{way.source} of {path}"
+    return made, (f"guesses: counted, by {by}",)
 
 
 def _predict(source: Source, backend: Backend, steps: Steps, opened: ExitStack) -> Predictor | None:

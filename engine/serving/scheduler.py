@@ -134,6 +134,7 @@ class Engine:
             "kv_type": self.config.kv_type,
             "pool_tokens": r.shares.pool_tokens,
             "draft": "off" if r.drafts is None else self.config.draft,
+            "guess": "off" if r.decoder.guessing is None else self.config.guess,
             "policy": self.config.policy,
             "residency_pct": r.residency.percent,
             "slots_per_layer": list(r.shares.placement.slots_per_layer),
@@ -574,6 +575,7 @@ class Engine:
             },
             "prefixes": r.prefixes.stats(),
             "drafts": {} if r.drafts is None else r.drafts.stats(),
+            "guesses": {} if r.decoder.guessing is None else r.decoder.guessing.stats(),
             "plan": r.plan(),
             "released_bytes": r.parking.released_bytes,
         }

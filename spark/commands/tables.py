@@ -158,6 +158,26 @@ def show_pregate(report: PregateReport) -> None:
     ]
     title = "Active experts (A a token) found among the best guesses, mean over layers"
     table(title, ["predictor", "for\nlayer", "layers", "best A", "best 2A", "best 3A"], rows)
+    _show_guesses(report)
+
+
+def _show_guesses(report: PregateReport) -> None:
+    """Print what guesses for the next layer find of what is not resident; those of other layers are in --json."""
+    ahead = [row for row in report.guesses if row.ahead == 1]
+    percents = sorted({row.residency_pct for row in ahead})
+    ways = dict.fromkeys((row.predictor, row.budget, row.threshold) for row in ahead)
+    of = {(row.residency_pct, row.predictor, row.budget, row.threshold): row for row in ahead}
+    rows = []
+    for predictor, budget, threshold in ways:
+        cells = [predictor.replace("_", " "), f"{budget}" + (f", above {threshold:.0%}" if threshold else "")]
+        for row in (of[percent, predictor, budget, threshold] for percent in percents):
+            cells += [f"{row.precision:.0%}", f"{row.recall:.0%}", f"{row.wasted_bytes_per_token / 2**20:.2f}"]
+        rows.append(cells)
+    columns = ["predictor", "at most\na layer"]
+    for percent in percents:
+        columns += [f"{percent:.0f}%:\nright", "\nfound", "\nMiB"]
+    title = "Guesses for the next layer at a residency: right ones, missing experts found, MiB a token of wrong ones"
+    table(title, columns, rows)
 
 
 def show_bench(report: BenchReport) -> None:

@@ -6,13 +6,13 @@ the share of active experts among them. Axis letters as in engine: T tokens, D e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.formats.pregate import TRAINED
 from engine.ground.errors import NumericalError
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Experts = npt.NDArray[np.uint16]  # [T, A], the largest router weight first
 
-TRAINED = ("linear", "mlp")
-
 _BLOCK_TOKENS = 1024  # tokens at a time, so that a comparison [T, A, E] stays small
 _BATCH_TOKENS = 256  # at most
 _EPOCH_STEPS = 64  # at least, where there are so many tokens: a small trace takes smaller batches
@@ -31,13 +29,6 @@ _MAX_STEP = 0.01  # Adam's first step; it falls to zero along a cosine
 _STEP_TIMES_WIDTH = 10.0  # a wider input adds up more weights, so each moves less
 _WEIGHT_DECAY = 0.01
 _THRESHOLD_STEPS = 4  # of Newton's method
-
-
-def rms_norm(x: npt.NDArray[np.float16] | F32, eps: float) -> F32:
-    """Rows [T, D] scaled to a mean square of one: what every predictor of the file takes."""
-    y = x.astype(np.float32)
-    y /= np.sqrt(np.einsum("td,td->t", y, y) / y.shape[1] + eps)[:, None].astype(np.float32)
-    return y
 
 
 def ranks(scores: npt.NDArray[Any], experts: Experts) -> npt.NDArray[np.int64]:
@@ -199,11 +190,3 @@ def _loss(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         target = torch.zeros_like(scores).scatter_(-1, chosen.expand(*scores.shape[:-1], A), 1)
     cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
     return cross_entropy(scores - threshold, target, reduction="sum") / len(scores)
-
-
-def trained_scores(tensors: Mapping[str, F32], x: F32) -> F32:
-    """Scores [T, E] of a trained predictor for the normed residual x [T, D]: W x + b (+ V relu(U x + c))."""
-    scores: F32 = x @ tensors["weight"].T + tensors["bias"]
-    if "output.weight" in tensors:
-        scores += np.maximum(x @ tensors["hidden.weight"].T + tensors["hidden.bias"], 0) @ tensors["output.weight"].T
-    return scores

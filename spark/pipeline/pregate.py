@@ -19,18 +19,19 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from engine.formats.gguf import GGUFFile, open_model
-from engine.formats.quants import dequantize
+from engine.formats import pregate as files
+from engine.formats import profile as profiles
+from engine.formats.gguf import open_model
+from engine.formats.pregate import TRAINED, Router, Trained, unit
 from engine.formats.trace import RoutingTrace, iter_parts, read_routing
-from engine.ground.errors import FileFormatError, MissingExtraError, UnsupportedModelError, UsageError
+from engine.ground.errors import FileFormatError, MissingExtraError, UsageError
 from engine.ground.files import replacing
 from engine.ground.install import requirement
 from spark.pipeline import predictors
-from spark.pipeline.predictors import F32, TRAINED
+from spark.pipeline.guessed import Guessed, GuessRow, expert_bytes
+from spark.pipeline.predictors import F32
 from spark.pipeline.replay import Progress
 
-VERSION = 1
-METADATA = "spark.pregate"  # the one key of the file's metadata: several would be written in any order
 HELD_OUT_ONE_IN = 5  # sessions
 HELD_OUT_ROWS_ONE_IN = 4  # of max_rows
 MIN_TRAIN_TOKENS = 256
@@ -38,14 +39,6 @@ MIN_HELD_OUT_TOKENS = 64
 TORCH = "torch==2.13.0"  # as in constraints.txt, which a wheel does not have
 PASS_BYTES = 2 << 30  # hidden states in memory at a time: as many layers as fit are read in one pass
 SHARED_WEIGHTS = 1 << 16  # of a router; threads that share smaller products mostly wait for each other
-
-# Architectures with a router, and the weights of the norm before it.
-_ROUTER_NORMS = {
-    "qwen3moe": "ffn_norm.weight",
-    "qwen35moe": "post_attention_norm.weight",
-    "laguna": "ffn_norm.weight",
-    "gemma4": "ffn_gate_inp.scale",  # of a norm without weights; times 1 / sqrt(D)
-}
 
 F16 = npt.NDArray[np.float16]
 Tokens = npt.NDArray[np.int64]  # indices into the trace, ascending
@@ -59,6 +52,7 @@ class PregateOptions:
     to measure on. hidden_units: of the MLP. seed: of the sample, the first weights and the order.
     device: of torch. threads: of torch on the CPU; None takes one for small models, else torch's own choice.
     count: the held-out tokens that recall is measured on, those the model itself would have decoded or all.
+    profile: routing counts that experts are placed by where guesses are judged.
     """
 
     epochs: int = 5
@@ -68,6 +62,7 @@ class PregateOptions:
     device: str = "cpu"
     threads: int | None = None
     count: Literal["generated", "all"] = "generated"
+    profile: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +85,16 @@ class PregateReport:
     """What was trained on what, and how good it is.
 
     train_tokens: what each predictor was trained on. held_out_tokens: what recall was measured on, of the kind
-    that `count` names.
+    that `count` names. guesses: what prefetching by the predictors would bring, with the experts resident that the
+    policy `spark` has by `profile`, or without one.
     """
 
     model: str
     model_id: str
     out: Path
     rows: tuple[RecallRow, ...]
+    guesses: tuple[GuessRow, ...]
+    profile: Path | None
     n_expert: int
     n_expert_used: int
     train_sessions: int
@@ -108,7 +106,8 @@ class PregateReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as `--json` writes it."""
-        return asdict(self) | {"out": str(self.out)}
+        paths = {"out": str(self.out), "profile": None if self.profile is None else str(self.profile)}
+        return asdict(self) | paths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,31 +121,8 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Router:
-    """What chooses a layer's experts, for residuals of unit mean square: the largest scores.
-
-    weight: float32 [E, D], the weights of the norm folded in. bias: float32 [E], added to scores; None: logits choose.
-    softmax: whether those scores are shares, else sigmoids.
-    """
-
-    weight: F32
-    bias: F32 | None = None
-    softmax: bool = False
-
-    def scores(self, x: F32) -> F32:
-        """Of rows [T, D]: float32 [T, E]."""
-        logits: F32 = x @ self.weight.T
-        if self.bias is None:
-            return logits
-        if self.softmax:
-            shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-            return np.asarray(shares / shares.sum(axis=1, keepdims=True) + self.bias, np.float32)
-        return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)) + self.bias, np.float32)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """All that training needs. routers: of each MoE layer; eps: of the norms."""
+    """All that training needs. routers: of each MoE layer; eps: of the norms; guessed: what guesses come to."""
 
     trace_dir: Path
     trace: RoutingTrace
@@ -154,6 +130,7 @@ class _Work:
     routers: tuple[Router, ...]
     eps: float
     options: PregateOptions
+    guessed: Guessed
 
 
 def require_torch() -> Any:
@@ -182,9 +159,14 @@ def train(
     with open_model(model_path) as file:
         trace = read_routing(trace_dir, file.model_id)
         split = _split(trace, trace_dir, options)
-        routers = tuple(read_router(file, layer) for layer in trace.layers)
-        eps = file.value(f"{file.architecture}.attention.layer_norm_rms_epsilon", float)
-    work = _Work(trace_dir, trace, split, routers, eps, options)
+        routers = tuple(files.read_router(file, layer) for layer in trace.layers)
+        eps, sizes = files.norm_epsilon(file), [expert_bytes(file, layer) for layer in trace.layers]
+        profile = None
+        if options.profile is not None:
+            shape = file.value(f"{file.architecture}.block_count", int), trace.n_expert
+            profile, _ = profiles.load(options.profile, model_id=file.model_id, shape=shape)
+    guessed = Guessed(trace, split.held_out, sizes, profile)
+    work = _Work(trace_dir, trace, split, routers, eps, options, guessed)
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or (1 if routers[0].weight.size < SHARED_WEIGHTS else before))
     try:
@@ -196,6 +178,8 @@ def train(
         model_id=trace.model_id,
         out=out,
         rows=tuple(rows),
+        guesses=guessed.rows(),
+        profile=options.profile,
         n_expert=trace.n_expert,
         n_expert_used=trace.experts.shape[2],
         train_sessions=split.train_sessions,
@@ -223,23 +207,6 @@ def _check(options: PregateOptions, out: Path, torch: Any) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"torch has no device {options.device!r}: {reason}", hint="'cpu' always works") from error
-
-
-def read_router(file: GGUFFile, layer: int) -> Router:
-    """The router of a layer that has one; UnsupportedModelError for an architecture whose routers we don't know."""
-    arch, prefix = file.architecture, f"blk.{layer}."
-    if arch not in _ROUTER_NORMS:
-        raise UnsupportedModelError(
-            f"train-pregate does not know the router of architecture {arch!r}, only of {', '.join(_ROUTER_NORMS)}"
-        )
-    norm = dequantize(file.tensor(prefix + _ROUTER_NORMS[arch]))
-    weight = dequantize(file.tensor(prefix + "ffn_gate_inp.weight")) * norm
-    if arch == "gemma4":
-        weight *= np.float32(weight.shape[1] ** -0.5)
-    if prefix + "exp_probs_b.bias" not in file.tensors:
-        return Router(weight)
-    softmax = file.value(f"{arch}.expert_gating_func", int, 2) == 1
-    return Router(weight, dequantize(file.tensor(prefix + "exp_probs_b.bias")), softmax)
 
 
 def _split(trace: RoutingTrace, trace_dir: Path, options: PregateOptions) -> _Split:
@@ -292,7 +259,7 @@ def _train(work: _Work, progress: Progress) -> tuple[dict[str, F32], list[Recall
         for read in _read_hidden(work, layers, tokens, hidden):
             progress("reading hidden states", number * T + read, len(passes) * T)
         for i in layers:
-            x = predictors.rms_norm(hidden[i - layers.start], work.eps)
+            x = unit(hidden[i - layers.start], work.eps)
             for target, fitted, scores in _predict(work, i, x[is_train], x[~is_train]):
                 names = (work.trace.layers[i], work.trace.layers[target])
                 for kind in fitted:
@@ -300,6 +267,9 @@ def _train(work: _Work, progress: Progress) -> tuple[dict[str, F32], list[Recall
                     tensors |= {f"{prefix}.{name}": values for name, values in fitted[kind].items()}
                 truth = work.trace.experts[work.split.held_out, target]
                 rows += [RecallRow(name, *names, *predictors.recall(guess, truth)) for name, guess in scores.items()]
+                work.guessed.add(i, target, scores)
+            for target in range(i + 2, min(i + files.ROUTER_AHEAD + 1, L)):
+                work.guessed.add(i, target, {"router": work.routers[target].scores(x[~is_train])})
             progress("training predictors", i + 1, L)
     return tensors, rows
 
@@ -317,7 +287,7 @@ def _predict(
     )  # fmt: skip
     for i, target in enumerate(targets):
         scores: dict[str, npt.NDArray[Any]] = {
-            kind: predictors.trained_scores(tensors, x_held_out) for kind, tensors in fitted[i].items()
+            kind: Trained.of(tensors).scores(x_held_out) for kind, tensors in fitted[i].items()
         }
         scores["router"] = work.routers[target].scores(x_held_out)
         scores["previous_token"] = predictors.reuse_scores(
@@ -368,7 +338,7 @@ def _save(tensors: dict[str, F32], work: _Work, report: PregateReport) -> None:
     from safetensors.numpy import save
 
     known = {
-        "version": VERSION,
+        "version": files.VERSION,
         "model_id": report.model_id,
         "layers": work.trace.layers,
         "n_embd": work.routers[0].weight.shape[1],
@@ -376,8 +346,9 @@ def _save(tensors: dict[str, F32], work: _Work, report: PregateReport) -> None:
         "n_expert_used": report.n_expert_used,
         "eps": work.eps,
         "predictors": TRAINED,
-        "options": asdict(work.options),
+        "options": {key: value for key, value in asdict(work.options).items() if key != "profile"},
+        "chances": work.guessed.tables(),
         "rows": [asdict(row) for row in report.rows if row.predictor in TRAINED],
     }
     with replacing(report.out, "predictors") as file:
-        file.write(save(tensors, {METADATA: json.dumps(known)}))
+        file.write(save(tensors, {files.METADATA: json.dumps(known)}))

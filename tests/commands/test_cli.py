@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("calibrate", NANO, "test.parquet", "--out", "nano.csv", "--trace", "trace", "--hidden", "--max-tokens", "9000")
     run("validate", NANO, "test.parquet", "--profile", "nano.csv", "--max-tokens", "2000", "--prompts", "1",
         "--generate", "4")  # fmt: skip
-    run("train-pregate", NANO, "trace", "--out", "pregate.safetensors", "--epochs", "1")
+    run("train-pregate", NANO, "trace", "--out", "pregate.safetensors", "--epochs", "1", "--profile", "nano.csv")
     return folder
 
 
@@ -100,6 +100,9 @@ def test_figures_of_train_pregate(made: Path) -> None:
     figures = report(made, "train-pregate")
     assert all(set(row) >= {"predictor", "layer", "recall_1x", "recall_2x", "recall_3x"} for row in figures["rows"])
     assert (made / "pregate.safetensors").stat().st_size > 0
+    rules = {(row["residency_pct"], row["budget"], row["threshold"]) for row in figures["guesses"]}
+    assert rules == {(p, *rule) for p in (10, 30, 60) for rule in ((1, 0), (2, 0), (4, 0), (4, 0.5))}
+    assert figures["profile"].endswith("nano.csv")
 
 
 @pytest.mark.parametrize("name", ["extract-sessions", "tokenize", "calibrate", "validate", "train-pregate"])

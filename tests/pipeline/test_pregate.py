@@ -17,6 +17,8 @@ from safetensors import safe_open
 
 from engine.formats import trace as trace_module
 from engine.formats.gguf import open_model
+from engine.formats.pregate import TRAINED, PregateModel, Router, Trained, pairs, read_router, unit
+from engine.formats.pregate import read as read_pregate
 from engine.formats.trace import TraceWriter, part_paths
 from engine.ground.errors import (
     FileFormatError,
@@ -32,13 +34,14 @@ from engine.ops import cpu
 from engine.running.loaded import load
 from engine.running.stepping import Span
 from spark.pipeline import predictors, pregate
+from spark.pipeline.guessed import expert_bytes
 from spark.pipeline.pregate import PregateOptions
 from tests.engine_runs import config
 from tests.gguf_files import write_gguf
 from tests.tiny_models import MODELS, tiny_path
 
 LAYERS, N_LAYER = (1, 2, 4), 6  # the others are dense
-D, E, A = 24, 13, 3
+D, E, A, F = 24, 13, 3, 5
 SIZES = (150, 290, 310, 260, 330, 270, 240)  # tokens of the sessions
 EPS = 1e-3
 OPTIONS = PregateOptions(threads=1, hidden_units=10, epochs=3)
@@ -83,7 +86,12 @@ def write_model(path, seed=5, arch="qwen3moe"):
     norms, routers = weights(np.random.default_rng(seed))
     tensors = {f"blk.{layer}.ffn_norm.weight": norms[layer] for layer in LAYERS}
     tensors |= {f"blk.{layer}.ffn_gate_inp.weight": routers[layer] for layer in LAYERS}
-    metadata = {"general.architecture": arch, f"{arch}.attention.layer_norm_rms_epsilon": EPS}
+    for layer in LAYERS:
+        shapes = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
+        zeros = {part: np.zeros(shape, np.float32) for part, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.ffn_{part}_exps.weight": values for part, values in zeros.items()}
+    metadata = {"general.architecture": arch, f"{arch}.block_count": N_LAYER}
+    metadata |= {f"{arch}.attention.layer_norm_rms_epsilon": EPS}
     write_gguf(path, metadata, tensors)
 
 
@@ -407,9 +415,43 @@ def test_a_router_chooses_what_the_engine_chooses(name, monkeypatch):
     c = loaded.source.config
     assert len(entering) == len(c.moe_layers) > 0
     for m, layer in enumerate(c.moe_layers):
-        scores = pregate.read_router(loaded.source.file, layer).scores(predictors.rms_norm(entering[m], c.eps))
+        scores = read_router(loaded.source.file, layer).scores(unit(entering[m], c.eps))
         assert predictors.recall(scores, chosen[m].astype(np.uint16))[0] == 1
     loaded.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "laguna", "gemma4"])
+def test_every_family_from_its_own_trace_to_its_file_and_back(name, tmp_path):
+    loaded = load(config(tiny_path(name), device="cpu"))
+    c, model_id = loaded.source.config, loaded.source.file.model_id
+    loaded.forward.capture_hidden(True)
+    hidden, experts = [], []
+    for n in (110, 120, 105, 90):
+        sequence, tokens = loaded.kv.sequence(), (np.arange(n) ** 2 % c.n_vocab).astype(np.int32)
+        for part in np.split(tokens, range(40, n, 40)):
+            result = loaded.steps.run([Span(sequence, part, np.ones(len(part), bool))])
+            hidden.append(result.hidden[list(c.moe_layers)].transpose(1, 0, 2).copy())
+            experts.append(result.experts.transpose(1, 0, 2).copy())
+        sequence.release()
+    bytes_of = [sum(e.part_bytes) for e in loaded.residency.experts]
+    loaded.close()
+    with TraceWriter(
+        tmp_path / "t", model_id, c.n_expert_used, c.n_embd, True, n_layer=c.n_layer, n_expert=c.n_expert
+    ) as writer:
+        hidden, experts = np.concatenate(hidden), np.concatenate(experts)
+        for i, part in enumerate(np.split(np.arange(425), np.cumsum((110, 120, 105)))):
+            weights = np.full(experts[part].shape, 1 / c.n_expert_used)
+            writer.append(f"s{i}", part, np.arange(len(part)) >= 20, c.moe_layers, experts[part], weights, hidden[part])
+    with open_model(tiny_path(name)) as file:
+        assert [expert_bytes(file, layer) for layer in c.moe_layers] == bytes_of
+    report = pregate.train(tiny_path(name), tmp_path / "t", tmp_path / "p", replace(QUICK, hidden_units=4))
+    early = [row for row in report.guesses if (row.predictor, row.budget) == ("router", 2)]
+    assert [(row.ahead, row.residency_pct) for row in early] == [(k, p) for k in (0, 1, 2) for p in (10, 30, 60)]
+    for row in early:
+        assert 0 < row.recall <= 1 and 0 < row.guesses_per_token <= 2 * (len(c.moe_layers) - row.ahead)
+    read = read_pregate(tmp_path / "p", PregateModel(model_id, c.moe_layers, c.n_embd, c.n_expert, c.n_expert_used))
+    assert set(read.chances) == {"linear", "mlp", "router"}
+    assert all(set(t) == set(pairs(c.moe_layers, 1 + (kind == "router"))) for kind, t in read.chances.items())
 
 
 def test_shares_and_a_bias_choose_together():
@@ -417,9 +459,9 @@ def test_shares_and_a_bias_choose_together():
     weight, bias, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((E, D), E, (9, D)))
     logits = x.astype(np.float64) @ weight.T
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(pregate.Router(weight, bias, softmax=True).scores(x), shares + bias, rtol=1e-4)
+    np.testing.assert_allclose(Router(weight, bias, softmax=True).scores(x), shares + bias, rtol=1e-4)
     sigmoids = 1 / (1 + np.exp(-logits))
-    np.testing.assert_allclose(pregate.Router(weight, bias).scores(x), sigmoids + bias, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(Router(weight, bias).scores(x), sigmoids + bias, rtol=1e-4, atol=1e-6)
 
 
 def test_an_unknown_router_is_refused(tmp_path, data):
@@ -528,9 +570,9 @@ def test_training_sets_out_from_the_router_and_takes_the_residual_itself(monkeyp
     inputs = predictors.standardize(x.copy(), "cpu")
     fitted = predictors.fit(inputs, experts, routers, hidden_units=5, epochs=1, rng=rng)
     for router, kinds in zip(routers, fitted, strict=True):
-        assert tuple(kinds) == predictors.TRAINED
+        assert tuple(kinds) == TRAINED
         for tensors in kinds.values():
-            np.testing.assert_allclose(predictors.trained_scores(tensors, x), x @ router.T, atol=1e-3)
+            np.testing.assert_allclose(Trained.of(tensors).scores(x), x @ router.T, atol=1e-3)
 
 
 def test_frequency_counts_uses():

@@ -126,6 +126,7 @@ def test_simulate_is_advance_step_by_step(seed, rule, chunk, n_expert, n_active)
     state = SlotState.empty(start.slots_per_layer, n_expert)
     fill(state, start)
     misses, moves = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    resident = np.zeros((3, len(trace.generated), n_expert), bool)
     for layer in range(3):
         begin = 0
         while begin < len(trace.generated):
@@ -139,6 +140,7 @@ def test_simulate_is_advance_step_by_step(seed, rule, chunk, n_expert, n_active)
             ):
                 end += 1
             counted, before = trace.generated[begin:end], int(state.misses[layer])
+            resident[layer, begin:end] = state.slot_of[layer] >= 0
             fetches = advance(state, layer, trace.experts[begin:end, layer], counted, rule)
             misses[trace.session[begin]] += state.misses[layer] - before
             moves[trace.session[begin]] += len(fetches) if counted[0] else 0
@@ -148,6 +150,9 @@ def test_simulate_is_advance_step_by_step(seed, rule, chunk, n_expert, n_active)
     assert (result.hits + result.misses == trace.generated.sum() * n_active).all()
     assert result.root_misses.tolist() == misses[: len(result.root_misses)].tolist()
     assert result.root_moves.tolist() == moves[: len(result.root_moves)].tolist()
+    recording, some = simulate.Recording(trace, chunk_tokens=chunk), rng.permutation(len(trace.generated))[:37]
+    for layer in range(3):
+        assert np.array_equal(recording.residents(layer, start, rule, some), resident[layer, some])
 
 
 def test_what_grew_from_one_session_is_one_root():

@@ -1,0 +1,160 @@
+"""Guesses: chances that rise as margins do, ranks beside sorting, and a rule of costs beside its own definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.placing import guesses
+from engine.placing.guesses import Chances, Record
+
+SEEDS = st.integers(0, 2**32 - 1)
+SECONDS = st.floats(0, 1, allow_subnormal=False)
+
+
+@settings(deadline=None, max_examples=80)
+@given(seed=SEEDS, n_used=st.integers(1, 7), shift=st.sampled_from([0.0, 64.0, -3.5]))
+def test_a_margin_is_above_what_the_last_used_expert_needs(seed, n_used, shift):
+    scores = np.random.default_rng(seed).permuted(np.arange(5 * 7, dtype=np.float64).reshape(5, 7) / 8, axis=1)
+    found = guesses.margins(scores + shift, n_used)
+    assert np.array_equal(found, guesses.margins(scores, n_used))  # what all have in common says nothing
+    for row, margin in zip(scores, found, strict=True):
+        best = np.argsort(-row, kind="stable")
+        if n_used < 7:
+            assert (margin[best[:n_used]] > 0).all() and (margin[best[n_used:]] < 0).all()
+            assert margin[best[n_used - 1]] == -margin[best[n_used]]
+        else:
+            assert margin.min() == 0
+
+
+def test_no_guess_at_all_has_no_margin():
+    inf = np.inf
+    found = guesses.margins(np.array([[3.0, -inf, 1.0, -inf, 7.0], [-inf] * 5, [-inf, 2.0, -inf, -inf, -inf]]), 3)
+    assert found.tolist() == [[2, -inf, 0, -inf, 6], [-inf] * 5, [-inf, 0, -inf, -inf, -inf]]
+    assert guesses.logistic().of(found)[1].tolist() == [0] * 5
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS, n=st.integers(1, 400), steepness=st.sampled_from([0.0, 0.3, 2.0, 50.0]), levels=st.booleans())
+def test_a_fitted_table_rises_within_0_and_1_and_keeps_order(seed, n, steepness, levels):
+    rng = np.random.default_rng(seed)
+    margin = rng.normal(0, 3, n)
+    if levels:
+        margin = np.round(margin)
+    used = rng.random(n) < 1 / (1 + np.exp(-steepness * margin))
+    table = guesses.fit(np.where(rng.random(n) < 0.1, -np.inf, margin), used)
+    assert len(table.knots) <= 49 and np.isfinite(table.knots).all()
+    spread = np.linspace(margin.min() - 1, margin.max() + 1, 300)
+    chances = table.of(spread)
+    assert (np.diff(chances) >= 0).all() and chances[0] >= 0 and chances[-1] <= 1
+    assert table.of(np.array([-np.inf]))[0] == 0
+
+
+def test_a_fitted_table_says_how_many_are_used():
+    rng = np.random.default_rng(5)
+    margin = rng.normal(-2, 4, 60_000)
+    true = 0.1 + 0.6 / (1 + np.exp(-margin))
+    table = guesses.fit(margin[:40_000], rng.random(40_000) < true[:40_000])
+    assert np.abs(table.of(margin[40_000:]) - true[40_000:]).mean() < 0.02
+    assert np.abs(guesses.logistic().of(margin) - true).mean() > 0.1
+
+
+@pytest.mark.parametrize("used", [[], [True, True], [False, False, False]])
+def test_where_nothing_can_be_told_the_table_is_the_logistic_one(used):
+    table = guesses.fit(np.arange(len(used), dtype=np.float64), np.array(used, bool))
+    assert np.array_equal(table.values, guesses.logistic().values)
+    assert table.of(np.array([0.0]))[0] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("knots", "values"),
+    [([1, 0], [0, 1]), ([0, 1], [1, 0]), ([0, 1], [0, 1.5]), ([0, 1], [0]), ([], []), ([0, np.inf], [0, 1])],
+)
+def test_a_table_that_is_none_is_refused(knots, values):
+    with pytest.raises(ValueError):
+        Chances(np.array(knots, float), np.array(values, float))
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=SEEDS, T=st.integers(0, 4), n=st.integers(1, 9), budget=st.integers(0, 11), threshold=st.floats(0, 1))
+def test_guesses_are_the_likeliest_of_those_that_are_missing(seed, T, n, budget, threshold):
+    rng = np.random.default_rng(seed)
+    chances, resident = rng.integers(0, 5, (T, n)) / 4, rng.random((T, n)) < 0.4
+    found = guesses.ranked(chances, resident, budget, threshold)
+    assert found.shape == (T, min(budget, n)) and found.dtype == np.int32
+    for row, there, guessed in zip(chances.tolist(), resident.tolist(), found.tolist(), strict=True):
+        able = [e for e in range(n) if not there[e] and row[e] > threshold]
+        able = sorted(able, key=lambda e: -row[e])[:budget]
+        assert guessed == able + [-1] * (min(budget, n) - len(able))
+    if T:
+        one = guesses.ranked(chances, resident[0], budget, threshold)
+        assert np.array_equal(one[0], found[0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS, T=st.integers(1, 5))
+def test_what_came_true(seed, T):
+    rng = np.random.default_rng(seed)
+    experts = rng.random((T, 9)).argsort(axis=1)[:, :3].astype(np.uint16)
+    guessed = rng.random((T, 9)).argsort(axis=1)[:, :4].astype(np.int32)
+    guessed[rng.random((T, 4)) < 0.3] = -1
+    expected = [[g in used for g in row] for row, used in zip(guessed.tolist(), experts.tolist(), strict=True)]
+    assert guesses.came(guessed, experts, 9).tolist() == expected
+
+
+def test_a_step_of_several_tokens_uses_what_any_of_them_does():
+    assert guesses.of_step(np.array([[0.5, 0.0, 1.0], [0.5, 0.25, 0.5]])).tolist() == [[0.75, 0.25, 1.0]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(chance=st.floats(0, 1), saved=st.floats(-1, 1, allow_subnormal=False), delayed=SECONDS)
+def test_a_guess_above_break_even_pays(chance, saved, delayed):
+    least = guesses.break_even(guesses.Costs(saved, delayed))
+    assert 0 <= least <= 1
+    gain = chance * saved - (1 - chance) * delayed
+    if abs(gain) > 1e-9:
+        assert (chance > least) == (gain > 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(expert=SECONDS, ahead=SECONDS, queued=SECONDS, between=SECONDS)
+def test_costs_are_of_what_is_not_there_in_time(expert, ahead, queued, between):
+    found = guesses.costs(expert, ahead, queued, between)
+    assert found.saved_s + found.delayed_s == pytest.approx(expert)
+    assert -between <= found.saved_s <= expert and found.delayed_s >= between - 1e-12
+    later = guesses.costs(expert, ahead, queued + 0.1, between)
+    assert later.saved_s <= found.saved_s and guesses.break_even(later) >= guesses.break_even(found)
+
+
+def test_costs_on_a_machine():
+    """56 us an expert: a layer of 30.7 us ahead has 55% of it in time, two have all of it."""
+    one, two = (guesses.break_even(guesses.costs(56e-6, n * 30.7e-6)) for n in (1, 2))
+    assert one == pytest.approx(1 - 30.7 / 56) and two == 0
+    assert guesses.break_even(guesses.costs(56e-6, 30.7e-6, queued_s=40e-6)) == 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(steps=st.lists(st.tuples(st.integers(0, 2), SEEDS), max_size=30))
+def test_a_record_counts(steps):
+    record, literal = Record(3), np.zeros((4, 3), np.int64)
+    for layer, seed in steps:
+        rng = np.random.default_rng(seed)
+        guessed = rng.permutation(11)[: rng.integers(0, 5)].astype(np.int32)
+        missed = rng.permutation(11)[: rng.integers(0, 8)]
+        record.add(layer, guessed, rng.random(len(guessed)), missed)
+        literal[:, layer] += 1, len(guessed), len(set(guessed.tolist()) & set(missed.tolist())), len(missed)
+    assert np.array_equal(literal, [record.steps, record.made, record.useful, record.misses])
+    assert np.array_equal(record.wasted, literal[1] - literal[2])
+
+
+def test_a_record_corrects_what_is_promised_and_forgets():
+    record, guess = Record(2), np.array([4, 7], np.int32)
+    for _ in range(1000):
+        record.add(0, guess, np.array([0.9, 0.6]), np.array([4, 9]))  # one of two, where 1.5 were promised
+        record.add(1, guess, np.array([0.9, 0.6]), np.array([], int))
+    assert record.scale(0) == pytest.approx(1 / 1.5, abs=0.02) and record.scale(1) < 0.05
+    for _ in range(20 * guesses.MEMORY_STEPS):
+        record.add(1, guess[:0], np.zeros(0), np.array([], int))
+    assert record.scale(1) > 0.99
