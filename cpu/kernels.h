@@ -80,6 +80,9 @@ struct Kernels {
                     float *out, int64_t stride);
     void (*quantize)(const float *x, int64_t n, Activations *row); // n a multiple of 32
     void (*quantize_block)(const float *x, int64_t block, Activations *row);
+    // Activations that have 8 bits already, q [n] and d [n / 32]; and a block as it was
+    void (*arrange)(const int8_t *q, const float *d, int64_t n, Activations *row);
+    void (*block_of)(const Activations *row, int64_t block, int8_t *q, float *d);
     void (*rms_norm)(const float *x, const float *weight, int64_t n, float eps, float *y);
     void (*rotate)(float *x, const float *cosines, const float *sines, int64_t half);
     void (*store_f16)(const float *x, int64_t n, uint16_t *y);

@@ -1,7 +1,7 @@
 """The shared library of `cpu/`: where it lies, its records and the signatures of its functions.
 
-The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, engine/placing/simulate.py and engine/drafting/lookup.py
-what is theirs.
+The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, engine/ops/jobs.py, engine/placing/simulate.py and
+engine/drafting/lookup.py what is theirs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.resources
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 from engine.ground.errors import SparkError
 
-ABI = 8  # SPARK_CPU_ABI
+ABI = 9  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -96,6 +96,34 @@ class LookRecord(ctypes.Structure):
     )
 
 
+class JobRecord(ctypes.Structure):
+    """spark_job of engine/formats/expert_job.h: an expert's work."""
+
+    _fields_ = (
+        ("posted", c_uint64), ("back", c_uint64), ("unused", c_uint64 * 6),
+        ("source", c_uint64 * 3), ("input", c_uint64), ("input_scales", c_uint64), ("output", c_uint64),
+        ("output_scales", c_uint64), ("gate_scale", c_float),
+        *((name, c_int32) for name in ("bank", "part", "first", "last", "count")),
+        ("token", c_uint8 * 32), ("more", c_uint8 * 16),
+        ("answer", c_uint64), ("claimed_ns", c_uint64), ("done_ns", c_uint64), ("rest", c_uint64 * 5),
+    )  # fmt: skip
+
+
+class BankRecord(ctypes.Structure):
+    """spark_bank: types and shapes of experts that are alike."""
+
+    _fields_ = (("type", c_int64 * 3), ("n_embd", c_int64), ("n_ff", c_int64), ("activation", c_int64))
+
+
+class JobsPlanRecord(ctypes.Structure):
+    """spark_jobs_plan: what a pool of threads is made of."""
+
+    _fields_ = (
+        ("ring", c_void_p), ("n_records", c_int64), ("banks", c_void_p), ("n_banks", c_int64), ("cores", c_void_p),
+        *((name, c_int64) for name in ("threads", "isa", "max_tokens", "spin_ns", "nap_ns")),
+    )  # fmt: skip
+
+
 STATE_ARRAYS = (
     "slot_begin", "slot_of", "expert_of", "heat", "pinned", "clock", "counts", "hits", "misses",
     "expert_ptr", "home_ptr", "slot_ptr",
@@ -139,6 +167,19 @@ TEXTS: dict[str, tuple[type[Any] | None, str]] = {
     "spark_text_destroy": (None, "P"),
     "spark_text_take": (c_int32, "PPi"),
     "spark_text_propose": (None, "P"),
+}
+# Those of jobs, likewise.
+JOBS: dict[str, tuple[type[Any] | None, str]] = {
+    "spark_jobs_create": (c_void_p, "P"),
+    "spark_jobs_destroy": (None, "P"),
+    "spark_jobs_wake": (None, "P"),
+    "spark_jobs_drain": (c_int32, "Pi"),
+    "spark_jobs_reset": (None, "P"),
+    "spark_jobs_counts": (None, "PP"),
+    "spark_jobs_hold": (None, "Pwi"),
+    "spark_job_post": (None, "Piii"),
+    "spark_job_take_back": (c_int32, "Pii"),
+    "spark_job_wait": (c_int32, "Piii"),
 }
 _CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
 
@@ -188,7 +229,7 @@ def load() -> ctypes.CDLL:
     library.spark_repeat.restype = c_int32
     library.spark_simulate.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiPiiiPP"]
     library.spark_simulate.restype = c_int32
-    for name, (result, arguments) in TEXTS.items():
+    for name, (result, arguments) in (TEXTS | JOBS).items():
         function = getattr(library, name)
         function.argtypes = [_CTYPES[a] for a in arguments]
         function.restype = result
