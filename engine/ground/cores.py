@@ -102,9 +102,9 @@ def _allowed(root: Path, online: set[int]) -> tuple[set[int], list[str]]:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The process's cgroup of a controller and those above it, version 2 and 1; in a container, the root of the mount."""
+    """The process's cgroup of a controller and those above it, version 2 and 1."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
             mount = root / _CGROUPS
         elif controller in controllers.split(","):

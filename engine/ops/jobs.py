@@ -50,7 +50,8 @@ class Bank:
             record(qtype, "experts")
         gate, up, down = (qtype in FLOAT_TYPES for qtype in self.types)
         if gate != up:
-            raise ValueError(f"gate and up: {self.types[0].name} and {self.types[1].name}, one of which is a float type")
+            names = " and ".join(qtype.name for qtype in self.types[:2])
+            raise ValueError(f"gate and up: {names}, one of which is a float type")
         for quantized, cols, name in ((not gate, self.n_embd, "n_embd"), (not down, self.n_ff, "n_ff")):
             if cols < 1 or (quantized and cols % BLOCK):
                 raise ValueError(f"{name}: expected a multiple of {BLOCK} for quantized weights, got {cols}")
@@ -85,7 +86,8 @@ class Ring:
         n, rest = divmod(memory.nbytes, RECORD_BYTES)
         address = int(memory.__array_interface__["data"][0])
         if rest or not 0 < n <= MAX_RECORDS or address % 64 or memory.dtype != np.uint8:
-            raise ValueError(f"ring: expected 1 to {MAX_RECORDS} records of {RECORD_BYTES} aligned bytes, got {memory.nbytes}")
+            expected = f"1 to {MAX_RECORDS} records of {RECORD_BYTES} aligned bytes"
+            raise ValueError(f"ring: expected {expected}, got {memory.nbytes}")
         self.address, self.n = address, n
         self.next = 1
         self._memory = memory
@@ -134,7 +136,8 @@ class Jobs:
     """Threads that do the jobs of a ring. `close` when done; the ring, and what its jobs point to, must outlive it.
 
     cores: a logical CPU for each thread, -1 for any. max_tokens: of a job. A thread that has seen no work for spin_us
-    sleeps until others have some or `wake` is called; one looks every nap_us, less and less often. CapacityError: no memory, or no threads.
+    sleeps until others have some or `wake` is called; one looks every nap_us, less and less often. CapacityError: no
+    memory, or no threads.
     """
 
     def __init__(
@@ -156,10 +159,7 @@ class Jobs:
         self.n_threads = len(cores)
         self._kernels = kernels()
         records = (BankRecord * len(banks))(
-            *(
-                BankRecord((c_int64 * 3)(*b.types), b.n_embd, b.n_ff, ACTIVATIONS.index(b.activation))
-                for b in banks
-            )
+            *(BankRecord((c_int64 * 3)(*b.types), b.n_embd, b.n_ff, ACTIVATIONS.index(b.activation)) for b in banks)
         )
         numbers = (c_int32 * len(cores))(*cores)
         plan = JobsPlanRecord(

@@ -1,8 +1,8 @@
 """Which of a layer's missed experts the CPU computes, and which come over PCIe: the division that is done first.
 
-Both work at the same time, so what counts is when the later one has ended. An expert can be divided, too: the CPU computes
-the last rows of its gate and up and hands z over, the GPU fetches the others and down. Rows that are computed whole have
-the same bits on either side (docs/arithmetic.md), so a division changes no token.
+Both work at the same time, so what counts is when the later one has ended. An expert can be divided, too: the CPU
+computes the last rows of its gate and up and hands z over, the GPU fetches the others and down. Rows that are computed
+whole have the same bits on either side (docs/arithmetic.md), so a division changes no token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Costs:
     """What was measured: microseconds, and the shape of an expert.
 
     pcie_us: an expert over PCIe. cpu_us: 1, 2, ... experts on the CPU; more cost as much more as the last did.
-    handover_us: from the GPU's post to the CPU's answer, without experts. split_us: what a divided expert costs besides.
+    handover_us: from the GPU's post to the CPU's answer, without experts. split_us: what a divided one costs besides.
     n_ff: rows of gate and up, 0 where experts are not divided. first_share: gate and up of an expert's bytes.
     """
 
@@ -77,8 +77,8 @@ def makespan(n_missed: int, experts: int, rows: int, costs: Costs) -> float:
 def _rows(n_missed: int, experts: int, costs: Costs) -> list[int]:
     """Rows of a divided expert beside `experts` whole ones, of which one is best.
 
-    Between two whole numbers of experts both sides are linear in the rows, so the later one is least where they meet, or at
-    an end.
+    Between two whole numbers of experts both sides are linear in the rows, so the later one is least where they meet,
+    or at an end.
     """
     units = -(-costs.n_ff // UNIT_ROWS)
     if not units or not costs.first_share:

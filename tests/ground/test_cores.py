@@ -103,7 +103,7 @@ def test_a_quota_of_one_and_a_half(tmp_path: Path) -> None:
     [
         ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000", "cpu.max": "900000 100000"}, 4),
         ("0::/not/mounted/here", {"cpu.max": "300000 100000"}, 3),
-        ("3:cpu,cpuacct:/x\n0::/", {"cpu,cpuacct/x/cpu.cfs_quota_us": 250000, "cpu,cpuacct/x/cpu.cfs_period_us": 50000}, 5),
+        ("3:cpu,cpu2:/x\n0::/", {"cpu,cpu2/x/cpu.cfs_quota_us": 250000, "cpu,cpu2/x/cpu.cfs_period_us": 50000}, 5),
         ("3:cpu,cpuacct:/x", {"cpu/cpu.cfs_quota_us": 200000, "cpu/cpu.cfs_period_us": 100000}, 2),
         ("3:cpu:/x", {"cpu/x/cpu.cfs_quota_us": -1, "cpu/x/cpu.cfs_period_us": 100000}, 8),
         ("0::/", {"cpu.max": "rubbish"}, 8),

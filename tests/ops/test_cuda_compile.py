@@ -42,7 +42,10 @@ OTHER = replace(
     n_ff_exp=256, n_vocab=999,
 )  # fmt: skip
 pytestmark = pytest.mark.timeout(600)  # a minute in all, where two processors have nothing else to do
-OF_A_BENCHMARK = {Module("replay.cu"): {"replay", "replay_back"}}
+OF_A_BENCHMARK = {
+    Module("replay.cu"): {"replay", "replay_back"},
+    Module("handover.cu"): {"fill", "post", "fold", "mark", "reader"},
+}
 
 
 class Shapes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import gguf
@@ -128,9 +129,10 @@ def test_an_expert_has_the_bits_of_the_twin_whole_and_in_pieces(qtype: QType, ri
 def check_first(e: Expert, ring: Ring, tokens: list[int], ends: tuple[int, ...]) -> None:
     """Rows of gate and up by two jobs."""
     F, plain = e.bank.n_ff, e.bank.types[2] in FLOAT_TYPES
-    z, scales = (empty(len(tokens), F) if plain else np.full((len(tokens), F), 99, np.int8)), empty(len(tokens), F // 32)
+    z: np.ndarray = empty(len(tokens), F) if plain else np.full((len(tokens), F), 99, np.int8)
+    scales = empty(len(tokens), F // 32)
     jobs = []
-    for rows in zip(ends, ends[1:], strict=False):
+    for rows in pairwise(ends):
         job = e.job(z, tokens, rows, FIRST)
         jobs.append(Job(job.source, job.input, job.output, rows, tokens, part=FIRST, input_scales=job.input_scales,
                         output_scales=int(scales.ctypes.data), gate_scale=job.gate_scale))  # fmt: skip
@@ -314,7 +316,7 @@ def test_plans_that_make_no_pool_are_refused(ring: Ring) -> None:
         Jobs(ring, [], [0])
     with pytest.raises(ValueError, match="make no pool"):
         Jobs(ring, [bank], [0], max_tokens=33)
-    with pytest.raises(ValueError, match="isa: expected one of portable.*, got mmx"):
+    with pytest.raises(ValueError, match=r"isa: expected one of portable.*, got mmx"):
         Jobs(ring, [bank], [0], isa="mmx")
     with pytest.raises(ValueError, match="gate and up: F16 and Q8_0"):
         Bank((Q.F16, Q.Q8_0, Q.Q8_0), 64, 32)
@@ -332,7 +334,8 @@ def test_the_record_is_that_of_the_header() -> None:
     text = (block_types.FOLDER / "expert_job.h").read_text().partition("typedef struct spark_job {")[2]
     names = []
     for line in text.partition("} spark_job;")[0].splitlines():
-        code = line.partition("/*")[0] if "/*" in line else line.partition("*/")[2] or ("" if " *" in line[:6] else line)
+        inside = line.lstrip().startswith("*") or "*/" in line.partition("/*")[0]
+        code = line.partition("*/")[2] if inside else line.partition("/*")[0]
         if ";" in code:
             names += [n.split("[")[0].split()[-1] for n in code.partition(";")[0].split(",")]
     assert names == [field[0] for field in JobRecord._fields_]

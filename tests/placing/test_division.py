@@ -49,7 +49,7 @@ def test_one_sided_costs() -> None:
 
 
 def test_the_hand_over_counts() -> None:
-    """27 us an expert on the CPU, 56 over PCIe: one of two goes to the CPU unless the hand-over takes as long as it saves."""
+    """27 us an expert on the CPU, 56 over PCIe: one goes to the CPU, where the hand-over takes less than that saves."""
     assert divide(2, Costs(56, (27, 54), 5)) == Division(1, 0, 56)
     assert divide(1, Costs(56, (27, 54), 5)) == Division(1, 0, 32)
     assert divide(1, Costs(56, (27, 54), 30)) == Division(0, 0, 56)
