@@ -6,14 +6,13 @@
 // fill   works for `ns`. Any grid and block.
 // post   job counter[0] + 1: activations (q [columns], d [columns / 32]) to its place in host memory, then, where `flags`, its
 //        number to the record. stamps[2 * ((number - 1) % n_records)] is when. One block; nothing but the number without `on`.
-// fold   waits for the answer to job counter[0]: by WAIT_EVERY block, or by the first, which tells the others by `relayed`; for
-//        bound_ns at most, then failed[0] = 1 and nobody waits any more. stamps[... + 1] is when it is there. Where `on`,
-//        x [columns] += what is in host memory as the job's result. Blocks share the columns.
+// fold   waits for the answer to job counter[0]: WAIT_EVERY block does, or the first, which tells the others by `relayed`. What
+//        is not claimed within bound_ns is taken back; what is claimed and not answered makes failed[0] = 1, and nobody waits
+//        any more. stamps[... + 1] is when it is known. Where `on`, x [columns] += what is in host memory as the job's result,
+//        or, where it was taken back, taken[0] is one more. Blocks share the columns.
 // mark   a time stamp. One thread.
 // reader reads [n_bytes] of host memory again and again, until stop[0] or for bound_ns; read [2 * grid]: bytes and ns.
-#include "ptx.cuh"
-
-#include "expert_job.h"
+#include "jobs.cuh"
 
 constexpr i32 WAIT_NOT = 0, WAIT_EVERY = 1, WAIT_RELAYED = 2;
 
@@ -44,33 +43,41 @@ KERNEL post(u64 ring, i32 n_records, u64* counter, i32 on, i32 flags, const u8* 
     if (threadIdx.x == 0) {
         *counter = number;
         stamps[2 * place] = clock_ns();
-        if (on && flags) {
-            fence_system(); // of what the block wrote
-            store_system(&((spark_job*)ring)[place].posted, number);
-        }
+        if (on && flags)
+            post_job(job_of(ring, n_records, number), number);
     }
 }
 
 KERNEL fold(u64 ring, i32 n_records, const u64* counter, i32 on, i32 wait, u64* relayed, i64 bound_ns, i32 columns, u64 outputs,
-            float* x, u64* stamps, i32* failed) {
+            float* x, u64* stamps, i32* failed, i32* taken) {
+    __shared__ i32 state;
     dependency_release();
     dependency_wait();
     const u64 number = load_fresh(counter), place = (number - 1) % (u64)n_records;
-    if (threadIdx.x == 0 && on && wait != WAIT_NOT) {
-        const u64* const answer = &((spark_job*)ring)[place].answer;
-        const u64 begin = clock_ns(), done = 4 * number + SPARK_JOB_DONE; // or, one more, declined
-        const bool relays = wait == WAIT_RELAYED && blockIdx.x == 0;
-        const bool asks = wait == WAIT_EVERY || relays;
-        while ((asks ? load_system(answer) < done : load_system(relayed) < number) && !load_fresh(failed))
-            if (clock_ns() - begin > (u64)bound_ns)
-                *failed = 1;
-        if (relays)
-            store_system(relayed, number);
+    if (threadIdx.x == 0) {
+        i32 found = SPARK_JOB_DONE;
+        if (on && wait != WAIT_NOT && !load_fresh(failed)) {
+            if (wait == WAIT_EVERY || blockIdx.x == 0) {
+                found = await_job(job_of(ring, n_records, number), number, (u64)bound_ns);
+                if (!found)
+                    *failed = 1;
+                if (wait == WAIT_RELAYED)
+                    store_system(relayed, 4 * number + (u64)found);
+            } else {
+                u64 told;
+                while ((told = load_system(relayed)) / 4 != number) {
+                }
+                found = (i32)(told % 4);
+            }
+        }
+        state = found;
+        if (blockIdx.x == 0 && found == SPARK_JOB_DECLINED)
+            *taken += 1; // and is the GPU's to compute
     }
     __syncthreads();
     if (threadIdx.x == 0 && blockIdx.x == 0)
         stamps[2 * place + 1] = clock_ns();
-    if (on) {
+    if (on && state == SPARK_JOB_DONE) {
         const volatile float* const y = (const volatile float*)outputs + place * (u64)columns;
         for (i32 i = blockIdx.x * blockDim.x + threadIdx.x; i < columns; i += gridDim.x * blockDim.x)
             x[i] += y[i];

@@ -79,13 +79,30 @@ def test_what_the_cpu_computes_reaches_the_fold(wait: str, device: Any, rig: Rig
     np.testing.assert_array_equal(device.read(rig.x), x)
 
 
-def test_a_step_whose_jobs_nobody_answers_ends_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wait", [EVERY, ONE])
+def test_jobs_that_nobody_claims_are_taken_back(wait: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "BOUND_NS", 1_000_000)
     pool = Jobs(rig.ring, [rig.bank], [-1], max_tokens=1)
-    way = Way(ONE, True, "bare")
+    way = Way(wait, True, "bare")
     graph = rig.capture(way)
     rig.fill_ring()
-    with pool.held("before claim"), pytest.raises(RuntimeError, match="no answer to a job within 1 ms"):
+    with pool.held("before claim"):
+        made = rig.run(graph, way, pool, 1)  # the thread stops at its first job, and is stopped for all others
+    assert made["taken_back"] == 3 * LAYERS
+    assert pool.drain(60) and pool.counts()["done"] == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("wait", [EVERY, ONE])
+def test_a_job_that_is_claimed_and_never_done_ends_the_step(
+    wait: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "BOUND_NS", 1_000_000)
+    pool = Jobs(rig.ring, [rig.bank], [-1], max_tokens=1)
+    way = Way(wait, True, "bare")
+    graph = rig.capture(way)
+    rig.fill_ring()
+    with pool.held("claimed"), pytest.raises(RuntimeError, match="no answer to a job that was claimed, within 4 ms"):
         rig.run(graph, way, pool, 1)
     pool.close()
 
