@@ -57,6 +57,7 @@ FULL_SHAPE ?= build/qwen3-30b-a3b.gguf
 bench-gpu: setup ## the GPU benchmarks of RESULTS.md (about 20 minutes; writes a model of 17 GiB to FULL_SHAPE)
 	test -e $(FULL_SHAPE) || $(PY) benchmarks/full_shape.py qwen3-30b-a3b $(FULL_SHAPE)
 	$(PY) benchmarks/cuda_kernels.py --json data/results/cuda_kernels.json
+	$(PY) benchmarks/handover.py --json data/results/handover.json
 	$(PY) benchmarks/profile_step.py $(FULL_SHAPE) --json data/results/profile_step.json
 	$(PY) benchmarks/decode.py $(FULL_SHAPE) --json data/results/decode.json
 	$(PY) benchmarks/prefill.py $(FULL_SHAPE) --json data/results/prefill.json
