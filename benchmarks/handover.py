@@ -4,7 +4,8 @@ A captured step of 48 layers posts a job in each, and needs its answer two kerne
 have no rows: a thread of the pool (cpu/jobs.cpp) reads 2 KB of activations and answers. The answer is waited for in the
 kernel that folds, by a warp of every block or of one; by stream memory operations; or made by a host callback. Each
 with launches that overlap and without, while nothing else reads host memory, and while 4 blocks do as fast as they
-can. Then experts of two models on 1 to 16 cores, one to four at a time, out of memory that no cache holds.
+can; and once with jobs that are an expert each. Then experts of two models on 1 to 16 cores, one to four at a time, out
+of memory that no cache holds.
 
     python benchmarks/handover.py --json data/results/handover.json
     python benchmarks/handover.py --device cpu            # experts alone
@@ -55,7 +56,8 @@ N_EXPERTS = (1, 2, 3, 4)
 
 NONE, EVERY, ONE = "none", "flags, every block asks", "flags, one block asks"
 MEMOPS, CALLBACK = "stream memory operations", "host callback"
-WAITS = {EVERY: 1, ONE: 2}  # WAIT_EVERY, WAIT_RELAYED of handover.cu
+COMPUTED = "one block asks, an expert each"  # as ONE, with jobs that are an expert's whole work
+WAITS = {EVERY: 1, ONE: 2, COMPUTED: 2}  # WAIT_EVERY, WAIT_RELAYED of handover.cu
 # us of work ahead of the post, and between post and fold
 STEPS = {"bare": (2.0, 0.0), "as a layer": (14.0, 8.0)}
 
@@ -141,6 +143,7 @@ class Rig:
         self.failed, self.taken = device.upload(np.zeros(1, np.int32)), device.upload(np.zeros(1, np.int32))
         self.kernels = {name: device.kernel(MODULE, name) for name in ("fill", "post", "fold", "mark")}
         self.driver: Driver | None = None
+        self.experts: Weights | None = None
         self.bank = Bank((QType.Q4_K,) * 3, COLUMNS, 768)
 
     def fill_ring(self) -> None:
@@ -218,6 +221,8 @@ class Rig:
             if way.wait == MEMOPS:  # the numbers are in the graph
                 self.begin(pool)
             first = int(self.device.read(self.counter)[0])
+            if way.wait == COMPUTED:
+                self._other_experts()
             pool.wake()
             with self.helped(pool):
                 graph.launch()
@@ -231,6 +236,15 @@ class Rig:
                 handovers += [float(stamps[p, 1] - stamps[p, 0]) / 1e3 for p in places]
         taken = int(self.device.read(self.taken)[0])
         return {"handover_us": spread(handovers), "step_us": spread(steps), "taken_back": taken}
+
+    def _other_experts(self) -> None:
+        """Each record has an expert that no cache holds."""
+        if self.experts is None:
+            raise RuntimeError("there are no experts")
+        for i in range(RECORDS):
+            record = self.ring.record(i + 1)
+            record.source[:] = self.experts.next()
+            record.last = COLUMNS
 
     @contextlib.contextmanager
     def helped(self, pool: Jobs) -> Iterator[None]:
@@ -265,7 +279,7 @@ class Reader:
         self.sink = device.upload(np.zeros(1, np.uint32))
         self.kernel = device.kernel(MODULE, "reader")
 
-    def start(self, seconds: float = 60.0) -> None:
+    def start(self, seconds: float = 20.0) -> None:
         """Begin to read, for so long at most."""
         self.stop[:] = 0
         address, stop = (np.uint64(self.device.pointer(a)) for a in (self.data, self.stop))
@@ -283,7 +297,7 @@ class Reader:
 
 def ways() -> list[Way]:
     """All that are measured; the ones without a hand-over first, which others are compared with."""
-    waits = (NONE, EVERY, ONE, MEMOPS, CALLBACK)
+    waits = (NONE, EVERY, ONE, MEMOPS, CALLBACK, COMPUTED)
     return [Way(wait, overlap, step) for step in STEPS for overlap in (True, False) for wait in waits]
 
 
@@ -296,7 +310,7 @@ def hand_over(
         pool = make()
         plain: dict[tuple[bool, str], float] = {}
         for way, graph in graphs.items():
-            if n_threads > min(pools) and way.wait not in (NONE, ONE):
+            if n_threads > min(pools) and way.wait not in (NONE, ONE, COMPUTED):
                 continue  # one thread tells the ways apart
             row: Json = {
                 "wait": way.wait, "overlap": way.overlap, "step": way.step, "pcie": pcie, "threads": n_threads,
@@ -319,7 +333,7 @@ def hand_over(
                 f"a layer {row.get('longer_us', 0.0):+6.2f} us"
             )
             overlaps = "overlap" if way.overlap else ""
-            print(f"{pcie:5} {way.step:11} {way.wait:25} {overlaps:8}{n_threads:3}: {shown}", flush=True)
+            print(f"{pcie:5} {way.step:11} {way.wait:30} {overlaps:8}{n_threads:3}: {shown}", flush=True)
         pool.drain(1.0)
         pool.close()
     return rows
@@ -467,6 +481,8 @@ def on_gpu(report: Report, cpus: Sequence[int], memory_of: Callable[[Any], np.nd
     rig = Rig(device)
     data = memory_of(device)
     made["gib"] = data.nbytes / (1 << 30)
+    rig.experts = Weights.fill(next(iter(SHAPES)), data)
+    rig.bank = rig.experts.bank
     native = ctypes.c_int()
     with report.part("hostNativeAtomicSupported"):  # CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(native), 86, device.ordinal)
@@ -538,7 +554,8 @@ def main() -> None:
             ring = Ring(aligned(RECORDS * RECORD_BYTES))
             report.made["experts"] += experts(aligned(n_bytes), ring, cpus, None, o.rounds, o.row_seconds)
     watchdog.cancel()
-    report.write()
+    if report.made["handovers"] or report.made["experts"]:
+        report.write()
     if report.made["errors"]:
         sys.exit(1)
 

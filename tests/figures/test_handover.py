@@ -15,7 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks import handover, handover_results, render
-from benchmarks.handover import CALLBACK, COLUMNS, EVERY, MEMOPS, NONE, ONE, RECORDS, Rig, Way
+from benchmarks.handover import CALLBACK, COLUMNS, COMPUTED, EVERY, MEMOPS, NONE, ONE, RECORDS, Rig, Way
 from engine.formats.quants import QTensor
 from engine.ops import arithmetic
 from engine.ops.jobs import RECORD_BYTES, Bank, Jobs, Ring
@@ -144,7 +144,7 @@ def test_the_whole_program(tmp_path: Path, device: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(handover, "FORCED_S", 60.0)
     monkeypatch.setattr(handover, "SPIN_US", 50.0)
     monkeypatch.setattr(handover, "N_EXPERTS", (1, 2))
-    monkeypatch.setattr(handover, "SHAPES", {"a": (256, 512)})
+    monkeypatch.setattr(handover, "SHAPES", {"a": (COLUMNS, 256)})
     monkeypatch.setattr(handover, "STEPS", {"bare": (1.0, 0.0), "as a layer": (2.0, 1.0)})
     start = handover.Reader.start
     monkeypatch.setattr(handover.Reader, "start", lambda self, seconds=0: start(self, 0))
@@ -159,12 +159,26 @@ def test_the_whole_program(tmp_path: Path, device: Any, monkeypatch: pytest.Monk
     (error,) = made["errors"]
     assert error.startswith("hostNativeAtomicSupported: OSError")  # there is no driver
     assert not [r["error"] for r in made["handovers"] + made["experts"] if "error" in r]
-    per_pool = {1: 20, max(1, len(made["cores"]["cpus"]) - 1): 8}
-    assert len(made["handovers"]) == 2 * sum(per_pool.values() if len(per_pool) == 2 else [20])
-    assert {r["wait"] for r in made["handovers"]} == {NONE, EVERY, ONE, MEMOPS, CALLBACK}
+    more = 12 if len(made["cores"]["cpus"]) > 2 else 0  # rows of a pool of all cores but one
+    assert len(made["handovers"]) == 2 * (24 + more)
+    assert {r["wait"] for r in made["handovers"]} == {NONE, EVERY, ONE, MEMOPS, CALLBACK, COMPUTED}
     assert {r["pcie"] for r in made["experts"]} == {"idle", "busy"}
     assert all("reader_gb_per_s" in r for r in made["experts"] if r["pcie"] == "busy")
     assert handover_results.handover("handover.json", made)
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from engine.ground.errors import SparkError
+    from engine.ops.cuda import gpu
+
+    def none() -> None:
+        raise SparkError("no GPU here")
+
+    monkeypatch.setattr(gpu, "open_device", none)
+    monkeypatch.setattr("sys.argv", ["handover.py", "--json", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit, match="1"):
+        handover.main()
+    assert "the GPU: SparkError: no GPU here" in capsys.readouterr().out and not (tmp_path / "x.json").exists()
 
 
 def store(address: int, value: int) -> None:
