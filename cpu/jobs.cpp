@@ -1,10 +1,10 @@
 // Experts that the CPU computes beside the GPU: jobs of a ring, and the threads that do them (expert_job.h, spark_cpu.h).
 // Twin: expert_ffn of engine/ops/reference.py, without the fold over ranks, which is whose the job is.
 //
-// A job that is claimed is open: a slot of the pool with its items, chunks of rows of gate and up, then, when all of these are
-// done, chunks of rows of down. Threads take items of the oldest open job that has one; who finds none claims the next job. So
-// several jobs overlap, a job is claimed when somebody has time for it, and a thread that is stopped holds up no more than
-// the jobs that it has an item of.
+// A job that is claimed is open: a slot of the pool with its items, chunks of rows of gate and up, then, when all of these
+// are done, chunks of rows of down. Threads take items of the oldest open job that has one; who finds none claims the next
+// job. So several jobs overlap, a job is claimed when somebody has time for it, and a thread that is stopped holds up no
+// more than the jobs that it has an item of.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -342,8 +342,9 @@ bool spark_jobs::open(Slot &slot, spark_job &record, uint64_t number) {
         slot.token[i] = job.token[i];
     if (!is_float(slot.bank->type[second ? 2 : 0]))
         for (int i = 0; i < job.count; i++)
-            kernels_.arrange(at<int8_t>(job.input) + job.token[i] * cols, at<float>(job.input_scales) + job.token[i] * (cols / kBlock),
-                             cols, slot.input->get() + i * supers(cols));
+            kernels_.arrange(at<int8_t>(job.input) + job.token[i] * cols,
+                             at<float>(job.input_scales) + job.token[i] * (cols / kBlock), cols,
+                             slot.input->get() + i * supers(cols));
 
     const int64_t rows = job.last - job.first;
     const int64_t rows_before = job.part == SPARK_JOB_FIRST ? rows : second || !rows ? 0 : slot.bank->n_ff;
@@ -433,11 +434,12 @@ void spark_jobs::do_first(Slot &slot, int64_t item, int thread) {
     const int64_t F = bank.n_ff, begin = only ? job.first : 0, end = only ? job.last : F;
     const int64_t first = begin + item * slot.rows_first, last = std::min(first + slot.rows_first, end), count = job.count;
     Weights gate = part(slot, 0), up = part(slot, 1);
+    const Weights down = part(slot, 2);
     gate.then = up.data + first * up.row_bytes;
     if (const int64_t next = first + n_threads_ * slot.rows_first; next < end)
         up.then = gate.data + next * gate.row_bytes;
     else if (!only)
-        up.then = part(slot, 2).data + (job.first + item * kChunkRows % (job.last - job.first)) * part(slot, 2).row_bytes;
+        up.then = down.data + (job.first + item * kChunkRows % (job.last - job.first)) * down.row_bytes;
     const bool floats = is_float(bank.type[0]);
     const Inputs in{slot.input->get(), at<float>(job.input), supers(bank.n_embd), bank.n_embd};
     float *const gated = scratch_.get() + thread * 2 * max_tokens_ * kChunkRows, *const upped = gated + max_tokens_ * kChunkRows;
@@ -448,7 +450,8 @@ void spark_jobs::do_first(Slot &slot, int64_t item, int thread) {
     for (int64_t t = 0; t < count; t++)
         activate(gated + t * kChunkRows, upped + t * kChunkRows, last - first, z + t * F + first);
     const int64_t block = first / kBlock; // which is the item, or half of which, since no item crosses a block
-    if (plain || slot.filled[size_t(block)].fetch_add(int32_t(last - first), std::memory_order_acq_rel) + (last - first) < kBlock)
+    const int64_t rows = last - first;
+    if (plain || slot.filled[size_t(block)].fetch_add(int32_t(rows), std::memory_order_acq_rel) + rows < kBlock)
         return;
     slot.filled[size_t(block)].store(0, std::memory_order_relaxed);
     for (int64_t t = 0; t < count; t++) {
@@ -469,7 +472,8 @@ void spark_jobs::do_second(Slot &slot, int64_t item) {
     Weights down = part(slot, 2);
     if (const int64_t next = first + n_threads_ * kChunkRows; next < job.last)
         down.then = down.data + next * down.row_bytes;
-    const Inputs in{given ? slot.input->get() : slot.hidden->get(), given ? at<float>(job.input) : slot.z->get(), supers(F), F};
+    const Inputs in{given ? slot.input->get() : slot.hidden->get(), given ? at<float>(job.input) : slot.z->get(),
+                    supers(F), F};
     const bool chosen = given && is_float(bank.type[2]); // rows of the input, of which some are the job's
     kernels_.product(down, first, last, in, chosen ? slot.token : nullptr, job.count, at<float>(job.output) + first, D);
 }

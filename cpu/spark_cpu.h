@@ -230,14 +230,14 @@ SPARK_API void spark_text_destroy(spark_text *text);
 SPARK_API int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n);
 SPARK_API void spark_text_propose(spark_look *look);
 
-/* Threads that do the jobs of a ring of records (expert_job.h), each on a core of its own. They look at the next record and at
- * the jobs that are open; who has seen nothing for spin_ns sleeps until a job is opened or spark_jobs_wake, but for one,
- * which looks every nap_ns, less and less often. So who is about to post wakes them first. The ring, and what its jobs point to, outlive the pool. Nothing but the ring's owner and the pool
- * writes to it. */
+/* Threads that do the jobs of a ring of records (expert_job.h), each on a core of its own. They look at the next record and
+ * at the jobs that are open; who has seen nothing for spin_ns sleeps until a job is opened or spark_jobs_wake, but for one,
+ * which looks every nap_ns, less and less often. So who is about to post wakes them first. The ring, and what its jobs
+ * point to, outlive the pool. Nobody but the ring's owner and the pool writes to it. */
 typedef struct spark_jobs spark_jobs;
 
 typedef struct spark_bank { /* of experts that are alike */
-    int64_t type[3];        /* gate, up, down */
+    int64_t type[3];       /* gate, up, down */
     int64_t n_embd, n_ff, activation;
 } spark_bank;
 
@@ -250,9 +250,12 @@ typedef struct spark_jobs_plan {
     int64_t threads, isa, max_tokens, spin_ns, nap_ns;
 } spark_jobs_plan;
 
-/* Counts of spark_jobs_counts: jobs done; declined, as they were taken back or the pool drains; declined, as a field was not what
- * it may be; threads that are bound to their core, that sleep, that are held. */
-enum { SPARK_JOBS_DONE, SPARK_JOBS_DECLINED, SPARK_JOBS_REFUSED, SPARK_JOBS_BOUND, SPARK_JOBS_ASLEEP, SPARK_JOBS_HELD, SPARK_JOBS_COUNTS };
+/* Counts of spark_jobs_counts: jobs done; declined, as they were taken back or the pool drains; declined, as a field was
+ * not what it may be; threads that are bound to their core, that sleep, that are held. */
+enum {
+    SPARK_JOBS_DONE, SPARK_JOBS_DECLINED, SPARK_JOBS_REFUSED,
+    SPARK_JOBS_BOUND, SPARK_JOBS_ASLEEP, SPARK_JOBS_HELD, SPARK_JOBS_COUNTS
+};
 
 /* Where spark_jobs_hold stops threads: before a job is claimed, claimed and not looked at, in the middle of its items. */
 enum { SPARK_HOLD_NOWHERE, SPARK_HOLD_BEFORE_CLAIM, SPARK_HOLD_CLAIMED, SPARK_HOLD_ITEM };
@@ -270,9 +273,9 @@ SPARK_API void spark_jobs_counts(spark_jobs *jobs, int64_t *counts);
 /* For tests: the next n threads that come to a place wait there, until it is another place. */
 SPARK_API void spark_jobs_hold(spark_jobs *jobs, int32_t place, int64_t n);
 
-/* What a GPU does, on the host. Post the n records from job `number` on, which are filled; take one back, or wait for its answer
- * so long: SPARK_JOB_..., or 0 where there is none of this number. After 0 a job that was taken back is the caller's; after
- * SPARK_JOB_CLAIMED it has to be waited for. */
+/* What a GPU does, on the host. Post the n records from job `number` on, which are filled; take one back, or wait for its
+ * answer so long: SPARK_JOB_..., or 0 where there is none of this number. After 0 a job that was taken back is the
+ * caller's; after SPARK_JOB_CLAIMED it has to be waited for. */
 SPARK_API void spark_job_post(spark_job *ring, int64_t n_records, uint64_t number, int64_t n);
 SPARK_API int32_t spark_job_take_back(spark_job *ring, int64_t n_records, uint64_t number);
 SPARK_API int32_t spark_job_wait(spark_job *ring, int64_t n_records, uint64_t number, int64_t timeout_ns);

@@ -181,6 +181,22 @@ def test_a_job_that_nobody_claimed_is_its_owners_again(ring: Ring, pools: Any) -
     assert np.isnan(y).all() and (other == e.y).all()
 
 
+def test_a_claim_that_came_late_changes_no_later_answer(ring: Ring, pools: Any) -> None:
+    pool = pools([bank_of(Q.Q8_0)])
+    e, y, other = Expert(bank_of(Q.Q8_0), 1), empty(1, 352), empty(1, 352)
+    with pool.held("before claim"):
+        (number,) = ring.post([e.job(y, [0])])
+        until(lambda: pool.counts()["held"] == 1)
+        assert ring.take_back(number) == NONE
+        with pool.held("claimed"):  # the thread goes on as far as that
+            until(lambda: ring.wait(number, 0) == CLAIMED and pool.counts()["held"] == 1)
+            numbers = ring.post([e.job(other, [0])] * ring.n)
+            pool.wake()
+            assert [ring.wait(n, LONG_S) for n in numbers] == [DONE] * ring.n
+    assert pool.drain(LONG_S) and pool.counts()["declined"] == 1
+    assert ring.wait(numbers[-1], 0) == DONE and np.isnan(y).all()
+
+
 def test_a_job_taken_back_as_it_is_claimed_is_declined(ring: Ring, pools: Any) -> None:
     pool = pools([bank_of(Q.Q8_0)])
     e, y = Expert(bank_of(Q.Q8_0), 1), empty(1, 352)
@@ -269,6 +285,16 @@ def test_threads_sleep_and_find_what_is_posted_meanwhile(ring: Ring, pools: Any)
     until(lambda: pool.counts()["asleep"] == 3)
     pool.wake()
     done(ring, [e.job(y, [0])])
+
+
+def test_who_opens_a_job_wakes_the_others(ring: Ring, pools: Any) -> None:
+    pool = pools([bank_of(Q.Q8_0)], 3, spin_us=1, nap_us=100)
+    e, y = Expert(bank_of(Q.Q8_0), 1), empty(1, 352)
+    until(lambda: pool.counts()["asleep"] == 3)
+    with pool.held("item", 3):
+        (number,) = ring.post([e.job(y, [0])])
+        until(lambda: pool.counts()["held"] == 3)
+    assert ring.wait(number, LONG_S) == DONE and (y == e.y).all()
 
 
 def test_a_pool_that_drains_declines_and_begins_again(ring: Ring, pools: Any) -> None:
