@@ -10,7 +10,7 @@ Device = Literal["auto", "cuda", "cpu", "reference"]
 
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 DRAFTS = ("auto", "off", "lookup", "mtp")
-GUESSES = ("auto", "off", "count")
+GUESSES = ("off", "count")
 EXPECT_CTX_TOKENS = 32768  # where nobody says how long contexts are
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
 
@@ -48,9 +48,8 @@ class EngineConfig:
         the block that predicts further tokens (`mtp`), of the model's file or of one beside it, or what a file holds,
         by its path: a drafter or such a block. `auto` is what has been shown never to slow a reply: lookup.
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
-    guess: whether missing experts are guessed before their layer asks for them, which changes no token: `auto`, where
-        that hides something; `off`; `count`: on a host, where there is nothing to hide, guesses are made in decoding
-        steps and counted, and do nothing else (measurements).
+    guess: `count`: on a host, guesses of missing experts are made beside decoding steps and counted, and do nothing
+        else (measurements); `off`.
     pregate: the file of predictors that guesses are made by; None: the one beside the model, else its own routers.
     plan_only: say what memory it would take, and end; no weights are read.
     """
@@ -78,7 +77,7 @@ class EngineConfig:
     idle_release_s: float | None = None
     draft: str = "auto"
     draft_memory_mib: float = 64.0
-    guess: str = "auto"
+    guess: str = "off"
     pregate: Path | None = None
     plan_only: bool = False
 

@@ -115,13 +115,6 @@ def ranked(chances: F64, resident: Bools, budget: int, threshold: float = 0.0) -
     return np.where(np.take_along_axis(worth, best, 1) > 0.0, best, -1).astype(np.int32)
 
 
-def came(guesses: Int32s, experts: npt.NDArray[np.integer], n_expert: int) -> Bools:
-    """Which guesses [T, n] are among the experts [T, A] that their step used; a guess of -1 is not."""
-    used = np.zeros((len(guesses), n_expert + 1), np.bool_)  # the last column is that of -1
-    np.put_along_axis(used, experts.astype(np.int64), True, 1)
-    return np.take_along_axis(used, guesses.astype(np.int64), 1)
-
-
 class Costs(NamedTuple):
     """What a guess brings where its expert is used, and what it costs where it is not; seconds."""
 

@@ -128,10 +128,6 @@ DraftMemoryOption = Annotated[
         help="Host memory for texts of earlier requests, to propose from; 0: none.",
     ),
 ]  # fmt: skip
-GuessOption = Annotated[
-    Literal["auto", "off"],
-    typer.Option("--guess", help="Fetch experts before their layer asks; auto: where that pays, so far nowhere."),
-]
 RayOption = Annotated[
     str | None,
     typer.Option(
@@ -282,7 +278,6 @@ class Served:
     idle_release: IdleOption = None
     draft: DraftOption = "auto"
     draft_memory: DraftMemoryOption = 64.0
-    guess: GuessOption = "auto"
 
     def config(
         self, model: Path, device: Literal["auto", "cuda", "cpu"], threads: int | None
@@ -318,7 +313,6 @@ class Served:
             idle_release_s=self.idle_release,
             draft=drafts(self.draft),
             draft_memory_mib=self.draft_memory,
-            guess=self.guess,
         )
         return config, path
 

@@ -93,17 +93,6 @@ def test_guesses_are_the_likeliest_of_those_that_are_missing(seed, T, n, budget,
         assert np.array_equal(one[0], found[0])
 
 
-@settings(deadline=None, max_examples=60)
-@given(seed=SEEDS, T=st.integers(1, 5))
-def test_what_came_true(seed, T):
-    rng = np.random.default_rng(seed)
-    experts = rng.random((T, 9)).argsort(axis=1)[:, :3].astype(np.uint16)
-    guessed = rng.random((T, 9)).argsort(axis=1)[:, :4].astype(np.int32)
-    guessed[rng.random((T, 4)) < 0.3] = -1
-    expected = [[g in used for g in row] for row, used in zip(guessed.tolist(), experts.tolist(), strict=True)]
-    assert guesses.came(guessed, experts, 9).tolist() == expected
-
-
 def test_a_step_of_several_tokens_uses_what_any_of_them_does():
     assert guesses.of_step(np.array([[0.5, 0.0, 1.0], [0.5, 0.25, 0.5]])).tolist() == [[0.75, 0.25, 1.0]]
 

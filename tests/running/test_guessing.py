@@ -151,11 +151,10 @@ def test_the_engine_counts_where_it_is_asked_to():
     }.items() <= found.items()
     assert found["made"] == found["useful"] + found["wasted"] and found["misses"] > 0
     engine.close()
-    for guess in ("auto", "off"):
-        engine = Engine(options(guess=guess))
-        assert engine.ready()["guess"] == "off" and engine.stats()["guesses"] == {}
-        assert generate(engine, prompt, max_tokens=12)[0] == counted
-        engine.close()
+    engine = Engine(options())
+    assert engine.ready()["guess"] == "off" and engine.stats()["guesses"] == {}
+    assert generate(engine, prompt, max_tokens=12)[0] == counted
+    engine.close()
 
 
 def test_a_file_that_is_none_is_refused_where_it_is_read(tmp_path):
