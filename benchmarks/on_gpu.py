@@ -153,6 +153,11 @@ class Folder:
         self._run(measurement.name, command, 60 + 2 * measurement.seconds)
         return self.path / result
 
+    def last_words(self) -> str:
+        """The end of what the last command said, be it a benchmark or what makes its files."""
+        logs = sorted(self.path.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        return logs[-1].read_text("utf-8", "replace")[-2000:] if logs else ""
+
     def _tokens(self, name: str) -> None:
         logs = ["--claude-dir", str(DATA / name / "claude"), "--codex-dir", str(DATA / name / "codex")]
         spark = [sys.executable, "-c", SPARK, str(ROOT)]
@@ -186,8 +191,7 @@ def run(measurements: Sequence[Measurement], folder: Folder, out: Path, seconds:
             note(f"{m.name}: {time.monotonic() - began_s:.0f} s")
         except (subprocess.SubprocessError, OSError) as error:
             failed.append(m.name)
-            why = (folder.path / f"{m.name}.log").read_text("utf-8", "replace")[-2000:] if m.name else ""
-            note(f"{m.name}: FAILED after {time.monotonic() - began_s:.0f} s: {error}\n{why}")
+            note(f"{m.name}: FAILED after {time.monotonic() - began_s:.0f} s: {error}\n{folder.last_words()}")
     return failed
 
 

@@ -453,7 +453,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_amount("MiB"),
         help="MiB of host memory for texts of earlier requests, in which drafts are looked up (default: 64; 0: none)",
     )
-    add("--guess", choices=GUESSES, help="count: make guesses of missing experts and count them, a measurement (default: off)")
+    add("--guess", choices=GUESSES, help="count: make guesses of missing experts, and count them (default: off)")
     add("--pregate", type=Path, help="predictors to guess by (default: those beside the model, else its own routers)")
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
     add("--plan-only", action="store_true", help="write one event, the memory plan, and end")

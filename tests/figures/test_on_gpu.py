@@ -67,6 +67,16 @@ def test_results_are_copied_and_failures_passed_over(
     assert "two: FAILED" in said and "ZeroDivisionError" in said and "four: left out, it takes about 4000 s" in said
 
 
+def test_a_model_that_cannot_be_written_fails_its_benchmarks_alone(
+    made_up: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "import sys\nassert sys.argv[2] != 'a.gguf', 'no room'\nopen(sys.argv[2], 'w')\n"
+    (made_up / "full_shape.py").write_text(script)
+    asked = [Measurement("one", "good.py a.gguf", 1), Measurement("two", "good.py b.gguf", 1)]
+    assert on_gpu.run(asked, Folder(tmp_path / "work"), tmp_path / "out", 3600) == ["one"]
+    assert "AssertionError: no room" in capsys.readouterr().err and (tmp_path / "out" / "two.json").exists()
+
+
 def test_token_files_are_made_of_the_samples(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.need(["sessions_other.parquet"])
