@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-BUILD_INPUTS := pyproject.toml constraints.txt engine/formats/block_types.h engine/formats/grids.h $(wildcard cpu/*.cpp cpu/*.h cpu/CMakeLists.txt)
+BUILD_INPUTS := pyproject.toml constraints.txt engine/formats/block_types.h engine/formats/grids.h engine/formats/expert_job.h $(wildcard cpu/*.cpp cpu/*.h cpu/CMakeLists.txt)
 
 .PHONY: help setup demo test slow lint type bench bench-gpu docs results check clean
 

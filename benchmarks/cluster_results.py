@@ -11,6 +11,10 @@ The real driver, its reading and its checkpoints, on {workers:,} simulated worke
 tokens/s and {windows:,} windows; what Ray costs the driver for a lease is left out."""
 CPU = """\
 {tokens:,} tokens of the bundled model, in turn; tokens/s once all daemons are ready. The profiles are the same."""
+GPU = """\
+{tokens:,} tokens, the sample sessions under many ids, one model file; {gpus}. Each run is a `spark calibrate`; all
+{same_profiles} profiles are the same. *Tokens/s*: from the first worker that is ready to the last window. *Of workers*:
+what each did by the time in which it could have had work, added up. *In all*: by the time of the command."""
 KILLS = """\
 A calibration of {tokens:,} tokens on two nodes. *The same*: profile and trace are those of one machine, byte for byte.
 *Named*: two kills met one window, which alone is left out, by name. *Nothing left*: no process, no folder."""
@@ -41,6 +45,29 @@ def cpu(name: str, made: Json) -> list[str]:
     rows.append(["share, of medians and of the best", f"{made['share']:.2f}", f"{made['share_of_best']:.2f}"])
     heading = "## Two workers against one daemon"
     return [heading, "", *origin(name, made), CPU.format(**made), "", *table(["", "tokens/s", "extremes"], rows)]
+
+
+def gpu(name: str, made: Json) -> list[str]:
+    names = made["gpus"]
+    about = GPU.format(**made | {"gpus": f"{len(names)} x {names[0]}" if names else "CPUs"})
+    rows, keys = [], ("tokens_per_s", "own_tokens_per_s", "tokens_per_s_in_all")
+    for found in made["summary"]:
+        speeds = [
+            f"{found[key]:,.0f}" + (f" ({found[f'{key}_of_one']:.2f}x)" if f"{key}_of_one" in found else "")
+            if key in found else ""
+            for key in keys
+        ]  # fmt: skip
+        idle = f"{100 * found['idle_share']:.1f}%" if "idle_share" in found else ""
+        rows.append([found["workers"] or "no cluster", found["runs"], *speeds, idle, f"{found['ready_s']:.1f}"])
+    columns = ["workers", "runs", "tokens/s", "of workers", "in all", "idle", "ready after, s"]
+    shares = [
+        f"{each['workers']} workers: {', '.join(f'{100 * share:.1f}%' for share in each['shares'])}"
+        for each in made["rows"]
+        if each["workers"] > 1
+    ]
+    heading = "## Calibration by the GPUs of one host"
+    parts = f"Each one's part of the tokens: {'; '.join(shares)}."
+    return [heading, "", *origin(name, made), about, "", *table(columns, rows), parts, ""]
 
 
 def kills(name: str, made: Json) -> list[str]:
@@ -74,6 +101,7 @@ def homes(name: str, made: Json) -> list[str]:
 
 
 SECTIONS = {
+    "cluster_gpu.json": gpu,
     "cluster_cpu.json": cpu,
     "cluster_kills.json": kills,
     "cluster_scale.json": scale,

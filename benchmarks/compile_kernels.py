@@ -26,6 +26,7 @@ from engine.formats.gguf import open_model  # noqa: E402
 from engine.ops.cuda import library  # noqa: E402
 from engine.ops.cuda.counting import CountingDevice  # noqa: E402
 from engine.running import dryrun  # noqa: E402
+from engine.running.counted import count  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 N_LAYERS = {"laguna-xs2": 3, "qwen3.6-35b-a3b": 4, "qwen3.6-27b": 4, "gemma-4-26b-a4b": 6}  # others: 2
@@ -51,7 +52,7 @@ def main() -> None:
             for target in o.arch.split(","):
                 shared = (227 if target == "sm_90" else 99) << 10
                 device = CountingDevice(target, 132, shared)
-                counted = dryrun.count(device, arch, config, arch.load(file, config), limits, "f16")
+                counted = count(device, arch, config, arch.load(file, config), limits, "f16")
                 modules = sorted({module for module, _ in counted.kernels})
                 cache = Path(name) / target
                 times = []

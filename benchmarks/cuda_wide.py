@@ -17,7 +17,6 @@ from gguf import GGMLQuantizationType as QType
 from benchmarks.cuda_kernels import KernelCase
 from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Limits
-from engine.ops.cuda import products as products_module
 from engine.ops.cuda import wide as wide_module
 from engine.ops.cuda.products import Products
 from tests.gguf_files import random_blocks
@@ -66,7 +65,7 @@ def _launch(
     products: Products, groups: Sequence[tuple[QTensor, ...]], x: Any, ys: Any, fewest: int, few: int
 ) -> Callable[[int], None]:
     def launch(i: int) -> None:
-        fewest_tokens = patch.object(products_module, "FEWEST_TOKENS", fewest)
+        fewest_tokens = patch.object(wide_module, "FEWEST_TOKENS", fewest)
         few_tokens = patch.object(wide_module, "FEW_TOKENS", min(few, wide_module.FEW_TOKENS))
         with fewest_tokens, few_tokens:
             products.several(groups[i % len(groups)], x, ys)

@@ -8,6 +8,8 @@ daemon's own timing of the tokens after the first. The curve over misses runs at
 (policy `uniform`, no cache) and imposed routing (docs/routing-model.md): one array holds a stretch for each request,
 and the misses that the daemon reports for each layer must be those of that stretch, or the run fails. Beside the
 measured time stands the line t0 + missed bytes / PCIe rate: what a system would take that overlaps nothing.
+With several --cpu-experts, as `off,auto`, the curve is measured with each. Each row has its share of the speed of the
+first curve at no misses, which is that of all resident, and the tokens have to be the same.
 
 The last part replays sessions of the model of routing, one a request, under real policies at several residencies: plain
 LRU, a profile's placement that stays, and what that profile's evidence says. Profile and evidence are of other sessions
@@ -122,7 +124,7 @@ def curve(
     config: EngineConfig, shape: Shape, prompts: Prompts, rates: list[float], depth: int, n_tokens: int, runs: int,
     pcie_gb_per_s: float,
 ) -> Any:  # fmt: skip
-    """Rows over the share of misses, and the daemon's settings; config: policy `uniform`, no replay yet."""
+    """Rows over the share of misses, the daemon's settings, and the tokens; config: policy `uniform`, no replay yet."""
     budget = placement.residency_budget(shape.n_expert, shape.expert_bytes, config.residency_pct)
     slots = placement.uniform(shape.n_expert, shape.expert_bytes, budget).slots_per_layer
     resident = np.arange(shape.n_expert) < np.array(slots)[:, None]  # `uniform` pins those of lowest index
@@ -136,22 +138,33 @@ def curve(
             if tuple(client.ready.info["slots_per_layer"]) != slots:
                 raise SystemExit("the daemon places other slots than the curve is made for")
             samples: list[Sample] = []
+            handed: list[dict[str, float]] = []
             for i, rate in enumerate(order):
+                before = client.stats().get("cpu_experts") or {}
                 sample = generate(client, prompts.next(depth), n_tokens)
+                handed.append(handed_over(before, client.stats().get("cpu_experts") or {}))
                 stretches.check(list(sample.done.residency["misses_by_layer"]))
                 samples.append(sample)
                 if i >= WARM_UPS and (i - WARM_UPS) % runs == runs - 1:
-                    rows.append(curve_row(samples[-runs:], rate, shape, depth))
+                    summed = {name: sum(each[name] for each in handed[-runs:]) for name in handed[-1]}
+                    rows.append(curve_row(samples[-runs:], rate, shape, depth) | summed)
             made = settings(client)
     base = next((row["ms_per_token"]["median"] for row in rows if row["asked_miss_pct"] == 0), None)
     for row in rows:
+        row["cpu_experts"] = config.cpu_experts
         if base is not None:
             row["line_ms"] = base + 1e3 * row["missed_bytes_per_token"] / (1e9 * pcie_gb_per_s)
             row["ratio"] = row["ms_per_token"]["median"] / row["line_ms"]
         rate, ms = row["decode_tokens_per_s"]["median"], row["ms_per_token"]["median"]
         line = f", {row['ratio']:.2f} of the line" if "ratio" in row else ""
-        note(f"{row['miss_pct']:5.2f}% missed: {rate:.1f} tokens/s, {ms:.3f} ms{line}")
-    return rows, made
+        to_cpu = f", {row['cpu_computed']:.0f} to the CPU" if "cpu_computed" in row else ""
+        note(f"{row['miss_pct']:5.2f}% missed: {rate:.1f} tokens/s, {ms:.3f} ms{line}{to_cpu}")
+    return rows, made, [sample.tokens for sample in samples]
+
+
+def handed_over(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """What the CPU computed of a request's misses, what was taken back, and seconds that were waited; or nothing."""
+    return {f"cpu_{name}": after[name] - before[name] for name in ("computed", "taken_back", "waited_s") if after}
 
 
 def curve_row(samples: list[Sample], rate: float, shape: Shape, depth: int) -> dict[str, Any]:
@@ -233,6 +246,7 @@ def main() -> None:
     parser.add_argument("--rates", default=RATES_PCT, help="percent missed; empty: leave the curve out")
     parser.add_argument("--depth", type=int, default=512, help="prompt tokens of the curve")
     parser.add_argument("--residency", type=float, default=60.0, help="percent of the expert bytes, for the curve")
+    parser.add_argument("--cpu-experts", default="off", help="of the curve: off, auto, threads; a curve each")
     parser.add_argument("--policies", default="lru,static,spark", help="served with sessions; empty: leave this out")
     parser.add_argument("--policy-residency", default="20,40,60", help="percent of the expert bytes, for the policies")
     parser.add_argument("--session", type=int, default=768, help="tokens of a session under the policies")
@@ -253,15 +267,31 @@ def main() -> None:
         write(o.json, report)
     if rates:
         config = EngineConfig(**common, policy=UNIFORM.name, residency_pct=o.residency, ctx_tokens=o.depth + o.tokens)
-        report["curve"], report["curve_settings"] = curve(
-            config, shape, prompts, rates, o.depth, o.tokens, o.runs, o.pcie_gb_per_s
-        )
-        write(o.json, report)
+        expected: list[list[int]] = []
+        for cpu_experts in o.cpu_experts.split(","):
+            asked = replace(config, cpu_experts=cpu_experts)
+            same = Prompts(shape.n_vocab, seed=2)  # of each curve, and so have its tokens to be
+            rows, made, told = curve(asked, shape, same, rates, o.depth, o.tokens, o.runs, o.pcie_gb_per_s)
+            if told != (expected := expected or told):
+                raise SystemExit(f"--cpu-experts {cpu_experts} changed tokens")
+            report["curve"] = shares([*report.get("curve", []), *rows])
+            report.setdefault("curve_settings", made)
+            if cpu_experts != "off":
+                report.setdefault("cpu_experts", {})[cpu_experts] = made["cpu_experts"] or made["reasons"]
+            write(o.json, report)
     if o.policies:
         config = EngineConfig(**common, ctx_tokens=o.session + 3)
         percents = parse_list(o.policy_residency)
         report["policies"] = policies(config, shape, prompts, o.policies.split(","), percents, o.session, o.runs)
         write(o.json, report)
+
+
+def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their share of the speed without misses, of the first of them."""
+    rate = next((r["decode_tokens_per_s"]["median"] for r in rows if r["asked_miss_pct"] == 0), None)
+    if rate is None:
+        return rows
+    return [row | {"share": row["decode_tokens_per_s"]["median"] / rate} for row in rows]
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 from benchmarks.markdown import Json, origin, table
-from engine.drafting import lookup
 
 REPLAY = """\
 Lookup drafts on recorded sessions in the bundled model's vocabulary, through the real index and the real gate, in the
@@ -23,9 +22,9 @@ turn, with drafts and without; the model writes what it writes, which repeats it
 {runs} runs, none of which was sent before. Speed over that without drafts: median {median:.3f}, {least:.3f} to
 {most:.3f}; of {drafted:,} drafted tokens {share:.0%} stayed. All tokens the same: {same}."""
 CHANCES = """\
-Drafts of every generated token of recorded sessions in the bundled model's vocabulary, by how many tokens before it are
-as they were where it is found, and by how the run went on there and before: number of drafts, and the share of tokens
-1, 2, 3-4, 5-8, 9-16 and 17-31 that are right, each given that all before it are."""
+Tokens of drafts for every generated token of recorded sessions in the bundled model's vocabulary, each reached where
+all before it are right, by the chance that lookup gave it: how many, the chance in the middle, and how many were right;
+those that are a draft's first, and later ones."""
 AT_ONCE = """\
 Replies that share steps, and a draft for each token, whose tokens are right with one chance, each given that all before
 it are; the gate decides what steps get of them. Speed over that without drafts; the tokens are the same."""
@@ -38,7 +37,10 @@ IN_SESSIONS = """\
 {model}, all experts resident, in recorded sessions of the bundled model's vocabulary ({n}): real lookup in what was
 there until then, the real gate, real steps with independent experts; a draft's token is right where the session goes on
 with it. Speed over that without drafts; *weighted*: edits 40%, other calls 20%, text 15%, reasoning 25% of tokens."""
-SEEN = ("otherwise", "once", "alike", "alike often")
+PHASES = """\
+{model}, drafts by {draft}, whose first token is right in {first:.0%}, 0.8 times with each place behind: {drafted:.3f}
+ms a token for {plain:.3f} without, {tokens:.2f} tokens a step. *As served*: from when the host begins a phase until it
+goes on. *Apart*: the device is waited for before and after each."""
 FEW, SPREAD = 20, ("median", "min", "max")
 IDENTITY = """\
 Replies of {tokens} tokens by tiny models of every family with random weights, on the {device}, against the same without
@@ -121,6 +123,20 @@ def in_sessions(name: str, made: Json) -> list[str]:
     return [f"## Drafts on a GPU: {_shape(made)}, sessions", "", *origin(name, made), text, "", *table(columns, rows)]
 
 
+def phases(name: str, made: Json) -> list[str]:
+    ways = made["phases_ms"]
+    rows = [
+        [way, *(f"{each['median']:.3f}" for each in ms.values()), f"{sum(each['median'] for each in ms.values()):.3f}"]
+        for way, ms in ways.items()
+    ]
+    text = PHASES.format(
+        model=made["model"], draft=made["draft"], first=made["first"], plain=made["plain_ms"]["median"],
+        drafted=made["drafted_ms"]["median"], tokens=made["tokens_a_step"]["median"],
+    )  # fmt: skip
+    title = f"## Drafts on a GPU: {_shape(made)}, where a step's time goes"
+    return [title, "", *origin(name, made), text, "", *table(["ms a step", *next(iter(ways.values())), "all"], rows)]
+
+
 def _shape(made: Json) -> str:
     return str(made["model"]).split(" ")[0].rstrip(",")
 
@@ -158,19 +174,13 @@ def identity(name: str, made: Json) -> list[str]:
 
 
 def chances(name: str, made: Json) -> list[str]:
-    sets = sorted({r["tokens"] for r in made["rows"]})
-    by = {(r["tokens"], r["grade"]): r for r in made["rows"]}
-    rows = []
-    for grade in range(1 + max(r["grade"] for r in made["rows"])):
-        run, seen = divmod(grade, len(lookup.SEEN))
-        cells = []
-        for one in sets:
-            r = by[one, grade]
-            pairs = zip(r["right"], r["reached"], strict=True)
-            cells += [r["drafts"], " ".join(f"{100 * a / b:.0f}" if b >= FEW else "-" for a, b in pairs)]
-        rows.append([str((2, *lookup.RUNS)[run]), SEEN[seen], *cells])
-    columns = ["tokens alike, from", "the run went on"]
-    columns += [c for one in sets for c in (one.removesuffix(".parquet"), "%")]
+    columns, cells = ["promised"], []
+    for r in made["rows"]:
+        columns += [f"{r['tokens'].removesuffix('.parquet')}, {r['which']}", "right"]
+        of = zip(r["reached"], r["promised"], r["right"], strict=True)
+        cells.append([(f"{n:,.0f}", f"{p / n:.0%}, {k / n:.0%}") if n >= FEW else ("", "") for n, p, k in of])
+    tenths = [f"{10 * k} to {10 * k + 10}%" for k in range(len(cells[0]))]
+    rows = [[tenth, *(c for each in cells for c in each[k])] for k, tenth in enumerate(tenths)]
     return ["## Drafts: how often lookup is right", "", *origin(name, made), CHANCES, "", *table(columns, rows)]
 
 
@@ -191,4 +201,6 @@ SECTIONS = {
     "draft_speed-mtp.json": speeds,
     "draft_speed-dense.json": speeds,
     "draft_speed-sessions.json": in_sessions,
+    "draft_phases-dense.json": phases,
+    "draft_phases-qwen36.json": phases,
 }

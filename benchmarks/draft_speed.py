@@ -10,8 +10,8 @@ Everything besides is as served: index, gate, verification, steps ahead of the h
 or the run fails. Experts are imposed (`--replay`), for random weights choose few of them once a reply repeats
 itself: those of neighbors are independent, or repeat by a share (docs/routing-model.md has 43%).
 
-`rates`: each token of a draft is right with one chance, given that all before it are: copying 95%, as sure as lookup
-can be; novel 0 to 16%, short matches. `missed`: the same at --residency percent, a share of experts missed. `drafter`:
+`rates`: each token of a draft is right with one chance, given that all before it are: copying 95%, novel 0 to 16%; what
+the source takes it for is learned. `missed`: the same at --residency percent, a share of experts missed. `drafter`:
 that of the file or the model's block runs as always, and its tokens are right as often as --first says, by a factor of
 0.8 less at each place behind. `sessions`: real lookup in recorded sessions, all turns in their order, and a draft's
 token is right where the session goes on with it; by what is written. `at-once`: replies that share steps.
@@ -60,7 +60,7 @@ from spark.pipeline.tokens import Window, read_tokens  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 COPYING, NOVEL = 0.95, (0.0, 0.08, 0.16)
-SURE, UNSURE = lookup.GRADES - 1, 0  # grades of what is copied, and of what is not
+SURE, UNSURE, WORTH = 0.9, 0.15, 8.0  # what is taken for a rate at first, and so many outcomes' worth of it
 FALLS = 0.8  # of a drafter's chance, with each place
 EDITS = re.compile(r'\s*\{"name": "(Edit|Write|MultiEdit|NotebookEdit|apply_patch)"')
 NAME_TOKENS = 24  # behind the mark of a call, in which its name is
@@ -71,26 +71,32 @@ Chance = Callable[[int], float]  # that the token at a place of a draft is right
 
 
 class Rated:
-    """A source (`Source`) of drafts that are right by chance. told: what the reply says; n_prompt: tokens before it."""
+    """A source (`Source`) of drafts that are right by chance. told: what the reply says; n_prompt: tokens before it.
 
-    def __init__(self, told: Sequence[int], n_prompt: int, chance: Chance, grade: int, seed: int) -> None:
-        self.told, self.n_prompt, self.chance, self.grade = told, n_prompt, chance, grade
+    rate: what it takes its tokens' chances for at first; like lookup, it learns from every draft how they fare.
+    """
+
+    def __init__(self, told: Sequence[int], n_prompt: int, chance: Chance, rate: float, seed: int) -> None:
+        self.told, self.n_prompt, self.chance = told, n_prompt, chance
         self.rng = np.random.default_rng(seed)
+        self.right, self.seen = WORTH * rate, WORTH
         self.at = 0
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         """As `Source.promise`."""
         self.at = len(history) - self.n_prompt
         n = min(most, MOST_TOKENS, len(self.told) - self.at)
-        return Promise(lookup.NAME, self.grade, n) if n > 0 and self.grade >= least else None
+        chances = tuple((self.right / self.seen) ** k for k in range(1, n + 1))
+        return Promise(lookup.NAME, 0, n, chances) if n > 0 and sum(chances) >= least else None
 
     def draft(self, n_tokens: int) -> Draft:
         """As `Source.draft`."""
-        return Draft(lookup.NAME, self.grade, self.tokens(self.at, n_tokens))
+        return Draft(lookup.NAME, 0, self.tokens(self.at, n_tokens))
 
     def tokens(self, at: int, n: int) -> tuple[int, ...]:
         """Right up to some place, from one of the reply on."""
         stay = next((k for k in range(n) if self.rng.random() >= self.chance(k)), n)
+        self.right, self.seen = self.right + stay, self.seen + min(n, stay + 1)
         return told_or_not(self.told[at : at + n], [k < stay for k in range(n)])
 
     def close(self) -> None:
@@ -104,7 +110,7 @@ class OfSession:
         self.inner, self.session, self.begin, self.told, self.n_prompt = Lookup(memory), session, begin, told, n_prompt
         self.at = 0
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         """As `Source.promise`."""
         self.at = len(history) - self.n_prompt
         return self.inner.promise(Beginning(self.session, self.begin + self.at), most, least)
@@ -288,10 +294,10 @@ def falling(first: float) -> Chance:
 
 def rated(bench: Bench, prompts: Prompts, o: argparse.Namespace, rate: float, depth: int, n: int = 1) -> list[Pair]:
     """Replies with drafts of a rate, n at once."""
-    grade = SURE if rate > 0.5 else UNSURE
+    first = SURE if rate > 0.5 else UNSURE
 
     def cases(told: list[list[int]]) -> list[Case]:
-        sources = [Rated(t, depth, constant(rate), grade, seed=bench.n + i) for i, t in enumerate(told)]
+        sources = [Rated(t, depth, constant(rate), first, seed=bench.n + i) for i, t in enumerate(told)]
         return [Case(lambda memory, source=source: source) for source in sources]  # type: ignore[misc]
 
     return [bench.pair([prompts.next(depth) for _ in range(n)], o.generate, cases) for _ in range(1 + o.runs)]
@@ -354,8 +360,8 @@ def drafter(o: argparse.Namespace, shape: Shape, prompts: Prompts) -> list[dict[
             depth = o.depths[0]
 
             def cases(told: list[list[int]], first: float = first, depth: int = depth) -> list[Case]:
-                follower = Rated(told[0], depth, falling(first), 0, seed=bench.n)
-                nothing = Rated((), depth, constant(0.0), 0, seed=0)
+                follower = Rated(told[0], depth, falling(first), first, seed=bench.n)
+                nothing = Rated((), depth, constant(0.0), 0.0, seed=0)
                 return [Case(lambda memory: nothing, follower)]
 
             # The second has no drafter, so that it is known what a reply takes without.

@@ -9,8 +9,8 @@
 that only earlier ones are there to be looked in; what a step takes is a table of measured steps (given_tokens.py). The
 same drafts are cut at fixed lengths, which never ask a gate. By what is written: reasoning, tool calls, text.
 
-`chances` counts how often tokens of lookup's drafts are right, each given that all before it were, by grade and
-position: what the priors of engine/drafting/lookup.py are rounded from.
+`chances` counts how often tokens of lookup's drafts are right, each given that all before it were, by how likely lookup
+took that to be, and whether it is a draft's first.
 
 `serve` has two daemons, with drafts and without, that generate from the same prompts in turns. Tokens are compared. Its
 figure is the ratio of times for each prompt, the median of several runs, and the tenths of the prompts by that.
@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.driving import Sample, generate, note, open_checked, settings, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.suffix_cache import SuffixCache  # noqa: E402
-from engine.drafting.gate import MOST_TOKENS, Gate, Record, group_of  # noqa: E402
-from engine.drafting.lookup import GRADES, NAME, PRIORS, Lookup, Memory  # noqa: E402
+from engine.drafting.gate import MOST_TOKENS, Gate, Record  # noqa: E402
+from engine.drafting.lookup import NAME, PRIORS, Lookup, Memory  # noqa: E402
 from engine.drafting.source import Draft, Source  # noqa: E402
 from engine.formats import gguf  # noqa: E402
 from engine.ground.config import DEVICES, EngineConfig  # noqa: E402
@@ -56,7 +56,7 @@ KINDS = {
 }  # fmt: skip
 FIXED, ORACLE = (0, 1, 3, 7, 15, 31), "oracle"
 MEMORY_BYTES = 64 << 20
-N_GROUPS = len(PRIORS[0])  # of positions
+TENTHS = 10  # of chances, that are counted apart
 
 
 class Beginning(Sequence[int]):
@@ -129,6 +129,7 @@ def replayed(
     step, by what the session says.
     """
     gate = Gate({NAME: PRIORS})
+    gate.begin({n - 1: steps(n) for n in steps.by_width})  # a server tries them at its start
     by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)  # plain, taken, tokens, drafted, stayed
     sessions: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     drafted = accepted = 0
@@ -204,36 +205,40 @@ def replay(o: argparse.Namespace) -> dict[str, Any]:
     return {"what": "replay", "step_ms": step_ms, "depth": o.depth, "plain_ms": o.plain_ms, "rows": rows}
 
 
-def counted(windows: list[Window]) -> list[dict[str, Any]]:
-    """Of each grade: drafts, and by group of positions how many tokens were reached, and right."""
-    texts, rows = Texts(), [{"drafts": 0, "reached": [0] * N_GROUPS, "right": [0] * N_GROUPS} for _ in range(GRADES)]
+def counted(windows: list[Window]) -> dict[str, dict[str, list[float]]]:
+    """Of first tokens and of later ones: by tenths of the chance that was promised how many, their sum, the right."""
+    texts = Texts()
+    found: dict[str, dict[str, list[float]]] = {
+        which: {key: [0.0] * TENTHS for key in ("reached", "promised", "right")} for which in ("first", "later")
+    }
     for window in windows:
         tokens, source = window.tokens.tolist(), texts.open()
         for i in (np.flatnonzero(window.generated[1:]) + 1).tolist():
             promise = source.promise(Beginning(tokens, i), MOST_TOKENS)
-            if promise is None:
+            if promise is None or promise.chances is None:
                 continue
-            row: Any = rows[promise.grade]
-            row["drafts"] += 1
-            for k, token in enumerate((source.draft(promise.n_tokens) or Draft(NAME, 0, ())).tokens):
+            drafted, before = (source.draft(promise.n_tokens) or Draft(NAME, 0, ())).tokens, 1.0
+            for k, chance in enumerate(promise.chances):
                 if i + k == len(tokens) or not window.generated[i + k]:
                     break
-                row["reached"][group_of(k)] += 1
-                if token != tokens[i + k]:
+                row, alone = found["later" if k else "first"], chance / before
+                tenth, before = min(int(TENTHS * alone), TENTHS - 1), chance
+                for key, value in (("reached", 1.0), ("promised", alone), ("right", drafted[k] == tokens[i + k])):
+                    row[key][tenth] += value
+                if drafted[k] != tokens[i + k]:
                     break
-                row["right"][group_of(k)] += 1
         source.close()
         texts.add(window.tokens)
     texts.close()
-    return rows
+    return found
 
 
 def chances(o: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for path in o.tokens:
-        for grade, row in enumerate(counted(list(read_tokens(path)))):
-            rows.append({"tokens": path.name, "grade": grade} | row)
-            note(f"{path.name}, grade {grade}: {row}")
+        for which, row in counted(list(read_tokens(path))).items():
+            rows.append({"tokens": path.name, "which": which} | row)
+            note(f"{path.name}, {which}: {row}")
     return {"what": "chances", "rows": rows}
 
 

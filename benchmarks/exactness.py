@@ -58,8 +58,10 @@ def held_out_prompts(folder: Path, n: int) -> list[Prompt]:
     return [found[i] for i in np.linspace(0, len(found) - 1, n).astype(int)]
 
 
-def tokens_of(config: EngineConfig, requests: Sequence[tuple[Prompt, Sampling]], n: int) -> tuple[list[list[int]], int]:
-    """What is generated for each request, and how many experts were missed."""
+def tokens_of(
+    config: EngineConfig, requests: Sequence[tuple[Prompt, Sampling]], n: int
+) -> tuple[list[list[int]], int, int]:
+    """What is generated for each request, how many experts were missed, and how many the CPU computed of them."""
     engine = Engine(config)
     found = []
     for i, (prompt, sampling) in enumerate(requests):
@@ -69,21 +71,21 @@ def tokens_of(config: EngineConfig, requests: Sequence[tuple[Prompt, Sampling]],
             events += engine.step()
         found.append([t for e in events if isinstance(e, Tokens) for t in e.tokens])
         assert len(found[-1]) == n, events[-1]
-    misses = engine.loaded.residency.totals()["misses"]
+    stats = engine.stats()
     engine.close()
-    return found, int(misses)
+    return found, int(stats["misses"]), int(stats["cpu_experts"].get("computed", 0))
 
 
 def compare(name: str, base: EngineConfig, others: list[dict[str, Any]], requests: Any, n: int) -> list[dict[str, Any]]:
-    expected, _ = tokens_of(base, requests, n)
+    expected, *_ = tokens_of(base, requests, n)
     rows = []
     for options in others:
-        found, misses = tokens_of(EngineConfig(**{**_fields(base), **options}), requests, n)
+        found, misses, computed = tokens_of(EngineConfig(**{**_fields(base), **options}), requests, n)
         same = sum(a == b for a, b in zip(found, expected, strict=True))
         row = {
             "model": name, "policy": options["policy"], "residency_pct": options["residency_pct"],
             "requests": len(requests), "identical": same, "tokens_each": n, "misses": misses,
-            "prompt_tokens": sorted({len(p) for p, _ in requests}),
+            "of the CPU": computed, "prompt_tokens": sorted({len(p) for p, _ in requests}),
         }  # fmt: skip
         rows.append(row)
         note(f"{name} {row['policy']} {row['residency_pct']:g}%: {same} of {len(requests)} identical, {misses} misses")
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="generated for each prompt")
     parser.add_argument("--lengths", default="4096,16384,32000", help="of the long prompts")
     parser.add_argument("--residency", default="10,30,60")
+    parser.add_argument("--cpu-experts", default="off", help="of the full shape, too, with fixed slots: auto, threads")
     o = parser.parse_args()
     percents = [float(p) for p in o.residency.split(",")]
     report: dict[str, Any] = {"rows": []}
@@ -157,6 +160,9 @@ def main() -> None:
             o.full_shape, device=o.device, ctx_tokens=max(lengths) + o.tokens, chunk_tokens=4096, poison=True
         )
         others = [{"policy": policies.LRU.name, "residency_pct": percent} for percent in percents]
+        if o.cpu_experts != "off":  # with plain LRU all that misses enters a slot
+            fixed = {"policy": policies.UNIFORM.name, "cpu_experts": o.cpu_experts}
+            others += [fixed | {"residency_pct": percent} for percent in percents]
         report["rows"] += compare(o.full_shape.stem, base, others, long, o.tokens)
     if o.json:
         write_json(o.json, report)

@@ -1,8 +1,9 @@
-"""The option `--json` of every benchmark: where its figures go, refused before anything is measured."""
+"""The option `--json` of every benchmark, where its figures go, refused before anything is measured; and the GPUs."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 from pathlib import Path
 
 from engine.ground.errors import UsageError
@@ -12,6 +13,15 @@ from spark.results import require_clean
 def json_option(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """Add `--json FILE`; under data/results it takes a clean commit."""
     parser.add_argument("--json", type=_target, metavar="FILE", required=required, help="write the figures to a file")
+
+
+def gpus() -> list[str]:
+    """The names of this host's GPUs."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
 
 
 def _target(text: str) -> Path:

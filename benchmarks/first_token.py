@@ -1,11 +1,15 @@
 """The first token over HTTP beside that of the daemon alone: what a server adds to a prompt that was never sent before.
 
     python benchmarks/first_token.py data/nano/nano.gguf --json data/results/first_token.json
+    python benchmarks/first_token.py data/nano/nano.gguf --instant --ctx 40000 --lengths 512,4096,16384 --prompts 40
 
 Prompts of some lengths go to `spark serve` and to a daemon, the two in turn, as messages and as the tokens of such; no
 two begin alike, so nothing is reused. For each: seconds to the first token, and what the server adds. Then each part of
 that by itself, in this process: body, rendering and tokenizing, and the request on both sides of the pipe. `--apart`
 runs one after the other, for models of which two have no room; then the one that is measured first has no neighbor.
+
+`--instant` puts an engine that takes no time into both (benchmarks/instant.py), so that what is left is what is sought.
+It adds the first tokens of 8 prompts that are sent together, and the tokens/s of 16 streams.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import contextlib
 import json
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import instant
 from benchmarks.driving import DEADLINES, note, spread
 from benchmarks.figures import json_option
-from benchmarks.serving import Server, ask
+from benchmarks.serving import Server, ask, drain
 from engine.ground import protocol
 from engine.ground.config import EngineConfig
 from engine.ground.protocol import Done, Tokens
@@ -40,6 +46,8 @@ WORDS = Path(__file__).read_text().split()
 N_TOKENS = 8  # of each reply
 SLACK_SHARE, SLACK_S = 0.03, 0.003  # what a server may add, whichever is more
 PARTS_RUNS = 3
+PAUSE_S = 0.004  # of an engine that takes no time, between the tokens of a reply that is timed
+AT_ONCE, STREAMS, STREAM_TOKENS, ROUNDS = 8, 16, 400, 5
 Ask = Callable[[str], float]
 
 
@@ -131,11 +139,59 @@ def parts(prompts: Prompts, model: Path, length: int) -> dict[str, float]:
     return {name: spread(seconds)["median"] for name, seconds in took.items()}
 
 
+def together(n: int, work: Callable[[int], float]) -> list[float]:
+    """What each of n threads returned that began together."""
+    found: list[float] = []
+    ready = threading.Barrier(n)
+
+    def one(i: int) -> None:
+        ready.wait()
+        found.append(work(i))
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(found) < n:
+        raise SystemExit("a request failed")
+    return found
+
+
+def at_once(url: str, prompts: Prompts, length: int) -> dict[str, float]:
+    """Seconds to the first token of prompts that are sent together."""
+    asked, found = over_http(url), list[float]()
+    for i in range(ROUNDS + 1):
+        texts = [prompts.next(length) for _ in range(AT_ONCE)]
+        seconds = together(AT_ONCE, lambda k, texts=texts: asked(texts[k]))
+        found += seconds if i else []
+    return spread(found)
+
+
+def streams(url: str) -> dict[str, float]:
+    """Tokens/s of several streams."""
+    found = []
+    for i in range(ROUNDS + 1):
+        began_s = time.monotonic()
+        body = {"prompt": "word", "max_tokens": STREAM_TOKENS, "temperature": 0}
+        n = sum(together(STREAMS, lambda k, body=body: drain(url, body)))
+        found += [n / (time.monotonic() - began_s)] if i else []
+    return spread(found)
+
+
 @contextlib.contextmanager
 def serving(o: argparse.Namespace) -> Iterator[str]:
+    if o.instant:
+        with Server(o.model, command=instant.server(engine_config(o), PAUSE_S)) as server:
+            yield server.url
+        return
     options = ["--device", o.device, *(["--ctx", str(o.ctx)] if o.ctx else []), *o.option]
     with Server(o.model, *options) as server:
         yield server.url
+
+
+def engine_config(o: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(model=o.model, device=o.device, ctx_tokens=o.ctx, vram_gib=o.vram_gib)
 
 
 def main() -> None:
@@ -148,15 +204,18 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], help="one more word for `spark serve`")
     parser.add_argument("--vram-gib", type=float, help="of each of the two")
     parser.add_argument("--apart", action="store_true", help="one after the other")
+    parser.add_argument("--instant", action="store_true", help="with an engine that takes no time")
     parser.add_argument("--seed", type=int, default=time.time_ns() & 0xFFFFFFFF)
     json_option(parser)
     o = parser.parse_args()
     if o.vram_gib is not None:
         o.option += ["--vram", str(o.vram_gib)]
     prompts = Prompts(o.model, o.seed)
-    config = EngineConfig(model=o.model, device=o.device, ctx_tokens=o.ctx, vram_gib=o.vram_gib)
+    config = engine_config(o)
+    command = instant.command(config, PAUSE_S) if o.instant else engine_command(config)
+    several: dict[str, Any] = {}
     with contextlib.ExitStack() as opened:
-        client = opened.enter_context(DaemonClient(engine_command(config), deadlines=DEADLINES))
+        client = opened.enter_context(DaemonClient(command, deadlines=DEADLINES))
         ready = dict(client.ready.info)
         n_ctx = int(ready["ctx_tokens"])
         lengths = [min(int(n), n_ctx - 2 * N_TOKENS) for n in o.lengths.split(",")]
@@ -170,8 +229,15 @@ def main() -> None:
             for length in lengths:
                 found[length] |= more[length]
         else:
-            ways["http"] = over_http(opened.enter_context(serving(o)))
+            url = opened.enter_context(serving(o))
+            ways["http"] = over_http(url)
             found = measure(ways, prompts, lengths, o.prompts)
+            if o.instant:
+                several["at_once_s"] = at_once(url, prompts, lengths[0])
+    if o.instant:
+        with Server(o.model, command=instant.server(config, 0.0)) as server:
+            several["streams_tokens_per_s"] = streams(server.url)
+        first, rate = several["at_once_s"], several["streams_tokens_per_s"]
     rows = []
     for length in lengths:
         http, daemon = spread(found[length]["http"]), spread(found[length]["daemon"])
@@ -183,13 +249,18 @@ def main() -> None:
             f" daemon {daemon['median'] * 1e3:.1f} ms ({daemon['min'] * 1e3:.1f} to {daemon['max'] * 1e3:.1f}),"
             f" added {added_s * 1e3:.1f} ms{'' if within else ': too much'}"
         )
+    if several:
+        note(
+            f"{AT_ONCE} at once: {first['median'] * 1e3:.1f} ms ({first['min'] * 1e3:.1f} to {first['max'] * 1e3:.1f});"
+            f" {STREAMS} streams: {rate['median']:,.0f} tokens/s ({rate['min']:,.0f} to {rate['max']:,.0f})"
+        )
     alone = {length: parts(prompts, o.model, length) for length in map(int, o.lengths.split(","))}
     for length, row in alone.items():
         note(f"{length} tokens: " + ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in row.items()))
     if o.json:
         settings = {key: value for key, value in ready.items() if key not in ("files", "model")}
         report = {"model": o.model.name, "settings": settings, "seed": o.seed, "apart": o.apart, "rows": rows}
-        write_json(o.json, report | {"parts_s": alone})
+        write_json(o.json, report | several | {"parts_s": alone})
 
 
 if __name__ == "__main__":

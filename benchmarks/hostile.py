@@ -4,9 +4,11 @@
 
 Each scenario is one kind of client beside a reply that is streamed: bodies near the limit that hold ten million lists,
 text, or a million objects, JSON in the arguments of a call, as many values as there may be, several of them at once,
-chunks of a byte, connections that send nothing or half a request, and readers that do not read. Measured: the longest
-gap between two pieces of the watched reply, beside that of a reply that nobody disturbs; the most memory of the server
-and the process that reads large bodies; how the clients were answered.
+chunks of a byte, connections that send nothing or half a request, readers that do not read, long predictions, many kept
+ranges, and replies that are left as soon as they begin. All of it is done thrice: without drafts, with them, and with
+recall beside them. Measured: the longest gap between two pieces of the watched reply, beside that of a reply that
+nobody disturbs; the most memory of the server and the process that reads large bodies; how the clients were answered.
+The watched reply must say the same each time, and with drafts what it says without.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,13 +36,20 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
-from benchmarks.serving import PATHS, Json, RefusedError, Server, ask  # noqa: E402
+from benchmarks.serving import PATHS, Json, LeftError, RefusedError, Server, ask, sample  # noqa: E402
+from engine.ground.recall import MAX_KEPT  # noqa: E402
 from spark.results import write_json  # noqa: E402
+from spark.speech.conversation import MAX_MESSAGES  # noqa: E402
 from spark.speech.json_text import MAX_VALUES  # noqa: E402
 
 MIB = 1 << 20
 MOST_GAP_S = 0.3
 PATIENCE_S = 120.0
+LEFT, RECALL = "replies that are left", "drafts and recall"
+CONFIGURATIONS = {
+    "no drafts": ("--draft", "off"), "drafts": ("--draft", "auto"),
+    RECALL: ("--draft", "auto", "--kv-recall-blocks", "2"),
+}  # fmt: skip
 
 
 # --- bodies ---------------------------------------------------------------------------------------
@@ -52,6 +62,9 @@ def bodies() -> dict[str, bytes]:
     message = '{"role":"user","content":""},'
     listed = 10_000_000
     strings = ",".join(f'"{i}"' for i in range(MAX_VALUES - 100))
+    turns = ",".join('{"role":"user","content":"x"}' for _ in range(MAX_MESSAGES))
+    kept = ",".join(f"[{i},-{i + 1}]" for i in range(MAX_KEPT))
+    user, pairs = message[:-1], "[0,1]," * 1_000_000
     arguments = '{\\"a\\":[' + "[]," * 3_000_000 + "[]]}"
     return {
         "10M empty lists": b'{"messages":[' + b"[]," * listed + b"[]]}",
@@ -65,6 +78,11 @@ def bodies() -> dict[str, bytes]:
         f'"metadata":{{"a":[{strings}]}}}}'.encode(),
         "512K values in a tool": f'{{"messages":[{{"role":"user","content":"x"}}],"tools":[{{"type":"function",'
         f'"function":{{"name":"f","parameters":{{"enum":[0{",0" * (MAX_VALUES - 100)}]}}}}}}]}}'.encode(),
+        "1M kept ranges": f'{{"messages":[{user}],"kv_recall":{{"keep":[{pairs}[0,1]]}}}}'.encode(),
+        "16K messages, 64 ranges kept": f'{{"max_tokens":1,"messages":[{turns}],"kv_recall":'
+        f'{{"keep_messages":[{kept}]}}}}'.encode(),
+        "30 MiB of prediction": f'{{"messages":[{user}],"prediction":{{"type":"content","content":'
+        f'"{"def f(x): " * (3 * MIB)}"}}}}'.encode(),
     }
 
 
@@ -84,7 +102,7 @@ def send(url: str, content: bytes) -> str:
 
 
 def watch(url: str, n_tokens: int) -> None:
-    """Stream replies one after the other, and print when each piece came; to be run as a process of its own."""
+    """Stream replies one after the other, and print when each piece came, and it; to be run as a process of its own."""
     body = {"prompt": "The quick brown fox", "max_tokens": n_tokens, "temperature": 1.0, "stream": True, "seed": 5}
     while True:
         with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)) as made:
@@ -94,7 +112,7 @@ def watch(url: str, n_tokens: int) -> None:
                 raise SystemExit(f"status {response.status}")
             while line := response.readline():
                 if line.startswith(b"data: "):
-                    print(time.monotonic(), flush=True)
+                    print(time.monotonic(), line.decode()[6:].strip(), flush=True)
 
 
 class Watched:
@@ -104,13 +122,19 @@ class Watched:
         command = [sys.executable, __file__, "--watch", url, "--tokens", str(n_tokens), "-"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.times_s: list[float] = []
+        self.texts = [""]  # of replies, the last as far as it came
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            self.times_s.append(float(line))
+            time_s, _, piece = line.partition(" ")
+            self.times_s.append(float(time_s))
+            if piece.strip() == "[DONE]":
+                self.texts.append("")
+            else:
+                self.texts[-1] += "".join(choice["text"] for choice in json.loads(piece)["choices"])
 
     def __enter__(self) -> Watched:
         while len(self.times_s) < 10:
@@ -174,7 +198,7 @@ def scenario(server: Server, n_tokens: int, work: Callable[[], Json]) -> Json:
     memory.join()
     return {
         "seconds": ended_s - began_s, "longest_gap_s": gap_s, "pieces": pieces, "most_bytes": memory.most_bytes,
-        "failed": failed, **told,
+        "failed": failed, "texts": watched.texts, **told,
     }  # fmt: skip
 
 
@@ -249,6 +273,77 @@ def tiny_chunks(server: Server) -> Json:
     return {}
 
 
+def left(server: Server, n: int, more: Json) -> Json:
+    """Replies to long prompts that are left with their first token, eight at a time; how many began."""
+    text = "def f(x):\n    return x + 1\n\n\n" * 90
+    answers: list[str] = []
+
+    def leave(number: int) -> None:
+        said = [{"role": "user", "content": f"{number}. {text}"}]
+        body = {"messages": said, "prediction": {"type": "content", "content": text}, "max_tokens": 500, **more}
+        try:
+            ask(server.url, "chat", body, leave_after=3)
+        except LeftError:
+            answers.append("left")
+        except RefusedError as error:
+            answers.append(error.kind)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(n)))
+    return {"answers": dict(collections.Counter(answers))}
+
+
+def hostilities(server: Server, connections: int, more: Json) -> dict[str, Callable[[], Json]]:
+    """What is done to a server, by name; more: fields of requests that may be served."""
+    made = bodies()
+    if max(map(len, made.values())) >= 32 * MIB:
+        raise SystemExit("a body is above the limit, and would be refused for that")
+    url = server.url
+    work: dict[str, Callable[[], Json]] = {"nothing": lambda: time.sleep(3.0) or {}}
+    work |= {name: lambda c=content: posting(url, [c]) for name, content in made.items()}
+    return work | {
+        "four at once: lists": lambda: posting(url, [made["10M empty lists"]] * 4),
+        "one of each at once": lambda: posting(url, list(made.values())[:7]),
+        "chunks of a byte": lambda: tiny_chunks(server),
+        LEFT: lambda: left(server, 40, more),
+        "half-open connections": lambda: half_open(server, connections),
+        "clients that do not read": lambda: not_read(server, 20),
+    }
+
+
+def tried(o: argparse.Namespace, configuration: str) -> tuple[Json, list[str], list[str]]:
+    """A configuration's figures, its problems, and what the watched replies said, the longest last."""
+    options = CONFIGURATIONS[configuration]
+    more = {"kv_recall": {"blocks": 1, "keep_messages": [0], "keep": [[64, 700]]}} if configuration == RECALL else {}
+    made: Json = {"options": options, "scenarios": {}}
+    problems, texts = [], [""]
+    with Server(o.model, "--device", o.device, "--threads", o.threads, *options) as server:
+        for name, one in hostilities(server, o.connections, more).items():
+            where = f"{name} ({configuration})"
+            try:
+                row = scenario(server, o.tokens, one)
+            except RefusedError as error:
+                problems.append(f"{where}: {error}")
+                continue
+            said = sorted([*texts, *row.pop("texts")], key=len)
+            if not all(said[-1].startswith(text) for text in said):
+                problems.append(f"{where}: the watched reply says something else")
+            texts = said
+            made["scenarios"][name] = row
+            note(f"{where}: longest gap {1e3 * row['longest_gap_s']:.0f} ms, {row['most_bytes'] / MIB:.0f} MiB, {row}")
+            late = row["longest_gap_s"] > MOST_GAP_S and name != LEFT  # a step of prompts takes what it takes
+            if late or row["failed"]:
+                what = "the watched stream failed" if row["failed"] else f"a gap of {1e3 * row['longest_gap_s']:.0f} ms"
+                problems.append(f"{where}: {what}")
+        counted = sample(server.url)[1]["engine"]
+        made |= {key: counted[key] for key in ("drafts", "recall") if key in counted}
+        log = server.log()
+    made["log_lines"] = len(log.splitlines())
+    if "Traceback" in log:
+        problems.append(log[log.index("Traceback") :][:3000])
+    return made, problems, texts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
@@ -261,36 +356,17 @@ def main() -> None:
     o = parser.parse_args()
     if o.watch:
         watch(o.watch, o.tokens)
-    made = bodies()
-    if max(map(len, made.values())) >= 32 * MIB:
-        raise SystemExit("a body is above the limit, and would be refused for that")
-    report: Json = {"model": o.model.name, "device": o.device, "limit_s": MOST_GAP_S, "scenarios": {}}
+    report: Json = {"model": o.model.name, "device": o.device, "limit_s": MOST_GAP_S, "configurations": {}}
     problems: list[str] = []
-    with Server(o.model, "--device", o.device, "--threads", o.threads) as server:
-        url = server.url
-        work: dict[str, Callable[[], Json]] = {"nothing": lambda: time.sleep(3.0) or {}}
-        work |= {name: lambda c=content: posting(url, [c]) for name, content in made.items()}
-        work |= {
-            "four at once: lists": lambda: posting(url, [made["10M empty lists"]] * 4),
-            "one of each at once": lambda: posting(url, list(made.values())),
-            "chunks of a byte": lambda: tiny_chunks(server),
-            "half-open connections": lambda: half_open(server, o.connections),
-            "clients that do not read": lambda: not_read(server, 20),
-        }
-        for name, one in work.items():
-            try:
-                row = scenario(server, o.tokens, one)
-            except RefusedError as error:
-                problems.append(f"{name}: {error}")
-                continue
-            report["scenarios"][name] = row
-            note(f"{name}: longest gap {1e3 * row['longest_gap_s']:.0f} ms, {row['most_bytes'] / MIB:.0f} MiB, {row}")
-            if row["longest_gap_s"] > MOST_GAP_S or row["failed"]:
-                problems.append(f"{name}: {row}")
-        log = server.log()
-    report["log_lines"] = len(log.splitlines())
-    if "Traceback" in log:
-        problems.append(log[log.index("Traceback") :][:3000])
+    longest: dict[str, str] = {}
+    for configuration in CONFIGURATIONS:
+        report["configurations"][configuration], found, texts = tried(o, configuration)
+        problems += found
+        longest[configuration] = texts[-1]
+    shorter, longer = sorted((longest["no drafts"], longest["drafts"]), key=len)
+    if not longer.startswith(shorter):
+        problems.append("the watched reply is another one with drafts")
+    report["problems"] = problems
     if o.json:
         write_json(o.json, report)
     if problems:

@@ -79,20 +79,34 @@ of {ctx:,} tokens holds of all, under a pool of {pool:,}, host memory for few of
 turns, each with the reply that a server gave that had room for everything; {kills} kills of the daemon, after which
 {again} requests were sent again{disk}. {reused:.0%} of the prompts' tokens were reused; up to {away} of {total} blocks
 were at home. The server grew by {grown:.1f} MiB from the second quarter to the last; daemons took {least:.0f} to
-{most:.0f} MiB each. Problems: {problems}."""
+{most:.0f} MiB each.{more} Problems: {problems}."""
+SOAK_RECALL = """\
+ A third of the conversations read {blocks} blocks beside what need not be chosen, a third four and kept ranges, a third
+all: {tokens:,} tokens were written with recall, and read {read:.0%} of the {there:,} blocks before them."""
+SOAK_DRAFTS = " {drafted:,} tokens were drafted, {accepted:.0%} of them accepted; the other server had no drafts."
 
 
 def soak(name: str, made: Json) -> list[str]:
     options = dict(zip(made["options"][::2], made["options"][1::2], strict=True))
     blocks, daemons = made["left_over"]["kv_blocks"], [n / 2**20 for n in made["most_daemon_bytes"]]
+    more = ""
+    if recall := made.get("recall"):
+        more += SOAK_RECALL.format(
+            blocks=options["--kv-recall-blocks"], tokens=recall["tokens"], there=recall["blocks"],
+            read=recall["read"] / recall["blocks"],
+        )  # fmt: skip
+    if drafts := made.get("drafts"):
+        drafted, accepted = (sum(n[key] for n in drafts.values()) for key in ("drafted", "accepted"))
+        more += SOAK_DRAFTS.format(drafted=drafted, accepted=accepted / drafted)
     text = SOAK.format(
         clients=made["clients"], device=made["device"], minutes=made["seconds"] / 60, ctx=int(options["--ctx"]),
         pool=int(options["--kv-pool"]), turns=made["turns"], kills=made["kills"], again=made["asked_again"],
         disk="; in the middle third the disk was full" if made["disk_was_filled"] else "", reused=made["reused_share"],
         away=made["most_blocks_away"], total=blocks["total"], grown=made["server_growth_bytes"] / 2**20,
-        least=min(daemons), most=max(daemons), problems="; ".join(made["problems"]) or "none",
+        least=min(daemons), most=max(daemons), more=more, problems="; ".join(made["problems"]) or "none",
     )  # fmt: skip
-    return ["## Conversations that do not fit together", "", *origin(name, made), text, ""]
+    title = "## Conversations that do not fit together" + (", with recall and drafts" if recall else "")
+    return [title, "", *origin(name, made), text, ""]
 
 
 WARM = """\
@@ -137,8 +151,9 @@ SUMMARIES = """\
 Blocks of keys that a token reads, chosen by a summary of each, on {prompts} held-out prompts of the bundled model, of
 up to {length:,} tokens, and on made-up keys: what is left out, for the shares of blocks that are read beside the first
 and the last two. *Bytes*: of a block's summary, by those of its keys and values in f16. *Exact*: chosen by the true
-masses. *Bound over true*: of the mass of what is not read, where 10% are. *Until certain*: the blocks that are read
-before at most a thousandth can be left out. No mass was above its bound."""
+masses. *Bound over true*: of the mass of what is not read, where 10% are. No mass was above its bound. Second tables:
+blocks that are read, largest first, before no row of a group can have left out more than a share of its mass, by the
+bounds (*certain*) or by estimates. What was read is known exactly."""
 
 
 def times(ratio: float) -> str:
@@ -155,13 +170,107 @@ def summaries(name: str, made: Json) -> list[str]:
             rows.append([
                 r["name"], "" if r["bytes_share"] is None else percent(r["bytes_share"]),
                 *(f"{percent(left['mean'])} ({percent(left['p99'])})" for left in r["left_out"].values()),
-                *(("", "") if bound is None else (f"{times(bound['median'])} ({times(bound['p99'])})",
-                                                  percent(r["read_until_certain"]["mean"]))),
+                "" if bound is None else f"{times(bound['median'])} ({times(bound['p99'])})",
             ])  # fmt: skip
         shares = [f"left out at {percent(float(share))}" for share in part["rows"][0]["left_out"]]
-        columns = [part["what"], "bytes", *shares, "bound over true", "until certain"]
+        columns = [part["what"], "bytes", *shares, "bound over true"]
         lines += [f"{part['rows'][0]['cases']:,} cases, mean and 99th percentile.", "", *table(columns, rows)]
+        most = list(part["rows"][0]["read_until_estimated"])
+        rows = []
+        for r in part["rows"]:
+            if certain := r.get("read_until_certain"):
+                rows.append([r["name"], "certain", *(percent(certain[m]) for m in most)])
+            if found := r["read_until_estimated"]:
+                cells = [f"{percent(found[m]['read'])} ({percent(found[m]['left_out'])})" for m in most]
+                rows.append([r["name"], "estimated", *cells])
+        columns = [part["what"], "until it is", *(percent(float(m)) for m in most)]
+        text = "Blocks read until no more than that is left out; in brackets what is, then."
+        lines += [text, "", *table(columns, rows)]
     return lines
+
+
+RECALL = """\
+Tokens that read the first block, the last four and N others, beside the same with the whole context: the last
+{rows_each} of each of {n} held-out prompts of {shortest:,} to {longest:,} tokens, fed as replies are, on the
+CPU backend with the bundled model. *Sketch*: the choice that is served; the others are made up in float64 over
+all keys. *Exact*: chosen by the true masses. *Bytes*: of a block's summary, by those of its keys and values in
+f16. *Left out*: the share of softmax mass of what was not read, mean. *NMSE* and *KL* (nats a token): of the
+logits. *Likeliest*: positions whose likeliest token is the same. As sketches estimate it,
+{estimated} were left out on average with N = {least}, where it was {true}; of a query's share they say {ratio} at the
+median. With as many blocks as there are the bits were those of the whole."""
+
+
+def recall(name: str, made: Json) -> list[str]:
+    rows, served = [], next(r for r in made["rows"] if "estimated" in r)
+    for r in made["rows"]:
+        rows.append([
+            r["policy"], "" if r["bytes_share"] is None else percent(r["bytes_share"]), r["blocks"],
+            percent(r["read"]), percent(r["left_out"]), f"{r['logits_nmse']:.1e}", f"{r['kl_nats']:.3f}",
+            percent(r["likeliest_same"]),
+        ])  # fmt: skip
+    text = RECALL.format(
+        rows_each=made["rows_each"], n=len(made["prompts"]), shortest=min(made["prompts"]),
+        longest=max(made["prompts"]), least=served["blocks"], estimated=percent(served["estimated"]),
+        true=percent(served["left_out"]), ratio=percent(served["estimated_over_true"]),
+    )  # fmt: skip
+    columns = ["chosen by", "bytes", "N", "blocks read", "left out", "NMSE", "KL", "likeliest"]
+    return ["## A part of the context", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+RECALL_SPEED = """\
+A reply that decodes alone, {generate} tokens at each depth, which was reached without computing what came before; it
+reads N blocks of 64 beside the first and the last four, or all. ms a token, median of runs. *Flat*: by the time at the
+least depth. *Steps*: of so many given tokens, for which the host waits, ms."""
+
+
+def recall_speed(of: str, name: str, made: Json) -> list[str]:
+    """of: whose shapes."""
+    rows, whole = [], {r["depth"]: r["seconds"]["median"] for r in made["rows"] if r["blocks"] is None}
+    least, widths = min(whole), list(made["rows"][0]["steps"])
+    for r in made["rows"]:
+        first = next(one for one in made["rows"] if (one["depth"], one["blocks"]) == (least, r["blocks"]))
+        seconds = r["seconds"]["median"]
+        rows.append([
+            f"{r['depth']:,}", "all" if r["blocks"] is None else r["blocks"], f"{1e3 * seconds:.3f}",
+            f"{whole[r['depth']] / seconds:.2f}", f"{seconds / first['seconds']['median']:.3f}",
+            *(f"{1e3 * r['steps'][n]['median']:.2f}" for n in widths),
+        ])  # fmt: skip
+    columns = ["depth", "N", "ms", "times all", "flat", *(f"steps of {n}" for n in widths)]
+    text = RECALL_SPEED.format(generate=made["generate"])
+    return [f"## Reading a part of the context: {of} shapes", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+QUALITY = """\
+Answers about contexts of {length:,} tokens by {model} ({size:.1f} MB, trained by data/recall/train.py), {cases}
+questions a task on the CPU backend, whose evidence lies behind the first block and before the tail. Contexts and
+questions are read with attention to all; replies read a share of the blocks, the first and the last four among it and
+one more at least. Answers that are right in every token; of the agent, replies that are those of all blocks in every
+token, and tokens to the first that is another, median of those that differ. *All*: right with all blocks. 95% of such
+shares are within {error:.0%} of the truth where it is a half."""
+
+
+def recall_quality(name: str, made: Json) -> list[str]:
+    rows, shares = [], sorted({r["share"] for r in made["rows"] if r["share"] is not None})
+    cases = min(r["cases"] for r in made["rows"])
+    by = {(r["task"], r["choice"], r["share"]): r for r in made["rows"]}
+    for task, choice in dict.fromkeys((r["task"], r["choice"]) for r in made["rows"] if r["share"] is not None):
+        of = [by[task, choice, share] for share in shares]
+        differs = [f" ({r['differs_at']:.0f})" if task == "agent" and r["differs_at"] is not None else "" for r in of]
+        rows.append([
+            task, percent(by[task, "all", None]["right"]), choice,
+            *(percent(r["right"]) + at for r, at in zip(of, differs, strict=True)),
+        ])  # fmt: skip
+    text = QUALITY.format(
+        length=made["length"], model=made["model"], size=made["bytes"] / 1e6, cases=cases, error=0.98 / cases**0.5
+    )
+    lines = [f"{task}: {one['choice']} is {one['points']:+.1f} points from one mean at 10%."
+             for task, one in made["ahead"].items()]  # fmt: skip
+    agree = [f"{choice} {'at no share' if share is None else f'{share}%'}" for choice, share in made["agree"].items()]
+    if agree:
+        lines.append(f"99% of the agent's replies are those of all blocks from: {', '.join(agree)}.")
+    columns = ["task", "all", "chosen by", *(f"{share}%" for share in shares)]
+    head = ["## Answers from a part of the context", "", *origin(name, made), text, ""]
+    return [*head, *table(columns, rows), *lines, ""]
 
 
 SECTIONS = {
@@ -172,6 +281,12 @@ SECTIONS = {
     "warm_turns-q8_0.json": warm,
     "restored.json": restored,
     "soak_sessions.json": soak,
+    "soak_sessions-recall.json": soak,
     "soak_sessions-gpu.json": soak,
     "summaries.json": summaries,
+    "recall.json": recall,
+    "recall_quality.json": recall_quality,
+    "recall_quality-cpu.json": recall_quality,
+    "recall_speed.json": partial(recall_speed, "Qwen3.6-35B-A3B's"),
+    "recall_speed-qwen3.json": partial(recall_speed, "Qwen3-30B-A3B's"),
 }

@@ -6,7 +6,8 @@
     python benchmarks/on_gpu.py --seconds 900        # what fits in a quarter of an hour, in the order of the list
 
 A benchmark that fails or takes too long is said and passed over. Results are copied to `--out` as soon as they are
-there, so an end in the middle loses one of them. Models lie in `--folder`, one at a time: 17 GiB for most.
+there, so an end in the middle loses one of them; what one wrote that failed is NAME.failed.json. Models lie in
+`--folder`, one at a time: 17 GiB for most.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.figures import gpus  # noqa: E402
+
 BENCHMARKS, RESULTS, DATA = ROOT / "benchmarks", ROOT / "data" / "results", ROOT / "data"
 # Arguments of full_shape.py, by the name of the file.
 MODELS = {
@@ -42,11 +47,15 @@ SESSIONS = ("sessions", "sessions_other")  # folders of data/ with logs, and fil
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A result file's name without its suffix, the command that makes it, and about how long that takes, in seconds."""
+    """A result file's name without its suffix, the command that makes it, and about how long that takes, in seconds.
+
+    gpus: that it takes at least.
+    """
 
     name: str
     command: str
     seconds: float
+    gpus: int = 1
 
     @property
     def files(self) -> list[str]:
@@ -60,11 +69,11 @@ class Measurement:
 
 
 MEASUREMENTS = (
+    Measurement("handover", "handover.py", 60),
     Measurement("cuda_wide", "cuda_kernels.py --parts wide", 45),
     Measurement("cuda_kernels", "cuda_kernels.py --parts routing,delta,ffn,products,attention,flash,gemm", 150),
     Measurement("cuda_types", "cuda_kernels.py --parts types", 120),
     Measurement("compile_kernels", "compile_kernels.py", 60),
-    Measurement("given_tokens", "given_tokens.py Q4_K_M.gguf --depths 512,32000 --sequences 2,4,8 --runs 30", 40),
     Measurement("batched-16", "batched.py Q4_K_M.gguf --tokens 512 --rounds 2 --requests 1,2,4,8,16", 60),
     Measurement("first_token", "first_token.py Q4_K_M.gguf --device cuda --ctx 40000 --vram-gib 45", 120),
     Measurement("draft_speed-rates", "draft_speed.py Q4_K_M.gguf --parts rates --depths 512,32000 --runs 3", 90),
@@ -79,30 +88,41 @@ MEASUREMENTS = (
     ),
     Measurement("profile_step", "profile_step.py Q4_K_M.gguf", 30),
     Measurement("decode", "decode.py Q4_K_M.gguf --tokens 128", 240),
+    Measurement(
+        "decode-cpu_experts",
+        "decode.py Q4_K_M.gguf --depths= --policies= --rates 0,1,5,6.6,10,20,40 --tokens 128 --cpu-experts off,auto",
+        150,
+    ),
     Measurement("prefill", "prefill.py Q4_K_M.gguf", 120),
     Measurement("memory_plan", "memory_plan.py Q4_K_M.gguf", 60),
-    Measurement("exactness", "exactness.py Q4_K_M.gguf", 90),
+    Measurement("exactness", "exactness.py Q4_K_M.gguf --cpu-experts auto", 120),
     Measurement("calibrate", "calibrate.py Q4_K_M.gguf", 90),
+    Measurement("cluster_gpu", "cluster_gpu.py Q4_K_M.gguf --seconds 380", 400, gpus=2),
     Measurement("next_turn", "next_turn.py Q4_K_M.gguf", 60),
     Measurement("forms_speed", "forms_speed.py Q4_K_M.gguf --device cuda --rounds 3", 60),
     Measurement("soak", "soak.py Q4_K_M.gguf", 480),
     Measurement("decode-q3", "decode.py Q3_K_M.gguf --depths 512 --rates= --policies= --runs 5", 30),
     Measurement("decode-iq2", "decode.py UD-IQ2_XXS.gguf --depths 512 --rates= --policies= --runs 5", 30),
     Measurement("draft_speed-dense", "draft_speed.py dense.gguf --parts drafter --draft mtp --runs 2", 60),
+    Measurement("draft_phases-dense", "draft_phases.py dense.gguf --runs 2", 45),
     Measurement("given_tokens-dense", "given_tokens.py dense.gguf --depths 512 --tokens 1,2,4,8 --runs 20", 30),
     Measurement("draft_speed-mtp", "draft_speed.py qwen36.gguf --parts drafter --draft mtp --runs 3", 60),
+    Measurement("draft_phases-qwen36", "draft_phases.py qwen36.gguf --runs 2", 45),
     Measurement("draft_speed-qwen36", "draft_speed.py qwen36.gguf --parts rates --depths 512 --runs 2", 45),
     Measurement("decode-qwen36", "decode.py qwen36.gguf --depths 512,32768 --rates= --policies= --tokens 128", 60),
     Measurement("prefill-qwen36", "prefill.py qwen36.gguf --turns=", 90),
     Measurement("kv_pool", "kv_pool.py qwen36.gguf", 150),
-    Measurement("restored", "restored.py qwen36.gguf", 150),
+    Measurement("recall_speed", "recall_speed.py qwen36.gguf", 60),
+    Measurement("restored", "restored.py qwen36.gguf", 300),
     Measurement("warm_turns", "warm_turns.py qwen36.gguf", 150),
     Measurement(
         "warm_turns-q8_0",
         "warm_turns.py qwen36.gguf --depths 100000 --sessions 32 --kv-type q8_0 --prefix-gib 36 --files", 200,
     ),
     Measurement("soak_sessions-gpu", "soak_sessions.py qwen36.gguf --device cuda --seconds 480", 520),
+    Measurement("given_tokens", "given_tokens.py long.gguf --depths 512,32000 --sequences 2,4,8 --runs 30", 40),
     Measurement("kv_pool-qwen3", "kv_pool.py long.gguf --depths 131072 --shares 0.5 --prefill 0 --runs 10", 60),
+    Measurement("recall_speed-qwen3", "recall_speed.py long.gguf --runs 3", 60),
     Measurement("draft_speed-laguna", "draft_speed.py laguna.gguf --parts rates --depths 512 --runs 2", 45),
     Measurement("decode-laguna", "decode.py laguna.gguf --policies= --tokens 128", 150),
     Measurement("prefill-laguna", "prefill.py laguna.gguf --turns=", 90),
@@ -145,13 +165,17 @@ class Folder:
             else:
                 raise SystemExit(f"{name}: nobody knows how it is made")
 
-    def measure(self, measurement: Measurement) -> Path:
-        """Run a benchmark; its result. Raises CalledProcessError and TimeoutExpired."""
+    def written_at(self, measurement: Measurement) -> int:
+        """When its result was written, in ns; 0: it was not."""
+        path = self.results / f"{measurement.name}.json"
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    def measure(self, measurement: Measurement) -> None:
+        """Run a benchmark, whose result appears in `results`. Raises CalledProcessError and TimeoutExpired."""
         script, *words = measurement.command.split()
         result = f"data/results/{measurement.name}.json"
         command = [sys.executable, str(BENCHMARKS / script), *words, "--json", result]
         self._run(measurement.name, command, 60 + 2 * measurement.seconds)
-        return self.path / result
 
     def last_words(self) -> str:
         """The end of what the last command said, be it a benchmark or what makes its files."""
@@ -173,25 +197,31 @@ class Folder:
             )
 
 
-def run(measurements: Sequence[Measurement], folder: Folder, out: Path, seconds: float) -> list[str]:
+def run(measurements: Sequence[Measurement], folder: Folder, out: Path, seconds: float, n_gpus: int = 1) -> list[str]:
     """Measure one after the other as long as there is time; the names of those that failed."""
     until_s, failed = time.monotonic() + seconds, []
     for m in measurements:
+        if m.gpus > n_gpus:
+            note(f"{m.name}: left out, it takes {m.gpus} GPUs of one host, and here is {n_gpus}")
+            continue
         missing = sum(MODEL_S for name in m.files if not (folder.path / name).exists())
         if time.monotonic() + missing + m.seconds > until_s:
             note(f"{m.name}: left out, it takes about {missing + m.seconds:.0f} s")
             continue
         began_s = time.monotonic()
+        copied = out / f"{m.name}.json"
+        result, before = folder.results / copied.name, folder.written_at(m)
         try:
             folder.need(m.files)
-            result = folder.measure(m)
-            out.mkdir(parents=True, exist_ok=True)
-            if result.resolve() != (out / result.name).resolve():
-                shutil.copy(result, out / result.name)
+            folder.measure(m)
             note(f"{m.name}: {time.monotonic() - began_s:.0f} s")
         except (subprocess.SubprocessError, OSError) as error:
             failed.append(m.name)
+            copied = out / f"{m.name}.failed.json"
             note(f"{m.name}: FAILED after {time.monotonic() - began_s:.0f} s: {error}\n{folder.last_words()}")
+        if folder.written_at(m) != before and result.resolve() != copied.resolve():
+            out.mkdir(parents=True, exist_ok=True)
+            shutil.copy(result, copied)
     return failed
 
 
@@ -217,7 +247,8 @@ def main() -> None:
     if o.list:
         print(listed(measurements))
         return
-    if failed := run(measurements, Folder(o.folder.absolute()), o.out.absolute(), o.seconds):
+    n_gpus = max(1, len(gpus()))
+    if failed := run(measurements, Folder(o.folder.absolute()), o.out.absolute(), o.seconds, n_gpus):
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 

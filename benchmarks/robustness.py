@@ -13,9 +13,12 @@ One client reads a stream while others ask for forms. The gap is the longest bet
 that of the daemon and its processes together. {answers} answer of that client to the same question, whatever went on
 beside it."""
 HOSTILE = """\
-One client reads a stream while others send what is listed, on two cores, one of them the daemon's. The gap is the
-longest between two pieces of its stream; the memory is the most that the server and the process that reads large
-bodies took."""
+One client reads a stream while others send what is listed, on two cores, one of them the daemon's: to a server without
+drafts, to one with drafts, of which {accepted:,} tokens were accepted, and to one with recall beside them, where
+{tokens:,} tokens read {read:.0%} of the blocks before them. The gap is the longest between two pieces of its stream,
+which said the same throughout, with drafts what it says without; the memory is the most that a server and the process
+that reads large bodies took. Replies that are left are long prompts that are served: their gap is a step of prompts.
+Problems: {problems}."""
 CONTEXTS = """\
 Conversations of a length of their own take turns, or all ask at once, on a cache of {ctx:,} tokens. After its first
 turn each asks {turns} times. What is reused is a share of the prompts' tokens."""
@@ -45,14 +48,25 @@ def forms(made: Json) -> Rows:
 
 def hostile(made: Json) -> Rows:
     """`hostile.py`."""
+    tried = made["configurations"]
     rows = []
-    for name, r in made["scenarios"].items():
-        more = {key: value for key, value in r.items() if key in ("answers", "opened", "held", "request_s", "clients")}
-        said = [", ".join(f"{n} x {status}" for status, n in more.pop("answers", {}).items())]
-        said += [f"{key.removesuffix('_s')} {value:.2f} s" if key.endswith("_s") else f"{key} {value:,}"
-                 for key, value in more.items()]  # fmt: skip
-        rows.append([name, _ms(r["longest_gap_s"]), _mib(r["most_bytes"]), "; ".join(filter(None, said))])
-    return HOSTILE, ["what is sent", "gap, ms", "MiB", "answered"], rows
+    for name in next(iter(tried.values()))["scenarios"]:
+        of = [one["scenarios"][name] for one in tried.values()]
+        said = "; ".join(dict.fromkeys(_answered(r) for r in of))
+        rows.append([name, *(_ms(r["longest_gap_s"]) for r in of), _mib(max(r["most_bytes"] for r in of)), said])
+    drafts, recall = tried["drafts"]["drafts"], tried["drafts and recall"]["recall"]
+    text = HOSTILE.format(
+        accepted=sum(n["accepted"] for n in drafts.values()), tokens=recall["tokens"],
+        read=recall["read"] / recall["blocks"], problems="; ".join(made["problems"]) or "none",
+    )  # fmt: skip
+    return text, ["what is sent", *(f"gap, ms: {name}" for name in tried), "MiB", "answered"], rows
+
+
+def _answered(r: Json) -> str:
+    """How the clients of a scenario were answered, times aside."""
+    said = [", ".join(f"{n} x {status}" for status, n in sorted(r.get("answers", {}).items()))]
+    said += [f"{key} {r[key]:,}" for key in ("opened", "held", "clients") if key in r]
+    return ", ".join(filter(None, said))
 
 
 def long_contexts(made: Json) -> Rows:

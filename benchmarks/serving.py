@@ -45,10 +45,10 @@ PATHS = {
 
 
 class Server:
-    """`spark serve` on a free port, in a process of its own."""
+    """`spark serve` on a free port, in a process of its own; command: what to run in its place."""
 
-    def __init__(self, model: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "spark.cli", "serve", str(model), "--port", "0", *options]
+    def __init__(self, model: Path, *options: str, command: Sequence[str] = ()) -> None:
+        command = command or [sys.executable, "-m", "spark.cli", "serve", str(model), "--port", "0", *options]
         self._log = tempfile.NamedTemporaryFile(prefix="spark-serve-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=self._log)
         self.pid = self._process.pid

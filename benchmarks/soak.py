@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--residency", type=float, default=60.0)
     parser.add_argument("--policy", default=policies.SPARK.name, choices=PARTIAL)
+    parser.add_argument("--cpu-experts", default="off", help="off, auto, a number of threads")
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--longest", type=int, default=6000, help="tokens of the longest prompt")
@@ -153,7 +154,7 @@ def main() -> None:
     shape = shape_of(o.model)
     config = EngineConfig(
         model=o.model, device=o.device, policy=o.policy, residency_pct=o.residency, ctx_tokens=o.ctx,
-        prefix_gib=PREFIX_GIB,
+        prefix_gib=PREFIX_GIB, cpu_experts=o.cpu_experts,
     )  # fmt: skip
     samples: list[dict[str, Any]] = []
     with open_checked(config) as daemon:

@@ -1,11 +1,14 @@
 """Minutes of conversations that do not fit together: what comes back is what was said, whatever happens meanwhile.
 
     python benchmarks/soak_sessions.py data/nano/nano.gguf --seconds 900 --json data/results/soak_sessions.json
+    python benchmarks/soak_sessions.py data/nano/nano.gguf --recall-blocks 2 --draft auto --json FILE
     python benchmarks/soak_sessions.py MODEL.gguf --device cuda --seconds 480 --small-disk /mnt/small --json FILE
 
 Clients of one server hold conversations that grow, turn by turn, to --grow times what its cache holds of all of them,
 with a pool smaller than one of them, host memory for few, and the rest in files. Every turn's reply must be the one
-that a server with room for everything gave before. Meanwhile the daemon is killed, again and again; in the middle
+that a server with room for everything gave before, without drafts. --recall-blocks, --draft: of the soaked server;
+with recall a third of the conversations have what the option says, a third more blocks and kept ranges, a third has
+it off. Meanwhile the daemon is killed, again and again; in the middle
 third the disk of the files is full. --small-disk: where their folder is made, on a file system that the run may fill;
 without it no disk is filled. A request that a kill meets may fail, and is sent again. Anything else that is wrong
 ends the run: another reply, another error, no answer for a minute, memory that grows, blocks that nobody holds, a
@@ -23,8 +26,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -36,17 +40,22 @@ from benchmarks.figures import json_option
 from benchmarks.load import cut, growth, kill_daemon, left_over, memory, options_of
 from benchmarks.serving import PATHS, Json, RefusedError, Server, sample, sample_sessions
 from spark.results import write_json
+from spark.speech.conversation import Usage
 
 PATIENCE_S = 60.0
 DYING_S = 15.0  # from a kill until a new daemon is there, with room to spare
 REPLY_TOKENS = 24
 TURNS = 7
 TOLERANCE_MIB = 48.0
+NOTHING: Mapping[str, Any] = {}
+RECALLED: tuple[Mapping[str, Any], ...] = (  # by conversation
+    NOTHING, {"kv_recall": {"blocks": 4, "keep": [[130, 131], [200, 500]]}}, {"kv_recall": "off"},
+)  # fmt: skip
 
 
-def ask(url: str, prompt: str, patience_s: float = PATIENCE_S) -> tuple[str, Json]:
-    """A greedy reply and its usage; RefusedError for an answer that is none."""
-    body = {"prompt": prompt, "max_tokens": REPLY_TOKENS, "temperature": 0}
+def ask(url: str, prompt: str, more: Mapping[str, Any] = NOTHING, patience_s: float = PATIENCE_S) -> tuple[str, Json]:
+    """A greedy reply and its usage; RefusedError for an answer that is none. more: fields of the request."""
+    body = {"prompt": prompt, "max_tokens": REPLY_TOKENS, "temperature": 0, **more}
     with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=patience_s)) as connection:
         connection.request("POST", PATHS["completions"], json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
@@ -66,11 +75,16 @@ def conversations(text: str, n: int, longest: int, seed: int = 3) -> list[list[s
     return made
 
 
-def replies(url: str, said: Sequence[str]) -> Iterator[str]:
+def more_of(which: int, recall_blocks: int | None) -> Mapping[str, Any]:
+    """What the requests of a conversation have more."""
+    return NOTHING if recall_blocks is None else RECALLED[which % len(RECALLED)]
+
+
+def replies(url: str, said: Sequence[str], more: Mapping[str, Any]) -> Iterator[str]:
     """The replies of a conversation, each to all that was said before."""
     whole = ""
     for text in said:
-        reply, _ = ask(url, whole := whole + text)
+        reply, _ = ask(url, whole := whole + text, more)
         whole += reply
         yield reply
 
@@ -78,14 +92,18 @@ def replies(url: str, said: Sequence[str]) -> Iterator[str]:
 class Client(threading.Thread):
     """Holds conversation after conversation, with long pauses between turns, in which others take the room."""
 
-    def __init__(self, url: str, number: int, said: list[list[str]], expected: list[list[str]], end_s: float) -> None:
+    def __init__(
+        self, url: str, number: int, said: list[list[str]], expected: list[list[str]], end_s: float,
+        recall_blocks: int | None,
+    ) -> None:  # fmt: skip
         super().__init__(daemon=True)
         self.counts: collections.Counter[str] = collections.Counter()
-        self.prompt_tokens = self.reused_tokens = 0
+        self.usage = Usage(0, 0)
         self.failures: list[tuple[float, float, str]] = []  # when it was asked and answered, and what went wrong
         self.wrong: str | None = None
         self.now = "not begun"
         self._url, self._said, self._expected, self._end_s = url, said, expected, end_s
+        self._recall_blocks = recall_blocks
         self._rng = np.random.default_rng((7, number))
 
     def run(self) -> None:
@@ -97,7 +115,7 @@ class Client(threading.Thread):
         whole = ""
         for turn, (text, expected) in enumerate(zip(self._said[which], self._expected[which], strict=True)):
             whole += text
-            reply = self._reply(whole)
+            reply = self._reply(whole, more_of(which, self._recall_blocks))
             if reply is None:
                 return
             self.counts["turns"] += 1
@@ -107,13 +125,13 @@ class Client(threading.Thread):
             whole += reply
             time.sleep(float(self._rng.exponential(0.3)))
 
-    def _reply(self, prompt: str) -> str | None:
+    def _reply(self, prompt: str, more: Mapping[str, Any]) -> str | None:
         """None where the time is over, or nothing came."""
         while time.monotonic() < self._end_s:
             began_s = time.monotonic()
             self.now = f"asked {len(prompt)} characters"
             try:
-                reply, usage = ask(self._url, prompt)
+                reply, usage = ask(self._url, prompt, more)
             except TimeoutError:
                 self.wrong = f"no answer for {PATIENCE_S:g} s"
                 return None
@@ -122,8 +140,9 @@ class Client(threading.Thread):
                 self.counts["asked again"] += 1
                 time.sleep(0.5)
                 continue
-            self.prompt_tokens += usage["prompt_tokens"]
-            self.reused_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            drafts, recall = usage.get("drafts", {}), usage.get("recall")
+            self.usage += Usage(usage["prompt_tokens"], usage["completion_tokens"], cached, 0, drafts, recall)
             return reply
         return None
 
@@ -157,7 +176,8 @@ def soak(o: argparse.Namespace, said: list[list[str]], expected: list[list[str]]
     with files_folder(o.small_disk) as folder:
         with Server(o.model, *options, "--cache-dir", str(folder)) as server:
             began_s = time.monotonic()
-            clients = [Client(server.url, i, said, expected, began_s + o.seconds) for i in range(o.clients)]
+            end_s = began_s + o.seconds
+            clients = [Client(server.url, i, said, expected, end_s, o.recall_blocks) for i in range(o.clients)]
             for client in clients:
                 client.start()
             filler: Path | None = None
@@ -206,11 +226,12 @@ def soak(o: argparse.Namespace, said: list[list[str]], expected: list[list[str]]
     most = [max(values) for values in daemons.values()]
     if grown is not None and grown > TOLERANCE_MIB * 2**20:
         problems.append(f"the server grew by {grown / 2**20:.0f} MiB")
-    prompt, reused = (sum(getattr(c, name) for c in clients) for name in ("prompt_tokens", "reused_tokens"))
+    used = sum((client.usage for client in clients), Usage(0, 0))
     return {
         "seconds": time.monotonic() - began_s, "clients": o.clients, "options": options, "kills": len(kills),
         "turns": sum(c.counts["turns"] for c in clients), "asked_again": sum(c.counts["asked again"] for c in clients),
-        "prompt_tokens": prompt, "reused_share": reused / max(prompt, 1), "most_blocks_away": most_away,
+        "prompt_tokens": used.prompt, "reused_share": used.cached / max(used.prompt, 1), "most_blocks_away": most_away,
+        **used.shown_more(),
         "disk_was_filled": o.small_disk is not None, "server_growth_bytes": grown,
         "most_daemon_bytes": most, "left_over": remains, "problems": problems[:20],
     }  # fmt: skip
@@ -230,18 +251,22 @@ def main() -> None:
     parser.add_argument("--prefix-gib", type=float, default=0.004)
     parser.add_argument("--kill-every", type=float, default=70.0, metavar="SECONDS")
     parser.add_argument("--kv-type", default="f16")
+    parser.add_argument("--draft", default="off")
+    parser.add_argument("--recall-blocks", type=int, metavar="N")
     parser.add_argument("--small-disk", type=Path, metavar="DIR", help="on a file system that may be filled")
     o = parser.parse_args()
     text = "".join(m.content for session in sample_sessions() for m in session.messages if m.role == "tool")
-    device = [*options_of(o.device, o.threads), "--kv-type", o.kv_type, "--draft", "off"]
+    device = [*options_of(o.device, o.threads), "--kv-type", o.kv_type]
     device += ["--parallel", "4", "--chunk", "128"]
-    with Server(o.model, *device, "--ctx", str(o.ctx)) as server:  # characters of a token
+    if o.recall_blocks is not None:
+        device += ["--kv-recall-blocks", str(o.recall_blocks)]
+    with Server(o.model, *device, "--draft", "off", "--ctx", str(o.ctx)) as server:  # characters of a token
         _, usage = ask(server.url, text[:2000])
         longest = int(o.grow * o.ctx / o.clients * 2000 / usage["prompt_tokens"])
         said = conversations(text, o.clients * 2, longest)
-        expected = [list(replies(server.url, each)) for each in said]
+        expected = [list(replies(server.url, each, more_of(i, o.recall_blocks))) for i, each in enumerate(said)]
     note(f"{len(said)} conversations of {longest} characters, {TURNS} turns each")
-    pool = ["--ctx", str(o.ctx), "--kv-pool", str(o.pool), "--prefix-gib", str(o.prefix_gib)]
+    pool = ["--draft", o.draft, "--ctx", str(o.ctx), "--kv-pool", str(o.pool), "--prefix-gib", str(o.prefix_gib)]
     made = soak(o, said, expected, [*device, *pool])
     note(f"{made['turns']} turns, {made['kills']} kills, {made['reused_share']:.0%} of the prompts' tokens reused")
     if o.json:

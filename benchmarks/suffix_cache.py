@@ -11,13 +11,14 @@ The package wants vLLM, and its cache needs none of it. From its source distribu
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from engine.drafting.gate import MOST_TOKENS
-from engine.drafting.lookup import NAME, RUNS, SEEN
+from engine.drafting.lookup import NAME
 from engine.drafting.source import Draft, Promise
 
 
@@ -50,8 +51,8 @@ class SuffixSource:
         self.cache, self.number, self.known = cache, number, 0
         self.made: Any = None
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
-        """As `Source.promise`; the grade is made as lookup's is."""
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
+        """As `Source.promise`; the chances are the cache's: how often each token followed."""
         if not self.known:
             self.cache.start_request(self.number, list(history[:]))
         else:
@@ -59,17 +60,11 @@ class SuffixSource:
         self.known = len(history)
         self.made = self.cache.speculate(self.number, list(history[-64:]), max_spec_tokens=min(most, MOST_TOKENS))
         n = len(self.made.token_ids)
-        return Promise(NAME, self.grade, n) if n else None
-
-    @property
-    def grade(self) -> int:
-        """Of the last match: by its length, and by how often its first token followed."""
-        first = self.made.probs[0] if self.made.probs else 0.0
-        return len(SEEN) * bisect_right(RUNS, self.made.match_len) + (0 if first < 0.6 else 1 if first < 0.95 else 3)
+        return Promise(NAME, 0, n, tuple(accumulate(self.made.probs, mul))) if n else None
 
     def draft(self, n_tokens: int) -> Draft:
         """As `Source.draft`."""
-        return Draft(NAME, self.grade, tuple(self.made.token_ids[:n_tokens]) if n_tokens else ())
+        return Draft(NAME, 0, tuple(self.made.token_ids[:n_tokens]) if n_tokens else ())
 
     def close(self) -> None:
         """As `Source.close`."""

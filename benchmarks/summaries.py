@@ -8,9 +8,11 @@ others, 5, 10, 20 and 50%, by each summary's estimate, for a KV head's group of 
 choice by the blocks' true masses, which no summary can beat. *Recent*: the latest blocks.
 
 *Left out*: the true share of mass in blocks that were not read. *Bound over true*: the mass that blocks which were not
-read have at most, over what they have, where 10% are read. *Until certain*: the share of the blocks that are read
-before no row of a group can have left out a thousandth. A mass above its bound ends the program. Keys that are made up
-to be hard (spikes, sinks, blocks that repeat, channels of very different size) go the same way.
+read have at most, over what they have, where 10% are read. *Until certain*: the share of the blocks that are read, the
+largest bound first, before no row of a group can have left out more than some share of its mass. *Until estimated*: the
+same by estimates, and by the true masses; what is read is known exactly either way. A mass above its bound ends the
+program. Keys that are made up to be hard (spikes, sinks, blocks that repeat, channels of very different size) go the
+same way.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ SHARES = (0.05, 0.1, 0.2, 0.5)
 FIRST, LAST = 1, 2  # blocks that are read anyway
 RATIO_SHARE = 0.1  # where bounds are compared with the truth
 MOST_RATIO = 69.0  # logarithm, beyond which a ratio is no number to compare
-CERTAIN = 1e-3
+MOST_LEFT = (0.5, 0.2, 0.1, 0.05, 0.01, 0.001)  # shares of mass that may be left out
 ROUNDING = 1e-9
 Array = np.ndarray[Any, Any]
 
@@ -62,7 +64,8 @@ class Tally:
 
     left: dict[float, list[float]] = field(default_factory=lambda: {share: [] for share in SHARES})
     ratios: list[float] = field(default_factory=list)
-    until_certain: list[float] = field(default_factory=list)
+    certain: dict[float, list[float]] = field(default_factory=lambda: {most: [] for most in MOST_LEFT})
+    estimated: dict[float, list[tuple[float, float]]] = field(default_factory=lambda: {most: [] for most in MOST_LEFT})
     cases: int = 0
 
     def row(self, name: str, n_bytes: int | None, block_bytes: int) -> dict[str, Any]:
@@ -78,7 +81,11 @@ class Tally:
                 "median": float(np.median(self.ratios)),
                 "p99": float(np.quantile(self.ratios, 0.99)),
             }
-            row["read_until_certain"] = {"mean": float(np.mean(self.until_certain)), "of": CERTAIN}
+            row["read_until_certain"] = {str(most): float(np.mean(read)) for most, read in self.certain.items()}
+        row["read_until_estimated"] = {  # and what was left out then, most of a row: the mean
+            str(most): dict(zip(("read", "left_out"), np.mean(found, axis=0).tolist(), strict=True))
+            for most, found in self.estimated.items() if found
+        }  # fmt: skip
         return row
 
 
@@ -157,22 +164,32 @@ def judge(seen: Seen, tallies: dict[str, Tally]) -> None:
             if at_most is not None and share == RATIO_SHARE:
                 over = log_sum(at_most[:, ~read]) - log_sum(true[:, ~read])
                 tally.ratios += np.exp(np.minimum(over, MOST_RATIO)).tolist()
-        if at_most is not None:
-            tally.until_certain.append(until_certain(true, at_most, kept))
+        if name == "recent":
+            continue
+        for most in MOST_LEFT:
+            if at_most is not None:
+                tally.certain[most].append(until(most, true, at_most, kept)[0])
+            tally.estimated[most].append(until(most, true, masses, kept))
 
 
-def until_certain(true: Array, at_most: Array, kept: Array) -> float:
-    """The share of the other blocks that are read, largest bound first, until no row can have left out more."""
-    share = np.where(kept, -np.inf, at_most) - log_sum(true)[:, None]
+def until(most: float, true: Array, masses: Array, kept: Array) -> tuple[float, float]:
+    """The share of the other blocks that are read, largest first, until by `masses` no row has left out more than that.
+
+    And what was left out then in truth, most of a row.
+    """
+    share = np.where(kept, -np.inf, masses) - log_sum(true)[:, None]
     order = np.argsort(-share.max(axis=0), kind="stable")[: int((~kept).sum())]
+
+    def left(n: int, of: Array) -> float:
+        read = kept.copy()
+        read[order[:n]] = True
+        return float(left_out(log_sum(true[:, read]), log_sum(of[:, ~read])).max()) if n < len(order) else 0.0
+
     low, high = 0, len(order)
     while low < high:
         n = (low + high) // 2
-        read = kept.copy()
-        read[order[:n]] = True
-        worst = left_out(log_sum(true[:, read]), log_sum(at_most[:, ~read])).max()
-        low, high = (low, n) if worst <= CERTAIN else (n + 1, high)
-    return low / max(1, len(order))
+        low, high = (low, n) if left(n, masses) <= most else (n + 1, high)
+    return low / max(1, len(order)), left(low, true)
 
 
 def measured(cases: Iterator[Seen], what: str) -> dict[str, Any]:

@@ -229,6 +229,20 @@ void load_block(const spark_kv &kv, int64_t base, int64_t kv_head, int64_t fille
     });
 }
 
+// Whether the heads of a tile read a block for token t.
+inline bool reads(const AttentionTile &tile, int64_t t, int64_t block) {
+    return !tile.chosen || tile.chosen[(t * tile.kv->n_head_kv + tile.kv_head) * tile.max_blocks + block];
+}
+
+// The share of mass of what was not read, beside a maximum and a total of what was.
+inline float missed(const float *left, const float *state) {
+    if (left[1] == 0.0f)
+        return 0.0f;
+    float beside;
+    exp_minus(left, state[0], 1, &beside);
+    return 1.0f / (1.0f + state[1] / (left[1] * beside));
+}
+
 void attend(const AttentionTile &tile) {
     const spark_kv &kv = *tile.kv;
     const int64_t n = kv.head_dim, width = spark::padded(n, 16), heads = tile.last_head - tile.first_head;
@@ -246,11 +260,12 @@ void attend(const AttentionTile &tile) {
         begin = least(begin, spark::window_begin(tile.position[t], tile.window));
     }
     for (int64_t start = begin / kKVBlock * kKVBlock; start < longest; start += kKVBlock) {
-        bool seen = !tile.window;
+        bool seen = !tile.window && !tile.chosen;
         for (int64_t t = tile.first_token; t < tile.last_token; t++)
-            seen |= start <= tile.position[t] && spark::window_begin(tile.position[t], tile.window) < start + kKVBlock;
+            seen |= start <= tile.position[t] && spark::window_begin(tile.position[t], tile.window) < start + kKVBlock &&
+                    reads(tile, t, start / kKVBlock);
         if (!seen)
-            continue; // between the windows of two tokens
+            continue; // between the windows of two tokens, or chosen by none
         if (tile.table[start / kKVBlock] < 0)
             continue; // not there: as if masked
         const int64_t filled = least(kKVBlock, longest - start);
@@ -261,7 +276,7 @@ void attend(const AttentionTile &tile) {
             const int64_t valid = least(kKVBlock, tile.position[t] + 1 - start);
             int64_t first = spark::window_begin(tile.position[t], tile.window) - start;
             first = first > 0 ? first : 0;
-            if (valid <= first)
+            if (valid <= first || !reads(tile, t, start / kKVBlock))
                 continue;
             for (int64_t h = tile.first_head; h < tile.last_head; h += kQueries) {
                 const int queries = int(least(kQueries, tile.last_head - h));
@@ -280,6 +295,8 @@ void attend(const AttentionTile &tile) {
             const float *o = state + ((t - tile.first_token) * heads + h - tile.first_head) * state_floats;
             const F total = splat(o[width + 1]);
             const int64_t head = t * tile.n_head + h;
+            if (tile.chosen)
+                tile.missed[head] = missed(tile.left + 2 * head, o + width);
             float *to = tile.out + head * n;
             if (!tile.gate) {
                 each(n, [&](int64_t i, int some) { store_some(to + i, load(o + i) / total, some); });

@@ -14,12 +14,13 @@
 #include "attention.h"
 #include "delta.h"
 #include "product.h"
+#include "recall.h"
 
 namespace spark {
 
 // In the order of kernels.h.
-extern const Kernels SPARK_KERNELS = {product, quantize, quantize_block, rms_norm, rotate, store_f16, store_q8,
-                                      store_q4, silu_mul, gelu_mul, add, scale, sigmoid, softcap, fold_experts,
-                                      exp_minus, sum32, attend, convolve, unit, delta_gates, delta_step};
+extern const Kernels SPARK_KERNELS = {product, quantize, quantize_block, arrange, block_of, rms_norm, rotate,
+                                      store_f16, store_q8, store_q4, silu_mul, gelu_mul, add, scale, sigmoid, softcap, fold_experts,
+                                      exp_minus, sum32, attend, summarize, choose, convolve, unit, delta_gates, delta_step};
 
 } // namespace spark

@@ -16,6 +16,7 @@ constexpr int kSuper = 256;      // elements of a panel of weights, eight blocks
 constexpr int kLanes = 32;       // of every reduction (docs/arithmetic.md)
 constexpr int kKVBlock = 64;     // positions of a KV block
 constexpr int kMaxHeadDim = 512; // of attention's scratch memory
+constexpr int kTailBlocks = 3; // full blocks that a row reads anyway, before the one that it lies in
 
 // Eight blocks of activations in 8 bits. Block 2g+p is column g of half p. A register of weights holds
 // dword i (bytes 4i..4i+3) of four blocks of one parity, so q has the same order.
@@ -58,6 +59,40 @@ struct AttentionTile {
     int32_t gate_kind;
     float scale;
     float *scratch; // attention_scratch_floats(head_dim, queries)
+    const uint8_t *chosen; // [T][kv heads][max_blocks], the blocks that are read; null: all
+    int64_t max_blocks;
+    const float *left; // [T][n_head][2], of those that are not: the largest score of a key, and the masses beside it
+    float *missed;     // [T][n_head], the share of mass that they have, as estimated
+};
+
+// Where the parts of a sketch lie, in bytes: codes from 0 on, [words][64] of 32 bits (engine/ops/sketches.py).
+struct SketchLayout {
+    int64_t kept, words, mask, base, step, bytes; // channels that have codes, 16 in a word
+
+    explicit SketchLayout(int64_t head_dim) {
+        kept = head_dim / 2;
+        words = (kept + 15) / 16;
+        mask = words * kKVBlock * 4;
+        base = mask + (head_dim + 31) / 32 * 4;
+        step = base + 2 * head_dim;
+        bytes = (step + 2 * kept + 3) / 4 * 4;
+    }
+};
+
+// A row of a step and a KV head: which blocks its queries read, by the sketches of the blocks' keys.
+struct RecallRow {
+    const float *q;          // [heads][head_dim]
+    const uint8_t *sketches; // of block b from b * block_bytes on
+    const int32_t *blocks;   // of each logical block, -1: there is none
+    const uint8_t *keep;     // by logical block
+    int64_t heads, head_dim, block_bytes;
+    int64_t width, behind, last; // of tables; blocks that have sketches; the block that the row lies in
+    int64_t most;                // that are read of those that need not be; -1: all
+    float scale;
+    uint8_t *chosen; // [width]
+    float *left;     // [heads][2]
+    float *mass;     // [heads][2][width], scratch: of blocks; tops and sums of chunks, and tops of a chunk's blocks
+    int32_t *score;  // [width], scratch
 };
 
 constexpr int64_t kTileQueries = 64; // tokens times heads of an AttentionTile
@@ -80,6 +115,9 @@ struct Kernels {
                     float *out, int64_t stride);
     void (*quantize)(const float *x, int64_t n, Activations *row); // n a multiple of 32
     void (*quantize_block)(const float *x, int64_t block, Activations *row);
+    // Activations that have 8 bits already, q [n] and d [n / 32]; and a block as it was
+    void (*arrange)(const int8_t *q, const float *d, int64_t n, Activations *row);
+    void (*block_of)(const Activations *row, int64_t block, int8_t *q, float *d);
     void (*rms_norm)(const float *x, const float *weight, int64_t n, float eps, float *y);
     void (*rotate)(float *x, const float *cosines, const float *sines, int64_t half);
     void (*store_f16)(const float *x, int64_t n, uint16_t *y);
@@ -97,6 +135,8 @@ struct Kernels {
     void (*exp)(const float *x, float minus, int64_t n, float *y); // exp(x - minus)
     float (*sum)(const float *x, int64_t n);
     void (*attend)(const AttentionTile &tile);
+    void (*summarize)(const spark_kv &kv, int64_t place, int64_t kv_head, uint8_t *sketch);
+    void (*choose)(const RecallRow &row);
     // y[c] = silu of the sum of tap[j][c] * weights[c * kernel + j], n channels
     void (*convolve)(const float *const *tap, const float *weights, int64_t kernel, int64_t n, float *y);
     // x becomes x / |x|, times `factor`; the square of the length is increased by eps

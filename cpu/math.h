@@ -213,12 +213,11 @@ inline float quantize_block(const float *x, int8_t *q) {
     return amax / 127.0f;
 }
 
-// Block `block` of a row of activations.
-void quantize_block(const float *x, int64_t block, Activations *row) {
+// q and d become block `block` of a row of activations.
+inline void arrange_block(const int8_t *q, float d, int64_t block, Activations *row) {
     Activations &a = row[block / 8];
     const int p = block & 1, g = int(block % 8) >> 1;
-    alignas(32) int8_t q[kBlock];
-    a.d[p][g] = quantize_block(x, q);
+    a.d[p][g] = d;
     int32_t sums[2];
     half_sums(q, sums);
     for (int i = 0; i < 8; i++)
@@ -229,9 +228,31 @@ void quantize_block(const float *x, int64_t block, Activations *row) {
     a.minus_half[1][p][g] = -32 * sums[1];
 }
 
+void quantize_block(const float *x, int64_t block, Activations *row) {
+    alignas(32) int8_t q[kBlock];
+    const float d = quantize_block(x, q);
+    arrange_block(q, d, block, row);
+}
+
 void quantize(const float *x, int64_t n, Activations *row) {
     for (int64_t b = 0; b < n / kBlock; b++)
         quantize_block(x + b * kBlock, b, row);
+}
+
+void arrange(const int8_t *q, const float *d, int64_t n, Activations *row) {
+    for (int64_t b = 0; b < n / kBlock; b++) {
+        alignas(32) int8_t aligned[kBlock];
+        std::memcpy(aligned, q + b * kBlock, kBlock);
+        arrange_block(aligned, d[b], b, row);
+    }
+}
+
+void block_of(const Activations *row, int64_t block, int8_t *q, float *d) {
+    const Activations &a = row[block / 8];
+    const int p = block & 1, g = int(block % 8) >> 1;
+    for (int i = 0; i < 8; i++)
+        std::memcpy(q + 4 * i, a.q[p][i] + 4 * g, 4);
+    *d = a.d[p][g];
 }
 
 void store_f16(const float *x, int64_t n, uint16_t *y) {

@@ -103,7 +103,8 @@ int32_t spark_attention_input(spark_workspace *ws, const float *x, int64_t T, co
 int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, const spark_kv *kv,
                         const int32_t *block_table, int64_t n_sequence, int64_t max_blocks, const int32_t *sequence,
                         const int32_t *positions, float scale, float *out, int64_t window, const float *gate,
-                        int32_t gate_by_head, int32_t gate_kind) {
+                        int32_t gate_by_head, int32_t gate_kind, const uint8_t *chosen, const float *left,
+                        float *missed) {
     if (out_of_range(sequence, T, n_sequence) || out_of_range(positions, T, max_blocks * kKVBlock))
         return SPARK_BAD_INDEX;
     for (int64_t t = 0; t < T; t++) { // without a window a later token of a sequence sees every block of an earlier one
@@ -147,6 +148,10 @@ int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t 
         a.gate_kind = gate_kind;
         a.scale = scale;
         a.scratch = ws->attention_scratch.get() + thread * ws->attention_floats;
+        a.chosen = chosen;
+        a.max_blocks = max_blocks;
+        a.left = left;
+        a.missed = missed;
         ws->kernels.attend(a);
     });
     return SPARK_OK;

@@ -55,6 +55,7 @@ constexpr Operation OPERATIONS[] = {
     OPERATION(spark_attention),    OPERATION(spark_route),     OPERATION(spark_attention_output),
     OPERATION(spark_expert_ffn),   OPERATION(spark_dense_ffn), OPERATION(spark_delta_input),
     OPERATION(spark_delta_output), OPERATION(spark_delta),     OPERATION(spark_head),
+    OPERATION(spark_summarize),    OPERATION(spark_choose),
 };
 #undef OPERATION
 constexpr int64_t N_OPERATIONS = sizeof OPERATIONS / sizeof *OPERATIONS;

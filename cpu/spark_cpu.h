@@ -1,5 +1,6 @@
 /* The C interface of the CPU kernels; engine/ops/cpu.py is its caller (of spark_simulate and
- * spark_residents, engine/placing/simulate.py; of texts, engine/drafting/lookup.py).
+ * spark_residents, engine/placing/simulate.py; of texts, engine/drafting/lookup.py; of jobs,
+ * engine/ops/jobs.py).
  *
  * Every operation has a twin of the same name in engine/ops/reference.py and computes its bits
  * (docs/arithmetic.md). Arrays are dense and row-major; the caller has checked types and shapes.
@@ -14,6 +15,7 @@
 #include <stdint.h>
 
 #include "block_types.h"
+#include "expert_job.h"
 
 #if defined(__GNUC__)
 #define SPARK_API __attribute__((visibility("default")))
@@ -25,7 +27,7 @@
 extern "C" {
 #endif
 
-#define SPARK_CPU_ABI 9 /* raised with every incompatible change; the binding compares it */
+#define SPARK_CPU_ABI 13 /* raised with every incompatible change; the binding compares it */
 
 enum { SPARK_OK = 0, SPARK_BAD_INDEX = 1, SPARK_BAD_TYPE = 2, SPARK_NO_MEMORY = 3 };
 
@@ -138,11 +140,24 @@ SPARK_API int32_t spark_attention_input(spark_workspace *ws, const float *x, int
                                         int64_t head_dim, const spark_matrix *gate, float *gate_out);
 
 /* window: last positions that a token sees, 0 for all. gate [T, n_head], or [T, n_head, head_dim] unless
- * gate_by_head, or NULL. */
+ * gate_by_head, or NULL. chosen, left: as spark_choose wrote them, or NULL; then missed [T, n_head] is written. */
 SPARK_API int32_t spark_attention(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, const spark_kv *kv,
                                   const int32_t *block_table, int64_t n_sequence, int64_t max_blocks,
                                   const int32_t *sequence, const int32_t *positions, float scale, float *out,
-                                  int64_t window, const float *gate, int32_t gate_by_head, int32_t gate_kind);
+                                  int64_t window, const float *gate, int32_t gate_by_head, int32_t gate_kind,
+                                  const uint8_t *chosen, const float *left, float *missed);
+
+/* sketches [n_blocks, n_head_kv, bytes of engine/ops/sketches.py]: those of blocks[i] from the keys at places[i], i < n. */
+SPARK_API int32_t spark_summarize(spark_workspace *ws, const spark_kv *kv, const int32_t *places, const int32_t *blocks,
+                                  int64_t n, int64_t n_blocks, uint8_t *sketches);
+
+/* blocks, keep [n_sequence, width]; most [n_sequence]. chosen [T, n_head_kv, width], left [T, n_head, 2]; masses
+ * [T, n_head, 2, width] and scores [T, n_head_kv, width] are scratch. */
+SPARK_API int32_t spark_choose(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, int64_t n_head_kv,
+                               int64_t head_dim, const uint8_t *sketches, int64_t n_blocks, const int32_t *blocks,
+                               int64_t n_sequence, int64_t width, const int32_t *sequence, const int32_t *positions,
+                               const int32_t *most, const uint8_t *keep, float scale, uint8_t *chosen, float *left,
+                               float *masses, float *scores);
 
 /* x += wo @ attended, or x = it unless `add`. */
 SPARK_API int32_t spark_attention_output(spark_workspace *ws, const float *attended, int64_t T, const spark_matrix *wo,
@@ -218,13 +233,16 @@ typedef struct spark_text spark_text;
  * before; as before, twice in a row or more often. */
 enum { SPARK_ONCE, SPARK_OTHER, SPARK_SAME, SPARK_OFTEN };
 
-/* n_new: of `tokens`, those that are new behind the text, 64 at most. least: how many tokens at the end of the text have
- * to be equal for anything to be looked for. n: how many `tokens` were found, -1 where memory has run out; run: how many
- * tokens at the end of the text equal those ahead of the place that they were found at; seen: SPARK_ONCE, ... */
+/* n_new: of `tokens`, those that are new behind the text, 64 at most. least: of a draft's tokens, how many must be expected
+ * to be right for anybody to want it. n: how many `tokens` were found, -1 where memory has run out; run: how many tokens at
+ * the end of the text equal those ahead of the place that they were found at; seen: SPARK_ONCE, ...; chances: of the first
+ * n_chances of the tokens to be right, with all before them. */
 typedef struct spark_look {
     spark_text *text;
-    int32_t n_new, most, least, n, run, seen;
+    int32_t n_new, most, n, run, seen, n_chances;
+    float least;
     int32_t tokens[64];
+    float chances[31];
 } spark_look;
 
 SPARK_API spark_memory *spark_memory_create(int64_t n_tokens);
@@ -234,6 +252,56 @@ SPARK_API spark_text *spark_text_create(spark_memory *memory, const int32_t *pre
 SPARK_API void spark_text_destroy(spark_text *text);
 SPARK_API int32_t spark_text_take(spark_text *text, const int32_t *tokens, int64_t n);
 SPARK_API void spark_text_propose(spark_look *look);
+
+/* Threads that do the jobs of a ring of records (expert_job.h), each on a core of its own. They look at the next record and
+ * at the jobs that are open; who has seen nothing for spin_ns sleeps until a job is opened or spark_jobs_wake, but for one,
+ * which looks every nap_ns, less and less often. So who is about to post wakes them first. The ring, and what its jobs
+ * point to, outlive the pool. Nobody but the ring's owner and the pool writes to it. */
+typedef struct spark_jobs spark_jobs;
+
+typedef struct spark_bank { /* of experts that are alike */
+    int64_t type[3];       /* gate, up, down */
+    int64_t n_embd, n_ff, activation;
+} spark_bank;
+
+typedef struct spark_jobs_plan {
+    spark_job *ring; /* zeros at first */
+    int64_t n_records;
+    const spark_bank *banks;
+    int64_t n_banks;
+    const int32_t *cores; /* [threads], -1: not bound to one */
+    int64_t threads, isa, max_tokens, spin_ns, nap_ns;
+} spark_jobs_plan;
+
+/* Counts of spark_jobs_counts: jobs done; declined, as they were taken back or the pool drains; declined, as a field was
+ * not what it may be; threads that are bound to their core, that sleep, that are held. */
+enum {
+    SPARK_JOBS_DONE, SPARK_JOBS_DECLINED, SPARK_JOBS_REFUSED,
+    SPARK_JOBS_BOUND, SPARK_JOBS_ASLEEP, SPARK_JOBS_HELD, SPARK_JOBS_COUNTS
+};
+
+/* Where spark_jobs_hold stops threads: before a job is claimed, claimed and not looked at, in the middle of its items. */
+enum { SPARK_HOLD_NOWHERE, SPARK_HOLD_BEFORE_CLAIM, SPARK_HOLD_CLAIMED, SPARK_HOLD_ITEM };
+
+/* NULL when memory or threads run out, or the plan has what there is not. */
+SPARK_API spark_jobs *spark_jobs_create(const spark_jobs_plan *plan);
+/* Drains, and ends the threads. */
+SPARK_API void spark_jobs_destroy(spark_jobs *jobs);
+SPARK_API void spark_jobs_wake(spark_jobs *jobs);
+/* From now on jobs are declined; 1 when those that were claimed are done, 0 after timeout_ns. */
+SPARK_API int32_t spark_jobs_drain(spark_jobs *jobs, int64_t timeout_ns);
+/* The ring as it was at first, drained or not; only while no job is claimed and none is posted. */
+SPARK_API void spark_jobs_reset(spark_jobs *jobs);
+SPARK_API void spark_jobs_counts(spark_jobs *jobs, int64_t *counts);
+/* For tests: the next n threads that come to a place wait there, until it is another place. */
+SPARK_API void spark_jobs_hold(spark_jobs *jobs, int32_t place, int64_t n);
+
+/* What a GPU does, on the host. Post the n records from job `number` on, which are filled; take one back, or wait for its
+ * answer so long: SPARK_JOB_..., or 0 where there is none of this number. After 0 a job that was taken back is the
+ * caller's; after SPARK_JOB_CLAIMED it has to be waited for. */
+SPARK_API void spark_job_post(spark_job *ring, int64_t n_records, uint64_t number, int64_t n);
+SPARK_API int32_t spark_job_take_back(spark_job *ring, int64_t n_records, uint64_t number);
+SPARK_API int32_t spark_job_wait(spark_job *ring, int64_t n_records, uint64_t number, int64_t timeout_ns);
 
 #ifdef __cplusplus
 }

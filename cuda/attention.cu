@@ -16,8 +16,10 @@
 // bytes. q [T, H, HEAD_DIM] is aligned to 16 bytes. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H,
 // max_splits, 2]. Tiles of a negative block in `table` are passed over; positions are clamped to the table. May overlap
 // the kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
-// that is read here. With -DHOMES=1 blocks from n_pool on lie elsewhere (homes.cuh).
+// that is read here. With -DHOMES=1 blocks from n_pool on lie elsewhere (homes.cuh). With -DLISTED=1 a row of head h reads
+// the blocks list[t, h], [T, K, max_blocks], and its position is one among these (recall.cu, which may not overlap).
 #include "arithmetic.cuh"
+#include "chunks.cuh"
 #include "homes.cuh"
 #include "kv.cuh"
 #include "splits.cuh"
@@ -31,9 +33,13 @@ struct Choice<false, A, B> {
     typedef B Type;
 };
 
+#ifndef LISTED
+#define LISTED 0
+#endif
+
 constexpr i32 MAX_TOKENS = 32; // of a launch
 constexpr i32 PART = 16, PARTS = KV_TILE / PART;
-constexpr i32 SHARES = KV_BLOCK / KV_TILE; // of the output's dimensions, and tiles of a block
+constexpr i32 SHARES = BLOCK_TILES; // of the output's dimensions
 constexpr i32 TILES = (ROWS + 15) / 16, TILE_ROWS = TILES * 16;
 // Row tiles of a warp: what is loaded of keys and values serves all of them.
 constexpr i32 HAS = TILES == 4 ? 2 : 1;
@@ -50,91 +56,6 @@ constexpr i32 MERGE_ROWS = PACKED ? 8 : TILE_ROWS;
 constexpr i32 MERGE_COLUMNS = TILES == 1 && HEAD_DIM <= 128 ? COLUMNS : 4, MERGE_DIMS = MERGE_COLUMNS * 8; // at a time
 constexpr i32 MERGE_STRIDE = MERGE_DIMS + 8;
 constexpr i32 AHEAD = STAGES > 1 ? STAGES - 1 : 1; // tiles that are loaded before the dependency
-constexpr float P_SCALE = 0x1p14f; // keeps probabilities in halves clear of subnormals; cancels in o / l
-
-// --- work ---
-
-// Neighboring tokens of one sequence whose splits are alike, as many as fit in ROWS, read its cache together.
-struct Chunk {
-    i32 first, n, sequence;    // first token, tokens
-    i32 lowest, last, fresh;   // smallest and largest position; the smallest that this step stores
-    i32 blocks, splits;        // of a split; up to the last position
-};
-
-// What a worker visits: splits worker, worker + n_workers ... of the chunks' splits in a row, tile by tile.
-struct Cursor {
-    i32 chunk, split, block, end; // the last two in tiles
-};
-
-DEVICE void seek(Cursor& at, const Chunk* chunks, i32 n_chunks) {
-    while (at.chunk < n_chunks && at.split >= chunks[at.chunk].splits)
-        at.split -= chunks[at.chunk++].splits;
-    if (at.chunk < n_chunks) {
-        const i32 tiles = chunks[at.chunk].blocks * SHARES;
-        at.block = (first_split(chunks[at.chunk].lowest) + at.split) * tiles;
-        at.end = min(at.block + tiles, chunks[at.chunk].last / KV_TILE + 1);
-        if (WINDOW)
-            at.block = max(at.block, window_begin(chunks[at.chunk].lowest) / KV_TILE);
-    }
-}
-
-// Whether the next tile begins another split.
-DEVICE bool advance(Cursor& at, i32 n_workers, const Chunk* chunks, i32 n_chunks) {
-    if (++at.block < at.end)
-        return false;
-    at.split += n_workers;
-    seek(at, chunks, n_chunks);
-    return true;
-}
-
-DEVICE i32 fresh_of(const i32* sequences, const i32* last, i32 T, i32 t) {
-    i32 fresh = last[t];
-    for (i32 i = 0; i < T; i++)
-        if (sequences[i] == sequences[t])
-            fresh = min(fresh, last[i]);
-    return fresh;
-}
-
-DEVICE void count_splits(Chunk& chunk) {
-    chunk.splits = count_splits(chunk.last);
-    if (WINDOW)
-        chunk.splits += first_split(chunk.last) - first_split(chunk.lowest);
-}
-
-// By the block's first warp; all of its lanes get how many there are.
-DEVICE i32 find_chunks(Chunk* chunks, const i32* sequences, const i32* last, i32 T, i32 group) {
-    const i32 lane = threadIdx.x % WARP;
-    const i32 fresh = lane < T ? fresh_of(sequences, last, T, lane) : 0;
-    i32 n = T;
-    if (2 * group > ROWS) { // none has two tokens
-        if (lane < T)
-            chunks[lane] = {lane, 1, sequences[lane], last[lane], last[lane], fresh, split_blocks(last[lane]), 0};
-    } else {
-        n = 0;
-#pragma unroll 1
-        for (i32 t = 0; t < T; t++) {
-            const i32 position = last[t], blocks = split_blocks(position), fresh_t = __shfl_sync(FULL_WARP, fresh, t);
-            Chunk& chunk = chunks[max(n - 1, 0)];
-            const bool joins = t > 0 && sequences[t] == chunk.sequence && blocks == chunk.blocks &&
-                               (chunk.n + 1) * group <= ROWS &&
-                               (!WINDOW || position == chunk.last + 1); // between windows apart there may be no blocks
-            __syncwarp();
-            n += !joins;
-            if (lane == 0 && joins) {
-                chunk.n++;
-                chunk.lowest = min(chunk.lowest, position);
-                chunk.last = max(chunk.last, position);
-            } else if (lane == 0) {
-                chunks[n - 1] = {t, 1, sequences[t], position, position, fresh_t, blocks, 0};
-            }
-            __syncwarp();
-        }
-    }
-    __syncwarp();
-    if (lane < n)
-        count_splits(chunks[lane]);
-    return n;
-}
 
 // --- queries: each a sum of two halves, after an exact scaling that brings the row's largest element near 1 ---
 
@@ -331,7 +252,7 @@ DEVICE void part_barrier() {
 KERNEL __launch_bounds__(THREADS, PACKED && HEAD_DIM <= 128 ? 3 : 1) // MAX_BLOCKS of attention.py
 attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, const u16* v_scale, const i32* table,
                  const i32* sequence, const i32* positions, i32 T, i32 n_head, i32 n_head_kv, i32 max_blocks,
-                 i32 max_splits, float scale, float* partial_o, float* partial_ml HOME_PARAMETERS) {
+                 i32 max_splits, float scale, float* partial_o, float* partial_ml, const i32* list HOME_PARAMETERS) {
     dependency_release();
     DYNAMIC_SHARED(u8, memory);
     __shared__ Chunk chunks[MAX_TOKENS];
@@ -350,7 +271,7 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     const i32 head = blockIdx.x, worker = blockIdx.y, n_workers = gridDim.y, group = n_head / n_head_kv;
 
     if (threadIdx.x < T) {
-        token_sequence[threadIdx.x] = sequence[threadIdx.x];
+        token_sequence[threadIdx.x] = LISTED ? threadIdx.x : sequence[threadIdx.x];
         token_position[threadIdx.x] = clamped_position(positions[threadIdx.x], max_blocks);
     }
     __syncwarp();
@@ -376,8 +297,16 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
     i32 entries = -1, entries0 = 0, loading_slot = 0;
     const auto load_entries = [&]() {
         entries0 = loading.block / SHARES;
-        if (loading.chunk < n_chunks)
-            entries = table[(i64)chunks[loading.chunk].sequence * max_blocks + min(entries0 + lane, max_blocks - 1)];
+        if (loading.chunk < n_chunks) {
+            const Chunk& of = chunks[loading.chunk];
+            i64 row = of.sequence;
+            i32 block = min(entries0 + lane, LISTED ? of.last / KV_BLOCK : max_blocks - 1);
+            if (LISTED) {
+                block = list[(row * n_head_kv + head) * max_blocks + block];
+                row = sequence[row];
+            }
+            entries = table[row * max_blocks + block];
+        }
     };
     load_entries();
     const i32 first_entries = entries;

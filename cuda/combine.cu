@@ -5,17 +5,23 @@
 // blocks of 256 threads. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves
 // them; out [T, H * HEAD_DIM]; gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM]. Unless q8
 // is null, H * HEAD_DIM is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in
-// 8 bits (`quantize_activations` of engine/ops/arithmetic.py). May overlap the kernel ahead of it, which does not write
-// the positions.
+// 8 bits (`quantize_activations` of engine/ops/arithmetic.py). With -DLISTED=1 missed [T, H] gets the share of a query's
+// mass that blocks have which were not read, by what recall.cu left of them, left [T, H, 2]. May overlap the kernel ahead of
+// it, which does not write the positions.
 #include "gate.cuh"
 #include "splits.cuh"
+
+#ifndef LISTED
+#define LISTED 0
+#endif
 
 constexpr i32 WARPS = 8, MINE = (MOST_SPLITS + WARPS - 1) / WARPS;
 
 // A lane has one element of the output. Warp w folds splits w, w + 8 ...; then the warps' results are folded in order.
 KERNEL __launch_bounds__(WARPS* WARP)
 attention_combine(const float* partial_o, const float* partial_ml, const i32* positions, i32 n_head, i32 max_blocks,
-                  i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate) {
+                  i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate, const float* left,
+                  float* missed) {
     dependency_release();
     __shared__ float warp_m[WARPS][WARP], warp_l[WARPS][WARP], warp_o[WARPS][WARP];
     const i32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -68,6 +74,13 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
             l = __fmaf_rn(warp_l[i][lane], other, l);
             o = __fmaf_rn(warp_o[i][lane], other, o);
         }
+#if LISTED
+    if (element % HEAD_DIM == 0 && (i32)blockIdx.x * WARP + lane < width) {
+        const i64 row = (i64)t * n_head + element / HEAD_DIM;
+        const float of = left[2 * row + 1], mass = of * exp2_fast(left[2 * row] * 0x1.715476p+0f - top);
+        missed[row] = of == 0.0f ? 0.0f : 1.0f / (1.0f + l / P_SCALE / mass);
+    }
+#endif
     const float result = gated(o / l, gate, (i64)t * n_head + element / HEAD_DIM, element % HEAD_DIM);
     if ((i32)blockIdx.x * WARP + lane < width)
         out[(i64)t * width + element] = result;

@@ -33,6 +33,16 @@
 //   down_one         a warp: HeldRow::base_bytes; then STAGES * stage_bytes, each four rows and 32
 #include "experts.cuh"
 
+#include "jobs.cuh"
+
+#if JOBS
+#define JOB_WORDS , u64* jobs
+#define JOB_BANK , u64* jobs, i32 bank
+#else
+#define JOB_WORDS
+#define JOB_BANK
+#endif
+
 #ifdef APART
 
 KERNEL gated(const float* g, const float* u, i32 n_elements, i32 n_blocks, float* z, i8* zq, float* zd, i32* zsums,
@@ -60,6 +70,40 @@ KERNEL gated(const float* g, const float* u, i32 n_elements, i32 n_blocks, float
 
 #elif defined GATE
 
+#if JOBS
+// Activations and the record, by a block; the job is posted when it ends. Rows of `given` are COLS wide.
+DEVICE void hand_over(const LayerJob& job, const u64* words, const ActiveExpert& expert, const Input& given, i32 bank,
+                      float gate_scale) {
+    const u64 input = load_fresh(words + JOBS_INPUTS) + job.place * load_fresh(words + JOBS_INPUT_BYTES);
+    if constexpr (is_float(GATE)) {
+        for (i32 i = threadIdx.x; i < COLS; i += blockDim.x)
+            ((float*)input)[i] = given.x[i];
+    } else {
+        for (i32 i = threadIdx.x; i < COLS / 4; i += blockDim.x)
+            ((u32*)input)[i] = ((const u32*)given.q)[i];
+        for (i32 i = threadIdx.x; i < COLS / 32; i += blockDim.x)
+            ((float*)(input + COLS))[i] = given.d[i];
+    }
+    if (threadIdx.x == 0) {
+        spark_job* const to = job.record;
+#pragma unroll
+        for (i32 part = 0; part < 3; part++)
+            to->source[part] = (u64)expert.source[part];
+        to->input = input;
+        to->input_scales = input + COLS;
+        to->output = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
+        to->gate_scale = gate_scale;
+        to->bank = bank;
+        to->part = SPARK_JOB_BOTH;
+        to->first = 0, to->last = COLS;
+        to->count = 1, to->token[0] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        post_job(job.record, job.number);
+}
+#endif
+
 #ifndef DENSE
 #define DENSE 0
 #endif
@@ -78,7 +122,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
             const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* beside_gate,
             const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
-            i64 down_bytes, i32 stage_bytes, const float* gate_scales) {
+            i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK) {
 #endif
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
@@ -103,7 +147,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     dependency_wait();
     dependency_release();
     const bool beside = BESIDE && blockIdx.x + 1 == gridDim.x;
-    ActiveExpert record = {{beside_gate, beside_up}, {}, -1, 0, 1};
+    ActiveExpert record = {{beside_gate, beside_up}, {}, -1, 0, 1, 0};
     if (!beside) {
         __shared__ u64 words[RECORD_WORDS];
         fetch_record(words, active, n_active, blockIdx.x, threadIdx.x);
@@ -111,6 +155,31 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
         if (!read_record(words, record))
             return;
     }
+#if JOBS
+    // The first block of the record hands it over and tells the others, which come behind it, whose it is.
+    if (record.job) {
+        __shared__ i32 whose;
+        const LayerJob job(jobs, record.job);
+        if (blockIdx.y == 0)
+            hand_over(job, jobs, record, global_input(x, q, d, sums), bank, WEIGHTED ? gate_scales[record.expert] : 1.0f);
+        if (threadIdx.x == 0) {
+            // A job is claimed when those before it leave somebody time, so its bound is as many times longer.
+            const u64 bound_ns = load_fresh(jobs + JOBS_BOUND_NS) * (u64)record.job, begin = clock_ns();
+            if (blockIdx.y == 0 && record.job == 1)
+                jobs[JOBS_POSTED_NS] = begin;
+            whose = blockIdx.y == 0 ? await_claim(job.record, job.number, bound_ns) : job.heard(-1);
+            if (blockIdx.y == 0 && whose == SPARK_JOB_DECLINED) {
+                atomicAdd(jobs + JOBS_TAKEN, (u64)1);
+                atomicAdd(jobs + JOBS_WAITED_NS, clock_ns() - begin);
+            }
+            if (blockIdx.y == 0)
+                job.tell(whose);
+        }
+        __syncthreads();
+        if (whose != SPARK_JOB_DECLINED)
+            return;
+    }
+#endif
     if ((i32)blockIdx.y < copiers) {
         if (record.target[2])
             copy_part(record.target[2], record.source[2], down_bytes, blockIdx.y, copiers);
@@ -272,11 +341,73 @@ DEVICE void find_records(i32 (&places)[USED], const u8* active, i32 n_active, co
     }
 }
 
+#if JOBS
+// What the first block has seen of a rank's job. job: its place among the layer's, 0: the rank has none.
+struct JobSeen {
+    i32 job, of_cpu;
+    u64 waited_ns, known_ns;
+};
+
+// By one thread of the first block, of all ranks: count, and tell the host. What it reads before the token that the step
+// draws is of this step, as that comes from a later kernel. A layer that misses nothing else has waited since the post:
+// its first half had nothing to wait for but the claim.
+DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
+    const u64 posted = load_fresh(words + JOBS_POSTED_NS);
+    const bool alone = load_fresh(words + JOBS_ALONE);
+    u64 done = 0, longest = 0;
+    bool any = false;
+    for (i32 a = 0; a < USED; a++) {
+        any |= seen[a].job != 0;
+        if (!seen[a].job || !seen[a].of_cpu)
+            continue;
+        done++;
+        longest = max(longest, alone ? seen[a].known_ns - posted : seen[a].waited_ns);
+        if (seen[a].job == 1 && seen[a].waited_ns) {
+            words[JOBS_TRIPS] += 1;
+            words[JOBS_TRIPS_NS] += seen[a].known_ns - posted;
+        }
+    }
+    if (!any)
+        return;
+    words[JOBS_DONE] += done;
+    words[JOBS_WAITED_NS] += longest;
+    volatile u64* const board = (volatile u64*)load_fresh(words + JOBS_BOARD);
+    board[BOARD_FAILED] = load_fresh(words + JOBS_FAILED);
+    board[BOARD_TAKEN] = load_fresh(words + JOBS_TAKEN);
+    board[BOARD_DONE] = words[JOBS_DONE];
+    board[BOARD_WAITED_NS] = words[JOBS_WAITED_NS];
+    board[BOARD_TRIPS] = words[JOBS_TRIPS];
+    board[BOARD_TRIPS_NS] = words[JOBS_TRIPS_NS];
+}
+
+// Rows from row0 on of what the CPU computed, by a warp. The first block asks for the answer and tells the others: hundreds
+// that asked over PCIe would take a good part of the link.
+DEVICE void fetch_result(const LayerJob& job, u64* words, i32 row0, i32 D, float* ys, JobSeen& seen) {
+    const i32 lane = threadIdx.x % WARP;
+    i32 state = SPARK_JOB_CLAIMED;
+    if (lane == 0 && blockIdx.x == 0) {
+        const bool done = await_done(job.record, job.number, load_fresh(words + JOBS_PATIENCE_NS), seen.waited_ns);
+        seen.known_ns = clock_ns();
+        state = done ? SPARK_JOB_DONE : NEVER_ANSWERED;
+        if (!done)
+            words[JOBS_FAILED] = job.number;
+        job.tell(state);
+    } else if (lane == 0) {
+        state = job.heard(SPARK_JOB_CLAIMED);
+    }
+    state = __shfl_sync(FULL_WARP, state, 0);
+    const u64 outputs = load_fresh(words + JOBS_OUTPUTS), each = load_fresh(words + JOBS_OUTPUT_BYTES);
+    const volatile float* const y = (const volatile float*)(outputs + job.place * each);
+    if (lane < UNITS * ROWS)
+        ys[lane] = state == SPARK_JOB_DONE && row0 + lane < D ? y[row0 + lane] : 0.0f;
+}
+#endif
+
 // The bound: as many blocks as a multiprocessor gets of two tokens' (experts.py), which is then one round of them.
 KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     down_one(const u8* active, const i32* n_active, const i32* pairs, const float* weights, i32 D, const float* z,
              const i8* zq, const float* zd, const i32* zsums, float* x, i32 add, const u8* beside,
-             const float* row_scale, i32 stage_bytes) {
+             const float* row_scale, i32 stage_bytes JOB_WORDS) {
     __shared__ float ys[RANKS][UNITS * ROWS], ws[RANKS];
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -285,7 +416,7 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     const bool valid = threadIdx.x < UNITS * ROWS && row < D, is_beside = RANKS > USED && warp == USED;
     dependency_release();
     // The source of the down part, its target, and whether there is such a record: as fetch_record, no more than needed.
-    __shared__ u64 words[RANKS][3];
+    __shared__ u64 words[RANKS][3 + JOBS];
     i32 place = warp;
     if constexpr (FOUND) {
         __shared__ i32 places[USED];
@@ -297,6 +428,8 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
         words[warp][lane] = load_fresh((const u64*)(active + (i64)max(place, 0) * 64) + (lane ? 5 : 2));
     else if (lane == 2)
         words[warp][2] = !is_beside && (FOUND ? place >= 0 : place < load_fresh(n_active));
+    else if (JOBS && !is_beside && lane == 3)
+        words[warp][2 + JOBS] = load_fresh((const u64*)(active + (i64)max(place, 0) * 64) + 7);
     __syncwarp();
     const bool active_rank = words[warp][2] != 0;
     const u8* const target = active_rank ? (const u8*)words[warp][1] : nullptr;
@@ -304,7 +437,18 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     const Rank<BESIDE_DOWN> last{base, beside, row0, D, stage_bytes};
     if (!is_beside && (!active_rank || target)) // gate_up writes what enters a slot; the rest is there already
         dependency_wait();
-    if (active_rank)
+    bool of_cpu = false;
+#if JOBS
+    const i32 job = active_rank ? (i32)(words[warp][3] >> 32) : 0;
+    if (job) {
+        dependency_wait(); // gate_up has told whose it is
+        of_cpu = LayerJob(jobs, job).heard(-1) != SPARK_JOB_DECLINED;
+    }
+    __shared__ JobSeen seen[USED];
+    if (!is_beside && lane == 0)
+        seen[warp] = {job, of_cpu, 0, 0};
+#endif
+    if (active_rank && !of_cpu)
         rank.begin();
     if (is_beside)
         last.begin();
@@ -315,11 +459,15 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     if (lane == 0)
         ws[warp] = active_rank ? weights[t * USED + warp] : is_beside && row_scale ? row_scale[t] : 0.0f;
     const Input input = global_input(z, zq, zd, zsums);
-    if (active_rank)
+#if JOBS
+    if (of_cpu)
+        fetch_result(LayerJob(jobs, job), jobs, row0, D, ys[warp], seen[warp]);
+#endif
+    if (active_rank && !of_cpu)
         rank.finish(input, t * USED + warp, ys[warp]);
     else if (is_beside)
         last.finish(input, gridDim.y * USED + t, ys[warp]);
-    else if (lane < UNITS * ROWS) // a step that does nothing has an empty table
+    else if (!of_cpu && lane < UNITS * ROWS) // a step that does nothing has an empty table
         ys[warp][lane] = 0.0f;
     __syncthreads();
     if (valid) {
@@ -332,6 +480,10 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
             r = r + (row_scale ? ws[RANKS - 1] * ys[RANKS - 1][threadIdx.x] : ys[RANKS - 1][threadIdx.x]);
         *to = r;
     }
+#if JOBS
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        note_jobs(jobs, seen);
+#endif
 }
 
 #endif

@@ -5,7 +5,7 @@
 //   u64 target[3]        where they are written, too, as they enter a slot; 0: nowhere
 //   i32 expert
 //   i32 first, count     pairs[first .. first + count]: the (token, rank) that use it, as t * n_used + a
-//   i32 0
+//   i32 job              from 1 on among the layer's jobs for the CPU; 0: none
 // Sources and targets are 16-byte aligned and padded to 16.
 //
 // Macros of both.
@@ -13,6 +13,7 @@
 //   DOWN_FLOAT       1: z are floats, else they are in 8 bits
 //   COLS             columns: D in first halves, F in second ones
 //   GELU             1: the activation is gelu, else silu
+//   JOBS             1: experts of one token may be the CPU's (jobs.cuh): gate_up, down_one
 //   WEIGHTED         1: products of gate are multiplied by gate_scales[expert]
 //   BESIDE           1: there is one expert more, of the same F, that every token uses, of matrices beside_gate and
 //                    beside_up. Its z follow those of the pairs
@@ -30,11 +31,14 @@
 #ifndef WEIGHTED
 #define WEIGHTED 0
 #endif
+#ifndef JOBS
+#define JOBS 0
+#endif
 
 struct ActiveExpert {
     const u8* source[3];
     u8* target[3];
-    i32 expert, first, count;
+    i32 expert, first, count, job;
 };
 
 // Words of a record and a word that says whether the table has it, for threads that read them together and then meet:
@@ -57,6 +61,7 @@ DEVICE bool read_record(const u64* words, ActiveExpert& record) {
     record.expert = (i32)words[6];
     record.first = (i32)(words[6] >> 32);
     record.count = (i32)words[7];
+    record.job = (i32)(words[7] >> 32);
     return words[RECORD_WORDS - 1] != 0;
 }
 

@@ -138,6 +138,23 @@ DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 // To host memory that the host polls: one store of 8 bytes, after everything this thread wrote before.
 DEVICE void store_system(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
+// From host memory that the host writes: what was written before it is seen behind this.
+DEVICE u64 load_system(const u64* p) {
+    u64 v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// Between a store and a load of different words that the host does in the other order (engine/formats/expert_job.h).
+DEVICE void fence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
+
+// Nanoseconds of a clock that all multiprocessors share; it counts by 32 on Hopper.
+DEVICE u64 clock_ns() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
+    return now;
+}
+
 // What v depends on is issued before a barrier that follows: compilers like to sink loads below a wait.
 DEVICE void settle(i32& v) { asm volatile("" : "+r"(v)); }
 DEVICE void settle(float& v) { asm volatile("" : "+f"(v)); }

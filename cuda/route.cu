@@ -3,6 +3,8 @@
 //
 // -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |heat| < 2^53.
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
+// -DJOBS=1: of one token's experts that miss and enter no slot, the last division[how many miss] are the CPU's: their records
+// have a job (experts.cuh), and jobs has the numbers (jobs.cuh). division [A + 1] is written between steps.
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
 // route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A) and at most MOST_THREADS: choice,
@@ -12,11 +14,9 @@
 //
 // What a step is worth is latency, not work: every load is issued before the first barrier that needs it, the
 // block meets four times, and nothing is loaded after the last one.
-#include "arithmetic.cuh"
-#include "order.cuh"
-#include "ptx.cuh"
+#include "choice.cuh"
+#include "jobs.cuh"
 
-#define PER_LANE ((EXPERTS + WARP - 1) / WARP)
 #define RECENT_TOKENS 32
 #define CHOOSE_WARPS 8
 #define MAX_PAIRS (RECENT_TOKENS * USED)
@@ -24,194 +24,11 @@
 #define NOBODY 0x7fffffffffffffffll // a sort key of no expert and of no slot
 #define COLDEST (-(1ll << 62))      // of an empty slot
 #define USE 65536                   // what a use adds to an expert's heat
-#define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
-#define LEAST_SUM 6.1e-5f // of sigmoids that are renormalized
-#ifndef SIGMOID
-#define SIGMOID 0
-#endif
-#ifndef BIAS
-#define BIAS 0
-#endif
-#ifndef SCALED
-#define SCALED 0
+#ifndef JOBS
+#define JOBS 0
 #endif
 
 // --- the choice -------------------------------------------------------------------------------------
-
-// A lane holds PER_LANE logits in a row, so that the lower lane has the smaller index.
-DEVICE void load_row(const float* logits, int lane, float (&x)[PER_LANE]) {
-    if constexpr (EXPERTS % 128 == 0) {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j += 4) {
-            const float4 v = *(const float4*)(logits + lane * PER_LANE + j);
-            x[j] = v.x, x[j + 1] = v.y, x[j + 2] = v.z, x[j + 3] = v.w;
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            const int e = lane * PER_LANE + j;
-            x[j] = e < EXPERTS ? logits[e] : 0.0f;
-        }
-    }
-}
-
-// The logits of a lane, the largest in front, the first of equals. A few are kept sorted, so that taking one is a shift;
-// many are searched again.
-struct Queue {
-    u32 order[PER_LANE];
-    int index[PER_LANE], at;
-
-    __device__ explicit Queue(const u32 (&given)[PER_LANE]) : at(0) {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++)
-            order[j] = given[j], index[j] = j;
-        if constexpr (SORTED) {
-#pragma unroll
-            for (int n = 1; n < PER_LANE; n++)
-#pragma unroll
-                for (int j = n; j > 0; j--)
-                    exchange(j - 1, j);
-        } else {
-            search();
-        }
-    }
-    __device__ u32 best() const { return SORTED ? order[0] : largest; }
-    __device__ int place() const { return SORTED ? index[0] : at; }
-    __device__ void pop() {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            if constexpr (SORTED) {
-                order[j] = j + 1 < PER_LANE ? order[(j + 1) % PER_LANE] : 0;
-                index[j] = index[(j + 1) % PER_LANE];
-            } else {
-                order[j] = j == at ? 0 : order[j];
-            }
-        }
-        if constexpr (!SORTED)
-            search();
-    }
-
-  private:
-    static constexpr bool SORTED = PER_LANE <= 8;
-    u32 largest;
-
-    // Neighbors only, and not if they are equal: so equals keep their order.
-    __device__ void exchange(int a, int b) {
-        const u32 first = order[a], second = order[b];
-        const int i = index[a], j = index[b];
-        const bool swap = second > first;
-        order[a] = swap ? second : first, order[b] = swap ? first : second;
-        index[a] = swap ? j : i, index[b] = swap ? i : j;
-    }
-    __device__ void search() {
-        largest = 0;
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++)
-            if (order[j] > largest)
-                largest = order[j], at = j;
-    }
-};
-
-// How scores become weights.
-struct Weighing {
-    int renormalize;
-    float scale;
-    const float* expert_scale; // [EXPERTS] or null
-};
-
-DEVICE float largest_of(const u32 (&order)[PER_LANE]) {
-    u32 best = 0;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++)
-        best = max(best, order[j]);
-    best = __reduce_max_sync(FULL_WARP, best);
-    return best > 1 ? value_of(best) : NEGATIVE_INFINITY;
-}
-
-// sum32 over all experts: term i belongs to lane i mod 32.
-DEVICE float sum_of_all(const float* logits, float top, int lane) {
-    float total = 0.0f;
-#pragma unroll 1
-    for (int e = lane; e < EXPERTS; e += WARP)
-        total = total + exponential(logits[e] - top);
-    return fold(total);
-}
-
-// What a lane knows of a choice: lane a < USED of the expert of rank a.
-struct Pick {
-    i32 expert;
-    float logit, top, of_all; // of the expert; largest of the row, and sum over it, where the weights take them
-};
-
-// One row by one warp. x, bias: load_row's. picked [USED]: shared memory, gets the experts.
-DEVICE Pick pick_row(const float* logits, const float (&x)[PER_LANE], const float (&bias)[PER_LANE], const i32* imposed,
-                     int lane, i32* picked) {
-    u32 order[PER_LANE], mine = 0; // of what this lane's experts are chosen by; of the one of rank `lane`
-    Pick pick = {0, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++)
-        order[j] = lane * PER_LANE + j < EXPERTS ? order_of(x[j]) : 0;
-    if constexpr (BIAS && !SIGMOID) {
-        pick.top = largest_of(order);
-        pick.of_all = sum_of_all(logits, pick.top, lane);
-    }
-    if constexpr (BIAS || SIGMOID)
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            const float score = SIGMOID ? sigmoid(x[j]) : exponential(x[j] - pick.top) / pick.of_all;
-            order[j] = lane * PER_LANE + j < EXPERTS ? order_of(BIAS ? score + bias[j] : score) : 0;
-        }
-    if (imposed) {
-        if constexpr (!BIAS && !SIGMOID)
-            pick.top = largest_of(order);
-        pick.expert = imposed[lane < USED ? lane : 0];
-        mine = order_of(logits[pick.expert]);
-        if (lane < USED)
-            picked[lane] = pick.expert;
-    } else {
-        Queue queue(order);
-#pragma unroll 1
-        for (int a = 0; a < USED; a++) {
-            const u32 best = __reduce_max_sync(FULL_WARP, queue.best());
-            const u32 holders = __ballot_sync(FULL_WARP, queue.best() == best);
-            if (lane == a)
-                mine = best;
-            if (queue.best() == best && (holders & ((1u << lane) - 1)) == 0) { // ties go to the lower lane
-                picked[a] = lane * PER_LANE + queue.place();
-                queue.pop();
-            }
-        }
-        __syncwarp();
-        pick.expert = picked[lane < USED ? lane : 0];
-        if constexpr (!BIAS && !SIGMOID) {
-            const u32 best = __shfl_sync(FULL_WARP, mine, 0);
-            pick.top = best > 1 ? value_of(best) : NEGATIVE_INFINITY;
-        }
-    }
-    pick.logit = BIAS || SIGMOID ? logits[pick.expert] : value_of(mine);
-    return pick;
-}
-
-// The weight of a lane's expert.
-DEVICE float weigh_row(const float* logits, const Pick& pick, const Weighing& rule, int lane) {
-    const float p = SIGMOID ? sigmoid(pick.logit) : exponential(pick.logit - pick.top);
-    float weight = p;
-    if (rule.renormalize) {
-        float total = __shfl_sync(FULL_WARP, p, 0);
-#pragma unroll
-        for (int a = 1; a < USED; a++)
-            total = total + __shfl_sync(FULL_WARP, p, a);
-        weight = __fdiv_rn(p, SIGMOID && total < LEAST_SUM ? LEAST_SUM : total);
-    } else if constexpr (!SIGMOID) {
-        weight = __fdiv_rn(p, BIAS ? pick.of_all : sum_of_all(logits, pick.top, lane));
-    }
-    if constexpr (SCALED) {
-        weight = weight * rule.scale;
-        if (rule.expert_scale)
-            weight = weight * rule.expert_scale[pick.expert];
-    }
-    return weight;
-}
 
 KERNEL choose(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
               const i32* imposed, i32* experts, float* weights) {
@@ -312,6 +129,10 @@ DEVICE i64 warmed(i64 heat, u32 uses, i64 clock, int memory) {
 // expert, first, count, 0). Experts that miss and enter no slot pass through `bypass` memory, place by record, while there
 // are places. Several tokens' records begin with those that miss, so that their bytes are under way first and these get
 // the places; one token's are in order of rank.
+struct Division {
+    i32 of_misses; // of as many misses as the thread's lane says
+    u64* jobs;     // the words of jobs.cuh
+};
 struct Bypass {
     u64 base;
     i64 expert_bytes, up_at, down_at;
@@ -320,7 +141,8 @@ struct Bypass {
 
 template <bool with_table>
 DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, int memory,
-                   i64 heat, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass) {
+                   i64 heat, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass,
+                   const Division& division = {}) {
     const int i = threadIdx.x, lane = i % WARP;
 
     const u32 counted = i < EXPERTS ? step.counted[i] : 0;
@@ -456,6 +278,20 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     if (i == 0 && (!any_missing || !enters_at(0)))
         *fetch_count = 0;
 
+    i32 job = 0;
+    if (JOBS && with_table && n_pairs == USED && i < WARP) {
+        const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0);
+        const u32 free = __ballot_sync(FULL_WARP, first && wanted >= 0 && !enters_at(wanted));
+        const i32 of_cpu = min(__shfl_sync(FULL_WARP, division.of_misses, __popc(misses)), __popc(free));
+        const i32 behind = __popc(free & ~((2u << lane) - 1)); // those of later ranks
+        job = free >> lane & 1 && behind < of_cpu ? of_cpu - behind : 0; // by rank, as blocks begin
+        if (lane == 0 && of_cpu) {
+            const u64 next = load_fresh(division.jobs + JOBS_NEXT);
+            division.jobs[JOBS_FIRST] = next;
+            division.jobs[JOBS_NEXT] = next + (u64)of_cpu;
+            division.jobs[JOBS_ALONE] = of_cpu == __popc(misses);
+        }
+    }
     if (with_table && first) {
         const bool enters = wanted >= 0 && enters_at(wanted);
         const bool passes = wanted >= 0 && !enters && record < bypass.n_places;
@@ -466,16 +302,22 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
             r[part] = source[part];
             r[3 + part] = enters ? step.leaving_ptr[wanted][part] : passes ? at : 0;
         }
-        *(int4*)(r + 6) = make_int4(expert, start, (int)step.uses[expert], 0);
+        *(int4*)(r + 6) = make_int4(expert, start, (int)step.uses[expert], job);
     }
 }
+
+#if JOBS
+#define DIVISION , const i32* of_misses, u64* jobs
+#else
+#define DIVISION
+#endif
 
 KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
              const i32* imposed, const u8* counted, const i32* active_step, int layer, int memory,
              const i32* slot_begin, i32* slot_of, i32* expert_of, i64* heat_of, const u8* pinned, i64* clock, i64* counts,
              i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* experts,
              float* weights, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, u64 bypass,
-             i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places) {
+             i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places DIVISION) {
     __shared__ Step step;
     const int i = threadIdx.x, lane = i % WARP, n_warps = blockDim.x / WARP;
     const Weighing rule = {renormalize, scale, expert_scale};
@@ -493,6 +335,11 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
     const i64 heat = i < EXPERTS ? s.heat[i] : 0;
     const u8 counts_row = first < T ? counted[first] : 0;
     const OwnSlot own = load_slot(s, begin, end);
+#if JOBS
+    const Division division = {of_misses[min(lane, USED)], jobs};
+#else
+    const Division division = {};
+#endif
     float x[PER_LANE], biases[PER_LANE];
     if (BIAS)
         load_row(bias, lane, biases);
@@ -536,7 +383,7 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
         step.resident[i] = slot >= 0;
     __syncthreads();
     settle<true>(step, s, own, end - begin, T * USED, now, memory, heat, fetch_rows, fetch_count, active, n_active, pairs,
-                 {bypass, expert_bytes, up_at, down_at, n_places});
+                 {bypass, expert_bytes, up_at, down_at, n_places}, division);
     if (last >= 0)
         weigh(last);
 }

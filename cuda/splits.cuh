@@ -12,6 +12,8 @@
 
 #define INFINITE __int_as_float(0x7f800000)
 
+constexpr float P_SCALE = 0x1p14f; // of probabilities: keeps them in halves clear of subnormals; cancels in o / l
+
 constexpr i32 WINDOW_BLOCKS = (WINDOW + 62) / 64 + 1; // that a row sees, at most
 constexpr i32 WINDOW_SPLIT = (WINDOW_BLOCKS - 2) / (SPLITS > 1 ? SPLITS - 1 : 1) + 1; // blocks
 constexpr i32 MOST_SPLITS = WINDOW ? (WINDOW_BLOCKS + WINDOW_SPLIT - 2) / WINDOW_SPLIT + 1 : SPLITS;

@@ -1,4 +1,4 @@
-// Matrix products of 3 to 32 rows of activations with at most four quantized matrices, on tensor cores. Twin: product.
+// Matrix products of 2 to 32 rows of activations with at most four quantized matrices, on tensor cores. Twin: product.
 //
 // y_m [T, n_m] = w_m [n_m, COLS] of x, or y_m += it where `add` is 1; before that, with WEIGHTED = 1, it is multiplied by
 // scale_m, with SCALED = 1, row t is multiplied by row_scale[t], and with CAPPED = 1 each element becomes
@@ -9,8 +9,8 @@
 // units, and nobody else reads them. q is in shared memory with SHARED = 1; with STAGED > 0, for at most as many tokens, the
 // columns of a run come with its weights; else it is read from global memory. Grid: any; block: 128 * QUADS threads.
 // Shared memory: with SHARED = 1 q, COLS rounded up to 48 more than a multiple of 128 a token; 64 * GROUPS bytes, with FEW
-// 32, for 32 columns (types with halves: twice as many); 16 KiB a quad; then the constants of a run and STAGES stages a warp, each
-// the weights of a run and STAGED * 304 bytes at most.
+// 32, for 32 columns (types with halves: twice as many); 16 KiB a quad, 8 with FEW and types without grids; then the
+// constants of a run and STAGES stages a warp, each the weights of a run and STAGED * 304 bytes at most.
 #include "wide.cuh"
 
 #ifndef WEIGHTED
@@ -54,7 +54,12 @@ static_assert(!FEW || GROUPS == 1, "few tokens are one group");
 constexpr i32 PAIRS = FEW ? FEW_TOKENS / 2 : GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
 constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
 constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
-constexpr i32 FOLD_FLOATS = PARTS * RUN * TILE_ROWS * GROUP; // of a quad
+constexpr bool UNPACKS = has_grid(TYPE0) || has_grid(TYPE1) || has_grid(TYPE2) || has_grid(TYPE3); // where sums meet
+// Of few tokens half of the lanes have sums of their own. Where weights are unpacked a part's sums stay in its own quarter
+// all the same, since the others may still be at work.
+constexpr bool NARROW = FEW && !UNPACKS;
+constexpr i32 FOLD_LANES = NARROW ? WARP / 2 : WARP;
+constexpr i32 FOLD_FLOATS = PARTS * 4 * FOLD_LANES * RUN; // of a quad
 
 // 16 rows of a matrix of n rows, or the `left` ones that there are; y: of the first one and token 0.
 struct Unit {
@@ -142,18 +147,20 @@ DEVICE void multiply_unit(float (&acc)[GROUPS][HELD_RUN<FEW>][4], const u8* stag
 // The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
 // quad gets row l / 4 + p / 2 * 8 and token 2 * (l % 4) + p % 2. fold: FOLD_FLOATS, where part, result and lane have
 // eight accumulators, of which every other four lanes have the two halves the other way round, for the banks' sake. Of few
-// tokens a lane has every other one, and the lane two further the others.
+// tokens a lane has every other one, and the lane two further the others: both have one place, and what the second gets
+// is the first's, since it has no token.
 DEVICE float fold_parts(const float (&acc)[HELD_RUN<FEW>][4], float* fold, i32 part) {
     const i32 lane = threadIdx.x % WARP, half = lane & 4;
+    const i32 place = NARROW ? lane / 4 * 2 + lane % 2 : FEW ? lane & ~2 : lane;
 #pragma unroll
     for (i32 c = 0; c < 4; c++) {
         if constexpr (FEW) {
-            float* const to = fold + ((part * 4 + c) * WARP + (lane & ~2)) * RUN;
+            float* const to = fold + ((part * 4 + c) * FOLD_LANES + place) * RUN;
 #pragma unroll
             for (i32 i = 0; i < RUN / 2; i++)
                 to[(2 * i + (lane & 2) / 2) ^ half] = acc[i][c];
         } else {
-            float* const to = fold + ((part * 4 + c) * WARP + lane) * RUN;
+            float* const to = fold + ((part * 4 + c) * FOLD_LANES + place) * RUN;
             *(float4*)(to + half) = make_float4(acc[0][c], acc[1][c], acc[2][c], acc[3][c]);
             *(float4*)(to + (half ^ 4)) = make_float4(acc[4][c], acc[5][c], acc[6][c], acc[7][c]);
         }
@@ -162,7 +169,7 @@ DEVICE float fold_parts(const float (&acc)[HELD_RUN<FEW>][4], float* fold, i32 p
     float v[PARTS][RUN];
 #pragma unroll
     for (i32 p = 0; p < PARTS; p++) {
-        const float* const from = fold + ((p * 4 + part) * WARP + lane) * RUN;
+        const float* const from = fold + ((p * 4 + part) * FOLD_LANES + place) * RUN;
         const float4 low = *(const float4*)(from + half), high = *(const float4*)(from + (half ^ 4));
         v[p][0] = low.x, v[p][1] = low.y, v[p][2] = low.z, v[p][3] = low.w;
         v[p][4] = high.x, v[p][5] = high.y, v[p][6] = high.z, v[p][7] = high.w;

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from engine.ground import protocol
-from engine.ground.config import DEVICES, DRAFTS, GUESSES, MAX_PARALLEL, EngineConfig, pool_size
+from engine.ground.config import DEVICES, DRAFTS, GUESSES, MAX_PARALLEL, EngineConfig, is_cpu_experts, pool_size
 from engine.ground.errors import (
     EXIT_INTERRUPTED,
     CancelledError,
@@ -385,6 +385,12 @@ def _gib(value: str) -> float:
     return number
 
 
+def _cpu_experts(value: str) -> str:
+    if not is_cpu_experts(value):
+        raise argparse.ArgumentTypeError(f"expected off, auto or a number of threads, found {value!r}")
+    return value
+
+
 def _draft(value: str) -> str:
     if value not in DRAFTS and not Path(value).is_file():
         raise argparse.ArgumentTypeError(f"expected {', '.join(DRAFTS)} or a file that drafts, found {value!r}")
@@ -426,6 +432,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--kv-pool", type=_pool, help="KV cache on the GPU: auto, or as 6GiB or 16384 (tokens) (default: auto)")
     add("--expect-ctx-tokens", type=_at_least(1), help="how long contexts mostly are (default: 32768)")
     add("--kv-type", type=_kv_type, help=f"type of the KV cache: {KV_WORDS}, or two as K,V (default: f16)")
+    add(
+        "--kv-recall-blocks",
+        type=_at_least(0),
+        help="blocks of the context that decoded tokens read, of those that need not be (default: all; not on a GPU)",
+    )
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add(
         "--parallel",
@@ -452,6 +463,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         "--draft-memory-mib",
         type=_amount("MiB"),
         help="MiB of host memory for texts of earlier requests, in which drafts are looked up (default: 64; 0: none)",
+    )
+    add(
+        "--cpu-experts",
+        type=_cpu_experts,
+        help="on a GPU: missed experts that the CPU computes beside it: off, auto, a number of threads (default: off)",
     )
     add("--guess", choices=GUESSES, help="count: make guesses of missing experts, and count them (default: off)")
     add("--pregate", type=Path, help="predictors to guess by (default: those beside the model, else its own routers)")

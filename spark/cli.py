@@ -13,13 +13,14 @@ from typing import Annotated, Literal
 import typer
 
 from engine.ground.config import EngineConfig
-from engine.ground.errors import EXIT_USAGE, DaemonError, DeadlineError, SparkError, UsageError
+from engine.ground.errors import EXIT_USAGE, SparkError, UsageError
+from spark import model_cli
 from spark.commands.ending import end
 from spark.commands.options import (
     AllowOriginOption,
-    CacheOption,
     ChunkOption,
     ContextOption,
+    CpuExpertsOption,
     Data,
     DeviceOption,
     DraftMemoryOption,
@@ -31,27 +32,22 @@ from spark.commands.options import (
     KVOption,
     Model,
     ModelOnWorkersOption,
-    ParallelOption,
     PoolOption,
-    ProfileOption,
     RayOption,
     ReadyOption,
     Served,
     SessionsData,
-    SparkOption,
     ThreadsOption,
     TraceOption,
     VramOption,
-    VramsOption,
     WorkerGpusOption,
     WorkersOption,
     cluster,
+    cpu_experts,
     drafts,
     kv,
     percentages,
-    placed_by,
     pool,
-    slots,
     spread,
 )
 from spark.commands.outputs import Reads, Writes, checked
@@ -248,8 +244,8 @@ def calibrate(
                 from spark.cluster import calibrating
 
                 report = calibrating.run(config, options, spread_over, deadlines, progress)
-    except (KeyboardInterrupt, SystemExit, DaemonError, DeadlineError):
-        if calibration.partial_path(target).exists():
+    except (KeyboardInterrupt, SystemExit, SparkError) as error:
+        if calibration.counted_by(target) and not isinstance(error, UsageError):  # which comes before there is work
             note(f"what was counted is in {calibration.partial_path(target)}; --resume goes on from there")
         raise
     note(f"profile written to {report.profile}")
@@ -424,83 +420,8 @@ def launch(
     raise typer.Exit(launching.launch(client, options, arguments or ()))
 
 
-@command()
-def inspect(
-    model: Model,
-    vram: VramsOption = None,
-    ctx: ContextOption = None,
-    kv_type: KVOption = "f16",
-    chunk: ChunkOption = None,
-    ready_timeout: ReadyOption = 120.0,
-    json_file: JsonOption = None,
-) -> None:
-    """Show what a model file is, whether it can be served, and what it would take.
-
-    The header alone is read, so the file may still be downloading, and no GPU is needed. Exit status 1 and one line
-    where something is missing: kernels for a type of its tensors, its architecture or a variant of it, its tokenizer.
-    """
-    from engine.placing import policies
-    from spark.commands.tables import show_inspection
-    from spark.pipeline import plan as planning
-
-    config = EngineConfig(
-        model=model, device="cuda", policy=policies.served(False).name, ctx_tokens=ctx, kv_type=kv(kv_type),
-        chunk_tokens=chunk,
-    )  # fmt: skip
-    report = planning.inspect(config, vram or (), ready_timeout)
-    save(json_file, report.to_json())
-    show_inspection(report)
-    if report.refusal is not None:
-        raise report.refusal
-
-
-@command()
-def plan(
-    model: Model,
-    vram: VramsOption = None,
-    spark: SparkOption = False,
-    profile: ProfileOption = None,
-    cache_slots: CacheOption = "auto",
-    ctx: ContextOption = None,
-    kv_pool: PoolOption = "auto",
-    expect_ctx: ExpectOption = None,
-    kv_type: KVOption = "f16",
-    chunk: ChunkOption = None,
-    parallel: ParallelOption = None,
-    draft: DraftOption = "auto",
-    ready_timeout: ReadyOption = 120.0,
-    json_file: JsonOption = None,
-) -> None:
-    """Show what serving would take of a GPU and of the host.
-
-    No weights are read. A model that cannot be served is refused as inspect would; a cap that is too small, with the
-    smallest that would do. Without a GPU the size of its context is an estimate. What --draft names counts.
-    """
-    from engine.placing import policies
-    from spark.commands.tables import show_plan
-    from spark.pipeline import plan as planning
-
-    path = placed_by(model, spark, profile)
-    known = path is not None and path.exists()
-    if path is not None and not known:
-        note(f"no profile at {path} yet: planned as serving would start, uniform")
-    config = EngineConfig(
-        model=model,
-        device="cuda",
-        policy=policies.served(spark).name,
-        profile=path if known else None,
-        cache_slots=slots(cache_slots),
-        ctx_tokens=ctx,
-        kv_pool=pool(kv_pool),
-        expect_ctx_tokens=expect_ctx,
-        kv_type=kv(kv_type),
-        chunk_tokens=chunk,
-        parallel=parallel,
-        draft=drafts(draft),
-    )
-    report = planning.plan(config, vram or (), ready_timeout)
-    save(json_file, report.to_json())
-    show_plan(report)
+command()(model_cli.inspect)
+command()(model_cli.plan)
 
 
 @command()
@@ -527,6 +448,7 @@ def bench(
     expect_ctx: ExpectOption = None,
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
+    on_cpu: CpuExpertsOption = "off",
     draft: DraftOption = "auto",
     draft_memory: DraftMemoryOption = 64.0,
     device: DeviceOption = "auto",
@@ -547,8 +469,8 @@ def bench(
 
     config = EngineConfig(
         model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_pool=pool(kv_pool),
-        expect_ctx_tokens=expect_ctx, kv_type=kv(kv_type), chunk_tokens=chunk, draft=drafts(draft),
-        draft_memory_mib=draft_memory, threads=threads,
+        expect_ctx_tokens=expect_ctx, kv_type=kv(kv_type), chunk_tokens=chunk,
+        cpu_experts=cpu_experts(on_cpu), draft=drafts(draft), draft_memory_mib=draft_memory, threads=threads,
     )  # fmt: skip
     options = benchmark.BenchOptions(percentages(residency), prompts, prompt_tokens, generate, tokens)
     with progress_bars() as progress:
@@ -560,26 +482,7 @@ def bench(
             raise SparkError(f"{what} changed tokens; that must never happen", hint="please report this with the model")
 
 
-@command("convert-drafter")
-def convert_drafter(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="HF_DIR", help="The checkpoint: config.json and safetensors."),
-        Reads(("config.json", "*.safetensors")),
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Drafter to write (GGUF)."), Writes()],
-    quantize: Annotated[Literal["Q8_0", "F16", "F32"], typer.Option(help="Type of its matrices.")] = "Q8_0",
-) -> None:
-    """Write the checkpoint of a DFlash drafter as a GGUF file.
-
-    A drafter guesses what a larger model generates next. The file is in llama.cpp's dialect, and inspect shows it.
-    """
-    from spark.pipeline.convert import convert
-
-    with progress_bars() as progress:
-        made = convert(folder, out, quantize, lambda a, b: progress("writing", a, b))
-    layers = ", ".join(map(str, made.captured))
-    note(f"drafter of {made.n_layer} layers, for layers {layers} of a model, written to {out}: {made.n_bytes:,} bytes")
+command("convert-drafter")(model_cli.convert_drafter)
 
 
 @command()

@@ -21,7 +21,7 @@ from typing import IO, Any, TypeAlias
 from urllib.parse import unquote
 
 from engine.ground.errors import FileFormatError, MissingExtraError, SparkError, UsageError
-from engine.ground.files import replacing, scratch
+from engine.ground.files import open_regular, replacing, scratch
 from engine.ground.install import requirement
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://")  # `::` chains, as in simplecache::s3://
@@ -205,11 +205,83 @@ def names(url: str) -> list[str]:
     """The names of the files in a folder behind a URL, sorted; none of one that is not there."""
     storage, target = _opened(url)
     try:
+        storage.invalidate_cache()  # others write there, too
         return sorted(Path(each).name for each in storage.ls(target, detail=False))
     except FileNotFoundError:
         return []
     except Exception as error:
         raise _failed("cannot read", url, error) from error
+
+
+def put(files: Sequence[tuple[Path, str]], url: str) -> None:
+    """Send local files to names in a folder behind a URL, many at a time; what has such a name is written over.
+
+    Names that nobody reads before it is known that all are there: of a broken one, half may be left.
+    """
+    storage, target = _opened(url)
+    try:
+        storage.put([str(file) for file, _ in files], [f"{target.rstrip('/')}/{name}" for _, name in files])
+    except Exception as error:
+        raise _failed("cannot write", url, error) from error
+
+
+def put_bytes(data: bytes, url: str) -> None:
+    """As `put`, of one that is in memory."""
+    with scratch() as made:
+        (made / "file").write_bytes(data)
+        folder, _, name = url.rpartition("/")
+        put([(made / "file", name)], folder)
+
+
+def get_bytes(url: str) -> bytes:
+    """All that a URL names."""
+    storage, target = _opened(url)
+    try:
+        return bytes(storage.cat_file(target))
+    except Exception as error:
+        raise _failed("cannot read", url, error) from error
+
+
+def copy(pairs: Sequence[tuple[str, str]], url: str) -> None:
+    """Copy files of a folder behind a URL to other names in it, many at a time, without fetching them."""
+    storage, target = _opened(url)
+    there = [[f"{target.rstrip('/')}/{name}" for name in names] for names in zip(*pairs, strict=True)]
+    try:
+        if there:
+            storage.copy(*there)
+    except Exception as error:
+        raise _failed("cannot write", url, error) from error
+
+
+def remove(url: str, names: Sequence[str] | None = None) -> None:
+    """Remove files of a folder behind a URL, those that are there; without names the folder, and all that is in it."""
+    storage, target = _opened(url)
+    try:
+        storage.invalidate_cache()
+        found = [target] if names is None else [f"{target.rstrip('/')}/{name}" for name in names]
+        found = [each for each in found if storage.exists(each)]
+        if found:
+            storage.rm(found, recursive=names is None)
+    except Exception as error:
+        raise _failed("cannot remove", url, error) from error
+
+
+def opened(given: str) -> IO[bytes]:
+    """A file to read here and there, without fetching all of it; of other storage, some of it at a time.
+
+    Raises SparkError where it cannot be read.
+    """
+    path = local(given)
+    try:
+        if path is not None:
+            return open_regular(path)
+        storage, target = _opened(given)
+        found: IO[bytes] = storage.open(target, "rb")
+        return found
+    except SparkError:
+        raise
+    except Exception as error:
+        raise _failed("cannot read", given, error) from error
 
 
 def joined(folder: str | Path, name: str) -> str:

@@ -14,8 +14,9 @@ from engine.formats.prefix_file import NAME
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
-from engine.memory.kv import DeltaShape, KVCache, KVGroup
+from engine.memory.kv import KVCache
 from engine.memory.prefix import PrefixCache
+from engine.memory.shape import DeltaShape, KVGroup
 from engine.ops.host import HostDevice
 
 FULL, FULL2, NARROW = KVGroup((0,), 1, 32), KVGroup((1,), 2, 32), KVGroup((2,), 1, 64, window=150)

@@ -18,7 +18,28 @@ settings.load_profile("shared machine")
 settings.register_profile("same examples", settings.get_profile("shared machine"), derandomize=True)
 
 
-def pytest_configure() -> None:
+# What takes longest begins first, lest one worker ends alone with it: most seconds of either suite first.
+LONGEST = (
+    "models/test_cuda_families.py", "running/test_cuda_mtp.py", "ops/test_cuda_compile.py", "ops/test_ops.py",
+    "running/test_cuda_engine.py", "cluster/test_ray.py", "cluster/test_ray_calibrate.py", "cluster/test_ray_kills.py",
+    "cluster/test_ray_store.py", "cluster/test_ray_validate.py", "cluster/test_ray_driver_kills.py",
+    "models/test_models.py", "serving/test_drafts.py",
+    "pipeline/test_pipeline.py", "running/test_reply_options.py", "running/test_decoding.py", "running/test_kv_pool.py",
+    "memory/test_swapped_models.py", "running/test_masked.py", "running/test_inspection.py", "commands/test_cli.py",
+    "server/test_page.py", "models/test_sidecar.py", "ops/test_cuda_attention.py", "running/test_together.py",
+    "commands/test_cli_signals.py", "ops/test_cuda_products.py", "memory/test_cuda_prefix.py", "server/test_serve.py",
+    "pipeline/test_storage.py", "placing/test_plan.py", "ops/test_cuda_flash.py", "server/test_connections.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
     # A background shell and nohup ignore these, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -45,7 +66,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     else:
         from tests.emulated_device import EmulatedDevice
 
-        found = EmulatedDevice(effort="-O0" if request.path.parent.name == "ops" else "-O2")
+        # Whole models: what -O2 would take longer to compile, they do not make up for. A kernel alone runs a few times.
+        found = EmulatedDevice(effort="-O0" if request.path.parent.name == "ops" else "-O1")
     yield found
     found.close()
 

@@ -24,12 +24,13 @@ from engine.ops import (
     Gating,
     KVLayer,
     Limits,
+    Recall,
     SharedExpert,
 )
 from engine.ops.cuda import ops
 from engine.placing.policy import SlotState
 
-RECORDS = (AttentionInput, DeltaInput, KVLayer, DeltaLayer, Fetches, Gating, SharedExpert, SlotState)
+RECORDS = (AttentionInput, DeltaInput, KVLayer, DeltaLayer, Fetches, Gating, SharedExpert, SlotState, Recall)
 
 
 class DeviceOps:
@@ -52,15 +53,19 @@ class DeviceOps:
         return call
 
     def attention(
-        self, _: Any, q: Any, kv: Any, table: Any, sequence: Any, positions: Any, scale: Any, out: Any, *more: Any
-    ) -> None:
+        self, _: Any, q: Any, kv: Any, table: Any, sequence: Any, positions: Any, scale: Any, out: Any, *more: Any,
+        recall: Any = None,
+    ) -> None:  # fmt: skip
         """As the op; the largest position is what the host knows of a long step."""
         there = [self._to(a) for a in (q, kv, table, sequence, positions)]
         result = self.device.upload(out)
         n_positions, *more = more or (0,)
         n_positions = int(positions.max()) + 1
-        ops.attention(self.ws, *there, float(scale), result, n_positions, *(self._to(a) for a in more))
+        read = self._to(recall)
+        ops.attention(self.ws, *there, float(scale), result, n_positions, *(self._to(a) for a in more), recall=read)
         out[...] = self.device.read(result)
+        if recall is not None:
+            self._back(recall, read)
 
     def product(self, w: QTensor, x: np.ndarray) -> np.ndarray:
         """y [T, N] = x w^T by the kernels that a step of len(x) tokens uses."""
@@ -153,7 +158,7 @@ class DeviceOps:
         elif isinstance(value, tuple):
             for v, t in zip(value, there, strict=True):
                 self._back(v, t)
-        elif isinstance(value, KVLayer | DeltaLayer | Fetches | SlotState):
+        elif isinstance(value, KVLayer | DeltaLayer | Fetches | SlotState | Recall):
             for f in fields(value):
                 if getattr(value, f.name) is not None:
                     self._back(getattr(value, f.name), getattr(there, f.name))

@@ -80,7 +80,7 @@ def _key_prefix() -> bytes:
     return b"\0".join([version, repr((FLAGS, cpu and cpu[0])).encode(), headers])
 
 
-def compile_module(module: Module, effort: str = "-O2") -> Path:
+def compile_module(module: Module, effort: str = "-O1") -> Path:
     """The shared library of a module, from the cache in the folder for temporary files or from g++.
 
     effort: what a model runs is worth the compiler's time; a kernel that one test launches a few times is not.
@@ -247,7 +247,7 @@ class EmulatedStream:
 class EmulatedDevice:
     """The `Device` of engine/ops/cuda/device.py on one thread of the CPU."""
 
-    def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30, effort: str = "-O2") -> None:
+    def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30, effort: str = "-O1") -> None:
         self.name, self.compiler = "emulated", "g++"
         self._effort = effort
         self.arch = arch

@@ -18,7 +18,7 @@ class SomeRight:
     def __init__(self, expected: Sequence[int], rng: np.random.Generator) -> None:
         self.expected, self.rng, self.closed = expected, rng, False
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         assert list(history) == list(self.expected[: len(history)]) and most > 0
         n = int(self.rng.integers(0, most + 1))
         follow = [*self.expected[len(history) :], *[0] * most][:n]

@@ -120,7 +120,7 @@ def test_what_the_wheel_is_and_holds(wheel: Path) -> None:
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
         (license_name,) = (n for n in names if n.endswith("/LICENSE"))
         assert b"Spark contributors" in archive.read(license_name)
-    headers = {"engine/formats/block_types.h", "engine/formats/grids.h"}
+    headers = {"engine/formats/block_types.h", "engine/formats/grids.h", "engine/formats/expert_job.h"}
     assert names >= headers | {"engine/lib/libspark_cpu.so", "engine/__main__.py", "spark/cli.py"}
     kernels = {f"engine/cuda/{path.name}" for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh")}
     assert {name for name in names if name.startswith("engine/cuda/")} == kernels and len(kernels) > 20

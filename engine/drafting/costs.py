@@ -35,6 +35,10 @@ class Costs:
         """Whether a plain step of replies was seen: what was tried at the start had no context, and drew nothing."""
         return self._n_plain > 0
 
+    def is_settled(self, n_drafted: int) -> bool:
+        """Whether steps with so many tokens of drafts were seen as often as makes a difference."""
+        return self._seen.get(n_drafted, 0) >= _MOST_SEEN
+
     def begin(self, seconds: dict[int, float]) -> None:
         """Take in what steps with so many tokens of drafts took once, with 0 among them, where nothing is known.
 

@@ -266,7 +266,7 @@ class DFlash:
             self._drafter.feed(self._ring, self._ring.waiting[:, : self._n], self._at)
             self._n = 0
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         """As `Source.promise`; None unless the features end right before the last token of `history`."""
         ring, drafter = self._ring, self._drafter
         n, end = min(most, drafter.config.block_tokens - 1), self._at + self._n if self._n else ring.end

@@ -1,8 +1,9 @@
 """How many tokens of each reply's draft a step gets: those that let the replies go on fastest, as far as is known here.
 
-A step with some tokens of a reply's draft gives it one token and those of the draft that stay. How many stay is
-expected from how drafts of the same source and grade fared lately, position by position: this reply's own, and as long
-as those are few all replies' (`Chances`). What a step takes is expected from steps with as many (`Costs`). The tokens
+A step with some tokens of a reply's draft gives it one token and those of the draft that stay. How many stay its source
+says, where it judges its drafts by itself; else it is expected from how drafts of the same source and grade fared
+lately, position by position: this reply's own, and as long as those are few all replies' (`Chances`). What a step takes
+is expected from steps with as many (`Costs`). The tokens
 taken are those with the largest sum of log(tokens / seconds) over the replies that share the step: for one it is its
 speed, and of several none is slowed for another's sake by more than the other gains.
 
@@ -37,7 +38,6 @@ _OWN = 20.0  # and what all replies saw, beside a reply's own
 _HOPE = 2.0  # outcomes, good ones, that are added where it is asked what may be
 _LEAST = 0.02  # chance of a token to stay, below which a draft is cut
 _MOST_SHARED = 1024  # decisions of replies that share a step that are remembered
-_NEVER = (-1, 0)
 _UNDECIDED: tuple[int, list[int]] = (-1, [])
 # Plain ones, after which a reply's decisions are made anew where no draft has been seen since: first, and at most.
 _SETTLED_STEPS = 48, 384
@@ -102,7 +102,7 @@ class Record:
     tallies: dict[str, Tally] = field(default_factory=dict)
     # By source and grade: when it was decided, and how many tokens of a draft of 0, 1, ...
     choices: _Decisions = field(default_factory=dict)
-    least: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `Gate.least`, and when that was
+    least: tuple[int, float] = (-1, 0.0)  # when `Gate.least` was found, and what
     # By source, grade and hope: the chances of a draft's tokens to stay, and the state of what they were made of.
     stay: dict[tuple[str, int, float], tuple[tuple[int, int, int], list[float]]] = field(default_factory=dict)
 
@@ -156,10 +156,12 @@ class Gate:
         self._making_s: dict[str, float] = {}  # what it takes to make a draft, by source, where it takes anything
         self._news = 0  # goes up when what was decided may be decided otherwise
         self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
+        self._may_hope = False  # what was seen to cost too much may be tried again
         self._since_plain = 0  # steps with drafts
         self._made: dict[int, _Decisions] = {key: {} for key in (1, 0, -1, -2)}  # of replies that saw none of a kind
         self._shared: dict[tuple[int, tuple[tuple[int, Promise] | None, ...]], list[int]] = {}  # of those that share
         self._shared_at = 0  # of so much news
+        self._lengths: tuple[int, ...] = ()  # of drafts that steps of one reply have room for
         self.tallies: dict[str, Tally] = {}
 
     def costs(self, n_replies: int, sampled: bool = False, followed: bool = False) -> Costs:
@@ -192,6 +194,7 @@ class Gate:
         if self._plain_steps >= self._settled_steps:
             self._plain_steps, self._settled_steps = 0, min(2 * self._settled_steps, _SETTLED_STEPS[1])
             self._news += 1
+            self._may_hope = True
         self._save(TRIAL_SHARE * seconds, costs)
 
     def share(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
@@ -204,11 +207,13 @@ class Gate:
         if len(offers) > 1 or offers[0] is None:
             return self._decided_together(offers, fits, most)
         promise, record = offers[0]
+        if promise.chances is not None:
+            self._lengths = tuple(n for n in range(1, MOST_TOKENS + 1) if fits(1 + n))
+            return [self._judged(promise, record, min(promise.n_tokens, most))]
         if self.decided(promise, record) is None:
             kind = promise[:2]
             made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
             made[kind] = self._news, self._by_length(promise, record, fits)
-            record.least.pop(promise.source, None)
         n = self.decided(promise._replace(n_tokens=min(promise.n_tokens, most)), record)
         return [n or 0]
 
@@ -222,28 +227,56 @@ class Gate:
 
         So next to nothing is done for a token where nothing is drafted.
         """
+        if promise.chances is not None:
+            return self._judged(promise, record, promise.n_tokens) if self._lengths else None
         kind = promise[:2]
         made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
         when, by_length = made.get(kind, _UNDECIDED)
         return by_length[promise.n_tokens] if when == self._news else None
 
-    def least(self, source: str, record: Record) -> int | None:
-        """The lowest grade of a source's drafts that a reply that is alone may get any of; None: it gets none.
-
-        By what was decided: of a grade of which nothing was, nothing is known.
-        """
-        when, least = record.least.get(source, _NEVER)
+    def least(self, record: Record) -> float:
+        """Tokens that must be expected of a draft for a reply that is alone to get any of it, at least."""
+        when, least = record.least
         if when != self._news:
-            n, least = len(self._priors[source]), 0
-            while least < n and self._decided_none((source, least), record):
-                least += 1
-            record.least[source] = self._news, least
-        return None if least == len(self._priors[source]) else least
+            costs = self.costs(1, record.sampled, record.followed)
+            least = self._least(costs) if costs.is_known else 0.0
+            record.least = self._news, least
+        return least
 
-    def _decided_none(self, kind: tuple[str, int], record: Record) -> bool:
-        made = record.choices if kind in record.chances else self._made[key_of(1, record.sampled, record.followed)]
-        when, by_length = made.get(kind, _UNDECIDED)
-        return when == self._news and not any(by_length)
+    def least_of_each(self, n_replies: int, sampled: bool) -> float:
+        """The same for each of some replies that share a step: half of what all would need on average.
+
+        Less of one seldom makes the step worth it, and to weigh it takes time.
+        """
+        costs = self.costs(n_replies, sampled)
+        return self._least(costs) / 2 if costs.is_known else 0.0
+
+    def _least(self, costs: Costs) -> float:
+        hopeful = self._may_hope or not costs.is_settled(1)
+        return GAIN * costs.of(1, hopeful) / costs.plain - 1.0
+
+    def _judged(self, promise: Promise, record: Record, most: int) -> int:
+        """How many tokens a reply that is alone gets of a draft whose source says what to expect.
+
+        Where none pays by what steps are known to take, what they may take decides, as far as a trial can be paid; of
+        what was seen often enough, once in so many steps without any draft.
+        """
+        assert promise.chances is not None
+        costs = self.costs(1, record.sampled, record.followed)
+        if not costs.is_known:
+            return 0
+        chances, making_s = list(promise.chances[:most]), self._making_s.get(promise.source, 0.0)
+        for hopeful in (False, True):
+            _, best, gain = max(_lone_choices(chances, self._lengths, costs, making_s, hopeful), default=(0, 0, 1.0))
+            if gain >= GAIN:
+                break
+        else:
+            return 0
+        if hopeful:
+            loss_s = making_s + costs.of(best) - costs.plain * (1.0 + sum(chances[:best]))
+            if loss_s > self._saved_s or (costs.is_settled(best) and not self._may_hope):
+                return 0
+        return best
 
     def _by_length(self, promise: Promise, record: Record, fits: Callable[[int], bool]) -> list[int]:
         """What `share` decides for a reply that is alone, for promises of 0, 1, ... tokens of this kind."""
@@ -267,7 +300,12 @@ class Gate:
         return decided
 
     def _decided_together(self, offers: Sequence[Offer | None], fits: Callable[[int], bool], most: int) -> list[int]:
-        """As `_decided`, which is remembered until there is news: most steps are offered what the last one was."""
+        """As `_decided`, which is remembered until there is news: most steps are offered what the last one was.
+
+        What sources judge by themselves is another with every step, and mostly too little by its sum.
+        """
+        if any(o is not None and o[0].chances is not None for o in offers):
+            return self._decided(offers, fits, most)
         if self._shared_at != self._news or len(self._shared) >= _MOST_SHARED:
             self._shared.clear()
             self._shared_at = self._news
@@ -284,12 +322,19 @@ class Gate:
             return none
         making_s = self._making(offers)
         stay = [None if o is None else self._stay(*o, 0.0) for o in offers]
+        is_judged = all(o is None or o[0].chances is not None for o in offers)
+        if is_judged:  # no step with drafts takes less than one with a token of them
+            gained = sum(math.log1p(sum(chances)) for chances in stay if chances) / len(offers)
+            if gained < math.log1p(self._least(costs)):
+                return none
         known = self._best(stay, costs, fits, most, making_s=making_s)
         if known.gain >= GAIN:
             return known.tokens
         may = [None if o is None else self._stay(*o, _HOPE) for o in offers]
         for hoped in reversed([*self._choices(may, costs, fits, most, True, making_s)]):
             if hoped.gain >= GAIN:
+                if is_judged and costs.is_settled(hoped.total) and not self._may_hope:
+                    continue
                 expected = _expected(stay, hoped.tokens)
                 if making_s + costs.of(hoped.total) - costs.plain * expected <= self._saved_s:
                     return hoped.tokens
@@ -327,7 +372,7 @@ class Gate:
         sampled, followed = any(r.sampled for r in records), any(r.followed for r in records)
         costs, drafted, gained = self.costs(len(fared), sampled, followed), 0, 0.0
         self._news += 1
-        self._plain_steps, self._settled_steps = 0, _SETTLED_STEPS[0]
+        self._plain_steps, self._settled_steps, self._may_hope = 0, _SETTLED_STEPS[0], False
         for one in fared:
             if one is None:
                 self._tokens += 1
@@ -371,6 +416,8 @@ class Gate:
 
     def _stay(self, promise: Promise, record: Record, hope: float) -> list[float]:
         """The chances that tokens 1, 2, ... of a draft stay; hope: good outcomes that are added to what was seen."""
+        if promise.chances is not None:
+            return list(promise.chances[: promise.n_tokens])
         kind = promise.source, promise.grade
         of_all, own = self._of_all(kind), record.chances.get(kind)
         state = of_all.n_noted, of_all.at, 0 if own is None else own.n_noted
@@ -438,7 +485,7 @@ class Gate:
 
 
 def _lone_choices(
-    stay: list[float], lengths: list[int], costs: Costs, making_s: float, hopeful: bool = False
+    stay: Sequence[float], lengths: Sequence[int], costs: Costs, making_s: float, hopeful: bool = False
 ) -> Iterator[tuple[int, int, float]]:
     """`Gate._choices` for one reply: each length, and of it and the shorter ones the best, and that one's gain."""
     best, best_gain, expected, added = 0, 1.0, 1.0, 0

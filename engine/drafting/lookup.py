@@ -1,17 +1,18 @@
 """Drafts by looking up: what followed the last tokens where they occurred before.
 
 A reply's own text (a prediction that the request carries, its prompt, what was drawn) and the texts of earlier
-requests are searched for the longest run of tokens that ends like the reply; what followed it is proposed. It is the
-surer the longer the run is, and where what followed the run the last times was the same. After
+requests are searched for the longest run of tokens that ends like the reply; what followed it is proposed. After
 Saxena, "Prompt lookup decoding" (2023), and SuffixDecoding (Oliaro et al., 2024), with hashes of runs of a few lengths
 in place of a suffix tree: memory is bounded, and a token is added and looked up in a microsecond (cpu/lookup.cpp).
 A hash that leads elsewhere costs a draft, never a token, and what is found is compared.
+
+How likely each token of a draft is right is judged by how long its run is, how that went on before, and how often the
+last token, two, four and eight were followed by it: by a logistic model that learns from what came, in all replies.
 """
 
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,41 +24,12 @@ from engine.ground.errors import CapacityError
 
 NAME = "lookup"
 LENGTHS = (2, 4, 8, 16, 32)  # of the runs that are hashed, as in cpu/lookup.cpp
-TOKEN_BYTES = 4 * (1 + 2 * len(LENGTHS))  # of memory for a token of a text, at most
-RUNS = (4, 8, 16, 32, 64)  # a draft is the surer the more of these its run is at least as long as
-# How a run went on where it is found and where it was before, SPARK_ONCE, ... of cpu/spark_cpu.h, and how sure that is:
-SEEN = (1, 0, 2, 3)  # once, then otherwise, then the same, then the same more than once
-GRADES = (1 + len(RUNS)) * len(SEEN)
+ORDERS = (1, 2, 4, 8)  # tokens of contexts whose next ones are counted
+TOKEN_BYTES = 4 * (1 + 2 * len(LENGTHS)) + 8 * len(ORDERS)  # of memory for a token of a text, at most
+MOST_RUN = 64  # tokens that are compared
 MOST_TOKENS = 64  # of a draft
-
-# Chances of a draft's tokens by its grade, at positions 0, 1, 2-3, 4-7, 8-15 and from 16 on, each given that all before
-# it stayed: of the sample sessions (drafts.py chances), the lower of their two sets, rounded down.
-PRIORS = (
-    (0.15, 0.50, 0.60, 0.70, 0.80, 0.85),
-    (0.35, 0.50, 0.55, 0.70, 0.75, 0.85),
-    (0.40, 0.50, 0.60, 0.70, 0.80, 0.85),
-    (0.70, 0.50, 0.55, 0.70, 0.80, 0.85),
-    (0.35, 0.60, 0.70, 0.75, 0.85, 0.90),
-    (0.55, 0.65, 0.70, 0.75, 0.85, 0.90),
-    (0.65, 0.70, 0.70, 0.75, 0.85, 0.90),
-    (0.85, 0.65, 0.75, 0.75, 0.85, 0.90),
-    (0.60, 0.80, 0.80, 0.85, 0.85, 0.90),
-    (0.75, 0.80, 0.80, 0.80, 0.85, 0.90),
-    (0.80, 0.80, 0.85, 0.85, 0.85, 0.90),
-    (0.95, 0.85, 0.85, 0.90, 0.85, 0.90),
-    (0.70, 0.85, 0.85, 0.90, 0.90, 0.90),
-    (0.85, 0.85, 0.85, 0.85, 0.90, 0.90),
-    (0.90, 0.90, 0.90, 0.90, 0.90, 0.90),
-    (0.95, 0.85, 0.85, 0.85, 0.90, 0.90),
-    (0.80, 0.85, 0.90, 0.85, 0.90, 0.90),
-    (0.85, 0.90, 0.85, 0.90, 0.90, 0.90),
-    (0.90, 0.90, 0.90, 0.90, 0.90, 0.90),
-    (0.95, 0.90, 0.90, 0.90, 0.90, 0.90),
-    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
-    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
-    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
-    (0.95, 0.95, 0.95, 0.95, 0.95, 0.95),
-)
+# Of drafts under this name that somebody else makes, who does not judge them: as `gate.Priors`.
+PRIORS = ((0.35, 0.50, 0.60, 0.70, 0.80, 0.85),)
 
 
 class Memory:
@@ -104,7 +76,17 @@ class Lookup:
         self._is_open = bool(text)
         self._known = 0  # tokens of the history that it has
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+    @property
+    def run(self) -> int:
+        """Of what was promised last: tokens that equal those ahead of where it was found, MOST_RUN at most."""
+        return int(self._look.run)
+
+    @property
+    def seen(self) -> int:
+        """How the run went on there and before: 0 once; else 1 otherwise than before, 2 the same, 3 often the same."""
+        return int(self._look.seen)
+
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         """As `Source.promise`."""
         look, n = self._look, len(history) - self._known
         look.n_new = 0
@@ -112,7 +94,7 @@ class Lookup:
             look.n_new, look.tokens[0] = 1, history[-1]
         elif 1 < n <= _MOST_NEW:
             look.n_new, look.tokens[:n] = n, history[-n:]
-        look.most, look.least = most, _LEAST[least]
+        look.most, look.least = most, least
         self._known += n
         if not self._is_open or (n > _MOST_NEW and not self._take(history[-n:])):
             return None
@@ -122,13 +104,11 @@ class Lookup:
             if found < 0:  # memory has run out
                 self.close()
             return None
-        promise: Promise = _PROMISES[_grade(look.run, look.seen)][found]
-        return promise
+        return Promise(NAME, 0, found, tuple(look.chances[: look.n_chances]))
 
     def draft(self, n_tokens: int) -> Draft:
         """As `Source.draft`."""
-        look = self._look
-        return Draft(NAME, _grade(look.run, look.seen), tuple(look.tokens[:n_tokens]))
+        return Draft(NAME, 0, tuple(self._look.tokens[:n_tokens]))
 
     def close(self) -> None:
         """As `Source.close`."""
@@ -144,10 +124,4 @@ class Lookup:
         return self._is_open
 
 
-def _grade(run: int, seen: int) -> int:
-    return len(SEEN) * bisect_right(RUNS, run) + SEEN[seen]
-
-
 _MOST_NEW = 8  # tokens that are handed over one by one
-_LEAST = tuple(run for run in (0, *RUNS) for _ in SEEN)  # the shortest run of each grade
-_PROMISES = tuple(tuple(Promise(NAME, grade, n) for n in range(MOST_TOKENS + 1)) for grade in range(GRADES))

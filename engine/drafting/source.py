@@ -24,22 +24,24 @@ class Promise(NamedTuple):
     """A draft that a source can make: what is known of it before anybody wants its tokens.
 
     source: who makes it. grade: 0, 1, ...: how sure it is; drafts of one source and grade are judged by how those
-    before them fared. n_tokens: that it has at most.
+    before them fared. n_tokens: that it has at most. chances: of its first tokens to be right, each with all before it,
+    by a source that judges them by itself; None: it does not.
     """
 
     source: str
     grade: int
     n_tokens: int
+    chances: tuple[float, ...] | None = None
 
 
 class Source(Protocol):
     """What drafts for one reply. It is asked for a promise with every token, which costs next to nothing."""
 
-    def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         """What can be proposed behind `history`, a prompt and a reply so far, at most `most` tokens; None: nothing.
 
         history: that of the call before with more tokens behind it, of which the source need not have been told. least:
-        the grade below which nobody wants any.
+        tokens of a draft that must be expected to be right for anybody to want it; who does not judge drafts promises.
         """
 
     def draft(self, n_tokens: int) -> Draft | None:

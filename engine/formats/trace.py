@@ -8,13 +8,14 @@ layer; the rows of a token follow each other in the order of the layers.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ VERSION = 1
 PART_ROWS = 65_536
 PART_BYTES = 64 << 20
 
-_PART_NAME = re.compile(r"part-\d{6}\.parquet")
+_PART_NAME = re.compile(r"part-\d{6,}\.parquet")
 _METADATA = b"spark.trace"
 _HALF_MAX = float(np.finfo(np.float16).max)
 
@@ -112,16 +113,17 @@ def estimate_bytes(tokens: int, layers: int, n_expert_used: int, n_embd: int, hi
 
 def part_paths(directory: Path) -> list[Path]:
     """The parts of a trace in order; FileFormatError if there is a gap in their numbers."""
-    found = sorted(path for path in directory.glob("part-*") if _PART_NAME.fullmatch(path.name))
+    found = [path for path in directory.glob("part-*") if _PART_NAME.fullmatch(path.name)]
+    found.sort(key=lambda path: (len(path.name), path.name))
     for number, path in enumerate(found):
-        if path.name != _part_name(number):
-            raise FileFormatError(f"{directory}: expected {_part_name(number)}, found {path.name} next")
+        if path.name != part_name(number):
+            raise FileFormatError(f"{directory}: expected {part_name(number)}, found {path.name} next")
     return found
 
 
 def n_parts(directory: Path, known: int = 0) -> int:
     """How many parts a trace has, of which so many are known: one look at each that came since."""
-    while (directory / _part_name(known)).exists():
+    while (directory / part_name(known)).exists():
         known += 1
     return known
 
@@ -210,7 +212,7 @@ class TraceWriter:
         """Write the tokens that wait, if any, as a part; returns the number of parts in the folder."""
         if self._waiting:
             tokens, self._waiting, self._n_waiting = self._waiting, [], 0
-            _write(_table(tokens, self._model), self._directory / _part_name(self._next))
+            _write(_table(tokens, self._model), self._directory / part_name(self._next))
             self._next += 1
         return self._next
 
@@ -227,10 +229,12 @@ class TraceWriter:
 def read_routing(directory: Path, model_id: str, sessions: Container[str] | None = None) -> RoutingTrace:
     """Read the routing of a whole trace, or of some sessions of it: of no tokens, if it has none of theirs.
 
-    Raises WrongModelError if it is of another model; FileFormatError, naming the part, if there is none, one is
-    missing, truncated or garbled, or a token lacks a layer.
+    Of parts that have none of the sessions that are asked for, names are read and no more. Raises WrongModelError if it
+    is of another model; FileFormatError, naming the part, if there is none, one is missing, truncated or garbled, or a
+    token lacks a layer.
     """
-    parts = [_of_sessions(part, sessions) for part in iter_parts(directory, model_id, ("experts",))]
+    found = iter_parts(directory, model_id, ("experts",), sessions)
+    parts = [_of_sessions(part, sessions) for part in found]
     numbers: dict[str, int] = {}
     session = []
     for part in parts:
@@ -263,10 +267,13 @@ def _of_sessions(part: TracePart, sessions: Container[str] | None) -> TracePart:
     )
 
 
-def iter_parts(directory: Path, model_id: str, columns: Collection[str]) -> Iterator[TracePart]:
+def iter_parts(
+    directory: Path, model_id: str, columns: Collection[str], sessions: Container[str] | None = None
+) -> Iterator[TracePart]:
     """Read a trace part by part, with those of the columns experts, weights and hidden that are asked for.
 
-    Every part is checked as it is read. Raises as `read_routing` does, and FileFormatError if hidden states are
+    sessions: parts that have none of theirs are left out, but for the first. Every part is checked as it is read.
+    Raises as `read_routing` does, and FileFormatError if hidden states are
     asked for that were not traced.
     """
     paths = part_paths(directory)
@@ -274,7 +281,7 @@ def iter_parts(directory: Path, model_id: str, columns: Collection[str]) -> Iter
         hint = "`spark calibrate --trace` writes one"
         raise FileFormatError(f"{directory}: expected the parts of a trace, found none", hint=hint)
     expected: TraceModel | None = None
-    for path in paths:
+    for number, path in enumerate(paths):
         with _opened(path, model_id) as (file, model):
             expected = expected or model
             if model != expected:
@@ -282,8 +289,25 @@ def iter_parts(directory: Path, model_id: str, columns: Collection[str]) -> Iter
             if "hidden" in columns and not model.hidden:
                 hint = "`spark calibrate --trace DIR --hidden` records them"
                 raise FileFormatError(f"{path}: expected hidden states, found none", hint=hint)
+            if number and sessions is not None and not any(name in sessions for name in _sessions_of(path, file)):
+                continue
             part = _read(path, file, model, columns)
         yield part
+
+
+def without_hidden(path: Path, model_id: str) -> bytes:
+    """What a part would be that was traced without hidden states; raises as `read_routing` does."""
+    import pyarrow as pa
+
+    with _opened(path, model_id) as (file, model):
+        schema = _schema(replace(model, hidden=False))
+        try:
+            columns = file.read(schema.names).columns
+        except (pa.ArrowException, OSError) as error:
+            raise _broken(path, f"a damaged file ({error})") from error
+    made = io.BytesIO()
+    _write_table(pa.table(columns, schema=schema), made)
+    return made.getvalue()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,7 +325,8 @@ def _row_bytes(n_expert_used: int, n_embd: int, hidden: bool) -> int:
     return 12 + 4 * n_expert_used + (2 * n_embd if hidden else 0)
 
 
-def _part_name(number: int) -> str:
+def part_name(number: int) -> str:
+    """The name of a part, from 0 on; of more than a million they grow longer."""
     return f"part-{number:06d}.parquet"
 
 
@@ -349,19 +374,23 @@ def _table(tokens: Sequence[_Tokens], model: TraceModel) -> pa.Table:
 
 def _write(table: pa.Table, path: Path) -> None:
     """Write a part atomically."""
+    with replacing(path, "the trace", mode=0o600, hint="the parts before it are whole") as file:
+        _write_table(table, file)
+
+
+def _write_table(table: pa.Table, file: IO[bytes]) -> None:
     import pyarrow.parquet as pq
 
-    with replacing(path, "the trace", mode=0o600, hint="the parts before it are whole") as file:
-        pq.write_table(
-            table,
-            file,
-            # Dictionaries pack what repeats into a few bits; half floats hardly compress by any means,
-            # and their statistics would take most of the time.
-            use_dictionary=["session_id", "position", "layer", "experts.list.element"],
-            compression="none",
-            write_statistics=False,
-            write_page_checksum=True,
-        )
+    pq.write_table(
+        table,
+        file,
+        # Dictionaries pack what repeats into a few bits; half floats hardly compress by any means,
+        # and their statistics would take most of the time.
+        use_dictionary=["session_id", "position", "layer", "experts.list.element"],
+        compression="none",
+        write_statistics=False,
+        write_page_checksum=True,
+    )
 
 
 def _broken(path: Path, found: object) -> FileFormatError:
@@ -406,6 +435,18 @@ def _described(path: Path, schema: pa.Schema) -> TraceModel:
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"impossible sizes {sizes}")
     return model
+
+
+def _sessions_of(path: Path, file: pq.ParquetFile) -> list[str]:
+    """The sessions of a part, without reading what they were routed to."""
+    import pyarrow as pa
+
+    try:
+        found = file.read(["session_id"]).column("session_id").combine_chunks()
+    except (pa.ArrowException, OSError) as error:
+        raise _broken(path, f"a damaged file ({error})") from error
+    names: list[str] = found.dictionary.to_pylist()
+    return names
 
 
 def _read(path: Path, file: pq.ParquetFile, model: TraceModel, columns: Collection[str]) -> TracePart:

@@ -12,6 +12,7 @@ DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 DRAFTS = ("auto", "off", "lookup", "mtp")
 GUESSES = ("off", "count")
 EXPECT_CTX_TOKENS = 32768  # where nobody says how long contexts are
+MAX_CPU_EXPERTS = 1024  # threads
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
 
 
@@ -48,9 +49,13 @@ class EngineConfig:
         the block that predicts further tokens (`mtp`), of the model's file or of one beside it, or what a file holds,
         by its path: a drafter or such a block. `auto` is what has been shown never to slow a reply: lookup.
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
+    cpu_experts: on a GPU, missed experts that the CPU computes beside it: `off`, as many threads as there are cores to
+        spare (`auto`), or a number of threads.
     guess: `count`: on a host, guesses of missing experts are made beside decoding steps and counted, and do nothing
         else (measurements); `off`.
     pregate: the file of predictors that guesses are made by; None: the one beside the model, else its own routers.
+    kv_recall_blocks: full blocks of 64 positions that decoded tokens read beside the first, the last and what their
+        request keeps, unless it says otherwise; None: all tokens read all.
     plan_only: say what memory it would take, and end; no weights are read.
     """
 
@@ -77,14 +82,21 @@ class EngineConfig:
     idle_release_s: float | None = None
     draft: str = "auto"
     draft_memory_mib: float = 64.0
+    cpu_experts: str = "off"
     guess: str = "off"
     pregate: Path | None = None
+    kv_recall_blocks: int | None = None
     plan_only: bool = False
 
     @property
     def draft_file(self) -> Path | None:
         """The file of a drafter or a block that `draft` names."""
         return None if self.draft in DRAFTS else Path(self.draft)
+
+
+def is_cpu_experts(text: str) -> bool:
+    """Whether a `cpu_experts` can be meant: off, auto, or a number of threads."""
+    return text in ("off", "auto") or (text.isdecimal() and text.isascii() and 0 < int(text) <= MAX_CPU_EXPERTS)
 
 
 def pool_size(text: str) -> tuple[int | None, float | None]:

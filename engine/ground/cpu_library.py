@@ -1,7 +1,7 @@
 """The shared library of `cpu/`: where it lies, its records and the signatures of its functions.
 
-The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, engine/placing/simulate.py and engine/drafting/lookup.py
-what is theirs.
+The counterpart of cpu/spark_cpu.h; engine/ops/cpu.py uses it, engine/ops/jobs.py, engine/placing/simulate.py and
+engine/drafting/lookup.py what is theirs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.resources
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 from engine.ground.errors import SparkError
 
-ABI = 9  # SPARK_CPU_ABI
+ABI = 13  # SPARK_CPU_ABI
 BAD_TYPE = 2  # SPARK_BAD_TYPE
 ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # worst first, by their numbers in the header
 LIBRARY_NAMES = ("libspark_cpu.so", "libspark_cpu.dylib")
@@ -91,9 +91,38 @@ class LookRecord(ctypes.Structure):
 
     _fields_ = (
         ("text", c_void_p),
-        *((name, c_int32) for name in ("n_new", "most", "least", "n", "run", "seen")),
-        ("tokens", c_int32 * 64),
+        *((name, c_int32) for name in ("n_new", "most", "n", "run", "seen", "n_chances")),
+        ("least", c_float), ("tokens", c_int32 * 64), ("chances", c_float * 31),
     )
+
+
+class JobRecord(ctypes.Structure):
+    """spark_job of engine/formats/expert_job.h: an expert's work."""
+
+    _fields_ = (
+        ("posted", c_uint64), ("back", c_uint64), ("unused", c_uint64 * 6),
+        ("source", c_uint64 * 3), ("input", c_uint64), ("input_scales", c_uint64), ("output", c_uint64),
+        ("output_scales", c_uint64), ("gate_scale", c_float),
+        *((name, c_int32) for name in ("bank", "part", "first", "last", "count")),
+        ("token", c_uint8 * 32), ("more", c_uint8 * 16),
+        ("answer", c_uint64), ("claimed_ns", c_uint64), ("done_ns", c_uint64),
+        ("accepted", c_uint64), ("rest", c_uint64 * 4),
+    )  # fmt: skip
+
+
+class BankRecord(ctypes.Structure):
+    """spark_bank: types and shapes of experts that are alike."""
+
+    _fields_ = (("type", c_int64 * 3), ("n_embd", c_int64), ("n_ff", c_int64), ("activation", c_int64))
+
+
+class JobsPlanRecord(ctypes.Structure):
+    """spark_jobs_plan: what a pool of threads is made of."""
+
+    _fields_ = (
+        ("ring", c_void_p), ("n_records", c_int64), ("banks", c_void_p), ("n_banks", c_int64), ("cores", c_void_p),
+        *((name, c_int64) for name in ("threads", "isa", "max_tokens", "spin_ns", "nap_ns")),
+    )  # fmt: skip
 
 
 STATE_ARRAYS = (
@@ -119,7 +148,9 @@ SIGNATURES = {
     "spark_norm": "PiiPfP",
     "spark_add_norm": "PiiPfPf",
     "spark_attention_input": "PiPfPPPPPPPiiPPPPiPP",
-    "spark_attention": "PiiPPiiPPfPiPww",
+    "spark_attention": "PiiPPiiPPfPiPwwPPP",
+    "spark_summarize": "PPPiiP",
+    "spark_choose": "PiiiiPiPiiPPPPfPPPP",
     "spark_attention_output": "PiPPw",
     "spark_router": "PiPfPPP",
     "spark_route": "PiiPPiPiPPPP",
@@ -140,18 +171,34 @@ TEXTS: dict[str, tuple[type[Any] | None, str]] = {
     "spark_text_take": (c_int32, "PPi"),
     "spark_text_propose": (None, "P"),
 }
+# Those of jobs, likewise.
+JOBS: dict[str, tuple[type[Any] | None, str]] = {
+    "spark_jobs_create": (c_void_p, "P"),
+    "spark_jobs_destroy": (None, "P"),
+    "spark_jobs_wake": (None, "P"),
+    "spark_jobs_drain": (c_int32, "Pi"),
+    "spark_jobs_reset": (None, "P"),
+    "spark_jobs_counts": (None, "PP"),
+    "spark_jobs_hold": (None, "Pwi"),
+    "spark_job_post": (None, "Piii"),
+    "spark_job_take_back": (c_int32, "Pii"),
+    "spark_job_wait": (c_int32, "Piii"),
+}
 _CTYPES = {"P": c_void_p, "i": c_int64, "w": c_int32, "f": c_float}
 
 
 def library_path() -> Path:
     """Where the compiled kernels are; SparkError where they are not."""
-    # An installed wheel has the library inside the package; an editable install only beside its metadata.
-    places = [Path(str(importlib.resources.files("engine"))) / "lib"]
+    # An installed wheel has the library inside the package; an editable install only beside its metadata; a source tree
+    # that was built and is not installed where it runs has it where it was built.
+    package = Path(str(importlib.resources.files("engine")))
+    places = [package / "lib"]
     try:
         installed = importlib.metadata.distribution("spark-moe")
         places.append(Path(str(installed.locate_file("engine/lib"))))
     except importlib.metadata.PackageNotFoundError:
         pass
+    places += sorted(package.parent.glob("build/py3-none-*"))
     for place in places:
         for name in LIBRARY_NAMES:
             if (place / name).is_file():
@@ -190,7 +237,7 @@ def load() -> ctypes.CDLL:
     library.spark_simulate.restype = c_int32
     library.spark_residents.argtypes = [c_int64 if a == "i" else c_void_p for a in "PiiiPiPiiiPiP"]
     library.spark_residents.restype = c_int32
-    for name, (result, arguments) in TEXTS.items():
+    for name, (result, arguments) in (TEXTS | JOBS).items():
         function = getattr(library, name)
         function.argtypes = [_CTYPES[a] for a in arguments]
         function.restype = result

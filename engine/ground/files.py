@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -93,15 +94,20 @@ def hold(path: Path, *, alone: bool, patience_s: float = 0.0) -> IO[bytes] | Non
     """Hold a file, which is made where there is none, until what is returned is closed, or the process ends.
 
     alone: while nobody else does; else beside others that hold it so. None where the file system has no locks. Raises
-    BlockingIOError where others keep it for longer than patience_s, and OSError where it cannot be made or is a
-    symbolic link, which could make a file anywhere.
+    BlockingIOError where others keep it for longer than patience_s, and OSError where it cannot be made, is no file or
+    is a symbolic link, which could make a file anywhere.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if path.is_symlink():
             raise OSError(error.errno, f"its {path.name} is a symbolic link; remove that") from error
+        if path.is_dir():
+            raise OSError(error.errno, f"its {path.name} is a folder; remove that") from error
         raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"its {path.name} is no file; remove that")
     file = os.fdopen(descriptor, "r+b")
     how, until_s = fcntl.LOCK_EX if alone else fcntl.LOCK_SH, time.monotonic() + patience_s
     while True:

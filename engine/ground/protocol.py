@@ -21,6 +21,8 @@ from engine.ground import checks
 from engine.ground.checks import Check
 from engine.ground.config import EngineConfig
 from engine.ground.errors import RequestError, SparkError
+from engine.ground.recall import CHECK as RECALL_CHECK
+from engine.ground.recall import KVRecall
 from engine.ground.sampling import CHECK, GREEDY, Sampling
 
 PROTOCOL = 1
@@ -55,6 +57,7 @@ class Generate:
         (any more), it changes nothing.
     draft: whether tokens may be proposed that are checked beside the one that is due; it changes no token.
     prediction: tokens that may come in the reply, to propose from.
+    kv_recall: what decoded tokens read of the context, where the engine reads a part; None: as it does by itself.
     """
 
     id: int
@@ -68,6 +71,7 @@ class Generate:
     same_prompt_as: int | None = None
     draft: bool = True
     prediction: tuple[int, ...] | None = None
+    kv_recall: KVRecall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,7 @@ class Tokens:
     """Tokens that a Generate request produced, in order, without the stop token.
 
     logprobs, top: where asked for, of each token its log-probability, and the likeliest as (token, log-probability),
-    likeliest first. drafts: as of `Usage`, of the request so far; None where nothing was drafted.
+    likeliest first. drafts, recall: as of `Usage`, of the request so far; None where nothing was drafted, all is read.
     """
 
     id: int
@@ -177,6 +181,7 @@ class Tokens:
     logprobs: tuple[float, ...] | None = None
     top: tuple[tuple[tuple[int, float], ...], ...] | None = None
     drafts: Mapping[str, Mapping[str, int]] | None = None
+    recall: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +217,16 @@ class Usage:
     """Tokens read and tokens produced; `cached_tokens` of those read were not computed, an earlier request had been.
 
     drafts: by source, tokens that were `drafted`, and those of them that were `accepted`, which were produced.
+    recall: where a part of the context may be read, how many `tokens` were fed so, KV `blocks` that these had before
+    them, those that were `read`, and the shares of softmax mass that were left out, as estimated: `left_out_max` of
+    any token, layer and head, `left_out_mean`.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     drafts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    recall: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +339,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "same_prompt_as": checks.optional(_ID),
                 "draft": checks.boolean,
                 "prediction": checks.optional(_INPUT),
+                "kv_recall": checks.optional(RECALL_CHECK),
             },
         ),
         "score": (
@@ -368,6 +378,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                 "logprobs": checks.optional(checks.items(_FLOAT, MAX_TOKENS)),
                 "top": checks.optional(_TOP),
                 "drafts": checks.optional(checks.mapping),
+                "recall": checks.optional(checks.mapping),
             },
         ),
         "progress": (
@@ -387,6 +398,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], dict[str, Check]]]] = {
                         "completion_tokens": _COUNT,
                         "cached_tokens": _COUNT,
                         "drafts": checks.mapping,
+                        "recall": checks.optional(checks.mapping),
                     },
                 ),
                 "timing": checks.record(Timing, {"prefill_s": _SECONDS, "decode_s": _SECONDS}),

@@ -26,13 +26,14 @@ WINDOW_MARGIN_TOKENS = SMALL_TOKENS
 class BlockPool:
     """Free blocks, and how many hold each of the others; one that is written has one holder.
 
-    reclaim: called when no block is free; gives some back and returns True, or returns False. places: where they lie;
-    None: each in the place of its number.
+    reclaim: called when no block is free; gives some back and returns True, or returns False. taken: told of
+    every block that is taken, whose bytes are another's. places: where they lie; None: each in the place of its number.
     """
 
     def __init__(self, n_blocks: int, what: str = "blocks of the KV cache", places: Places | None = None) -> None:
         self.n_blocks, self.places = n_blocks, places
         self.reclaim: Callable[[], bool] | None = None
+        self.taken: Callable[[int], None] | None = None
         self._what = what
         self._free = list(range(n_blocks - 1, -1, -1))
         self._holders = [0] * n_blocks
@@ -51,6 +52,8 @@ class BlockPool:
             self.places.enter(self._free[-1])
         block = self._free.pop()
         self._holders[block] = 1
+        if self.taken is not None:
+            self.taken(block)
         return block
 
     def share(self, block: int) -> None:

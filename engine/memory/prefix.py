@@ -16,6 +16,8 @@ requests which are known to come go on from (engine/serving/families.py). No ten
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
@@ -24,13 +26,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.prefix_file import Place
-from engine.ground.errors import CapacityError
+from engine.ground.errors import CapacityError, SparkError
 from engine.memory.blocks import Sequence
 from engine.memory.host import Claim
 from engine.memory.kv import Data, Fork, KVCache, Snapshot
-from engine.memory.prefix_files import PrefixFiles
+from engine.memory.prefix_files import ROOM_S, PrefixFiles
 from engine.memory.prefix_tree import Match, Node, PrefixTree
 from engine.ops import I32, KV_BLOCK_TOKENS
+from engine.ops.cuda.failures import translated
+
+LAST_S = 4.0  # how long an engine that ends saves what was missed
+
+_log = logging.getLogger(__name__)
 
 
 class PrefixCache:
@@ -204,13 +211,14 @@ class PrefixCache:
 
     # --- remembering ------------------------------------------------------------------------------
 
-    def insert(self, sequence: Sequence, tokens: I32, again: bool = False) -> None:
+    def insert(self, sequence: Sequence, tokens: I32, again: bool = False, most: int | None = None) -> None:
         """Remember the whole chunks of a sequence, whose blocks are shared from now on.
 
         tokens: those of the sequence, and those that are known to follow: they tell where a snapshot is worth its
         memory. Call it after every prefill step and at the end, but not between a kept step and its taking back.
         What is exact takes the place of what is not, and never the other way round. again: nobody asked for this, so it
-        is no use of the chunks, and whoever comes goes on behind all of `tokens`.
+        is no use of the chunks, and whoever comes goes on behind all of `tokens`. most: of the first so many positions
+        alone; None: of all.
         """
         assert len(tokens) >= sequence.length
         if not self._groups:  # blocks are what is counted; no model has windows and recurrent layers alone
@@ -219,7 +227,7 @@ class PrefixCache:
         node = self.tree.root
         n_read = sequence.length if sequence.exact is None else sequence.exact
         n_exact = n_read if self.decoded_differ else sequence.length
-        for i, key in enumerate(self.tree.keys(tokens[: sequence.length])):
+        for i, key in enumerate(self.tree.keys(tokens[: sequence.length][:most])):
             child = self.tree.child(node, key)
             node = child
             path.append(child)
@@ -270,21 +278,65 @@ class PrefixCache:
             self._files.put(name, [*snapshot.states, *snapshot.windows])
 
     def _write_files(self, path: list[Node]) -> None:
-        """Save what is not in files yet, as far as the writing keeps up."""
+        """Save what is not in files yet, as far as the writing keeps up; the rest is missed."""
         if self._files is None:
             return
         for node in path:
-            if not node.exact or node.blocks is None:
-                continue
-            if node.snapshot is not None:
-                self._files.put(f"{node.name}.state", [*node.snapshot.states, *node.snapshot.windows])
-            if self._files.wants(f"{node.name}.blocks", sum(self._data_bytes)):
+            if node.exact and node.blocks is not None:
+                self._save_state(node)
                 try:
-                    assert node.parent is not None
-                    place = Place(node.parent.name, node.key)
-                    self._files.put(f"{node.name}.blocks", self._read(node, wait=True), place)
+                    self._save_blocks(node)
                 except CapacityError:
                     return
+
+    def _save_state(self, node: Node) -> bool:
+        """Have a snapshot written; whether it is now."""
+        assert self._files is not None
+        name = f"{node.name}.state"
+        if node.snapshot is None or not self._files.wants(name, node.snapshot.nbytes):
+            return False
+        self._files.put(name, [*node.snapshot.states, *node.snapshot.windows])
+        return True
+
+    def _save_blocks(self, node: Node) -> bool:
+        """The same of a chunk; CapacityError where there is no host memory for a copy."""
+        assert self._files is not None and node.parent is not None
+        name = f"{node.name}.blocks"
+        if not self._files.wants(name, sum(self._data_bytes)):
+            return False
+        if node.blocks is None:
+            self._kv.device.synchronize()  # what was moved out may be on its way
+        data = self._read(node, wait=True) if node.data is None else node.data
+        self._files.put(name, data, Place(node.parent.name, node.key))
+        return True
+
+    @property
+    def missed_s(self) -> float | None:
+        """Seconds after which `save_missed` may save something that the writing has not kept up with; None: all is."""
+        return None if self._files is None else self._files.missed_s
+
+    def save_missed(self) -> bool:
+        """Have something written that was missed, if there is room for it to wait; whether there was.
+
+        Of what was used last the chunks, the first ones first, then the snapshots, the last ones first: a prompt goes
+        on after whole chunks from the beginning, where there is a snapshot. CapacityError: no host memory for a copy.
+        """
+        if self._files is None:
+            return False
+        missed = self._files.missed
+        held = [n for n in self.tree.nodes() if n.exact and (n.blocks is not None or n.data is not None)]
+        found = [(-n.used, False, n.length, n) for n in held if f"{n.name}.blocks" in missed]
+        found += [(-n.used, True, -n.length, n) for n in held if n.snapshot and f"{n.name}.state" in missed]
+        self._files.forget_missed(but=[f"{n.name}.{'state' if is_state else 'blocks'}" for _, is_state, _, n in found])
+        for _, is_state, _, node in sorted(found, key=lambda each: each[:3]):
+            if self._save_state(node) if is_state else self._save_blocks(node):
+                return True
+        return False
+
+    def forget_missed(self) -> None:
+        """Save nothing of what was missed."""
+        if self._files is not None:
+            self._files.forget_missed()
 
     def _read(self, node: Node, wait: bool) -> Data:
         assert node.blocks is not None
@@ -403,10 +455,24 @@ class PrefixCache:
             self.drop(fork)
 
     def close(self) -> None:
-        """Give up everything and wait until files are written."""
+        """Give up everything and wait until files are written, for some seconds also what was missed."""
+        if self._files is not None:
+            self._save_last()
         self.clear()
         if self._files is not None:
             self._files.close()
+
+    def _save_last(self) -> None:
+        """Save what was missed, as far as there is time; nothing while no file can be written."""
+        until_s = time.monotonic() + LAST_S
+        try:
+            while (wait_s := self.missed_s) is not None and wait_s <= ROOM_S and time.monotonic() < until_s:
+                with translated("reading the cache"):
+                    saved = self.save_missed()
+                if not saved:
+                    time.sleep(ROOM_S)
+        except SparkError as error:  # the device is lost, or memory is short
+            _log.info("what was missed is not saved: %s", error)
 
     def _drop(self, node: Node) -> None:
         """Take a node and all below it out of the tree."""
@@ -457,7 +523,7 @@ class PrefixCache:
         """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files.
 
         chunk_tokens: of a chunk. device_blocks: KV blocks of those on the device. inexact_chunks: to be read again;
-        inexact_tokens: reused of such chunks since the start.
+        inexact_tokens: reused of such chunks since the start. missed_files: to be written when there is time.
         """
         nodes = list(self.tree.nodes())
         return {
@@ -470,4 +536,5 @@ class PrefixCache:
             "inexact_tokens": self._inexact_tokens,
             "host_bytes": self.host_bytes,
             "file_bytes": 0 if self._files is None else self._files.n_bytes,
+            "missed_files": 0 if self._files is None else len(self._files.missed),
         }

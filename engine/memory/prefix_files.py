@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterable
@@ -25,8 +27,11 @@ from engine.formats.prefix_file import DIGEST_BYTES, FORMAT, LOCK, Key, Origin, 
 from engine.ground.errors import SparkError, UsageError
 from engine.ground.files import hold, replacing, try_lock
 
-WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is not saved this time
+WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is missed
 RETRY_S = 60.0  # how long nothing is saved after a file could not be written
+ROOM_S = 0.05  # how often it is looked whether there is room to wait
+END_S = 5.0  # how long files that wait are written at the end: whoever ends a daemon waits for ten seconds at most
+_MOST_MISSED = 1 << 14  # names
 _LOCK_S = 10.0  # how long somebody may take who removes files from the folder
 _STALE_S = 60.0  # a temporary file that nobody holds and that is so old was left behind by a crash
 _LOOK_S = 5.0  # how often it is looked what other daemons have written, used and removed
@@ -41,6 +46,7 @@ class PrefixFiles:
     key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. model: what is said of it to who
     lists the folder. A thread writes; `get` and the rest are for one other thread. Nothing but the constructor raises:
     what fails is a warning with a `reason`. Until it is closed nobody else may remove files, but daemons for room.
+    What could not be written or had no room to wait is *missed*: it can be put again, when `missed_s` says so.
     """
 
     def __init__(self, folder: Path, key: Key, budget_bytes: int, model: Origin | None = None) -> None:
@@ -51,10 +57,13 @@ class PrefixFiles:
         self._sizes: dict[str, int] = {}  # the least recently used first
         self._doubted: set[str] = set()  # take room until they are written again
         self._waiting: dict[str, int] = {}
+        self._missed: dict[str, int] = {}  # and bytes; the oldest first
         self._queue: Queue[tuple[str, list[NDArray[Any]], Place | None] | None] = Queue()
         self._thread: threading.Thread | None = None
         self._look_s = 0.0  # when the folder is looked at again
         self._again_s = 0.0  # when files are written again after one could not be
+        self._end_s = math.inf  # when what waits is given up
+        self._told = ""  # why none could be written, as was warned of last
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = hold(folder / LOCK, alone=False, patience_s=_LOCK_S)
@@ -65,9 +74,8 @@ class PrefixFiles:
                 hint="wait until `spark sessions drop` has ended",
             ) from error
         except OSError as error:
-            raise UsageError(
-                f"--cache-dir {folder}: {error.strerror or error}", hint="name a folder that you may write to"
-            ) from error
+            why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror or error
+            raise UsageError(f"--cache-dir {folder}: {why}", hint="name a folder that you may write to") from error
 
         if foreign:
             _warn("foreign_files", f"{self._folder}: {foreign} files that are not Spark's are left alone")
@@ -107,12 +115,45 @@ class PrefixFiles:
             return name in self._sizes and name not in self._doubted
 
     def wants(self, name: str, n_bytes: int) -> bool:
-        """Whether `put` would save it: it is not there, and there is room for it to wait."""
+        """Whether `put` would save it: it is not there, and there is room for it to wait; else it is missed."""
         with self._lock:
-            waiting = sum(self._waiting.values())
-            room = n_bytes <= self._budget and (not waiting or waiting + n_bytes <= WAITING_BYTES)
             there = name in self._waiting or (name in self._sizes and name not in self._doubted)
-            return room and not there and time.monotonic() >= self._again_s
+            if there or n_bytes > self._budget:
+                self._missed.pop(name, None)
+                return False
+            if time.monotonic() >= self._again_s and self._has_room(n_bytes):
+                return True
+            self._miss(name, n_bytes)
+            return False
+
+    def _has_room(self, n_bytes: int) -> bool:
+        waiting = sum(self._waiting.values())
+        return not waiting or waiting + n_bytes <= WAITING_BYTES
+
+    def _miss(self, name: str, n_bytes: int) -> None:
+        self._missed[name] = n_bytes
+        if len(self._missed) > _MOST_MISSED:
+            del self._missed[next(iter(self._missed))]
+
+    @property
+    def missed(self) -> frozenset[str]:
+        """The names of what is missed."""
+        with self._lock:
+            return frozenset(self._missed)
+
+    def forget_missed(self, but: Iterable[str] = ()) -> None:
+        """Nothing that is missed can be put again, but these."""
+        with self._lock:
+            self._missed = {name: self._missed[name] for name in but if name in self._missed}
+
+    @property
+    def missed_s(self) -> float | None:
+        """Seconds after which something that is missed may be put again; None: nothing is missed."""
+        with self._lock:
+            if not self._missed:
+                return None
+            pause_s = self._again_s - time.monotonic()
+            return pause_s if pause_s > 0 else 0.0 if self._has_room(min(self._missed.values())) else ROOM_S
 
     def put(self, name: str, arrays: Many[NDArray[Any]], place: Place | None = None) -> None:
         """Write a file soon; the arrays must not change any more. place: of a chunk."""
@@ -121,6 +162,7 @@ class PrefixFiles:
             return
         with self._lock:
             self._waiting[name] = n_bytes
+            self._missed.pop(name, None)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="prefix files", daemon=True)
             self._thread.start()
@@ -140,7 +182,8 @@ class PrefixFiles:
                 self._sizes.pop(name, None)
         except (OSError, ValueError, MemoryError) as error:
             self.doubt([name])
-            _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {error}")
+            why = (isinstance(error, OSError) and error.strerror) or error
+            _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {why}")
         return None
 
     def doubt(self, names: Iterable[str]) -> None:
@@ -164,11 +207,14 @@ class PrefixFiles:
         self._queue.join()
 
     def close(self) -> None:
-        """Write what waits and stop."""
+        """Write what waits, for no longer than END_S, and stop."""
         if self._thread is not None:
+            self._end_s = min(self._end_s, time.monotonic() + END_S)
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+            if self._missed:
+                _log.info("%d files of prefixes were not written before the end", len(self._missed))
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -178,17 +224,18 @@ class PrefixFiles:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             name, arrays, place = job
-            written = 0
+            written, failed = 0, time.monotonic() >= self._end_s
             try:
-                written = self._write(name, arrays, place)
+                written = 0 if failed else self._write(name, arrays, place)
             except (OSError, MemoryError, SparkError) as error:  # no reason to stop serving
-                message = error.message if isinstance(error, SparkError) else repr(error)
-                if time.monotonic() >= self._again_s:
-                    _warn("files_not_written", f"no prefixes are saved for {RETRY_S:g} s: {message}")
-                self._again_s = time.monotonic() + RETRY_S
+                failed = True
+                self._failed(error.message if isinstance(error, SparkError) else repr(error))
             with self._lock:
-                del self._waiting[name]
+                n_bytes = self._waiting.pop(name)
+                if failed:
+                    self._miss(name, n_bytes)
                 if written:
+                    self._told = ""
                     self._doubted.discard(name)
                     self._sizes.pop(name, None)
                     self._sizes[name] = written
@@ -196,15 +243,35 @@ class PrefixFiles:
             self._queue.task_done()
         self._queue.task_done()
 
+    def _failed(self, why: str) -> None:
+        """Write nothing for a while; say so once for each reason, until a file is written again."""
+        kind, is_paused = why.rpartition(": ")[2], time.monotonic() < self._again_s  # the names of files differ
+        if kind != self._told and not is_paused:
+            _warn("files_not_written", f"no prefixes are saved for {RETRY_S:g} s, then it is tried again: {why}")
+        self._told, self._again_s = kind, time.monotonic() + RETRY_S
+
     def _write(self, name: str, arrays: list[NDArray[Any]], place: Place | None) -> int:
         first = prefix_file.opening(name, self._key, self._model, place, arrays)
         n_bytes = len(first) + sum(a.nbytes for a in arrays) + DIGEST_BYTES
-        if not self._make_room(n_bytes):
+        if not self._make_room(n_bytes) or not self._is_clear(self._folder / name):
             return 0
         with replacing(self._folder / name, "a cached prefix", mode=0o600) as file:
             for piece in prefix_file.encoded(first, arrays):
                 file.write(piece)
         return n_bytes
+
+    def _is_clear(self, path: Path) -> bool:
+        """Remove what has the name of a file and is none; False for a folder, in whose place no file is written."""
+        with contextlib.suppress(FileNotFoundError):
+            kind = path.lstat().st_mode
+            if stat.S_ISDIR(kind):
+                if path.name not in self._doubted:
+                    _warn("foreign_files", f"{path} is a folder: what it stands for is not saved")
+                self.doubt([path.name])
+                return False
+            if not stat.S_ISREG(kind):  # a link would be followed, a pipe waited for
+                path.unlink()
+        return True
 
     def _make_room(self, n_bytes: int) -> bool:
         """Remove what was not used for longest, until there is room; False where that cannot be had."""

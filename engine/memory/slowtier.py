@@ -82,6 +82,11 @@ class PageLockedTier:
         self._uploader = uploader
         self._passage = device.empty(max(max(e.part_bytes) for e in experts), np.uint8) if self.n_bytes else None
 
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """All places, page-locked."""
+        return self._memory
+
     def locate(self, state: SlotState) -> None:
         """Set `home_ptr` of every expert; that of a pinned one is 0."""
         placed = self._offsets >= 0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.formats.gguf import MISSING, GGUFFile
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
-from engine.memory.kv import DeltaShape
+from engine.memory.shape import DeltaShape
 from engine.models.conventions import mtp_blocks, refuse_unsupported_keys
 from engine.models.scaling import Scaling, scaled_rope_table
 from engine.ops import F32

@@ -18,7 +18,7 @@ import numpy as np
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor, dequantize
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
-from engine.memory.kv import KVGroup
+from engine.memory.shape import KVGroup
 from engine.models.config import Common, Keys, check_heads, check_rope
 from engine.models.layers import Pass, Widths
 from engine.models.loading import (

@@ -15,10 +15,21 @@ import numpy as np
 
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
-from engine.memory.kv import CacheShape
 from engine.memory.residency import Residency
+from engine.memory.shape import CacheShape
 from engine.models.loading import AttentionWeights, Dense, LayerT, Weights
-from engine.ops import F32, I32, SMALL_TOKENS, U8, DeltaLayer, Fetches, Gating, KVLayer, SharedExpert
+from engine.ops import (
+    F32,
+    I32,
+    SMALL_TOKENS,
+    U8,
+    DeltaLayer,
+    Fetches,
+    Gating,
+    KVLayer,
+    Recall,
+    SharedExpert,
+)
 from engine.ops.device import Array
 from engine.ops.interface import Ops, Workspace
 
@@ -95,6 +106,64 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """What a step has more whose rows read a part of their contexts, and scratch for SMALL_TOKENS rows of a layer.
+
+    sketches[i]: what layer i chooses by; None: it reads all that it sees. blocks[g]: int32 [n_sequence, W], numbers of
+    blocks by KV group; most: int32 [n_sequence]; keep: uint8 [n_sequence, W]: as the op `choose` takes them. missed:
+    float32 [n_layer, rows * heads]; chosen, left, masses, scores, last: as in `Recall`, flat.
+    """
+
+    sketches: tuple[U8 | None, ...]
+    blocks: tuple[I32, ...]
+    most: I32
+    keep: U8
+    chosen: U8
+    left: F32
+    missed: F32
+    masses: F32
+    scores: F32
+    last: I32
+    # Views are made once, as those of `Buffers`, and shared with the views for fewer sequences.
+    _views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def first(self, n: int) -> Recalled:
+        """The same for a step of n sequences."""
+        if (n,) not in self._views:
+            blocks = tuple(table[:n] for table in self.blocks)
+            self._views[n,] = replace(self, blocks=blocks, most=self.most[:n], keep=self.keep[:n])
+        made: Recalled = self._views[n,]
+        return made
+
+    def missed_of(self, T: int, missed: F32) -> F32:
+        """What the last step of T rows left out in all layers that choose, [T, heads of all]; missed: as was read."""
+        chose = [key for key in self._views if len(key) == 4 and key[1] == T]
+        found = [missed[layer, : T * H].reshape(T, H) for layer, _, H, _ in chose]
+        return np.concatenate(found, axis=1) if found else np.zeros((T, 0), np.float32)
+
+    def heads_of(self, n_layer: int) -> I32:
+        """The heads of each layer that has chosen, int32 [n_layer]; 0 of others."""
+        heads = np.zeros(n_layer, np.int32)
+        for layer, _, H, _ in (key for key in self._views if len(key) == 4):
+            heads[layer] = H
+        return heads
+
+    def of(self, layer: int, T: int, H: int, K: int) -> Recall:
+        """What a layer of H query and K KV heads chooses for T rows."""
+        key, alike, W = (layer, T, H, K), (T, H, K), self.keep.shape[1]
+        if alike not in self._views:
+            self._views[alike] = Recall(
+                self.chosen[: T * K * W].reshape(T, K, W), self.left[: T * H * 2].reshape(T, H, 2), self.missed[layer],
+                self.masses[: T * H * 2 * W].reshape(T, H, 2, W), self.scores[: T * K * W].reshape(T, K, W),
+                self.last[:T],
+            )  # fmt: skip
+        if key not in self._views:
+            self._views[key] = replace(self._views[alike], missed=self.missed[layer, : T * H].reshape(T, H))
+        made: Recall = self._views[key]
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Inputs of one forward pass: T tokens of one or more sequences, arrays of the backend's device.
 
@@ -104,7 +173,7 @@ class Step:
     the tokens whose logits are wanted. n_positions: one more than the largest position, as the host knows it (0 in a
     captured graph). apart: every token is of a sequence of its own. decoded: none is of a prompt, which imposed
     choices of experts ask. spans: of a long step of several sequences, the tokens of each and one more than its largest
-    position.
+    position. recall: where rows may read a part; None: all read all.
     """
 
     tokens: I32
@@ -119,6 +188,7 @@ class Step:
     apart: bool = False
     decoded: bool = False
     spans: tuple[tuple[int, int], ...] = ()
+    recall: Recalled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +349,36 @@ class Pass(Generic[ConfigT]):
         )
         if (staging := self.kv.staging(i)) is not None:
             ops.stage(ws, *staging)
-        ops.attention(
-            ws, q, kv, step.block_table[group], step.sequence, step.positions, scale, attended, step.n_positions,
-            window=window, gate=gate, gate_kind=gate_kind, apart=step.apart, spans=step.spans,
-        )  # fmt: skip
+        if step.recall is not None and (sketches := step.recall.sketches[i]) is not None:
+            self._recalled(i, step.recall, sketches, q, scale, attended, gate, gate_kind)
+        else:
+            ops.attention(
+                ws, q, kv, step.block_table[group], step.sequence, step.positions, scale, attended, step.n_positions,
+                window=window, gate=gate, gate_kind=gate_kind, apart=step.apart, spans=step.spans,
+            )  # fmt: skip
         ops.attention_output(ws, attended, w.wo, b.x if to is None else to, add=to is None)
+
+    def _recalled(
+        self, i: int, recall: Recalled, sketches: U8, q: F32, scale: float, out: F32, gate: F32 | None, gate_kind: str
+    ) -> None:
+        """Attention of layer i to what its rows choose, so many rows at a time as there is scratch for."""
+        kv, step, group, T = self.kv.layers[i], self.step, self.kv.group_of[i], len(q)
+        assert kv is not None
+        for first in range(0, T, SMALL_TOKENS):
+
+            def some(array: Array, first: int = first) -> Array:
+                return array if T <= SMALL_TOKENS else array[first : first + SMALL_TOKENS]
+
+            queries, sequence, positions = some(q), some(step.sequence), some(step.positions)
+            chosen = recall.of(i, len(queries), q.shape[1], sketches.shape[1])
+            self.ops.choose(
+                self.ws, queries, sketches, recall.blocks[group], sequence, positions, recall.most, recall.keep, scale,
+                chosen,
+            )  # fmt: skip
+            self.ops.attention(
+                self.ws, queries, kv, step.block_table[group], sequence, positions, scale, some(out), step.n_positions,
+                gate=None if gate is None else some(gate), gate_kind=gate_kind, recall=chosen,
+            )  # fmt: skip
 
     def dense(self, norm: F32, w: Dense) -> None:
         """A dense FFN: x += ffn(rms(x))."""

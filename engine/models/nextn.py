@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from engine.formats.block_types import NoKernelsError
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor, row_bytes
-from engine.memory.kv import CacheShape, DeltaShape, KVCache, KVGroup
+from engine.memory.kv import KVCache
 from engine.memory.residency import ExpertTensors, slot_bytes
+from engine.memory.shape import CacheShape, DeltaShape, KVGroup
 from engine.models.conventions import mtp_blocks
 from engine.models.layers import Architecture, ModelConfig, Pass
 from engine.models.loading import LayerWeights, Shapes, Tensors, Weights, matrix_bytes

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.formats.quants import QTensor
 from engine.ground.kv_types import BY_DTYPE, KVPair
 
+F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
@@ -29,6 +30,8 @@ GatingKind = Literal["softmax", "sigmoid"]
 
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
+CHUNK_BLOCKS = 64  # whose masses are summed together when blocks are chosen
+TAIL_BLOCKS = 3  # full blocks that a row reads anyway, before the one that it lies in
 PIECE_TOKENS = 512  # a longer step has the bits of several that end at multiples of so many positions
 
 
@@ -100,6 +103,26 @@ class KVLayer:
     def arrays(self) -> tuple[Any, ...]:
         """Keys, values and their scales, as attention takes them: None where there are none."""
         return self.k, self.v, self.k_scale, self.v_scale
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What `choose` writes for the rows of a step, and what attention then reads of it (docs/arithmetic.md, "Recall").
+
+    W is the width of the block tables. chosen: uint8 [T, K, W], 1 where a KV head's queries read a logical block.
+    left: float32 [T, H, 2], of the blocks that are not read the largest score of a key as sketched, and the masses
+    beside it.
+    missed: float32 [T, H], written by attention: the share of a query's mass that these blocks have, as estimated.
+    masses float32 [T, H, 2, W] and scores float32 [T, K, W] are scratch. On a device `scores` is where attention finds
+    the blocks to read, int32, one after the other, and last, int32 [T], has the row's position among them.
+    """
+
+    chosen: U8
+    left: F32
+    missed: F32
+    masses: F32
+    scores: F32
+    last: I32
 
 
 @dataclass(frozen=True, slots=True)

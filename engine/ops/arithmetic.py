@@ -138,19 +138,24 @@ def rms_norm(x: F32, weight: F32, eps: float) -> F32:
         return np.asarray((x * scale[..., None]) * weight, np.float32)
 
 
-def quantize_activations(x: F32) -> tuple[NDArray[np.int8], F32]:
-    """8-bit blocks of 32 along the last axis: q int8 of x's shape, d float32 [..., n / 32]."""
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
+def quantize_rows(x: F32) -> tuple[NDArray[np.int8], F32]:
+    """8 bits of the last axis with one scale: q int8 of x's shape, d float32 [...]."""
     with np.errstate(all="ignore"):
-        amax = np.abs(blocks).max(axis=-1)
-        finite = np.isfinite(blocks).all(axis=-1)
+        amax = np.abs(x).max(axis=-1)
+        finite = np.isfinite(x).all(axis=-1)
         tiny = finite & (amax < np.float32(2.0**-100))
         plain = finite & ~tiny
         safe = np.where(plain, amax, np.float32(1)).astype(np.float32)
         inv = np.float32(127) / safe
-        q = np.rint(np.where(plain[..., None], blocks, np.float32(0)) * inv[..., None]).astype(np.int8)
+        q = np.rint(np.where(plain[..., None], x, np.float32(0)) * inv[..., None]).astype(np.int8)
         d = np.where(plain, safe / np.float32(127), np.where(tiny, np.float32(0), np.float32(np.nan)))
-    return q.reshape(x.shape), d.astype(np.float32)
+    return q, d.astype(np.float32)
+
+
+def quantize_activations(x: F32) -> tuple[NDArray[np.int8], F32]:
+    """8-bit blocks of 32 along the last axis: q int8 of x's shape, d float32 [..., n / 32]."""
+    q, d = quantize_rows(x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32))
+    return q.reshape(x.shape), d
 
 
 def quantize_nibbles(x: F32) -> tuple[NDArray[np.uint8], F32]:

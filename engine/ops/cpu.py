@@ -29,6 +29,7 @@ from engine.ops import (
     Gating,
     KVLayer,
     Limits,
+    Recall,
     SharedExpert,
 )
 from engine.ops.cpu_workspace import (
@@ -39,11 +40,13 @@ from engine.ops.cpu_workspace import (
     MAX_TAPS,
     UINT8,
     Workspace,
+    address_of,
     check,
     input_of,
     output_of,
 )
 from engine.ops.cpu_workspace import supported_isas as supported_isas
+from engine.ops.sketches import sketch_bytes
 from engine.placing import policy
 
 
@@ -211,6 +214,7 @@ def attention(
     apart: bool = False,
     spans: tuple[tuple[int, int], ...] = (),
     as_block: bool = False,
+    recall: Recall | None = None,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`."""
     T, n_head = _rows(ws, q, "q"), q.shape[1]
@@ -223,6 +227,13 @@ def attention(
     if gate is not None:
         by_head = gate.shape[1] == n_head
         gating = input_of(ws, gate, FLOAT32, (T, n_head if by_head else n_head * head_dim), "gate")
+    chosen: tuple[int | None, int | None, int | None] = (None, None, None)
+    if recall is not None:
+        chosen = (
+            input_of(ws, recall.chosen, UINT8, (T, n_head_kv, max_blocks), "chosen"),
+            input_of(ws, recall.left, FLOAT32, (T, n_head, 2), "left"),
+            output_of(ws, recall.missed, FLOAT32, (T, n_head), "missed"),
+        )
     result = ws.kernels.spark_attention(
         ws.handle,
         input_of(ws, q, FLOAT32, (T, n_head, head_dim), "q"),
@@ -240,8 +251,63 @@ def attention(
         gating,
         by_head,
         GATE_KINDS.index(gate_kind) if gate is not None else 0,
+        *chosen,
     )
     check(result, "sequence, positions or block_table")
+
+
+def summarize(ws: Workspace, kv: KVLayer, places: I32, blocks: I32, sketches: U8) -> None:
+    """The sketches of full blocks of keys; shapes as in `reference.summarize`."""
+    (record, n_head_kv, head_dim), (n,), n_blocks = ws.cache(kv), places.shape, len(sketches)
+    result = ws.kernels.spark_summarize(
+        ws.handle,
+        record,
+        address_of(places, INT32, (n,), "places"),
+        address_of(blocks, INT32, (n,), "blocks"),
+        n,
+        n_blocks,
+        output_of(ws, sketches, UINT8, (n_blocks, n_head_kv, sketch_bytes(head_dim)), "sketches"),
+    )
+    check(result, "places or blocks")
+
+
+def choose(
+    ws: Workspace,
+    q: F32,
+    sketches: U8,
+    blocks: I32,
+    sequence: I32,
+    positions: I32,
+    most: I32,
+    keep: U8,
+    scale: float,
+    recall: Recall,
+) -> None:
+    """Which blocks each row reads, of those that have sketches; shapes as in `reference.choose`."""
+    (T, n_head, head_dim), (n_blocks, n_head_kv, _), (n_sequence, width) = q.shape, sketches.shape, blocks.shape
+    result = ws.kernels.spark_choose(
+        ws.handle,
+        input_of(ws, q, FLOAT32, (T, n_head, head_dim), "q"),
+        T,
+        n_head,
+        n_head_kv,
+        head_dim,
+        input_of(ws, sketches, UINT8, (n_blocks, n_head_kv, sketch_bytes(head_dim)), "sketches"),
+        n_blocks,
+        input_of(ws, blocks, INT32, (n_sequence, width), "blocks"),
+        n_sequence,
+        width,
+        input_of(ws, sequence, INT32, (T,), "sequence"),
+        input_of(ws, positions, INT32, (T,), "positions"),
+        input_of(ws, most, INT32, (n_sequence,), "most"),
+        input_of(ws, keep, UINT8, (n_sequence, width), "keep"),
+        scale,
+        output_of(ws, recall.chosen, UINT8, (T, n_head_kv, width), "chosen"),
+        output_of(ws, recall.left, FLOAT32, (T, n_head, 2), "left"),
+        output_of(ws, recall.masses, FLOAT32, (T, n_head, 2, width), "masses"),
+        output_of(ws, recall.scores, FLOAT32, (T, n_head_kv, width), "scores"),
+    )
+    check(result, "sequence, positions or blocks")
 
 
 def copy(ws: Workspace, x: F32, to: F32) -> None:

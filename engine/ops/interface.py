@@ -25,6 +25,7 @@ from engine.ops import (
     Gating,
     KVLayer,
     Limits,
+    Recall,
     SharedExpert,
 )
 from engine.placing import policy
@@ -90,9 +91,18 @@ class Ops(Protocol):
     def attention(
         self, ws: Scratch, q: F32, kv: KVLayer, block_table: I32, sequence: I32, positions: I32, scale: float, out: F32,
         n_positions: int = 0, window: int = 0, gate: F32 | None = None, gate_kind: str = "", apart: bool = False,
-        spans: tuple[tuple[int, int], ...] = (), as_block: bool = False,
+        spans: tuple[tuple[int, int], ...] = (), as_block: bool = False, recall: Recall | None = None,
     ) -> None:  # fmt: skip
-        """Causal attention over cached blocks."""
+        """Causal attention over cached blocks, or over those that were chosen."""
+
+    def summarize(self, ws: Scratch, kv: KVLayer, places: I32, blocks: I32, sketches: U8) -> None:
+        """The sketches of full blocks of keys."""
+
+    def choose(
+        self, ws: Scratch, q: F32, sketches: U8, blocks: I32, sequence: I32, positions: I32, most: I32, keep: U8,
+        scale: float, recall: Recall,
+    ) -> None:  # fmt: skip
+        """Which blocks each row reads, of those that have sketches."""
 
     def attention_output(self, ws: Scratch, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:
         """What attention gives, back to the residual."""

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from engine.formats import quants
 from engine.formats.quants import QTensor
 from engine.ops import (
+    CHUNK_BLOCKS,
     F32,
     I32,
     KV_BLOCK_TOKENS,
+    TAIL_BLOCKS,
     U8,
     Activation,
     AttentionInput,
@@ -23,6 +25,7 @@ from engine.ops import (
     Gating,
     KVLayer,
     Limits,
+    Recall,
     SharedExpert,
     arithmetic,
 )
@@ -44,6 +47,7 @@ from engine.ops.arithmetic import (
 from engine.ops.delta import delta as delta
 from engine.ops.delta import delta_input as delta_input
 from engine.ops.delta import delta_output as delta_output
+from engine.ops.sketches import key_scores, sketch
 from engine.placing import policy
 
 Cached = NDArray[np.float16] | NDArray[np.int8] | NDArray[np.uint8]
@@ -197,6 +201,7 @@ def attention(
     apart: bool = False,
     spans: tuple[tuple[int, int], ...] = (),
     as_block: bool = False,
+    recall: Recall | None = None,
 ) -> None:
     """Causal attention over cached blocks, in logical order.
 
@@ -207,10 +212,12 @@ def attention(
     [T, H] or [T, H * head_dim]: the result is multiplied by "softplus" or "sigmoid" (gate_kind) of it. apart: a hint
     that no two tokens are of one sequence; spans: another, of each sequence's tokens and its last position plus one;
     as_block: says that the tokens see each other, all being given the last one's position, so that what is stored last
-    begins before it.
+    begins before it. recall: what `choose` wrote: a head passes over blocks that are not chosen, and `recall.missed` is
+    written.
     """
     T, H, head_dim = q.shape
-    group = H // kv.k.shape[1]
+    K = kv.k.shape[1]
+    group = H // K
     for t in range(T):
         n = int(positions[t]) + 1
         begin = max(n - window, 0) if window else 0
@@ -223,25 +230,103 @@ def attention(
             first = max(begin - b * KV_BLOCK_TOKENS, 0)
             valid = min(KV_BLOCK_TOKENS, n - b * KV_BLOCK_TOKENS)
             slots = block_table[sequence[t], b] * KV_BLOCK_TOKENS + np.arange(first, valid, dtype=np.int32)
-            k = np.repeat(_load(kv.k, kv.k_scale, slots), group, axis=1)  # [S, H, head_dim]
-            v = np.repeat(_load(kv.v, kv.v_scale, slots), group, axis=1)
+            reads = np.repeat(np.ones(K, bool) if recall is None else recall.chosen[t, :, b] != 0, group)
+            k = np.repeat(_load(kv.k, kv.k_scale, slots), group, axis=1)[:, reads]  # [S, heads that read it, head_dim]
+            v = np.repeat(_load(kv.v, kv.v_scale, slots), group, axis=1)[:, reads]
             with np.errstate(all="ignore"):
-                s = dot32(q[t][:, None], k.transpose(1, 0, 2)) * np.float32(scale)
-                top = np.maximum(m, s.max(axis=1))
-                alpha = exp(m - top)
+                s = dot32(q[t][reads][:, None], k.transpose(1, 0, 2)) * np.float32(scale)
+                top = np.maximum(m[reads], s.max(axis=1))
+                alpha = exp(m[reads] - top)
                 p = exp(s - top[:, None])
                 # A position's lane is its place in the block, wherever the window begins.
-                total = fma(total, alpha, sum32(np.pad(p, ((0, 0), (first, 0)))))
-                o = o * alpha[:, None]
+                total[reads] = fma(total[reads], alpha, sum32(np.pad(p, ((0, 0), (first, 0)))))
+                sums = o[reads] * alpha[:, None]
             for j in range(valid - first):
-                o = fma(p[:, j, None], v[j], o)
-            m = top
+                sums = fma(p[:, j, None], v[j], sums)
+            m[reads], o[reads] = top, sums
+        if recall is not None:
+            recall.missed[t] = _missed(recall.left[t], m, total)
         with np.errstate(all="ignore"):
             result = np.asarray(o / total[:, None], np.float32)
             if gate is not None:
                 factor = (softplus if gate_kind == "softplus" else sigmoid)(gate[t].reshape(H, -1))
                 result = result * factor
             out[t] = result.reshape(-1)
+
+
+def _missed(left: F32, m: F32, total: F32) -> F32:
+    """The share of mass that blocks have which were not read: left [H, 2] of these, m and total [H] of the others."""
+    with np.errstate(all="ignore"):
+        mass = left[:, 1] * exp(left[:, 0] - m)
+        share = np.float32(1) / (np.float32(1) + total / mass)
+    return np.where(left[:, 1] == 0, np.float32(0), share)
+
+
+def summarize(ws: Workspace, kv: KVLayer, places: I32, blocks: I32, sketches: U8) -> None:
+    """The sketches of full blocks of keys.
+
+    places int32 [n]: physical blocks of `kv`; blocks int32 [n]: where in sketches, uint8 [n_blocks, K,
+    sketch_bytes(head_dim)], theirs are written.
+    """
+    for place, block in zip(places.tolist(), blocks.tolist(), strict=True):
+        slots = np.arange(place * KV_BLOCK_TOKENS, (place + 1) * KV_BLOCK_TOKENS, dtype=np.int32)
+        sketch(_load(kv.k, kv.k_scale, slots), sketches[block])
+
+
+def choose(
+    ws: Workspace,
+    q: F32,
+    sketches: U8,
+    blocks: I32,
+    sequence: I32,
+    positions: I32,
+    most: I32,
+    keep: U8,
+    scale: float,
+    recall: Recall,
+) -> None:
+    """Which blocks each row reads, of those that have sketches: the first, those to keep, the tail, and `most` others.
+
+    q [T, H, head_dim]; sketches as of `summarize`; blocks int32 [n_sequence, W]: where in sketches those of each
+    logical block are, -1 where there is no block; sequence, positions int32 [T] as of attention; most int32
+    [n_sequence], -1: all; keep uint8 [n_sequence, W]; scale above 0. `recall` is written, but for `missed`.
+    """
+    T, H, _ = q.shape
+    K = sketches.shape[1]
+    for t in range(T):
+        s, last = sequence[t], int(positions[t]) // KV_BLOCK_TOKENS
+        behind = max(0, last - TAIL_BLOCKS)  # blocks that have sketches
+        ids = blocks[s, :behind]
+        kept = (ids < 0) | (keep[s, :behind] != 0) | (np.arange(behind) == 0)
+        recall.chosen[t] = 0
+        recall.chosen[t, :, : last + 1] = 1
+        recall.left[t] = -np.inf, 0
+        if most[s] < 0 or behind - kept.sum() <= most[s]:
+            continue
+        with np.errstate(all="ignore"):
+            scores = key_scores(q[t], sketches[ids], scale)
+            tops = np.fmax.reduce(scores, axis=2, initial=np.float32(-np.inf))  # [blocks, H]
+            z = sum32(exp(scores - tops[..., None]))
+            tops[ids < 0] = -np.inf
+            chunks = np.arange(behind) // CHUNK_BLOCKS
+            some = [chunks == c for c in range(chunks[-1] + 1)]
+            chunk_top = np.stack([np.fmax.reduce(tops[c], axis=0, initial=np.float32(-np.inf)) for c in some])
+            mass = np.where(ids[:, None] < 0, np.float32(0), z * exp(tops - chunk_top[chunks]))
+            chunk_sum = np.stack([sum32(mass[c].T) for c in some])
+            top = np.fmax.reduce(chunk_top, axis=0, initial=np.float32(-np.inf))
+            factor = np.where(chunk_top == -np.inf, np.float32(0), exp(chunk_top - top))
+            total = sum32((chunk_sum * factor).T)
+            mass = mass * factor[chunks]
+            share = (mass / total).reshape(behind, K, -1)
+            # Not below 0, so their bits are ordered as they are; a NaN is above all.
+            bits = np.where(np.isnan(share), np.float32(np.nan), share).view(np.int32).max(axis=2)
+            order = np.argsort(np.where(kept[:, None], 1, -bits), axis=0, kind="stable")
+            for head in range(K):
+                recall.chosen[t, head, order[most[s] : behind - kept.sum(), head]] = 0
+            recall.left[t, :, 0] = top
+            for h in range(H):
+                read = sum32(mass[recall.chosen[t, h * K // H, :behind] != 0, h])
+                recall.left[t, h, 1] = np.float32(0) if total[h] - read < 0 else total[h] - read
 
 
 def copy(ws: Workspace, x: F32, to: F32) -> None:

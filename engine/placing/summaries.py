@@ -2,8 +2,8 @@
 
 A query of a decoded token puts nearly all of its softmax mass on few blocks. Which ones, a *summary* of each block
 tells before any key is read: an estimate of the block's mass, by which blocks are chosen, and a bound that holds
-always, by which what is not read can be certified (`left_out`). Nothing is served by this yet; benchmarks/summaries.py
-compares the kinds, docs/kv.md says what came of it.
+always, by which what is not read can be certified (`left_out`). A sketch of half of the channels serves
+(engine/ops/sketches.py), without bounds; benchmarks/summaries.py compares these kinds, docs/kv.md says what came of it.
 
 | kind | what it keeps of a block | source |
 | --- | --- | --- |
@@ -76,7 +76,7 @@ class Means:
 
     def masses(self, kept: Kept, q: F64, scale: float) -> tuple[F64, F64]:
         """See `Summary`."""
-        at = scale * np.einsum("rd,bpd->rbp", q, kept["mean"].astype(np.float64))
+        at = scale * _products(q, kept["mean"].astype(np.float64))
         reach = scale * np.linalg.norm(q, axis=1)[:, None, None] * kept["radius"].astype(np.float64)
         keys = np.log(float(kept["count"]))
         return log_sum(at) + keys, log_sum(at + reach) + keys
@@ -135,16 +135,17 @@ class Sketch:
         each = np.where(step > 0, step, 1).astype(np.float64)[:, None]
         code = np.clip(np.rint((keys - least.astype(np.float64)[:, None]) / each), 0, levels).astype(np.uint8)
         kept: Kept = {"least": least, "step": step, "code": code}
-        return kept | {"away": _half_up(np.linalg.norm(keys - self._keys(kept), axis=2))}
+        return kept | {"away": _half_up(np.linalg.norm(keys - self.keys(kept), axis=2))}
 
     def masses(self, kept: Kept, q: F64, scale: float) -> tuple[F64, F64]:
         """See `Summary`."""
-        at = scale * np.einsum("rd,bnd->rbn", q, self._keys(kept))
+        at = scale * _products(q, self.keys(kept))
         far = np.linalg.norm(q, axis=1)[:, None, None] * kept["away"].astype(np.float64)
         by_channel = (np.abs(q) @ (_HALF_STEP * kept["step"].astype(np.float64)).T)[:, :, None]
         return log_sum(at), log_sum(at + scale * np.minimum(far, by_channel))
 
-    def _keys(self, kept: Kept) -> F64:
+    def keys(self, kept: Kept) -> F64:
+        """What is known of each key, float64 [B, N, d]."""
         found: F64 = kept["least"].astype(np.float64)[:, None] + kept["code"] * kept["step"].astype(np.float64)[:, None]
         return found
 
@@ -154,7 +155,7 @@ KINDS: tuple[Summary, ...] = (Means(1), Means(4), Extremes(), Sketch(2), Sketch(
 
 def true_masses(keys: F64, q: F64, scale: float) -> F64:
     """The masses of blocks of keys [B, N, d] for rows q [R, d]: [R, B]."""
-    return log_sum(scale * np.einsum("rd,bnd->rbn", q, keys))
+    return log_sum(scale * _products(q, keys))
 
 
 def best(masses: F64, n: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -186,6 +187,9 @@ def log_sum(values: F64, axis: int = -1) -> F64:
         return np.asarray(np.squeeze(top, axis) + np.log(np.exp(values - top).sum(axis=axis)))
 
 
+def _products(q: F64, keys: F64) -> F64:
+    """Of rows [R, d] with keys [B, N, d]: [R, B, N]."""
+    return np.asarray((q @ keys.reshape(-1, keys.shape[2]).T).reshape(len(q), *keys.shape[:2]))
 
 
 def _half(values: F64) -> NDArray[np.float16]:

@@ -14,6 +14,7 @@ from engine.ops.cuda.ops import Workspace
 from engine.ops.cuda.sampling import Sampler
 from engine.ops.device import Array
 from engine.running.drawing import DeviceDrawer
+from engine.running.recall import Ahead
 from engine.running.reply import Reply, not_finite
 from engine.running.sampling import Drawn, counts_reply
 from engine.running.stepping import Span, StepResult, Steps
@@ -41,8 +42,8 @@ class AheadOfHost:
         self._drawn = self._accepted = 0  # draws that are enqueued, tokens read
         self._moves = -1  # of the cache when its tables were told to the device
         self._pausing = False
+        self._reading: Ahead | None = None  # where it may read a part
         self._sampler: Sampler
-        self._graph: Graph
         self._logits: Array  # a row, where the captured step leaves its own
 
     def advance(self) -> None:
@@ -77,10 +78,16 @@ class AheadOfHost:
         f, reply = self._forward, self._reply
         assert self._steps.graphs is not None
         if self._result is None:
-            span = Span(self._sequence, np.asarray(reply.history[-1:], np.int32), np.ones(1, bool), (0,))
+            last = np.asarray(reply.history[-1:], np.int32)
+            span = Span(self._sequence, last, np.ones(1, bool), (0,), recall=reply.recall)
             self._result = self._steps.run([span])
-        self._sampler, greedy = self._drawer.lend(), reply.params.temperature <= 0
-        self._graph = self._steps.graphs.get(("ahead", greedy), lambda: self._work(greedy))
+            if f.recalling is not None:
+                f.recalling.fared([(span, 1, reply.recalled)])
+        self._sampler, self._greedy = self._drawer.lend(), reply.params.temperature <= 0
+        self._captured(False)
+        if f.recalling is not None and reply.recall is not None:
+            reads = [(reply.recall, self._sequence, reply.recalled, self._start)]
+            self._reading = Ahead(f.recalling, reads, f.ops, f.ws)
         self._reserve(self._start + 1)
         zero = np.zeros(1, np.int32)
         f.feed(
@@ -98,23 +105,31 @@ class AheadOfHost:
         if counts_reply(reply.params):
             self._sampler.count(reply.history[reply.reply_from :])
         self._logits = self._first_row(self._result.at(0))
-        self._draw(self._steps.captured_inputs(1), self._logits, greedy)
+        self._draw(self._steps.captured_inputs(1), self._logits)
         self._describe()
         self._drawn = 1
 
-    def _work(self, greedy: bool) -> None:
-        """What is captured: a step of the token that was drawn, and the draw of the next."""
-        step, ws = self._steps.captured_inputs(1), self._forward.ws
-        assert isinstance(ws, Workspace)
-        ws.active_step = self._sampler.active
-        try:
-            self._draw(step, self._forward.run(step, self._steps.residency).logits, greedy)
-        finally:
-            ws.active_step = None
+    def _captured(self, recalls: bool) -> Graph:
+        """A step of the token that was drawn, and the draw of the next. recalls: it may read a part of its context."""
+        steps, f, ws = self._steps, self._forward, self._forward.ws
+        assert steps.graphs is not None and isinstance(ws, Workspace)
 
-    def _draw(self, step: Step, logits: Array, greedy: bool) -> None:
+        def work() -> None:
+            step = steps.captured_inputs(1, recalls)
+            ws.active_step = self._sampler.active
+            try:
+                logits = f.run(step, steps.residency).logits
+            finally:
+                ws.active_step = None
+            if recalls:
+                self._drawer.count_left_out(1)
+            self._draw(step, logits)
+
+        return steps.graphs.get(("ahead", self._greedy, recalls), work)
+
+    def _draw(self, step: Step, logits: Array) -> None:
         f = self._forward
-        self._sampler.step(logits, step.tokens, step.positions, f.slots, f.block_tables, greedy)
+        self._sampler.step(logits, step.tokens, step.positions, f.slots, f.block_tables, self._greedy)
 
     def _describe(self) -> None:
         if self._reply.logprobs is not None:  # behind the graph, so that there are not as many graphs again
@@ -124,7 +139,12 @@ class AheadOfHost:
         """Enqueue the steps that are due, each on the token that the one before it draws."""
         while self._drawn < min(self._limit, self._accepted + 1 + self.most):
             self._reserve(self._start + self._drawn + 1)
-            self._graph.launch()
+            recalls = self._reading is not None and self._reading.next(self._drawn - 1)
+            graph = self._captured(recalls)
+            if self._reading is not None and recalls:
+                self._reading.captured()
+            self._steps.begin(1)
+            graph.launch()
             self._describe()
             self._drawn += 1
 
@@ -132,6 +152,7 @@ class AheadOfHost:
         """Take the tokens that are there; whether there were any, or it has ended."""
         reply, news = self._reply, self._sampler.poll(self._accepted)
         if news.tokens:
+            self._steps.check()
             self._accepted += len(news.tokens)
             reply.history.extend(news.tokens)
             reply.unsent += map(Drawn, news.tokens, news.likelihoods or itertools.repeat(None))
@@ -144,6 +165,10 @@ class AheadOfHost:
         elif self._accepted == self._limit:
             reply.reason = "length"
         self.ended = reply.reason is not None or (self._pausing and self._accepted == self._drawn)
+        if self._reading is not None:
+            self._reading.fed(0, self._accepted - (0 if news.stopped else 1))
+            if self.ended:
+                self._reading.end()
         return self.ended or bool(news.tokens)
 
     def _first_row(self, row: int) -> Array:

@@ -32,6 +32,7 @@ class Backend:
     drawn there. workspace(limits): scratch memory of the ops. uploader(): what brings weights to the device, None where
     they are used in place. tier(experts, placement, uploader): where experts outside slots are read. compiler: what
     made a GPU's kernels, besides their sources. free_bytes: of the GPU before this process took any, where it is known.
+    bus: the GPU's PCI address, where it is known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Backend:
     gpu: Device | None = None
     compiler: str = ""
     free_bytes: int | None = None
+    bus: str | None = None
 
 
 def open_backend(device: config.Device, threads: int) -> Backend:
@@ -102,4 +104,5 @@ def _cuda(found: probe.Found, why: str, threads: int) -> Backend:
         gpu=device,
         compiler=device.compiler,
         free_bytes=found.free_bytes,
+        bus=gpu.bus_of(found.index),
     )

@@ -142,15 +142,24 @@ class Decoder:
         drafts = self.proposer.propose(replies) if drafts is None else drafts
         if drafts is None:
             proposals = [self.propose(reply, None) for reply in replies]
-            return self.accept(proposals, self.run(proposals, decodes=True))
+            failures = self.accept(proposals, self.run(proposals, decodes=True))
+            self._count(proposals)
+            return failures
         proposals = [self.propose(reply, draft) for reply, draft in zip(replies, drafts, strict=True)]
         result = self.run(proposals, decodes=True)
         failures = self.accept(proposals, result)
+        self._count(proposals)
         if self.forecast is not None:
             self._tell(self.forecast, proposals, result)
         self.proposer.fed(proposals, result)
         self.proposer.fared(proposals, time.perf_counter() - began_s + spent_s)
         return failures
+
+    def _count(self, proposals: Many[Proposal]) -> None:
+        """Count what the rows that stay have read, where any may read a part."""
+        if (recalling := self.steps.forward.recalling) is not None:
+            stay = (len(p.span.tokens) - len(p.follow) + p.stayed for p in proposals)
+            recalling.fared([(p.span, n, p.reply.recalled) for p, n in zip(proposals, stay, strict=True)])
 
     def _tell(self, forecast: Forecast, proposals: Many[Proposal], result: StepResult) -> None:
         """Tell who listens of a step with a draft, in a model with experts."""
@@ -166,7 +175,7 @@ class Decoder:
         assert reply.sequence is not None
         tokens = np.array((reply.history[-1], *(() if draft is None else draft.tokens)), np.int32)
         wanted = tuple(range(len(tokens)))
-        span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, keep=draft is not None)
+        span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, draft is not None, reply.recall)
         return Proposal(reply, span, draft)
 
     def run(self, proposals: Many[Proposal], decodes: bool = False) -> StepResult:
@@ -202,6 +211,7 @@ class Decoder:
                 break
             follow = [proposals[i].follow[proposals[i].stayed :] for i, _ in drawings]
             drawn = self.drawer.draw(result, [drawing for _, drawing in drawings], follow)
+            self.steps.check()
             for (i, _), tokens in zip(drawings, drawn, strict=True):
                 p = proposals[i]
                 try:

@@ -106,7 +106,9 @@ class Drafts:
             if drafting.follower is None and self._is_in_vain(replies[0], drafting):
                 return self._nothing(replies)
         most, room = self._most - len(replies), _Room(self._steps.forward.kv)
-        chosen = [self._chosen(reply, most, room, len(replies)) for reply in replies]
+        sampled = any(reply.params.temperature > 0 for reply in replies)
+        least = self._gate.least_of_each(len(replies), sampled) if len(replies) > 1 else 0.0
+        chosen = [self._chosen(reply, most, room, len(replies), least) for reply in replies]
         offers = [None if one is None else (one[1], one[2]) for one in chosen]
         counts = self._gate.share(offers, self._fits, most) if any(offers) else [0] * len(replies)
         for reply, one, n in zip(replies, chosen, counts, strict=True):
@@ -262,15 +264,16 @@ class Drafts:
             drafting.skipped -= 1
             return True
         gate, record = self._gate, drafting.record
-        least = gate.least(lookup.NAME, record)
-        promise = None if least is None else drafting.source.promise(reply.history, self._most - 1, least)
+        promise = drafting.source.promise(reply.history, self._most - 1, gate.least(record))
         if promise is None or gate.decided(promise, record) == 0:
             drafting.looked(found=False)
             return True
         return False
 
-    def _chosen(self, reply: Reply, most: int, room: _Room, n_replies: int) -> tuple[Source, Promise, Record] | None:
-        """The best that may follow a reply's last token, as far as there is room for it."""
+    def _chosen(
+        self, reply: Reply, most: int, room: _Room, n_replies: int, least: float
+    ) -> tuple[Source, Promise, Record] | None:
+        """The best that may follow a reply's last token, as far as there is room for it; least: as of `promise`."""
         drafting = reply.drafting
         if drafting is None or reply.sequence is None:
             return None
@@ -280,7 +283,7 @@ class Drafts:
         if n_replies > 1 and drafting.skipped and drafting.follower is None:
             drafting.skipped -= 1
             return None
-        source, promise = drafting.source, drafting.source.promise(reply.history, most)
+        source, promise = drafting.source, drafting.source.promise(reply.history, most, least)
         if drafting.follower is not None:
             computed = self._worth(reply, drafting, drafting.follower, promise, most, n_replies)
             if computed is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from engine.ground.errors import NumericalError
 from engine.ops import F32
 from engine.ops.cuda.device import Device
+from engine.ops.cuda.recall import tally
 from engine.ops.cuda.sampling import (
     DESCRIBED_ENTRIES,
     FAILED,
@@ -88,6 +89,13 @@ class DeviceDrawer:
         """A sampler for somebody who prepares it; what it had of a request is forgotten."""
         self._known[number] = _NOTHING
         return self._samplers[number]
+
+    def count_left_out(self, n: int) -> None:
+        """Count what the first n rows of a step left out of their contexts, of those that go on (running/recall.py)."""
+        recalling = self.forward.recalling
+        assert recalling is not None
+        missed, total = recalling.arrays.missed, recalling.left_out[:n]
+        tally(self.device, n, missed, recalling.heads, self.states.control[:n], total)
 
     def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
         """As `Drawer.draw`; waits for the tokens, once.

@@ -1,13 +1,11 @@
-"""A model run on a device that only counts: what it would allocate, and which kernels it would launch.
+"""How a GPU is shared out, before anything is on it: by what a run of the model on a device that only counts takes.
 
-The constructors and the forward pass are the real ones, so the count is exact; only weights, caches and kernels are
-not there. No GPU is needed. On the count stands the decision how much of a GPU goes to what.
+No GPU is needed (running/counted.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,192 +13,30 @@ from typing import Any
 
 import numpy as np
 
-from engine.drafting.dflash import FEED_TOKENS, Drafter
-from engine.drafting.drafter import DrafterFile
 from engine.formats.gguf import open_header, open_model
 from engine.formats.profile import Profile
 from engine.ground.config import EXPECT_CTX_TOKENS, MAX_PARALLEL, EngineConfig, pool_size
 from engine.ground.errors import CapacityError, UnsupportedModelError, UsageError
-from engine.memory.kv import KVCache, cached_tokens, least_pool, pooled_bytes
-from engine.memory.residency import Piece, Progress, Residency, largest_parts, slot_bytes
+from engine.memory.residency import slot_bytes
+from engine.memory.shape import least_pool, pooled_bytes
 from engine.memory.slowtier import tier_bytes
-from engine.models.layers import Architecture, ModelConfig, Step
+from engine.models.layers import Architecture, ModelConfig
 from engine.models.loading import Weights
-from engine.models.nextn import Block, WithBlock
-from engine.ops import F32, SMALL_TOKENS, Limits
-from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
+from engine.ops import Limits
+from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.device import Module
 from engine.ops.cuda.memory import available_bytes
 from engine.ops.cuda.routing import staging_bytes
-from engine.ops.cuda.sampling import Sampler
 from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
 from engine.running import draft_files, inspection, probe
+from engine.running.counted import Counted, count
 from engine.running.draft_files import NO_DRAFTS, DraftFiles
-from engine.running.drafts import lay_out
-from engine.running.drawing import DeviceDrawer
-from engine.running.forward import GRAPH_TOKENS, MAX_ROWS, Forward, placed
-from engine.running.mtp import Predictor
+from engine.running.forward import GRAPH_TOKENS, MAX_ROWS
 from engine.running.source import open_profile
-from engine.running.stepping import Graphs, Steps
 
 DEFAULT_CTX_TOKENS = 32768
-_ROUNDING_BYTES = 1024  # of arrays whose size the count does not know yet
-
-LONG_STEPS = (33, 64, 128, 256, 512, 1024, 2048, 4096)  # kernels are chosen by the length of a step
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Bytes of device memory by purpose, slots and staging buffers apart, and every kernel that is launched."""
-
-    dense_bytes: int
-    kv_bytes: int
-    buffers_bytes: int
-    kernels: tuple[tuple[Module, str], ...]
-    homes_bytes: int = 0  # of host memory
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return self.dense_bytes + self.kv_bytes + self.buffers_bytes
-
-
-class _NoTier:
-    """A slow tier that is nowhere: experts are neither placed nor loaded."""
-
-    n_bytes = 0
-
-    def locate(self, state: policy.SlotState) -> None:
-        """Leave all homes at 0."""
-
-    def load(self, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Load nothing."""
-
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Nothing was lost."""
-
-    def exchange(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
-        """Nothing is pinned."""
-
-    def rehome(self, state: policy.SlotState, layer: int, enters: int, leaves: int, slot: int) -> None:
-        """Nothing is pinned."""
-
-    def close(self) -> None:
-        """Nothing was taken."""
-
-
-def count(
-    device: CountingDevice,
-    arch: Architecture,
-    config: ModelConfig,
-    weights: Weights[Any],
-    limits: Limits,
-    kv_type: str,
-    *,
-    drafter: DrafterFile | None = None,
-    block: Block | None = None,
-    run: bool = True,
-    pool_tokens: int | None = None,
-) -> Counted:
-    """Allocate and run a model on `device`, which must be fresh.
-
-    arch, config, weights, block: as `Forward` takes them; experts of the block count as dense. The tables are counted
-    for all experts in slots, the most there can be. pool_tokens: of the cache, on the device; None: the context. run:
-    without it `kernels` is incomplete, and the count takes a third of the time.
-    """
-    from engine.ops.cuda import ops
-
-    dense, kv = CountingDevice.like(device), CountingDevice.like(device)
-    placed(weights, dense.upload)
-    n_cached = cached_tokens(limits.n_ctx, pool_tokens)
-    cached = config if block is None else WithBlock(config)
-    homes = KVCache(kv, cached, n_cached, kv_type, limits.max_tokens, limits.places, pool_tokens).home_bytes
-    ws = ops.workspace(limits, device)
-    if weights.experts:
-        ws.stream_experts(0, largest_parts(weights.experts))
-    forward = Forward(
-        device, ops, ws, arch, config, weights, limits, kv_tokens=n_cached, pool_tokens=pool_tokens, kv_type=kv_type,
-        ropes=_rope_shapes(arch, config, limits.n_ctx), captured=() if drafter is None else drafter.config.captured,
-        block=block,
-    )  # fmt: skip
-    made = None
-    if drafter is not None:
-        placed(drafter.weights, dense.upload)
-        made = lay_out(drafter, forward, lambda limits: ops.workspace(limits, device))
-    sizes = [slot_bytes(e) for e in weights.experts]
-    empty = placement.empty([config.n_expert] * len(sizes), sizes)
-    before = device.n_bytes
-    residency = Residency(weights.experts, empty, policy.LRU, device=device, tier=_NoTier())
-    arena = -(-residency.arena_bytes // ALIGN_BYTES) * ALIGN_BYTES
-    assert device.n_bytes - before >= arena
-    device.empty(max((max(e.part_bytes) for e in weights.experts), default=0), np.uint8)  # PageLockedTier's passage
-    drawer, steps = DeviceDrawer(forward, device), Steps(forward, residency, Graphs(device))
-    predictor = None
-    if block is not None:
-        placed(block, dense.upload)
-        dense.empty(block.slots_bytes, np.uint8)
-        predictor = Predictor(steps, _NoTier() if block.experts else None, device)
-    if run:
-        _run(steps, drawer.lend(), predictor)
-        if made is not None:
-            _draft(made, forward)
-    buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
-    return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)), homes)
-
-
-def _rope_shapes(arch: Architecture, config: ModelConfig, n_ctx: int) -> list[F32]:
-    """Tables of the shapes of the model's, of which only the first position is computed."""
-    with np.errstate(all="ignore"):  # by factors that a header alone does not have
-        first = arch.rope_tables(config, 1)
-    return [np.broadcast_to(table, (n_ctx, *table.shape[1:])) for table in first]
-
-
-def _run(steps: Steps, sampler: Sampler, predictor: Predictor | None) -> None:
-    """Every kind of step."""
-    forward, limits = steps.forward, steps.forward.limits
-    most = limits.max_tokens
-    for n in GRAPH_TOKENS:
-        if n <= most:
-            steps.launch(n)
-            if 1 < n <= limits.max_sequences:
-                steps.launch(n, apart=True)
-    i, logits = forward.inputs, forward.buffers.logits
-    for greedy in (True, False):
-        sampler.step(logits[:1], i.tokens[:1], i.positions[:1], forward.slots, forward.block_tables, greedy)
-    sampler.describe(logits[:1])
-    # Products have kernels for 1, 8, half as many as a small step and as many.
-    lengths = {n for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, *LONG_STEPS, most) if n <= most}
-    for n in sorted(lengths):
-        for wanted in (1, min(n, limits.max_rows)):
-            _step(forward, steps.residency, n, wanted)
-        if predictor is not None:
-            predictor.rehearse(n)
-
-
-def _draft(drafter: Drafter, forward: Forward) -> None:
-    """Steps of a drafter: features of so many tokens, and a block."""
-    ring, features = drafter.ring(), forward.buffers.features
-    assert ring is not None and features is not None
-    for n in (1, 2, SMALL_TOKENS // 2, SMALL_TOKENS, FEED_TOKENS):
-        if n <= features.shape[1]:
-            drafter.feed(ring, features[:, :n], 0)
-    drafter.logits(ring, 0, 1)
-    drafter.logits(ring, 0, drafter.config.block_tokens - 1)
-    drafter.give_back(ring)
-
-
-def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
-    zeros, groups = np.zeros(n, np.int32), forward.kv.groups
-    step = forward.feed(
-        Step(
-            tokens=zeros, positions=np.arange(n, dtype=np.int32), sequence=zeros, slots=tuple(zeros for _ in groups),
-            block_table=tuple(np.zeros((1, forward.table_width), np.int32) for _ in groups),
-            states=np.zeros((1, 2), np.int32), counted=np.ones(n, np.uint8), rows=np.zeros(wanted, np.int32),
-        )
-    )  # fmt: skip
-    forward.run(step, residency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +276,8 @@ class Sharing:
                 self._counted[n, places, run, drafts, pool] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
                     drafter=found.drafter, block=found.block, run=run, pool_tokens=pool,
+                    recall_blocks=self.options.kv_recall_blocks,
+                    cpu_experts=self.options.cpu_experts != "off",
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(

@@ -28,6 +28,7 @@ from engine.ops.cuda.ops import Workspace as DeviceWorkspace
 from engine.ops.cuda.replay import Replay
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
+from engine.running.recall import Recalling
 
 GRAPH_TOKENS = (1, 2, 4, 8, 16, 32)  # tokens of a step that a device with graphs captures
 MAX_NOTED = 64  # shapes of steps whose calls are known
@@ -65,7 +66,8 @@ class Forward:
     device's copy of a weight, whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default
     the architecture's.
     captured: layers whose features are kept, as `capture_features` has it. block: of a model that drafts by one
-    (running/mtp.py), which is placed with the weights and has a layer in the cache.
+    (running/mtp.py), which is placed with the weights and has a layer in the cache. recall_blocks: that decoded rows
+    read beside what they read anyway, unless their request says otherwise; None: all rows read all.
     Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
     """
 
@@ -73,6 +75,7 @@ class Forward:
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
         limits: Limits, kv_tokens: int, kv_type: str, put: Put | None = None, ropes: Sequence[F32] | None = None,
         captured: tuple[int, ...] = (), block: Block | None = None, pool_tokens: int | None = None,
+        recall_blocks: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
@@ -80,6 +83,9 @@ class Forward:
         self.block: Block | None = None if block is None else placed(block, put or device.upload)
         cached = config if block is None else WithBlock(config)
         self.kv = KVCache(device, cached, kv_tokens, kv_type, limits.max_tokens, limits.places, pool_tokens)
+        self.recalling: Recalling | None = None
+        if recall_blocks is not None:
+            self.recalling = Recalling.made(recall_blocks, device, config, self.kv, limits)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         self._views: dict[tuple[int, int, int], Step] = {}  # of the inputs, for the shapes of steps
@@ -133,7 +139,8 @@ class Forward:
             b.x, b.h, b.y, b.scratch_q, b.scratch_attended, b.scratch_gate, b.scratch_z, b.scratch_delta, b.router,
             b.experts, b.weights, b.logits, *self.ropes, *([] if b.features is None else [b.features]),
         )  # fmt: skip
-        return sum(int(a.nbytes) for a in arrays)
+        more = 0 if self.recalling is None else self.recalling.buffers_bytes
+        return more + sum(int(a.nbytes) for a in arrays)
 
     def capture_hidden(self, wanted: bool) -> None:
         """Keep the residual stream entering each layer in later steps, or stop keeping it.
@@ -174,7 +181,8 @@ class Forward:
         """`bring` a step's inputs; the views of them that `run` takes."""
         n_positions = int(step.positions.max()) + 1
         return dataclasses.replace(
-            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans
+            self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans,
+            recall=step.recall,
         )  # fmt: skip
 
     def bring(self, step: Step) -> Step:
@@ -243,7 +251,7 @@ class Forward:
         if T > SMALL_TOKENS or b.hidden is not None or b.features is not None:  # copies are no calls of kernels
             layers.forward(self.arch, self.weights, passing)
         else:  # the inputs lie where they did in the last step of this shape
-            shape = T, len(step.states), len(step.rows), residency
+            shape = T, len(step.states), len(step.rows), residency, step.recall is not None
             weights, noted = self._noted.get(shape, (None, None))
             if len(self._noted) >= MAX_NOTED:
                 self._noted.clear()

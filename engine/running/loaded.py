@@ -22,14 +22,15 @@ from engine.ground.kv_types import pair_of
 from engine.memory import swap
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
-from engine.memory.kv import Fork, KVCache, cached_tokens
+from engine.memory.kv import Fork, KVCache
 from engine.memory.parking import Parking
 from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
 from engine.memory.residency import Residency, largest_parts
+from engine.memory.shape import cached_tokens
 from engine.memory.slowtier import loaded_bytes
 from engine.memory.swap import Swapped
-from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
+from engine.ops import I32, KV_BLOCK_TOKENS, PIECE_TOKENS, SMALL_TOKENS, TAIL_BLOCKS, Limits
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.memory import available_bytes
 from engine.ops.cuda.ops import Workspace
@@ -41,6 +42,7 @@ from engine.running.drafts import Drafts, lay_out
 from engine.running.drawing import DeviceDrawer, Drawer, HostDrawer
 from engine.running.forward import Forward
 from engine.running.guessing import Guessing, Way
+from engine.running.misses import share
 from engine.running.mtp import Predictor
 from engine.running.shares import Progress, Shares, share_out
 from engine.running.source import Source, open_source
@@ -128,10 +130,10 @@ class Loaded:
         """Bytes by purpose: what is in fast memory, and what the slow tier takes."""
         if self.shares.decision is not None:
             return self.shares.decision.plan.to_json()
-        block = self.source.block
+        block, recalling = self.source.block, self.forward.recalling
         made = {
             "dense_bytes": int(self.source.weights.dense_bytes) + (0 if block is None else block.nbytes),
-            "kv_bytes": self.kv.nbytes,
+            "kv_bytes": self.kv.nbytes + (0 if recalling is None else recalling.sketches.nbytes),
             "slots_bytes": self.residency.arena_bytes,
             "buffers_bytes": self.forward.buffers_bytes + (0 if self.drafts is None else self.drafts.nbytes),
         }
@@ -161,6 +163,11 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             gpu = backend.gpu
             guessing, guesses_said = _guess(options, source, backend, residency)
             steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
+            steps.misses, misses_said = share(
+                options, gpu, backend.bus, forward.ws, shares.limits, residency, source.block
+            )  # fmt: skip
+            if steps.misses is not None:
+                opened.callback(steps.misses.close)
             predictor = _predict(source, backend, steps, opened)
             drawer: Drawer = HostDrawer() if gpu is None else DeviceDrawer(forward, gpu)
             drafts = _drafts(options, steps, drafter, predictor)
@@ -178,7 +185,9 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             *source.drafts.reasons,
             *shares.reasons,
             f"drafts: {_who_drafts(options, source)}",
+            *_recalls(forward),
             *guesses_said,
+            *misses_said,
         )
         decoder = Decoder(steps, drawer, drafts)
         decoder.guessing = guessing
@@ -202,7 +211,7 @@ def _lay_out(
         kv_tokens=cached_tokens(shares.limits.n_ctx, shares.pool_tokens), kv_type=options.kv_type,
         put=None if uploader is None else uploader.put,
         captured=() if source.drafter is None else source.drafter.config.captured,
-        block=source.block, pool_tokens=shares.pool_tokens,
+        block=source.block, pool_tokens=shares.pool_tokens, recall_blocks=options.kv_recall_blocks,
     )  # fmt: skip
     drafter = None
     if source.drafter is not None:
@@ -223,6 +232,18 @@ def _lay_out(
         if shares.staging_bytes:
             ws.stream_experts(shares.staging_bytes, largest_parts(weights.experts))
     return forward, residency, drafter
+
+
+def _recalls(forward: Forward) -> tuple[str, ...]:
+    """What is said of contexts that are read in part."""
+    r = forward.recalling
+    if r is None:
+        return ()
+    return (
+        f"decoded tokens read {r.blocks} blocks of {KV_BLOCK_TOKENS} beside the first and the last {TAIL_BLOCKS + 1}: "
+        f"asked for; sketches of keys take {r.sketches.nbytes / 2**20:.1f} MiB, and choosing "
+        f"{r.buffers_bytes / 2**20:.1f}",
+    )
 
 
 def _who_drafts(options: EngineConfig, source: Source) -> str:

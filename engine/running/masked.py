@@ -27,8 +27,8 @@ _FIRST_S = 0.004  # what the first step is taken for
 
 
 def can_mask(steps: Steps, replies: Many[Reply]) -> bool:
-    """Whether replies can decode so: a form binds one of them, and all share one captured step."""
-    formed = any(reply.grammar is not None for reply in replies)
+    """Whether replies can decode so: a form binds one of them, all share one captured step, and read all."""
+    formed = any(reply.grammar is not None for reply in replies) and all(reply.recall is None for reply in replies)
     return formed and steps.shared_width(len(replies)) is not None
 
 
@@ -123,7 +123,9 @@ class Masked:
         if reply.grammar is None:
             return True
         try:
-            rows = StepResult(self._device, self._forward.buffers.first(self._width, self._width))
+            rows = StepResult(
+                self._device, self._forward.buffers.first(self._width, self._width), check=self._steps.check
+            )  # fmt: skip
             drawing = reply.drawing(lambda: rows.logits, number, until_s)
         except DeviceLostError:
             raise
@@ -163,6 +165,7 @@ class Masked:
 
     def _accept(self, rows: Many[_Row], fed: bool) -> None:
         """Take the tokens; fed: the next step has begun, and has them unless the device ended their reply."""
+        self._steps.check()
         for row in rows:
             reply, news = row.reply, row.sampler.poll(row.accepted)
             try:

@@ -347,7 +347,7 @@ class ByBlock:
     def __init__(self, predictor: Predictor, reply: Reply) -> None:
         self._predictor, self._reply = predictor, reply
 
-    def promise(self, history: Many[int], most: int, least: int = 0) -> Promise | None:
+    def promise(self, history: Many[int], most: int, least: float = 0.0) -> Promise | None:
         """As `Source.promise`."""
         sequence = self._reply.sequence
         if most < 1 or sequence is None or not self._predictor.knows(sequence, history):

@@ -9,6 +9,7 @@ from engine.drafting.gate import Drafting
 from engine.ground.errors import NumericalError
 from engine.memory.blocks import Sequence
 from engine.ops import F32
+from engine.running.recall import Part, Tally
 from engine.running.sampling import Drawing, Drawn, SamplingParams
 from engine.text.forms import Form
 
@@ -27,6 +28,7 @@ class Reply:
     penalties count, by default behind the prompt. logprobs: as in `Drawing`. grammar: the form that binds it, if one
     does. held: logits float32 [V] of the next token, if its mask is late. unsent: tokens drawn, for whoever takes
     them. reason: why it ended, "stop" or "length", None until then. drafting: who drafts for it, if anybody does.
+    recall: what decoded rows read, None: all; recalled: what that came to.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Reply:
         self.unsent: list[Drawn] = []
         self.reason: str | None = None
         self.drafting: Drafting | None = None
+        self.recall: Part | None = None
+        self.recalled = Tally()
         self._n_prompt = len(history)
 
     @property

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from engine.ground.config import EngineConfig, pool_size
 from engine.ground.errors import CapacityError, UsageError
 from engine.ground.protocol import Stage
-from engine.memory.kv import pooled_bytes
 from engine.memory.residency import slot_bytes
+from engine.memory.shape import pooled_bytes
 from engine.ops import Limits
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.device import Device

@@ -22,6 +22,8 @@ from engine.ops import F32, I32, SMALL_TOKENS
 from engine.ops.cuda.device import Device, Graph
 from engine.ops.device import Memory
 from engine.running.forward import GRAPH_TOKENS, Forward
+from engine.running.misses import CpuMisses
+from engine.running.recall import Part
 
 TABLE_STEP = 64  # blocks: widths of the tables that are fed are multiples, so that they are few
 
@@ -31,7 +33,7 @@ class Span:
     """Tokens that continue a sequence. counted: whose routing is counted, bool [T].
 
     want: indices within the span whose logits are wanted, MAX_ROWS in a step at most. keep: some of the tokens, of a
-    step of at most KEPT_TOKENS, may be taken back.
+    step of at most KEPT_TOKENS, may be taken back. recall: what its rows read, None: all.
     """
 
     sequence: Sequence
@@ -39,6 +41,7 @@ class Span:
     counted: NDArray[np.bool_]
     want: tuple[int, ...] = ()
     keep: bool = False
+    recall: Part | None = None
 
 
 class StepResult:
@@ -47,19 +50,21 @@ class StepResult:
     logits float32 [R, V] in order of the spans' wants. experts int32, weights float32 [L, T, A]; hidden
     float32 [n_layer, T, D] or None. residual float32 [T, D]: what the head reads. rows: of the wanted logits in the
     buffer, where it has others, too; T: tokens of the step, where it has been filled up. brought: the experts in
-    page-locked memory, whose copy is enqueued.
+    page-locked memory, whose copy is enqueued. check: raises where the step, whose end was waited for, has failed.
     """
 
     def __init__(
         self, device: Memory, buffers: Buffers, rows: Many[int] | None = None, T: int | None = None,
-        brought: I32 | None = None,
+        brought: I32 | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._check = check
         self._device, self._buffers, self.rows, self._T, self._brought = device, buffers, rows, T, brought
 
     @property
     def logits(self) -> F32:
         """Logits of the wanted tokens."""
         logits: F32 = self._device.read(self._buffers.logits)
+        self._check()
         return logits if self.rows is None else logits[list(self.rows)]
 
     def at(self, row: int) -> int:
@@ -99,7 +104,9 @@ class StepResult:
 
     def residual_at(self, token: int) -> F32:
         """A token's, float32 [D]."""
-        return np.asarray(self._device.read(self._buffers.x[token : token + 1])[0])
+        residual = np.asarray(self._device.read(self._buffers.x[token : token + 1])[0])
+        self._check()
+        return residual
 
     @property
     def residual(self) -> F32:
@@ -127,10 +134,14 @@ class Graphs:
 
 
 class Steps:
-    """Runs steps of `forward`. graphs: None where nothing is captured."""
+    """Runs steps of `forward`. graphs: None where nothing is captured.
+
+    misses: who has the CPU compute a part of what misses in steps of one token; None: nobody.
+    """
 
     def __init__(self, forward: Forward, residency: Residency, graphs: Graphs | None = None) -> None:
         self.forward, self.residency, self.graphs = forward, residency, graphs
+        self.misses: CpuMisses | None = None
         self._device, self._limits = forward.device, forward.limits
         self._counting = np.arange(SMALL_TOKENS, dtype=np.int32)  # of what is made anew for each short step
         # Experts of a step of which tokens may be taken back, there when its draws are: to read them takes a wait more.
@@ -151,12 +162,14 @@ class Steps:
         step = self._inputs(spans, width, None if captured else rows)
         if captured:
             self.forward.bring(step)
-            self.launch(width, apart=1 < len(spans) == T, decoded=step.decoded)
+            self.launch(width, 1 < len(spans) == T, step.decoded, step.recall is not None)
             buffers = self.forward.buffers.first(width, width)
             brought = self._bring(buffers.experts, spans)
-            result = StepResult(self._device, buffers, rows, T, brought)
+            result = StepResult(self._device, buffers, rows, T, brought, self.check)
         else:
-            result = StepResult(self._device, self.forward.run(self.forward.feed(step), self.residency))
+            self.begin(width)
+            buffers = self.forward.run(self.forward.feed(step), self.residency)
+            result = StepResult(self._device, buffers, check=self.check)
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)
         return result
@@ -169,19 +182,32 @@ class Steps:
         self._device.copy(to.ctypes.data, self._device.pointer(experts), to.nbytes)
         return to
 
-    def launch(self, T: int, apart: bool = False, decoded: bool = False) -> None:
+    def launch(self, T: int, apart: bool = False, decoded: bool = False, recalls: bool = False) -> None:
         """Enqueue a captured step of T tokens, one of GRAPH_TOKENS, on what was fed; all rows get logits.
 
-        apart: no two of the tokens are of one sequence, but for what fills the step up. decoded: as of `Step`.
+        apart: no two of the tokens are of one sequence, but for what fills the step up. decoded: as of `Step`. recalls:
+        rows may read a part of their contexts.
         """
         assert self.graphs is not None
         decoded = decoded or apart
 
         def work() -> None:
             self.forward.features_wanted = True  # whoever follows a later one reads them
-            self.forward.run(replace(self.captured_inputs(T), apart=apart, decoded=decoded), self.residency)
+            step = replace(self.captured_inputs(T, recalls), apart=apart, decoded=decoded)
+            self.forward.run(step, self.residency)
 
-        self.graphs.get((T, apart, decoded), work).launch()
+        self.begin(T)
+        self.graphs.get((T, apart, decoded, recalls), work).launch()
+
+    def begin(self, T: int) -> None:
+        """A step of T tokens is about to be enqueued."""
+        if T == 1 and self.misses is not None:
+            self.misses.begin()
+
+    def check(self) -> None:
+        """Raise where a step whose results can be read has failed."""
+        if self.misses is not None:
+            self.misses.check()
 
     def shared_width(self, n: int) -> int | None:
         """Tokens of the captured step that n sequences share, a token each; None where there is none."""
@@ -193,9 +219,11 @@ class Steps:
         assert self.graphs is not None
         return self.graphs.get(name, work)
 
-    def captured_inputs(self, T: int) -> Step:
+    def captured_inputs(self, T: int, recalls: bool = False) -> Step:
         """The inputs that a captured step of T tokens reads, of as many sequences as it can have."""
-        return self.forward.inputs_of(T, min(T, self._limits.max_sequences), T)
+        n = min(T, self._limits.max_sequences)
+        step, recalling = self.forward.inputs_of(T, n, T), self.forward.recalling
+        return replace(step, recall=recalling.arrays.first(n)) if recalls and recalling is not None else step
 
     def take_back(self, spans: list[Span], n_tokens: list[int], result: StepResult | None = None) -> None:
         """Drop the last n_tokens[i] tokens of spans[i], those of the last step; 0 of one that was not kept.
@@ -215,12 +243,17 @@ class Steps:
             return
         stay = [m - n if pair else 0 for pair, n, m in zip(states, n_tokens, lengths, strict=True)]
         # The other inputs of the step are still there; a slot of -1 is a token that is not.
-        step = self.forward.inputs_of(sum(lengths), len(spans), 0)
+        T = sum(lengths)
+        captured = self.is_captured(T)
+        step = self.captured_inputs(T) if captured else self.forward.inputs_of(T, len(spans), 0)
         slots = [np.where(np.arange(m) < n, 0, -1) for n, m in zip(stay, lengths, strict=True)]
         pairs = [pair or (s.sequence.state, s.sequence.state) for pair, s in zip(states, spans, strict=True)]
         self._device.write(step.slots[0], np.concatenate(slots).astype(np.int32))
-        self._device.write(step.states, np.array(pairs, np.int32))
-        self.forward.replay(step)
+        self._device.write(step.states[: len(spans)], np.array(pairs, np.int32))
+        if captured:
+            self.captured(("replay", T), lambda: self.forward.replay(step)).launch()
+        else:
+            self.forward.replay(step)
 
     def _check(self, spans: list[Span], T: int) -> None:
         assert 0 < T <= self._limits.max_tokens
@@ -246,6 +279,8 @@ class Steps:
         slots = [s.sequence.extend(len(s.tokens)) for s in spans]
         owners = [np.full(len(s.tokens), i, np.int32) for i, s in enumerate(spans)]
         sequences, groups = [s.sequence for s in spans], range(len(self.forward.kv.groups))
+        forward = self.forward
+        recall = None if forward.recalling is None else forward.recalling.prepare(spans, width, forward.ops, forward.ws)
 
         def padded(values: Many[NDArray[Any]], dtype: type, last: int | None = None) -> NDArray[Any]:
             row: NDArray[Any] = values[0] if len(values) == 1 else np.concatenate(values)
@@ -266,6 +301,7 @@ class Steps:
             # Only imposed choices ask for it of steps with drafts, which are captured once more for them.
             decoded=self.forward.replayed is not None and any(s.keep for s in spans),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
+            recall=recall,
         )
 
     def tables(self, sequences: list[Sequence]) -> tuple[I32, ...]:

@@ -16,6 +16,7 @@ from engine.ops.cuda.device import Graph
 from engine.ops.cuda.sampling import Sampler
 from engine.running.ahead import AHEAD_STEPS, CHECK_S, POLL_S
 from engine.running.drawing import DeviceDrawer
+from engine.running.recall import Ahead
 from engine.running.reply import Reply, not_finite
 from engine.running.sampling import Drawn, counts_reply
 from engine.running.stepping import Span, Steps
@@ -59,6 +60,7 @@ class Together:
         self._greedy = all(reply.params.temperature <= 0 for reply in replies)
         self._drawn, self._pausing, self._pause = 0, False, pause
         self._moves = -1  # of the cache when its tables were told to the device
+        self._reading: Ahead | None = None  # where replies may read a part
         self._rows: list[_Row] = []
         for reply, sampler in zip(replies, self._samplers, strict=False):
             assert reply.sequence is not None
@@ -82,6 +84,8 @@ class Together:
                 heard_s = time.monotonic()
             else:
                 time.sleep(POLL_S)
+        if self._reading is not None:
+            self._reading.end()
         return [row.failure for row in self._rows]
 
     @property
@@ -91,11 +95,15 @@ class Together:
 
     def _begin(self) -> None:
         """Feed the last tokens, whose step leaves all inputs where the captured one reads them, and draw the first."""
-        spans = [
-            Span(row.sequence, np.asarray(row.reply.history[-1:], np.int32), np.ones(1, bool), (0,))
-            for row in self._rows
-        ]
+        f, spans = self._forward, list[Span]()
+        for row in self._rows:
+            last = np.asarray(row.reply.history[-1:], np.int32)
+            spans.append(Span(row.sequence, last, np.ones(1, bool), (0,), recall=row.reply.recall))
         self._steps.run(spans)
+        if f.recalling is not None:
+            f.recalling.fared([(span, 1, row.reply.recalled) for span, row in zip(spans, self._rows, strict=True)])
+            reads = [(row.reply.recall, row.sequence, row.reply.recalled, row.start) for row in self._rows]
+            self._reading = Ahead(f.recalling, reads, f.ops, f.ws)
         self._pausing = not self._reserved()
         for row in self._rows:
             reply = row.reply
@@ -106,16 +114,22 @@ class Together:
                 row.sampler.count(reply.history[reply.reply_from :])
         for sampler in self._samplers[len(self._rows) :]:
             self._device.write(sampler.active, np.zeros(1, np.int32))
-        self._graph: Graph = self._steps.captured(("together", self._width, self._greedy), self._work)
+        self._captured(False)
         self._draw()
         self._describe()
         self._drawn = 1
 
-    def _work(self) -> None:
-        """What is captured: a step of the tokens that were drawn, and the draws of the next."""
-        step = replace(self._steps.captured_inputs(self._width), apart=True, decoded=True)
-        self._forward.run(step, self._steps.residency)
-        self._draw()
+    def _captured(self, recalls: bool) -> Graph:
+        """A step of the tokens that were drawn, and the draws of the next. recalls: rows may read a part of theirs."""
+
+        def work() -> None:
+            step = replace(self._steps.captured_inputs(self._width, recalls), apart=True, decoded=True)
+            self._forward.run(step, self._steps.residency)
+            if recalls:
+                self._drawer.count_left_out(self._width)
+            self._draw()
+
+        return self._steps.captured(("together", self._width, self._greedy, recalls), work)
 
     def _draw(self) -> None:
         f, i = self._forward, self._forward.inputs
@@ -138,7 +152,11 @@ class Together:
             if not self._reserved():
                 self._pausing = True
                 return
-            self._graph.launch()
+            recalls = self._reading is not None and self._reading.next(self._drawn - 1)
+            graph = self._captured(recalls)
+            if self._reading is not None and recalls:
+                self._reading.captured()
+            graph.launch()
             self._describe()
             self._drawn += 1
             self._pausing |= all(self._drawn >= row.limit for row in self._rows)
@@ -163,7 +181,7 @@ class Together:
     def _accept(self) -> bool:
         """Take the tokens that are there; whether there were any, or an end."""
         heard = False
-        for row in self._rows:
+        for i, row in enumerate(self._rows):
             if row.ended:
                 continue
             reply, news = row.reply, row.sampler.poll(row.accepted)
@@ -179,6 +197,8 @@ class Together:
                 reply.reason = "stop"
             elif row.accepted == row.limit:
                 reply.reason = "length"
+            if self._reading is not None:
+                self._reading.fed(i, row.accepted - (0 if news.stopped else 1))
             row.ended = row.failure is not None or reply.reason is not None
             self._pausing |= row.ended
             heard |= row.ended or bool(news.tokens)

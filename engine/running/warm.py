@@ -18,13 +18,12 @@ import numpy as np
 from engine.ground.errors import CapacityError, DeviceLostError, SparkError
 from engine.ground.sampling import Sampling
 from engine.memory.residency import Residency
-from engine.models.layers import KEPT_TOKENS
 from engine.ops import SMALL_TOKENS
 from engine.ops.cuda.failures import translated
-from engine.running.dryrun import LONG_STEPS
+from engine.running.counted import LONG_STEPS
 from engine.running.forward import GRAPH_TOKENS
 from engine.running.loaded import Loaded
-from engine.running.mtp import Asked, Fed
+from engine.running.mtp import MOST_TOKENS, Asked, Fed
 from engine.running.reply import Reply
 from engine.running.stepping import Span
 
@@ -81,7 +80,7 @@ def _read(loaded: Loaded) -> None:
             _ = loaded.steps.run([span]).last_residual
             if loaded.predictor is not None:
                 loaded.predictor.follow([Fed(span, n, one.history)])
-                for wanted in range(1, KEPT_TOKENS) if n == 1 else ():
+                for wanted in range(1, 1 + MOST_TOKENS) if n == 1 else ():
                     loaded.predictor.drafts([Asked(one.sequence, one.history, wanted)])
                 loaded.predictor.forget(one.sequence)
 
@@ -102,6 +101,8 @@ def _time(loaded: Loaded) -> None:
             break
         if loaded.forward.replayed is not None:
             _step_seconds(loaded, n)  # captured once more, for choices that are imposed
+        if not on_host and n > 1:
+            _take_back(loaded, n)
         tries = [_step_seconds(loaded, n)]
         while on_host and len(tries) < HOST_RUNS and time.perf_counter() < until_s:
             tries.append(_step_seconds(loaded, n))
@@ -112,6 +113,17 @@ def _time(loaded: Loaded) -> None:
         seconds[1] = min(seconds[1], _step_seconds(loaded, 1))
     if 1 in seconds:
         loaded.drafts.begin_costs(seconds)
+
+
+def _take_back(loaded: Loaded, n: int) -> None:
+    """A step of so many tokens whose last one is dropped, since to replay recurrent states is captured, too."""
+    with _replies(loaded, 1, n + 1) as (one,):
+        assert one.sequence is not None
+        tokens = np.asarray(one.history[:n], np.int32)
+        span = Span(one.sequence, tokens, np.zeros(n, bool), tuple(range(n)), keep=True)
+        loaded.steps.run([span])
+        loaded.steps.take_back([span], [1])
+        one.sequence.settle()
 
 
 def _step_seconds(loaded: Loaded, n: int) -> float:

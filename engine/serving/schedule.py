@@ -10,7 +10,8 @@ whoever has to make room is named by `gives_way`. The rules, in the order in whi
 3. Who runs ahead of the host stops when anybody else wants a step.
 4. Prompts are read in turn, a chunk each; then those that decode get the time that it took before the next chunk. The
    chunks of several share a step as far as it has room (`joins`): whoever is next fills it as it would alone.
-5. What was decoded is read again as a prompt when nothing runs and nothing waits.
+5. When nothing runs and nothing waits, files are written that were missed; then what was decoded is read again as a
+   prompt.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class View:
 
     running: the oldest first. waiting: who is to begin first, first. places: how many may run. owed_s: time that those
     that decode have to come. last_read: the turn of the one whose prompt was read last. ahead: who runs ahead. crowded:
-    one was put back, and nobody has ended since. idle: something could be read again.
+    one was put back, and nobody has ended since. idle: something could be read again. missed: a file could be written.
     """
 
     running: tuple[Running, ...]
@@ -100,6 +101,7 @@ class View:
     ahead: int | None = None
     crowded: bool = False
     idle: bool = False
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,16 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """Have a file written that was missed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """There is nothing to do before something comes."""
 
 
-Work: TypeAlias = Admit | Draw | Read | Decode | Ahead | Recompute | Wait
+Work: TypeAlias = Admit | Draw | Read | Decode | Ahead | Recompute | Save | Wait
 
 
 def decide(view: View) -> Work:
@@ -171,9 +178,9 @@ def decide(view: View) -> Work:
         return Ahead(decoding[0].id, pause=False)
     if decoding:
         return Decode(tuple(task.id for task in decoding))
-    if view.idle and not view.running and not view.waiting:
-        return Recompute()
-    return Wait()
+    if view.running or view.waiting:
+        return Wait()
+    return Save() if view.missed else Recompute() if view.idle else Wait()
 
 
 def wanting(view: View) -> Wants | None:

@@ -32,6 +32,7 @@ from engine.ops import KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.running.decoding import Alone
 from engine.running.loaded import load
+from engine.running.recall import part_of
 from engine.running.reply import MASK_WAIT_S
 from engine.running.warm import warm_up
 from engine.serving.families import Families
@@ -47,6 +48,7 @@ from engine.serving.schedule import (
     Recompute,
     Room,
     Running,
+    Save,
     View,
     Wait,
     Waiting,
@@ -56,7 +58,7 @@ from engine.serving.schedule import (
     owed,
     wanting,
 )
-from engine.serving.tasks import SLICE_S, GenerateTask, Rereading, ScoreTask
+from engine.serving.tasks import SLICE_S, GenerateTask, ScoreTask
 from engine.text.forms import Form
 
 _LAST_POSITION = (1 << 31) - 1  # a trace's positions are int32
@@ -94,9 +96,7 @@ class Engine:
         self._tokens = {"read": 0, "reused": 0, "written": 0}
         self._waits = {"place": 0, "room": 0, "moved_out": 0, "read_again": 0}
         self._waited: set[tuple[int, str]] = set()  # requests that have not begun, and what they have waited for
-        self._rereading: Rereading | None = None
-        self._idling = Idling(self.loaded.parking, config.idle_release_s)
-        self._reread_at = 0  # requests that had ended when nothing was left to be read again
+        self._idling = Idling(self.loaded, config.idle_release_s)
 
     def warm_up(self) -> None:
         """Do what a first request would wait for; it counts as a part of the load, and leaves no trace."""
@@ -134,7 +134,9 @@ class Engine:
             "kv_type": self.config.kv_type,
             "pool_tokens": r.shares.pool_tokens,
             "draft": "off" if r.drafts is None else self.config.draft,
+            "kv_recall_blocks": self.config.kv_recall_blocks,
             "guess": "off" if r.decoder.guessing is None else self.config.guess,
+            "cpu_experts": None if r.steps.misses is None else r.steps.misses.settings(),
             "policy": self.config.policy,
             "residency_pct": r.residency.percent,
             "slots_per_layer": list(r.shares.placement.slots_per_layer),
@@ -162,6 +164,9 @@ class Engine:
                 f"{n} tokens do not fit in the context of {limit}",
                 hint="send fewer tokens, or serve with a larger --ctx",
             )
+        if isinstance(request, Generate):
+            recalling = self.loaded.forward.recalling
+            part_of(request.kv_recall, None if recalling is None else recalling.blocks)
         if isinstance(request, Score) and (request.window + 1) * (limit + 1) > _LAST_POSITION:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.id == request.id for job in (*self._running, *self._waiting)):
@@ -171,9 +176,8 @@ class Engine:
                 stop = self.loaded.source.stop_tokens if request.stop_tokens is None else request.stop_tokens
                 self._forms[request.id] = self.loaded.forms.open(request.grammar, frozenset(stop))
             self._families.add(request, self._unread())
-        self._stop_rereading()
-        self._waiting.append(request)
         self._idling.begin()
+        self._waiting.append(request)
 
     def _unread(self) -> Iterator[Generate]:
         """Requests whose prompt has not been read."""
@@ -190,18 +194,13 @@ class Engine:
 
     @property
     def idle_work(self) -> bool:
-        """Whether nothing is unfinished, and decoded chunks may be read as a prompt is, or memory goes back."""
-        return self._may_reread or self.idle_s == 0 or self._idling.is_returning
-
-    @property
-    def _may_reread(self) -> bool:
-        is_there = not self._idling.is_away
-        return is_there and self.loaded.prefixes.decoded_differ and not self.busy and self._reread_at != self._requests
+        """Whether nothing is unfinished, and there is something to do all the same (engine/serving/idling.py)."""
+        return not self.busy and self._idling.has_work
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until memory goes back, if nothing comes; None: it does not, or has."""
-        return None if self.busy or self._may_reread else self._idling.left_s
+        """Seconds until that may be so, if nothing comes; None: it is, or never will be."""
+        return None if self.busy else self._idling.wait_s
 
     def step(self) -> list[Event]:
         """Do one unit of work; a request's failure is its own error event.
@@ -209,7 +208,7 @@ class Engine:
         That of the device is everybody's: DeviceLostError.
         """
         events: list[Event] = []
-        if self.idle_s == 0:
+        if not self.busy and self._idling.may_release:
             self._idling.release()
             return events
         with translated():
@@ -247,7 +246,8 @@ class Engine:
             last_read=self._last_read,
             ahead=None if self._ahead is None else self._ahead[0].id,
             crowded=crowded,
-            idle=self._may_reread,
+            idle=self._idling.may_reread,
+            missed=self._idling.may_save,
         )
 
     def _note_waits(self, view: View, work: Work) -> None:
@@ -307,32 +307,10 @@ class Engine:
             case Decode(ids):
                 return self._decode([self._generating(request_id) for request_id in ids])
             case Recompute():
-                self._reread()
+                self._idling.reread()
+            case Save():
+                self._idling.save()
         return []
-
-    def _reread(self) -> None:
-        """Read a chunk again that was decoded; where that fails, none before another request has ended."""
-        if self._rereading is None:
-            tokens = self.loaded.prefixes.inexact()
-            if tokens is None:
-                self._reread_at = self._requests
-                return
-            self._rereading = Rereading(self.loaded, tokens)
-        try:
-            with translated():
-                if self._rereading.read():
-                    self._stop_rereading()
-        except DeviceLostError:
-            raise
-        except SparkError as error:
-            _log.info("decoded chunks are not read again: %s", error)
-            self._stop_rereading()
-            self._reread_at = self._requests
-
-    def _stop_rereading(self) -> None:
-        if self._rereading is not None:
-            self._rereading.close()
-            self._rereading = None
 
     def _generating(self, request_id: int) -> GenerateTask:
         task = next(task for task in self._running if task.id == request_id)
@@ -576,6 +554,8 @@ class Engine:
             "prefixes": r.prefixes.stats(),
             "drafts": {} if r.drafts is None else r.drafts.stats(),
             "guesses": {} if r.decoder.guessing is None else r.decoder.guessing.stats(),
+            "recall": {} if r.forward.recalling is None else r.forward.recalling.stats(),
+            "cpu_experts": {} if r.steps.misses is None else r.steps.misses.stats(),
             "plan": r.plan(),
             "released_bytes": r.parking.released_bytes,
         }
@@ -595,5 +575,5 @@ class Engine:
         """Cancel everything and release the model."""
         for job in (*self._running, *self._waiting):
             self._finish(job)
-        self._stop_rereading()
+        self._idling.close()
         self.loaded.close()

@@ -25,6 +25,7 @@ from engine.running.decoding import Proposal
 from engine.running.drafts import tallied
 from engine.running.forward import MAX_ROWS
 from engine.running.loaded import Loaded
+from engine.running.recall import part_of
 from engine.running.reply import MASK_WAIT_S, Reply
 from engine.running.sampling import check_finite
 from engine.running.stepping import Span, StepResult
@@ -58,6 +59,8 @@ class GenerateTask(Reply):
         self.request = request
         if loaded.drafts is not None and request.draft:
             loaded.drafts.begin(self, request.prediction or ())
+        recalling = loaded.forward.recalling
+        self.recall = part_of(request.kv_recall, None if recalling is None else recalling.blocks)
         self._families = families
         self.turn = 0
         self.decoding = False
@@ -163,7 +166,9 @@ class GenerateTask(Reply):
         part = self._part  # as it was when there was room: to make room, prefixes may have been given up
         last = self.sequence.length + len(part) == self.n_to_read
         wanted = (len(part) - 1,) if last and not self.made else ()
-        return Proposal(self, Span(self.sequence, part, np.zeros(len(part), bool), wanted))
+        # What was drawn is read as it was then; a prompt reads all.
+        recall = self.recall if self.sequence.length >= len(self._reading) else None
+        return Proposal(self, Span(self.sequence, part, np.zeros(len(part), bool), wanted, recall=recall))
 
     def fed(self, residual: F32, logits: Callable[[], F32] | None) -> list[Event]:
         """Note that the chunk was fed, of whose last token that is the residual; who has a first token to draw is told.
@@ -232,22 +237,29 @@ class GenerateTask(Reply):
 
     def _tokens(self) -> Tokens:
         tokens = tuple(drawn.token for drawn in self.unsent)
-        drafts = self._drafted() or None
+        drafts, recall = self._drafted() or None, self._recalled()
         if self.request.logprobs is None:
-            return Tokens(self.id, tokens, drafts=drafts)
+            return Tokens(self.id, tokens, drafts=drafts, recall=recall)
         found = [drawn.likelihood for drawn in self.unsent if drawn.likelihood is not None]
-        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found), drafts)
+        return Tokens(self.id, tokens, tuple(f.logprob for f in found), tuple(f.top for f in found), drafts, recall)
 
     def _drafted(self) -> dict[str, dict[str, int]]:
         """Tokens that were drafted for it, and accepted, by source."""
         return {} if self.drafting is None else tallied(self.drafting.record.tallies)
 
+    def _recalled(self) -> dict[str, float] | None:
+        """What its tokens have read, where that may be a part."""
+        return None if self.recall is None else self.recalled.to_json()
+
     def _done(self, now: float) -> Done:
         loaded, read_s = self.loaded, self._read_s or now
         assert self.sequence is not None
-        loaded.prefixes.insert(self.sequence, np.asarray(self.history, np.int32))
+        # Behind the first token that left something out nothing is as a prompt, or another request, has it.
+        loaded.prefixes.insert(self.sequence, np.asarray(self.history, np.int32), most=self.recalled.first)
         cached = self.cached_tokens or 0
-        usage = Usage(len(self.request.tokens), self.made, cached_tokens=cached, drafts=self._drafted())
+        usage = Usage(
+            len(self.request.tokens), self.made, cached_tokens=cached, drafts=self._drafted(), recall=self._recalled()
+        )
         timing = Timing(read_s - self._began, now - read_s)
         return Done(
             self.id, usage, timing, loaded.residency.since(self._before), "stop" if self.reason == "stop" else "length"

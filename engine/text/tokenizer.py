@@ -59,7 +59,7 @@ _MARKS = frozenset((
 
 # Where every rule of cutting text begins a word, whatever stands around: long text is cut there, for several cores.
 _WORD_BEGINS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
-_PART_CHARS = 8192
+_PART_CHARS = 2048
 
 
 def _byte_letters() -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from engine.ground.errors import SparkError
 from engine.ground.protocol import MAX_TOP_LOGPROBS
 from spark.apis.http import explain, openai_error
+from spark.apis.recall import kept_messages, kv_recall
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallEnd, CallStart, Conversation, Finish, Part, Text, Usage
 from spark.speech.logprobs import entry
@@ -63,8 +64,9 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     stream_options(body)
     choice, tools = _choice(body.get("tool_choice"), tools)
+    made = tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
     return Conversation(
-        messages=tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages)),
+        messages=made,
         tools=tools,
         tool_choice=choice,
         parallel_calls=c.get(body, "parallel_tool_calls", bool, True),
@@ -76,6 +78,8 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         choices=c.integer(body, "n", 1, c.MAX_CHOICES) or 1,
         logprobs=_logprobs(body),
         draft=c.draft(body),
+        kv_recall=kv_recall(body),
+        kept_messages=kept_messages(body, [(i, i + 1) for i in range(len(made))], made),
         prediction=_prediction(body),
         stream=c.get(body, "stream", bool, False),
     )
@@ -354,5 +358,5 @@ def usage(used: Usage) -> dict[str, Any]:
             "accepted_prediction_tokens": used.accepted,
             "rejected_prediction_tokens": used.drafted - used.accepted,
         },
-        **used.shown_drafts(),
+        **used.shown_more(),
     }

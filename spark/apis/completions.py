@@ -11,6 +11,7 @@ from engine.ground.errors import SparkError
 from engine.ground.protocol import MAX_TOKENS, MAX_TOP_LOGPROBS
 from spark.apis.chat import Choices, event, stream_options
 from spark.apis.http import explain, openai_error
+from spark.apis.recall import kv_recall, no_messages
 from spark.speech import conversation as c
 from spark.speech.conversation import Conversation, Finish, Part, Text
 
@@ -29,6 +30,8 @@ def parse(body: Mapping[str, Any]) -> Conversation:
     c.refuse(body, _UNSUPPORTED)
     stream_options(body)
     choices = c.integer(body, "n", 1, c.MAX_CHOICES) or 1
+    recall = kv_recall(body)
+    no_messages(body)
     if body.get("best_of") not in (None, choices) or type(body.get("best_of")) is bool:
         raise c.refusal("best_of", "not supported", hint="leave best_of out")
     prompts = _prompts(body.get("prompt"))
@@ -44,6 +47,7 @@ def parse(body: Mapping[str, Any]) -> Conversation:
         choices=choices,
         logprobs=None if body.get("logprobs") is False else c.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS),
         draft=c.draft(body),
+        kv_recall=recall,
         stream=c.get(body, "stream", bool, False),
     )
 

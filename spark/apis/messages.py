@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.ground.errors import ContextOverflowError, SparkError
 from spark.apis.http import anthropic_error, explain, prompt_too_long
+from spark.apis.recall import kept_messages, kv_recall
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage
 from spark.speech.sessions import Message, ToolCall
@@ -63,8 +64,11 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
     given = c.records(body, "messages", c.MAX_MESSAGES)
     if not given:
         raise c.refusal("messages", "expected at least one")
+    places = []
     for i, record in enumerate(given):
-        messages += _messages(f"messages[{i}]", record)
+        made = _messages(f"messages[{i}]", record)
+        places.append((len(messages), len(messages) + len(made)))
+        messages += made
     written = ""
     if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
         written = messages.pop().content.rstrip()  # clients begin a reply this way
@@ -85,6 +89,8 @@ def _parse(body: Mapping[str, Any], max_tokens: int | None) -> Conversation:
         response_schema=c.response_schema("output_format", form, None),
         written=written,
         draft=c.draft(body),
+        kv_recall=kv_recall(body),
+        kept_messages=kept_messages(body, places, messages),
         stream=c.get(body, "stream", bool, False),
     )
 
@@ -232,7 +238,7 @@ def _usage(used: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": used.cached,
         "output_tokens": used.completion,
-        **used.shown_drafts(),
+        **used.shown_more(),
     }
 
 

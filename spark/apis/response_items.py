@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from spark.speech import conversation as c
 from spark.speech.sessions import Message, Role, ToolCall
+from spark.speech.spans import Span
 
 MARK = "spark1."  # begins reasoning that was given out to come back
 MOST_VALUES = 8  # of the JSON that is kept of an item: one list, and what follows its brackets and commas
@@ -59,12 +60,15 @@ def references(value: Any) -> list[tuple[int, str]]:
     ]  # fmt: skip
 
 
-def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entry]]:
-    """The messages of an input and of what comes before it; if they are to be kept, the input's own items, too."""
+def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entry], list[Span]]:
+    """The messages of an input and of what comes before it; if they are to be kept, the input's own items, too.
+
+    The third: by items, those before the input first, the messages [from, to) that they are in, none where the model
+    is not told of one.
+    """
     turns = _Turns()
     entries: list[Entry] = []
-    for data in found.before:
-        turns.take(_from_kept(data))
+    places = [turns.take(_from_kept(data)) for data in found.before]
     referred = {item_id: _from_kept(data) for item_id, data in found.items.items()}
     items: list[Any] = [{"role": "user", "content": value}] if type(value) is str and value else []
     if type(value) is not str and (value is not None or not found.before):
@@ -76,16 +80,18 @@ def read(value: Any, found: Found, keep: bool) -> tuple[list[Message], list[Entr
         record = c.as_object(where, item)
         if _is_reference(record):
             item_id = record["id"]
-            turns.take(referred[item_id])
+            places.append(turns.take(referred[item_id]))
             entries.append(item_id)
-        elif (said := _said(where, record)) is not None:
-            turns.take(said)
+        elif (said := _said(where, record)) is None:
+            places.append((len(turns.messages), len(turns.messages)))
+        else:
+            places.append(turns.take(said))
             if keep:
                 # Halves of surrogate pairs stay as they came, which escapes would join.
                 data = json.dumps(said, ensure_ascii=False).encode("utf-8", "surrogatepass")
                 entries.append((hashlib.sha256(data).digest(), data))
     turns.close()
-    return turns.messages, entries
+    return turns.messages, entries, places
 
 
 def to_keep(item: dict[str, Any]) -> bytes | None:
@@ -141,8 +147,8 @@ class _Turns:
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
 
-    def take(self, said: Said) -> None:
-        """Add what an item says."""
+    def take(self, said: Said) -> Span:
+        """Add what an item says; in which messages that is, [from, to)."""
         match said:
             case ["assistant", text]:
                 if self._calls:
@@ -157,9 +163,10 @@ class _Turns:
             case ["custom", call_id, name, text]:
                 self._calls.append(ToolCall(call_id, name, {"input": text}))
             case ["output", call_id, text]:
-                self._add(Message("tool", text, tool_call_id=call_id))
+                return self._add(Message("tool", text, tool_call_id=call_id))
             case [role, text]:
-                self._add(Message(_ROLES[role], text))
+                return self._add(Message(_ROLES[role], text))
+        return len(self.messages), len(self.messages) + 1
 
     def close(self) -> None:
         """End the model's turn."""
@@ -168,10 +175,11 @@ class _Turns:
             self.messages.append(Message("assistant", text, thought, tuple(self._calls)))
         self._texts, self._thoughts, self._calls = [], [], []
 
-    def _add(self, message: Message) -> None:
-        """Add a message that is not the model's."""
+    def _add(self, message: Message) -> Span:
+        """Add a message that is not the model's; where."""
         self.close()
         self.messages.append(message)
+        return len(self.messages) - 1, len(self.messages)
 
 
 def _part(where: str, record: dict[str, Any]) -> str:

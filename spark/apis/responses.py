@@ -23,6 +23,7 @@ from engine.ground.protocol import MAX_TOP_LOGPROBS
 from spark.apis.bodies import Size
 from spark.apis.http import explain
 from spark.apis.kept import Kept, Key
+from spark.apis.recall import kept_messages, kv_recall
 from spark.apis.response_items import MARK, MOST_VALUES, Entry, Found, full_name, named, read, references, to_keep
 from spark.speech import conversation as c
 from spark.speech.conversation import CallArguments, CallStart, Conversation, Finish, Part, Text, Usage, WholeCall
@@ -94,9 +95,10 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
     tools = c.unique_tools([tool.definition for tool in _tools(body)])
     text = c.get(body, "text", dict, {})
     keep = c.get(body, "store", bool, True)
-    messages, entries = read(body.get("input"), found or Found(), keep)
+    messages, entries, places = read(body.get("input"), found or Found(), keep)
     if instructions := c.get(body, "instructions", str, ""):
         messages.insert(0, Message("system", instructions))
+        places = [(begin + 1, end + 1) for begin, end in places]
     if not messages:
         raise c.refusal("input", "expected at least one message")
     choice, tools = _choice(body.get("tool_choice"), tools)
@@ -113,6 +115,8 @@ def parse(body: Mapping[str, Any], found: Found | None = None, before: tuple[Key
         form_field="text.format",
         logprobs=_logprobs(body),
         draft=c.draft(body),
+        kv_recall=kv_recall(body),
+        kept_messages=kept_messages(body, places, messages),
         stream=c.get(body, "stream", bool, False),
         keep=keep,
         entries=tuple(entries),
@@ -212,7 +216,7 @@ def _usage(used: Usage) -> dict[str, Any]:
         "output_tokens": used.completion,
         "output_tokens_details": {"reasoning_tokens": used.reasoning},
         "total_tokens": used.prompt + used.completion,
-        **used.shown_drafts(),
+        **used.shown_more(),
     }
 
 

@@ -6,6 +6,7 @@ says which, so a run that goes on, with other workers or as many as it likes, en
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,17 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from engine.formats.trace import part_name
+from engine.ground.errors import SparkError
 from engine.ground.files import replacing
 from spark.cluster.driver import Driver, Share
 from spark.cluster.pool import Result, Task
 from spark.cluster.schedule import SetAside
-from spark.cluster.worker import Counts, Recorded
+from spark.cluster.worker import Counts, Part, Recorded
 from spark.console import clock, note
-from spark.pipeline import calibrate
+from spark.pipeline import calibrate, staged
 from spark.pipeline.calibrate import Run, Tally
 from spark.pipeline.ledger import Ledger
 from spark.pipeline.tokens import Window
 
+PARTS = ".parts-"  # begins the name of a folder in a trace's, where workers leave parts
 SAY_EVERY_S = 30.0
 _SHOW_EVERY_S = 0.5
 _MOST_NAMED = 8  # workers in a line of progress
@@ -58,11 +62,11 @@ class _Counted:
 class ClusterCounting:
     """A `calibrate.Counting` whose windows are counted by the workers of a driver, the first of which is ready.
 
-    info: what it said.
+    info: what it said. parts: `Counting.parts` of the workers.
     """
 
-    def __init__(self, driver: Driver, info: Mapping[str, Any]) -> None:
-        self._driver, self._first = driver, info
+    def __init__(self, driver: Driver, info: Mapping[str, Any], parts: Path | None = None) -> None:
+        self._driver, self._first, self._parts = driver, info, parts
         self._aside: tuple[SetAside, ...] = ()
 
     @property
@@ -83,7 +87,7 @@ class ClusterCounting:
 
     def count(self, run: Run) -> Tally:
         """Count the windows of the file that the run's tally does not have; see `calibrate.Counting`."""
-        job = _Job(run)
+        job = _Job(run, self._parts)
         try:
             self._driver.run(job.tasks(), job)
         finally:
@@ -96,9 +100,13 @@ class ClusterCounting:
 class _Job:
     """Windows as tasks, and what is counted of them."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, parts: Path | None) -> None:
+        self._run, self._parts = run, parts
         start = run.tally
+        for left in run.routing.glob(f"{PARTS}*"):  # of a driver that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        if parts is not None:
+            _make(parts)
         self._ledger = start.ledger or Ledger.of_first(start.windows)
         self._before = start
         self._n_windows = run.file.n_windows
@@ -108,7 +116,9 @@ class _Job:
         self._saved_s = self._said_s = time.monotonic()
         self._shown_s = 0.0
         self.aside: list[SetAside] = []
-        if run.options.trace_dir is not None and not start.windows:
+        if run.options.staged:
+            staged.check(run.options.staged, start.has, start.end)
+        if run.options.trace is not None and not start.windows:
             run.save(self.tally)  # so that a trace belongs to a checkpoint from its first part on
 
     @property
@@ -128,16 +138,19 @@ class _Job:
             recorded = run.sample.takes(window) or run.options.trace_dir is not None
             if number not in self._ledger and number not in self._ledger.aside:
                 name = f"window {window.window} of session {window.session_id}"
-                yield Task(number, len(window.tokens), name, Recorded(window, recorded))
+                yield Task(number, len(window.tokens), name, Recorded(window, recorded, number))
 
     def add(self, tasks: Sequence[Task], result: Result) -> None:
         """Count windows in; what they recorded is written first."""
         found: Counts = result.value
         assert len(tasks) == len(result.done), "a lease is taken back whole"
         now, parts = self._now, self._now.parts
-        for files in found.parts:
-            for data in files:
-                parts = self._write(data, parts)
+        for each in found.parts:
+            for part in each:
+                parts = self._write(part, parts)
+        for task, sent in zip(tasks, found.staged, strict=bool(found.staged)):
+            if sent:
+                staged.leave(sent, self._run.options.staged, task.number)
         self._ledger.add(now.numbers)
         windows: list[Window] = [task.payload.window for task in tasks]
         # One assignment, as in calibrate.py.
@@ -175,14 +188,32 @@ class _Job:
         self._run.save(self.tally)
         self._saved_s = time.monotonic()
 
-    def _write(self, data: bytes, parts: int) -> int:
+    def _write(self, part: Part, parts: int) -> int:
         """Add a part to the trace; the number of parts then."""
         folder: Path = self._run.routing
         if not parts:
-            folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / f"part-{parts:06d}.parquet", "the trace", mode=0o600) as file:
-            file.write(data)
+            _make(folder)
+        path = folder / part_name(parts)
+        if isinstance(part, bytes):
+            with replacing(path, "the trace", mode=0o600) as file:
+                file.write(part)
+            return parts + 1
+        assert self._parts is not None
+        try:
+            (self._parts / part).rename(path)
+        except OSError as error:
+            raise SparkError(
+                f"cannot write the trace {path}: {error.strerror or error}",
+                hint=f"a worker left it in {self._parts}; does that folder's storage show each node what others write?",
+            ) from error
         return parts + 1
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SparkError(f"cannot make the trace folder {folder}: {error.strerror or error}") from error
 
 
 def progress_line(shares: Sequence[Share], windows_left: int, tokens_left: int) -> str:

@@ -42,13 +42,17 @@ class Job(Protocol):
 
 @dataclass(slots=True)
 class Share:
-    """What the workers of a place did. lost: workers that ended there before their time."""
+    """What the workers of a place did. lost: workers that ended there before their time.
+
+    busy_s: that they worked on tasks that were done; idle_s: the rest of the time that they could have.
+    """
 
     node: str
     index: int
     tasks: int = 0
     cost: int = 0
     busy_s: float = 0.0
+    idle_s: float = 0.0
     lost: int = 0
 
     @property
@@ -76,6 +80,9 @@ class _Worker:
     heard_s: float
     ready: bool = False
     fed: int = 0
+    reads: bool = True
+    hired_s: float = math.nan
+    busy_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -106,6 +113,7 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._refusal_of, self._patience, self._clock = pool, refusal, patience, clock
+        self._small: Callable[[Task], Task] | None = None
         self._job: Job | None = None
         self._info: Mapping[str, Any] | None = None
         self._most = n_workers or math.inf
@@ -117,6 +125,7 @@ class Driver:
         self._staff_at_s = -math.inf
         self._refusal: SparkError | None = None
         self._last_words = ""
+        self._said: set[str] = set()
         self.refused: dict[str, str] = {}
 
     @property
@@ -135,18 +144,25 @@ class Driver:
         assert self._info is not None
         return self._info
 
-    def run(self, tasks: Iterator[Task], job: Job) -> None:
+    def run(self, tasks: Iterator[Task], job: Job, small: Callable[[Task], Task] | None = None) -> None:
         """Do all tasks, or set them aside; once.
 
+        small: a task as it is for workers that read themselves what it takes; those who cannot get whole ones.
         Raises DeadlineError where no worker is ready for `ready_s`, DaemonError where none ever starts, the refusal
         where every place was refused, and the error of a task that no worker would do better at.
         """
         assert self._schedule is None
-        self._job, self._schedule = job, Schedule(tasks)
-        for worker, known in self._workers.items():
-            if known.ready:
-                self._hire(worker)
-        self._loop(lambda: self._schedule is not None and self._schedule.over)
+        self._job, self._schedule, self._small = job, Schedule(tasks), small
+        ready = [worker for worker, known in self._workers.items() if known.ready]
+        for worker in ready:
+            self._hire(worker)
+        for worker in ready:
+            self._feed(worker)
+        try:
+            self._loop(lambda: self._schedule is not None and self._schedule.over)
+        finally:
+            for known in self._workers.values():
+                self._settle(known)
 
     def _loop(self, ended: Callable[[], bool]) -> None:
         alone_s = self._clock()
@@ -212,11 +228,19 @@ class Driver:
         if why := self._refusal_of(self._info or info, info):
             self._refuse(worker, WrongModelError(f"{known.place.name}: {why}", hint="the other nodes go on without it"))
             return
+        if unseen := info.get("unseen"):
+            self._note_once(f"node {known.place.name}: {unseen}")
         self._info = self._info or info
         known.ready, known.heard_s = True, self._clock()
         self._n_ready += 1
         if self._schedule is not None:
             self._hire(worker)
+            self._feed(worker)
+
+    def _note_once(self, words: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            note(words)
 
     def _refuse(self, worker: str, error: SparkError) -> None:
         """A node whose workers cannot take part gets none any more."""
@@ -237,7 +261,15 @@ class Driver:
         self._n_ready -= known.ready
         post = self._posts[known.place.node, known.place.index]
         post.worker = ""
+        self._settle(known)
         return post
+
+    def _settle(self, known: _Worker) -> None:
+        """Count what a worker's time was, up to now, into its place's share."""
+        if not math.isnan(known.hired_s):
+            share = self._posts[known.place.node, known.place.index].share
+            share.idle_s += max(0.0, self._clock() - known.hired_s - known.busy_s)
+            known.hired_s, known.busy_s = math.nan, 0.0
 
     # --- work -------------------------------------------------------------------------------------
 
@@ -245,12 +277,17 @@ class Driver:
         assert self._schedule is not None
         self._schedule.lease_s = self._n_ready / LEASES_PER_S
         self._schedule.hire(worker, self._workers[worker].place.name)
-        self._feed(worker)
+        self._workers[worker].hired_s = self._clock()
 
     def _feed(self, worker: str) -> None:
         assert self._schedule is not None
         while (lease := self._schedule.next(worker)) is not None:
-            self._pool.send(worker, lease.id, list(lease.tasks.values()))
+            self._send(worker, lease.id, list(lease.tasks.values()))
+
+    def _send(self, worker: str, lease: int, tasks: list[Task]) -> None:
+        if self._small is not None and self._workers[worker].reads:
+            tasks = [self._small(task) for task in tasks]
+        self._pool.send(worker, lease, tasks)
 
     def _finished(self, event: Finished) -> None:
         known, result = self._workers.get(event.worker), event.result
@@ -265,11 +302,20 @@ class Driver:
             post.share.tasks += len(tasks)
             post.share.cost += sum(task.cost for task in tasks)
             post.share.busy_s += result.seconds
+            known.busy_s += result.seconds
         if result.error is not None:
+            result.error.message = f"node {known.place.name}: {result.error.message}"
             raise result.error
         if result.culprit is not None:
             self._lose(event.worker, result.culprit[1], result.culprit[0])
             self._pool.kill(event.worker)
+        elif result.unread is not None:
+            known.reads = False
+            if result.unread:
+                self._note_once(f"node {known.place.name}: windows are sent to it: {result.unread}")
+            if rest := self._schedule.rest(event.lease):
+                self._send(event.worker, event.lease, rest)
+            self._feed(event.worker)
         else:
             self._feed(event.worker)
 

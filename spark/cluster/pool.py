@@ -38,13 +38,15 @@ class Result:
 
     done: the tasks that are done, by number; value: of all of them together. culprit: the task that took the worker's
     daemon along, with the reason; the worker does nothing more. error: what no other worker would do better, which
-    ends the run. seconds: that it worked on it.
+    ends the run. unread: why, in words or none, a task has to be sent whole that it was to read itself; so have those
+    after it. seconds: that it worked on it.
     """
 
     done: tuple[int, ...]
     value: Any
     culprit: tuple[int, str] | None = None
     error: SparkError | None = None
+    unread: str | None = None
     seconds: float = 0.0
 
 

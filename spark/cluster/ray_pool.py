@@ -123,7 +123,7 @@ class RayPool:
     """Workers on a Ray cluster; see `pool.Pool`.
 
     kind: what they are; asked: what each is made for. Raises UsageError where the cluster has no GPU and one is asked
-    for.
+    for, or a worker cannot have what is asked for.
     """
 
     def __init__(
@@ -143,9 +143,15 @@ class RayPool:
         self._kind = kind
         self._hand = ray.remote(concurrency_groups={CONTROL: 1})(Hand)
         self._cpus: dict[str, int] = {}
+        _check_gpus(options.worker_gpus, config)
         places = self.places()
+        found = sum(float(node["Resources"].get("GPU", 0)) for node in self._nodes().values())
+        if not places and options.worker_gpus and found:
+            raise UsageError(
+                f"--threads {config.threads or 1}: no node of the cluster that has a GPU has that many CPUs",
+                hint="give fewer; on a GPU few are needed, to load the model",
+            )
         if not places and options.worker_gpus:
-            found = sum(float(node["Resources"].get("GPU", 0)) for node in self._nodes().values())
             raise UsageError(
                 f"--worker-gpus {options.worker_gpus:g}: no node of the cluster has that many GPUs, {found:g} in all",
                 hint="--worker-gpus 0 counts on CPUs; `ray status` shows what the cluster has",
@@ -161,7 +167,9 @@ class RayPool:
         for name, node in working.items():
             has = node["Resources"]
             if options.worker_gpus:
-                cpus, n = self._config.threads or 1, int(has.get("GPU", 0) / options.worker_gpus + 1e-6)
+                cpus = self._config.threads or 1
+                on_gpus = int(has.get("GPU", 0)) * int(1 / options.worker_gpus + 1e-6)  # a part is of one GPU
+                n = min(on_gpus, int(has["CPU"]) // cpus)
             else:
                 spread = -(-(options.n_workers or 1) // len(working))
                 cpus = self._config.threads or max(1, int(has["CPU"]) // spread)
@@ -254,6 +262,19 @@ class RayPool:
                 return Died(worker, value.message)
             return Refused(worker, value) if isinstance(value, SparkError) else Ready(worker, value)
         return Alive(worker, value) if lease < 0 else Finished(worker, lease, value)
+
+
+def _check_gpus(worker_gpus: float, config: EngineConfig) -> None:
+    """Raise UsageError for a number of GPUs that no worker can use."""
+    if worker_gpus > 1:
+        raise UsageError(
+            f"--worker-gpus {worker_gpus:g}: a worker runs on one GPU", hint="give 1, a part of one, or 0 for CPUs"
+        )
+    if 0 < worker_gpus < 1 and config.vram_gib is None:
+        raise UsageError(
+            f"--worker-gpus {worker_gpus:g}: workers share a GPU, and each would take what is free of its memory",
+            hint="give --vram, the GiB that each may take",
+        )
 
 
 def _first_line(error: BaseException) -> str:

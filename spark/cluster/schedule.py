@@ -131,6 +131,11 @@ class Schedule:
             self._blames.pop(task.number, None)
         return tasks
 
+    def rest(self, lease: int) -> list[Task]:
+        """The tasks of a lease that are not done, in its order; none of one that was taken back."""
+        found = self._leases.get(lease)
+        return [] if found is None else list(found.tasks.values())
+
     def lose(self, worker: str, reason: str, culprit: int | None = None, *, blame: bool = True) -> list[SetAside]:
         """A worker is gone, and what it had goes to others; what is set aside by that.
 

@@ -21,6 +21,7 @@ from engine.ground.errors import DaemonError
 from engine.ground.files import scratch
 from spark.cluster import counting
 from spark.cluster.driver import Driver, Patience
+from spark.cluster.inputs import Inputs, Row, row, sources
 from spark.cluster.options import ClusterOptions
 from spark.cluster.pool import Result, Task
 from spark.cluster.ray_pool import RayPool, connected, load_ray
@@ -72,13 +73,21 @@ class Served:
 class ReferenceWorker(FeedingWorker):
     """The daemon that others are compared with: windows become the parts of their trace, prompts what it serves."""
 
+    _inputs: Inputs | None = None
+
     def _start(self) -> DaemonClient:
         return open_reference(self._config, self._deadlines, _quiet)
 
-    def _do(self, payload: Window | Served, before: int) -> tuple[bytes, ...] | Serving:
-        if isinstance(payload, Window):
-            return self._score(payload, before, recorded=True)
-        return serve(self._client, payload.prompts, payload.generate_tokens, "", _quiet)
+    def _do(self, payload: Window | Row | Served, before: int) -> tuple[bytes, ...] | Serving:
+        if isinstance(payload, Served):
+            return serve(self._client, payload.prompts, payload.generate_tokens, "", _quiet)
+        window = payload if isinstance(payload, Window) else self._read(payload)
+        return tuple(path.read_bytes() for path in self._score(window, before, recorded=True))
+
+    def _read(self, row: Row) -> Window:
+        if self._inputs is None:
+            self._inputs = Inputs(row.sources, self._open)
+        return self._inputs.window(row)
 
     def _together(self, values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(values)
@@ -196,7 +205,13 @@ class _There:
                 name = f"window {window.window} of session {window.session_id}"
                 yield Task(number, len(window.tokens), name, window)
 
-        self._driver.run(tasks(), job)
+        found = sources(file)
+
+        def small(task: Task) -> Task:
+            window = task.payload
+            return replace(task, payload=row(found, task.number - 1, window)) if isinstance(window, Window) else task
+
+        self._driver.run(tasks(), job, small)
         self._stack.close()  # the reference's workers; their GPUs are the ladder's now
         self._aside = job.aside
         if 0 not in job.values:

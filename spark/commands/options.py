@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, pool_size
+from engine.ground.config import DRAFTS, MAX_PARALLEL, EngineConfig, is_cpu_experts, pool_size
 from engine.ground.errors import UsageError
 from engine.ground.kv_types import KV_WORDS, pair_of
+from engine.ground.recall import MAX_BLOCKS
 from spark.commands.outputs import Reads, Writes, writable
 from spark.console import note
 
@@ -128,6 +129,13 @@ DraftMemoryOption = Annotated[
         help="Host memory for texts of earlier requests, to propose from; 0: none.",
     ),
 ]  # fmt: skip
+RecallOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-recall-blocks", min=0, max=MAX_BLOCKS, metavar="N",
+        help="Blocks of 64 tokens that written tokens read of a long context; default: all.",
+    ),
+]  # fmt: skip
 RayOption = Annotated[
     str | None,
     typer.Option(
@@ -181,6 +189,12 @@ IdleOption = Annotated[
         help="Give memory back after S seconds without a request; default: never.",
     ),
 ]  # fmt: skip
+CpuExpertsOption = Annotated[
+    str,
+    typer.Option(
+        "--cpu-experts", metavar="auto|off|N", help="Let the CPU's threads compute a part of what misses on a GPU."
+    ),
+]
 AllowOriginOption = Annotated[
     list[str] | None,
     typer.Option(metavar="URL", help="Origin of web pages that may use it, as http://localhost:3000; repeatable."),
@@ -189,6 +203,13 @@ CacheDirGibOption = Annotated[
     float,
     typer.Option("--cache-dir-gib", min=0.001, max=_GIB, metavar="GIB", help="Most that its files may take."),
 ]
+
+
+def cpu_experts(given: str) -> str:
+    """Read `--cpu-experts`."""
+    if not is_cpu_experts(given):
+        raise UsageError(f"--cpu-experts is {given!r}: expected auto, off or a number of threads")
+    return given
 
 
 def drafts(given: str) -> str:
@@ -276,8 +297,10 @@ class Served:
     cache_dir_gib: CacheDirGibOption = 32.0
     exact_prefixes: ExactOption = False
     idle_release: IdleOption = None
+    cpu_experts: CpuExpertsOption = "off"
     draft: DraftOption = "auto"
     draft_memory: DraftMemoryOption = 64.0
+    kv_recall_blocks: RecallOption = None
 
     def config(
         self, model: Path, device: Literal["auto", "cuda", "cpu"], threads: int | None
@@ -311,8 +334,10 @@ class Served:
             cache_dir_gib=self.cache_dir_gib,
             exact_prefixes=self.exact_prefixes,
             idle_release_s=self.idle_release,
+            cpu_experts=cpu_experts(self.cpu_experts),
             draft=drafts(self.draft),
             draft_memory_mib=self.draft_memory,
+            kv_recall_blocks=self.kv_recall_blocks,
         )
         return config, path
 

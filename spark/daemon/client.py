@@ -2,7 +2,7 @@
 
 Whatever happens (a deadline, the daemon's death, Ctrl-C here, the end of the interpreter) the daemon's
 process group is ended and the daemon is reaped. If this process is killed, the daemon sees the end of
-its stdin and ends by itself. One thread reads the events and sorts them into a queue for each request,
+its stdin and ends by itself. One thread reads the events and sorts them into an inbox for each request,
 so no read outlives its deadline.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import math
 import signal
@@ -22,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import engine
 from engine.ground import protocol
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CancelledError, DaemonError, DeadlineError, RequestError, SparkError, from_code
+from engine.ground.recall import KVRecall
 from engine.ground.sampling import Sampling
 from spark.daemon.process import ChildProcess, UnwantedError
 
@@ -40,7 +42,7 @@ _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('
 
 OnWarning: TypeAlias = Callable[[str, str], None]  # a reason, the same for all of a kind, and a line
 OnLoading: TypeAlias = Callable[[str, int, int], None]  # a stage, how much of it is done, of how much
-_Inbox: TypeAlias = "SimpleQueue[protocol.Event | None]"  # None: no more events come
+_Queue: TypeAlias = "SimpleQueue[protocol.Event | None]"
 _Answer = TypeVar("_Answer", bound=protocol.Event)
 
 
@@ -64,6 +66,12 @@ def engine_command(config: EngineConfig) -> list[str]:
     assert engine.__file__ is not None
     root = Path(engine.__file__).resolve().parents[1]
     return [sys.executable, "-P", "-c", _BOOT, str(root), *protocol.command_line(config)]
+
+
+class Inbox(Protocol):
+    """Where the events of a request go; None: no more come. Called by the thread that reads, which must not wait."""
+
+    def put(self, event: protocol.Event | None, /) -> None: ...  # noqa: D102
 
 
 class DaemonClient:
@@ -91,7 +99,8 @@ class DaemonClient:
         self._ids = itertools.count(1)
         self._heard_s = time.monotonic()
         # A queue for each unanswered request and, under None, one for what concerns no request.
-        self._inboxes: dict[int | None, _Inbox] = {None: SimpleQueue()}
+        self._loading: SimpleQueue[protocol.Event | None] = SimpleQueue()
+        self._inboxes: dict[int | None, Inbox] = {None: self._loading}
         self._work: set[int] = set()  # those of them that take long, and some that are answered
         self._sorting = threading.Lock()
         self._output_ended = False
@@ -152,6 +161,10 @@ class DaemonClient:
         """Whether requests can be sent."""
         return self._failure is None and not self._output_ended and self._process.status() is None
 
+    def number(self) -> int:
+        """Return an id for a request that is to be sent."""
+        return next(self._ids)
+
     def generate(
         self,
         tokens: Sequence[int],
@@ -165,6 +178,7 @@ class DaemonClient:
         same_prompt_as: int | None = None,
         draft: bool = True,
         prediction: Sequence[int] | None = None,
+        kv_recall: KVRecall | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> RequestStream:
         """Continue `tokens`: Progress and Tokens events, then one Done (see `protocol.Generate`).
@@ -172,7 +186,7 @@ class DaemonClient:
         wanted: asked while the daemon has not begun to read it; raises CancelledError where it is not any more.
         """
         request = protocol.Generate(
-            next(self._ids),
+            self.number(),
             tuple(tokens),
             max_tokens,
             sampling or Sampling(),
@@ -183,6 +197,7 @@ class DaemonClient:
             same_prompt_as,
             draft,
             None if not prediction else tuple(prediction),
+            kv_recall,
         )
         return RequestStream(self, request, wanted)
 
@@ -200,7 +215,7 @@ class DaemonClient:
     ) -> RequestStream:
         """Feed `tokens` teacher-forced: Progress events, then one Done (see `protocol.Score`)."""
         request = protocol.Score(
-            next(self._ids),
+            self.number(),
             tuple(tokens),
             generated=None if generated is None else tuple(generated),
             session_id=session_id,
@@ -214,23 +229,23 @@ class DaemonClient:
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters."""
-        return dict(self._ask(protocol.Stats(next(self._ids)), protocol.StatsReport).stats)
+        return dict(self._ask(protocol.Stats(self.number()), protocol.StatsReport).stats)
 
     def profile(self, action: Literal["write", "reset", "read"], path: Path | None = None) -> dict[str, Any]:
         """Write the routing counts to `path` (None: the engine's own), reset them, or read them."""
         where = None if path is None else str(path.absolute())
-        request = protocol.ProfileRequest(next(self._ids), action, where)
+        request = protocol.ProfileRequest(self.number(), action, where)
         return dict(self._ask(request, protocol.ProfileReport).profile)
 
     def ping(self) -> float:
         """Return the seconds that the daemon took to answer, which it does between two steps."""
         asked_s = time.monotonic()
-        self._ask(protocol.Ping(next(self._ids)), protocol.Pong)
+        self._ask(protocol.Ping(self.number()), protocol.Pong)
         return time.monotonic() - asked_s
 
     def cancel(self, request_id: int) -> None:
         """End a request, whose stream then raises CancelledError; one that has ended stays as it is."""
-        self._send(protocol.Cancel(next(self._ids), request_id))
+        self._send(protocol.Cancel(self.number(), request_id))
 
     def cancel_soon(self, request_id: int) -> None:
         """The same by a thread, so that a daemon that does not read keeps nobody waiting; raises nothing."""
@@ -285,8 +300,14 @@ class DaemonClient:
         line = protocol.format_line(request)
         if not self.alive:
             raise self._died()
-        try:
+        with self._explained():
             self._process.write(line, self.deadlines.silence_s, wanted)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say why something cannot be written, as errors that are explained."""
+        try:
+            yield
         except UnwantedError:
             raise CancelledError("the request was taken back before it was sent") from None
         except TimeoutError:
@@ -295,55 +316,96 @@ class DaemonClient:
         except BrokenPipeError:
             raise self._died() from None
 
-    def _open(self, request: protocol.Request, wanted: Callable[[], bool]) -> _Inbox:
-        """Send a request; the queue that its events will come to."""
-        inbox: _Inbox = SimpleQueue()
-        with self._sorting:
-            if isinstance(request, protocol.Generate | protocol.Score):
-                self._work = (self._work & self._inboxes.keys()) | {request.id}
-            self._inboxes[request.id] = inbox
+    def send(self, request: protocol.Request, inbox: Inbox, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Send a request whose events are to go to `inbox`; raises as `generate` does."""
+        self._expect(request, inbox)
         try:
             self._send(request, wanted)
         except BaseException:
             self._forget(request.id)
             raise
-        return inbox
+
+    def send_at_once(
+        self, request: protocol.Request, inbox: Inbox, wanted: Callable[[], bool] = lambda: True
+    ) -> Callable[[], None] | None:
+        """The same as far as it waits for nothing; what is left to do in a thread that may wait, if anything is.
+
+        That raises as `send` does. Raises RequestError for a request that is too long.
+        """
+        line = protocol.format_line(request)
+        self._expect(request, inbox)
+        try:
+            left = self._process.begin_write(line) if self.alive else None
+        except BrokenPipeError:
+            left = None
+        if left is None:
+            self._forget(request.id)
+            return functools.partial(self.send, request, inbox, wanted)
+        return functools.partial(self._send_rest, request, left) if left else None
+
+    def _send_rest(self, request: protocol.Request, left: memoryview) -> None:
+        try:
+            with self._explained():
+                self._process.end_write(left, self.deadlines.silence_s)
+        except BaseException:
+            self._forget(request.id)
+            raise
+
+    def _expect(self, request: protocol.Request, inbox: Inbox) -> None:
+        with self._sorting:
+            if isinstance(request, protocol.Generate | protocol.Score):
+                self._work = (self._work & self._inboxes.keys()) | {request.id}
+            self._inboxes[request.id] = inbox
 
     def _forget(self, request_id: int | None) -> None:
         with self._sorting:
             self._inboxes.pop(request_id, None)
 
-    def _receive(self, key: int | None, inbox: _Inbox, since_s: float, total_s: float | None) -> protocol.Event:
+    def _receive(self, key: int | None, inbox: _Queue, since_s: float, total_s: float | None) -> protocol.Event:
         """Wait for the next event of what was asked for at `since_s`; a deadline that passes ends the daemon.
 
         key: the request, or None for loading, which may be silent.
         """
         what = "loading" if key is None else f"request {key}"
         end_s = math.inf if total_s is None else since_s + total_s
-        silence_s = math.inf if key is None else self.deadlines.silence_s
         while True:
             now_s = time.monotonic()
             if now_s > end_s and key in self._inboxes:  # an answer that has come may be read late
                 raise self._fail(DeadlineError(f"{what} was not done after {total_s:g} s"))
-            silent_end_s = max(self._heard_s, since_s) + silence_s
+            silent_end_s = math.inf if key is None else self._silent_end_s(since_s)
             try:
                 event = inbox.get(timeout=max(0.0, min(_LOOK_S, end_s - now_s, silent_end_s - now_s)))
             except Empty:
-                if not self.alive:
-                    raise self._died() from None
-                if now_s > silent_end_s:
-                    late = f"no sign of life from the daemon for {silence_s:g} s, in {what}"
-                    raise self._fail(DeadlineError(late)) from None
+                if (error := self.lost(key, since_s)) is not None:
+                    raise error from None
                 continue
             if event is None:
                 raise self._died()
             return event
 
+    def _silent_end_s(self, since_s: float) -> float:
+        return max(self._heard_s, since_s) + self.deadlines.silence_s
+
+    def seems_lost(self, since_s: float) -> bool:
+        """Whether no more may come of a request that was sent at `since_s`; waits for nothing."""
+        return not self.alive or time.monotonic() > self._silent_end_s(since_s)
+
+    def lost(self, request_id: int | None, since_s: float) -> SparkError | None:
+        """Why no more comes of a request that was sent at `since_s`, if none does; then the daemon has been ended.
+
+        request_id: None for loading, which may be silent.
+        """
+        if not self.alive:
+            return self._died()
+        if request_id is None or time.monotonic() <= self._silent_end_s(since_s):
+            return None
+        late = f"no sign of life from the daemon for {self.deadlines.silence_s:g} s, in request {request_id}"
+        return self._fail(DeadlineError(late))
+
     def _wait_ready(self, on_loading: OnLoading) -> None:
         since_s = time.monotonic()
-        inbox = self._inboxes[None]
         while True:
-            match self._receive(None, inbox, since_s, self.deadlines.ready_s):
+            match self._receive(None, self._loading, since_s, self.deadlines.ready_s):
                 case protocol.Hello() as hello:
                     if hello.protocol != protocol.PROTOCOL:
                         raise DaemonError(
@@ -442,7 +504,8 @@ class RequestStream(Iterator[protocol.Event]):
         self.id = request.id
         self.client = client
         self._since_s = time.monotonic()
-        self._inbox = client._open(request, wanted)
+        self._inbox: _Queue = SimpleQueue()
+        client.send(request, self._inbox, wanted)
         self._over = False
 
     def __next__(self) -> protocol.Event:

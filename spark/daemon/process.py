@@ -65,8 +65,10 @@ class ChildProcess:
     def status(self, wait_s: float = 0.0) -> int | None:
         """Exit status, negative for a signal; None for a child that still runs after `wait_s`."""
         try:
-            status = self._popen.wait(wait_s)
+            status = self._popen.wait(wait_s) if wait_s else self._popen.poll()
         except subprocess.TimeoutExpired:
+            return None
+        if status is None:
             return None
         with self._ending:
             if not self._reaped:
@@ -101,23 +103,56 @@ class ChildProcess:
             if not wanted():
                 raise UnwantedError
         try:
-            if self._stdin.closed:
-                raise BrokenPipeError
-            poll = select.poll()
-            poll.register(self._stdin, select.POLLOUT)
-            left = memoryview(data)
-            while left:
-                if time.monotonic() > end_s:
-                    raise TimeoutError
-                if len(left) == len(data) and not wanted():
-                    raise UnwantedError
-                # A process that the child left behind may hold the pipe open: look at the child itself.
-                if not poll.poll(1000 * _LOOK_S) and self.status() is not None:
-                    raise BrokenPipeError
-                with contextlib.suppress(BlockingIOError):
-                    left = left[os.write(self._stdin.fileno(), left) :]
+            self._write_all(memoryview(data), end_s, wanted)
         finally:
             self._writing.release()
+
+    def begin_write(self, data: bytes) -> memoryview | None:
+        """Write what is taken without waiting; what is left then, which is nothing where all was.
+
+        What is left is the caller's to write, with `end_write`, and meanwhile nobody else writes. None: nothing was
+        written, since another thread writes or nothing is taken now. Raises BrokenPipeError where it cannot be written.
+        """
+        if not self._writing.acquire(blocking=False):
+            return None
+        held = False
+        try:
+            if self._stdin.closed:
+                raise BrokenPipeError
+            try:
+                left = memoryview(data)[os.write(self._stdin.fileno(), data) :]
+            except BlockingIOError:
+                return None
+            held = bool(left)
+            return left
+        finally:
+            if not held:
+                self._writing.release()
+
+    def end_write(self, left: memoryview, patience_s: float) -> None:
+        """Write what `begin_write` left; raises as `write`."""
+        try:
+            self._write_all(left, time.monotonic() + patience_s, None)
+        finally:
+            self._writing.release()
+
+    def _write_all(self, left: memoryview, end_s: float, wanted: Callable[[], bool] | None) -> None:
+        """Write, by the thread that may; wanted: asked until the first byte is written, None: some were."""
+        if self._stdin.closed:
+            raise BrokenPipeError
+        poll = select.poll()
+        poll.register(self._stdin, select.POLLOUT)
+        n = len(left)
+        while left:
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            if wanted is not None and len(left) == n and not wanted():
+                raise UnwantedError
+            # A process that the child left behind may hold the pipe open: look at the child itself.
+            if not poll.poll(1000 * _LOOK_S) and self.status() is not None:
+                raise BrokenPipeError
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(self._stdin.fileno(), left) :]
 
     def close_stdin(self, patience_s: float) -> None:
         """Tell it that nothing more comes, unless another thread is stuck writing."""

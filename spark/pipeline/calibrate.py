@@ -34,7 +34,7 @@ from engine.placing import evidence
 from spark import storage
 from spark.console import note
 from spark.daemon.client import DaemonClient, Deadlines
-from spark.pipeline import replay
+from spark.pipeline import replay, staged
 from spark.pipeline.ledger import Ledger
 from spark.pipeline.replay import Progress
 from spark.pipeline.sample import Sample
@@ -54,7 +54,8 @@ class CalibrateOptions:
     count: whose routing counts, of the tokens the model itself would have decoded or of all.
     generate_tokens: also count this many tokens of the model's own continuation of each window.
     trace_dir, hidden: write the routing of every token there, with hidden states. trace_url: where its parts go in the
-        end, if that is a URL; trace_dir is then a folder of this calibration alone, `staging_path`.
+        end, if that is a URL; trace_dir is then a folder of this calibration alone, `staging_path`, or, where those who
+        count leave parts behind the URL themselves, None, and staged says where (pipeline/staged.py).
     max_tokens: stop after the window that reaches so many tokens. resume: go on from the checkpoint.
     out: the profile; the checkpoint lies beside it. url: where the profile goes instead, if it is a URL.
     """
@@ -69,13 +70,20 @@ class CalibrateOptions:
     resume: bool = False
     url: str = ""
     trace_url: str = ""
+    staged: str = ""
+
+    @property
+    def trace(self) -> str | None:
+        """Where parts of the trace are while windows are counted, if there is one: a URL, or a folder's whole path."""
+        return self.trace_url if self.staged else None if self.trace_dir is None else str(self.trace_dir.resolve())
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrateReport:
     """What a calibration read and counted; `to_json` has the keys of `--json`.
 
-    no_choice: why nothing was chosen, where nothing was; empty otherwise. more: what else who counted has to say.
+    ready_s: until the first daemon was ready; seconds: from then until all was counted. no_choice: why nothing was
+    chosen, where nothing was; empty otherwise. more: what else who counted has to say.
     """
 
     model: str
@@ -84,6 +92,7 @@ class CalibrateReport:
     generated_tokens: int
     counted_tokens: int
     sessions: int
+    ready_s: float
     seconds: float
     resumed_tokens: int
     choices: tuple[Choice, ...]
@@ -104,6 +113,8 @@ class CalibrateReport:
             "generated_tokens": self.generated_tokens,
             "counted_tokens": self.counted_tokens,
             "sessions": self.sessions,
+            "ready_s": self.ready_s,
+            "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "choices": [asdict(choice) for choice in self.choices],
             **self.more,
@@ -153,7 +164,7 @@ class Run:
 
     def save(self, tally: Tally) -> None:
         """Write the checkpoint."""
-        _save_checkpoint(self.options.out, tally, self.fingerprint, self.info)
+        _save_checkpoint(self.options, tally, self.fingerprint, self.info)
 
 
 class Counting(Protocol):
@@ -192,6 +203,12 @@ def partial_path(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
+def counted_by(out: Path) -> int:
+    """How many windows the checkpoint of a calibration to `out` has."""
+    state = state_of(partial_path(out))
+    return 0 if state is None else int(state["windows"])
+
+
 def routing_path(out: Path) -> Path:
     """Where a calibration to `out` records routing to choose by, unless it has a trace."""
     return out.with_name(out.name + ".partial.routing")
@@ -216,8 +233,8 @@ def calibrate(
     """
     _refuse(options)
     with opened(config.model, options.tokens, progress) as file:
-        if options.trace_dir is not None:
-            where = f" in {options.trace_dir} until it is sent" if options.trace_url else ""
+        if options.trace is not None:
+            where = f" in {options.trace_dir} until it is sent" if options.trace_url and not options.staged else ""
             note(f"the trace takes up to {_trace_bytes(config.model, file, options) / 2**20:,.0f} MiB{where}")
         try:
             return _calibrate(config, options, file, deadlines, progress, opening)
@@ -230,10 +247,10 @@ def calibrate(
 
 def _refuse(options: CalibrateOptions) -> None:
     """Refuse what needs no model to be refused, before there is any work."""
-    if options.hidden and options.trace_dir is None:
+    if options.hidden and options.trace is None:
         raise UsageError("--hidden writes hidden states into a trace, and --trace is missing")
     partial = partial_path(options.out)
-    state = _state_of(partial)
+    state = state_of(partial)
     if partial.exists() and (state is None or state["windows"]):
         if not options.resume:
             raise UsageError(
@@ -243,12 +260,12 @@ def _refuse(options: CalibrateOptions) -> None:
     # A run that was killed in its first window has counted nothing, and begun a trace, which can be gone on in.
     begun = None if state is None else state.get("trace")
     folder = options.trace_dir
-    if options.trace_url and folder is not None:
+    if options.trace_url:
         if any(name.startswith("part-") for name in storage.names(options.trace_url)):
             raise UsageError(f"{options.trace_url} has a trace already", hint="name another folder for --trace")
-        if state is None:
+        if state is None and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # of a run whose checkpoint is gone
-    if folder is not None and begun != str(folder.resolve()) and part_paths(folder):
+    if folder is not None and begun != options.trace and part_paths(folder):
         raise UsageError(
             f"{folder} has a trace already, and there is no checkpoint to go on from",
             hint="name another folder for --trace",
@@ -270,7 +287,9 @@ def _calibrate(
 ) -> CalibrateReport:  # fmt: skip
     if config.ctx_tokens is None:  # a longer context would take memory that experts could have
         config = replace(config, ctx_tokens=_context_tokens(config.model, file.window + options.generate_tokens))
+    asked_s = time.monotonic()
     with opening(config, deadlines, progress) as counting:
+        ready_s = time.monotonic() - asked_s
         info = counting.info
         model = info["model"]
         replay.require_experts(model)
@@ -281,7 +300,7 @@ def _calibrate(
             )
         sample = Sample(len(model["moe_layers"]), model["n_expert_used"])
         fingerprint = _fingerprint(options, file, info, sample)
-        checkpoint = _load_checkpoint(options.out, fingerprint)
+        checkpoint = _load_checkpoint(options, fingerprint)
         tally = checkpoint or Tally(np.zeros((model["n_layer"], model["n_expert"]), np.int64))
         routing = _routing_folder(options, tally, file, model["model_id"])
         resumed_tokens = tally.tokens
@@ -312,7 +331,9 @@ def _calibrate(
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             choices=choices,
         )
-    if options.trace_url and options.trace_dir is not None:
+    if options.staged:
+        staged.publish(options.staged, tally.has, tally.end, lambda a, b: progress("giving parts their names", a, b))
+    elif options.trace_url and options.trace_dir is not None:
         progress("sending the trace", 0, 1)
         storage.send(part_paths(options.trace_dir), options.trace_url)
     if options.url:
@@ -328,6 +349,7 @@ def _calibrate(
         generated_tokens=tally.generated_tokens,
         counted_tokens=counted,
         sessions=sessions,
+        ready_s=ready_s,
         seconds=seconds,
         resumed_tokens=resumed_tokens,
         choices=choices,
@@ -400,10 +422,7 @@ class _Here:
     def count(self, run: Run) -> Tally:
         client, file, options, tally = self._client, run.file, run.options, run.tally
         if tally.ledger is not None:
-            raise UsageError(
-                f"{partial_path(options.out)} was counted by a cluster, whose windows are in no order",
-                hint="go on from it with --ray, or remove it",
-            )
+            raise _of_a_cluster(options)
         total, progress = run.total, run.progress
         start = tally.counts
         client.profile("reset")
@@ -472,7 +491,7 @@ def _fingerprint(
         "token_file": file.digest,
         "count": options.count,
         "generate": options.generate_tokens,
-        "trace": None if options.trace_dir is None else str(options.trace_dir.resolve()),
+        "trace": options.trace,
         "hidden": options.hidden,
         "sample": sample.rule,
     }
@@ -482,8 +501,12 @@ _DIGESTS = {"model_file": "model file", "token_file": "token file"}  # in words,
 _COUNTERS = ("windows", "tokens", "generated_tokens", "trace_parts")
 
 
-def _save_checkpoint(out: Path, tally: Tally, fingerprint: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
+def _save_checkpoint(
+    options: CalibrateOptions, tally: Tally, fingerprint: Mapping[str, Any], ready: Mapping[str, Any]
+) -> None:
     state = {name: getattr(tally, name) for name in _COUNTERS} | dict(fingerprint)
+    if options.staged:
+        state["staged"] = options.staged
     model = ready["model"]
     profile = Profile(
         counts=tally.counts,
@@ -491,10 +514,10 @@ def _save_checkpoint(out: Path, tally: Tally, fingerprint: Mapping[str, Any], re
         model_id=model["model_id"],
         extra_lines=(_CHECKPOINT + json.dumps(state), *(() if tally.ledger is None else tally.ledger.lines())),
     )
-    profiles.save(profile, partial_path(out))
+    profiles.save(profile, partial_path(options.out))
 
 
-def _state_of(partial: Path) -> dict[str, Any] | None:
+def state_of(partial: Path) -> dict[str, Any] | None:
     """What a checkpoint says about itself, its number of windows at least; None where it is none."""
     try:
         (line,) = (x for x in profiles.load(partial)[0].extra_lines if x.startswith(_CHECKPOINT))
@@ -504,17 +527,26 @@ def _state_of(partial: Path) -> dict[str, Any] | None:
         return None
 
 
-def _load_checkpoint(out: Path, fingerprint: dict[str, Any]) -> Tally | None:
+def _of_a_cluster(options: CalibrateOptions) -> UsageError:
+    return UsageError(
+        f"{partial_path(options.out)} was counted by a cluster, whose windows are in no order",
+        hint="go on from it with --ray, or remove it",
+    )
+
+
+def _load_checkpoint(options: CalibrateOptions, fingerprint: dict[str, Any]) -> Tally | None:
     """What an earlier run counted; None where it counted no window."""
-    path = partial_path(out)
+    path = partial_path(options.out)
     if not path.exists():
         return None
     try:
-        state = _state_of(path)
+        state = state_of(path)
         if state is None:
             raise ValueError("no checkpoint")
         if not state["windows"]:
             return None
+        if state.get("staged") and not options.staged:
+            raise _of_a_cluster(options)
         done = {name: int(state[name]) for name in _COUNTERS}
         saved = profiles.load(path)[0]
         ledger = Ledger.parse(saved.extra_lines)

@@ -218,6 +218,11 @@ class TokensFile:
         self.name = path
 
     @property
+    def files(self) -> tuple[TokensFile, ...]:
+        """Itself, or those that it is made of."""
+        return (self,)
+
+    @property
     def digest(self) -> str:
         """See the class."""
         with _reading(self.name), open_regular(self.path) as file:
@@ -286,6 +291,11 @@ class JoinedTokens(TokensFile):
             if both := sorted(ids & seen.keys()):
                 raise FileFormatError(f"{file.name}: session {both[0]!r} is also in {seen[both[0]].name}", hint=_TWICE)
             seen |= dict.fromkeys(ids, file)
+
+    @property
+    def files(self) -> tuple[TokensFile, ...]:
+        """See TokensFile."""
+        return self._files
 
     @property
     def digest(self) -> str:

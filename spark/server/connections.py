@@ -158,6 +158,39 @@ class _Reading(h11.Connection):
         return event
 
 
+class _Joined(asyncio.Transport):
+    """What a response is written to: its head goes out with what follows at once, since each send wakes its reader."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport, self._loop = transport, loop
+        self._head: bytes | None = None
+        self._begun = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write, or hold what is written first until the next write or the loop's next turn."""
+        if not self._begun:
+            self._begun, self._head = True, bytes(data)
+            self._loop.call_soon(self.flush)
+            return
+        head, self._head = self._head, None
+        self._transport.write(data if head is None else head + data)
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._head is not None:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Close, behind what is held."""
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether it is closed, or will be."""
+        return self._transport.is_closing()
+
+
 class Connection(H11Protocol):
     """One connection, which is given up where it takes too long."""
 
@@ -168,6 +201,7 @@ class Connection(H11Protocol):
         self._idle_s = time.monotonic()  # since when there is no request
         self._received = _Pace(BODY_BYTES_S)
         self._taken = _Pace(REPLY_BYTES_S)
+        self._joined: _Joined | None = None  # of the request at hand
         self._shut = self._asked = False  # the client's side is; and it was looked whether he is still there
 
     @property
@@ -197,8 +231,16 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._note()
 
+    def handle_events(self) -> None:
+        """Go on to what was read, which may begin a request."""
+        super().handle_events()
+        if self.cycle is not None and self.cycle.transport is self.transport:
+            self.cycle.transport = self._joined = _Joined(self.transport, self.loop)
+
     def on_response_complete(self) -> None:
         """Wait for the next request, unless the client has said that there is none."""
+        if self._joined is not None:
+            self._joined.flush()
         self._idle_s = time.monotonic()
         super().on_response_complete()
         self._note()

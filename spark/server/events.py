@@ -21,7 +21,7 @@ from spark.server.supervisor import Health, Supervisor, aside
 MAX_WATCHERS = 16
 EVERY_S = 1.0
 _SHOWN = ("device", "isa", "threads", "ctx_tokens", "parallel", "chunk_tokens", "kv_type", "policy", "residency_pct",
-          "draft", "reasons", "warnings")  # fmt: skip
+          "draft", "kv_recall_blocks", "reasons", "warnings")  # fmt: skip
 _COUNTED = ("running", "queued", "tokens", "hits", "misses", "hits_by_layer", "misses_by_layer", "map", "kv_blocks",
             "prefixes", "plan")  # fmt: skip
 
@@ -37,6 +37,7 @@ class Counters:
         """The counters; None where the daemon does not answer in time, because it is in a long step, or is gone."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(aside(self._supervisor.stats))
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was looked at
         with contextlib.suppress(TimeoutError, SparkError):
             return await asyncio.wait_for(asyncio.shield(self._asking), patience_s)
         return None
@@ -121,6 +122,8 @@ class Feed:
             made["engine"] = {key: stats[key] for key in _COUNTED if key in stats}
             if drafts := stats.get("drafts"):
                 made["engine"]["drafts"] = drafts["tokens"]
+            if recall := stats.get("recall"):
+                made["engine"]["recall"] = recall
         return made
 
     def _model(self) -> dict[str, Any]:

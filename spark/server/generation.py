@@ -31,10 +31,12 @@ from spark.speech.conversation import (
     Drafted,
     Finish,
     Part,
+    Read,
     Text,
     Usage,
     accepted_among,
     added_drafts,
+    added_recall,
     refusal,
 )
 from spark.speech.logprobs import Aligner
@@ -119,6 +121,8 @@ class Model:
             raise PromptTooLongError(len(opening.tokens), self.ctx_tokens)
         max_tokens = min(room, conversation.max_tokens or room)
         form = self._grammar(conversation, opening)
+        if (recall := conversation.kv_recall) is not None and opening.kept:
+            conversation = replace(conversation, kv_recall=replace(recall, keep=(*recall.keep, *opening.kept)))
         return Prompt(conversation, opening, max_tokens, budget, form, arrived_s, prediction)
 
     def _length(self, conversation: Conversation) -> int:
@@ -165,6 +169,7 @@ class Model:
             effort=wish.effort,
             preserve=wish.preserve,
             written=conversation.written,
+            kept=conversation.kept_messages,
         )
         return opening, budget
 
@@ -275,6 +280,7 @@ class Model:
                     logprobs=prompt.conversation.logprobs,
                     draft=prompt.conversation.draft,
                     prediction=prompt.prediction,
+                    kv_recall=prompt.conversation.kv_recall,
                     shared=shared,
                 )
                 if leader is not None and first:
@@ -424,6 +430,8 @@ class _Run:
         self._completion = self._reasoning = 0
         self._drafts: Drafted = {}  # of the generations before
         self._drafting: Drafted = {}  # of the one at hand, as far as it has told
+        self._recall: Read | None = None  # likewise
+        self._recalling: Read | None = None
         self._generation = 0  # how many there were before
         self._chars = 0  # that the parser was given
         self.first_s: float | None = None
@@ -434,7 +442,8 @@ class _Run:
     def usage(self) -> Usage:
         """What a reply that ends now has taken."""
         drafts = accepted_among(self._completion, added_drafts(self._drafts, self._drafting))
-        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning, drafts)
+        recall = added_recall(self._recall, self._recalling)
+        return Usage(self._prompt_tokens, self._completion, self._reused, self._reasoning, drafts, recall)
 
     @property
     def used(self) -> Usage:
@@ -459,6 +468,7 @@ class _Run:
         self._count_prompt(event)
         if isinstance(event, protocol.Tokens):
             self._drafting = event.drafts or self._drafting
+            self._recalling = event.recall or self._recalling
             if self.first_s is None and event.tokens:
                 self.first_s = time.monotonic()
             for i, token in enumerate(event.tokens):
@@ -471,7 +481,7 @@ class _Run:
                     break
         elif isinstance(event, protocol.Done):
             self.reason = event.finish_reason or "stop"
-            self._drafting = event.usage.drafts
+            self._drafting, self._recalling = event.usage.drafts, event.usage.recall
         return _joined(self._aligned(parts))
 
     def count(self, event: protocol.Event) -> None:
@@ -481,6 +491,7 @@ class _Run:
         if isinstance(event, protocol.Tokens):
             self._completion += len(event.tokens)
             self._drafting = event.drafts or self._drafting
+            self._recalling = event.recall or self._recalling
 
     def _count_prompt(self, event: protocol.Event) -> None:
         """Count what was read; later generations read what earlier ones have made."""
@@ -564,6 +575,7 @@ class _Run:
         self.broken = True
         self._generation += 1
         self._drafts, self._drafting = added_drafts(self._drafts, self._drafting), {}
+        self._recall, self._recalling = added_recall(self._recall, self._recalling), None
         if self._grammar is not None:
             self._grammar = {key: value for key, value in self._grammar.items() if key not in ("after", "opens")}
 

@@ -105,6 +105,16 @@ class _Daemon(Collector):
             if isinstance(self.stats.get(name), int):
                 text = f"Active experts: {name} in fast memory."
                 made.append(CounterMetricFamily(f"spark_expert_{name}", text, value=self.stats[name]))
+        cpu = self.stats.get("cpu_experts")
+        if isinstance(cpu, Mapping) and cpu:
+            text = "Missed experts that were handed to the CPU: computed there, or taken back by the GPU."
+            handed = CounterMetricFamily("spark_expert_jobs", text, labels=["outcome"])
+            for outcome in ("computed", "taken_back"):
+                handed.add_metric([outcome], cpu[outcome])
+            text = "Seconds that layers waited for experts of the CPU."
+            waited = CounterMetricFamily("spark_expert_wait_seconds", text, value=cpu["waited_s"])
+            text = "1 while missed experts are handed to the CPU."
+            made += [handed, waited, GaugeMetricFamily("spark_expert_jobs_on", text, value=cpu["state"] == "on")]
         waits = self.stats.get("waits")
         if isinstance(waits, Mapping):
             waited = CounterMetricFamily("spark_waits", "Requests that had to wait, by what for.", labels=["reason"])
@@ -119,6 +129,21 @@ class _Daemon(Collector):
                 drafted.add_metric([source, "accepted"], n["accepted"])
                 drafted.add_metric([source, "rejected"], n["drafted"] - n["accepted"])
             made.append(drafted)
+        recall = self.stats.get("recall")
+        if isinstance(recall, Mapping) and recall:
+            text = "KV blocks that written tokens had before them (--kv-recall-blocks): read, or left out."
+            recalled = CounterMetricFamily("spark_recall_blocks", text, labels=["outcome"])
+            recalled.add_metric(["read"], recall["read"])
+            recalled.add_metric(["left_out"], recall["blocks"] - recall["read"])
+            text = "Tokens that were written so."
+            made += [recalled, CounterMetricFamily("spark_recall_tokens", text, value=recall["tokens"])]
+            text = "Shares of softmax mass that were left out, as estimated: the sum of these tokens' means."
+            made.append(CounterMetricFamily("spark_recall_left_out", text, value=recall["left_out_sum"]))
+            text = "The largest share of softmax mass that was left out, as estimated, of any token, layer and head."
+            made.append(GaugeMetricFamily("spark_recall_left_out_max", text, value=recall["left_out_max"]))
+            text = "The mean of these tokens' means."
+            mean = recall["left_out_sum"] / max(recall["tokens"], 1)
+            made.append(GaugeMetricFamily("spark_recall_left_out_mean", text, value=mean))
         blocks = self.stats.get("kv_blocks")
         if isinstance(blocks, Mapping) and isinstance(blocks.get("moved_bytes"), Mapping):
             text = "Bytes of KV blocks that left the pool for their homes, and that came back."
@@ -135,4 +160,7 @@ class _Daemon(Collector):
         if isinstance(prefixes, Mapping) and isinstance(prefixes.get("inexact_tokens"), int):
             text = "Tokens of replies that prompts reused before they were computed again as a prompt."
             made.append(CounterMetricFamily("spark_prefix_inexact_tokens", text, value=prefixes["inexact_tokens"]))
+        if isinstance(prefixes, Mapping) and isinstance(prefixes.get("missed_files"), int):
+            text = "Files of prefixes that a slow or full disk missed, to be written in idle time."
+            made.append(GaugeMetricFamily("spark_prefix_missed_files", text, value=prefixes["missed_files"]))
         return made

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from engine.ground import protocol
-from engine.ground.errors import CancelledError, DaemonError, DeadlineError, SparkError
+from engine.ground.errors import CancelledError, DaemonError, DeadlineError, SparkError, from_code
+from engine.ground.recall import KVRecall
 from engine.ground.sampling import Sampling
-from spark.daemon.client import DaemonClient, Deadlines, OnLoading, RequestStream
+from spark.daemon.client import DaemonClient, Deadlines, OnLoading
 from spark.server.seldom import Seldom
 
 _SOON_S = 2.0  # whoever was heard of so shortly ago need not be asked
 _STUCK_S = 60.0  # a step that computes nothing here and says nothing for so long is no work
 _SAVE_S = 30.0  # how long the end waits for what the daemon has learned
 _LOOK_S = 0.2
+_AT_ONCE_TOKENS = 8192  # more take so long to be written that others should go on meanwhile
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ class Supervisor:
         self._served = 0  # requests of which the counts are not written yet
         self.warnings: Counter[str] = Counter()  # of the daemons, by reason
         self._seldom = Seldom(_log)
+        self._mail: _Mail | None = None
         self._pinging: asyncio.Task[float] | None = None
         self._lock = threading.Lock()  # of the client, its start, and the counts
         self._saving = threading.Lock()
@@ -135,6 +139,24 @@ class Supervisor:
             return self._client
         finally:
             self._lock.release()
+
+    def client_at_once(self) -> DaemonClient | None:
+        """The same where that waits for nothing; None where it would."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if not self._client.alive:
+                return None
+            self._served += 1
+            return self._client
+        finally:
+            self._lock.release()
+
+    def mail(self, loop: asyncio.AbstractEventLoop) -> _Mail:
+        """What threads hand to the event loop that serves."""
+        if self._mail is None or self._mail.loop is not loop:
+            self._mail = _Mail(loop)
+        return self._mail
 
     async def health(self, patience_s: float) -> Health:
         """Find out how the daemon is, in `patience_s` at most; a ping is answered between two units of work."""
@@ -210,13 +232,50 @@ class Supervisor:
         self._seldom.warning(reason, f"the daemon: {message}")
 
 
-Sent = RequestStream | Exception
+class _Mail:
+    """Calls that threads hand to an event loop, which is woken once for all that wait.
+
+    A thread that wakes it lets go of the interpreter's lock, and may get that back late.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+        self._is_called = False
+
+    def post(self, function: Callable[..., None], *arguments: object) -> None:
+        """Have the loop call a function, behind those that were posted before."""
+        self._waiting.append((function, arguments))
+        if not self._is_called:
+            self._is_called = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+                self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_called = False  # first: what is posted from now on calls again
+        for _ in range(len(self._waiting)):
+            function, arguments = self._waiting.popleft()
+            function(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A request that a daemon has."""
+
+    client: DaemonClient
+    id: int
+
+
+Sent = SentRequest | Exception
 
 
 class Generation:
-    """A Generate request, followed by a thread of its own, whose events are awaited in the event loop.
+    """A Generate request, whose events are awaited in the event loop.
 
-    grammar and the four fields after it: as `protocol.Generate` has them. shared: what was sent of another request with
+    The daemon's reader hands them over. There is no thread unless something has to be waited for: a daemon that
+    starts, a pipe that is full, the end of a daemon that is lost.
+
+    grammar and the five fields after it: as `protocol.Generate` has them. shared: what was sent of another request with
     the same prompt; its daemon alone is asked, dead or alive. sent: what was sent of this one, or why it could not be.
     """
 
@@ -232,19 +291,36 @@ class Generation:
         logprobs: int | None = None,
         draft: bool = True,
         prediction: Sequence[int] | None = None,
-        shared: RequestStream | None = None,
+        kv_recall: KVRecall | None = None,
+        shared: SentRequest | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[protocol.Event | BaseException] = asyncio.Queue()
+        self._mail = supervisor.mail(self._loop)
+        self._events: asyncio.Queue[protocol.Event | Exception] = asyncio.Queue()
+        self._supervisor = supervisor
         self._total_s = supervisor.total_s
-        self._end_s = None if self._total_s is None else time.monotonic() + self._total_s
-        self._stream: RequestStream | None = None
+        self._since_s = time.monotonic()
+        self._end_s = None if self._total_s is None else self._since_s + self._total_s
+        self._sent: SentRequest | None = None
         self._cancelled = self._over = False
+        self._answered = False  # no more events count, though some may not have been awaited
+        self._ended = False  # the daemon's output has
+        self._in_doubt = False  # the daemon seemed to be lost when it was looked at last
         self.sent: asyncio.Future[Sent] = self._loop.create_future()
-        wanted: dict[str, Any] = {"grammar": grammar, "reply_from": reply_from, "logprobs": logprobs}
-        wanted |= {"tokens": tokens, "max_tokens": max_tokens, "sampling": sampling}
-        wanted |= {"draft": draft, "prediction": prediction}
-        threading.Thread(target=self._follow, args=(supervisor, wanted, shared), name="generation", daemon=True).start()
+        self._wish = functools.partial(
+            protocol.Generate,
+            tokens=tuple(tokens),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            grammar=grammar,
+            reply_from=reply_from,
+            logprobs=logprobs,
+            same_prompt_as=None if shared is None else shared.id,
+            draft=draft,
+            prediction=tuple(prediction) if prediction else None,
+            kv_recall=kv_recall,
+        )
+        self._send(supervisor.client_at_once() if shared is None else shared.client, len(tokens))
 
     def _is_wanted(self) -> bool:
         return not self._cancelled
@@ -259,8 +335,8 @@ class Generation:
             if left_s < patience_s:
                 raise DeadlineError(f"the reply was not finished after {self._total_s:g} s") from None
             return None
-        self._over = isinstance(event, protocol.Done | BaseException)
-        if isinstance(event, BaseException):
+        self._over = isinstance(event, protocol.Done | Exception)
+        if isinstance(event, Exception):
             raise event
         return event
 
@@ -269,36 +345,109 @@ class Generation:
         found = []
         while not self._events.empty():
             event = self._events.get_nowait()
-            if not isinstance(event, BaseException):
+            if not isinstance(event, Exception):
                 found.append(event)
         return found
 
     def cancel(self) -> None:
         """Have the daemon end it, unless it is over."""
         self._cancelled = True
-        if self._stream is not None and not self._over:
-            self._stream.client.cancel_soon(self._stream.id)
+        if self._sent is not None and not self._over:
+            self._sent.client.cancel_soon(self._sent.id)
 
-    def _follow(self, supervisor: Supervisor, wanted: dict[str, Any], shared: RequestStream | None) -> None:
+    def put(self, event: protocol.Event | None, /) -> None:
+        """Take an event of the daemon, in the thread that reads them."""
+        self._mail.post(self._take, event)
+
+    # --- in the event loop ------------------------------------------------------------------------
+
+    def _send(self, client: DaemonClient | None, n_tokens: int) -> None:
+        """Send it, to a client that is to be found where there is none."""
+        if client is None or n_tokens > _AT_ONCE_TOKENS:
+            self._aside(functools.partial(self._send_waiting, client))
+            return
+        request = self._wish(client.number())
+        sent = SentRequest(client, request.id)
         try:
-            if shared is None:
-                stream = supervisor.client(self._is_wanted).generate(**wanted, wanted=self._is_wanted)
-            else:
-                stream = shared.client.generate(**wanted, same_prompt_as=shared.id, wanted=self._is_wanted)
-            self._stream = stream
-            self._call(self._set_sent, stream)
-            if self._cancelled:
-                stream.client.cancel_soon(stream.id)
-            for event in stream:
-                self._call(self._events.put_nowait, event)
-        except Exception as error:  # raised again by `next`, in the event loop
-            self._call(self._set_sent, error)
-            self._call(self._events.put_nowait, error)
+            rest = client.send_at_once(request, self, self._is_wanted)
+        except SparkError as error:
+            self._fail(error)
+            return
+        if rest is None:
+            self._begin(sent)
+        else:
+            self._aside(functools.partial(self._send_rest, sent, rest))
 
-    def _set_sent(self, sent: Sent) -> None:
+    def _begin(self, sent: SentRequest) -> None:
+        self._sent = sent
         if not self.sent.done():
             self.sent.set_result(sent)
+        if self._cancelled:
+            sent.client.cancel_soon(sent.id)
+        self._watch()
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
-            self._loop.call_soon_threadsafe(function, *arguments)
+    def _take(self, event: protocol.Event | None) -> None:
+        self._in_doubt = False
+        if self._answered:
+            return
+        if event is None:
+            self._ended = True
+            if self._sent is not None:
+                self._watch()
+        elif isinstance(event, protocol.Error):
+            self._fail(from_code(event.code, event.message, event.hint))
+        else:
+            self._answered = isinstance(event, protocol.Done)
+            self._events.put_nowait(event)
+
+    def _fail(self, error: Exception) -> None:
+        """Have it fail, where it is awaited."""
+        self._answered = True
+        if not self.sent.done():
+            self.sent.set_result(error)
+        self._events.put_nowait(error)
+
+    def _watch(self) -> None:
+        """Look after the daemon until it has answered, also while nobody awaits anything."""
+        if self._ended and self._sent is not None:
+            self._aside(functools.partial(self._find_out, self._sent))
+        elif not self._answered:
+            self._loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        if self._answered or self._ended or self._sent is None:
+            return
+        before, self._in_doubt = self._in_doubt, self._sent.client.seems_lost(self._since_s)
+        if before and self._in_doubt:  # so nothing is left that it has written
+            self._aside(functools.partial(self._find_out, self._sent))
+        else:
+            self._watch()
+
+    # --- in threads -------------------------------------------------------------------------------
+
+    def _send_waiting(self, client: DaemonClient | None) -> None:
+        client = client or self._supervisor.client(self._is_wanted)
+        request = self._wish(client.number())
+        client.send(request, self, self._is_wanted)
+        self._mail.post(self._begin, SentRequest(client, request.id))
+
+    def _send_rest(self, sent: SentRequest, rest: Callable[[], None]) -> None:
+        rest()
+        self._mail.post(self._begin, sent)
+
+    def _find_out(self, sent: SentRequest) -> None:
+        error = sent.client.lost(sent.id, self._since_s)
+        if error is not None:
+            raise error
+        self._mail.post(self._watch)
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        """Do what may take a while; what it raises is what the request fails with."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # raised again by `next`, in the event loop
+                self._mail.post(self._fail, error)
+
+        threading.Thread(target=run, name="generation", daemon=True).start()

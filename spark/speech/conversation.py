@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from engine.ground import protocol
 from engine.ground.errors import RequestError
+from engine.ground.recall import KVRecall
 from engine.ground.sampling import Sampling, sampling_from
 from spark.speech.json_text import parse_string
 from spark.speech.sessions import Message, ToolCall
@@ -71,7 +72,8 @@ class Conversation:
     nothing is looked for in that reply. more_raw: further ones, each for itself. choices: replies to each prompt.
     logprobs: how many likeliest tokens go with each token of visible text, beside its own log-probability; None: no
     token has either. draft: whether tokens may be proposed ahead, which changes none; prediction: text that may come in
-    each reply, to propose from.
+    each reply, to propose from. kv_recall: what replies read of their context, None: as the server has it;
+    kept_messages: ranges of messages that they read whole, [from, to) each, -1: what stands before all messages.
     """
 
     messages: tuple[Message, ...] = ()
@@ -91,6 +93,8 @@ class Conversation:
     logprobs: int | None = None
     draft: bool = True
     prediction: str = ""
+    kv_recall: KVRecall | None = None
+    kept_messages: tuple[tuple[int, int], ...] = ()
     stream: bool = False
     text_chars: int = 0
     tool_chars: int = 0
@@ -188,6 +192,7 @@ class CallEnd:
 
 Part: TypeAlias = Text | CallStart | CallArguments | CallEnd
 Drafted: TypeAlias = Mapping[str, Mapping[str, int]]
+Read: TypeAlias = Mapping[str, float]  # what was read of a context
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +200,7 @@ class Usage:
     """Tokens of the prompt and of the reply; `cached` of the first were not computed, `reasoning` of the second.
 
     drafts: by source, tokens that were `drafted`, and those of them that were `accepted`, which are of the reply.
+    recall: as of `protocol.Usage`.
     """
 
     prompt: int
@@ -202,6 +208,7 @@ class Usage:
     cached: int = 0
     reasoning: int = 0
     drafts: Drafted = field(default_factory=dict)
+    recall: Read | None = None
 
     @property
     def drafted(self) -> int:
@@ -213,9 +220,10 @@ class Usage:
         """Those of them that were accepted."""
         return sum(counts["accepted"] for counts in self.drafts.values())
 
-    def shown_drafts(self) -> dict[str, Any]:
-        """What every API's usage has more where something was drafted: `drafts`, by source."""
-        return {"drafts": self.drafts} if self.drafted else {}
+    def shown_more(self) -> dict[str, Any]:
+        """What every API's usage has more: `drafts`, by source, where there were any; `recall` where a part is read."""
+        more = {} if self.recall is None else {"recall": dict(self.recall)}
+        return more | ({"drafts": self.drafts} if self.drafted else {})
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -224,6 +232,7 @@ class Usage:
             self.cached + other.cached,
             self.reasoning + other.reasoning,
             added_drafts(self.drafts, other.drafts),
+            added_recall(self.recall, other.recall),
         )
 
 
@@ -233,6 +242,18 @@ def added_drafts(one: Drafted, other: Drafted) -> Drafted:
     return {
         source: {key: one.get(source, none)[key] + other.get(source, none)[key] for key in none}
         for source in (*one, *(source for source in other if source not in one))
+    }
+
+
+def added_recall(one: Read | None, other: Read | None) -> Read | None:
+    """The counts of both; means by tokens, and the largest."""
+    if one is None or other is None:
+        return one or other
+    made = {name: one[name] + other[name] for name in ("tokens", "blocks", "read")}
+    means = one["left_out_mean"] * one["tokens"] + other["left_out_mean"] * other["tokens"]
+    return made | {
+        "left_out_max": max(one["left_out_max"], other["left_out_max"]),
+        "left_out_mean": means / made["tokens"] if made["tokens"] else 0.0,
     }
 
 
@@ -341,7 +362,7 @@ def get(record: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIR
 
 def shown(value: object) -> str:
     """What may be said of a value in an error: never more of a text than that it is one."""
-    return f"{value}"[:40] if type(value) in (bool, float) else f"a {type(value).__name__}"
+    return f"{value}"[:40] if type(value) in (bool, float) else _KINDS.get(type(value), "null")
 
 
 def as_object(where: str, value: Any) -> dict[str, Any]:

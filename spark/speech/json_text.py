@@ -21,6 +21,7 @@ MAX_CONTAINERS = 1 << 16  # lists and objects of one body
 MAX_VALUES = 1 << 19  # beside the tokens of a prompt
 MAX_READ_VALUES = 3 << 19  # with them: 2^20 tokens, and half as much
 _SLICE = 1 << 20
+_TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep"
 
 _counted: ContextVar[list[int] | None] = ContextVar("counted", default=None)  # containers and values so far
 
@@ -46,12 +47,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
         # Text of models and users may hold halves of surrogate pairs, in UTF-8 too.
         text = body.decode("utf-8-sig", "surrogatepass")
         made = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError(_TOO_DEEP) from None
+    except ValueError as error:
         raise RequestError(f"the body is not JSON: {_without_text(error)}") from None
     if type(made) is not dict:
         raise RequestError("the body is not a JSON object")
     if too_deep(made):
-        raise RequestError(f"the body is nested more than {MAX_DEPTH} levels deep")
+        raise RequestError(_TOO_DEEP)
     values = max(0, values - _tokens(made.get("prompt")))
     _refuse(before[0] + containers, before[1] + values, MAX_VALUES)
     _charge(containers, values)
@@ -124,18 +127,24 @@ def too_deep(made: dict[str, Any]) -> bool:
     return bool(level)
 
 
-def _without_text(error: Exception) -> str:
+class _NumberError(ValueError):
+    """What is no number, in words of ours."""
+
+
+def _without_text(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"{error}"
+        return f"{error.msg.removesuffix(' at')} at character {error.pos}"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return f"{error}" if isinstance(error, _NumberError) else "an integer has too many digits"  # Python's own limit
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise _NumberError(f"{name} is not a number of JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
+        raise _NumberError("a number is too large")
     return value

@@ -44,6 +44,7 @@ from engine.text.template import PLAIN, ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from spark.speech.dialect import Dialect, learn
 from spark.speech.sessions import Message, Session, ToolCall
+from spark.speech.spans import Span, TokenSpans, find
 
 Tokens = npt.NDArray[np.int32]
 Chat = list[dict[str, Any]]
@@ -69,10 +70,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a reply is generated from: tokens, and whether they open reasoning, or shut it, at their end."""
+    """What a reply is generated from: tokens, and whether they open reasoning, or shut it, at their end.
+
+    kept: of the messages that were asked for, the tokens [from, to) that they took, or some more (spans.py).
+    """
 
     tokens: list[int]
     thinking: Literal["open", "shut", ""]
+    kept: tuple[Span, ...] = ()
 
 
 class Renderer:
@@ -112,13 +117,15 @@ class Renderer:
         effort: str | None = None,
         preserve: bool | None = None,
         written: str = "",
+        kept: Sequence[Span] = (),
     ) -> Opening:
         """The prompt of a reply; RequestError where the template refuses the messages.
 
         thinking: None leaves it to the template; one that does not know `enable_thinking` is helped: reasoning is
         opened and shut again, so that the model takes it for done. effort: for templates that know it. preserve:
         whether the reasoning of earlier turns is shown, for templates that know `preserve_thinking`. written: how the
-        reply begins, after reasoning that is shut.
+        reply begins, after reasoning that is shut. kept: ranges of messages whose tokens are asked for, [from, to)
+        each; -1: what stands before all messages.
         """
         dialect = self.dialect
         variables: dict[str, Any] = {}
@@ -128,14 +135,25 @@ class Renderer:
             variables["reasoning_effort"] = effort
         if preserve is not None:
             variables["preserve_thinking"] = preserve
-        prompt = self._template.render(self._chat(messages), self._shield.data(list(tools)), **variables)
+        chat, shielded, now = self._chat(messages), self._shield.data(list(tools)), datetime.now()
+        prompt = rendering = self._template.render(chat, shielded, now=now, **variables)
         state = _thinking_of(prompt)
         if (state == "open" or (not state and dialect.thinks)) and (thinking is False or written):
             prompt += self.shut if state == "open" else f"{dialect.opens}\n{self.shut}"
             state = "shut"
         if written:
             prompt += self._shield.text(written)
-        return Opening(_listed(self._prompt_tokens(prompt)), "shut" if written else state)
+        tokens = _listed(self._prompt_tokens(prompt))
+        if not kept:
+            return Opening(tokens, "shut" if written else state)
+        marks = find(rendering, lambda *marked: self._template.render(*marked, now=now, **variables), chat, shielded)
+        spans = [(0, len(prompt)) if marks is None else marks.around(*of) for of in _in_chat(messages, kept)]
+        spans = [(begin, len(prompt) if end == len(rendering) else end) for begin, end in spans]
+        found = TokenSpans(self.tokenizer, self.tokenizer.split_special(prompt), self._piece, self._shield.lift)
+        n_bos = len(tokens) - found.n
+        taken = [found.tokens(begin, end) for begin, end in spans]
+        kept_tokens = tuple((begin + n_bos if begin else 0, end + n_bos) for begin, end in taken if begin < end)
+        return Opening(tokens, "shut" if written else state, kept_tokens)
 
     @property
     def shut(self) -> str:
@@ -298,6 +316,16 @@ class _Shield:
 def _thinking_of(prompt: str) -> Literal["open", "shut", ""]:
     at = max(0, len(prompt) - _TAIL)
     return "open" if _OPEN_THINK.search(prompt, at) else "shut" if _SHUT_THINK.search(prompt, at) else ""
+
+
+def _in_chat(messages: Sequence[Message], ranges: Sequence[Span]) -> list[Span]:
+    """Ranges of messages as those of the chat that is made of them: system messages at the beginning are one there."""
+    n_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+    fewer = max(n_system - 1, 0)
+    return [
+        (begin if begin < 0 else max(begin - fewer, 0), end if end <= 0 else max(end - fewer, 1))
+        for begin, end in ranges
+    ]  # fmt: skip
 
 
 def _common_prefix(a: str, b: str) -> int:

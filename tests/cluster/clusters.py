@@ -6,13 +6,16 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import psutil
 import ray
+from fsspec.implementations.local import LocalFileSystem
 from ray.cluster_utils import Cluster
 
 from engine.formats import profile as profiles
@@ -21,6 +24,7 @@ from engine.formats.trace import part_paths
 from engine.ground.config import EngineConfig
 from engine.ground.files import try_lock
 from spark.cluster.pool import Task
+from spark.cluster.validating import ReferenceWorker
 from spark.cluster.worker import Counting, CountingWorker, Recorded
 from spark.daemon.client import Deadlines
 from spark.extract import ExtractOptions, extract
@@ -34,13 +38,29 @@ DEADLINES = Deadlines(ready_s=60, silence_s=60, total_s=120)
 STORE_BYTES = 80 << 20
 
 
+class Disk(LocalFileSystem):
+    """disk:///PATH, storage that all processes of this machine see, and that is behind a URL."""
+
+    protocol = "disk"
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(auto_mkdir=True, **more)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(super()._strip_protocol(str(path).removeprefix("disk://")))
+
+
+fsspec.register_implementation("disk", Disk, clobber=True)
+
+
 def quiet(label: str, done: int, total: int) -> None:
     assert 0 <= done <= total, label
 
 
 @dataclass(slots=True)
 class Machines:
-    """A cluster whose head has no room for workers, and nodes of some CPUs."""
+    """A cluster of nodes that have some CPUs; its head has none, unless it is said."""
 
     cluster: Cluster
     nodes: list[Any] = field(default_factory=list)
@@ -50,11 +70,15 @@ class Machines:
         found: str = self.cluster.address
         return found
 
-    def add(self, cpus: int = 1) -> Any:
-        """One more node, also while a run uses the cluster."""
-        node = self.cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, wait=False)
+    def add(self, cpus: int = 1, gpus: int = 0) -> Any:
+        """One more node, also while a run uses the cluster; gpus: that it says it has."""
+        node = self.cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=STORE_BYTES, wait=gpus > 0)
         self.nodes.append(node)
         return node
+
+    def node_ids(self) -> list[str]:
+        """Of the head, and of the others."""
+        return [self.cluster.head_node.node_id, *(node.node_id for node in self.nodes)]
 
     def remove(self, node: Any) -> None:
         """A node is gone, without a word."""
@@ -63,9 +87,9 @@ class Machines:
 
 
 @contextlib.contextmanager
-def machines(*cpus: int) -> Iterator[Machines]:
+def machines(*cpus: int, head_cpus: int = 0) -> Iterator[Machines]:
     """A cluster with a node for each number of CPUs."""
-    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    head = {"num_cpus": head_cpus, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     made = Machines(Cluster(initialize_head=True, head_node_args=head))
     try:
         for n in cpus:
@@ -164,21 +188,79 @@ class Poisoned(CountingWorker):
         return super()._do(payload, before)
 
 
+def await_file(path: Path) -> None:
+    """Wait until another worker has made a file, so that each has its turn before all is counted."""
+    end_s = time.monotonic() + 100
+    while not path.exists() and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
 class Misplaced(CountingWorker):
-    """On the node that a file beside the model names another file lies under that path."""
+    """On the node that a file beside the model names another file lies under that path; the others wait for it."""
 
     def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
-        node = ray.get_runtime_context().get_node_id()
-        if node == (config.model.parent / "node").read_text():
-            config = replace(config, model=config.model.parent / "other.gguf")
-        super().__init__(config, deadlines, counting)
+        folder, node = config.model.parent, ray.get_runtime_context().get_node_id()
+        self._opened = folder / "the other file was opened"
+        if node != (folder / "node").read_text():
+            super().__init__(config, deadlines, counting)
+            return
+        try:
+            super().__init__(replace(config, model=folder / "other.gguf"), deadlines, counting)
+        finally:
+            self._opened.touch()
+
+    def _do(self, payload: Recorded, before: int) -> Any:
+        await_file(self._opened)
+        time.sleep(0.05)  # the refusal is on its way
+        return super()._do(payload, before)
+
+
+class Elsewhere(Misplaced):
+    """Is also one that does not see the folders of the driver."""
+
+    def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
+        assert counting.parts is not None
+        super().__init__(config, deadlines, replace(counting, parts=counting.parts / "not" / "here"))
+
+
+class Apart(CountingWorker):
+    """Does not see the folders of the driver."""
+
+    def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
+        assert counting.parts is not None
+        super().__init__(config, deadlines, replace(counting, parts=counting.parts / "not" / "here"))
+
+
+class Carded(CountingWorker):
+    """Counts on the CPU in place of its GPU, and writes down beside the model which ones its daemon sees."""
+
+    def __init__(self, config: EngineConfig, deadlines: Deadlines, counting: Counting) -> None:
+        assert config.device == "cuda"
+        super().__init__(replace(config, device="cpu", vram_gib=None, threads=1), deadlines, counting)
+        environment = Path(f"/proc/{self._client.pid}/environ").read_bytes().split(b"\0")
+        (cards,) = (line for line in environment if line.startswith(b"CUDA_VISIBLE_DEVICES="))
+        self._folder_of_all = config.model.parent
+        (self._folder_of_all / f"cards-{self._client.pid}").write_bytes(cards.partition(b"=")[2])
+
+    def work(self, tasks: Sequence[Task]) -> Any:
+        """Begins when there are two, so that both are there."""
+        end_s = time.monotonic() + 100
+        while len(list(self._folder_of_all.glob("cards-*"))) < 2 and time.monotonic() < end_s:
+            time.sleep(0.02)
+        return super().work(tasks)
+
+
+class Reading(ReferenceWorker):
+    """Is sent no window."""
+
+    def _do(self, payload: Any, before: int) -> Any:
+        assert not isinstance(payload, Window)
+        return super()._do(payload, before)
 
 
 class Slow(CountingWorker):
     """Takes its time, so that there is some for others to break things."""
 
-    def work(self, tasks: list[Task]) -> Any:
-        import time
-
-        time.sleep(0.05)
+    def work(self, tasks: Sequence[Task]) -> Any:
+        time.sleep(0.1)
         return super().work(tasks)

@@ -99,23 +99,21 @@ def killed(expected: Expected, on: Machines, folder: Path, seed: int) -> Outcome
     )  # fmt: skip
 
 
-def start(expected: Expected, on: Machines, out: Path, trace: Path, *more: str) -> subprocess.Popen[bytes]:
+def start(
+    expected: Expected, on: Machines, out: Path, trace: Path | str, *more: Path | str
+) -> subprocess.Popen[bytes]:
+    """The command, whose trace may go to a URL of `clusters.Disk`; its workers take their time."""
     command = [sys.executable, "-c", START, "calibrate", NANO, expected.tokens, "--ray", on.address, "--out", out]
     command += ["--device", "cpu", "--trace", trace, *more]
     return subprocess.Popen(
-        [*map(str, command)], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        [*map(str, command)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
 
 
-def counted(out: Path) -> int:
-    state = calibrate._state_of(calibrate.partial_path(out))
-    return 0 if state is None else int(state["windows"])
-
-
 def wait_for(process: subprocess.Popen[bytes], out: Path, n_windows: int) -> None:
     end_s = time.monotonic() + 60
-    while counted(out) < n_windows:
+    while calibrate.counted_by(out) < n_windows:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end_s
         time.sleep(0.005)
@@ -139,7 +137,7 @@ def driver_killed(expected: Expected, on: Machines, folder: Path, number: int) -
     wait_for(process, out, 1 + 5 * number % 40)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert not out.exists() and counted(out)
+    assert not out.exists() and calibrate.counted_by(out)
     clean = none_left(clusters.daemons())  # which see that their workers are gone
     report = finish(expected, on, out, trace)
     same = complete(expected, out, trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cluster_pool import SimulatedPool
 from engine.ground.errors import CapacityError, DaemonError, DeadlineError, NumericalError, WrongModelError
+from spark.cluster import driver as driver_module
 from spark.cluster.driver import DEATHS_AT_START, Driver, Patience
 from spark.cluster.pool import Died, Event, Finished, Ready, Refused, Result, Task
 from spark.cluster.schedule import SetAside
@@ -69,6 +71,54 @@ def test_everything_is_done_and_shared(nodes: dict[str, int]) -> None:
     assert sum(share.cost for share in driver.shares) == total
     assert all(share.cost > 0.8 * total / len(driver.shares) for share in driver.shares)
     assert on.idle_s < 0.03 * (on.idle_s + on.worked_s)
+
+
+class Blind(SimulatedPool):
+    """Workers of some nodes cannot read what tasks take, and say so."""
+
+    blind: frozenset[str] = frozenset()
+    small = 0
+
+    def _work(self, worker: str, after_s: float) -> None:
+        lease, tasks = self.workers[worker].queue[0]
+        unread = next((i for i, task in enumerate(tasks) if task.payload == "small"), None)
+        self.small += unread is not None
+        if unread is None or worker.split("/")[0] not in self.blind:
+            super()._work(worker, after_s)
+            return
+        done = tuple(task.number for task in tasks[:unread])
+        result = Result(done, list(done), unread="it is another file here", seconds=0.1)
+        self.at(after_s + 0.1, worker, Finished(worker, lease, result))
+
+
+@pytest.mark.parametrize("blind", ["", "a", "ab"])
+@pytest.mark.parametrize("lease_s", [0.0, 5.0])
+def test_who_cannot_read_is_sent_the_rest(
+    blind: str, lease_s: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is asked to read no more, though it has more leases; each third task is whole in any case."""
+    monkeypatch.setattr(driver_module, "LEASES_PER_S", 3 / lease_s if lease_s else 1e9)
+    on = Blind({"a": 1, "b": 2}, lambda task: task.cost / 20, lambda tasks: [task.number for task in tasks])
+    on.blind = frozenset(blind)
+    job, driver = Counted(), Driver(on, allowed, PATIENCE, clock=on.clock)
+    driver.first()
+    driver.run(some(90), job, lambda task: replace(task, payload="small") if task.number % 3 else task)
+    assert job.counted == job.values == Counter(range(90)) and not job.aside
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"node {node}: windows are sent to it: it is another file here" for node in sorted(blind)]
+    assert all(share.lost == 0 and share.tasks for share in driver.shares)
+    assert on.small <= 2 * 3 if blind == "ab" else on.small > 6
+
+
+def test_time_without_work_is_idle() -> None:
+    """Of two workers one has the long task; the other is done after a second, and then waits."""
+    on = SimulatedPool({"a": 2}, lambda task: task.cost / 10, lambda tasks: [task.number for task in tasks])
+    job, driver = Counted(), Driver(on, allowed, PATIENCE, clock=on.clock)
+    driver.first()
+    driver.run(iter([Task(0, 70, "long"), Task(1, 10, "short")]), job)
+    busy, idle = ([getattr(share, name) for share in driver.shares] for name in ("busy_s", "idle_s"))
+    assert sorted(busy) == [1, 7] and sorted(idle) == pytest.approx([0, 6], abs=0.01)
+    assert sum(idle) == pytest.approx(2 * (on.clock() - 1) - 8, abs=1e-6), "from a start of a second on"
 
 
 def test_no_more_workers_than_asked_for() -> None:
@@ -224,7 +274,7 @@ def test_whatever_happens_every_task_is_counted_once(seed: int, n: int, told: bo
     on = pool(nodes, deadly=deadly, told=told, latency_s=chance.choice([0.0, 0.01, 0.5]))
 
     def trouble(left: int) -> None:
-        if on.workers and left:
+        if on.workers and left and on.sent:  # where none is ever ready, the run ends, as it should
             worker = chance.choice(sorted(on.workers))
             match chance.randrange(4):
                 case 0 if on.workers[worker].queue:  # one that is frozen as it starts is waited for as long as the run

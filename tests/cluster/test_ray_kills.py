@@ -10,8 +10,8 @@ import pytest
 from tests.cluster import clusters, kills
 from tests.cluster.clusters import Expected, Machines
 
-RUNS = 10  # benchmarks/cluster_kills.py does thirty
-PER_TEST = 10
+RUNS = 6  # benchmarks/cluster_kills.py does thirty
+PER_TEST = 6
 
 
 @pytest.fixture(scope="module")

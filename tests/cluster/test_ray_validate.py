@@ -16,13 +16,10 @@ from spark.cluster import validating
 from spark.cluster.options import ClusterOptions
 from spark.pipeline import validate
 from spark.pipeline.ladder import Step
-from spark.pipeline.validate import ValidateOptions
 from tests.cluster import clusters
 from tests.cluster.clusters import CONFIG, DEADLINES, Expected, Machines, quiet
+from tests.cluster.ladders import on_one, options, untimed
 from tests.command_line import NANO, none_left, spark
-
-# What one machine does not find twice either: slots adapt when nothing runs, which is a matter of time.
-TIMED = ("decode_tokens_per_s", "prefill_tokens_per_s", "served_hit_rate")
 
 
 @pytest.fixture(scope="module")
@@ -36,43 +33,8 @@ def two() -> Iterator[Machines]:
         yield made
 
 
-def options(expected: Expected, **more: Any) -> ValidateOptions:
-    profile = expected.tokens.parent / "one.csv"
-    given: dict[str, Any] = {"residencies": (25.0,), "max_tokens": 4_000, "prompts": 2, "generate_tokens": 5}
-    return ValidateOptions(expected.tokens, profile, (profile,), **(given | more))
-
-
-def on_one(expected: Expected, **more: Any) -> dict[str, Any]:
-    return untimed(validate.validate(CONFIG, options(expected, **more), DEADLINES, quiet).to_json())
-
-
 def run(expected: Expected, on: Machines, **more: Any) -> validate.ValidateReport:
     return validating.run(CONFIG, options(expected, **more), ClusterOptions(on.address, None, 0), DEADLINES, quiet)
-
-
-def untimed(report: dict[str, Any]) -> dict[str, Any]:
-    """A report without what depends on time, and without what a cluster adds."""
-    made: dict[str, Any] = json.loads(json.dumps(report))
-    for ladder in made["residencies"]:
-        for row in (*ladder["rows"], *ladder["cross"]):
-            for key in TIMED:
-                assert row[key] is None or row.pop(key) > 0
-    return {key: value for key, value in made.items() if key not in ("workers", "climbers", "set_aside", "refused")}
-
-
-def test_the_report_is_that_of_one_machine(expected: Expected, two: Machines) -> None:
-    report = run(expected, two)
-    found, wanted = untimed(report.to_json()), on_one(expected)
-    for ours, theirs in zip(found["residencies"], wanted["residencies"], strict=True):
-        for row, other in zip((*ours["rows"], *ours["cross"]), (*theirs["rows"], *theirs["cross"]), strict=True):
-            assert row == other
-    assert found == wanted
-    more = report.more
-    assert sum(worker["cost"] for worker in more["workers"]) > report.tokens and more["set_aside"] == []
-    assert len({worker["node"] for worker in more["workers"]}) == 2 and more["refused"] == {}
-    n_steps = sum(len(ladder.rows) + len(ladder.cross) for ladder in report.ladders)
-    assert sum(climber["tasks"] for climber in more["climbers"]) == n_steps
-    assert none_left(clusters.daemons()) and none_left(clusters.hands()) and not clusters.folders_left()
 
 
 @pytest.mark.slow

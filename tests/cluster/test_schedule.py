@@ -155,17 +155,23 @@ def test_an_end_that_no_task_is_to_blame_for_blames_none() -> None:
         assert schedule.lose(f"w{round_}", "its result was lost", blame=False) == []
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_every_task_ends_once(data: st.DataObject) -> None:
-    """Whatever happens to workers, in whatever order: what is done and what is set aside is all, each once."""
-    n_tasks = data.draw(st.integers(0, 30))
-    costs = data.draw(st.lists(st.integers(1, 9), min_size=n_tasks, max_size=n_tasks))
-    deadly = data.draw(st.sets(st.integers(0, 30), max_size=3))
-    schedule = Schedule(
-        iter(tasks(*costs)), lease_s=data.draw(st.sampled_from([0.0, 1.0, 50.0])),
-        pool_cost=data.draw(st.integers(1, 60)), pool_tasks=data.draw(st.integers(1, 30)),
-    )  # fmt: skip
+@settings(max_examples=900)
+@given(
+    costs=st.integers(0, 30).flatmap(lambda n: st.binary(min_size=n, max_size=n)),
+    deadly=st.sets(st.integers(0, 30), max_size=3),
+    lease_s=st.sampled_from([0.0, 1.0, 50.0]), pool_cost=st.integers(1, 60), pool_tasks=st.integers(1, 30),
+    what=st.binary(min_size=200, max_size=200),
+)  # fmt: skip
+def test_every_task_ends_once(
+    costs: bytes, deadly: set[int], lease_s: float, pool_cost: int, pool_tasks: int, what: bytes
+) -> None:
+    """Whatever happens to workers, in whatever order: what is done and what is set aside is all, each once.
+
+    what: a byte a step, whose remainders say what is done, by which worker, and who is to blame: to draw each takes
+    ten times as long. After that nobody dies any more of nothing.
+    """
+    source = iter(tasks(*(1 + cost % 9 for cost in costs)))
+    schedule = Schedule(source, lease_s=lease_s, pool_cost=pool_cost, pool_tasks=pool_tasks)
     ended, deaths = Counter[int](), Counter[int]()
     aside: set[int] = set()
     mine: dict[str, list] = {}
@@ -181,19 +187,20 @@ def test_every_task_ends_once(data: st.DataObject) -> None:
             ended[found.task.number] += 1
 
     while not schedule.over:
+        chosen = what[steps] if steps < len(what) else None
         steps += 1
-        calm = steps > 200  # then nobody dies any more of nothing
-        action = data.draw(st.sampled_from(["hire", "next", "finish", "die", "late"])) if not calm else "work"
+        action = "work" if chosen is None else ("next", "finish", "die", "hire", "late")[chosen % 5]
         if action == "hire" or not mine:
             mine[f"w{hired}"] = []
             schedule.hire(f"w{hired}", f"n{hired % 3}")
             hired += 1
             continue
-        worker = data.draw(st.sampled_from(sorted(mine))) if not calm else sorted(mine)[steps % len(mine)]
+        worker = sorted(mine)[(steps if chosen is None else chosen // 5) % len(mine)]
         if action in ("next", "work") and (lease := schedule.next(worker)) is not None:
             held = [n for leases in mine.values() for other in leases for n in other.tasks]
             assert not set(held) & set(lease.tasks), "no task is in two hands"
             assert not set(lease.tasks) & {*aside, *ended}
+            assert schedule.rest(lease.id) == list(lease.tasks.values())
             mine[worker].append(lease)
         if action in ("finish", "work") and mine[worker]:
             lease = mine[worker][0]
@@ -202,17 +209,18 @@ def test_every_task_ends_once(data: st.DataObject) -> None:
             done = order if bad is None else order[: order.index(bad)]
             for task in schedule.finish(lease.id, done, 0.5):
                 ended[task.number] += 1
+            assert [task.number for task in schedule.rest(lease.id)] == order[len(done) :]
             if bad is None:
                 mine[worker].pop(0)
             else:
                 deaths[bad] += 1
                 die(worker, bad, True)
-        elif action == "die" and not calm:
-            die(worker, None, data.draw(st.booleans()))
+        elif action == "die":
+            die(worker, None, bool(chosen and chosen > 127))
         elif action == "late" and stale:
             lease_id, late = stale[-1]
-            assert schedule.finish(lease_id, late) == []
-    assert ended == Counter(range(n_tasks))
+            assert schedule.finish(lease_id, late) == [] and schedule.rest(lease_id) == []
+    assert ended == Counter(range(len(costs)))
     assert all(count <= DEATHS for count in deaths.values())
 
 

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
 
     def run(name: str, *arguments: str | Path) -> None:
-        done = spark(name, *arguments, "--json", f"{name}.json", cwd=folder)
+        done = spark(name, *arguments, "--json", f"{name}.json", cwd=folder, fresh=True)
         (folder / f"{name}.out").write_text(done.stdout)
         (folder / f"{name}.err").write_text(done.stderr)
 
@@ -154,7 +154,7 @@ def test_figures_may_go_to_a_pipe(tmp_path: Path) -> None:
 
 
 def test_version_and_help(tmp_path: Path) -> None:
-    assert re.fullmatch(r"spark \d+\.\d+\S*\n", spark("--version", cwd=tmp_path).stdout)
+    assert re.fullmatch(r"spark \d+\.\d+\S*\n", spark("--version", cwd=tmp_path, fresh=True).stdout)
     for arguments, status in (((), 2), (("--help",), 0)):
         assert "extract-sessions" in spark(*arguments, cwd=tmp_path, status=status).stdout
 
@@ -162,9 +162,16 @@ def test_version_and_help(tmp_path: Path) -> None:
 def test_the_page_of_commands_is_what_the_program_says() -> None:
     import runpy
 
+    def forked(*arguments: str) -> str:
+        said = spark(*arguments, "--help", cwd=ROOT, env=environment(COLUMNS="80", NO_COLOR="1")).stdout
+        return said.replace("python -m spark.cli", "spark")
+
     script = runpy.run_path(str(ROOT / "docs" / "make_commands.py"))
+    usage = script["usage"]()
+    assert usage == forked()
+    script["page"].__globals__["usage"] = forked
     assert script["PAGE"].read_text() == script["page"](), "run `python docs/make_commands.py`"
-    listed = re.findall(r"^  ([a-z-]+)  +[A-Z]", script["usage"](), re.MULTILINE)
+    listed = re.findall(r"^  ([a-z-]+)  +[A-Z]", usage, re.MULTILINE)
     assert listed[-len(script["COMMANDS"]) :] == list(script["COMMANDS"])
 
 

@@ -125,6 +125,16 @@ DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 
 DEVICE void store_system(u64* p, u64 v) { *(volatile u64*)p = v; }
 
+DEVICE u64 load_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+
+DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+DEVICE u64 clock_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (u64)t.tv_sec * 1000000000 + (u64)t.tv_nsec;
+}
+
 DEVICE void settle(i32& v) { (void)v; }
 DEVICE void settle(float& v) { (void)v; }
 

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
@@ -85,7 +86,8 @@ struct Warp {
     unsigned ready, waiting;  // lanes that can run; lanes that wait in an intrinsic
 };
 
-const int MAX_THREADS = 1024, STACK_BYTES = 128 << 10, GUARD_BYTES = 1024, MAX_SHARED_BYTES = 228 << 10;
+const int MAX_THREADS = 1024, STACK_BYTES = 128 << 10, STACK_SKEW = 17 * 64, GUARD_BYTES = 1024;
+const int MAX_SHARED_BYTES = 228 << 10;
 
 static Fiber fibers[MAX_THREADS];
 static Warp warps[MAX_THREADS / 32];
@@ -131,8 +133,9 @@ emulator_switch:
 .size emulator_switch, . - emulator_switch
 )");
 
+// The stacks begin at different places of their pages: all at one would share a few lines of the first cache.
 static void* new_stack_pointer(Fiber& f, void (*entry)()) {
-    void** top = (void**)(f.stack + STACK_BYTES) - 2;
+    void** top = (void**)(f.stack + STACK_BYTES - (&f - fibers) % 32 * STACK_SKEW) - 2;
     top[0] = (void*)entry;  // where the first switch returns to, with the alignment that a call would leave
     top[1] = nullptr;
     return top - 6;

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.drafting.dflash import DFlash, Drafter, drafter_limits
 from engine.drafting.drafter import open_drafter
+from engine.drafting.source import Promise
 from engine.formats.quants import QTensor
 from engine.ground.errors import ModelFormatError, SparkError, UnsupportedModelError, WrongModelError
 from engine.ops import cpu, reference
@@ -150,7 +151,7 @@ def test_a_reply_has_a_ring_and_drafts_where_its_features_end(tmp_path: Path) ->
         source = DFlash(made, ring)
         assert source.promise([5], 6) is None  # nothing is known
         source.feed(features(3), 0)
-        assert source.promise([5, 6, 7, 8], 4) == ("dflash", 0, 4)
+        assert source.promise([5, 6, 7, 8], 4) == Promise("dflash", 0, 4)
         found = source.draft(4)
         assert found is not None and found.source == "dflash" and len(found.tokens) == 4
         assert source.promise([5, 6, 7], 4) is None and source.promise([5, 6, 7, 8, 9], 4) is None

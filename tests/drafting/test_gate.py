@@ -334,3 +334,87 @@ def test_the_first_step_of_a_width_may_take_long() -> None:
     engine.gate.note([(Draft("test", COPY, (0,)), Record(), 1, 1)], 20 * seconds(1))
     engine.reply(1500, COPY, 0.97)
     assert engine.reply(1000, COPY, 0.97) > 2.0
+
+
+# --- sources that judge their drafts --------------------------------------------------------------------
+
+
+def judged(chance: float, n: int = MOST_TOKENS) -> Promise:
+    return Promise("judges", 0, n, tuple(chance**k for k in range(1, n + 1)))
+
+
+class Judged:
+    """Decodes a reply whose drafts stay with the chances that their source says, which change with every draft."""
+
+    def __init__(self, cost: Callable[[int], float] = seconds) -> None:
+        self.gate, self.record, self.cost, self.rng = Gate({}), Record(), cost, np.random.default_rng(7)
+        self.gate.begin({n - 1: cost(n) for n in WIDTHS})
+        self.lengths: list[int] = []
+
+    def reply(self, n_tokens: int, chances: tuple[float, ...]) -> float:
+        """The speed of so many tokens, over that of plain decoding, at one of the chances each."""
+        made, taken_s, self.lengths = 0, 0.0, []
+        while made < n_tokens:
+            chance = float(self.rng.choice(chances))
+            (n,) = self.gate.share([(judged(chance), self.record)], captured, MOST_TOKENS)
+            stayed = 0
+            while stayed < n and self.rng.random() < chance:
+                stayed += 1
+            step_s = self.cost(1 + n) * self.rng.uniform(0.97, 1.03)
+            if n:
+                self.gate.note([(Draft("judges", 0, (0,) * n), self.record, n, stayed)], step_s)
+            else:
+                self.gate.plain(1, step_s)
+            self.lengths.append(n)
+            made, taken_s = made + 1 + stayed, taken_s + step_s
+        return made * self.cost(1) / taken_s
+
+
+def test_what_a_source_says_decides_at_once() -> None:
+    """No draft has to fail, or to succeed, for it to be known what the next one is worth."""
+    engine = Judged()
+    engine.reply(100, (0.0,))
+    for chance in (0.97, 0.1, 0.9, 0.0, 0.8):
+        chances = judged(chance).chances or ()
+        worth = {n: (1 + sum(chances[:n])) / engine.cost(1 + n) for n in range(32) if captured(1 + n)}
+        best = max(worth, key=lambda n: worth[n])
+        (n,) = engine.gate.share([(judged(chance), engine.record)], captured, MOST_TOKENS)
+        assert n == (best if worth[best] > 1.05 * worth[0] else 0)
+        assert engine.gate.decided(judged(chance), engine.record) == n
+        assert (sum(chances) < engine.gate.least(engine.record)) <= (n == 0), "what is not promised is not wanted"
+
+
+def test_drafts_of_all_chances_mixed_are_used_where_they_pay() -> None:
+    engine = Judged()
+    engine.reply(500, (0.95, 0.5, 0.0))
+    assert engine.reply(6000, (0.95, 0.5, 0.0)) > 1.25
+    assert engine.reply(6000, (0.4, 0.2, 0.0)) > 0.995, "and cost next to nothing where they do not"
+    assert sum(n > 0 for n in engine.lengths) < 0.01 * len(engine.lengths)
+
+
+def test_a_width_that_took_long_is_tried_again() -> None:
+    slow = [2.0]
+    engine = Judged(lambda n: seconds(n) * (slow[0] if n > 1 else 1.0))
+    engine.reply(3000, (0.9,))
+    assert engine.reply(2000, (0.9,)) > 0.985 and sum(n > 0 for n in engine.lengths) < 40
+    slow[0] = 1.0
+    engine.reply(8000, (0.9,))
+    assert engine.reply(1000, (0.9,)) > 1.4
+
+
+def test_judged_drafts_of_replies_at_once() -> None:
+    gate, records = Gate({}), [Record() for _ in range(3)]
+    gate.begin({n - 1: seconds(n) for n in WIDTHS})
+    offers = [(judged(0.95), record) for record in records]
+    assert gate.share(offers, any_width, 29) == [0, 0, 0], "nothing is known of steps of three"
+    for _ in range(5):
+        gate.plain(3, seconds(3))
+    shared = gate.share(offers, any_width, 29)
+    assert min(shared) > 0 and sum(shared) <= 29
+    assert gate.share([(judged(0.05), record) for record in records], any_width, 29) == [0, 0, 0]
+    first, *others = gate.share([offers[0], None, (judged(0.01), records[2])], any_width, 29)
+    assert first > 0 == sum(others)
+    least = gate.least_of_each(3, sampled=False)
+    assert gate.least_of_each(2, sampled=False) == 0.0 < least, "of what is not known nothing is too little"
+    alike = [(judged(least / (1 + least)), record) for record in records]  # each has that much
+    assert gate.share(alike, any_width, 29) == [0, 0, 0]

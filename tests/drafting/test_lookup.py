@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.lookup import GRADES, LENGTHS, PRIORS, RUNS, SEEN, TOKEN_BYTES, Lookup, Memory
+from engine.drafting.gate import MOST_TOKENS
+from engine.drafting.lookup import LENGTHS, MOST_RUN, TOKEN_BYTES, Lookup, Memory
 from engine.drafting.source import Draft
 
 
@@ -31,7 +32,7 @@ def proposed(lookup: Lookup, history: Sequence[int], most: int) -> Draft | None:
 def run_at(text: Sequence[int], place: int, end: Sequence[int]) -> int:
     """How many tokens ahead of a place equal the last ones, 64 at most."""
     n = 0
-    while n < min(place, len(end), RUNS[-1]) and text[place - 1 - n] == end[-1 - n]:
+    while n < min(place, len(end), MOST_RUN) and text[place - 1 - n] == end[-1 - n]:
         n += 1
     return n
 
@@ -71,7 +72,7 @@ def test_a_draft_is_what_followed_the_longest_run(text: list[int], cuts: list[in
         best = max(runs.values(), default=0)
         assert (draft is not None) == (best >= LENGTHS[0])
         if draft is not None:
-            assert draft.grade // len(SEEN) == sum(best >= least for least in RUNS)
+            assert lookup.run == best
             assert draft.tokens in {continued(history, p, most) for p, run in runs.items() if run == best}
     assert known == len(text)
     lookup.close()
@@ -93,7 +94,7 @@ def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
     assert (draft is None) or own >= 2 or max(there) >= 2
     if draft is not None:
         run = max([own, *there])
-        assert draft.grade // len(SEEN) <= sum(run >= least for least in RUNS)
+        assert lookup.run <= run
         whole = [continued(text, p, most) for p in range(1, len(text))]
         whole += [tuple(one[p : p + most]) for one in earlier for p in range(1, len(one))]
         assert draft.tokens in whole
@@ -102,27 +103,85 @@ def test_earlier_texts_are_looked_in_where_their_runs_are_longer(
 
 
 @settings(max_examples=150)
-@given(texts, st.integers(0, GRADES - 1))
-def test_drafts_of_lower_grades_are_not_looked_for(text: list[int], least: int) -> None:
-    memory = Memory(0)
-    every, some = Lookup(memory), Lookup(memory)
+@given(texts, st.floats(0.0, 3.0))
+def test_drafts_of_which_too_little_is_expected_are_not_wanted(text: list[int], least: float) -> None:
+    memory, other = Memory(0), Memory(0)
+    every, some = Lookup(memory), Lookup(other)
     for end in range(1, len(text) + 1):
-        promise, other = every.promise(text[:end], 9), some.promise(text[:end], 9, least)
-        assert other is None or other.grade // len(SEEN) >= least // len(SEEN)
-        if promise is not None and promise.grade // len(SEEN) >= least // len(SEEN):
-            assert other is not None
+        promise, wanted = every.promise(text[:end], 9), some.promise(text[:end], 9, least)
+        assert (wanted is not None) == (promise is not None and sum(promise.chances or ()) >= np.float32(least))
+        assert wanted is None or wanted == promise
     every.close()
     some.close()
+    memory.close()
+    other.close()
+
+
+@settings(max_examples=150)
+@given(texts, st.integers(1, 40))
+def test_chances_are_of_each_token_and_all_before_it(text: list[int], most: int) -> None:
+    memory = Memory(0)
+    lookup = Lookup(memory)
+    for end in range(1, len(text) + 1):
+        promise = lookup.promise(text[:end], most)
+        if promise is not None:
+            assert promise.chances and len(promise.chances) <= min(promise.n_tokens, MOST_TOKENS)
+            assert list(promise.chances) == sorted(promise.chances, reverse=True)
+            assert promise.chances[-1] > 0.0 and promise.chances[0] < 1.0
+            assert len(promise.chances) == min(promise.n_tokens, MOST_TOKENS) or promise.chances[-1] < 0.02
+    lookup.close()
+    memory.close()
+
+
+def followed(context: list[int], next_tokens: list[int], budget: int) -> float:
+    """The chance of the last next token to be the next one, where a context was followed by each of some."""
+    new, text, memory = iter(range(1000, 90_000)), list[int](), Memory(budget)
+    for token in next_tokens:
+        text += [*context, token, *(next(new) for _ in range(5))]
+    lookup = Lookup(memory)
+    promise = lookup.promise([*text, *context], 1)
+    assert promise is not None and promise.chances is not None
+    assert lookup.draft(1).tokens == (next_tokens[-1],)
+    lookup.close()
+    memory.close()
+    return promise.chances[0]
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])  # counts are the text's own, or the memory's
+def test_what_followed_more_often_is_more_likely(budget: int) -> None:
+    context, alike = list(range(9)), [7, 7, 7, 7]
+    seldom, mostly = followed(context, [5, 6, 5, 8, 7], budget), followed(context, [5, *alike], budget)
+    assert seldom < 0.35 < 0.7 < mostly < followed(context, 3 * alike, budget)
+    assert followed([1, 2], [5, 6, 7], budget) < followed(context, [7], budget)  # so little in common says little
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+def test_what_drafts_are_worth_is_learned_from_what_came(budget: int) -> None:
+    """Of pairs of tokens that come twice, the next token is always another one; then always the same."""
+    memory, new = Memory(budget), iter(range(1_000_000))
+
+    def chance(right: bool) -> float:
+        lookup, (a, b, c, *others) = Lookup(memory), (next(new) for _ in range(9))
+        promise = lookup.promise([a, b, c, *others, a, b], 2)
+        assert promise is not None and promise.chances is not None
+        lookup.promise([a, b, c, *others, a, b, c if right else next(new)], 2)
+        lookup.close()
+        return promise.chances[0]
+
+    wrong = [chance(right=False) for _ in range(300)]
+    right = [chance(right=True) for _ in range(300)]
+    assert wrong[-1] < wrong[0] / 2 and right[-1] > 2 * right[0]
+    assert wrong == sorted(wrong, reverse=True) and right == sorted(right)
     memory.close()
 
 
 @pytest.mark.parametrize("n_before", [0, 40])  # tokens that make the index grow in between
-def test_a_draft_is_surer_where_runs_went_on_the_same_before(memory: Memory, n_before: int) -> None:
-    """By what followed a run each time: once, then the same, twice the same, then otherwise."""
+def test_it_is_known_how_runs_went_on_before(memory: Memory, n_before: int) -> None:
+    """By what followed a run each time: 0: once; then 2: the same, 3: twice the same; 1: then otherwise."""
     new = iter(range(100, 9000))
     text = [next(new) for _ in range(n_before)]
-    expected = {"": None, "a": 1, "aa": 2, "aaa": 3, "aaaa": 3, "aab": 0, "aabb": 2, "ab": 0, "aba": 0, "abaa": 2}
-    for run, (followed, grade) in enumerate(expected.items()):
+    expected = {"": None, "a": 0, "aa": 2, "aaa": 3, "aaaa": 3, "aab": 1, "aabb": 2, "ab": 1, "aba": 1, "abaa": 2}
+    for run, (followed, seen) in enumerate(expected.items()):
         pair = [2 * run, 2 * run + 1]
         for token in followed:
             text += [next(new), *pair, 90 + "ab".index(token), *(next(new) for _ in range(n_before))]
@@ -131,26 +190,18 @@ def test_a_draft_is_surer_where_runs_went_on_the_same_before(memory: Memory, n_b
         for end in range(1, len(text) + 1, 3):  # with every token and in pieces alike
             lookup.promise(text[:end], 1)
         found = proposed(lookup, [*text, next(new), *pair], 1)
-        assert (None if found is None else found.grade) == grade
+        assert (None if found is None else lookup.seen) == seen
         assert found is None or found.tokens == (90 + "ab".index(followed[-1]),)
         lookup.close()
 
 
 def test_what_earlier_texts_went_on_with_counts(memory: Memory) -> None:
-    for text, grade in (((1, 2, 3), 1), ((1, 2, 3, 4), 2), ((1, 2, 3), 3), ((1, 2, 5), 0)):
+    for text, seen in (((1, 2, 3), 0), ((1, 2, 3, 4), 2), ((1, 2, 3), 3), ((1, 2, 5), 1)):
         memory.add(text)
         lookup = Lookup(memory)
         found = proposed(lookup, [1, 2], 1)
-        assert found is not None and found.grade == grade and found.tokens == (text[2],)
+        assert found is not None and lookup.seen == seen and found.tokens == (text[2],)
         lookup.close()
-
-
-def test_the_surer_the_better() -> None:
-    """What is known beforehand: of one way that runs went on before, longer ones are no worse, at the first token."""
-    assert len(PRIORS) == GRADES
-    for seen in range(len(SEEN)):
-        first = [PRIORS[grade][0] for grade in range(seen, GRADES, len(SEEN))]
-        assert first == sorted(first)
 
 
 def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
@@ -162,7 +213,7 @@ def test_a_prediction_is_looked_in_first_of_all(memory: Memory) -> None:
     assert draft is not None and draft.tokens == tuple(said[104:135])
     history += said[104:190]
     draft = proposed(lookup, history, 31)
-    assert draft is not None and draft.tokens == tuple(said[190:]) and draft.grade // len(SEEN) == len(RUNS)
+    assert draft is not None and draft.tokens == tuple(said[190:]) and lookup.run == MOST_RUN
     lookup.close()
     memory.add(history)
     other = Lookup(memory)

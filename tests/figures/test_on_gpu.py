@@ -57,6 +57,7 @@ def test_results_are_copied_and_failures_passed_over(
         Measurement("two", "bad.py a.gguf", 1),
         Measurement("three", "good.py b.gguf", 1),
         Measurement("four", "good.py b.gguf", 4000),
+        Measurement("five", "good.py b.gguf", 1, gpus=2),
     ]
     assert on_gpu.run(asked, folder, out, 3600) == ["two"]
     assert sorted(path.name for path in out.iterdir()) == ["one.json", "three.json"]
@@ -65,6 +66,22 @@ def test_results_are_copied_and_failures_passed_over(
     assert not (folder.path / "a.gguf").exists() and (folder.path / "b.gguf").exists()
     said = capsys.readouterr().err
     assert "two: FAILED" in said and "ZeroDivisionError" in said and "four: left out, it takes about 4000 s" in said
+    assert "five: left out, it takes 2 GPUs of one host, and here is 1" in said
+    assert on_gpu.run(asked[4:], folder, out, 3600, n_gpus=2) == [] and (out / "five.json").exists()
+
+
+def test_what_a_benchmark_wrote_before_it_failed_is_kept_apart(made_up: Path, tmp_path: Path) -> None:
+    """The result of an earlier run stays what it was."""
+    folder, out = Folder(tmp_path / "work"), tmp_path / "out"
+    asked = [Measurement("one", "good.py b.gguf", 1)]
+    assert on_gpu.run(asked, folder, out, 3600) == []
+    good = (out / "one.json").read_text()
+    script = made_up / "good.py"
+    script.write_text(script.read_text() + "\nsys.exit('the bits are other ones')\n")
+    asked = [Measurement("one", "good.py b.gguf --runs 2", 1)]
+    assert on_gpu.run(asked, folder, out, 3600) == ["one"]
+    assert (out / "one.json").read_text() == good
+    assert "--runs" in json.loads((out / "one.failed.json").read_text())
 
 
 def test_a_model_that_cannot_be_written_fails_its_benchmarks_alone(

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +82,21 @@ def test_parts_carry_weights_and_hidden_states(tmp_path, monkeypatch):
     assert list(next(iter_parts(tmp_path, ID, ())).values) == []
 
 
+def test_a_part_without_its_hidden_states_is_one_that_had_none(tmp_path):
+    rng, other = np.random.default_rng(3), tmp_path / "other"
+    position, generated, experts, weights, residual = tokens(rng, 6, True)
+    for name, hidden in (("a", residual), ("b", None)):
+        with open_writer(other / name, hidden is not None) as writer:
+            writer.append("s", position, generated, LAYERS, experts, weights, hidden)
+    (part,), (plain,) = (list((other / name).iterdir()) for name in "ab")
+    assert trace.without_hidden(part, ID) == plain.read_bytes() == trace.without_hidden(plain, ID)
+    with pytest.raises(WrongModelError):
+        trace.without_hidden(part, OTHER)
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(FileFormatError, match=part.name):
+        trace.without_hidden(part, ID)
+
+
 def test_the_file_has_the_columns_that_other_programs_expect(tmp_path):
     write(tmp_path, [4], hidden=True)
     table = pq.read_table(tmp_path / "part-000000.parquet")
@@ -121,6 +137,30 @@ def test_a_writer_continues_a_folder_of_the_same_model_only(tmp_path):
         open_writer(tmp_path, model_id=OTHER)
     with pytest.raises(FileFormatError, match="another kind"):
         open_writer(tmp_path, hidden=True)
+
+
+def test_of_some_sessions_only_their_parts_are_read(tmp_path, monkeypatch):
+    """But for the first, which says what there is."""
+    monkeypatch.setattr(trace, "PART_ROWS", 3 * len(LAYERS))
+    position, _, experts, *_, session = write(tmp_path, [3, 7, 6, 2])  # of a, b, a, b
+    read, real = [], trace._read
+    monkeypatch.setattr(trace, "_read", lambda path, *more: read.append(path.name) or real(path, *more))
+    some = read_routing(tmp_path, ID, {"b"})
+    assert np.array_equal(some.experts, experts[session == 1]) and np.array_equal(some.position, position[session == 1])
+    assert some.session_ids[some.session[0]] == "b"
+    assert read == [f"part-00000{i}.parquet" for i in (0, 1, 2, 3, 5)]
+    none = read_routing(tmp_path, ID, {"c"})
+    assert none.experts.shape == (0, len(LAYERS), A) and none.layers == LAYERS and read[5:] == ["part-000000.parquet"]
+
+
+def test_a_trace_may_have_more_than_a_million_parts(tmp_path, monkeypatch):
+    """Names grow then, and are in the order of their numbers all the same; here they begin with one digit."""
+    monkeypatch.setattr(trace, "part_name", lambda number: f"part-{number}.parquet")
+    monkeypatch.setattr(trace, "_PART_NAME", re.compile(trace._PART_NAME.pattern.replace("6", "1")))
+    monkeypatch.setattr(trace, "PART_ROWS", len(LAYERS))
+    position, *_ = write(tmp_path, [13])
+    assert [path.name for path in trace.part_paths(tmp_path)][8:11] == [f"part-{i}.parquet" for i in (8, 9, 10)]
+    assert np.array_equal(read_routing(tmp_path, ID).position, position)
 
 
 def test_flush_writes_what_waits_and_counts_parts(tmp_path):

@@ -265,3 +265,12 @@ def test_a_lock_that_is_a_link_makes_no_file_elsewhere(tmp_path: Path) -> None:
     said = refused("sessions", "drop", "D", "--damaged", cwd=tmp_path)
     assert said == "error: nothing can be removed from D: its .spark-lock is a symbolic link; remove that\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["D"]
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_a_lock_that_is_no_file_is_named(what: str, tmp_path: Path) -> None:
+    lock = tmp_path / ".spark-lock"
+    lock.mkdir() if what == "folder" else os.mkfifo(lock)
+    found = "a folder" if what == "folder" else "no file"
+    with pytest.raises(OSError, match=rf"its \.spark-lock is {found}; remove that"):
+        hold(lock, alone=False)

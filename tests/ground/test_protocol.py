@@ -345,7 +345,7 @@ def test_every_setting_has_a_flag() -> None:
     config = EngineConfig(
         model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, parallel=4,
         threads=3, poison=True, replay=Path("r"), cache_dir=Path("c"), exact_prefixes=True, plan_only=True,
-        expect_ctx_tokens=6, idle_release_s=7.5, pregate=Path("q"),
+        expect_ctx_tokens=6, idle_release_s=7.5, pregate=Path("q"), kv_recall_blocks=8,
     )  # fmt: skip
     flags = {argument.split("=")[0] for argument in protocol.command_line(config)[:-2]}
     assert flags == {"--" + f.name.replace("_", "-") for f in fields(EngineConfig)} - {"--model"}
@@ -356,7 +356,7 @@ def test_every_setting_has_a_flag() -> None:
     ["--residency-pct=101", "--residency-pct=nan", "--vram-gib=0", "--vram-gib=inf", "--threads=0", "--cache-slots=-1",
      "--prefix-gib=-1", "--cache-dir-gib=0", "--device=tpu", "--ctx-tokens=1.5", "--residency=5",
      "--chunk-tokens=" + "9" * 5000, "--parallel=0", "--parallel=33",
-     "--kv-pool=5GB", "--kv-pool=0", "--expect-ctx-tokens=0"],
+     "--kv-pool=5GB", "--kv-pool=0", "--kv-recall-blocks=-1", "--expect-ctx-tokens=0"],
 )  # fmt: skip
 def test_a_bad_flag_is_a_usage_error(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

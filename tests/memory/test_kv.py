@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import WINDOW_MARGIN_TOKENS, block_table
-from engine.memory.kv import DeltaShape, KVCache, KVGroup, group_blocks, group_bytes
+from engine.memory.kv import KVCache
+from engine.memory.shape import DeltaShape, KVGroup, group_blocks, group_bytes
 from engine.ops.host import HostDevice
 
 FULL, NARROW = KVGroup((0, 2), 2, 96), KVGroup((1, 3), 3, 64, window=70)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
 from engine.memory.host import HostTier
-from engine.memory.kv import KVCache, KVGroup, least_pool
+from engine.memory.kv import KVCache
 from engine.memory.places import Places
+from engine.memory.shape import KVGroup, least_pool
 from engine.memory.swap import swap_in, swap_out
 from tests.cached_prompts import LateDevice
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from engine.formats import prefix_file
 from engine.formats.prefix_file import LOCK, Place
 from engine.ground.errors import UsageError
 from engine.ground.files import hold
-from engine.memory import prefix_files
+from engine.memory import prefix, prefix_files
+from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
 from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved
 from tests.memory.test_prefix import KEY, serve
@@ -205,6 +207,7 @@ def test_a_slow_disk_costs_files_and_no_sessions(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(PrefixFiles, "_write", slowly)
     monkeypatch.setattr(prefix_files, "WAITING_BYTES", 40_000)
+    monkeypatch.setattr(prefix, "LAST_S", 0.0)
     kv = make_cache("full", 40 * 64)
     files = PrefixFiles(tmp_path, KEY, 1 << 30)
     cache = prefix_cache(kv, CHUNK, 1 << 20, files)
@@ -214,6 +217,109 @@ def test_a_slow_disk_costs_files_and_no_sessions(tmp_path: Path, monkeypatch: py
     assert time.monotonic() - began < 0.3
     cache.close()
     assert 0 < len(saved(tmp_path)) < 8 and all(prefix_file.check(path) for path in saved(tmp_path))
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, waiting_bytes: int) -> threading.Event:
+    """A disk that writes nothing before an event is set; no more than these bytes, or one file, may wait."""
+    write, gate = PrefixFiles._write, threading.Event()
+
+    def later(self: PrefixFiles, *job: object) -> int:
+        gate.wait(9)
+        return write(self, *job)
+
+    monkeypatch.setattr(PrefixFiles, "_write", later)
+    monkeypatch.setattr(prefix_files, "WAITING_BYTES", waiting_bytes)
+    return gate
+
+
+def catch_up(cache: PrefixCache) -> int:
+    """Save what was missed, as idle time does; how many files."""
+    n, until = 0, time.monotonic() + 20
+    while (wait_s := cache.missed_s) is not None:
+        assert time.monotonic() < until
+        if wait_s:
+            time.sleep(wait_s)
+        n += cache.save_missed()
+    return n
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("kind", ["full", "everything"])
+def test_what_a_slow_disk_missed_is_written_later(
+    kind: str, ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In idle time, or when the server ends; also what has left the device, and a conversation is then whole."""
+    gate = held_up(monkeypatch, 100_000)
+    kv = make_cache(kind, 9 * 128)
+    cache = prefix_cache(kv, CHUNK, 1 << 22, PrefixFiles(tmp_path, KEY, 1 << 30))
+    assert serve(kv, cache, prompt("abcdef")) == 0 and serve(kv, cache, prompt("ABCDEF")) == 0
+    assert cache.stats()["host_chunks"] and cache.missed_s and not saved(tmp_path)
+    assert cache.stats()["missed_files"] > 6
+    gate.set()
+    if not ended:
+        assert catch_up(cache) > 6 and not catch_up(cache)
+    cache.close()
+    written = saved(tmp_path)
+    assert [path.suffix for path in written].count(".blocks") == 12 and all(map(prefix_file.check, written))
+    kv = make_cache(kind, 9 * 128)
+    cache = prefix_cache(kv, CHUNK, 1 << 22, PrefixFiles(tmp_path, KEY, 1 << 30))
+    for text in ("abcdef", "ABCDEF"):
+        assert serve(kv, cache, prompt(text)) == 6 * CHUNK
+    cache.close()
+
+
+def test_a_device_that_is_lost_saves_nothing_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = held_up(monkeypatch, 0)
+    kv = make_cache("full", 9 * 128)
+    cache = prefix_cache(kv, CHUNK, 1 << 22, PrefixFiles(tmp_path, KEY, 1 << 30))
+    serve(kv, cache, prompt("abcdef"))
+    lost = type("CUDARuntimeError", (Exception,), {"status": 719})("unspecified launch failure")
+    monkeypatch.setattr(kv.device, "copy", lambda *_: (_ for _ in ()).throw(lost))
+    gate.set()
+    cache.close()
+    assert len(saved(tmp_path)) == 1 and kv.free_blocks == kv.n_blocks
+
+
+def test_who_ends_waits_for_a_slow_disk_no_longer_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_files, "END_S", 0.2)
+    write = PrefixFiles._write
+
+    def slowly(self: PrefixFiles, *job: object) -> int:
+        time.sleep(0.3)
+        return write(self, *job)
+
+    monkeypatch.setattr(PrefixFiles, "_write", slowly)
+    files = PrefixFiles(tmp_path, KEY, 1 << 30)
+    for name in names(9):
+        files.put(name, [np.zeros(300)])
+    files.close()
+    assert 0 < len(saved(tmp_path)) < 4
+
+
+def test_what_is_missed_is_bounded_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_files, "_MOST_MISSED", 5)
+    monkeypatch.setattr(PrefixFiles, "_make_room", lambda *_: (_ for _ in ()).throw(OSError("no such luck")))
+    files = PrefixFiles(tmp_path, KEY, 10_000)
+    assert files.missed_s is None
+    files.put(names(1)[0], [np.zeros(300)])
+    files.flush()
+    assert files.missed == {names(1)[0]} and 59 < (files.missed_s or 0) <= 60
+    for name in names(9):
+        assert not files.wants(name, 2400)
+    assert files.missed == set(names(9)[-5:])
+    assert not files.wants("f" * 64 + ".state", 10_001)  # it will never fit
+    files.forget_missed(but=[names(9)[-1], names(9)[0]])
+    assert files.missed == {names(9)[-1]}
+    files.forget_missed()
+    assert files.missed_s is None
+    files.close()
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name, why in (("file", "it is no folder"), ("file/below", "Not a directory")):
+        with pytest.raises(UsageError, match=f"--cache-dir .*{name}: {why}$"):
+            PrefixFiles(tmp_path / name, KEY, 1 << 20)
 
 
 def test_who_uses_the_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +339,31 @@ def test_who_uses_the_folder_is_known(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def names(n: int) -> list[str]:
     return [f"{i:064x}.state" for i in range(1, n + 1)]
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "loop", "folder"])
+def test_what_is_no_file_holds_nobody_up(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pipe would be waited for, a link written through, and a folder would keep all others from being written."""
+    folder, mine, path = tmp_path / "cache", tmp_path / "mine.txt", tmp_path / "cache" / ONE
+    mine.write_text("mine")
+    files = PrefixFiles(folder, KEY, 1 << 20)
+    match what:
+        case "pipe":
+            os.mkfifo(path)
+        case "link" | "loop":
+            path.symlink_to(mine if what == "link" else path)
+        case "folder":
+            path.mkdir()
+    for _ in range(2):
+        files.put(ONE, [np.zeros(3)])
+    files.put(OTHER, [np.ones(3)])
+    files.close()
+    assert mine.read_text() == "mine" and prefix_file.check(folder / OTHER)
+    if what == "folder":
+        (record,) = caplog.records
+        assert record.reason == "foreign_files" and "is a folder" in record.getMessage() and files.missed_s is None
+    else:
+        assert not caplog.records and not path.is_symlink() and prefix_file.check(path)
 
 
 def test_two_daemons_of_one_folder_keep_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

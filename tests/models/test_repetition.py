@@ -53,7 +53,7 @@ def test_no_passage_is_in_two_model_files(first: Path, second: Path) -> None:
 
 def test_a_passage_under_other_names_is_found() -> None:
     text = (FOLDER / "layers.py").read_text()
-    copied = text[text.index("    def attention(") : text.index("    def dense(")].replace("    ", "", 1)
+    copied = text[text.index("    def attention(") : text.index("    def _recalled(")].replace("    ", "", 1)
     renamed = "def f(\n" + copied.split("(\n", 1)[1].replace("attended", "given").replace("step", "now")
     assert repeated("import os\n\n\n" + renamed, text)
     assert not repeated("import os\n\n\ndef f(x):\n    return x\n", text)

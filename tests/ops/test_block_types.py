@@ -22,7 +22,7 @@ from engine.ground.cpu_library import BAD_TYPE, ExpertsRecord, KVRecord, MatrixR
 from engine.ground.digest import kernels
 from engine.ground.errors import SparkError, UnsupportedModelError
 from engine.ground.kv_types import KV_TYPES, pair_of
-from engine.memory.kv import KVGroup, group_bytes
+from engine.memory.shape import KVGroup, group_bytes
 from engine.ops import KV_BLOCK_TOKENS, arithmetic, blocks, cpu, cpu_workspace, reference
 from engine.ops.cuda import library, routing
 from engine.ops.cuda.counting import CountingDevice

@@ -27,6 +27,7 @@ from engine.ops.cuda import library
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.device import Module
 from engine.running import dryrun
+from engine.running.counted import count
 from tests.tiny_models import k_quant_mix
 
 Kernels = dict[Module, set[str]]
@@ -42,7 +43,10 @@ OTHER = replace(
     n_ff_exp=256, n_vocab=999,
 )  # fmt: skip
 pytestmark = pytest.mark.timeout(600)  # a minute in all, where two processors have nothing else to do
-OF_A_BENCHMARK = {Module("replay.cu"): {"replay", "replay_back"}}
+OF_A_BENCHMARK = {
+    Module("replay.cu"): {"replay", "replay_back"},
+    Module("handover.cu"): {"fill", "post", "fold", "mark", "reader"},
+}
 
 
 class Shapes:
@@ -62,17 +66,18 @@ class Shapes:
 def launched(
     arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
     module: ModuleType = qwen3moe, change: Callable[[Any], Any] = lambda weights: weights,
-    pool_tokens: int | None = None,
+    pool_tokens: int | None = None, recall_blocks: int | None = None,
 ) -> Kernels:  # fmt: skip
     """The modules that a model's steps of up to `max_tokens` take, and the kernels in them; change: of its weights.
 
-    pool_tokens: of the cache, on the device.
+    pool_tokens: of the cache, on the device. recall_blocks: None: every token reads all of its context.
     """
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
     weights = change(module.load(Shapes(config, type_of), config))
     limits = dryrun.limits_of(config, 8192, max_tokens, 8)
-    counted = dryrun.count(device, module, config, weights, limits, kv_type, pool_tokens=pool_tokens)
+    parts = {"pool_tokens": pool_tokens, "recall_blocks": recall_blocks}
+    counted = count(device, module, config, weights, limits, kv_type, **parts)
     found: Kernels = {}
     for source, name in counted.kernels:
         found.setdefault(source, set()).add(name)
@@ -83,9 +88,16 @@ def all_of_type(qtype: QType) -> Callable[[str], QType]:
     return lambda name: QType.F32 if "norm" in name or "ffn_gate_inp" in name else qtype
 
 
+def with_jobs(kernels: Kernels) -> Kernels:
+    """The kernels of one token's experts, one module each, as they are where the CPU computes some of them."""
+    chosen = {next(iter(names & {"route", "gate_up", "down_one"}), ""): module for module, names in kernels.items()}
+    return {replace(m, defines=(*m.defines, ("JOBS", "1"))): {name} for name, m in chosen.items() if name}
+
+
 def of_gpu(arch: str) -> Kernels:
     """All of the reference model on the first GPU; on the others every kernel once."""
-    kernels = OF_A_BENCHMARK | launched(arch, QWEN3_30B_A3B, k_quant_mix)
+    of_model = launched(arch, QWEN3_30B_A3B, k_quant_mix, recall_blocks=64)
+    kernels = OF_A_BENCHMARK | of_model | with_jobs(of_model)
     if arch == next(iter(GPUS)):
         return kernels
     once = {(module.file, *sorted(kernels[module])): module for module in sorted(kernels)}
@@ -147,10 +159,11 @@ def test_kernels_compile_for_every_type(qtype: QType) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["q4_0", "q8_0,q4_0", "q4_0,f16", "f16,q8_0"])  # q8_0 and f16 are below and above
 def test_kernels_compile_for_types_of_the_cache(kv_type: str) -> None:
-    kernels = launched("sm_80", OTHER, all_of_type(QType.Q8_0), kv_type, max_tokens=64)
-    names = {("K_TYPE", f"KV_{pair_of(kv_type).k.name.upper()}"), ("V_TYPE", f"KV_{pair_of(kv_type).v.name.upper()}")}
-    typed = {module: names_in for module, names_in in kernels.items() if names <= set(module.defines)}
-    assert {module.file for module in typed} == {"attention.cu", "flash.cu", "rope.cu"}
+    kernels = launched("sm_80", OTHER, all_of_type(QType.Q8_0), kv_type, max_tokens=64, recall_blocks=64)
+    k, v = (("K_TYPE", f"KV_{pair_of(kv_type).k.name.upper()}"), ("V_TYPE", f"KV_{pair_of(kv_type).v.name.upper()}"))
+    of_keys = {m for m in kernels if m.file == "recall.cu" and k in m.defines}
+    typed = {m: names for m, names in kernels.items() if {k, v} <= set(m.defines) or m in of_keys}
+    assert {module.file for module in typed} == {"attention.cu", "flash.cu", "rope.cu", "recall.cu"}
     check("sm_80", typed)
 
 

@@ -115,7 +115,7 @@ WRITES: dict[str, tuple[Callable[[Call], None], tuple[str, ...]]] = {
 
 def test_every_op_is_here() -> None:
     of_a_backend = {name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")}
-    assert set(WRITES) == of_a_backend - {"fetch_ahead", "stage"}  # which write no activations
+    assert set(WRITES) == of_a_backend - {"fetch_ahead", "stage", "summarize", "choose"}  # which write no activations
 
 
 @pytest.mark.parametrize("T", [1, 5, 40])

@@ -209,7 +209,8 @@ def test_activations_that_come_with_the_weights(
     ws = [matrix(QType[t], n, D) for t, n in zip(types.split(), (170, 16, 9, 33), strict=True)]
     x, groups, stage = normal(T, D), -(-staged // 8), max(map(stage_bytes, ws)) + 304 * staged
     constants = 16 * (224 if "Q6_K" in types else 80)
-    used = [D // 32 * groups * 128 + quads * (16384 + 4 * (constants + n * stage)) for n in (1, 2, 3, 4)]
+    fold = 8192 if T <= 4 else 16384
+    used = [D // 32 * groups * 128 + quads * (fold + 4 * (constants + n * stage)) for n in (1, 2, 3, 4)]
     stages = sum(n_bytes <= 98 << 10 for n_bytes in used)
     assert stages or quads == 2
     if stages:
@@ -221,11 +222,15 @@ def test_activations_that_come_with_the_weights(
             check(device.read(found), arithmetic.product(w, x))
 
 
-def test_activations_come_with_the_weights_where_that_costs_no_stage() -> None:
-    """Of the longest rows of a published model."""
-    for qtype, T, quads, stages, staged in ((QType.Q4_K, 8, 3, 4, 0), (QType.Q6_K, 4, 2, 3, 4)):
-        data = CountingDevice().empty((5120 * row_bytes(qtype, 17408, "w"),), np.uint8)
-        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (QTensor("w", qtype, (5120, 17408), data),), T)
+def test_activations_come_with_the_weights_where_that_costs_nothing() -> None:
+    """No stage of long rows and, of few tokens, no second round of units."""
+    cases = (
+        (5120, QType.Q4_K, 8, 3, 4, 0), (5120, QType.Q6_K, 4, 3, 2, 0), (5120, QType.Q6_K, 8, 1, 4, 8),
+        (2048, QType.Q6_K, 8, 1, 4, 8), (2048, QType.Q5_K, 16, 1, 4, 16),
+    )  # fmt: skip
+    for rows, qtype, T, quads, stages, staged in cases:
+        data = CountingDevice().empty((rows * row_bytes(qtype, 17408, "w"),), np.uint8)
+        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (QTensor("w", qtype, (rows, 17408), data),), T)
         assert cut is not None and (cut.quads, cut.stages, cut.shared, cut.staged) == (quads, stages, False, staged)
 
 

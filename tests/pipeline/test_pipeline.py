@@ -228,7 +228,7 @@ def test_interrupted_and_resumed_equals_unbroken(
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
-                if (calibrate._state_of(calibrate.partial_path(out)) or {"windows": 0})["windows"]:
+                if (calibrate.state_of(calibrate.partial_path(out)) or {"windows": 0})["windows"]:
                     break
                 time.sleep(0.005)
             os.killpg(process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
@@ -329,6 +329,7 @@ def test_a_checkpoint_of_another_quantization_is_refused(files: Path, tmp_path: 
         ({"tokens": b"others"}, "token file"),
         ({"count": "all"}, r"count \(found generated, expected all\)"),
         ({"generate_tokens": 8}, r"generate \(found 0, expected 8\)"),
+        ({"trace_url": "s3://b/t", "staged": "s3://b/t/.parts-1"}, r"trace \(found None, expected s3://b/t\)"),
         ({"trace_dir": Path("elsewhere")}, r"trace \(found None, expected .*elsewhere\)"),
         ({"hidden": True}, r"hidden \(found False, expected True\)"),
         ({"n_used": 9}, r"sample \(found .*, expected .*\)"),
@@ -351,14 +352,15 @@ def test_a_checkpoint_knows_all_that_the_counts_depend_on(tmp_path: Path, change
 
     first, ready = fingerprint()
     tally = calibrate.Tally(np.arange(48).reshape(3, 16), 2, 700, 300, 1)
-    calibrate._save_checkpoint(tmp_path / "p.csv", tally, first, ready)
+    options = calibrate.CalibrateOptions(tmp_path / "tokens", tmp_path / "p.csv")
+    calibrate._save_checkpoint(options, tally, first, ready)
     if named is None:
-        loaded = calibrate._load_checkpoint(tmp_path / "p.csv", fingerprint()[0])
+        loaded = calibrate._load_checkpoint(options, fingerprint()[0])
         assert np.array_equal(loaded.counts, tally.counts)
         assert replace(loaded, counts=None) == replace(tally, counts=None)
         return
     with pytest.raises(UsageError, match=f"counted with another {named}$"):
-        calibrate._load_checkpoint(tmp_path / "p.csv", fingerprint(**changed)[0])
+        calibrate._load_checkpoint(options, fingerprint(**changed)[0])
 
 
 @pytest.mark.slow
@@ -376,7 +378,7 @@ def test_a_run_that_counted_nothing_stands_in_no_ones_way(files: Path, tmp_path:
     def killed() -> None:
         with pytest.raises(KeyboardInterrupt):
             calibrate.calibrate(config, began, DEADLINES, kill)
-        state = calibrate._state_of(partial)
+        state = calibrate.state_of(partial)
         assert state is not None and state["windows"] == 0
 
     killed()

@@ -79,7 +79,7 @@ def test_a_sketch_keeps_keys_within_half_a_step() -> None:
     for bits in (2, 4):
         kept = Sketch(bits).of(keys)
         assert kept["code"].max() == 2**bits - 1
-        off = np.abs(keys - Sketch(bits)._keys(kept))
+        off = np.abs(keys - Sketch(bits).keys(kept))
         assert (off <= 0.5000001 * kept["step"].astype(np.float64)[:, None]).all()
         assert (np.linalg.norm(off, axis=2) <= kept["away"].astype(np.float64)).all()
 

@@ -42,15 +42,18 @@ def drafted(loaded: Loaded, chunks: list[int]) -> tuple[tuple[int, ...], np.ndar
     return draft.tokens, logits
 
 
-@pytest.mark.parametrize("residency", [100, 40])
-@pytest.mark.parametrize("arch", FAMILIES)
-def test_drafts_are_near_those_of_the_cpu(arch: str, residency: int) -> None:
+# A dense model brings nothing in, and a warm start takes a minute to emulate: once, where all is in play.
+@pytest.mark.parametrize(("arch", "residency", "warm"), [
+    ("qwen35", 100, False), ("qwen35moe", 100, False), ("qwen35moe", 40, True),
+])  # fmt: skip
+def test_drafts_are_near_those_of_the_cpu(arch: str, residency: int, warm: bool) -> None:
     """In long steps, small and captured ones, and where the model's own experts are brought in."""
     path, chunks = block_path(arch, own=False), [40, 8, 1, 1]
     cpu = load(config(path, device="cpu", draft="mtp"))
     (tokens, expected), options = drafted(cpu, chunks), {"residency_pct": residency}
     cuda = load(config(path, draft="mtp", **options))
-    warm_up(cuda)
+    if warm:
+        warm_up(cuda)
     found, logits = drafted(cuda, chunks)
     assert found == tokens and nmse(logits, expected) < 1e-2
     again = drafted(cuda, [40, 4, 4, 1, 1])

@@ -371,9 +371,9 @@ def test_some_mutated_headers_load_as_their_inspection_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_ten_thousand_mutated_headers_load_as_their_inspection_says() -> None:
-    accepted, slowest, used = run(10000, 2)
-    assert 500 < accepted < 6000 and slowest < 2 and used < 300
+def test_thousands_of_mutated_headers_load_as_their_inspection_says() -> None:
+    accepted, slowest, used = run(4000, 2)
+    assert 200 < accepted < 2400 and slowest < 2 and used < 300
 
 
 if __name__ == "__main__":

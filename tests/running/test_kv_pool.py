@@ -18,7 +18,8 @@ from engine.ground.config import EngineConfig, pool_size
 from engine.ground.errors import CapacityError, UnsupportedModelError
 from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
-from engine.memory.kv import KVCache, least_pool
+from engine.memory.kv import KVCache
+from engine.memory.shape import least_pool
 from engine.running import dryrun
 from engine.running.stepping import Steps
 from engine.serving.scheduler import Engine

@@ -12,7 +12,7 @@ from engine.formats import prefix_file
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UnsupportedModelError
 from engine.memory.blocks import Sequence
-from engine.memory.kv import least_pool
+from engine.memory.shape import least_pool
 from engine.running.loaded import Loaded, load
 from engine.running.stepping import Span
 from tests.cached_prompts import saved

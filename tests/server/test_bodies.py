@@ -66,7 +66,7 @@ def test_what_is_counted_is_what_json_reads(value: Any, ascii_only: bool, indent
 
 def walk(value: Any) -> Iterator[Any]:
     yield value
-    for inner in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()):
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from walk(inner)
 
 
@@ -141,6 +141,30 @@ def test_other_encodings_are_no_json() -> None:
     for name in ("utf-16", "utf-32", "utf-16-le"):
         with pytest.raises(RequestError, match="not JSON"):
             parse_object('{"a": 1}'.encode(name))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("9" * 5000, "the body is not JSON: an integer has too many digits"),
+        ("1e400", "the body is not JSON: a number is too large"),
+        ("NaN", "the body is not JSON: NaN is not a number of JSON"),
+        ("[" * 50_000 + "]" * 50_000, "the body is nested more than 64 levels deep"),
+        ('{"a":' * 60 + "[[[[[[]]]]]]" + "}" * 60, "the body is nested more than 64 levels deep"),
+        ('"\n"', "the body is not JSON: Invalid control character at character 6"),
+    ],
+    ids=["digits", "infinite", "NaN", "far too deep", "too deep", "control"],
+)
+def test_what_cannot_be_read_is_told_in_words_of_ours(value: str, said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse_object(f'{{"a":{value}}}'.encode())
+    assert refused.value.message == said
+
+
+def test_what_was_found_is_told_as_json_has_it() -> None:
+    for value, found in ((5, "an integer"), ({}, "an object"), ("x", "a string"), (None, "null"), ([], "a list")):
+        with pytest.raises(RequestError, match=f"found {found}$"):
+            api_chat.parse({"messages": [value]} if value != {} else {"messages": {}})
 
 
 # --- in a server ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -119,6 +120,45 @@ def test_a_client_that_does_not_read_gives_its_place_up(hasty: None, stream: boo
             wait_until(lambda: made.stats()["queued"] == 0)
             assert made.stats()["served"] == before + (not stream)  # a stream's work was cancelled
             wait_until(lambda: open_connections(made) <= 1)
+
+
+class Wire:
+    """A transport that remembers what is sent together."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.sent += [data] if data else []
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+def test_a_head_goes_out_with_what_follows_at_once() -> None:
+    async def sent(*steps: bytes | str) -> Wire:
+        wire = Wire()
+        joined = connections._Joined(wire, asyncio.get_running_loop())  # type: ignore[arg-type]
+        for step in steps:
+            if isinstance(step, bytes):
+                joined.write(step)
+            elif step == "close":
+                joined.close()
+            else:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert joined.is_closing() == ("close" in steps)
+        return wire
+
+    assert asyncio.run(sent(b"head ", b"one ", b"two")).sent == [b"head one ", b"two"]
+    assert asyncio.run(sent(b"head ", "turn", b"one")).sent == [b"head ", b"one"]
+    assert asyncio.run(sent(b"head ")).sent == [b"head "]
+    assert asyncio.run(sent(b"head ", "close")).sent == [b"head "]
 
 
 def open_connections(made: Running) -> int:

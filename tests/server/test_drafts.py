@@ -185,8 +185,8 @@ def test_usages_are_added_by_source() -> None:
         "dflash": {"drafted": 1, "accepted": 1},
         "other": {"drafted": 5, "accepted": 0},
     }
-    assert (made.drafted, made.accepted) == (14, 6) and made.shown_drafts() == {"drafts": made.drafts}
-    assert (Usage(1, 1) + Usage(1, 1)).shown_drafts() == {}
+    assert (made.drafted, made.accepted) == (14, 6) and made.shown_more() == {"drafts": made.drafts}
+    assert (Usage(1, 1) + Usage(1, 1)).shown_more() == {}
 
 
 def test_a_prediction_that_is_too_long_is_refused_where_it_was_read() -> None:

@@ -207,7 +207,7 @@ def test_what_later_generations_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     _, finish = run(monkeypatch, "qwen35", backend, conversation)
     prompt = backend.asked[0][0]
     first, second = backend.more
-    same = {"seed": 3, "logprobs": 4, "draft": True, "prediction": tuple(b"so"), "shared": None}
+    same = {"seed": 3, "logprobs": 4, "draft": True, "prediction": tuple(b"so"), "kv_recall": None, "shared": None}
     assert first == {**same, "reply_from": None} and second == {**same, "reply_from": len(prompt)}
     assert finish.usage.cached == 2 and finish.usage.prompt == len(prompt)  # as the first one said on the way
 
@@ -223,7 +223,7 @@ def test_reasoning_of_earlier_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChatTemplate, "render", spy)
     for wish, expected in ((Reasoning(preserve=True), {"preserve_thinking": True}), (Reasoning(), {})):
         run(monkeypatch, "nano", Backend("x"), Conversation(ASKED, reasoning=wish))
-        assert given[-1] == expected
+        assert {key: value for key, value in given[-1].items() if key != "now"} == expected
 
 
 @pytest.mark.parametrize("way", ["left", "died", "deadline", "stopped"])
@@ -401,9 +401,23 @@ def test_a_tool_named_like_a_mark_is_refused_by_name(
     assert repr(name) in caught.value.message and not backend.asked
 
 
-def test_tokens_that_were_reused_as_they_were_decoded_are_counted() -> None:
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("spark_prefix_inexact_tokens_total", "inexact_tokens"), ("spark_prefix_missed_files", "missed_files")],
+)
+def test_what_becomes_of_prefixes_is_counted(name: str, key: str) -> None:
     metrics = Metrics()
-    name = "spark_prefix_inexact_tokens_total"
-    assert f"{name} 576.0" in metrics.text({"prefixes": {"inexact_tokens": 576}}, True, 0, {}).decode().splitlines()
+    assert f"{name} 576.0" in metrics.text({"prefixes": {key: 576}}, True, 0, {}).decode().splitlines()
     for stats in ({}, {"prefixes": None}, {"prefixes": {}}):  # of a daemon that is silent, or another
         assert f"{name} " not in metrics.text(stats, True, 0, {}).decode()
+
+
+def test_experts_of_the_cpu_are_counted_where_there_are_any() -> None:
+    cpu = {"state": "off", "computed": 120, "taken_back": 7, "waited_s": 0.25}
+    text = Metrics().text({"cpu_experts": cpu}, True, 0, {}).decode()
+    for line in (
+        'spark_expert_jobs_total{outcome="computed"} 120.0', 'spark_expert_jobs_total{outcome="taken_back"} 7.0',
+        "spark_expert_wait_seconds_total 0.25", "spark_expert_jobs_on 0.0",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in text
+    assert "spark_expert_jobs" not in Metrics().text({"cpu_experts": {}}, True, 0, {}).decode()

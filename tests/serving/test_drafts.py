@@ -127,7 +127,7 @@ def test_every_place_of_a_rejection(opened: Open, arch: str) -> None:
     class Once(SomeRight):
         right, given = 0, False
 
-        def promise(self, history: Sequence[int], most: int, least: int = 0) -> Promise | None:
+        def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
             if self.given or most < 31:
                 return None
             follow = whole[len(history) :][:31]

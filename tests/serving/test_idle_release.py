@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ import pytest
 from engine.ground.errors import CapacityError
 from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
+from engine.memory import prefix_files
+from engine.memory.prefix_files import PrefixFiles
 from engine.serving.scheduler import Engine
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -150,3 +154,36 @@ def test_a_server_that_is_asked_all_the_time_keeps_its_memory(opened: Open) -> N
     drained(engine)
     assert engine.idle_s is not None and engine.idle_s > 29.9
     assert opened().idle_s is None
+
+
+@pytest.mark.parametrize("pool", ["auto", "448"])
+def test_files_that_a_slow_disk_missed_are_written_before_memory_goes_back(
+    opened: Open, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a conversation is whole when another server begins, though it was read faster than its files were written."""
+    gate, write = threading.Event(), PrefixFiles._write
+
+    def later(self: PrefixFiles, *job: Any) -> int:
+        gate.wait(9)
+        return write(self, *job)
+
+    monkeypatch.setattr(PrefixFiles, "_write", later)
+    monkeypatch.setattr(prefix_files, "WAITING_BYTES", 1)
+    more: dict[str, Any] = {"kv_pool": pool, "parallel": 1, "prefix_gib": 0.1, "cache_dir": tmp_path}
+    request = Generate(1, tuple(np.random.default_rng(5).integers(0, 301, 500).tolist()), 9, Sampling(), ())
+    engine = opened("cpu", "qwen35moe", **more, idle_release_s=1e-6)
+    engine.submit(request)
+    assert drained(engine) and engine.loaded.prefixes.missed_s
+    time.sleep(0.01)
+    assert not engine.idle_work and engine.idle_s  # a file is being written: it keeps its memory
+    gate.set()
+    until = time.monotonic() + 20
+    while not engine.loaded.parking.is_parked:
+        assert time.monotonic() < until
+        if engine.idle_work:
+            assert engine.step() == []
+    assert engine.loaded.prefixes.missed_s is None
+    other = opened("cpu", "qwen35moe", **more)
+    other.submit(request)
+    (done,) = (event for event in drained(other) if isinstance(event, Done))
+    assert done.usage.cached_tokens == 448  # chunks of 64

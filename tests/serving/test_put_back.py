@@ -204,7 +204,7 @@ def test_a_server_that_is_busy_does_no_idle_work(opened: Open) -> None:
     run = engine.loaded.steps.run
 
     def watched(spans: Any) -> Any:
-        if engine._rereading is not None:
+        if engine._idling._rereading is not None:
             units.append(len(spans[0].tokens))
             assert not engine._running and not engine._waiting
         return run(spans)
@@ -221,7 +221,7 @@ def test_a_server_that_is_busy_does_no_idle_work(opened: Open) -> None:
     assert units == [64] * 3
     held = engine.loaded.kv.free_blocks
     engine.submit(asked(3, 20, 100))  # whoever comes waits for nothing, and finds the memory that was held
-    assert not engine.idle_work and engine._rereading is None and engine.loaded.kv.free_blocks >= held
+    assert not engine.idle_work and engine._idling._rereading is None and engine.loaded.kv.free_blocks >= held
     drain(engine)
     assert idle(engine) and not engine.idle_work and prefixes.stats()["inexact_chunks"] == 0
     assert engine.step() == []

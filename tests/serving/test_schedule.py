@@ -19,6 +19,7 @@ from engine.serving.schedule import (
     Recompute,
     Room,
     Running,
+    Save,
     State,
     View,
     Wait,
@@ -446,8 +447,9 @@ def test_idle_work_is_done_where_there_is_some_and_nothing_else() -> None:
     empty = View((), (), Room(9, 0, 1), PLACES)
     waiting, held = (Waiting(1, 1, 1, ready=False),), (Running(1, 0, 0, "held", 1, 1, 1),)
     assert decide(empty) == Wait() and decide(replace(empty, idle=True)) == Recompute()
-    assert decide(replace(empty, idle=True, waiting=waiting)) == Wait()
-    assert decide(replace(empty, idle=True, running=held)) == Wait()
+    assert decide(replace(empty, missed=True)) == decide(replace(empty, idle=True, missed=True)) == Save()
+    for busy in (replace(empty, waiting=waiting), replace(empty, running=held)):
+        assert decide(replace(busy, idle=True, missed=True)) == Wait()
 
 
 @given(running_ones, st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 60), st.integers(1, 8))

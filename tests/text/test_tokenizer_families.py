@@ -27,6 +27,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from engine.ground.errors import ModelFormatError, UnsupportedModelError
 from engine.text.pretokenizers import PRE_TOKENIZERS
+from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, load
 from spark.speech.render import Renderer, Turn
 from spark.speech.sessions import Message, Session, ToolCall
@@ -277,6 +278,18 @@ def test_gemma_words_end_at_line_feeds(ours: Tokenizer, text: str) -> None:
     """As other engines cut: the same tokens, since none mixes line feeds with anything else."""
     runs = re.findall(r"\n+|[^\n]+", text)
     assert ours.encode(text) == [i for run in runs for i in ours.encode(run)]
+
+
+def test_messages_are_found_in_its_tokens(path: Path) -> None:
+    """Also where text has the sign that stands for spaces, and behind a first token that no text has."""
+    ours = load(path)
+    ours.template = ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}", "", "")
+    messages = [Message("user", f"one {i} \u2581 it   is so\u00e9 ") for i in range(9)]
+    found = Renderer(ours).opening(messages, kept=[(i, i + 1) for i in range(9)])
+    assert found.tokens[0] == ours.bos_id and found.kept[0][0] == 0 and found.kept[1][0] > 1
+    for i, (begin, end) in enumerate(found.kept):
+        text = ours.decode(found.tokens[begin:end])
+        assert f"one {i}   it   is so\u00e9" in text and f"one {i + 2}" not in text
 
 
 # ---- Laguna and Qwen3.5 ----

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.ground.kv_types import KVKind
-from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits
+from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits, Recall
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
 
@@ -124,6 +124,7 @@ class Attention:
         gate_kind: str = "",
         apart: bool = False,
         as_block: bool = False,
+        recall: Recall | None = None,
     ) -> None:
         """Causal attention of small batches over cached blocks.
 
@@ -132,7 +133,8 @@ class Attention:
         bits where `quantized` of that shape is given. gate float32 [T, H] or [T, H * head_dim]: out is multiplied by
         gate_kind ("softplus", "sigmoid") of it. Any T, best up to 32. Tokens of one sequence should be neighbors: they
         read its cache together, unless they are taken `apart`, which is faster where each is of its own. as_block: what
-        this step stores begins before the smallest of `positions`.
+        this step stores begins before the smallest of `positions`. recall: what `choose` (recall.py) left; rows then
+        read the blocks that it lists.
         """
         limits = self.limits
         T, H, head_dim = q.shape
@@ -144,7 +146,7 @@ class Attention:
             raise ValueError(f"a table of {max_blocks} blocks for a context of {limits.n_ctx} tokens")
         most = self.splits or min(max(TARGET_BLOCKS // K, SPLITS[0]), SPLITS[1])
         max_splits = min(most, max_blocks)
-        splits: tuple[tuple[str, str], ...] = (("SPLITS", str(most)),)
+        splits: tuple[tuple[str, str], ...] = (("SPLITS", str(most)), *((("LISTED", "1"),) if recall else ()))
         if window:
             max_splits = min(_window_splits(window, most), max_blocks)
             splits = (*splits, ("WINDOW", str(window)))
@@ -155,6 +157,8 @@ class Attention:
         at_once = min(self._partial_o.shape[0] // (H * head_dim), self._partial_ml.shape[0] // (H * 2)) // max_splits
         at_once = min(at_once, MAX_TOKENS)
         overlap = self.overlap and (apart or at_once >= T)  # else a launch would read what tokens of another one store
+        if recall is not None:
+            apart, positions = True, recall.last  # every row has blocks of its own
         for first in range(0, T, at_once):
             rows = slice(first, min(first + at_once, T))
             n = rows.stop - first
@@ -172,13 +176,14 @@ class Attention:
                 128 if plan.rows <= 16 else 256,
                 (
                     *(q[rows], *kv.arrays, block_table, sequence[rows], positions[rows], *sizes, float(scale)),
-                    *(*partial, *home_arguments(self.device, kv)),
+                    *(*partial, recall and recall.scores[rows], *home_arguments(self.device, kv)),
                 ),
                 plan.shared_bytes,
-                # It would read ahead of who writes them: a block's own keys, and what has just been staged.
-                overlap and not as_block and kv.homes is None,
+                # It would read ahead of who writes them: a block's own keys, what has just been staged, and the lists.
+                overlap and not as_block and kv.homes is None and recall is None,
             )
             more = [None, None, None, None if gate is None else gate[rows]]
+            more += [None, None] if recall is None else [recall.left[rows], recall.missed[rows]]
             if quantized is not None:
                 more[:3] = quantized.q[rows], quantized.d[rows], quantized.sums[rows]
             combine = Module("combine.cu", (flags[0], *splits, *gating))

@@ -14,6 +14,7 @@ from engine.formats import block_types
 from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.quants import QTensor, row_bytes
 from engine.ops import SMALL_TOKENS, Activation, Experts, Limits, SharedExpert
+from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import (
     STATIC_SHARED,
@@ -65,6 +66,7 @@ class SmallExperts:
         self._zq = QuantizedScratch(device, n_rows, n_ff)
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
         self._y = device.empty((n_pairs * limits.n_embd,), np.float32)
+        self.cpu: CpuExperts | None = None  # of a step of one token
 
     def __call__(
         self,
@@ -136,6 +138,9 @@ class SmallExperts:
             defines = (*defines, ("WEIGHTED", "1"))
         copiers = COPIERS if T == 1 else SEVERAL_COPIERS
         args += [copiers, np.int64(bank.part_bytes[2]), shape.stage_bytes, bank.gate_scale]
+        if self.cpu is not None and T == 1:
+            defines = (*defines, ("JOBS", "1"))
+            args += [self.cpu.words, self.cpu.number_of(bank)]
         n_blocks, n_records = -(-bank.n_ff // Z_ROWS), n_records + (beside is not None)
         if T == 1:
             kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
@@ -175,8 +180,11 @@ class SmallExperts:
                 defines = (*defines, ("FOUND", "1"))
             if beside is not None:
                 defines = (*defines, ("BESIDE_DOWN", beside.down.qtype.name))
-            module = Module("experts.cu", defines)
             args = [*active, weights, D, *_rows(z), x, int(add), beside and beside.down.data, scale, stage]
+            if self.cpu is not None and T == 1:
+                defines = (*defines, ("JOBS", "1"))
+                args.append(self.cpu.words)
+            module = Module("experts.cu", defines)
             blocks = -(-D // DOWN_ROWS)
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks * T))
             self.device.kernel(module, "down_one")((blocks, T), n_warps * WARP, args, shared_bytes, overlap=True)

@@ -42,6 +42,15 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 
 
+def bus_of(ordinal: int) -> str | None:
+    """The PCI address of a GPU, as "0000:1b:00.0"; None where nobody says."""
+    with contextlib.suppress(Exception):
+        from cupy.cuda import runtime
+
+        return str(runtime.deviceGetPCIBusId(ordinal))
+    return None
+
+
 def open_device(ordinal: int = 0) -> GpuDevice:
     """A GPU; MissingExtraError without CuPy, SparkError without a driver or a GPU that the kernels run on."""
     try:

@@ -28,10 +28,13 @@ from engine.ops import (
     Gating,
     KVLayer,
     Limits,
+    Recall,
     SharedExpert,
 )
+from engine.ops.cuda import recall as recalling
 from engine.ops.cuda import routing
 from engine.ops.cuda.attention import Attention
+from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.delta import Delta
 from engine.ops.cuda.device import Array, Device
 from engine.ops.cuda.experts import SmallDense, SmallExperts, runs_beside
@@ -115,6 +118,10 @@ class Workspace:
         """Gated DeltaNet layers."""
         assert self._delta is not None, "the workspace was made for a model without them"
         return self._delta
+
+    def share_misses(self, cpu: CpuExperts | None) -> None:
+        """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
+        self.routing.cpu = self.small_experts.cpu = cpu
 
     def repeat(self, noted: None, work: Callable[[], None]) -> None:
         """Run `work`: steps that come again are graphs here (running/stepping.py)."""
@@ -320,6 +327,7 @@ def attention(
     apart: bool = False,
     spans: tuple[tuple[int, int], ...] = (),
     as_block: bool = False,
+    recall: Recall | None = None,
 ) -> None:
     """Causal attention over cached blocks, in logical order; shapes as in `reference.attention`.
 
@@ -333,7 +341,7 @@ def attention(
         quantized = ws.attended.rows(T, width) if width % 32 == 0 else None
         ws.attention.decode(
             q, kv, block_table, sequence, positions, scale, out, quantized, window, gate, gate_kind, apart,
-            as_block,
+            as_block, recall,
         )  # fmt: skip
         if quantized is not None:
             ws.prepare(out, quantized)
@@ -342,6 +350,27 @@ def attention(
             q, kv, block_table, sequence, positions, scale, out,
             n_positions=n_positions, window=window, gate=gate, gate_kind=gate_kind, spans=spans,
         )  # fmt: skip
+
+
+def summarize(ws: Workspace, kv: KVLayer, places: Array, blocks: Array, sketches: Array) -> None:
+    """The sketches of full blocks of keys; shapes as in `reference.summarize`."""
+    recalling.summarize(ws.device, kv, places, blocks, sketches)
+
+
+def choose(
+    ws: Workspace,
+    q: Array,
+    sketches: Array,
+    blocks: Array,
+    sequence: Array,
+    positions: Array,
+    most: Array,
+    keep: Array,
+    scale: float,
+    recall: Recall,
+) -> None:
+    """Which blocks each row reads, of those that have sketches; shapes as in `reference.choose`."""
+    recalling.choose(ws.device, q, sketches, blocks, sequence, positions, most, keep, scale, recall)
 
 
 def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array, add: bool = True) -> None:

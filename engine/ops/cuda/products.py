@@ -18,7 +18,7 @@ from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.device import Array, Device, Module
-from engine.ops.cuda.wide import FEWEST_TOKENS, PARTS, wide_shape
+from engine.ops.cuda.wide import PARTS, fewest_tokens, wide_shape
 
 WARP = 32
 WARPS = 8  # of a block
@@ -326,7 +326,7 @@ class Products:
             if w.shape[1] != K or y.shape != (T, w.shape[0]) or (is_float and quantized):
                 raise ValueError(f"{w.name}: {w.qtype.name} {w.shape} of [{T}, {K}] to {y.shape}")
 
-        small = FEWEST_TOKENS <= T <= SMALL_TOKENS
+        small = fewest_tokens(K) <= T <= SMALL_TOKENS
         if isinstance(x, Quantized) and small and self._wide(ws, x, ys, add, row_scale, softcap):
             return
         tokens = next(n for n in (1, 2, 4, 8) if n >= min(T, 8))

@@ -1,4 +1,4 @@
-"""Products of 3 to 32 rows of activations in 8 bits on tensor cores (wide.cu): how a launch is cut.
+"""Products of 2 to 32 rows of activations in 8 bits on tensor cores (wide.cu): how a launch is cut.
 
 Bits as docs/arithmetic.md; twin `product` of engine/ops/arithmetic.py.
 """
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from math import gcd
 
 from engine.formats import block_types
+from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor, row_bytes
 from engine.ops.cuda.device import Device
 
 TILE_ROWS = 16  # of a matrix, that four warps share
 PARTS = 4
 FEWEST_TOKENS = 3  # one and two have product.cu
+LONG_COLUMNS = 5120  # but two of longer rows have not: product.cu cannot keep their activations in registers
 GROUP = 8  # tokens of a product of the tensor cores
-FOLD_BYTES = 16384  # where the four warps' sums meet
+FOLD_BYTES = 16384  # where the four warps' sums meet, of few tokens half of it, unless weights are unpacked there
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
 MAX_STAGES = 4
 FEW_TOKENS = 4  # up to which two blocks of columns share a product
@@ -48,6 +50,11 @@ class WideShape:
         return self.blocks * self.quads * self.stages
 
 
+def fewest_tokens(columns: int) -> int:
+    """From how many tokens on products of rows of so many columns are faster on tensor cores."""
+    return FEWEST_TOKENS - (columns > LONG_COLUMNS)
+
+
 def stage_bytes(w: QTensor) -> int:
     """Shared memory for a run of 256 columns of 16 rows (Runs of wide.cuh)."""
     run = row_bytes(w.qtype, 256, w.name)
@@ -71,6 +78,7 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
     few = tokens <= FEW_TOKENS
     columns_of = FEW_TOKENS if few else groups * GROUP
+    fold = FOLD_BYTES // (2 if few and not any(w.qtype in GRIDS for w in ws) else 1)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
     most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
@@ -83,7 +91,7 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
         for n_quads in range(most, fewest - 1, -1):
             stages_most = min(MAX_STAGES, max(rounds * -(-units // (n_quads * device.n_sm)), 1))
             for stages in range(stages_most, min(2, stages_most) - 1, -1):
-                of_quad = FOLD_BYTES + PARTS * (constants + stages * (weights + staged * STAGED_BYTES))
+                of_quad = fold + PARTS * (constants + stages * (weights + staged * STAGED_BYTES))
                 for quads in (q for q in range(1, n_quads + 1) if n_quads % q == 0):
                     if n_quads // quads * (fixed + quads * of_quad + RESERVED) > device.max_shared_bytes:
                         continue
@@ -92,10 +100,16 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
                     return WideShape(groups, few, quads, stages, shared, staged, blocks, used)
         return None
 
+    def rounds_of(shape: WideShape) -> int:
+        """Units of a quad, one after the other."""
+        return -(-units // (shape.blocks * shape.quads))
+
     found = cut(min(2, most), shared=True)
     if found is None:
         found = cut(1)
         staged = cut(1, staged=columns_of)
         if found is None or (staged is not None and staged.in_flight >= found.in_flight):
             found = staged
+    if found is not None and (few or not found.shared) and rounds_of(found) > 1 and units <= most * device.n_sm:
+        found = cut(most, staged=columns_of) or cut(most) or found
     return found or cut(1, shared=True)

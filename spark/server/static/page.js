@@ -9,7 +9,9 @@ import { at, count, make, number, percent, rate, say, sum } from "./text.js";
 const HISTORY_S = 120; // of the graphs, which begin with SHORTEST_S
 const SHORTEST_S = 30;
 const RATE_S = { written: 3, read: 10 }; // rates are means of that long; what was read is counted more coarsely
-const SHARES_S = 10; // of hits and drafts
+const SHARES_S = 10; // of hits, drafts and blocks that are read
+const SHARES = ["hits", "drafts", "recall"];
+const UNKNOWN = { written: null, read: null, ...Object.fromEntries(SHARES.map((kind) => [kind, null])) };
 const MISSED_S = 3;
 const STALE_MS = 4000; // so long after the last event nothing is known of now
 const SILENCE_MS = 15000; // more than that between two events is a dead connection
@@ -35,6 +37,7 @@ const SETTINGS = [
   ["chunk_tokens", "prefill step"],
   ["kv_type", "KV cache"],
   ["draft", "drafts"],
+  ["kv_recall_blocks", "blocks read of the cache"],
 ];
 
 // --- what is known ------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ function forget() {
 // Nothing was told for a while.
 function onSilence() {
   forget();
-  showRates({ written: null, read: null, hits: null, drafts: null });
+  showRates(UNKNOWN);
 }
 
 function onSample(sample) {
@@ -85,11 +88,12 @@ function onSample(sample) {
   missedNow = (engine?.map ?? []).map((_, layer) => counters.rate(MISSED_S, (told) => told.byLayer[layer]) ?? 0);
   showState(sample);
   showRequests(sample.requests, sample.time_s);
-  const rates = { written: 0, read: 0, hits: null, drafts: null };
+  const rates = { ...UNKNOWN, written: 0, read: 0 };
   if (sample.up) {
     for (const kind of ["written", "read"]) rates[kind] = counters.rate(RATE_S[kind], (told) => told[kind]);
     rates.hits = share((told) => told.hits, (told) => told.hits + told.misses);
     rates.drafts = share((told) => told.accepted, (told) => told.drafted);
+    rates.recall = share((told) => told.readBlocks, (told) => told.blocks);
   }
   remember(sample.time_s, rates);
   showRates(rates);
@@ -98,9 +102,11 @@ function onSample(sample) {
   showMemory(engine?.plan ?? {});
 }
 
-function totals({ tokens, hits, misses, misses_by_layer, drafts }) {
+function totals({ tokens, hits, misses, misses_by_layer, drafts, recall }) {
   const { written, read } = tokens ?? { written: 0, read: 0 };
-  return { written, read, hits: hits ?? 0, misses: misses ?? 0, byLayer: misses_by_layer ?? [], ...draftsOf(drafts) };
+  const { blocks, read: readBlocks } = recall ?? { blocks: 0, read: 0 };
+  const counts = { written, read, hits: hits ?? 0, misses: misses ?? 0, blocks, readBlocks };
+  return { ...counts, byLayer: misses_by_layer ?? [], ...draftsOf(drafts) };
 }
 
 // Tokens that were drafted, and accepted of them, whoever drafted them.
@@ -132,7 +138,7 @@ function share(part, whole) {
 function remember(time_s, rates) {
   if (history.length && time_s < history.at(-1).time_s) history = []; // of another server
   const gap = history.length && time_s - history.at(-1).time_s > STALE_MS / 1000;
-  if (gap) history.push({ time_s: history.at(-1).time_s, written: null, read: null, hits: null, drafts: null });
+  if (gap) history.push({ time_s: history.at(-1).time_s, ...UNKNOWN });
   history.push({ time_s, ...rates });
   while (history[0].time_s < time_s - HISTORY_S) history.shift();
 }
@@ -157,8 +163,8 @@ function showState(sample) {
 
 function showRates(rates) {
   for (const kind of ["written", "read"]) say(kind, rate(rates[kind]));
-  for (const kind of ["hits", "drafts"]) say(kind, rates[kind] === null ? "–" : percent(rates[kind], 1));
-  for (const kind of ["written", "read", "hits", "drafts"]) {
+  for (const kind of SHARES) say(kind, rates[kind] === null ? "–" : percent(rates[kind], 1));
+  for (const kind of Object.keys(UNKNOWN)) {
     const values = history.map((then) => ({ time_s: then.time_s, value: then[kind] }));
     line(at(`${kind}-graph`).firstElementChild, values, SHORTEST_S);
   }
@@ -171,6 +177,7 @@ function showFigures(sample) {
   say("read-more", tokens ? `${number(tokens.read)} computed, ${number(tokens.reused)} reused` : "");
   say("queue", engine ? `${number(engine.running ?? 0)} at work, ${number(engine.queued ?? 0)} waiting` : "");
   showDrafts(draftsOf(engine?.drafts));
+  showRecall(engine?.recall);
   showCache(engine?.kv_blocks);
   const prefix = engine?.prefixes;
   at("prefix-figure").hidden = !prefix;
@@ -206,6 +213,15 @@ function showDrafts({ drafted, accepted }) {
   const parts = [`${number(accepted)} of ${number(drafted)} since the start`];
   if (given !== null) parts.unshift(`${percent(Math.min(1, given), 1, 0)} of what is written`);
   say("drafts-more", parts.join("; "));
+}
+
+// Blocks that tokens had before them, where a part may be read, and what that left out, as the engine estimates it.
+function showRecall(recall) {
+  at("recall-figure").hidden = !recall?.blocks;
+  if (!recall?.blocks) return;
+  const { tokens, blocks, read, left_out_sum: sum, left_out_max: most } = recall;
+  const left = `about ${percent(sum, tokens)} of attention left out, ${percent(most, 1)} at most`;
+  say("recall-more", `${percent(read, blocks)} of ${count(blocks, "block")} since the start; ${left}`);
 }
 
 function showHits() {

@@ -1,0 +1,41 @@
+"""What decode.py measured of experts that the CPU computes, as tables (benchmarks/render.py)."""
+
+from __future__ import annotations
+
+from benchmarks.markdown import Json, table
+
+
+def on_cpu(made: Json) -> list[str]:
+    """The curve with experts on the CPU beside the one without; nothing where there is none."""
+    curves: dict[str, dict[float, Json]] = {}
+    for row in made["curve"]:
+        curves.setdefault(row.get("cpu_experts", "off"), {})[row["asked_miss_pct"]] = row
+    others = [name for name in curves if name != "off"]
+    if not others:
+        return []
+
+    def cell(row: Json | None) -> str:
+        if row is None:
+            return ""
+        handed = f", {row['cpu_computed']:,} to the CPU" if row.get("cpu_computed") else ""
+        back = f" ({row['cpu_taken_back']:,} taken back)" if row.get("cpu_taken_back") else ""
+        return f"{row.get('share', 0):.3f}{handed}{back}"
+
+    found = [f"`--cpu-experts {name}`: {_said(made.get('cpu_experts', {}).get(name))}" for name in others]
+    return [
+        "Shares of the speed without misses, by who computes what misses; the tokens are the same.", "", *found, "",
+        *table(
+            ["missed", *(f"`{name}`" for name in curves)],
+            [[f"{pct:g}%", *(cell(rows.get(pct)) for rows in curves.values())] for pct in next(iter(curves.values()))],
+        ),
+    ]  # fmt: skip
+
+
+def _said(settings: Json | list[str] | None) -> str:
+    if not isinstance(settings, dict):
+        return "; ".join(reason for reason in settings or () if "experts on the CPU" in reason)
+    times = ", ".join(f"{us:.0f}" for us in settings["cpu_us"])
+    return (
+        f"{len(settings['cpus'])} threads; an expert takes {settings['pcie_us']:.0f} us over PCIe, 1 to "
+        f"{len(settings['cpu_us'])} take {times} us on the CPU, a hand-over {settings['handover_us']:.0f} us"
+    )

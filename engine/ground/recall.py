@@ -1,0 +1,34 @@
+"""How much of its context a reply reads: what a request says of it (docs/kv.md, "Reading a part of it")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.ground import checks
+
+MAX_BLOCKS = 1 << 24  # more than any context has
+MAX_KEPT = 64  # ranges of one request
+_POSITION = checks.integer(0, (1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KVRecall:
+    """What a request asks for where a server reads a part of the context.
+
+    off: all is read. blocks: that are read of those that need not be, None: as many as the server says. keep: ranges
+    of tokens of the prompt, [from, to) each, whose blocks are read anyway.
+    """
+
+    off: bool = False
+    blocks: int | None = None
+    keep: tuple[tuple[int, int], ...] = ()
+
+
+CHECK = checks.record(
+    KVRecall,
+    {
+        "off": checks.boolean,
+        "blocks": checks.optional(checks.integer(0, MAX_BLOCKS)),
+        "keep": checks.items(checks.pair(_POSITION, _POSITION), MAX_KEPT),
+    },
+)

@@ -1,0 +1,166 @@
+"""Experts of one token's step that the CPU computes beside the GPU: memory that both see, and the threads.
+
+docs/cuda.md, "Experts that the CPU computes". `route` says which, `gate_up` hands them over or takes them back,
+`down_one` folds what comes; kernels: jobs.cuh, route.cu, experts.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.ops import Experts, Limits
+from engine.ops.cuda.device import Array, Device
+from engine.ops.jobs import DONE, MAX_RECORDS, NAP_US, RECORD_BYTES, SPIN_US, Bank, Job, Jobs, Ring
+from engine.placing.misses import Tally
+
+# Words of jobs.cuh, and of the board.
+_NEXT, _TAKEN, _FAILED, _BOUND_NS, _N_WORDS = 1, 2, 3, 4, 40
+_BOARD_WORDS = 8
+# Words of a record (expert_job.h).
+_ANSWER, _CLAIMED_NS, _DONE_NS = 24, 25, 26
+BOUND_S, PATIENCE_S = 1e-3, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where in host memory records have their activations and results: addresses, and bytes of each place."""
+
+    inputs: int
+    outputs: int
+    each: int
+
+
+class CpuExperts:
+    """Experts that miss and enter no slot, as jobs of a ring; `division` says how many of a layer's misses.
+
+    banks: those of all that a step of one token computes. bound_s: after which a layer's first job is the GPU's again
+    if nobody has claimed it, twice that of the second, and so on. patience_s: after which a claimed one that was not
+    answered fails the step. Nothing is divided before `start` and `divide`. `close` when no step is under way any more.
+    """
+
+    def __init__(
+        self, device: Device, limits: Limits, banks: Sequence[Bank], bound_s: float = BOUND_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:  # fmt: skip
+        self.device = device
+        self._banks = list(dict.fromkeys(banks))
+        each = 4 * limits.n_embd  # floats; or 8 bits and a float for each 32 of them
+        self._records = device.page_locked(MAX_RECORDS * RECORD_BYTES)
+        self.ring = Ring(self._records)
+        self._inputs, self._outputs = (device.page_locked(MAX_RECORDS * each) for _ in range(2))
+        board = device.page_locked(8 * _BOARD_WORDS)
+        for memory in (self._inputs, self._outputs, board):
+            memory[:] = 0
+        self._board = board.view(np.uint64)
+        self.places = Places(device.pointer(self._inputs), device.pointer(self._outputs), each)
+        places = [n for at in (self.places.inputs, self.places.outputs) for n in (at, each)]
+        times = [int(s * 1e9) for s in (bound_s, patience_s)]
+        words = [1, 1, 0, 0, *times, self.ring.address, *places, device.pointer(board)]
+        self.words = device.upload(np.array(words + [0] * (_N_WORDS - len(words)), np.uint64))
+        self.division: Array = device.upload(np.zeros(limits.n_expert_used + 1, np.int32))
+        self._pool: Jobs | None = None
+
+    @property
+    def pool(self) -> Jobs:
+        """The threads."""
+        assert self._pool is not None, "the threads were not started"
+        return self._pool
+
+    def start(self, cores: Sequence[int], spin_us: float = SPIN_US, nap_us: float = NAP_US) -> None:
+        """Start the threads; arguments as of `Jobs`. CapacityError: there is no memory for them, or there are none."""
+        self._pool = Jobs(self.ring, self._banks, cores, max_tokens=1, spin_us=spin_us, nap_us=nap_us)
+
+    def divide(self, experts: Sequence[int], bound_us: float | None = None) -> None:
+        """Of 0, 1, ... A misses of a layer the CPU gets so many, if as many enter no slot; between steps.
+
+        bound_us: another bound than until now.
+        """
+        of_misses = np.array(experts, np.int32)
+        if of_misses.shape != self.division.shape or (of_misses < 0).any():
+            raise ValueError(f"division: expected {self.division.shape[0]} numbers of experts, got {list(experts)}")
+        self.device.write(self.division, of_misses)
+        if bound_us is not None:
+            self.device.write(self.words[_BOUND_NS : _BOUND_NS + 1], np.array([int(bound_us * 1e3)], np.uint64))
+
+    def number_of(self, bank: Experts) -> int:
+        """A bank's number among those of the pool."""
+        return self._banks.index(bank_of(bank))
+
+    # --- what came of it ---
+
+    def counts(self) -> dict[str, int]:
+        """Jobs that were handed over, those taken back of them, and the number of one that was never answered, or 0."""
+        words = self.device.read(self.words)
+        return {"jobs": int(words[_NEXT]) - 1, "taken_back": int(words[_TAKEN]), "failed": int(words[_FAILED])}
+
+    @property
+    def failed(self) -> int:
+        """The number of a job that was never answered, or 0; of all steps whose tokens were read. Waits for nothing."""
+        return int(self._board[0])
+
+    @property
+    def tally(self) -> Tally:
+        """What the GPU has said so far; it may be a layer behind. Waits for nothing."""
+        _, taken, done, waited_ns, trips, trips_ns = self._board[:6].tolist()
+        return Tally(done, taken, waited_ns / 1e3, trips, trips_ns / 1e3)
+
+    def spans(self) -> list[tuple[int, float]]:
+        """Of the last jobs that were done: how many overlapped, and us from the first claim to the last answer."""
+        words = self._records.view(np.uint64).reshape(MAX_RECORDS, -1)
+        before = words[:, _ANSWER].copy()
+        times = words[:, [_CLAIMED_NS, _DONE_NS]].astype(np.int64)
+        still = (words[:, _ANSWER] == before) & (before % 4 == DONE) & (times[:, 0] <= times[:, 1])
+        return overlapping(times[still])
+
+    # --- measuring, while no step is under way ---
+
+    def begin(self) -> None:
+        """Job 1 comes next, on both sides."""
+        self.pool.drain(1.0)
+        self.pool.reset()
+
+    def timed(self, bank: Experts, sources: Sequence[tuple[int, int, int]], timeout_s: float = 0.25) -> float | None:
+        """us of experts at once, by their addresses, from the first claim to the last answer; None: not in time."""
+        at, D, number = self.places, bank.n_embd, self.number_of(bank)
+        outputs = [at.outputs + i * at.each for i in range(len(sources))]
+        jobs = [
+            Job(source, at.inputs, output, (0, D), bank=number, input_scales=at.inputs + D)
+            for source, output in zip(sources, outputs, strict=True)
+        ]
+        self.pool.wake()
+        numbers = self.ring.post(jobs)
+        if any(self.ring.wait(number, timeout_s) != DONE for number in numbers):
+            return None
+        records = [self.ring.record(number) for number in numbers]
+        return float(max(r.done_ns for r in records) - min(r.claimed_ns for r in records)) / 1e3
+
+    def close(self) -> None:
+        """End the threads; twice does no harm."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def overlapping(times: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, float]]:
+    """Of intervals int64 [n, 2] of ns, those that overlap made one: how many, and its us. At the same time: as one."""
+    made: list[tuple[int, float]] = []
+    begin = end = 0
+    n = 0
+    for first, last in times[np.lexsort((times[:, 1], times[:, 0]))].tolist():
+        if n and first < end:
+            n, end = n + 1, max(end, last)
+            continue
+        if n:
+            made.append((n, (end - begin) / 1e3))
+        n, begin, end = 1, first, last
+    if n:
+        made.append((n, (end - begin) / 1e3))
+    return made
+
+
+def bank_of(bank: Experts) -> Bank:
+    """A layer's experts as the threads know them; ValueError: they do not compute such types."""
+    return Bank((bank.gate_type, bank.up_type, bank.down_type), bank.n_embd, bank.n_ff, bank.activation)

@@ -1,0 +1,82 @@
+"""Which blocks of their contexts the rows of a step read, on a device (recall.cu).
+
+Twins: summarize, choose of engine/ops/reference.py.
+
+Attention that reads a part (attention.py) goes by two arrays of `Recall` that `choose` leaves: `scores`, which by then
+has the numbers of the blocks that are read one after the other, int32 [T, K, W], and `last`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from engine.ops import CHUNK_BLOCKS, KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Recall
+from engine.ops.cuda.attention import MAX_GROUP, home_macros, kind_macros
+from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.sketches import sketch_bytes
+
+THREADS = 512  # WARPS of recall.cu
+SUMMING_THREADS = 256
+MAX_HEAD_DIM = 512
+
+
+def summarize(device: Device, kv: KVLayer, places: Array, blocks: Array, sketches: Array) -> None:
+    """The sketches of full blocks of keys; shapes as in `reference.summarize`."""
+    (_, K, _), (n,), head_dim = kv.k.shape, places.shape, kv.head_dim
+    if sketches.shape[1:] != (K, sketch_bytes(head_dim)) or head_dim > MAX_HEAD_DIM or blocks.shape != (n,):
+        raise ValueError(f"sketches {sketches.shape} of {n} blocks of {K} heads of {head_dim}")
+    homes: tuple[object, ...] = ()
+    if kv.homes is not None:
+        k, scale = (None if a is None else np.uint64(device.pointer(a)) for a in (kv.homes.k, kv.homes.k_scale))
+        homes = kv.k.shape[0] // KV_BLOCK_TOKENS, k, k, scale, scale
+    threads = ("SUMMING_THREADS", str(SUMMING_THREADS))
+    macros = (("HEAD_DIM", str(head_dim)), threads, kind_macros(kv)[0], *home_macros(kv))
+    kernel = device.kernel(Module("recall.cu", macros), "summarize")
+    kernel((n, K), SUMMING_THREADS, (kv.k, kv.k_scale, places, blocks, sketches, *homes))
+
+
+def choose(
+    device: Device,
+    q: Array,
+    sketches: Array,
+    blocks: Array,
+    sequence: Array,
+    positions: Array,
+    most: Array,
+    keep: Array,
+    scale: float,
+    recall: Recall,
+) -> None:
+    """Which blocks each row reads, of those that have sketches.
+
+    Shapes as in `reference.choose`, T at most SMALL_TOKENS.
+    """
+    (T, H, head_dim), (_, K, n_bytes), W = q.shape, sketches.shape, blocks.shape[1]
+    if H % K or H // K > MAX_GROUP or T > SMALL_TOKENS or n_bytes != sketch_bytes(head_dim):
+        raise ValueError(f"a choice of {T} rows of {H} heads of {head_dim} by sketches {sketches.shape}")
+    module = Module("recall.cu", (("HEAD_DIM", str(head_dim)), ("GROUP", str(H // K))))
+    launch = partial(device.kernel, module)
+    of, shape = (blocks, sequence, positions, most), (H, W)
+    launch("weigh")(
+        (-(-W // CHUNK_BLOCKS), K, T), THREADS, (q, sketches, *of, *shape, float(scale), recall.masses), overlap=True
+    )  # fmt: skip
+    launch("score")(
+        (-(-W // THREADS), K, T), THREADS,
+        (*of, keep, *shape, recall.masses, recall.left, recall.scores), overlap=True,
+    )  # fmt: skip
+    launch("choose")(
+        (K, T), THREADS,
+        (*of[1:], *shape, recall.masses, recall.chosen, recall.left, recall.scores, recall.last), overlap=True,
+    )  # fmt: skip
+
+
+def tally(device: Device, n_rows: int, missed: Array, heads: Array, controls: Array, total: Array) -> None:
+    """Add what each row of a step left out to what its reply did, unless the reply has ended.
+
+    missed float32 [n_layer, n], of which layer i has heads[i] a row, int32 [n_layer]; controls int32 [n_rows, any]:
+    they begin with 0 where a reply has ended; total float32 [n_rows, 2]: the largest share, the sum of steps' means.
+    """
+    kernel = device.kernel(Module("recall.cu", (("TALLY", "1"),)), "tally")
+    kernel(n_rows, 32, (missed, *missed.shape, heads, controls, controls.shape[1], total), overlap=True)

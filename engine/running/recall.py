@@ -1,0 +1,306 @@
+"""Recall: decoded rows read the blocks of their context that matter to them, and what that leaves out is told.
+
+What a row reads follows from its sequence, its query and what its request says (docs/arithmetic.md, "Recall"), so no
+token depends on who shares its step, on drafts, or on where blocks lie. Prompts read all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.ground.errors import RequestError
+from engine.ground.recall import KVRecall
+from engine.memory.blocks import Sequence
+from engine.memory.kv import KVCache
+from engine.memory.shape import CacheShape
+from engine.memory.sketches import Sketches
+from engine.models.layers import Recalled
+from engine.ops import F32, I32, KV_BLOCK_TOKENS, SMALL_TOKENS, TAIL_BLOCKS, U8, Limits
+from engine.ops.device import Array, Memory
+from engine.ops.interface import Ops, Workspace
+
+LACKING_BLOCKS = 256  # whose sketches are made at a time
+
+
+def part_of(asked: KVRecall | None, blocks: int | None) -> Part | None:
+    """What a reply reads; blocks: that the engine has where a request says nothing, None: it reads all of every one.
+
+    RequestError where the request asks for what there is not.
+    """
+    if blocks is None:
+        if asked is not None and not asked.off:
+            raise RequestError(
+                "field 'kv_recall': every token reads all of its context here",
+                hint="serve with --kv-recall-blocks N, or leave the field out",
+            )
+        return None
+    if asked is None:
+        return Part(blocks)
+    if asked.off:
+        if asked.blocks is not None or asked.keep:
+            raise RequestError("field 'kv_recall': 'off' reads all, so there is nothing to choose or to keep")
+        return None
+    if wrong := next((pair for pair in asked.keep if pair[0] >= pair[1]), None):
+        raise RequestError(f"field 'kv_recall.keep': expected ranges [from, to) of tokens, found {list(wrong)}")
+    return Part(blocks if asked.blocks is None else asked.blocks, asked.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What decoded rows of a reply read beside the first block and the tail: `most` blocks, and ranges [from, to)."""
+
+    most: int
+    keep: tuple[tuple[int, int], ...] = ()
+
+    def kept(self, n_blocks: int) -> U8:
+        """Which of the first blocks lie in a range, uint8 [n_blocks]."""
+        kept = np.zeros(n_blocks, np.uint8)
+        for begin, end in self.keep:
+            if begin < end:
+                kept[begin // KV_BLOCK_TOKENS : -(-end // KV_BLOCK_TOKENS)] = 1
+        return kept
+
+    def left(self, position: int) -> int:
+        """How many blocks the row at a position does not read; as many in every layer and head."""
+        kept = self.kept(max(0, position // KV_BLOCK_TOKENS - TAIL_BLOCKS))
+        kept[:1] = 1
+        return max(0, int((kept == 0).sum()) - self.most)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the decoded tokens of a reply have read. tokens: of them. blocks: there were, `read` of which were read.
+
+    left_max, left_sum: the share of softmax mass that was left out, as estimated: the largest of any token, layer and
+    head, and the sum of the tokens' means. first: the first position whose row did not read all.
+    """
+
+    tokens: int = 0
+    blocks: int = 0
+    read: int = 0
+    left_max: float = 0.0
+    left_sum: float = 0.0
+    first: int | None = None
+
+    def add(self, position: int, left: int, missed: NDArray[np.float32] | None) -> None:
+        """Count a token whose row left so many blocks out; missed [n]: the shares that they had, by layer and head."""
+        n = position // KV_BLOCK_TOKENS + 1
+        self.tokens, self.blocks, self.read = self.tokens + 1, self.blocks + n, self.read + n - left
+        if left and self.first is None:
+            self.first = position
+        if missed is not None and len(missed):
+            self.left_max = max(self.left_max, float(missed.max()))
+            self.left_sum += float(missed.mean(dtype=np.float64))
+
+    def to_json(self) -> dict[str, float]:
+        """As `usage` has it."""
+        return {
+            "tokens": self.tokens, "blocks": self.blocks, "read": self.read, "left_out_max": self.left_max,
+            "left_out_mean": self.left_sum / self.tokens if self.tokens else 0.0,
+        }  # fmt: skip
+
+
+class Reads(Protocol):
+    """A span of a step, as far as it matters here."""
+
+    @property
+    def sequence(self) -> Sequence:
+        """Whose; as long as it is after the step."""
+
+    @property
+    def tokens(self) -> I32:
+        """Its rows."""
+
+    @property
+    def recall(self) -> Part | None:
+        """What they read; None: all."""
+
+
+@dataclass(slots=True)
+class Recalling:
+    """What a model has whose decoded rows may read a part: sketches, inputs of a step, scratch for SMALL_TOKENS rows.
+
+    blocks: that are read where a request says nothing.
+    """
+
+    blocks: int
+    device: Memory
+    sketches: Sketches
+    kv: KVCache
+    arrays: Recalled
+    lacking: I32  # [2, n]: where blocks lie whose sketches are to be made, and their numbers
+    heads: I32  # [n_layer]: of layers that choose
+    left_out: F32  # [max_sequences, 2], of replies that run ahead of the host: the largest share, the sum of means
+    totals: Tally = field(default_factory=Tally)
+    _last: int = 0  # rows of the last step, if any of them read a part
+    _fed: list[NDArray[Any]] = field(default_factory=list)
+
+    @classmethod
+    def made(cls, blocks: int, device: Memory, config: CacheShape, kv: KVCache, limits: Limits) -> Recalling:
+        """Allocate it for steps within `limits`."""
+        S, W, T = limits.max_sequences, -(-limits.n_ctx // KV_BLOCK_TOKENS), min(SMALL_TOKENS, limits.max_tokens)
+        sketches, f32 = Sketches(device, config, kv), np.float32
+        arrays = Recalled(
+            sketches.layers,
+            tuple(device.empty((S, W), np.int32) for _ in kv.groups),
+            device.empty(S, np.int32),
+            device.empty((S, W), np.uint8),
+            device.empty(T * limits.n_head_kv * W, np.uint8),
+            device.empty(T * limits.n_head * 2, f32),
+            device.empty((config.n_layer, T * limits.n_head), f32),
+            device.empty(T * limits.n_head * 2 * W, f32),
+            device.empty(T * limits.n_head_kv * W, f32),
+            device.empty(T, np.int32),
+        )
+        lacking, heads = device.empty((2, LACKING_BLOCKS), np.int32), device.empty(config.n_layer, np.int32)
+        return cls(blocks, device, sketches, kv, arrays, lacking, heads, device.empty((S, 2), f32))
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Bytes of all but the sketches."""
+        a = self.arrays
+        arrays: tuple[Array, ...] = (
+            a.most, a.keep, a.chosen, a.left, a.missed, a.masses, a.scores, a.last, self.lacking,
+            self.heads, self.left_out,
+        )  # fmt: skip
+        return sum(int(array.nbytes) for array in (*a.blocks, *arrays))
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, of all replies that may read a part: tokens; blocks there were, and those read.
+
+        left_out_max, left_out_sum: as of `Tally`.
+        """
+        t = self.totals
+        return {
+            "tokens": t.tokens, "blocks": t.blocks, "read": t.read, "left_out_max": t.left_max,
+            "left_out_sum": t.left_sum,
+        }  # fmt: skip
+
+    def prepare(self, spans: Many[Reads], width: int, ops: Ops, ws: Workspace) -> Recalled | None:
+        """Feed what a step of `width` rows, of spans that were extended, has more, and make the sketches that it lacks.
+
+        None where every row reads all.
+        """
+        self._last = 0
+        if not any(s.recall is not None and s.recall.left(s.sequence.length - 1) > 0 for s in spans):
+            return None
+        self._last = width
+        return self.feed([(s.sequence, s.recall, s.sequence.length) for s in spans], ops, ws)
+
+    def feed(self, reads: Many[tuple[Sequence, Part | None, int]], ops: Ops, ws: Workspace) -> Recalled:
+        """Feed what rows of sequences read in their first so many positions, and make the sketches that they lack."""
+        S, W = len(reads), self.arrays.keep.shape[1]
+        most, keep = np.full(S, -1, np.int32), np.zeros((S, W), np.uint8)
+        tables = [np.full((S, W), -1, np.int32) for _ in self.kv.groups]
+        for i, (sequence, part, n) in enumerate(reads):
+            if part is None:
+                continue
+            most[i], keep[i] = part.most, part.kept(W)
+            behind = max(0, (n - 1) // KV_BLOCK_TOKENS - TAIL_BLOCKS)
+            for group in self.kv.full_groups:
+                tables[group][i, :behind] = sequence.groups[group].blocks()[:behind]
+        for group in self.kv.full_groups:
+            self._summarize(group, np.unique(tables[group][tables[group] >= 0]), ops, ws)
+        views = self.arrays.first(S)
+        fed: list[NDArray[Any]] = [*tables, most, keep]
+        if not self._fed or not all(np.array_equal(a, b) for a, b in zip(fed, self._fed, strict=True)):
+            ws.feed([*zip(views.blocks, tables, strict=True), (views.most, most), (views.keep, keep)])
+            self._fed = fed
+        return views
+
+    def _summarize(self, group: int, blocks: I32, ops: Ops, ws: Workspace) -> None:
+        """Make the sketches of those blocks of a group that have none."""
+        lacking = self.sketches.lacking(group, blocks)
+        places = self.kv.pools[group].places
+        for i in range(0, len(lacking), LACKING_BLOCKS):
+            some = lacking[i : i + LACKING_BLOCKS]
+            where, number = (row[: len(some)] for row in self.lacking)
+            ws.feed([(where, some if places is None else places.where[some]), (number, some)])
+            for layer in self.sketches.owners[group]:
+                kv, staging = self.kv.layers[layer], self.kv.staging(layer)
+                assert kv is not None
+                if staging is not None:  # what is at home is read there
+                    kv = replace(kv, homes=staging[1])
+                ops.summarize(ws, kv, where, number, self.sketches.of[layer])
+
+    def fared(self, fed: Many[tuple[Reads, int, Tally]]) -> None:
+        """Count the last step: spans, how many of their rows stay, whose they are; sequences are as they are then."""
+        at = 0
+        missed = self.arrays.missed_of(self._last, self.device.read(self.arrays.missed)) if self._last else None
+        for span, stay, tally in fed:
+            if span.recall is None:
+                at += len(span.tokens)
+                continue
+            for row in range(stay):
+                position = span.sequence.length - stay + row
+                left = span.recall.left(position)
+                for one in (tally, self.totals):
+                    one.add(position, left, None if missed is None else missed[at + row])
+            at += len(span.tokens)
+
+    def rehearse(self, ops: Ops, ws: Workspace) -> None:
+        """Make sketches of no matter what: for who counts what is launched."""
+        for group in self.kv.full_groups:
+            self._summarize(group, np.zeros(1, np.int32), ops, ws)
+            self.sketches.forget(group, 0)
+
+    def tell_heads(self) -> None:
+        """Tell the device how many heads choose in each layer, which is known when a step was run or captured."""
+        self.device.write(self.heads, self.arrays.heads_of(len(self.heads)))
+
+
+class Ahead:
+    """What replies read that decode ahead of the host, a row each of steps that the device feeds.
+
+    reads: what each reads, None: all; its sequence; its tally; the position of the first token that is fed so.
+    """
+
+    def __init__(
+        self, recalling: Recalling, reads: Many[tuple[Part | None, Sequence, Tally, int]], ops: Ops, ws: Workspace
+    ) -> None:
+        self._recalling, self._reads, self._ops, self._ws = recalling, reads, ops, ws
+        self._counted = [0] * len(reads)
+        self._blocks: list[int] = []  # of the last step that was asked for
+        self._in_part = self._told = False
+        recalling.device.write(recalling.left_out[: len(reads)], np.zeros((len(reads), 2), np.float32))
+
+    def next(self, n: int) -> bool:
+        """Whether any row of step n = 0, 1 ... reads a part; feeds what it needs."""
+        ends = [start + n for _, _, _, start in self._reads]
+        blocks = [end // KV_BLOCK_TOKENS for end in ends]
+        if blocks != self._blocks:
+            self._blocks = blocks
+            parts = (part and part.left(end) for (part, _, _, _), end in zip(self._reads, ends, strict=True))
+            self._in_part = any(parts)
+            if self._in_part:
+                reads = [(s, part, end + 1) for (part, s, _, _), end in zip(self._reads, ends, strict=True)]
+                self._recalling.feed(reads, self._ops, self._ws)
+        return self._in_part
+
+    def captured(self) -> None:
+        """The step of `next` is captured, and about to be launched."""
+        if not self._told:
+            self._told = True
+            self._recalling.tell_heads()
+
+    def fed(self, i: int, n: int) -> None:
+        """Count the first n tokens that were fed of a reply."""
+        part, _, tally, start = self._reads[i]
+        for position in range(start + self._counted[i], start + n):
+            if part is not None:
+                left = part.left(position)
+                tally.add(position, left, None)
+                self._recalling.totals.add(position, left, None)
+        self._counted[i] = max(n, self._counted[i])
+
+    def end(self) -> None:
+        """Take what was left out, when nothing is under way."""
+        found = np.asarray(self._recalling.device.read(self._recalling.left_out[: len(self._reads)]))
+        for (part, _, tally, _), (largest, total) in zip(self._reads, found.tolist(), strict=True):
+            for one in (tally, self._recalling.totals) if part is not None else ():
+                one.left_max, one.left_sum = max(one.left_max, largest), one.left_sum + total

@@ -1,0 +1,112 @@
+"""Recall on a device: the emulated GPU by default, a real one with `pytest --gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.ops import KV_BLOCK_TOKENS, Limits, cpu
+from engine.ops.sketches import sketch_bytes
+from tests.device_ops import DeviceOps
+from tests.ops.test_ops import same_bits, workspace
+from tests.ops.test_recall import CASES, Context, context, twin
+from tests.tiny_models import nmse
+
+N = KV_BLOCK_TOKENS
+
+
+def ops_of(device: Any, here: Context) -> DeviceOps:
+    (T, H, d), W = here.q.shape, here.table.shape[1]
+    return DeviceOps(device, Limits(max(T, 2), 64, H * d, 96, 301, 0, 0, n_head=H, n_ctx=W * N))
+
+
+def some(here: Context, rows: slice) -> Context:
+    return replace(
+        here, q=here.q[rows].copy(), sequence=here.sequence[rows].copy(), positions=here.positions[rows].copy()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "odd heads" not in name])
+def test_the_choice_is_the_twins_and_attention_is_near(device: Any, case: str) -> None:
+    here = context(1, *CASES[case])
+    sketches, out, recall = here.recalled(ops_of(device, here), None)
+    wanted_sketches, wanted, chosen = twin(case)
+    assert same_bits(sketches, wanted_sketches)
+    assert same_bits(recall.chosen, chosen.chosen) and same_bits(recall.left, chosen.left)
+    assert nmse(out, wanted) < 1e-6
+    np.testing.assert_allclose(recall.missed, chosen.missed, rtol=1e-4)
+    blocks = recall.scores.view(np.int32)
+    for t, last in enumerate(recall.last):
+        assert last % N == here.positions[t] % N
+        for head in range(blocks.shape[1]):
+            assert blocks[t, head, : last // N + 1].tolist() == np.flatnonzero(chosen.chosen[t, head]).tolist()
+
+
+def test_what_is_not_finite_is_as_in_the_twin(device: Any) -> None:
+    here = context(2, "f16", (1030, 900), (3, 2), 6, 2, 48, size=30.0)
+    here.q[1, 2, 3], here.q[2, 0], here.q[3, 1] = np.nan, 1e30, np.inf
+    slot = here.table[1, 4] * N
+    here.kv.k[slot + 5, 1, 2], here.kv.k[slot + 20, 0, 7] = np.nan, np.inf
+    here.kv.k[here.table[0, 3] * N : here.table[0, 4] * N : 3] = 65504
+    with np.errstate(all="ignore"):
+        sketches, _, recall = here.recalled(ops_of(device, here), None)
+        wanted, _, chosen = here.recalled(cpu, workspace(cpu.supported_isas()[-1]))
+    assert same_bits(sketches, wanted)
+    assert same_bits(recall.chosen, chosen.chosen) and same_bits(recall.left, chosen.left)
+
+
+def test_a_row_does_not_depend_on_its_step(device: Any) -> None:
+    here = context(6, "q8_0", (1030, 1200), (5, 4), 6, 2, 64)
+    ops = ops_of(device, here)
+    _, out, recall = here.recalled(ops, None)
+    for t in (0, 4, 7):
+        _, one, chosen = some(here, slice(t, t + 1)).recalled(ops, None)
+        assert same_bits(one, out[t : t + 1]) and same_bits(chosen.missed, recall.missed[t : t + 1])
+
+
+def test_with_enough_blocks_attention_is_whole(device: Any) -> None:
+    here = context(5, "q8_0", (700, 600), (2, 1), 6, 2, 64)
+    ops = ops_of(device, here)
+    whole = here.attended(ops, None)
+    assert same_bits(here.recalled(ops, None, -1)[1], whole) and same_bits(here.recalled(ops, None, 8)[1], whole)
+    assert not same_bits(here.recalled(ops, None, 3)[1], whole)
+
+
+def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
+    here = context(4, "f16", (1000,), (1,), 4, 2, 64)
+    keys = here.kv.k.reshape(-1, N, *here.kv.k.shape[1:])
+    keys[:] = keys[:1]
+    here.keep[:] = 0
+    _, _, recall = here.recalled(ops_of(device, here), None, 5)
+    assert np.flatnonzero(recall.chosen[0, 1]).tolist() == [0, 1, 2, 3, 4, 5, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize(("kinds", "most"), [(600, 130), (3, 150), (40, 1)])
+def test_many_blocks(device: Any, kinds: int, most: int) -> None:
+    """Each of the warps that choose has several runs of blocks; of so many kinds, so that some are equally good."""
+    here = context(8, "f16", (35_000,), (1,), 6, 2, 32)
+    blocks = here.kv.k.reshape(-1, N, *here.kv.k.shape[1:])
+    blocks[here.table[0, :540]] = blocks[here.table[0, np.arange(540) % kinds]]
+    _, out, recall = here.recalled(ops_of(device, here), None, most)
+    _, wanted, chosen = here.recalled(cpu, workspace(cpu.supported_isas()[-1]), most)
+    assert same_bits(recall.chosen, chosen.chosen) and same_bits(recall.left, chosen.left)
+    assert nmse(out, wanted) < 1e-6
+    listed = recall.scores.view(np.int32)[0, 1]
+    assert listed[: recall.last[0] // N + 1].tolist() == np.flatnonzero(chosen.chosen[0, 1]).tolist()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
+def test_sketches_of_blocks_that_lie_at_home(device: Any, kv_type: str) -> None:
+    here = context(9, kv_type, (400,), (1,), 4, 2, 64)
+    kv, n = here.kv, 3 * N
+    parts = [[None if a is None else a[own].copy() for a in kv.arrays] for own in (slice(0, n), slice(n, None))]
+    pool, homes = (type(kv)(*part) for part in parts)
+    ops = ops_of(device, here)
+    places, numbers = np.array([5, 1, 3, 2], np.int32), np.array([0, 4, 2, 1], np.int32)
+    found, wanted = (np.full((6, 2, sketch_bytes(64)), 7, np.uint8) for _ in "ab")
+    ops.summarize(None, replace(pool, homes=homes), places, numbers, found)
+    cpu.summarize(workspace(cpu.supported_isas()[-1]), kv, places, numbers, wanted)
+    assert same_bits(found, wanted)

@@ -1,0 +1,152 @@
+"""The gate of what is handed to the CPU: on while it pays, off where it does not, and seldom tried again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.placing.division import Costs
+from engine.placing.misses import (
+    FEW_JOBS,
+    GOOD_WINDOWS,
+    LEAST_BOUND_US,
+    RETRY_S,
+    WINDOW_JOBS,
+    MissGate,
+    Tally,
+)
+
+COSTS = Costs(60, (30, 61, 90), 5, busy_us=9)
+N_USED = 5
+
+
+def plus(tally: Tally, done: int, taken: int = 0, waited_us: float = 0.0, trips_us: float = 0.0) -> Tally:
+    trips = int(trips_us > 0) * done
+    return Tally(
+        tally.done + done, tally.taken + taken, tally.waited_us + waited_us, tally.trips + trips,
+        tally.trips_us + done * trips_us,
+    )  # fmt: skip
+
+
+def test_the_table_is_that_of_the_division() -> None:
+    gate = MissGate(COSTS, N_USED)
+    assert gate.table == (0, 1, 1, 2, 3, 3) and gate.state == "on"
+    assert gate.bound_us == 60 and MissGate(Costs(60, (5, 9), 5, busy_us=36), N_USED).bound_us == 72
+    assert MissGate(Costs(60, (1, 2), 1), N_USED).bound_us == LEAST_BOUND_US
+
+
+def test_where_nothing_is_gained_it_is_never_on() -> None:
+    gate = MissGate(Costs(30, (200, 400), 5), N_USED)
+    assert gate.state == "off for good" and gate.table == (0,) * (N_USED + 1) and "30 us over PCIe" in gate.why
+    assert not gate.look(Tally(1000, 0, 0.0), 1e9, list)
+
+
+def test_jobs_that_nobody_claims_turn_it_off_soon() -> None:
+    gate = MissGate(COSTS, N_USED)
+    assert not gate.look(plus(Tally(), 0, FEW_JOBS - 1), 1.0, list)
+    assert gate.look(plus(Tally(), 2, FEW_JOBS), 1.0, list)
+    assert gate.state == "off" and not any(gate.table) and "8 of 10 jobs" in gate.why
+
+
+def test_some_that_are_taken_back_are_no_reason() -> None:
+    gate, tally = MissGate(COSTS, N_USED), Tally()
+    for i in range(20):
+        tally = plus(tally, 50, 14, waited_us=50 * 59)
+        assert gate.look(tally, float(i), list) and gate.state == "on"
+
+
+def test_who_waits_longer_than_pcie_takes_loses() -> None:
+    gate = MissGate(COSTS, N_USED)
+    assert not gate.look(plus(Tally(), WINDOW_JOBS - 1, waited_us=1e9), 1.0, list)
+    assert gate.look(plus(Tally(), WINDOW_JOBS, waited_us=60.0 * WINDOW_JOBS), 1.0, list)
+    assert gate.state == "off" and "waited for 60 us" in gate.why
+
+
+def test_it_is_tried_again_later_and_later_and_in_the_end_never() -> None:
+    gate, tally, now_s, on = MissGate(COSTS, N_USED), Tally(), 0.0, 0
+    for wait_s in (*RETRY_S, None):
+        tally = plus(tally, 0, FEW_JOBS)
+        assert gate.look(tally, now_s, list) and gate.state == ("off" if wait_s else "off for good")
+        on += 1
+        if wait_s is None:
+            break
+        assert not gate.look(tally, now_s + wait_s - 1, list)
+        now_s += wait_s
+        assert gate.look(tally, now_s, list) and gate.state == "on" and gate.table == (0, 1, 1, 2, 3, 3)
+    assert on == len(RETRY_S) + 1 and not gate.look(tally, now_s + 1e9, list)
+
+
+def test_a_good_stretch_makes_up_for_a_loss() -> None:
+    gate, tally, now_s = MissGate(COSTS, N_USED), Tally(), 0.0
+    for _ in range(3 * len(RETRY_S)):
+        tally = plus(tally, 0, FEW_JOBS)
+        assert gate.look(tally, now_s, list) and gate.state == "off"
+        now_s += RETRY_S[0]
+        assert gate.look(tally, now_s, list)
+        for _ in range(GOOD_WINDOWS):
+            tally = plus(tally, WINDOW_JOBS)
+            assert gate.look(tally, now_s, list) and gate.state == "on"
+
+
+def test_costs_follow_what_is_seen() -> None:
+    gate, tally = MissGate(COSTS, N_USED), Tally()
+    for _ in range(8):  # the CPU's clock goes down to two fifths
+        tally = plus(tally, WINDOW_JOBS, waited_us=1.0)
+        gate.look(tally, 1.0, lambda: [(1, 75.0), (1, 75.0), (2, 152.5), (1, 9.0)])
+    assert 70 < gate.costs.cpu_us[0] < 75 and gate.table == (0, 0, 1, 1, 2, 2) and gate.state == "on"
+
+    few, tally, n = MissGate(COSTS, 2), Tally(), 0
+    while few.state == "on":  # and to a fifth, of a model with so few misses
+        tally, n = plus(tally, WINDOW_JOBS, waited_us=1.0), n + 1
+        few.look(tally, 1.0, lambda: [(1, 150.0)])
+        assert n < 20
+    assert n > 2 and "on the CPU take" in few.why
+    few.look(tally, 1.0 + RETRY_S[0], list)
+    assert few.costs == COSTS
+
+    slow = MissGate(COSTS, N_USED)
+    tally = Tally()
+    for _ in range(8):  # answers come 40 us later than any that was measured
+        tally = plus(tally, WINDOW_JOBS, trips_us=30 + 9 + 40.0)
+        slow.look(tally, 1.0, lambda: [(1, 30.0)])
+    assert 40 < slow.costs.handover_us < 45 and 44 < (slow.costs.busy_us or 0) < 49
+    assert slow.table == (0, 0, 1, 2, 2, 3) and slow.state == "on"
+
+
+def test_a_thread_that_lost_its_core_is_no_drift() -> None:
+    gate = MissGate(COSTS, N_USED)
+    gate.look(plus(Tally(), WINDOW_JOBS), 1.0, lambda: [(1, 4000.0)])
+    assert gate.costs.cpu_us == COSTS.cpu_us
+
+
+windows = st.tuples(
+    st.integers(0, 90), st.integers(0, 90), st.floats(0, 9000), st.floats(0, 300), st.floats(0, 60),
+    st.lists(st.tuples(st.integers(1, 5), st.floats(0, 1e5)), max_size=4),
+)  # fmt: skip
+
+
+@given(st.lists(windows, max_size=12))
+def test_what_it_says_is_in_order(made: list[tuple[int, int, float, float, float, list[tuple[int, float]]]]) -> None:
+    gate, tally, now_s = MissGate(COSTS, N_USED), Tally(), 0.0
+    for done, taken, waited_us, trips_us, after_s, spans in made:
+        tally, now_s, before = plus(tally, done, taken, waited_us, trips_us), now_s + after_s, gate.table
+        bound_us = gate.bound_us
+        changed = gate.look(tally, now_s, lambda spans=spans: spans)  # type: ignore[misc]
+        assert changed or (gate.table, gate.bound_us) == (before, bound_us)
+        assert len(gate.table) == N_USED + 1 and all(0 <= n <= m for m, n in enumerate(gate.table))
+        assert (gate.state == "on") == any(gate.table) == (not gate.why)
+        assert gate.bound_us >= LEAST_BOUND_US
+
+
+@pytest.mark.parametrize("fault", [(0, 1), (1, 1)])
+def test_what_a_fault_costs_is_bounded(fault: tuple[int, int]) -> None:
+    """us that are lost until it is off for good: a job that nobody claims costs the bound."""
+    gate, tally, now_s, lost_us = MissGate(COSTS, N_USED), Tally(), 0.0, 0.0
+    for _ in range(100_000):
+        now_s += 0.01
+        if gate.state == "on":
+            lost_us += fault[1] * gate.bound_us
+            tally = plus(tally, *fault, waited_us=fault[1] * gate.bound_us)
+        gate.look(tally, now_s, list)
+    assert gate.state == "off for good" and lost_us < 100 * COSTS.pcie_us
