@@ -1,11 +1,15 @@
 """Where a step with a computed draft spends its time: drafting, the step, draws, what is taken back, following.
 
     python benchmarks/draft_phases.py dense.gguf --draft mtp --json FILE
+    python benchmarks/draft_phases.py Q4_K_M.gguf --draft lookup --first 0.9 --tokens 3 --every 8 --json FILE
 
 As `draft_speed.py --parts drafter`: the model's block or a drafter runs as always, and its tokens are right as often as
---first says. Each phase is timed twice. *As served*: from when the host begins it until it goes on, so that what the
-device still does is counted where the host waits for it. *Apart*: the device is waited for before and after, so that a
-phase has all of its own time, and none of another's; what the sum of these has beyond a step as served is overlap.
+--first says. With `lookup` there is a draft of --tokens at every place that --every divides, and between these the
+reply goes on ahead of the host: *ahead* is when it waits for that, *begin* when it begins it.
+
+Each phase is timed twice. *As served*: from when the host begins it until it goes on, so that what the device still
+does is counted where the host waits for it. *Apart*: the device is waited for before and after, so that a phase has all of
+its own time, and none of another's; what the sum of these has beyond a step as served is overlap.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,9 +30,24 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.draft_speed import Case, Measured, Rated, constant, falling, opened  # noqa: E402
 from benchmarks.driving import Prompts, note, shape_of, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
+from engine.drafting import lookup  # noqa: E402
+from engine.drafting.source import Promise  # noqa: E402
+from engine.running.ahead import AheadOfHost  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
-PHASES = ("draft", "step", "draw", "take back", "follow", "rest")
+PHASES = ("draft", "step", "draw", "take back", "follow", "rest", "begin", "ahead")
+
+
+class Spaced(Rated):
+    """As `Rated`, with drafts of so many tokens at some places alone."""
+
+    n_tokens, every = 1, 1
+
+    def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
+        """As `Source.promise`."""
+        if (len(history) - self.n_prompt) % self.every:
+            return None
+        return super().promise(history, min(most, self.n_tokens), least)
 
 
 class Clock:
@@ -70,18 +90,25 @@ def phased(bench: Measured, apart: bool) -> Iterator[Clock]:
     places = (
         (bench.drafts, "propose", "draft"), (loaded.steps, "run", "step"), (loaded.decoder, "accept", "draw"),
         (loaded.steps, "take_back", "take back"), (bench.drafts, "fed", "follow"), (loaded.decoder, "step", "rest"),
+        (AheadOfHost, "_begin", "begin"), (AheadOfHost, "advance", "ahead"),
     )  # fmt: skip
     with ExitStack() as undo:
+        # Waiting makes drafts dearer than they are, and these replies are to go on with them.
+        undo.enter_context(mock.patch.object(bench.drafts, "_drop", lambda drafting: None))
         for on, name, phase in places:
-            setattr(on, name, clock.timed(phase, getattr(on, name)))
-            undo.callback(delattr, on, name)
+            undo.enter_context(mock.patch.object(on, name, clock.timed(phase, getattr(on, name))))
+        bench.drafts._resting = 0
         yield clock
 
 
-def case(told: list[int], depth: int, first: float, seed: int) -> Case:
-    """Drafts of the drafter alone, right as often as is said."""
-    nothing = Rated((), depth, constant(0.0), 0.0, seed=0)
-    return Case(lambda memory: nothing, Rated(told, depth, falling(first), first, seed=seed))
+def case(told: list[int], o: argparse.Namespace, seed: int) -> Case:
+    """Drafts of one source alone, right as often as is said."""
+    if o.draft == lookup.NAME:
+        source = Spaced(told, o.depth, constant(o.first), 1.0, seed=seed)
+        source.n_tokens, source.every = o.tokens, o.every
+        return Case(lambda memory: source)
+    nothing = Rated((), o.depth, constant(0.0), 0.0, seed=0)
+    return Case(lambda memory: nothing, Rated(told, o.depth, falling(o.first), o.first, seed=seed))
 
 
 def measure(bench: Measured, prompts: Prompts, o: argparse.Namespace) -> dict[str, Any]:
@@ -93,10 +120,12 @@ def measure(bench: Measured, prompts: Prompts, o: argparse.Namespace) -> dict[st
         plain = bench.run([prompt], o.generate, None)
         for way, phases in found.items():
             with phased(bench, way == "apart") as clock:
-                ran = bench.run([prompt], o.generate, [case(plain.told[0], o.depth, o.first, seed=run)])
+                ran = bench.run([prompt], o.generate, [case(plain.told[0], o, seed=run)])
             if ran.told != plain.told:
                 raise SystemExit("a reply with drafts has other tokens than without")
             n_steps = clock.times["rest"]
+            if not n_steps:
+                raise SystemExit("there was no step with a draft: --first promises too little")
             if run:  # the first warms up
                 for phase in PHASES:
                     phases[phase].append(1e3 * clock.seconds[phase] / n_steps)
@@ -117,8 +146,10 @@ def main() -> None:
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--draft", default="mtp", help="mtp, or a drafter's file")
-    parser.add_argument("--first", type=float, default=0.74, help="chance of a draft's first token")
+    parser.add_argument("--draft", default="mtp", help="mtp, a drafter's file, or lookup")
+    parser.add_argument("--first", type=float, default=0.74, help="chance of a draft's first token; lookup: of each")
+    parser.add_argument("--tokens", type=int, default=1, help="of each draft of lookup")
+    parser.add_argument("--every", type=int, default=1, help="so many tokens lookup has a draft, if it fits so")
     parser.add_argument("--depth", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--generate", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3, help="measured replies, after one more")
@@ -130,6 +161,7 @@ def main() -> None:
     o.ctx = 2 * (o.depth + o.generate + 64)
     with opened(o, shape, replayed=shape.n_expert > 0, draft=o.draft) as bench:
         report = {"model": shape.name, "draft": o.draft, "first": o.first, "depth": o.depth, "generate": o.generate}
+        report |= {"tokens": o.tokens, "every": o.every} if o.draft == lookup.NAME else {}
         report |= measure(bench, Prompts(shape.n_vocab, seed=29), o)
     for way, phases in report["phases_ms"].items():
         whole = sum(each["median"] for each in phases.values())
