@@ -4,8 +4,8 @@
     python benchmarks/draft_phases.py Q4_K_M.gguf --draft lookup --first 0.9 --tokens 3 --every 8 --json FILE
 
 As `draft_speed.py --parts drafter`: the model's block or a drafter runs as always, and its tokens are right as often as
---first says. With `lookup` there is a draft of --tokens at every place that --every divides, and between these the
-reply goes on ahead of the host: *ahead* is when it waits for that, *begin* when it begins it.
+--first says. With `lookup` the last --tokens of every --every tokens are copied, and drafted, and between these the
+reply goes on ahead of the host: *ahead* is when it waits for that, *begin* when it begins it. --every 1: all are.
 
 Each phase is timed twice. *As served*: from when the host begins it until it goes on, so that what the device still
 does is counted where the host waits for it. *Apart*: the device is waited for before and after, so that a phase has all of
@@ -38,16 +38,16 @@ from spark.results import write_json  # noqa: E402
 PHASES = ("draft", "step", "draw", "take back", "follow", "rest", "begin", "ahead")
 
 
-class Spaced(Rated):
-    """As `Rated`, with drafts of so many tokens at some places alone."""
+class Copying(Rated):
+    """As `Rated`, of a reply that copies `n_tokens` tokens of every `every`, the last ones: there are drafts for these."""
 
     n_tokens, every = 1, 1
 
     def promise(self, history: Sequence[int], most: int, least: float = 0.0) -> Promise | None:
         """As `Source.promise`."""
-        if (len(history) - self.n_prompt) % self.every:
-            return None
-        return super().promise(history, min(most, self.n_tokens), least)
+        left = self.every - (len(history) - self.n_prompt) % self.every
+        left = self.n_tokens if self.every == 1 else left
+        return super().promise(history, min(most, left), least) if left <= self.n_tokens else None
 
 
 class Clock:
@@ -104,7 +104,7 @@ def phased(bench: Measured, apart: bool) -> Iterator[Clock]:
 def case(told: list[int], o: argparse.Namespace, seed: int) -> Case:
     """Drafts of one source alone, right as often as is said."""
     if o.draft == lookup.NAME:
-        source = Spaced(told, o.depth, constant(o.first), 1.0, seed=seed)
+        source = Copying(told, o.depth, constant(o.first), 1.0, seed=seed)
         source.n_tokens, source.every = o.tokens, o.every
         return Case(lambda memory: source)
     nothing = Rated((), o.depth, constant(0.0), 0.0, seed=0)
@@ -148,8 +148,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--draft", default="mtp", help="mtp, a drafter's file, or lookup")
     parser.add_argument("--first", type=float, default=0.74, help="chance of a draft's first token; lookup: of each")
-    parser.add_argument("--tokens", type=int, default=1, help="of each draft of lookup")
-    parser.add_argument("--every", type=int, default=1, help="so many tokens lookup has a draft, if it fits so")
+    parser.add_argument("--tokens", type=int, default=7, help="of a draft of lookup, at most")
+    parser.add_argument("--every", type=int, default=1, help="of so many tokens the last ones are copied; 1: all")
     parser.add_argument("--depth", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--generate", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3, help="measured replies, after one more")
