@@ -8,8 +8,8 @@ As `draft_speed.py --parts drafter`: the model's block or a drafter runs as alwa
 reply goes on ahead of the host: *ahead* is when it waits for that, *begin* when it begins it. --every 1: all are.
 
 Each phase is timed twice. *As served*: from when the host begins it until it goes on, so that what the device still
-does is counted where the host waits for it. *Apart*: the device is waited for before and after, so that a phase has all of
-its own time, and none of another's; what the sum of these has beyond a step as served is overlap.
+does is counted where the host waits for it. *Apart*: the device is waited for before and after, so that a phase has all
+of its own time, and none of another's; what the sum of these has beyond a step as served is overlap.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PHASES = ("draft", "step", "draw", "take back", "follow", "rest", "begin", "ahea
 
 
 class Copying(Rated):
-    """As `Rated`, of a reply that copies `n_tokens` tokens of every `every`, the last ones: there are drafts for these."""
+    """As `Rated`, of a reply that copies `n_tokens` tokens of every `every`, the last ones, which are drafted."""
 
     n_tokens, every = 1, 1
 

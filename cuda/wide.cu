@@ -6,11 +6,13 @@
 // of 32. The input is q [T, COLS], d and sums [T, COLS / 32]. T is at most 8 * GROUPS (1, 2, 4), with FEW = 1 at most 4.
 //
 // Units of 16 rows are dealt to QUADS times four warps a block; a warp has STAGES runs of 256 columns in flight, across
-// units, and nobody else reads them. q is in shared memory with SHARED = 1; with STAGED > 0, for at most as many tokens, the
-// columns of a run come with its weights; else it is read from global memory. Grid: any; block: 128 * QUADS threads.
+// units, and nobody else reads them. With STAGED > 0, for at most as many tokens and COLS a multiple of 256, all of the input
+// comes with the weights of a run. Else q is in shared memory with SHARED = 1, or is read from global memory. Grid: any;
+// block: 128 * QUADS threads.
 // Shared memory: with SHARED = 1 q, COLS rounded up to 48 more than a multiple of 128 a token; 64 * GROUPS bytes, with FEW
-// 32, for 32 columns (types with halves: twice as many); 16 KiB a quad, 8 with FEW and types without grids; then the
-// constants of a run and STAGES stages a warp, each the weights of a run and STAGED * 304 bytes at most.
+// 32, for 32 columns (types with halves: twice as many), or with STAGED > 0 for a run's and each warp; 16 KiB a quad, 8 with
+// FEW and types without grids; then the constants of a run and STAGES stages a warp, each the weights of a run and
+// STAGED * 368 bytes at most.
 #include "wide.cuh"
 
 #ifndef WEIGHTED
@@ -49,10 +51,15 @@ constexpr i32 BLOCKS = COLS / 32, N_RUNS = Runs<TYPE0, COLS>::N, ROUNDS = (N_RUN
 constexpr bool BY_TWOS = Fragments<TYPE0>::PAIRED || Fragments<TYPE1>::PAIRED || Fragments<TYPE2>::PAIRED ||
                          Fragments<TYPE3>::PAIRED;
 constexpr i32 SKEW = BY_TWOS ? 32 : 48, Q_STRIDE = (COLS + 95) / 128 * 128 + SKEW;
-constexpr i32 RUN_COLUMNS = 32 * RUN, STAGED_STRIDE = RUN_COLUMNS + SKEW, STAGE_BYTES = RUN_BYTES + STAGED * STAGED_STRIDE;
+// Of a staged run: its weights, each token's columns, then each token's scales and sums.
+constexpr i32 RUN_COLUMNS = 32 * RUN, STAGED_STRIDE = RUN_COLUMNS + SKEW, STAGED_SCALES = 8 * RUN;
+constexpr i32 SCALES_AT = RUN_BYTES + STAGED * STAGED_STRIDE, STAGE_BYTES = SCALES_AT + STAGED * STAGED_SCALES;
 static_assert(!FEW || GROUPS == 1, "few tokens are one group");
+static_assert(!STAGED || (!SHARED && COLS % RUN_COLUMNS == 0), "whole runs of the input are staged");
 constexpr i32 PAIRS = FEW ? FEW_TOKENS / 2 : GROUP / 2 * GROUPS, THREADS = QUADS * PARTS * WARP;
-constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST), WARP_BYTES = CONSTANTS_BYTES + STAGES * STAGE_BYTES;
+constexpr i32 PREPARED = STAGED ? RUN : BLOCKS, PREPARED_BYTES = PREPARED * PAIRS * 16 * (1 + FIRST); // for terms
+constexpr i32 CONSTANTS_BYTES = constants_bytes(FIRST);
+constexpr i32 WARP_BYTES = (STAGED ? PREPARED_BYTES : 0) + CONSTANTS_BYTES + STAGES * STAGE_BYTES;
 constexpr i32 RESIDENT = (GROUPS == 1 ? 4 : GROUPS == 2 ? 3 : 2) / QUADS; // blocks that registers have to allow
 constexpr bool UNPACKS = has_grid(TYPE0) || has_grid(TYPE1) || has_grid(TYPE2) || has_grid(TYPE3); // where sums meet
 // Of few tokens half of the lanes have sums of their own. Where weights are unpacked a part's sums stay in its own quarter
@@ -121,16 +128,56 @@ DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
     }
 }
 
-// Start copying the columns of run s of all tokens.
-DEVICE void copy_activations(u8* stage, const i8* q, i32 n_tokens, i32 s) {
+// Start copying the input of run s, of all tokens.
+DEVICE void copy_input(u8* stage, const i8* q, const float* d, const i32* sums, i32 n_tokens, i32 s) {
     constexpr i32 P = RUN_COLUMNS / 16;
-    const i32 lane = threadIdx.x % WARP, column = s * RUN_COLUMNS + lane % P * 16;
+    const i32 lane = threadIdx.x % WARP;
 #pragma unroll
     for (i32 i = 0; i < STAGED; i += WARP / P) {
         const i32 t = i + lane / P;
-        if (t < n_tokens && (COLS % RUN_COLUMNS == 0 || column < COLS))
-            copy16_async(stage + RUN_BYTES + t * STAGED_STRIDE + lane % P * 16, q + (i64)t * COLS + column);
+        if (t < n_tokens)
+            copy16_async(stage + RUN_BYTES + t * STAGED_STRIDE + lane % P * 16,
+                         q + (i64)t * COLS + s * RUN_COLUMNS + lane % P * 16);
     }
+#pragma unroll
+    for (i32 i = 0; i < STAGED; i += WARP / 4) {
+        const i32 t = i + lane / 4;
+        if (t < n_tokens) {
+            const i32 from = t * BLOCKS + s * RUN + lane % 2 * 4;
+            copy16_async(stage + SCALES_AT + t * STAGED_SCALES + lane % 4 * 16,
+                         lane & 2 ? (const void*)(sums + from) : (const void*)(d + from));
+        }
+    }
+}
+
+// A token's scale, sum and columns of a block.
+struct OfBlock {
+    float d;
+    i32 sum;
+    const i8* q;
+};
+
+// What terms need of a block and a pair of tokens, number `i`, put together, so that neighboring threads write neighboring
+// banks. of(token, block): what is there; behind the last token it is again.
+template <class Of>
+DEVICE void prepare(float4* scaled, float4* halves, i32 i, i32 n_tokens, Of of) {
+    float of_d[2], of_sum[2], of_halves[2][2];
+#pragma unroll
+    for (i32 j = 0; j < 2; j++) {
+        const OfBlock x = of(min(i % PAIRS * 2 + j, n_tokens - 1), i / PAIRS);
+        of_d[j] = x.d;
+        of_sum[j] = (float)x.sum;
+        if (FIRST) {
+            const uint4 v = *(const uint4*)x.q;
+            i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
+            first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
+            of_halves[0][j] = BEGUN ? START + (float)(HALF_OFFSET * first) : (float)first;
+            of_halves[1][j] = BEGUN ? START + (float)(HALF_OFFSET * (x.sum - first)) : (float)(x.sum - first);
+        }
+    }
+    scaled[i] = {of_d[0], of_d[1], of_sum[0], of_sum[1]};
+    if (FIRST)
+        halves[i] = {of_halves[0][0], of_halves[0][1], of_halves[1][0], of_halves[1][1]};
 }
 
 template <Type type>
@@ -138,10 +185,7 @@ DEVICE void multiply_unit(float (&acc)[GROUPS][HELD_RUN<FEW>][4], const u8* stag
                           const Unit& unit, i32 s, const WideInput& x) {
     const u32 from = (u32)(u64)unit.from + s * Runs<type, COLS>::BYTES;
     const Tile tile = {stage, constants, unpacked, from, unit.left - 1, min(RUN, BLOCKS - s * RUN)};
-    WideInput input = x;
-    if (STAGED)
-        input.q = (const i8*)stage + RUN_BYTES - s * RUN_COLUMNS;
-    multiply_run<type, COLS, GROUPS, BEGUN, FEW>(acc, tile, s * RUN, input);
+    multiply_run<type, COLS, GROUPS, BEGUN, FEW>(acc, tile, STAGED ? 0 : s * RUN, x);
 }
 
 // The sum of the 32 accumulators of one result of the unit, by the tree of docs/arithmetic.md: thread 32 * p + l of the
@@ -219,13 +263,14 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     i8* const local_q = (i8*)at;
     if (SHARED)
         at += n_tokens * Q_STRIDE;
-    float* const scaled = (float*)at;
-    at += BLOCKS * PAIRS * 16;
-    float* const halves = (float*)at;
-    if (FIRST)
-        at += BLOCKS * PAIRS * 16;
+    u8* prepared = at;
+    if (!STAGED)
+        at += PREPARED_BYTES;
     float* const fold = (float*)at + quad * FOLD_FLOATS;
     at += QUADS * FOLD_FLOATS * 4 + warp * WARP_BYTES;
+    if (STAGED)
+        prepared = at, at += PREPARED_BYTES;
+    float4 *const scaled = (float4*)prepared, *const halves = scaled + PREPARED * PAIRS;
     Constants* const constants = (Constants*)at;
     u8* const stages = at + CONSTANTS_BYTES;
 
@@ -236,7 +281,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     auto issue = [&](u8* stage, bool first) {
         if (ahead_u < n_units && ahead_run < N_RUNS) {
             if (STAGED && !first)
-                copy_activations(stage, q, n_tokens, ahead_run);
+                copy_input(stage, q, d, sums, n_tokens, ahead_run);
             if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
                 copy_run<TYPE0>(stage, ahead, ahead_run);
             } else {
@@ -266,7 +311,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     if (STAGED) { // of the runs whose weights are on their way, the first unit's or, where that has no more, later ones'
         for (i32 i = 0, s = part, u = first; i < STAGES; i++) {
             if (u < n_units && s < N_RUNS)
-                copy_activations(stages + i * STAGE_BYTES, q, n_tokens, s);
+                copy_input(stages + i * STAGE_BYTES, q, d, sums, n_tokens, s);
             s += PARTS;
             if (s >= ROUNDS * PARTS)
                 s = part, u += step;
@@ -280,34 +325,18 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             copy16_async(local_q + i / (COLS / 16) * Q_STRIDE + i % (COLS / 16) * 16, q + (i64)i * 16);
         copies_commit();
     }
-    // A pair's tokens together, so that neighboring threads write neighboring banks; behind the last token it is again.
+    if (!STAGED)
 #pragma unroll 2
-    for (i32 i = threadIdx.x; i < BLOCKS * PAIRS; i += THREADS) {
-        float of_d[2], of_sum[2], of_halves[2][2];
-#pragma unroll
-        for (i32 j = 0; j < 2; j++) {
-            const i32 t = min(i % PAIRS * 2 + j, n_tokens - 1), from = t * BLOCKS + i / PAIRS, sum = sums[from];
-            of_d[j] = d[from];
-            of_sum[j] = (float)sum;
-            if (FIRST) {
-                const uint4 v = *(const uint4*)(q + (i64)from * 32);
-                i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
-                first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
-                of_halves[0][j] = BEGUN ? START + (float)(HALF_OFFSET * first) : (float)first;
-                of_halves[1][j] = BEGUN ? START + (float)(HALF_OFFSET * (sum - first)) : (float)(sum - first);
-            }
-        }
-        ((float4*)scaled)[i] = {of_d[0], of_d[1], of_sum[0], of_sum[1]};
-        if (FIRST)
-            ((float4*)halves)[i] = {of_halves[0][0], of_halves[0][1], of_halves[1][0], of_halves[1][1]};
-    }
+        for (i32 i = threadIdx.x; i < BLOCKS * PAIRS; i += THREADS)
+            prepare(scaled, halves, i, n_tokens, [&](i32 t, i32 block) -> OfBlock {
+                const i32 from = t * BLOCKS + block;
+                return {d[from], sums[from], q + (i64)from * 32};
+            });
     if (SHARED || STAGED)
         copies_wait<0>(); // and for the weights before it, which are on their way for longer
     __syncthreads();
-    const WideInput x = {SHARED ? local_q : q, (const float4*)scaled, (const float4*)halves, SHARED   ? Q_STRIDE
-                         : STAGED ? STAGED_STRIDE
-                                  : COLS,
-                         n_tokens - 1};
+    const i32 stride = SHARED ? Q_STRIDE : STAGED ? STAGED_STRIDE : COLS;
+    WideInput x = {SHARED ? local_q : q, scaled, halves, stride, n_tokens - 1};
 
     const i32 my_row = lane / 4 + part / 2 * 8, my_token = lane % 4 * 2 + part % 2;
     i32 i = 0;
@@ -330,6 +359,16 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             stage_wait<STAGES - 1>();
             if (u < n_units && s < N_RUNS) {
                 u8* const unpacked = (u8*)fold + part * (FOLD_FLOATS * 4 / PARTS);
+                if (STAGED) {
+                    x.q = (const i8*)stage + RUN_BYTES;
+#pragma unroll
+                    for (i32 i = lane; i < RUN * PAIRS; i += WARP)
+                        prepare(scaled, halves, i, n_tokens, [&](i32 t, i32 block) -> OfBlock {
+                            const u8* const scales = stage + SCALES_AT + t * STAGED_SCALES;
+                            return {((const float*)scales)[block], ((const i32*)scales)[RUN + block],
+                                    x.q + t * STAGED_STRIDE + 32 * block};
+                        });
+                }
                 if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
                     multiply_unit<TYPE0>(acc, stage, constants, unpacked, unit, s, x);
                 } else {

@@ -22,7 +22,8 @@ FOLD_BYTES = 16384  # where the four warps' sums meet, of few tokens half of it,
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
 MAX_STAGES = 4
 FEW_TOKENS = 4  # up to which two blocks of columns share a product
-STAGED_BYTES = 304  # of a token's activations of a run
+STAGED_BYTES = 368  # of a token's activations of a run, with their scales and sums
+RUN_COLUMNS = 256
 RESERVED = 1024  # bytes that the device keeps of each block's shared memory
 
 
@@ -31,8 +32,8 @@ class WideShape:
     """Of a launch: groups of tokens, quads of warps a block, runs in flight a warp, blocks, shared memory.
 
     few: there are so few tokens that two blocks of columns share a product. shared: the activations are in shared
-    memory. staged: those of at most so many tokens come to it with each run of the weights; with neither they are read
-    from global memory each time.
+    memory. staged: those of at most so many tokens come to it with each run of the weights, and their scales with them;
+    with neither they are read from global memory each time.
     """
 
     groups: int
@@ -49,6 +50,14 @@ class WideShape:
         """Runs of weights under way in all blocks: what hides memory's latency, more than activations at hand do."""
         return self.blocks * self.quads * self.stages
 
+    def rounds(self, units: int) -> int:
+        """Units of a quad, one after the other."""
+        return -(-units // (self.blocks * self.quads))
+
+    def per_sm(self, device: Device) -> int:
+        """Quads that share a multiprocessor."""
+        return -(-self.blocks // device.n_sm) * self.quads
+
 
 def fewest_tokens(columns: int) -> int:
     """From how many tokens on products of rows of so many columns are faster on tensor cores."""
@@ -57,7 +66,7 @@ def fewest_tokens(columns: int) -> int:
 
 def stage_bytes(w: QTensor) -> int:
     """Shared memory for a run of 256 columns of 16 rows (Runs of wide.cuh)."""
-    run = row_bytes(w.qtype, 256, w.name)
+    run = row_bytes(w.qtype, RUN_COLUMNS, w.name)
     align = gcd(run, w.row_bytes, 16)
     pieces = (run + 63 - align) // 32 * 2
     pitch = 16 * pieces + (96 - 16 * pieces % 64) % 64 if align == 16 else 16 * (pieces | 1)
@@ -67,11 +76,20 @@ def stage_bytes(w: QTensor) -> int:
 def _activation_bytes(tokens: int, columns_of: int, columns: int, halves: bool, shared: bool) -> int:
     """Of a block, for `tokens` rows of activations; columns_of: tokens that products have columns for."""
     stride = (columns + 95) // 128 * 128 + 48
-    return tokens * stride * shared + columns // 32 * columns_of * 8 * (1 + halves)
+    return tokens * stride * shared + _prepared_bytes(columns_of, columns, halves)
 
 
-def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShape | None:
-    """How to launch the products of some matrices of block types; None where shared memory is too small for it."""
+def _prepared_bytes(columns_of: int, columns: int, halves: bool) -> int:
+    """Of what terms need of activations (`prepare` of wide.cu)."""
+    return columns // 32 * columns_of * 8 * (1 + halves)
+
+
+def wide_shapes(device: Device, ws: tuple[QTensor, ...], tokens: int) -> dict[str, WideShape]:
+    """The ways to launch the products of some matrices of block types: those that shared memory is large enough for.
+
+    "shared": the activations stay in shared memory; "staged": they come to it with each run; "global": neither. Each
+    with as many quads as fit, "all" of them as many as there is work for at once, and then with as many stages.
+    """
     columns = ws[0].shape[1]
     halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
     weights = max(map(stage_bytes, ws))
@@ -80,36 +98,50 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     columns_of = FEW_TOKENS if few else groups * GROUP
     fold = FOLD_BYTES // (2 if few and not any(w.qtype in GRIDS for w in ws) else 1)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
-    units = sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
+    units = _units(ws)
     most = min(QUADS_PER_SM[groups], -(-units // device.n_sm))
-    rounds = -(-columns // (256 * PARTS))
+    rounds = -(-columns // (RUN_COLUMNS * PARTS))
 
-    def cut(fewest: int, shared: bool = False, staged: int = 0) -> WideShape | None:
-        """With as many quads as fit, at least so many, and then as many stages."""
+    def cut(shared: bool, staged: int) -> WideShape | None:
         # Blocks of the same kernel whatever the number of tokens of a group.
-        fixed = _activation_bytes(columns_of, columns_of, columns, halves, shared)
-        for n_quads in range(most, fewest - 1, -1):
+        fixed = 0 if staged else _activation_bytes(columns_of, columns_of, columns, halves, shared)
+        of_warp = constants + (_prepared_bytes(columns_of, RUN_COLUMNS, halves) if staged else 0)
+        for n_quads in range(most, 0, -1):
             stages_most = min(MAX_STAGES, max(rounds * -(-units // (n_quads * device.n_sm)), 1))
             for stages in range(stages_most, min(2, stages_most) - 1, -1):
-                of_quad = fold + PARTS * (constants + stages * (weights + staged * STAGED_BYTES))
+                of_quad = fold + PARTS * (of_warp + stages * (weights + staged * STAGED_BYTES))
                 for quads in (q for q in range(1, n_quads + 1) if n_quads % q == 0):
                     if n_quads // quads * (fixed + quads * of_quad + RESERVED) > device.max_shared_bytes:
                         continue
                     blocks = min(n_quads // quads * device.n_sm, units)
-                    used = _activation_bytes(tokens, columns_of, columns, halves, shared) + quads * of_quad
+                    used = quads * of_quad
+                    used += 0 if staged else _activation_bytes(tokens, columns_of, columns, halves, shared)
                     return WideShape(groups, few, quads, stages, shared, staged, blocks, used)
         return None
 
-    def rounds_of(shape: WideShape) -> int:
-        """Units of a quad, one after the other."""
-        return -(-units // (shape.blocks * shape.quads))
+    ways = {"shared": cut(True, 0), "global": cut(False, 0)}
+    if columns % RUN_COLUMNS == 0:
+        ways["staged"] = cut(False, columns_of)
+    return {name: shape for name, shape in ways.items() if shape is not None}
 
-    found = cut(min(2, most), shared=True)
-    if found is None:
-        found = cut(1)
-        staged = cut(1, staged=columns_of)
+
+def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShape | None:
+    """How to launch the products of some matrices of block types; None where shared memory is too small for it."""
+    ways, units = wide_shapes(device, ws, tokens), _units(ws)
+    most = min(QUADS_PER_SM[next(n for n in QUADS_PER_SM if n * GROUP >= tokens)], -(-units // device.n_sm))
+    shared, other, staged = (ways.get(name) for name in ("shared", "global", "staged"))
+    found = shared
+    if found is None or found.per_sm(device) < min(2, most):
+        found = other
         if found is None or (staged is not None and staged.in_flight >= found.in_flight):
             found = staged
-    if found is not None and (few or not found.shared) and rounds_of(found) > 1 and units <= most * device.n_sm:
-        found = cut(most, staged=columns_of) or cut(most) or found
-    return found or cut(1, shared=True)
+    few = found is not None and found.few
+    if found is not None and (few or not found.shared) and found.rounds(units) > 1 and units <= most * device.n_sm:
+        at_once = (w for w in (staged, other) if w is not None and w.rounds(units) == 1)
+        found = next(at_once, found)
+    return found or shared
+
+
+def _units(ws: tuple[QTensor, ...]) -> int:
+    """Of 16 rows, of all matrices."""
+    return sum(-(-w.shape[0] // TILE_ROWS) for w in ws)
