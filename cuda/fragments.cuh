@@ -44,31 +44,36 @@ struct Tile {
 // Where a row's run begins; for words at multiples of four bytes from there a multiple of four before them and the bits
 // between; the same for words two bytes further (where runs begin at even addresses).
 struct Place {
-    i32 at, base, shift, base2, shift2;
+    i32 at;
+    const u8* base;
+    i32 shift;
+    const u8* base2;
+    i32 shift2;
 };
 
 // `ahead`: the first byte that the lane reads of what it reads in words.
 template <class R>
 DEVICE Place place_of(const Tile& tile, i32 r, i32 ahead) {
     const u32 address = tile.from + (R::ROW_BYTES % 32 ? (u32)(min(r, tile.last) * R::ROW_BYTES) : 0);
-    const i32 at = r * R::PITCH + (i32)(address & 31), base = (at & ~3) + ahead, shift = (at & 3) * 8;
-    return {at, base, shift, base + (shift & 16 ? 4 : 0), shift ^ 16};
+    const i32 at = r * R::PITCH + (i32)(address & 31), shift = (at & 3) * 8;
+    const u8* const base = kept_shared(tile.rows + (at & ~3) + ahead);
+    return {at, base, shift, R::ALIGN == 2 ? kept_shared(base + (shift & 16 ? 4 : 0)) : base, shift ^ 16};
 }
 
 // The word at byte `to` of the row's run, for the lane: all but rows of odd bytes need no arithmetic but a shift.
 template <i32 align>
-DEVICE u32 word_of(const u8* rows, const Place& p, i32 to) {
+DEVICE u32 word_of(const Place& p, i32 to) {
     if (align >= 4 || to % 4 == 0) {
-        const u32* const w = (const u32*)(rows + p.base + (to & ~3));
+        const u32* const w = (const u32*)(p.base + (to & ~3));
         const i32 shift = align >= 4 ? to % 4 * 8 : p.shift;
         return align >= 4 && to % 4 == 0 ? w[0] : __funnelshift_r(w[0], w[1], shift);
     }
     if (to % 2 == 0 && align == 2) {
-        const u32* const w = (const u32*)(rows + p.base2 + (to & ~3));
+        const u32* const w = (const u32*)(p.base2 + (to & ~3));
         return __funnelshift_r(w[0], w[1], p.shift2);
     }
     u32 w[1];
-    load_run<1>(rows, p.base + p.shift / 8 + to, w);
+    load_run<1>(p.base, p.shift / 8 + to, w);
     return w[0];
 }
 
@@ -162,7 +167,7 @@ struct Fragments<Q4_K> {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
             if (j % 2 == 0)
-                f.codes[r] = *(const uint2*)(tile.rows + at[1 + r].base + 16 + 16 * j);
+                f.codes[r] = *(const uint2*)(at[1 + r].base + 16 + 16 * j);
             const u32 mask = 0x0f0f0f0fu << (4 * (j % 2)); // the scale makes up for bits that stay where they are
             a[r] = f.codes[r].x & mask;
             a[r + 2] = f.codes[r].y & mask;
@@ -180,7 +185,7 @@ struct Fragments<Q5_K> {
         put_k_constants(tile, at[0].at, 1.0f);
 #pragma unroll
         for (i32 r = 0; r < 2; r++)
-            f.high[r] = *(const uint2*)(tile.rows + at[1 + r].base + 16);
+            f.high[r] = *(const uint2*)(at[1 + r].base + 16);
     }
     DEVICE u32 joined(u32 codes, u32 high, i32 j) {
         return and_or(j < 4 ? high << (4 - j) : high >> (j - 4), 0x10101010u, (codes >> (4 * (j % 2))) & 0x0f0f0f0fu);
@@ -190,7 +195,7 @@ struct Fragments<Q5_K> {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
             if (j % 2 == 0)
-                f.codes[r] = *(const uint2*)(tile.rows + at[1 + r].base + 48 + 16 * j);
+                f.codes[r] = *(const uint2*)(at[1 + r].base + 48 + 16 * j);
             a[r] = joined(f.codes[r].x, f.high[r].x, j);
             a[r + 2] = joined(f.codes[r].y, f.high[r].y, j);
         }
@@ -205,13 +210,17 @@ struct Fragments<Q6_K> {
     template <i32 align>
     DEVICE void begin(Fragments&, const Tile& tile, const Place (&at)[3]) {
         const i32 lane = threadIdx.x % WARP, first = lane / TILE_ROWS * 4;
-        const float d = half_to_float(load_half(tile.rows, at[0].at + 208));
+        const u8* const row = kept_shared(tile.rows + at[0].at + 192);
+        const u8* const own = kept_shared(row + 2 * first);
+        float4* const to = kept_shared(tile.constants->factor[lane % TILE_ROWS] + first);
+        const float d = half_to_float(load_half(row, 16));
+        u32 factors[4];
 #pragma unroll
-        for (i32 i = 0; i < 4; i++) {
-            const u32 factors = load_half(tile.rows, at[0].at + 192 + 2 * (first + i));
-            tile.constants->factor[lane % TILE_ROWS][first + i] =
-                make_float4((float)(i8)factors, (float)(i8)(factors >> 8), d, 0.0f);
-        }
+        for (i32 i = 0; i < 4; i++)
+            factors[i] = load_half(own, 2 * i);
+#pragma unroll
+        for (i32 i = 0; i < 4; i++)
+            to[i] = make_float4((float)(i8)factors[i], (float)(i8)(factors[i] >> 8), d, 0.0f);
     }
     template <i32 align>
     DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
@@ -219,9 +228,9 @@ struct Fragments<Q6_K> {
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
             if (quarter < 2)
-                f.codes[quarter][i] = word_of<align>(tile.rows, at[1 + i % 2], j / 4 * 64 + 32 * quarter + i / 2 * 16);
+                f.codes[quarter][i] = word_of<align>(at[1 + i % 2], j / 4 * 64 + 32 * quarter + i / 2 * 16);
             if (quarter == 0)
-                f.high[i] = word_of<align>(tile.rows, at[1 + i % 2], 128 + 8 * j + i / 2 * 16);
+                f.high[i] = word_of<align>(at[1 + i % 2], 128 + 8 * j + i / 2 * 16);
         }
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
@@ -250,14 +259,14 @@ struct Fragments<Q3_K> {
         }
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
-            f.high[i] = word_of<align>(tile.rows, at[1 + i % 2], i / 2 * 16);
+            f.high[i] = word_of<align>(at[1 + i % 2], i / 2 * 16);
     }
     template <i32 align>
     DEVICE void get(Fragments& f, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
         if (j % 4 == 0)
 #pragma unroll
             for (i32 i = 0; i < 4; i++)
-                f.codes[i] = word_of<align>(tile.rows, at[1 + i % 2], 32 + 8 * j + i / 2 * 16);
+                f.codes[i] = word_of<align>(at[1 + i % 2], 32 + 8 * j + i / 2 * 16);
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
             a[i] = and_or(j < 2 ? f.high[i] << (2 - j) : f.high[i] >> (j - 2), 0x04040404u,
@@ -294,7 +303,7 @@ struct Fragments<Q2_K> {
         if (j % 4 == 0)
 #pragma unroll
             for (i32 i = 0; i < 4; i++)
-                f.codes[i] = word_of<4>(tile.rows, at[1 + i % 2], 16 + 8 * j + i / 2 * 16);
+                f.codes[i] = word_of<4>(at[1 + i % 2], 16 + 8 * j + i / 2 * 16);
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
             a[i] = f.codes[i] & (0x03030303u << (j % 4 * 2));
@@ -326,7 +335,7 @@ struct Fragments<Q8_0> {
     DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
         for (i32 i = 0; i < 4; i++)
-            a[i] = word_of<align>(tile.rows, at[1 + i % 2], 34 * j + 2 + i / 2 * 4);
+            a[i] = word_of<align>(at[1 + i % 2], 34 * j + 2 + i / 2 * 4);
     }
 };
 
@@ -347,7 +356,7 @@ struct NibbleFragments {
         const i32 t = threadIdx.x % 4;
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
-            const u32 v = word_of<align>(tile.rows, at[1 + r], BYTES * j + CODES);
+            const u32 v = word_of<align>(at[1 + r], BYTES * j + CODES);
             if constexpr (type == IQ4_NL) {
                 split_word<iq4_bytes>(v, a[r], a[r + 2]);
             } else {
@@ -357,7 +366,7 @@ struct NibbleFragments {
             if constexpr (CODES > 4) {
                 Place row = at[1 + r];
                 row.base -= 4 * t, row.base2 -= 4 * t;
-                const u32 bits = word_of<align>(tile.rows, row, BYTES * j + CODES - 4);
+                const u32 bits = word_of<align>(row, BYTES * j + CODES - 4);
                 a[r] |= fifth_bits(bits >> (4 * t));
                 a[r + 2] |= fifth_bits(bits >> (4 * t + 16));
             }
@@ -393,7 +402,7 @@ struct Fragments<IQ4_XS> {
     DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
         for (i32 r = 0; r < 2; r++) {
-            const u32 v = *(const u32*)(tile.rows + at[1 + r].base + 8 + 16 * j);
+            const u32 v = *(const u32*)(at[1 + r].base + 8 + 16 * j);
             split_word<iq4_bytes>(v, a[r], a[r + 2]);
         }
     }
@@ -411,7 +420,7 @@ struct Fragments<MXFP4> {
     DEVICE void get(Fragments&, const Tile& tile, const Place (&at)[3], i32 j, u32 (&a)[4]) {
 #pragma unroll
         for (i32 r = 0; r < 2; r++)
-            split_word<e2m1_bytes>(word_of<align>(tile.rows, at[1 + r], 17 * j + 1), a[r], a[r + 2]);
+            split_word<e2m1_bytes>(word_of<align>(at[1 + r], 17 * j + 1), a[r], a[r + 2]);
     }
 };
 
@@ -433,7 +442,7 @@ struct Fragments<NVFP4> {
         for (i32 i = 0; i < 4; i++) {
             Place row = at[1 + i % 2];
             row.base -= 4 * (t & 2);
-            const u32 v = word_of<4>(tile.rows, row, j / 2 * 36 + 4 + j % 2 * 16 + i / 2 * 8);
+            const u32 v = word_of<4>(row, j / 2 * 36 + 4 + j % 2 * 16 + i / 2 * 8);
             a[i] = __byte_perm(e2m1_bytes(v), e2m1_bytes(v >> 16), which);
         }
     }

@@ -86,6 +86,21 @@ DEVICE i32 dot4_unsigned(u32 a, i32 b, i32 c) {
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// The same pointer, worked out once: what lies at constant distances behind it then takes no arithmetic. Compilers like to
+// add the distances first.
+template <class T>
+DEVICE T* kept_shared(T* p) {
+    u32 address = shared_address(p);
+    asm("" : "+r"(address));
+    return (T*)__cvta_shared_to_generic(address);
+}
+
+template <class T>
+DEVICE T* kept_global(T* p) {
+    asm("" : "+l"(p));
+    return p;
+}
+
 // 16 bytes from global (or mapped host) memory to shared memory, past L1; both 16-byte aligned.
 DEVICE void copy16_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");

@@ -83,19 +83,23 @@ DEVICE Unit unit_at(const u8* w, float* y, i32 matrix, i32 u, i32 n) {
 // Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
 template <class R, i32 per_row, i32 first_piece>
 DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
-    constexpr i32 ROWS = WARP / per_row; // at once
+    constexpr i32 ROWS = WARP / per_row, TIMES = (TILE_ROWS + ROWS - 1) / ROWS; // at once, and how often
+    // So many of a lane's rows lie differently to a boundary of 32 bytes; those behind them as these do.
+    constexpr i32 STEP = ROWS * R::ROW_BYTES, OF_32 = 32 / common_divisor(STEP, 32), KINDS = OF_32 < TIMES ? OF_32 : TIMES;
     const i32 lane = threadIdx.x % WARP, row = lane / per_row, begin = 16 * (first_piece + lane % per_row);
     if (ROWS > TILE_ROWS && row >= TILE_ROWS)
         return;
-    stage += row * R::PITCH + begin;
-    const u8* run = from + row * R::ROW_BYTES;
+    u8* const to = kept_shared(stage + row * R::PITCH + begin);
+    const u8* const run = from + row * R::ROW_BYTES;
 #pragma unroll
-    for (i32 i = 0; i < TILE_ROWS; i += ROWS) {
-        const i32 skew = (i32)((u64)(ROWS * R::ROW_BYTES % 32 ? run : from + row * R::ROW_BYTES) & 31);
+    for (i32 kind = 0; kind < KINDS; kind++) {
+        const i32 skew = (i32)((u64)(run + kind * STEP) & 31);
+        const u8* const piece = kept_global(run + kind * STEP - skew + begin);
         // The first piece and the last ones may be none of the run's.
         if ((first_piece || begin + 16 > skew) && begin < skew + n_bytes)
-            copy16_async(stage + i * R::PITCH, run - skew + begin);
-        run += ROWS * R::ROW_BYTES;
+#pragma unroll
+            for (i32 i = kind; i < TIMES; i += KINDS)
+                copy16_async(to + i * ROWS * R::PITCH, piece + (i - kind) * STEP);
     }
 }
 

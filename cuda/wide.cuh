@@ -47,28 +47,26 @@ struct WideBlock {
     float half[4]; // the first halves of both tokens, the second ones
 };
 
-// What a lane loads of the activations: words of a token and a block, scales and sums of a pair of tokens and a block.
+// Where a lane finds them: words of a token, scales and sums of a pair of tokens.
 struct Whose {
-    i32 token, block, pair, of_pair;
+    const i8* q;
+    const float4 *scaled, *halves;
 };
 
-template <Type type, i32 pairs>
-DEVICE void load_wide(const WideInput& x, const Whose& whose, WideBlock& to) {
-    const i32 t = threadIdx.x % WARP % 4;
-    const i8* const q = x.q + (i64)min(whose.token, x.last) * x.stride + 32 * whose.block;
+template <Type type>
+DEVICE void load_wide(const Whose& at, WideBlock& to) {
     if constexpr (!Fragments<type>::PAIRED) {
-        to.b0 = *(const u32*)(q + 4 * t);
-        to.b1 = *(const u32*)(q + 16 + 4 * t);
+        to.b0 = *(const u32*)at.q;
+        to.b1 = *(const u32*)(at.q + 16);
     } else {
-        const uint2 v = *(const uint2*)(q + 8 * t);
+        const uint2 v = *(const uint2*)at.q;
         to.b0 = v.x;
         to.b1 = v.y;
     }
-    const i32 at = whose.of_pair * pairs + whose.pair;
-    const float4 s = x.scaled[at];
+    const float4 s = *at.scaled;
     to.d[0] = s.x, to.d[1] = s.y, to.sum[0] = s.z, to.sum[1] = s.w;
     if constexpr (has_halves(type)) {
-        const float4 h = x.halves[at];
+        const float4 h = *at.halves;
         to.half[0] = h.x, to.half[1] = h.y, to.half[2] = h.z, to.half[3] = h.w;
     }
 }
@@ -155,6 +153,16 @@ DEVICE void multiply_run(float (&acc)[groups][HELD_RUN<few>][4], const Tile& til
     const i32 lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, odd = few ? t / 2 : 0;
     const i32 ahead = (F::PAIRED ? 8 : 4) * t;
     const Place at[3] = {place_of<R>(tile, lane % TILE_ROWS, 0), place_of<R>(tile, g, ahead), place_of<R>(tile, g + 8, ahead)};
+    // What a lane reads of block 0 and, of few tokens, of its own of two blocks.
+    const float2* const scales = kept_shared(tile.constants->scale[g] + odd);
+    const float4* const factors = NO_FACTOR ? nullptr : kept_shared(tile.constants->factor[g] + odd);
+    const i32 pair = (first + odd) * PAIRS + (few ? t % 2 : t), next = few ? g / FEW_TOKENS * 32 : 0;
+    const float4* const scaled = kept_shared(x.scaled + pair);
+    const float4* const halves = NO_FACTOR ? nullptr : kept_shared(x.halves + pair);
+    const i8* q[groups];
+#pragma unroll
+    for (i32 group = 0; group < groups; group++)
+        q[group] = x.q + min(few ? g % FEW_TOKENS : GROUP * group + g, x.last) * x.stride + 32 * first + next + ahead;
     F fragments;
     F::template begin<R::ALIGN>(fragments, tile, at);
     __syncwarp();
@@ -166,21 +174,21 @@ DEVICE void multiply_run(float (&acc)[groups][HELD_RUN<few>][4], const Tile& til
             F::template get<R::ALIGN>(fragments, tile, at, j, a[0]);
             if (both)
                 F::template get<R::ALIGN>(fragments, tile, at, j + 1, a[EACH - 1]);
-            const i32 own = both ? j + odd : j; // where there is one block, a lane beside it has nothing to add
+            const i32 own = both ? j : j - odd; // where there is one block, a lane beside it has nothing to add
             float2 scale[2];
             float4 factor[2];
 #pragma unroll
             for (i32 r = 0; r < 2; r++) {
-                scale[r] = NO_SCALE ? make_float2(0.0f, 0.0f) : tile.constants->scale[g + 8 * r][own];
-                factor[r] = NO_FACTOR ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : tile.constants->factor[g + 8 * r][own];
+                scale[r] = NO_SCALE ? make_float2(0.0f, 0.0f) : scales[8 * r * (RUN + 2) + own];
+                factor[r] = NO_FACTOR ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : factors[8 * r * (RUN + 1) + own];
             }
 #pragma unroll
             for (i32 group = 0; group < groups; group++) {
                 WideBlock b;
                 BlockSums<type> sums;
+                const i32 of_pair = own * PAIRS + (few ? 0 : GROUP / 2 * group);
+                load_wide<type>({q[group] + 32 * j - (both ? 0 : next), scaled + of_pair, halves + of_pair}, b);
                 if constexpr (few) {
-                    const i32 block = both ? j + g / FEW_TOKENS : j;
-                    load_wide<type, PAIRS>(x, {g % FEW_TOKENS, first + block, t % 2, first + own}, b);
                     sums.multiply(a[0], b);
                     if (both) {
                         BlockSums<type> others;
@@ -190,7 +198,6 @@ DEVICE void multiply_run(float (&acc)[groups][HELD_RUN<few>][4], const Tile& til
                     if (both || !odd)
                         add_terms<type, BEGUN>(acc[group][j / 2], sums, scale, factor, b);
                 } else {
-                    load_wide<type, PAIRS>(x, {GROUP * group + g, first + j, GROUP / 2 * group + t, first + j}, b);
                     sums.multiply(a[0], b);
                     add_terms<type, BEGUN>(acc[group][j], sums, scale, factor, b);
                 }

@@ -193,6 +193,7 @@ class Driver:
                         self._ready(worker, info)
                     case Refused(worker, error):
                         self._refuse(worker, error)
+                        alone_s = self._clock()  # it was not silent, and another place has its time
                     case Died(worker, reason, lost_only):
                         self._lose(worker, reason, blame=not lost_only)
                         self._pool.kill(worker)  # which may be cut off alone, and still have its GPU

@@ -80,6 +80,11 @@ DEVICE void emulator_copy_async(void* to, const void* from, int n, bool valid, c
     f.copies[f.n_copies++] = {to, valid ? from : nullptr, n, f.committed};
 }
 
+template <class T>
+DEVICE T* kept_shared(T* p) { return p; }
+template <class T>
+DEVICE T* kept_global(T* p) { return p; }
+
 DEVICE void copy16_async(void* shared, const void* global, EMULATOR_SITE("copy16_async")) {
     emulator_copy_async(shared, global, 16, true, site);
 }
