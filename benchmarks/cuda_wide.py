@@ -1,8 +1,8 @@
 """Cases of cuda_kernels.py: products of 2 to 32 rows in every way there is, so that the ways can be chosen by it.
 
-*product*: no tensor cores (product.cu). Else wide.cu: its input *stays* in shared memory, is *staged* with each run of the
-weights, or is read from *global* memory. *eight*: as *stays*, with as many columns as tokens, where two blocks of columns
-could share a product of the tensor cores. What is served is chosen by `wide_shape` and `fewest_tokens` of
+*product*: no tensor cores (product.cu). Else wide.cu: its input *stays* in shared memory, is *staged* with each run of
+the weights, or is read from *global* memory. *eight*: as *stays*, with as many columns as tokens, where two blocks of
+columns could share a product of the tensor cores. What is served is chosen by `wide_shape` and `fewest_tokens` of
 engine/ops/cuda/wide.py.
 """
 

@@ -15,7 +15,7 @@ from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Limits, arithmetic, reference
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.products import Products, Quantized
-from engine.ops.cuda.wide import WideShape, stage_bytes, wide_shape
+from engine.ops.cuda.wide import WideShape, fewest_tokens, stage_bytes, wide_shape
 from tests.gguf_files import random_blocks
 from tests.op_cases import SELDOM, slow_if
 
@@ -226,22 +226,36 @@ def test_activations_that_come_with_the_weights(
         check(device.read(found), arithmetic.product(w, x))
 
 
-def test_activations_come_with_the_weights_where_that_costs_nothing() -> None:
-    """No stage of long rows and, of few tokens, no second round of units."""
+def test_activations_come_with_the_weights_where_more_is_in_flight_by_that() -> None:
+    """And of few tokens no quad has a second round of units."""
     cases = (
-        (5120, QType.Q4_K, 8, 3, 4, 0), (5120, QType.Q6_K, 4, 1, 2, 4), (5120, QType.Q6_K, 8, 1, 2, 8),
-        (2048, QType.Q6_K, 8, 1, 4, 8), (2048, QType.Q5_K, 16, 1, 4, 16), (5120, QType.Q6_K, 32, 1, 2, 32),
+        (5120, QType.Q4_K, 8, 3, 4, 0), (5120, QType.Q6_K, 4, 3, 2, 0), (5120, QType.Q6_K, 8, 2, 2, 0),
+        (5120, QType.Q6_K, 16, 1, 4, 16), (5120, QType.Q6_K, 32, 1, 2, 32), (5120, QType.Q4_K, 32, 2, 2, 0),
     )  # fmt: skip
     for rows, qtype, T, quads, stages, staged in cases:
-        data = CountingDevice().empty((rows * row_bytes(qtype, 17408, "w"),), np.uint8)
-        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (QTensor("w", qtype, (rows, 17408), data),), T)
+        cut = wide_shape(CountingDevice("sm_90", 132, 227 << 10), (of_rows(rows, qtype, 17408),), T)
         assert cut is not None and (cut.quads, cut.stages, cut.shared, cut.staged) == (quads, stages, False, staged)
+
+
+def test_how_many_rows_tensor_cores_are_for() -> None:
+    cases = (
+        (2048, QType.Q4_K, 4096, 3), (5120, QType.Q6_K, 17408, 2), (151936, QType.Q6_K, 2048, 5),
+        (151936, QType.Q4_K, 2048, 3), (151936, QType.Q6_K, 6144, 2),
+    )  # fmt: skip
+    for rows, qtype, columns, fewest in cases:
+        assert fewest_tokens((of_rows(rows, qtype, columns),)) == fewest, (rows, qtype, columns)
+
+
+def of_rows(rows: int, qtype: QType, columns: int) -> QTensor:
+    """A matrix that is not there."""
+    data = CountingDevice().empty((rows * row_bytes(qtype, columns, "w"),), np.uint8)
+    return QTensor("w", qtype, (rows, columns), data)
 
 
 def test_what_does_not_fit_on_tensor_cores() -> None:
     """Launches fit their memory, and where none does, another kernel takes the rows one by one."""
     N, K = 5120, 4096
-    w = QTensor("w", QType.Q6_K, (N, K), CountingDevice().empty((N * row_bytes(QType.Q6_K, K, "w"),), np.uint8))
+    w = of_rows(N, QType.Q6_K, K)
     for kib in (227, 163, 99, 64, 40):
         for T in (2, 8, 16, 32):
             cut = wide_shape(CountingDevice("sm_90", 132, kib << 10), (w,), T)

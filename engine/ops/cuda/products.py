@@ -326,7 +326,7 @@ class Products:
             if w.shape[1] != K or y.shape != (T, w.shape[0]) or (is_float and quantized):
                 raise ValueError(f"{w.name}: {w.qtype.name} {w.shape} of [{T}, {K}] to {y.shape}")
 
-        small = fewest_tokens(K) <= T <= SMALL_TOKENS
+        small = not is_float and fewest_tokens(ws) <= T <= SMALL_TOKENS
         if isinstance(x, Quantized) and small and self._wide(ws, x, ys, add, row_scale, softcap):
             return
         tokens = next(n for n in (1, 2, 4, 8) if n >= min(T, 8))

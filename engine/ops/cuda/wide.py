@@ -17,6 +17,7 @@ TILE_ROWS = 16  # of a matrix, that four warps share
 PARTS = 4
 FEWEST_TOKENS = 3  # one and two have product.cu
 LONG_COLUMNS = 5120  # but two of longer rows have not: product.cu cannot keep their activations in registers
+MANY_ROWS = 65536  # of heads, mostly: in a type with halves four tokens of them take product.cu fewer instructions
 GROUP = 8  # tokens of a product of the tensor cores
 FOLD_BYTES = 16384  # where the four warps' sums meet, of few tokens half of it, unless weights are unpacked there
 QUADS_PER_SM = {1: 4, 2: 3, 4: 2}  # by groups of tokens: what registers allow
@@ -59,8 +60,11 @@ class WideShape:
         return -(-self.blocks // device.n_sm) * self.quads
 
 
-def fewest_tokens(columns: int) -> int:
-    """From how many tokens on products of rows of so many columns are faster on tensor cores."""
+def fewest_tokens(ws: tuple[QTensor, ...]) -> int:
+    """From how many tokens on products of some matrices are faster on tensor cores."""
+    rows, columns = sum(w.shape[0] for w in ws), ws[0].shape[1]
+    if rows >= MANY_ROWS and columns <= LONG_COLUMNS and _has_halves(ws):
+        return FEW_TOKENS + 1
     return FEWEST_TOKENS - (columns > LONG_COLUMNS)
 
 
@@ -91,7 +95,7 @@ def wide_shapes(device: Device, ws: tuple[QTensor, ...], tokens: int) -> dict[st
     with as many quads as fit, "all" of them as many as there is work for at once, and then with as many stages.
     """
     columns = ws[0].shape[1]
-    halves = any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
+    halves = _has_halves(ws)
     weights = max(map(stage_bytes, ws))
     groups = next(n for n in QUADS_PER_SM if n * GROUP >= tokens)
     few = tokens <= FEW_TOKENS
@@ -133,13 +137,17 @@ def wide_shape(device: Device, ws: tuple[QTensor, ...], tokens: int) -> WideShap
     found = shared
     if found is None or found.per_sm(device) < min(2, most):
         found = other
-        if found is None or (staged is not None and staged.in_flight >= found.in_flight):
+        # To stage it takes instructions and shared memory for each unit; it pays where more is in flight by that.
+        if found is None or (staged is not None and staged.in_flight > found.in_flight):
             found = staged
-    few = found is not None and found.few
-    if found is not None and (few or not found.shared) and found.rounds(units) > 1 and units <= most * device.n_sm:
-        at_once = (w for w in (staged, other) if w is not None and w.rounds(units) == 1)
-        found = next(at_once, found)
-    return found or shared
+    found = found or shared
+    if found is not None and found.few and found.rounds(units) > 1 and units <= most * device.n_sm:
+        return other if other is not None and other.rounds(units) == 1 else found
+    return found
+
+
+def _has_halves(ws: tuple[QTensor, ...]) -> bool:
+    return any(block_types.record(w.qtype).kind == "HALVES" for w in ws)
 
 
 def _units(ws: tuple[QTensor, ...]) -> int:
