@@ -32,6 +32,8 @@ from spark.results import write_json
 
 BENCH_S = 600.0
 
+WARM_TOKENS = 64  # of each reply of a first round: enough for the last one to begin before the first has ended
+
 
 class Reader(threading.Thread):
     """Reads one request's events and notes when its tokens came; starts at once."""
@@ -117,7 +119,7 @@ def main() -> None:
                 theirs[ran["pl"]].append({"tokens_per_s": ran["speed_tg"], "prefill_tokens_per_s": ran["speed_pp"]})
         with open_checked(config) as client:
             for n in counts:  # warms up: a step of each width is captured once, which takes as long as a dozen of them
-                together(client, [prompts.next(o.depth) for _ in range(n)], 16)
+                together(client, [prompts.next(o.depth) for _ in range(n)], WARM_TOKENS)
             for n in counts:
                 ours[n].append(together(client, [prompts.next(o.depth) for _ in range(n)], o.tokens))
             made = settings(client)
