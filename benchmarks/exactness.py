@@ -63,6 +63,7 @@ def tokens_of(
 ) -> tuple[list[list[int]], int, int]:
     """What is generated for each request, how many experts were missed, and how many the CPU computed of them."""
     engine = Engine(config)
+    engine.warm_up()
     found = []
     for i, (prompt, sampling) in enumerate(requests):
         engine.submit(Generate(i, prompt, n, sampling, stop_tokens=()))

@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.memory.order import Oldest
 
 Kind = Literal["chunks", "snapshots", "forks", "sequences"]  # what host memory is kept for
 _log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class HostTier:
         self.n_bytes = 0
         self.now = 0
         self._device, self._keep_bytes = device, budget_bytes
-        self._claims: dict[Claim, None] = {}
+        self._claims = Oldest[Claim](attrgetter("order"))
         self._fixed_bytes = 0  # of claims that nobody can give up
 
     def tick(self) -> int:
@@ -76,18 +79,17 @@ class HostTier:
         if self._fixed_bytes + n_bytes > self.budget_bytes:
             return None
         while self.n_bytes + n_bytes > self.budget_bytes:
-            oldest = sorted(self._claims, key=lambda held: held.order)
-            if not any(held.give_up() for held in oldest if held.give_up is not None):
+            if not any(held.give_up() for held in self._claims if held.give_up is not None):
                 return None
         made = Claim(kind, n_bytes, give_up, self.now if used is None else used, depth)
-        self._claims[made] = None
+        self._claims.add(made)
         self.n_bytes += n_bytes
         self._fixed_bytes += n_bytes if give_up is None else 0
         return made
 
     def drop(self, claim: Claim) -> None:
         """Give a claim's bytes back, once."""
-        del self._claims[claim]
+        self._claims.remove(claim)
         self.n_bytes -= claim.n_bytes
         self._fixed_bytes -= claim.n_bytes if claim.give_up is None else 0
 

@@ -156,7 +156,7 @@ class PrefixCache:
             return None
         node = self.tree.child(parent, key)
         self.tree.in_use.add(node)
-        node.blocks = blocks
+        self.tree.hold(node, blocks)
         self._drop_data(node)
         return node
 
@@ -248,7 +248,7 @@ class PrefixCache:
                 for group, blocks in zip(self._groups, held, strict=True):
                     for block in blocks:
                         self._kv.pools[group].share(block)
-                child.blocks = tuple(map(tuple, held))
+                self.tree.hold(child, tuple(map(tuple, held)))
                 self._drop_data(child)
         if not path:
             return
@@ -478,13 +478,14 @@ class PrefixCache:
         """Take a node and all below it out of the tree."""
         for below in node.subtree():
             self._forget(below)
+            below.gone = True
         assert node.parent is not None
         del node.parent.children[node.key]
 
     def _give_back(self, node: Node) -> None:
         for group, blocks in zip(self._groups, node.blocks or (), strict=node.blocks is not None):
             self._kv.pools[group].give_back(list(blocks))
-        node.blocks = None
+        self.tree.let_go(node)
 
     def _forget(self, node: Node) -> None:
         """Give up what is held of a node that stays."""

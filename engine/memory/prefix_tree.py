@@ -19,6 +19,7 @@ from engine.formats import prefix_file
 from engine.memory.blocks import BlockPool
 from engine.memory.host import Claim
 from engine.memory.kv import Data, Snapshot
+from engine.memory.order import Oldest
 from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS
 
 SNAPSHOT_TOKENS = 4096  # between two snapshots in the middle of a long prompt
@@ -43,6 +44,8 @@ class Node:
     used: int = 0
     data_claim: Claim | None = None
     snapshot_claim: Claim | None = None
+    reached: Node | None = None  # one that had a snapshot, of those that follow or this
+    gone: bool = False  # out of the tree
 
     @property
     def data_bytes(self) -> int:
@@ -108,6 +111,7 @@ class PrefixTree:
         self._pools, self._saved = pools, saved
         self.root = Node(None, b"", root, 0)
         self.in_use: set[Node] = set()
+        self._held = Oldest[Node](lambda node: (node.used, -node.length))  # that have blocks
 
     # --- where a prompt goes on -------------------------------------------------------------------
 
@@ -229,7 +233,27 @@ class PrefixTree:
 
     def useful(self, node: Node) -> bool:
         """Whether a sequence could go on after the chunk or one that follows, were they in host memory."""
-        return not self.needs_snapshot or any(n.snapshot or self._saved(f"{n.name}.state") for n in node.subtree())
+        if not self.needs_snapshot:
+            return True
+        # Chunks are asked about from the last one on, so what is looked for is mostly known of those that follow.
+        known = (node.reached, node, *(child.reached for child in node.children.values()))
+        found = (n for n in known if n is not None and self._begins_after(n))
+        node.reached = next(found, None) or next(filter(self._begins_after, node.subtree()), None)
+        return node.reached is not None
+
+    def _begins_after(self, node: Node) -> bool:
+        """Whether there is a snapshot behind a chunk."""
+        return not node.gone and (node.snapshot is not None or self._saved(f"{node.name}.state"))
+
+    def hold(self, node: Node, blocks: tuple[tuple[int, ...], ...]) -> None:
+        """Let a node have blocks."""
+        node.blocks = blocks
+        self._held.add(node)
+
+    def let_go(self, node: Node) -> None:
+        """Let a node have none any more."""
+        node.blocks = None
+        self._held.remove(node)
 
     def least_used(self) -> tuple[Node, bool] | None:
         """The chunk whose blocks are given up next, and whether its bytes may be kept; None: blocks of none can be.
@@ -237,13 +261,11 @@ class PrefixTree:
         That is the least recently used one that no sequence uses, and none of those that follow. Else, of chunks that
         sequences use, one that they have read for themselves above: the tree can do without it and all below.
         """
-        held = [n for n in self.root.subtree() if n.blocks is not None and self.free(n)]
-        held.sort(key=lambda n: (n.used, -n.length))
-        last = (n for n in held if all(c.blocks is None for c in n.children.values()) and self.alone(n))
-        node = next(last, None)
+        last = (n for n in self._held if all(c.blocks is None for c in n.children.values()))
+        node = next((n for n in last if self.free(n) and self.alone(n)), None)
         if node is not None:
             return node, self.useful(node)
-        over = next((n for n in held if self.alone(n) and all(map(self.free, n.subtree()))), None)
+        over = next((n for n in self._held if self.alone(n) and all(map(self.free, n.subtree()))), None)
         return None if over is None else (over, False)
 
     def blocks(self, group: int) -> Counter[int]:

@@ -196,8 +196,9 @@ class Steps:
             step = replace(self.captured_inputs(T, recalls), apart=apart, decoded=decoded)
             self.forward.run(step, self.residency)
 
-        self.begin(T)
-        self.graphs.get((T, apart, decoded, recalls), work).launch()
+        graph = self.graphs.get((T, apart, decoded, recalls), work)
+        self.begin(T)  # right before it: who is awake for the step does not stay so while one is captured
+        graph.launch()
 
     def begin(self, T: int) -> None:
         """A step of T tokens is about to be enqueued."""

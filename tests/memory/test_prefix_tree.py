@@ -193,7 +193,7 @@ def test_what_is_given_up_is_the_least_used_and_never_before_what_follows_it(
     for node, (used, held, others, in_use, stated) in zip(found.values(), states, strict=False):
         node.used = used
         if held:
-            node.blocks = tuple((pool.take(),) for pool in pools)
+            tree.hold(node, tuple((pool.take(),) for pool in pools))
             if others:
                 pools[used % 2].share(node.blocks[used % 2][0])
         if in_use:

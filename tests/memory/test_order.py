@@ -1,0 +1,57 @@
+"""What is given up first, beside sorting everything each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.memory.order import Oldest
+
+
+@dataclass(eq=False)
+class Thing:
+    used: int
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "grow", "remove", "look", "take"]), st.integers(0, 30)), max_size=200))
+def test_the_order_is_that_of_sorting(what: list[tuple[str, int]]) -> None:
+    """Whatever comes, goes, comes again and is used meanwhile; also where what is looked at goes."""
+    order, things = Oldest[Thing](lambda thing: thing.used), [Thing(i % 4) for i in range(31)]
+    here: set[Thing] = set()
+
+    def expected() -> list[int]:
+        return sorted(thing.used for thing in here)
+
+    for kind, i in what:
+        thing = things[i]
+        if kind == "add":
+            order.add(thing)
+            here.add(thing)
+        elif kind == "grow":
+            thing.used += i % 3
+        elif kind == "remove":
+            order.remove(thing)
+            here.discard(thing)
+        elif kind == "look":
+            assert [found.used for found in islice(order, i)] == expected()[:i]
+        else:
+            for found in order:
+                assert found.used == expected()[0]
+                order.remove(found)
+                here.discard(found)
+                break
+        assert len(order) == len(here) and (thing in order) == (thing in here)
+    assert [found.used for found in order] == expected()
+
+
+def test_what_is_stale_takes_no_memory() -> None:
+    order, things = Oldest[Thing](lambda thing: thing.used), [Thing(0) for _ in range(20)]
+    for used in range(1000):
+        for thing in things:
+            thing.used = used
+            order.remove(thing)
+            order.add(thing)
+    assert len(order) == len(things) and len(order._rows) <= 2 * len(things) + 65
