@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=time.time_ns() & 0xFFFFFFFF)
     json_option(parser)
     o = parser.parse_args()
+    o.model = o.model.absolute()  # the server runs elsewhere
     if o.vram_gib is not None:
         o.option += ["--vram", str(o.vram_gib)]
     prompts = Prompts(o.model, o.seed)

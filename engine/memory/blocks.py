@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -35,7 +36,8 @@ class BlockPool:
         self.reclaim: Callable[[], bool] | None = None
         self.taken: Callable[[int], None] | None = None
         self._what = what
-        self._free = list(range(n_blocks - 1, -1, -1))
+        # A heap: the first ones are taken first, so that those of one piece are neighbors, which are copied at once.
+        self._free = list(range(n_blocks))
         self._holders = [0] * n_blocks
 
     @property
@@ -49,8 +51,8 @@ class BlockPool:
             if self.reclaim is None or not self.reclaim():
                 raise CapacityError(f"all {self.n_blocks} {self._what} are in use")
         if self.places is not None:
-            self.places.enter(self._free[-1])
-        block = self._free.pop()
+            self.places.enter(self._free[0])
+        block = heappop(self._free)
         self._holders[block] = 1
         if self.taken is not None:
             self.taken(block)
@@ -73,7 +75,7 @@ class BlockPool:
             assert self._holders[block] > 0
             self._holders[block] -= 1
             if not self._holders[block]:
-                self._free.append(block)
+                heappush(self._free, block)
                 if self.places is not None:
                     self.places.leave(block)
 

@@ -112,6 +112,7 @@ class PrefixCache:
         """
         self.tree.in_use = set(self.tree.path(match.keys))
         path: list[Node] = []  # as far as it is on the device
+        self._make_room(len(match.keys) - sum(node.blocks is not None for node in self.tree.in_use))
         try:
             node = self.tree.root
             for i, key in enumerate(match.keys):
@@ -140,6 +141,16 @@ class PrefixCache:
         finally:
             self.tree.in_use = set()
         return 0
+
+    def _make_room(self, n_chunks: int) -> None:
+        """Have blocks free for chunks that come back, as far as host memory has room for what leaves.
+
+        One chunk after the other would get the blocks of one after the other: by and by these would be no neighbors.
+        """
+        room = (self._host.budget_bytes - self._host.n_bytes) // max(1, sum(self._data_bytes))
+        n = min(n_chunks, room) * self._n_blocks
+        while min(self._kv.pools[group].free_blocks for group in self._groups) < n and self.reclaim():
+            pass
 
     def _fetched(self, parent: Node, key: bytes) -> Node | None:
         """The node of a chunk with its blocks on the device, in use, or None where they cannot be had."""

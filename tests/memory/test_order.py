@@ -16,7 +16,10 @@ class Thing:
     used: int
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "grow", "remove", "look", "take"]), st.integers(0, 30)), max_size=200))
+WHAT = st.tuples(st.sampled_from(["add", "grow", "remove", "look", "take"]), st.integers(0, 30))
+
+
+@given(st.lists(WHAT, max_size=200))
 def test_the_order_is_that_of_sorting(what: list[tuple[str, int]]) -> None:
     """Whatever comes, goes, comes again and is used meanwhile; also where what is looked at goes."""
     order, things = Oldest[Thing](lambda thing: thing.used), [Thing(i % 4) for i in range(31)]
