@@ -8,6 +8,7 @@ back. No tensor is looked at here; engine/memory/kv.py copies what this says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ class Places:
         self.n_pool = n_pool
         self.where: I32 = np.arange(n_pool, n_pool + n_blocks, dtype=np.int32)
         self.make_room: Callable[[], bool] | None = None
-        self._free = list(range(n_pool - 1, -1, -1))
+        self._free = list(range(n_pool))  # a heap, as those of BlockPool: neighbors get neighboring places
         self._sealed = np.zeros(n_blocks, bool)
         self._at_home = np.zeros(n_blocks, bool)  # home has the bytes, too
         self._used = np.zeros(n_blocks, np.int64)
@@ -46,14 +47,14 @@ class Places:
         while not self._free:
             if self.make_room is None or not self.make_room():
                 raise CapacityError(f"all {self.n_pool} blocks of the pool are being written or read")
-        self.where[block] = self._free.pop()
+        self.where[block] = heappop(self._free)
         self._sealed[block] = self._at_home[block] = False
         self.use([block])
 
     def leave(self, block: int) -> None:
         """Nobody holds a block any more."""
         if self.where[block] < self.n_pool:
-            self._free.append(int(self.where[block]))
+            heappush(self._free, int(self.where[block]))
         self.where[block] = self.n_pool + block
         self._sealed[block] = False
 
@@ -87,7 +88,8 @@ class Places:
         """Let blocks leave the pool; those whose bytes are to be copied, and the places that these had."""
         new: I32 = blocks[~self._at_home[blocks]]
         had: I32 = self.where[new]
-        self._free += self.where[blocks][::-1].tolist()
+        for place in self.where[blocks].tolist():
+            heappush(self._free, place)
         self._at_home[blocks] = True
         self.where[blocks] = blocks + self.n_pool
         return new, had
@@ -95,7 +97,7 @@ class Places:
     def bring_back(self, blocks: I32) -> None:
         """Give blocks that are at home free places, of which there are as many."""
         assert len(blocks) <= len(self._free)
-        self.where[blocks] = [self._free.pop() for _ in range(len(blocks))]
+        self.where[blocks] = [heappop(self._free) for _ in range(len(blocks))]
 
     @property
     def n_away(self) -> int:

@@ -35,6 +35,7 @@ from engine.memory.prefix_tree import Match, Node, PrefixTree
 from engine.ops import I32, KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 
+BACK_CHUNKS = 32  # that come back, for which others leave at a time
 LAST_S = 4.0  # how long an engine that ends saves what was missed
 
 _log = logging.getLogger(__name__)
@@ -112,10 +113,14 @@ class PrefixCache:
         """
         self.tree.in_use = set(self.tree.path(match.keys))
         path: list[Node] = []  # as far as it is on the device
-        self._make_room(len(match.keys) - sum(node.blocks is not None for node in self.tree.in_use))
+        missing = len(match.keys) - sum(node.blocks is not None for node in self.tree.in_use)
         try:
             node = self.tree.root
             for i, key in enumerate(match.keys):
+                held = node.children.get(key)
+                if held is None or held.blocks is None:
+                    self._make_room(missing)
+                    missing -= 1
                 child = self._fetched(node, key)
                 if child is None:
                     self._doubt(node.name, match.keys[i:])
@@ -143,13 +148,19 @@ class PrefixCache:
         return 0
 
     def _make_room(self, n_chunks: int) -> None:
-        """Have blocks free for chunks that come back, as far as host memory has room for what leaves.
+        """Have blocks free for the next of some chunks that come back, as far as host memory has room for what leaves.
 
-        One chunk after the other would get the blocks of one after the other: by and by these would be no neighbors.
+        If one left for each that comes, chunks would have blocks of several, and by and by no two would be neighbors.
         """
+
+        def free() -> int:
+            return min(self._kv.pools[group].free_blocks for group in self._groups)
+
+        if free() >= self._n_blocks:
+            return
         room = (self._host.budget_bytes - self._host.n_bytes) // max(1, sum(self._data_bytes))
-        n = min(n_chunks, room) * self._n_blocks
-        while min(self._kv.pools[group].free_blocks for group in self._groups) < n and self.reclaim():
+        n = min(n_chunks, room, BACK_CHUNKS) * self._n_blocks
+        while free() < n and self.reclaim():
             pass
 
     def _fetched(self, parent: Node, key: bytes) -> Node | None:

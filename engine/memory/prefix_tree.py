@@ -111,7 +111,8 @@ class PrefixTree:
         self._pools, self._saved = pools, saved
         self.root = Node(None, b"", root, 0)
         self.in_use: set[Node] = set()
-        self._held = Oldest[Node](lambda node: (node.used, -node.length))  # that have blocks
+        self._held = Oldest[Node](lambda node: (node.used, -node.length))  # that have blocks, but for those
+        self._aside = list[Node]()  # that are in use
 
     # --- where a prompt goes on -------------------------------------------------------------------
 
@@ -261,10 +262,16 @@ class PrefixTree:
         That is the least recently used one that no sequence uses, and none of those that follow. Else, of chunks that
         sequences use, one that they have read for themselves above: the tree can do without it and all below.
         """
-        last = (n for n in self._held if all(c.blocks is None for c in n.children.values()))
-        node = next((n for n in last if self.free(n) and self.alone(n)), None)
-        if node is not None:
-            return node, self.useful(node)
+        if not self.in_use:
+            for node in filter(lambda node: node.blocks is not None, self._aside):
+                self._held.add(node)
+            self._aside.clear()
+        for node in self._held:
+            if not self.free(node):  # as long as a sequence begins, one look at it is enough
+                self._held.remove(node)
+                self._aside.append(node)
+            elif all(c.blocks is None for c in node.children.values()) and self.alone(node):
+                return node, self.useful(node)
         over = next((n for n in self._held if self.alone(n) and all(map(self.free, n.subtree()))), None)
         return None if over is None else (over, False)
 

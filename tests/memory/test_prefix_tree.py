@@ -208,13 +208,22 @@ def test_what_is_given_up_is_the_least_used_and_never_before_what_follows_it(
     assert tree.reclaimable_tokens == CHUNK * len(alone)
     useful = {n for n in found.values() if not needs or any(f"{m.name}.state" in files for m in n.subtree())}
     assert {n for n in found.values() if tree.useful(n)} == useful
-    order = sorted(
-        (n for n in tree.root.subtree() if n in alone and n not in tree.in_use), key=lambda n: (n.used, -n.length)
-    )  # of equals the longest
-    ends = [n for n in order if all(child.blocks is None for child in n.children.values())]
-    over = [n for n in order if not any(below in tree.in_use for below in n.subtree())]
-    expected = (ends[0], ends[0] in useful) if ends else (over[0], False) if over else None
-    assert tree.least_used() == expected
+
+    def order(node: Node) -> tuple[int, int]:  # of equals the longest
+        return node.used, -node.length
+
+    for is_begun in (False, False, True):  # to ask changes nothing, and what a sequence began after is as others are
+        if is_begun:
+            tree.in_use = set()
+        free = [n for n in tree.root.subtree() if n in alone and n not in tree.in_use]
+        ends = [n for n in free if all(child.blocks is None for child in n.children.values())]
+        over = [n for n in free if not any(below in tree.in_use for below in n.subtree())]
+        least = tree.least_used()
+        assert (least is None) == (not ends and not over)
+        if least is not None:
+            node, is_useful = least
+            assert node in (ends or over) and order(node) == min(map(order, ends or over))
+            assert is_useful == (node in useful and bool(ends))
 
 
 def test_what_a_snapshot_of_the_tree_makes_useful() -> None:
