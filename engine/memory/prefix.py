@@ -160,7 +160,7 @@ class PrefixCache:
             return
         room = (self._host.budget_bytes - self._host.n_bytes) // max(1, sum(self._data_bytes))
         n = min(n_chunks, room, BACK_CHUNKS) * self._n_blocks
-        while free() < n and self.reclaim():
+        while free() < n and self._reclaim_chunk():
             pass
 
     def _fetched(self, parent: Node, key: bytes) -> Node | None:
@@ -416,12 +416,17 @@ class PrefixCache:
 
     def reclaim(self) -> bool:
         """Give up the least recently used chunk's blocks that no sequence uses, else a fork; False: there is none."""
+        if self._reclaim_chunk():
+            return True
+        fork = next((fork for fork in self._forks if fork is not self._begun), None)
+        if fork is not None:
+            self.drop(fork)
+        return fork is not None
+
+    def _reclaim_chunk(self) -> bool:
         found = self.tree.least_used()
         if found is None:
-            fork = next((fork for fork in self._forks if fork is not self._begun), None)
-            if fork is not None:
-                self.drop(fork)
-            return fork is not None
+            return False
         node, worth_keeping = found
         if not worth_keeping or not self._move_out(node):
             self._drop(node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
+from engine.memory.host import HostTier
 from engine.memory.kv import Fork, KVCache
 from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
+from engine.ops import KV_BLOCK_TOKENS
 from tests.cached_prompts import CHUNK, KINDS, check, compute, make_cache, prefix_cache, prompt, saved
 
 KEY = {"file_id": "f", "kv_types": ["f16", "f16"], "chunk_tokens": CHUNK}
@@ -423,6 +426,23 @@ def test_evicted_chunks_come_back_from_host_memory(kind: str, kv_type: str) -> N
     assert serve(kv, cache, prompt("abc")) == 3 * CHUNK
     cache.clear()
     assert kv.free_blocks == kv.n_blocks and cache.host_bytes == 0
+
+
+@pytest.mark.parametrize("spare", [0, 1 << 20])
+def test_what_comes_back_has_neighboring_blocks(spare: int) -> None:
+    """Where host memory has room for what leaves; and where it has none, nothing of what is there is given up."""
+    kv = make_cache("full", 12 * CHUNK)
+    cache = prefix_cache(kv, CHUNK, 0)
+    chunk_bytes = sum(cache._data_bytes)
+    kv.host = cache._host = HostTier(kv.device, 20 * chunk_bytes + spare)
+    names = ["abcdefgh", "ijklmnop", "qrstuvwx"]
+    for turn in range(4):
+        for name in names:
+            tokens = prompt(name, 5 + turn * (CHUNK // 3))
+            assert serve(kv, cache, tokens) == (8 * CHUNK if turn else 0), (turn, name)
+    held = [node.blocks[0] for node in nodes(cache) if node.blocks is not None]
+    apart = sum(b != a + 1 for blocks in held for a, b in pairwise(blocks))
+    assert CHUNK > KV_BLOCK_TOKENS and len(held) >= 8 and (not spare or apart <= 2), held
 
 
 @pytest.mark.parametrize("kind", KINDS)
