@@ -30,7 +30,9 @@ class Oldest(Generic[T]):
         return thing in self._numbers
 
     def add(self, thing: T) -> None:
-        """Let a thing be here; once, if it is here already."""
+        """Let a thing be here; once, if it is here already. Not while somebody goes through them."""
+        if len(self._rows) > 2 * len(self._numbers) + _STALE_ROWS:
+            self._rows = [row for row in self._rows if self._numbers.get(row[2]) == row[1]]
         if thing not in self._numbers:
             self._put(thing)
 
@@ -39,7 +41,7 @@ class Oldest(Generic[T]):
         self._numbers.pop(thing, None)
 
     def __iter__(self) -> Iterator[T]:
-        """All of them, in their order; those that come and go meanwhile may be passed over, and may be told."""
+        """All of them, in their order, while any may be removed."""
         at = 0
         while at < len(self._rows):
             key, number, thing = self._rows[at]
@@ -54,7 +56,5 @@ class Oldest(Generic[T]):
                     at += 1
 
     def _put(self, thing: T) -> None:
-        if len(self._rows) > 2 * len(self._numbers) + _STALE_ROWS:
-            self._rows = [row for row in self._rows if self._numbers.get(row[2]) == row[1]]
         number = self._numbers[thing] = next(self._next)
         insort(self._rows, (self._key(thing), number, thing), key=lambda row: row[:2])

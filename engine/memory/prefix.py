@@ -148,7 +148,7 @@ class PrefixCache:
         return 0
 
     def _make_room(self, n_chunks: int) -> None:
-        """Have blocks free for the next of some chunks that come back, as far as host memory has room for what leaves.
+        """Have blocks free for the next of some chunks that come back, as long as what leaves for it is kept.
 
         If one left for each that comes, chunks would have blocks of several, and by and by no two would be neighbors.
         """
@@ -416,21 +416,23 @@ class PrefixCache:
 
     def reclaim(self) -> bool:
         """Give up the least recently used chunk's blocks that no sequence uses, else a fork; False: there is none."""
-        if self._reclaim_chunk():
+        if self._reclaim_chunk() is not None:
             return True
         fork = next((fork for fork in self._forks if fork is not self._begun), None)
         if fork is not None:
             self.drop(fork)
         return fork is not None
 
-    def _reclaim_chunk(self) -> bool:
+    def _reclaim_chunk(self) -> bool | None:
+        """Give up the blocks of a chunk; whether its bytes were kept. None: there is none."""
         found = self.tree.least_used()
         if found is None:
-            return False
+            return None
         node, worth_keeping = found
-        if not worth_keeping or not self._move_out(node):
+        is_kept = worth_keeping and self._move_out(node)
+        if not is_kept:
             self._drop(node)
-        return True
+        return is_kept
 
     def _move_out(self, node: Node) -> bool:
         """Move a chunk from the device to host memory; False where there is no room for it."""

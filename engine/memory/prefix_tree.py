@@ -89,7 +89,7 @@ class PrefixTree:
     chunk_tokens: the least multiple of it that is whole blocks is a chunk. step_tokens: where prefill steps end by
     themselves, multiples of it. pools: of the groups without a window, of which nodes hold blocks. needs_snapshot: a
     model can go on only after a chunk with a snapshot. root: the name of no tokens, "" where there are no files. saved:
-    whether there is a file of a name. in_use: nodes that a sequence is about to begin after.
+    whether there is a file of a name.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PrefixTree:
         self._snapshot_tokens = -(-SNAPSHOT_TOKENS // grid) * grid
         self._pools, self._saved = pools, saved
         self.root = Node(None, b"", root, 0)
-        self.in_use: set[Node] = set()
+        self._in_use: set[Node] = set()
         self._held = Oldest[Node](lambda node: (node.used, -node.length))  # that have blocks, but for those
         self._aside = list[Node]()  # that are in use
 
@@ -219,6 +219,18 @@ class PrefixTree:
         """All chunks, those below first."""
         return (node for node in self.root.subtree() if node is not self.root)
 
+    @property
+    def in_use(self) -> set[Node]:
+        """Nodes that a sequence is about to begin after."""
+        return self._in_use
+
+    @in_use.setter
+    def in_use(self, nodes: set[Node]) -> None:
+        self._in_use = nodes
+        for node in filter(lambda node: node.blocks is not None, self._aside):
+            self._held.add(node)
+        self._aside.clear()
+
     def free(self, node: Node) -> bool:
         """Whether a node may be given up now."""
         return node not in self.in_use
@@ -262,10 +274,6 @@ class PrefixTree:
         That is the least recently used one that no sequence uses, and none of those that follow. Else, of chunks that
         sequences use, one that they have read for themselves above: the tree can do without it and all below.
         """
-        if not self.in_use:
-            for node in filter(lambda node: node.blocks is not None, self._aside):
-                self._held.add(node)
-            self._aside.clear()
         for node in self._held:
             if not self.free(node):  # as long as a sequence begins, one look at it is enough
                 self._held.remove(node)

@@ -50,6 +50,25 @@ def test_the_order_is_that_of_sorting(what: list[tuple[str, int]]) -> None:
     assert [found.used for found in order] == expected()
 
 
+@given(st.integers(0, 120), st.integers(0, 40), st.lists(st.integers(0, 39), max_size=20))
+def test_what_is_told_may_be_removed(n_gone: int, n_stay: int, grown: list[int]) -> None:
+    """And nobody is passed over for it, however many there were and whoever has moved."""
+    order = Oldest[Thing](lambda thing: thing.used)
+    gone, stay = [Thing(0) for _ in range(n_gone)], [Thing(1) for _ in range(n_stay)]
+    for thing in (*gone, *stay):
+        order.add(thing)
+    for i in grown:
+        if i < n_stay:
+            stay[i].used += 1
+    told = []
+    for thing in order:
+        told.append(thing)
+        if thing.used == 0:
+            order.remove(thing)
+    assert told[:n_gone] == gone and sorted(map(id, told[n_gone:])) == sorted(map(id, stay))
+    assert [thing.used for thing in told] == sorted(thing.used for thing in told) and len(order) == n_stay
+
+
 def test_what_is_stale_takes_no_memory() -> None:
     order, things = Oldest[Thing](lambda thing: thing.used), [Thing(0) for _ in range(20)]
     for used in range(1000):

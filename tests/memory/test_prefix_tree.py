@@ -212,9 +212,10 @@ def test_what_is_given_up_is_the_least_used_and_never_before_what_follows_it(
     def order(node: Node) -> tuple[int, int]:  # of equals the longest
         return node.used, -node.length
 
-    for is_begun in (False, False, True):  # to ask changes nothing, and what a sequence began after is as others are
-        if is_begun:
-            tree.in_use = set()
+    # To ask changes nothing; then another sequence begins, after half of them, and then nobody does.
+    for begins in (None, None, set(list(found.values())[::2]), set()):
+        if begins is not None:
+            tree.in_use = begins
         free = [n for n in tree.root.subtree() if n in alone and n not in tree.in_use]
         ends = [n for n in free if all(child.blocks is None for child in n.children.values())]
         over = [n for n in free if not any(below in tree.in_use for below in n.subtree())]
