@@ -428,6 +428,20 @@ def test_evicted_chunks_come_back_from_host_memory(kind: str, kv_type: str) -> N
     assert kv.free_blocks == kv.n_blocks and cache.host_bytes == 0
 
 
+def test_conversations_in_turn_are_whole_and_cost_no_fork() -> None:
+    """What one has begun after is given up for the other like anything else, though nothing was short in between."""
+    kv = make_cache("full", 9 * CHUNK + KV_BLOCK_TOKENS)
+    cache = prefix_cache(kv, CHUNK, 0)
+    kv.host = cache._host = HostTier(kv.device, 8 * sum(cache._data_bytes))
+    sequence = kv.sequence()
+    compute(kv, sequence, prompt("z", 0), CHUNK)
+    fork = cache.fork(sequence)
+    sequence.release()
+    assert fork is not None
+    reused = [serve(kv, cache, prompt(name)) // CHUNK for name in ("abcdefg", "mnopqrs") * 3]
+    assert reused == [0, 0, 7, 7, 7, 7] and not fork.gone
+
+
 @pytest.mark.parametrize("spare", [0, 1 << 20])
 def test_what_comes_back_has_neighboring_blocks(spare: int) -> None:
     """Where host memory has room for what leaves; and where it has none, nothing of what is there is given up."""
