@@ -128,3 +128,29 @@ def prompt(chunks: str, tail: int = 5) -> np.ndarray:
     """Tokens in chunks that are named by letters, and `tail` more."""
     parts = [np.arange(CHUNK) + 1000 * ord(c) for c in chunks]
     return np.concatenate([*parts, np.arange(tail)]).astype(np.int32)
+
+
+def prefill(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> tuple[Sequence, int]:
+    """Serve a prompt as the engine does; the sequence, and how much of it was reused."""
+    sequence = kv.sequence()
+    try:
+        reused = cache.attach(sequence, cache.match(tokens))
+        assert reused == sequence.length and reused % CHUNK == 0 and reused < len(tokens)
+        check(kv, sequence, tokens)
+        while sequence.length < len(tokens):
+            compute(kv, sequence, tokens, cache.step_tokens(sequence, tokens))
+            cache.insert(sequence, tokens)
+    except CapacityError:
+        sequence.release()
+        raise
+    return sequence, reused
+
+
+def serve(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> int:
+    sequence, reused = prefill(kv, cache, tokens)
+    sequence.release()
+    return reused
+
+
+def nodes(cache: PrefixCache) -> list:
+    return list(cache.tree.nodes())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,44 +18,27 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
-from engine.memory.host import HostTier
-from engine.memory.kv import Fork, KVCache
-from engine.memory.prefix import PrefixCache
+from engine.memory.kv import Fork
 from engine.memory.prefix_files import PrefixFiles
-from engine.ops import KV_BLOCK_TOKENS
-from tests.cached_prompts import CHUNK, KINDS, check, compute, make_cache, prefix_cache, prompt, saved
+from tests.cached_prompts import (
+    CHUNK,
+    KINDS,
+    check,
+    compute,
+    make_cache,
+    nodes,
+    prefill,
+    prefix_cache,
+    prompt,
+    saved,
+    serve,
+)
 
 KEY = {"file_id": "f", "kv_types": ["f16", "f16"], "chunk_tokens": CHUNK}
 
 
-def prefill(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> tuple[Sequence, int]:
-    """Serve a prompt as the engine does; the sequence, and how much of it was reused."""
-    sequence = kv.sequence()
-    try:
-        reused = cache.attach(sequence, cache.match(tokens))
-        assert reused == sequence.length and reused % CHUNK == 0 and reused < len(tokens)
-        check(kv, sequence, tokens)
-        while sequence.length < len(tokens):
-            compute(kv, sequence, tokens, cache.step_tokens(sequence, tokens))
-            cache.insert(sequence, tokens)
-    except CapacityError:
-        sequence.release()
-        raise
-    return sequence, reused
-
-
 def keys(letter: str) -> list[bytes]:
     return [prompt(letter, 0).tobytes()]
-
-
-def serve(kv: KVCache, cache: PrefixCache, tokens: np.ndarray) -> int:
-    sequence, reused = prefill(kv, cache, tokens)
-    sequence.release()
-    return reused
-
-
-def nodes(cache: PrefixCache) -> list:
-    return list(cache.tree.nodes())
 
 
 class Serving(RuleBasedStateMachine):
@@ -426,37 +408,6 @@ def test_evicted_chunks_come_back_from_host_memory(kind: str, kv_type: str) -> N
     assert serve(kv, cache, prompt("abc")) == 3 * CHUNK
     cache.clear()
     assert kv.free_blocks == kv.n_blocks and cache.host_bytes == 0
-
-
-def test_conversations_in_turn_are_whole_and_cost_no_fork() -> None:
-    """What one has begun after is given up for the other like anything else, though nothing was short in between."""
-    kv = make_cache("full", 9 * CHUNK + KV_BLOCK_TOKENS)
-    cache = prefix_cache(kv, CHUNK, 0)
-    kv.host = cache._host = HostTier(kv.device, 8 * sum(cache._data_bytes))
-    sequence = kv.sequence()
-    compute(kv, sequence, prompt("z", 0), CHUNK)
-    fork = cache.fork(sequence)
-    sequence.release()
-    assert fork is not None
-    reused = [serve(kv, cache, prompt(name)) // CHUNK for name in ("abcdefg", "mnopqrs") * 3]
-    assert reused == [0, 0, 7, 7, 7, 7] and not fork.gone
-
-
-@pytest.mark.parametrize("spare", [0, 1 << 20])
-def test_what_comes_back_has_neighboring_blocks(spare: int) -> None:
-    """Where host memory has room for what leaves; and where it has none, nothing of what is there is given up."""
-    kv = make_cache("full", 12 * CHUNK)
-    cache = prefix_cache(kv, CHUNK, 0)
-    chunk_bytes = sum(cache._data_bytes)
-    kv.host = cache._host = HostTier(kv.device, 20 * chunk_bytes + spare)
-    names = ["abcdefgh", "ijklmnop", "qrstuvwx"]
-    for turn in range(4):
-        for name in names:
-            tokens = prompt(name, 5 + turn * (CHUNK // 3))
-            assert serve(kv, cache, tokens) == (8 * CHUNK if turn else 0), (turn, name)
-    held = [node.blocks[0] for node in nodes(cache) if node.blocks is not None]
-    apart = sum(b != a + 1 for blocks in held for a, b in pairwise(blocks))
-    assert CHUNK > KV_BLOCK_TOKENS and len(held) >= 8 and (not spare or apart <= 2), held
 
 
 @pytest.mark.parametrize("kind", KINDS)

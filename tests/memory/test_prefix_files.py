@@ -24,8 +24,8 @@ from engine.ground.files import hold
 from engine.memory import prefix, prefix_files
 from engine.memory.prefix import PrefixCache
 from engine.memory.prefix_files import PrefixFiles
-from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved
-from tests.memory.test_prefix import KEY, serve
+from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved, serve
+from tests.memory.test_prefix import KEY
 
 ONE, OTHER = "1" * 64 + ".state", "2" * 64 + ".state"
 

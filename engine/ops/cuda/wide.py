@@ -92,7 +92,7 @@ def wide_shapes(device: Device, ws: tuple[QTensor, ...], tokens: int) -> dict[st
     """The ways to launch the products of some matrices of block types: those that shared memory is large enough for.
 
     "shared": the activations stay in shared memory; "staged": they come to it with each run; "global": neither. Each
-    with as many quads as fit, "all" of them as many as there is work for at once, and then with as many stages.
+    with as many quads as fit, and then with as many stages.
     """
     columns = ws[0].shape[1]
     halves = _has_halves(ws)

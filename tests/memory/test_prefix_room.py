@@ -1,0 +1,42 @@
+"""Conversations that take turns on a device that has not room for all: what leaves, and where what comes back lies."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from engine.memory.host import HostTier
+from engine.ops import KV_BLOCK_TOKENS
+from tests.cached_prompts import CHUNK, compute, make_cache, nodes, prefix_cache, prompt, serve
+
+
+def test_conversations_in_turn_are_whole_and_cost_no_fork() -> None:
+    """What one has begun after is given up for the other like anything else, though nothing was short in between."""
+    kv = make_cache("full", 9 * CHUNK + KV_BLOCK_TOKENS)
+    cache = prefix_cache(kv, CHUNK, 0)
+    kv.host = cache._host = HostTier(kv.device, 8 * sum(cache._data_bytes))
+    sequence = kv.sequence()
+    compute(kv, sequence, prompt("z", 0), CHUNK)
+    fork = cache.fork(sequence)
+    sequence.release()
+    assert fork is not None
+    reused = [serve(kv, cache, prompt(name)) // CHUNK for name in ("abcdefg", "mnopqrs") * 3]
+    assert reused == [0, 0, 7, 7, 7, 7] and not fork.gone
+
+
+@pytest.mark.parametrize("spare", [0, 1 << 20])
+def test_what_comes_back_has_neighboring_blocks(spare: int) -> None:
+    """Where host memory has room for what leaves; and where it has none, nothing of what is there is given up."""
+    kv = make_cache("full", 12 * CHUNK)
+    cache = prefix_cache(kv, CHUNK, 0)
+    chunk_bytes = sum(cache._data_bytes)
+    kv.host = cache._host = HostTier(kv.device, 20 * chunk_bytes + spare)
+    names = ["abcdefgh", "ijklmnop", "qrstuvwx"]
+    for turn in range(4):
+        for name in names:
+            tokens = prompt(name, 5 + turn * (CHUNK // 3))
+            assert serve(kv, cache, tokens) == (8 * CHUNK if turn else 0), (turn, name)
+    held = [node.blocks[0] for node in nodes(cache) if node.blocks is not None]
+    apart = sum(b != a + 1 for blocks in held for a, b in pairwise(blocks))
+    assert CHUNK > KV_BLOCK_TOKENS and len(held) >= 8 and (not spare or apart <= 2), held
