@@ -186,7 +186,10 @@ def main() -> None:
             (folder / "p.spark.csv").unlink()
             expected = expected or profile
             if profile != expected:
-                raise SystemExit(f"the profile of {n_workers} workers is another than that of {rows[0]['workers']}")
+                words = f"the profile of {n_workers} workers is another than that of {rows[0]['workers']}"
+                pairs = zip(expected.splitlines(), profile.splitlines(), strict=False)
+                differing = [f"{a[:200]}\n{b[:200]}" for a, b in pairs if a != b]
+                raise SystemExit(f"{words}, in {len(differing)} lines; the first:\n{''.join(differing[:1])}")
             rows.append(row(n_workers, made))
             figures["tokens"] = made["tokens"]
             note(json.dumps(rows[-1]))

@@ -97,7 +97,7 @@ MEASUREMENTS = (
     Measurement("memory_plan", "memory_plan.py Q4_K_M.gguf", 60),
     Measurement("exactness", "exactness.py Q4_K_M.gguf --cpu-experts auto", 120),
     Measurement("calibrate", "calibrate.py Q4_K_M.gguf", 90),
-    Measurement("cluster_gpu", "cluster_gpu.py Q4_K_M.gguf --seconds 380", 400, gpus=2),
+    Measurement("cluster_gpu", "cluster_gpu.py Q4_K_M.gguf --rounds 2 --repeats 1 --seconds 380", 400, gpus=2),
     Measurement("next_turn", "next_turn.py Q4_K_M.gguf", 60),
     Measurement("forms_speed", "forms_speed.py Q4_K_M.gguf --device cuda --rounds 3", 60),
     Measurement("soak", "soak.py Q4_K_M.gguf", 480),

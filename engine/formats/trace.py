@@ -82,6 +82,13 @@ class RoutingTrace:
             position=self.position[begin:end],
         )
 
+    def named(self) -> RoutingTrace:
+        """The same, of the sessions that have tokens alone, numbered in the order in which their tokens come."""
+        first = dict.fromkeys(self.session.tolist())
+        number = np.zeros(len(self.session_ids), np.int32)
+        number[list(first)] = np.arange(len(first))
+        return replace(self, session=number[self.session], session_ids=tuple(self.session_ids[i] for i in first))
+
     def counts(self) -> npt.NDArray[np.int64]:
         """Each expert's uses by generated tokens, by all tokens if none is generated: int64 [L, E]."""
         experts = self.experts[self.generated] if self.generated.any() else self.experts

@@ -205,10 +205,13 @@ class _Fold:
 
 
 def beginnings(trace: RoutingTrace, tokens: Mapping[str, int]) -> RoutingTrace:
-    """The first so many tokens of each root session, in the order of the trace; of roots not named, none."""
+    """The first so many tokens of each root session, in the order of the trace; of roots not named, none.
+
+    Sessions of which nothing is left are not named: roots are drawn by their numbers (`_enough`).
+    """
     root, names = roots(trace)
     most = np.array([tokens.get(name, 0) for name in names], np.int64)
-    return _select(trace, _before(root, np.ones(root.size, np.bool_)) < most[root])
+    return _select(trace, _before(root, np.ones(root.size, np.bool_)) < most[root]).named()
 
 
 def _enough(trace: RoutingTrace) -> tuple[npt.NDArray[np.int32], Int64s]:

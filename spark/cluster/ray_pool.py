@@ -29,7 +29,7 @@ from spark.cluster.options import ClusterOptions
 from spark.cluster.pool import Alive, Died, Event, Finished, Place, Ready, Refused, Result, Task
 from spark.cluster.worker import Worker
 from spark.console import note
-from spark.daemon.client import Deadlines
+from spark.daemon.client import Deadlines, why
 
 CONTROL = "control"  # what is asked of an actor while it works
 _GRACE_S = 5.0  # of an actor, beyond its daemon's
@@ -259,7 +259,7 @@ class RayPool:
             return Died(worker, _first_line(error))
         if lease is None:
             if isinstance(value, DaemonError | DeadlineError):
-                return Died(worker, value.message)
+                return Died(worker, why(value))
             return Refused(worker, value) if isinstance(value, SparkError) else Ready(worker, value)
         return Alive(worker, value) if lease < 0 else Finished(worker, lease, value)
 

@@ -26,7 +26,7 @@ from engine.ground.errors import DaemonError, DeadlineError, DeviceLostError, Sp
 from engine.ground.files import scratch
 from spark.cluster.inputs import UnreadError
 from spark.cluster.pool import Result, Task
-from spark.daemon.client import DaemonClient, Deadlines, engine_command
+from spark.daemon.client import DaemonClient, Deadlines, engine_command, why
 from spark.pipeline import replay, staged
 from spark.pipeline.tokens import Window
 
@@ -115,7 +115,7 @@ class Worker:
             try:
                 value = self._do(task.payload, before)
             except (DaemonError, DeadlineError, DeviceLostError) as failed:
-                culprit = task.number, failed.message
+                culprit = task.number, why(failed)
                 break
             except UnreadError as failed:
                 unread = failed.message

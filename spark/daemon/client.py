@@ -35,6 +35,8 @@ from spark.daemon.process import ChildProcess, UnwantedError
 
 MAX_GARBAGE_LINES = 100
 _LOOK_S = 0.2  # how often a waiting thread looks whether the daemon is still there
+_LAST_LINES = "the daemon's last lines on stderr:"  # begins a hint
+_WHY_CHARS = 200  # of one line
 _LAST_WORDS_S = 1.0  # how long a daemon that closed its output has to end
 
 # `-m engine` would take a folder `engine` in the working directory for ours: so `-P`, and our own path.
@@ -72,6 +74,13 @@ class Inbox(Protocol):
     """Where the events of a request go; None: no more come. Called by the thread that reads, which must not wait."""
 
     def put(self, event: protocol.Event | None, /) -> None: ...  # noqa: D102
+
+
+def why(error: SparkError) -> str:
+    """What an error of a daemon says in one line, with the last one that the daemon wrote, if it wrote any."""
+    head, _, tail = error.hint.partition("\n")
+    said = tail.strip().rpartition("\n")[2].strip() if head == _LAST_LINES else ""
+    return f"{error.message}: {said[:_WHY_CHARS]}" if said else error.message
 
 
 class DaemonClient:
@@ -430,7 +439,7 @@ class DaemonClient:
                 return DaemonError(self._failure.message, hint=self._failure.hint)
             self._process.end(self.deadlines.grace_s)
             tail = self._process.stderr_tail()
-            error.hint = f"the daemon's last lines on stderr:\n{tail}" if tail else "it wrote nothing to stderr"
+            error.hint = f"{_LAST_LINES}\n{tail}" if tail else "it wrote nothing to stderr"
             self._failure = DaemonError(f"the daemon was ended: {error.message}", hint=error.hint)
             return error
 

@@ -309,9 +309,7 @@ def _calibrate(
         tally = counting.count(Run(file, options, tally, total, fingerprint, info, sample, routing, progress))
         seconds = time.monotonic() - began
         sessions, order = _read(file, tally, sample)
-        trace = _recorded(routing, model, sample)
-        if trace is not None and tally.ledger is not None:
-            trace = replay.in_order(trace, order, info["ctx_tokens"])
+        trace = _recorded(routing, model, sample, order, info["ctx_tokens"])
         choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
@@ -568,11 +566,18 @@ def _load_checkpoint(options: CalibrateOptions, fingerprint: dict[str, Any]) -> 
 # --- what the slots do -------------------------------------------------------------------------------
 
 
-def _recorded(routing: Path, model: Mapping[str, Any], sample: Sample) -> RoutingTrace | None:
-    """The routing of the sample, whatever else is in the folder; None where none was recorded."""
+def _recorded(
+    routing: Path, model: Mapping[str, Any], sample: Sample, order: Mapping[tuple[str, int], int], ctx_tokens: int
+) -> RoutingTrace | None:
+    """The routing of the sample, whatever else is in the folder and in any order; None where none was recorded.
+
+    order: places of windows in the file. What is chosen depends on the order of sessions, and on which tokens of one
+    are the first.
+    """
     if not routing.exists() or not part_paths(routing):
         return None
-    return evidence.beginnings(read_routing(routing, model["model_id"], sample), sample.tokens)
+    trace = replay.in_order(read_routing(routing, model["model_id"], sample), order, ctx_tokens)
+    return evidence.beginnings(trace, sample.tokens)
 
 
 def _choices(

@@ -111,15 +111,11 @@ def in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_toke
     pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
     places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
     by_file = np.lexsort((trace.position, places[index.ravel()]))
-    found = trace.session[by_file]
-    first = dict.fromkeys(found.tolist())
-    renamed = np.zeros(len(trace.session_ids), np.int32)
-    renamed[list(first)] = np.arange(len(first))
-    return replace(
+    ordered = replace(
         trace,
         experts=trace.experts[by_file],
         generated=trace.generated[by_file],
         position=trace.position[by_file],
-        session=renamed[found],
-        session_ids=tuple(trace.session_ids[i] for i in first),
+        session=trace.session[by_file],
     )
+    return ordered.named()

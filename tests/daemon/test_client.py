@@ -198,6 +198,8 @@ def test_one_that_is_never_ready() -> None:
 def test_one_that_dies_at_once() -> None:
     error = expect(DaemonError, 0.0, lambda: DaemonClient(rogue("dies_at_once"), deadlines=SHORT))
     assert "exit status 3" in error.message and "first words\ncannot go on: r\xe9sum\xe9" in error.hint
+    assert client.why(error) == f"{error.message}: cannot go on: r\xe9sum\xe9"
+    assert client.why(DaemonError("it ended", hint="start it again")) == "it ended"
 
 
 def test_one_that_does_not_exist() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.formats.trace import RoutingTrace, TraceWriter
 from engine.placing import evidence
 from engine.placing.evidence import MIN_ROOTS
-from spark.pipeline import sample
+from spark.pipeline import calibrate, sample
 from spark.pipeline.sample import Sample
 from spark.pipeline.tokens import Window
 from spark.speech.sessions import root_of
@@ -77,3 +81,53 @@ def test_what_comes_later_never_needs_what_was_not_recorded(sessions: list[tuple
         assert recorded[name] == n_tokens
     assert sum(len(w.tokens) for w, t in taken if t) <= 4000 * 80 // found._row_bytes
     assert sum(recorded.values()) <= 2000 * 80 // found._row_bytes
+
+
+MODEL, CTX_TOKENS = "ab" * 32, 300
+N_LAYER, N_EXPERT, A = 3, 7, 2
+
+
+def write_trace(folder: Path, windows: Sequence[Window]) -> None:
+    """Windows as a trace has them, each one's routing its own."""
+    with TraceWriter(folder, MODEL, A, 5, False, n_layer=N_LAYER, n_expert=N_EXPERT) as writer:
+        for window in windows:
+            n_tokens = len(window.tokens)
+            draws = np.random.default_rng([window.window, *window.session_id.encode()])
+            experts = draws.random((n_tokens, N_LAYER, N_EXPERT)).argsort(axis=2)[:, :, :A]
+            position = window.window * (CTX_TOKENS + 1) + np.arange(n_tokens)
+            weights = np.ones(experts.shape, np.float32)
+            writer.append(window.session_id, position, window.generated, range(N_LAYER), experts, weights, None)
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths.filter(len), st.randoms(use_true_random=False))
+def test_what_is_chosen_by_does_not_depend_on_the_order_of_the_trace(
+    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, int, int]], random: Random
+) -> None:
+    """One machine names a session that was displaced first, a cluster with --trace ends one's last window first."""
+    windows: list[Window] = []
+    for i, (root, n, g) in enumerate(sessions):
+        windows += session(f"r{root}" + f"/agent{i}" * (n % 2), n, min(n, g), 100)
+    windows = list({(w.session_id, w.window): w for w in windows}.values())
+    shuffled = random.sample(windows, len(windows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "SAMPLE_BYTES", 2000 * 80)
+        patch.setattr(sample, "RECORDED_BYTES", 4000 * 80)
+        patch.setattr(evidence, "affordable", lambda *_: 100)
+        found = Sample(N_LAYER, A)
+        taken = [window for window in windows if found.takes(window)]
+        order = {(w.session_id, w.window): i for i, w in enumerate(windows) if w.session_id in found}
+
+    def read(recorded: Sequence[Window]) -> RoutingTrace | None:
+        folder = tmp_path_factory.mktemp("trace")
+        write_trace(folder, recorded)
+        return calibrate._recorded(folder, {"model_id": MODEL}, found, order, CTX_TOKENS)
+
+    expected = read(taken)
+    for each in map(read, (shuffled, windows, [w for w in shuffled if any(w is each for each in taken)])):
+        if expected is None or each is None or not expected.session.size:
+            assert each is None or not each.session.size
+            continue
+        assert each.session_ids == expected.session_ids
+        for name in ("session", "position", "generated", "experts"):
+            np.testing.assert_array_equal(getattr(each, name), getattr(expected, name))
