@@ -62,6 +62,11 @@ def remember(loaded: Loaded, tokens: list[int]) -> None:
     try:
         loaded.kv.hold(sequence, len(tokens) // step * step)
         loaded.prefixes.insert(sequence, np.asarray(tokens, np.int32))
+        while loaded.prefixes.missed_s is not None:  # as a server does that has time
+            if not loaded.prefixes.save_missed():
+                time.sleep(loaded.prefixes.missed_s or 0.001)
+        if loaded.prefixes._files is not None:
+            loaded.prefixes._files.flush()
     finally:
         sequence.release()
 

@@ -364,6 +364,11 @@ class EmulatedDevice:
         self._check_range(source, n_bytes, "copy: the source")
         self._enqueue(lambda: ctypes.memmove(to, source, n_bytes) and None)
 
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, n_bytes: int, n_rows: int) -> None:
+        assert n_bytes <= min(to_pitch, source_pitch)
+        for row in range(n_rows):
+            self.copy(to + row * to_pitch, source + row * source_pitch, n_bytes)
+
     def stream(self, priority: int = 0) -> EmulatedStream:
         return EmulatedStream()
 

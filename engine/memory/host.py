@@ -34,6 +34,7 @@ class Claim:
     """Bytes of the budget. used: the tier's time of the last use. depth: how much had to be there before it.
 
     give_up: gives it up and returns True, or returns False while it is in use; None: it is in use until it is dropped.
+    spare: nothing is lost with it, and it goes before all others.
     """
 
     kind: Kind
@@ -41,11 +42,12 @@ class Claim:
     give_up: Callable[[], bool] | None
     used: int
     depth: int
+    spare: bool = False
 
     @property
-    def order(self) -> tuple[int, int, bool]:
+    def order(self) -> tuple[bool, int, int, bool]:
         """The least goes first."""
-        return self.used, -self.depth, self.kind == "chunks"
+        return not self.spare, self.used, -self.depth, self.kind == "chunks"
 
 
 class HostTier:
@@ -57,6 +59,7 @@ class HostTier:
     def __init__(self, device: Memory, budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
         self.n_bytes = 0
+        self._spare_bytes = 0
         self.now = 0
         self._device, self._keep_bytes = device, budget_bytes
         self._claims = Oldest[Claim](attrgetter("order"))
@@ -87,10 +90,24 @@ class HostTier:
         self._fixed_bytes += n_bytes if give_up is None else 0
         return made
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that can be claimed with nothing lost."""
+        return self.budget_bytes - self.n_bytes + self._spare_bytes
+
+    def spare(self, claim: Claim, spare: bool) -> None:
+        """Let a claim be one that nothing is lost with, or one of the others again."""
+        if claim.spare != spare:
+            self._spare_bytes += claim.n_bytes if spare else -claim.n_bytes
+            self._claims.remove(claim)  # its place may be before the one that it had
+            claim.spare = spare
+            self._claims.add(claim)
+
     def drop(self, claim: Claim) -> None:
         """Give a claim's bytes back, once."""
         self._claims.remove(claim)
         self.n_bytes -= claim.n_bytes
+        self._spare_bytes -= claim.n_bytes if claim.spare else 0
         self._fixed_bytes -= claim.n_bytes if claim.give_up is None else 0
 
     def array(self, n_bytes: int) -> NDArray[np.uint8]:

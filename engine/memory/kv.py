@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -30,11 +30,11 @@ from engine.memory.places import MOST_LEAVE, Places
 from engine.memory.shape import CacheShape, DeltaShape, KVGroup, group_blocks, group_bytes
 from engine.memory.stores import (
     HOST,
-    Piece,
+    Rows,
     Store,
-    address,
     arrays_of,
-    blocks_of,
+    columns_of,
+    copy_rows,
     make_layer,
     make_store,
     parallel_runs,
@@ -153,6 +153,7 @@ class KVCache:
                 if area is not None and store.layer.homes is not None:
                     self._homes[layer] = store.layer.homes
                     own[layer] = replace(store.layer, homes=area)
+        self._columns = [columns_of(device, [self._stores[i] for i in group.layers]) for group in self.groups]
         reads = self._reads = [config.kv_layer(i) for i in range(config.n_layer)]
         self.layers = tuple(None if i is None else own[i] for i in reads)
         self.group_of = tuple(0 if i is None else group_of[i] for i in reads)
@@ -202,7 +203,11 @@ class KVCache:
 
         wait: until it is there; else the device alone may read it, behind what is enqueued.
         """
-        return self._to_host(list(self._pieces(group, blocks)), wait)
+        data = self.host.array(len(blocks) * self.block_bytes(group))
+        self._read_into(data, group, blocks)
+        if wait:
+            self.device.synchronize()
+        return data
 
     def hosted(self, arrays: Many[NDArray[Any]]) -> list[NDArray[Any]]:
         """Copies of arrays in memory that the device reads by itself, as `write_blocks` and `restore` take them."""
@@ -216,52 +221,59 @@ class KVCache:
             at += array.nbytes
         return copies
 
-    def _to_host(self, pieces: list[Piece], wait: bool) -> NDArray[np.uint8]:
-        """Contiguous arrays one behind the other."""
-        data = self.host.array(sum(int(p.array.nbytes) for p in pieces))
-        if any(p.is_home for p in pieces):  # they may be on their way there
-            self.device.synchronize()
-        at, to = self.device.pointer(data), address(data)
-        for piece in pieces:
-            n_bytes = int(piece.array.nbytes)
-            if piece.is_home:
-                ctypes.memmove(to, address(piece.array), n_bytes)
+    def _read_into(self, data: NDArray[np.uint8], group: int, blocks: Many[int]) -> None:
+        """Enqueue copies of blocks: of each layer in turn, of each of its arrays, one behind the other."""
+        runs = self._runs(group, blocks)
+        if any(is_home for *_, is_home in runs):
+            self.device.synchronize()  # they may be on their way there
+        at = self.device.pointer(data)
+        for rows, behind, column, first, n_bytes, is_home in self._parts(group, runs, at):
+            if is_home:
+                for a, b in zip(rows.addresses, column.addresses, strict=True):
+                    ctypes.memmove(a + behind, b + first, n_bytes)
             else:
-                self.device.copy(at, self.device.pointer(piece.array), n_bytes)
-            at, to = at + n_bytes, to + n_bytes
-        if wait:
-            self.device.synchronize()
-        return data
+                copy_rows(self.device, rows, behind, column, first, n_bytes)
 
     def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
         """Copy what `read_blocks` gave, or of the same size `hosted`, into as many blocks of the same group.
 
         In order with the device's other work: nobody waits, and the data need not have arrived.
         """
+        assert data.nbytes == len(blocks) * self.block_bytes(group)
         at = self.device.pointer(data)
-        end = at + data.nbytes
-        for piece in self._pieces(group, blocks):
-            assert not piece.is_home, "a block at home would be written"
-            self.device.copy(self.device.pointer(piece.array), at, int(piece.array.nbytes))
-            at += int(piece.array.nbytes)
-        assert at == end
+        for rows, behind, column, first, n_bytes, is_home in self._parts(group, self._runs(group, blocks), at):
+            assert not is_home, "a block at home would be written"
+            copy_rows(self.device, column, first, rows, behind, n_bytes)
         if (places := self.pools[group].places) is not None:
             places.seal(blocks)
 
-    def _pieces(self, group: int, blocks: Many[int]) -> Iterator[Piece]:
-        """Contiguous views of the blocks in every array of a group, neighbors in one."""
+    def _runs(self, group: int, blocks: Many[int]) -> list[tuple[int, int, bool]]:
+        """Neighbors among some blocks: where the first lies, how many, and whether that is at home."""
         places = self.pools[group].places
         where, n_pool = np.asarray(blocks, np.int32), self.pools[group].n_blocks
         if places is not None:
             where, n_pool = places.where[where], places.n_pool
-        runs = [
+        return [
             (first - n_pool if first >= n_pool else first, n, first >= n_pool) for first, n in runs_of(where, n_pool)
         ]
-        for layer in self.groups[group].layers:
-            store = self._stores[layer]
-            for pool, home in zip(store.pool, store.homes or store.pool, strict=True):
-                for first, n, is_home in runs:
-                    yield Piece(blocks_of(home if is_home else pool, first, n), is_home)
+
+    def _parts(
+        self, group: int, runs: Many[tuple[int, int, bool]], at: int
+    ) -> Iterator[tuple[Rows, int, Rows, int, int, bool]]:
+        """Each run in each array of a group's layers, beside a copy of the blocks at an address of host memory.
+
+        Rows of the copy, how far behind their beginnings the run lies; rows of the arrays, how far there; bytes of
+        each; whether they are at home.
+        """
+        columns, n_blocks = self._columns[group], sum(n for _, n, _ in runs)
+        layer_bytes = n_blocks * sum(column.block_bytes for column in columns)
+        rows, behind = Rows.apart(at, layer_bytes, len(self.groups[group].layers)), 0
+        for column in columns:
+            for first, n, is_home in runs:
+                there, n_bytes = column.homes if is_home else column.pool, n * column.block_bytes
+                assert there is not None
+                yield rows, behind, there, first * column.block_bytes, n_bytes, is_home
+                behind += n_bytes
 
     # --- the pool and homes -----------------------------------------------------------------------
 
@@ -305,17 +317,13 @@ class KVCache:
 
     def _move(self, group: int, places: I32, homes: I32, to_home: bool) -> int:
         """Enqueue copies between places of the pool and homes; their bytes."""
-        n_bytes = 0
-        for layer in self.groups[group].layers:
-            store = self._stores[layer]
-            assert store.homes is not None
-            for pool, home in zip(store.pool, store.homes, strict=True):
-                for place, at, n in parallel_runs(places, homes):
-                    pair = blocks_of(pool, place, n), blocks_of(home, at, n)
-                    to, source = map(self.device.pointer, reversed(pair) if to_home else pair)
-                    self.device.copy(to, source, int(pair[0].nbytes))
-                    n_bytes += int(pair[0].nbytes)
-        return n_bytes
+        for column in self._columns[group]:
+            assert column.homes is not None
+            for place, at, n in parallel_runs(places, homes):
+                pair = (column.pool, place * column.block_bytes), (column.homes, at * column.block_bytes)
+                to, source = reversed(pair) if to_home else pair
+                copy_rows(self.device, *to, *source, n * column.block_bytes)
+        return len(places) * self.block_bytes(group)
 
     def recall(self, sequences: Many[Sequence]) -> None:
         """Bring back what these are about to read, as far as there are places that nobody else reads.
@@ -386,17 +394,19 @@ class KVCache:
         windows: and the blocks of groups with a window that the next token sees, so that another sequence can begin.
         wait: as for `read_blocks`.
         """
-        arrays = [Piece(a[sequence.state]) for a in self._state_arrays()]
-        seen = [
-            list(self._pieces(i, blocks.seen(sequence.length)))
-            for i, blocks in enumerate(sequence.groups)
-            if windows and blocks.window
-        ]
-        data = self._to_host([*arrays, *chain.from_iterable(seen)], wait)
-        sizes = [int(p.array.nbytes) for p in arrays] + [sum(int(p.array.nbytes) for p in pieces) for pieces in seen]
+        states = [array[sequence.state] for array in self._state_arrays()]
+        seen = [(i, b.seen(sequence.length)) for i, b in enumerate(sequence.groups) if windows and b.window]
+        sizes = [int(a.nbytes) for a in states] + [len(blocks) * self.block_bytes(i) for i, blocks in seen]
+        data = self.host.array(sum(sizes))
         parts = [data[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
-        states = [part.view(np.float32).reshape(p.array.shape) for part, p in zip(parts, arrays, strict=False)]
-        return Snapshot(sequence.length, states, parts[len(arrays) :])
+        for part, state in zip(parts, states, strict=False):
+            self.device.copy(self.device.pointer(part), self.device.pointer(state), part.nbytes)
+        for part, (group, blocks) in zip(parts[len(states) :], seen, strict=True):
+            self._read_into(part, group, blocks)
+        if wait:
+            self.device.synchronize()
+        copies = [part.view(np.float32).reshape(a.shape) for part, a in zip(parts, states, strict=False)]
+        return Snapshot(sequence.length, copies, parts[len(states) :])
 
     def snapshot_bytes(self, length: int) -> int:
         """Bytes of a snapshot with windows."""
@@ -496,9 +506,13 @@ class KVCache:
         fork.gone, fork.shared, fork.rest, fork.snapshot = True, [], [], None
 
     def _copy_block(self, group: int, source: int, to: int) -> None:
-        for there, here in zip(self._pieces(group, [to]), self._pieces(group, [source]), strict=True):
-            assert not there.is_home, "a block at home would be written"
-            self.device.copy(self.device.pointer(there.array), self.device.pointer(here.array), int(here.array.nbytes))
+        ((there, _, at_home),) = self._runs(group, [to])
+        ((here, _, is_home),) = self._runs(group, [source])
+        assert not at_home, "a block at home would be written"
+        for column in self._columns[group]:
+            read, n_bytes = column.homes if is_home else column.pool, column.block_bytes
+            assert read is not None
+            copy_rows(self.device, column.pool, there * n_bytes, read, here * n_bytes, n_bytes)
 
     def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this sequence, or of one whose first positions its blocks hold."""

@@ -4,7 +4,8 @@ A sequence goes on after a chunk of the tree (engine/memory/prefix_tree.py), in 
 bits as without reuse. Of a chunk there are
 
     blocks      of the groups without a window, on the device, shared with the sequences that use them
-    data        the same bytes in host memory, when the pool needed the blocks
+    data        the same bytes in host memory, since the pool needed the blocks; when they are back, as long as there is
+                room, so that they can leave again without a copy
     snapshot    recurrent states and the windows' blocks after its last token, in host memory, of some chunks only
 
 and any of it may be in a file. A model with recurrent layers or windows can go on only after a chunk with a snapshot.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
@@ -114,6 +116,8 @@ class PrefixCache:
         self.tree.in_use = set(self.tree.path(match.keys))
         path: list[Node] = []  # as far as it is on the device
         missing = len(match.keys) - sum(node.blocks is not None for node in self.tree.in_use)
+        if self._files is not None:
+            self._files.expect(self._in_files(match))
         try:
             node = self.tree.root
             for i, key in enumerate(match.keys):
@@ -145,7 +149,21 @@ class PrefixCache:
             pass
         finally:
             self.tree.in_use = set()
+            if self._files is not None:
+                self._files.expect(())
         return 0
+
+    def _in_files(self, match: Match) -> Iterator[tuple[str, list[int]]]:
+        """What of a match is in files alone, with the sizes: its chunks, and the snapshot behind the last."""
+        node: Node | None = self.tree.root
+        name = self.tree.root.name
+        for key in match.keys:
+            name = self.tree.name(name, key)
+            node = None if node is None else node.children.get(key)
+            if node is None or (node.blocks is None and node.data is None):
+                yield f"{name}.blocks", self._data_bytes
+        if self._needs_snapshot and match.keys and (node is None or node.snapshot is None):
+            yield f"{name}.state", [self._kv.snapshot_bytes(match.length)]
 
     def _make_room(self, n_chunks: int) -> None:
         """Have blocks free for the next of some chunks that come back, as long as what leaves for it is kept.
@@ -158,7 +176,7 @@ class PrefixCache:
 
         if free() >= self._n_blocks:
             return
-        room = (self._host.budget_bytes - self._host.n_bytes) // max(1, sum(self._data_bytes))
+        room = self._host.room_bytes // max(1, sum(self._data_bytes))
         n = min(n_chunks, room, BACK_CHUNKS) * self._n_blocks
         while free() < n and self._reclaim_chunk():
             pass
@@ -179,7 +197,8 @@ class PrefixCache:
         node = self.tree.child(parent, key)
         self.tree.in_use.add(node)
         self.tree.hold(node, blocks)
-        self._drop_data(node)
+        if node.data_claim is not None:
+            self._host.spare(node.data_claim, True)
         return node
 
     def _doubt(self, name: str, keys: Many[bytes]) -> None:
@@ -326,7 +345,7 @@ class PrefixCache:
         name = f"{node.name}.blocks"
         if not self._files.wants(name, sum(self._data_bytes)):
             return False
-        if node.blocks is None:
+        if node.data is not None:
             self._kv.device.synchronize()  # what was moved out may be on its way
         data = self._read(node, wait=True) if node.data is None else node.data
         self._files.put(name, data, Place(node.parent.name, node.key))
@@ -436,6 +455,11 @@ class PrefixCache:
 
     def _move_out(self, node: Node) -> bool:
         """Move a chunk from the device to host memory; False where there is no room for it."""
+        if node.data_claim is not None:  # it came from there
+            node.data_claim.used = node.used
+            self._host.spare(node.data_claim, False)
+            self._give_back(node)
+            return True
         claim = self._host.claim(
             "chunks", sum(self._data_bytes), partial(self._give_up_data, node), node.length, node.used
         )
@@ -455,6 +479,9 @@ class PrefixCache:
         return True
 
     def _give_up_data(self, node: Node) -> bool:
+        if node.blocks is not None:  # it is a copy
+            self._drop_data(node)
+            return True
         if not self.tree.free(node) or node.children:
             return False
         self._drop(node)
@@ -550,7 +577,7 @@ class PrefixCache:
         return self.tree.reclaimable_tokens
 
     def stats(self) -> dict[str, int]:
-        """What is held: chunks on the device and in host memory, snapshots, bytes of host memory and of files.
+        """What is held: chunks on the device and in host memory alone, snapshots, bytes of host memory and of files.
 
         chunk_tokens: of a chunk. device_blocks: KV blocks of those on the device. inexact_chunks: to be read again;
         inexact_tokens: reused of such chunks since the start. missed_files: to be written when there is time.
@@ -560,7 +587,7 @@ class PrefixCache:
             "chunk_tokens": self.chunk_tokens,
             "device_chunks": sum(n.blocks is not None for n in nodes),
             "device_blocks": sum(len(self.tree.blocks(group)) for group in range(len(self._groups))),
-            "host_chunks": sum(n.data is not None for n in nodes),
+            "host_chunks": sum(n.data is not None and n.blocks is None for n in nodes),
             "snapshots": sum(n.snapshot is not None for n in nodes),
             "inexact_chunks": sum(not n.exact for n in nodes),
             "inexact_tokens": self._inexact_tokens,

@@ -14,8 +14,10 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -31,6 +33,8 @@ WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is m
 RETRY_S = 60.0  # how long nothing is saved after a file could not be written
 ROOM_S = 0.05  # how often it is looked whether there is room to wait
 END_S = 5.0  # how long files that wait are written at the end: whoever ends a daemon waits for ten seconds at most
+AHEAD_BYTES = 128 << 20  # of files that are read before they are asked for
+_READERS = 8  # threads at most that do
 _MOST_MISSED = 1 << 14  # names
 _LOCK_S = 10.0  # how long somebody may take who removes files from the folder
 _STALE_S = 60.0  # a temporary file that nobody holds and that is so old was left behind by a crash
@@ -44,7 +48,8 @@ class PrefixFiles:
     """The files of one model in a folder that may hold those of others.
 
     key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. model: what is said of it to who
-    lists the folder. A thread writes; `get` and the rest are for one other thread. Nothing but the constructor raises:
+    lists the folder. A thread writes, others read what is expected to be asked for (`expect`), since checksums take as
+    long as a disk; `get` and the rest are for one other thread. Nothing but the constructor raises:
     what fails is a warning with a `reason`. Until it is closed nobody else may remove files, but daemons for room.
     What could not be written or had no room to wait is *missed*: it can be put again, when `missed_s` says so.
     """
@@ -60,6 +65,9 @@ class PrefixFiles:
         self._missed: dict[str, int] = {}  # and bytes; the oldest first
         self._queue: Queue[tuple[str, list[NDArray[Any]], Place | None] | None] = Queue()
         self._thread: threading.Thread | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        self._ahead: dict[str, tuple[Future[list[NDArray[Any]]], int]] = {}  # and bytes
+        self._expected: deque[tuple[str, Many[int]]] = deque()  # behind those
         self._look_s = 0.0  # when the folder is looked at again
         self._again_s = 0.0  # when files are written again after one could not be
         self._end_s = math.inf  # when what waits is given up
@@ -173,10 +181,12 @@ class PrefixFiles:
 
         sizes: bytes that each has, or all together.
         """
+        reading, _ = self._ahead.pop(name, (None, 0))
+        self._read_ahead()
         if not self.has(name):
             return None
         try:
-            return prefix_file.read(self._folder / name, self._key, sizes)
+            return prefix_file.read(self._folder / name, self._key, sizes) if reading is None else reading.result()
         except FileNotFoundError:  # another daemon needed the room
             with self._lock:
                 self._sizes.pop(name, None)
@@ -185,6 +195,26 @@ class PrefixFiles:
             why = (isinstance(error, OSError) and error.strerror) or error
             _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {why}")
         return None
+
+    def expect(self, files: Iterable[tuple[str, Many[int]]]) -> None:
+        """Say what is asked for next, by names and sizes as `get` has them: it is read meanwhile, and nothing else."""
+        for reading, _ in self._ahead.values():
+            reading.cancel()
+        self._ahead.clear()
+        self._expected = deque(files)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        n_bytes = sum(n for _, n in self._ahead.values())
+        while self._expected and (not n_bytes or n_bytes < AHEAD_BYTES):
+            name, sizes = self._expected.popleft()
+            if name in self._ahead or not self.has(name):
+                continue
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "prefix reader")
+            reading = self._readers.submit(prefix_file.read, self._folder / name, self._key, sizes)
+            self._ahead[name] = reading, sum(sizes)
+            n_bytes += sum(sizes)
 
     def doubt(self, names: Iterable[str]) -> None:
         """Let files be as if they were not there until they are written again."""
@@ -208,6 +238,10 @@ class PrefixFiles:
 
     def close(self) -> None:
         """Write what waits, for no longer than END_S, and stop."""
+        self.expect(())
+        if self._readers is not None:
+            self._readers.shutdown()
+            self._readers = None
         if self._thread is not None:
             self._end_s = min(self._end_s, time.monotonic() + END_S)
             self._queue.put(None)

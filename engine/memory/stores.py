@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -29,11 +29,56 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A contiguous view of an array, and whether it is at home."""
+class Rows:
+    """Where as many rows of bytes begin. pitch: bytes from each to the next, where they are alike; else 0."""
 
-    array: Any
-    is_home: bool = False
+    addresses: tuple[int, ...]
+    pitch: int
+
+    @classmethod
+    def of(cls, addresses: Sequence[int]) -> Rows:
+        """Rows at any addresses."""
+        apart = {b - a for a, b in pairwise(addresses)}
+        return cls(tuple(addresses), max(0, *apart) if len(apart) == 1 else 0)
+
+    @classmethod
+    def apart(cls, address: int, pitch: int, n_rows: int) -> Rows:
+        """Rows that are a pitch apart."""
+        return cls(tuple(address + i * pitch for i in range(n_rows)), pitch)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array of each layer of a group: of all keys, say. block_bytes: of a block in one of them."""
+
+    pool: Rows
+    homes: Rows | None
+    block_bytes: int
+
+
+def columns_of(device: Memory, stores: Sequence[Store]) -> tuple[Column, ...]:
+    """The arrays of a group's layers, which are alike."""
+
+    def rows(arrays: Sequence[Any]) -> Rows:
+        return Rows.of([device.pointer(array) for array in arrays])
+
+    pools, homes = zip(*(store.pool for store in stores), strict=True), [store.homes for store in stores]
+    found = []
+    for i, pool in enumerate(pools):
+        n_bytes = int(pool[0].nbytes) // (len(pool[0]) // KV_BLOCK_TOKENS)
+        own = [arrays[i] for arrays in homes if arrays is not None]
+        found.append(Column(rows(pool), rows(own) if own else None, n_bytes))
+    return tuple(found)
+
+
+def copy_rows(device: Memory, to: Rows, to_at: int, source: Rows, source_at: int, n_bytes: int) -> None:
+    """Copy n_bytes of each row, from and to a distance behind where it begins, as `Memory.copy` does."""
+    if to.pitch >= n_bytes and source.pitch >= n_bytes:
+        n_rows, first, begin = len(to.addresses), to.addresses[0] + to_at, source.addresses[0] + source_at
+        device.copy_rows(first, to.pitch, begin, source.pitch, n_bytes, n_rows)
+        return
+    for a, b in zip(to.addresses, source.addresses, strict=True):
+        device.copy(a + to_at, b + source_at, n_bytes)
 
 
 def make_layer(device: Memory, n_head_kv: int, head_dim: int, n_blocks: int, kv_type: str) -> KVLayer:
@@ -83,16 +128,6 @@ def _layer_of(
 def arrays_of(layer: KVLayer) -> tuple[Any, ...]:
     """A layer's arrays, those that there are."""
     return tuple(array for array in layer.arrays if array is not None)
-
-
-def address(array: NDArray[Any]) -> int:
-    """Where an array in host memory begins, as the host has it."""
-    return int(array.__array_interface__["data"][0])
-
-
-def blocks_of(array: Any, first: int, n: int) -> Any:
-    """A view of n blocks of an array by slots."""
-    return array[first * KV_BLOCK_TOKENS : (first + n) * KV_BLOCK_TOKENS]
 
 
 def runs_of(places: I32, border: int) -> list[tuple[int, int]]:

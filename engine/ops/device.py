@@ -46,6 +46,9 @@ class Memory(Protocol):
     def copy(self, to: int, source: int, n_bytes: int) -> None:
         """Copy between two addresses of device or page-locked memory, in order, without waiting."""
 
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, n_bytes: int, n_rows: int) -> None:
+        """Copy n_bytes of each of some rows, which begin a pitch apart, as `copy` does."""
+
     def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
         """Fill memory at an address with one byte, in order."""
 

@@ -58,6 +58,11 @@ class HostDevice:
         """Copy between two addresses."""
         ctypes.memmove(to, source, n_bytes)
 
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, n_bytes: int, n_rows: int) -> None:
+        """Copy n_bytes of each of some rows, which begin a pitch apart."""
+        for row in range(n_rows):
+            self.copy(to + row * to_pitch, source + row * source_pitch, n_bytes)
+
     def set_bytes(self, to: int, byte: int, n_bytes: int) -> None:
         """Fill memory at an address with one byte."""
         ctypes.memset(to, byte, n_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -40,3 +42,25 @@ def test_what_comes_back_has_neighboring_blocks(spare: int) -> None:
     held = [node.blocks[0] for node in nodes(cache) if node.blocks is not None]
     apart = sum(b != a + 1 for blocks in held for a, b in pairwise(blocks))
     assert CHUNK > KV_BLOCK_TOKENS and len(held) >= 8 and (not spare or apart <= 2), held
+
+
+@pytest.mark.parametrize(("room", "copied"), [(12, [0, 6, 6, 0, 0, 0]), (10, [0, *[6] * 5]), (6, [0, *[6] * 5])])
+def test_what_came_back_leaves_without_a_copy(monkeypatch: pytest.MonkeyPatch, room: int, copied: list[int]) -> None:
+    """Six chunks leave for the other conversation. Copies are kept while there is room, and go before anything else."""
+    kv = make_cache("full", 9 * CHUNK)
+    cache = prefix_cache(kv, CHUNK, 0)
+    kv.host = cache._host = HostTier(kv.device, room * sum(cache._data_bytes))
+    read, n_read = kv.read_blocks, [0]
+
+    def counted(group: int, blocks: Sequence[int], wait: bool = True) -> Any:
+        n_read[-1] += group == cache._groups[0]
+        return read(group, blocks, wait)
+
+    monkeypatch.setattr(kv, "read_blocks", counted)
+    for turn, name in enumerate(("abcdefg", "mnopqrs") * 3):
+        assert serve(kv, cache, prompt(name)) == (7 * CHUNK if turn > 1 else 0)
+        n_read.append(0)
+    assert n_read[:-1] == copied
+    host = cache._host
+    assert host._spare_bytes == sum(n.data_bytes for n in nodes(cache) if n.blocks is not None)
+    assert host.n_bytes == sum(n.data_bytes for n in nodes(cache)) <= host.budget_bytes

@@ -117,6 +117,9 @@ class CountingDevice:
     def copy(self, to: int, source: int, n_bytes: int) -> None:
         """Copy nothing."""
 
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, n_bytes: int, n_rows: int) -> None:
+        """Copy nothing."""
+
     def stream(self, priority: int = 0) -> _Nothing:
         """A stream on which nothing happens."""
         return _NOTHING

@@ -35,6 +35,7 @@ GIB = 1 << 30
 
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
 _NO_TIMING = 2  # cudaEventDisableTiming
+MAX_PITCH = (1 << 31) - 1  # bytes: cudaDevAttrMaxPitch of every device
 _COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses say which way
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed: loading a module meanwhile is no error
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -423,6 +424,18 @@ class GpuDevice:
         ends = [*sorted(cuts), n_bytes]
         for start, end in zip([0, *ends], ends, strict=False):
             self.runtime.memcpyAsync(to + start, source + start, end - start, _COPY_DEFAULT, self.current)
+
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, n_bytes: int, n_rows: int) -> None:
+        """Copy n_bytes of each of some rows, which begin a pitch apart, as `copy` does: in one call if possible."""
+        areas = ((at, (n_rows - 1) * pitch + n_bytes) for at, pitch in ((to, to_pitch), (source, source_pitch)))
+        if max(to_pitch, source_pitch) > MAX_PITCH or any(self._seams_in(*area) for area in areas):
+            for row in range(n_rows):
+                self.copy(to + row * to_pitch, source + row * source_pitch, n_bytes)
+            return
+        self.bind()
+        self.runtime.memcpy2DAsync(
+            to, to_pitch, source, source_pitch, n_bytes, n_rows, _COPY_DEFAULT, self.current
+        )  # fmt: skip
 
     def _seams_in(self, address: int, n_bytes: int) -> list[int]:
         first = bisect.bisect_right(self._seams, address)

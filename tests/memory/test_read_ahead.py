@@ -1,0 +1,94 @@
+"""Files of prefixes that are read before they are asked for: no more than has room, believed no more than others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.formats import prefix_file
+from engine.memory import prefix_files
+from engine.memory.prefix_files import PrefixFiles
+from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved, serve
+from tests.memory.test_prefix import KEY
+
+N_BYTES = 300
+
+
+def written(folder: Path, n: int) -> tuple[PrefixFiles, list[str]]:
+    """Some files, each of its own contents."""
+    files, names = PrefixFiles(folder, KEY, 1 << 30), [f"{i:064}.state" for i in range(n)]
+    for i, name in enumerate(names):
+        files.put(name, [np.full(N_BYTES, i, np.uint8)])
+    files.flush()
+    return files, names
+
+
+def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, names = written(tmp_path, 9)
+    read, threads = prefix_file.read, list[str]()
+
+    def noted(path: Path, key: Any, sizes: Sequence[int]) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(path, key, sizes)
+
+    monkeypatch.setattr(prefix_file, "read", noted)
+    monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 2 * N_BYTES + 1)
+    files.expect((name, [N_BYTES]) for name in [*names[:7], "f" * 64 + ".state"])
+    for i, name in enumerate(names):
+        assert len(files._ahead) == min(3, max(0, 7 - i))
+        found = files.get(name, [N_BYTES])
+        assert found is not None and (found[0] == i).all()
+    assert len(threads) == 9 and sum(name.startswith("prefix reader") for name in threads) == 7
+    files.expect([(names[0], [N_BYTES])])
+    files.close()
+    assert not files._ahead and not any(t.name.startswith("prefix reader") for t in threading.enumerate())
+
+
+def test_damaged_and_missing_files_are_told_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files, names = written(tmp_path, 4)
+    damaged = bytearray((tmp_path / names[1]).read_bytes())
+    damaged[-40] ^= 1
+    (tmp_path / names[1]).write_bytes(damaged)
+    (tmp_path / names[2]).unlink()
+    files.expect((name, [N_BYTES]) for name in names)
+    assert [files.get(name, [N_BYTES]) is not None for name in names] == [True, False, False, True]
+    assert [files.has(name) for name in names] == [True, False, False, True]
+    assert "its checksum is wrong" in caplog.text and len(caplog.records) == 1
+    files.close()
+
+
+def watched(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each file that is asked for from now on, whether it was being read."""
+    found, get = list[bool](), files.get
+
+    def noted(name: str, sizes: Sequence[int]) -> Any:
+        found.append(name in files._ahead)
+        return get(name, sizes)
+
+    monkeypatch.setattr(files, "get", noted)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["full", "states"])
+def test_a_conversation_comes_back_from_files_that_were_read_ahead(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, and nothing is read for nothing, or left over."""
+    monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 1)
+    tokens = prompt("abcdefg")
+    for reused in (0, 7 * CHUNK):
+        kv = make_cache(kind, 12 * CHUNK)
+        files = PrefixFiles(tmp_path, KEY, 1 << 30)
+        cache = prefix_cache(kv, CHUNK, 1 << 20, files)
+        was_ahead = watched(files, monkeypatch)
+        assert serve(kv, cache, tokens) == reused and not files._ahead
+        assert was_ahead == [True] * (0 if not reused else 7 + (kind == "states"))
+        files.close()
+    assert len(saved(tmp_path)) >= 7
