@@ -117,7 +117,7 @@ MEASUREMENTS = (
     Measurement("warm_turns", "warm_turns.py qwen36.gguf", 150),
     Measurement(
         "warm_turns-q8_0",
-        "warm_turns.py qwen36.gguf --depths 100000 --sessions 32 --kv-type q8_0 --prefix-gib 36 --files", 200,
+        "warm_turns.py qwen36.gguf --depths 100000 --sessions 32 --kv-type q8_0 --prefix-gib 33.5 --files", 240,
     ),
     Measurement("soak_sessions-gpu", "soak_sessions.py qwen36.gguf --device cuda --seconds 480", 520),
     Measurement("given_tokens", "given_tokens.py long.gguf --depths 512,32000 --sequences 2,4,8 --runs 30", 40),

@@ -1,7 +1,7 @@
 """The first token of a turn whose conversation lies elsewhere: in the pool, at home, in host memory or in files.
 
     python benchmarks/warm_turns.py MODEL.gguf --depths 35000,94000,180000 --json data/results/warm_turns.json
-    python benchmarks/warm_turns.py MODEL.gguf --depths 100000 --sessions 32 --kv-type q8_0 --prefix-gib 36 --files
+    python benchmarks/warm_turns.py MODEL.gguf --depths 100000 --sessions 32 --kv-type q8_0 --prefix-gib 33.5 --files
 
 Conversations of a depth, each of tokens of its own, take turns of --new tokens and one reply token. *Own*: the turn of
 one that is alone, with everything on the device. *Line*: that, and the bytes that must come back before it, as they lie
