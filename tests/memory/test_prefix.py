@@ -213,7 +213,13 @@ class Serving(RuleBasedStateMachine):
     @invariant()
     def a_chunk_holds_something_and_so_do_those_before_it(self) -> None:
         for node in nodes(self.cache):
-            assert (node.blocks is None) != (node.data is None)
+            assert node.blocks is not None or node.data is not None
+            if node.data_claim is not None:
+                assert node.data is not None and node.data_claim.spare == (node.blocks is not None)
+            if node.blocks is not None and node.data is not None:
+                self.kv.device.synchronize()
+                same = zip(self.cache._read(node, wait=True), node.data, strict=True)
+                assert all(np.array_equal(a, b) for a, b in same)
             above = node.parent
             assert above is self.cache.tree.root or node.blocks is None or above.blocks is not None
 
