@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +28,7 @@ TEMPORARY = re.compile(rf"\.{NAME.pattern}\..*\.tmp")
 HEADER_BYTES = 1 << 16
 DIGEST_BYTES = 32
 _PIECE_BYTES = 1 << 22
+_READ_BYTES = 1 << 21  # that are read before their checksum is made, and still in the processor's cache then
 _TOKEN = np.dtype("<i4")
 
 Key = Mapping[str, str | int | Sequence[str]]
@@ -130,10 +131,11 @@ def check(path: Path) -> Head:
     return head
 
 
-def read(path: Path, key: Key, sizes: Sequence[int]) -> list[Array]:
+def read(path: Path, key: Key, sizes: Sequence[int], into: Callable[[int], Array]) -> list[Array]:
     """The arrays of a file that has this key and, each or all together, arrays of these sizes in bytes.
 
-    Raises ValueError and OSError, before there is memory for more than that.
+    into: asked once for memory, uint8 [n_bytes] of all arrays, which they are views of. Raises ValueError and OSError,
+    before there is memory for more than that, and what `into` raises.
     """
     with open_regular(path) as file:
         head = _head(path.name, file)
@@ -142,10 +144,14 @@ def read(path: Path, key: Key, sizes: Sequence[int]) -> list[Array]:
         if list(sizes) not in (head.sizes, [sum(head.sizes)]):
             raise ValueError(f"its arrays have {sum(head.sizes)} bytes, and {sum(sizes)} were expected")
         file.seek(0)
-        whole = np.fromfile(file, np.uint8, head.n_bytes + 1)
-    data, digest = whole[:-DIGEST_BYTES], whole[-DIGEST_BYTES:]
-    _compare(hashlib.sha256(data.data).digest(), digest.tobytes())
-    arrays, at = [], head.begin
+        digest, data = hashlib.sha256(file.read(head.begin)), into(sum(head.sizes))
+        for at in range(0, data.nbytes, _READ_BYTES):
+            part = data[at : at + _READ_BYTES].data
+            if file.readinto(part) != len(part):
+                raise ValueError("its length is wrong")
+            digest.update(part)
+        _compare(digest.digest(), file.read(DIGEST_BYTES + 1))
+    arrays, at = [], 0
     for (dtype, shape), n_bytes in zip(head.arrays, head.sizes, strict=True):
         arrays.append(data[at : at + n_bytes].view(dtype).reshape(shape))
         at += n_bytes

@@ -13,6 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -72,7 +73,7 @@ def make_private(path: Path) -> IO[bytes]:
     return file
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to be read; OSError for a pipe or a device, which may never begin, never end or not come twice."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -209,17 +209,11 @@ class KVCache:
             self.device.synchronize()
         return data
 
-    def hosted(self, arrays: Many[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Copies of arrays in memory that the device reads by itself, as `write_blocks` and `restore` take them."""
-        data = self.host.array(sum(a.nbytes for a in arrays))
+    def lent(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Host memory that may be written at once, and that `write_blocks` and `restore` take; CapacityError."""
+        data = self.host.array(n_bytes)
         self.device.synchronize()  # it may still read what was here before
-        copies, at = [], 0
-        for array in arrays:
-            copy = data[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
-            copy[...] = array
-            copies.append(copy)
-            at += array.nbytes
-        return copies
+        return data
 
     def _read_into(self, data: NDArray[np.uint8], group: int, blocks: Many[int]) -> None:
         """Enqueue copies of blocks: of each layer in turn, of each of its arrays, one behind the other."""
@@ -235,7 +229,7 @@ class KVCache:
                 copy_rows(self.device, rows, behind, column, first, n_bytes)
 
     def write_blocks(self, group: int, blocks: Many[int], data: NDArray[np.uint8]) -> None:
-        """Copy what `read_blocks` gave, or of the same size `hosted`, into as many blocks of the same group.
+        """Copy what `read_blocks` gave, or what was written to `lent` memory, into as many blocks of the same group.
 
         In order with the device's other work: nobody waits, and the data need not have arrived.
         """

@@ -117,7 +117,7 @@ class PrefixCache:
         path: list[Node] = []  # as far as it is on the device
         missing = len(match.keys) - sum(node.blocks is not None for node in self.tree.in_use)
         if self._files is not None:
-            self._files.expect(self._in_files(match))
+            self._files.expect(self._in_files(match), self._kv.lent)
         try:
             node = self.tree.root
             for i, key in enumerate(match.keys):
@@ -150,20 +150,21 @@ class PrefixCache:
         finally:
             self.tree.in_use = set()
             if self._files is not None:
-                self._files.expect(())
+                self._files.expect_nothing()
         return 0
 
     def _in_files(self, match: Match) -> Iterator[tuple[str, list[int]]]:
-        """What of a match is in files alone, with the sizes: its chunks, and the snapshot behind the last."""
+        """What of a match is in files alone, with the sizes: the snapshot, which takes longest, and the chunks."""
         node: Node | None = self.tree.root
-        name = self.tree.root.name
+        name, found = self.tree.root.name, []
         for key in match.keys:
             name = self.tree.name(name, key)
             node = None if node is None else node.children.get(key)
             if node is None or (node.blocks is None and node.data is None):
-                yield f"{name}.blocks", self._data_bytes
+                found.append((f"{name}.blocks", self._data_bytes))
         if self._needs_snapshot and match.keys and (node is None or node.snapshot is None):
             yield f"{name}.state", [self._kv.snapshot_bytes(match.length)]
+        yield from found
 
     def _make_room(self, n_chunks: int) -> None:
         """Have blocks free for the next of some chunks that come back, as long as what leaves for it is kept.
@@ -241,11 +242,8 @@ class PrefixCache:
     def _hosted(self, name: str, n_bytes: list[int]) -> list[NDArray[Any]] | None:
         """The arrays of a file, where they have these sizes, or all together the only one of these."""
         assert self._files is not None
-        arrays = self._files.get(name, n_bytes)
-        if arrays is None:
-            return None
         try:
-            return self._kv.hosted(arrays)
+            return self._files.get(name, n_bytes, self._kv.lent)
         except CapacityError:
             self._host.short()
             return None

@@ -15,25 +15,26 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats import prefix_file
 from engine.formats.prefix_file import DIGEST_BYTES, FORMAT, LOCK, Key, Origin, Place
-from engine.ground.errors import SparkError, UsageError
+from engine.ground.errors import CapacityError, SparkError, UsageError
 from engine.ground.files import hold, replacing, try_lock
 
 WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is missed
 RETRY_S = 60.0  # how long nothing is saved after a file could not be written
 ROOM_S = 0.05  # how often it is looked whether there is room to wait
 END_S = 5.0  # how long files that wait are written at the end: whoever ends a daemon waits for ten seconds at most
-AHEAD_BYTES = 128 << 20  # of files that are read before they are asked for
+AHEAD_BYTES = 256 << 20  # of files that are read before they are asked for
 _READERS = 8  # threads at most that do
 _MOST_MISSED = 1 << 14  # names
 _LOCK_S = 10.0  # how long somebody may take who removes files from the folder
@@ -43,6 +44,7 @@ _LOOK_SHARE = 20  # and no more than one in so many seconds of looking
 
 _log = logging.getLogger(__name__)
 
+Into = Callable[[int], NDArray[np.uint8]]  # gives memory of so many bytes
 
 class PrefixFiles:
     """The files of one model in a folder that may hold those of others.
@@ -68,6 +70,7 @@ class PrefixFiles:
         self._readers: ThreadPoolExecutor | None = None
         self._ahead: dict[str, tuple[Future[list[NDArray[Any]]], int]] = {}  # and bytes
         self._expected: deque[tuple[str, Many[int]]] = deque()  # behind those
+        self._into: Into
         self._look_s = 0.0  # when the folder is looked at again
         self._again_s = 0.0  # when files are written again after one could not be
         self._end_s = math.inf  # when what waits is given up
@@ -176,17 +179,19 @@ class PrefixFiles:
             self._thread.start()
         self._queue.put((name, list(arrays), place))
 
-    def get(self, name: str, sizes: Many[int]) -> list[NDArray[Any]] | None:
+    def get(self, name: str, sizes: Many[int], into: Into) -> list[NDArray[Any]] | None:
         """The arrays of a file, or None where there is none or it is not what its name says.
 
-        sizes: bytes that each has, or all together.
+        sizes: bytes that each has, or all together. into: gives memory for all of them; what it raises is raised.
         """
         reading, _ = self._ahead.pop(name, (None, 0))
         self._read_ahead()
         if not self.has(name):
             return None
         try:
-            return prefix_file.read(self._folder / name, self._key, sizes) if reading is None else reading.result()
+            if reading is not None:
+                return reading.result()
+            return prefix_file.read(self._folder / name, self._key, sizes, into)
         except FileNotFoundError:  # another daemon needed the room
             with self._lock:
                 self._sizes.pop(name, None)
@@ -196,13 +201,22 @@ class PrefixFiles:
             _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {why}")
         return None
 
-    def expect(self, files: Iterable[tuple[str, Many[int]]]) -> None:
-        """Say what is asked for next, by names and sizes as `get` has them: it is read meanwhile, and nothing else."""
+    def expect(self, files: Iterable[tuple[str, Many[int]]], into: Into) -> None:
+        """Say what is asked for next, by names and sizes as `get` has them: it is read meanwhile, and nothing else.
+
+        into: as for `get`, and asked in this thread; where it raises CapacityError, nothing is read ahead any more.
+        """
+        self.expect_nothing()
+        self._expected, self._into = deque(files), into
+        self._read_ahead()
+
+    def expect_nothing(self) -> None:
+        """Let what is read ahead be for nothing."""
+        self._expected.clear()
         for reading, _ in self._ahead.values():
             reading.cancel()
+        wait(reading for reading, _ in self._ahead.values())  # they write to memory that may be somebody else's next
         self._ahead.clear()
-        self._expected = deque(files)
-        self._read_ahead()
 
     def _read_ahead(self) -> None:
         n_bytes = sum(n for _, n in self._ahead.values())
@@ -210,11 +224,19 @@ class PrefixFiles:
             name, sizes = self._expected.popleft()
             if name in self._ahead or not self.has(name):
                 continue
+            try:
+                memory = self._into(sum(sizes))
+            except CapacityError:
+                self._expected.clear()
+                return
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "prefix reader")
-            reading = self._readers.submit(prefix_file.read, self._folder / name, self._key, sizes)
+            reading = self._readers.submit(self._read, name, sizes, memory)
             self._ahead[name] = reading, sum(sizes)
             n_bytes += sum(sizes)
+
+    def _read(self, name: str, sizes: Many[int], memory: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        return prefix_file.read(self._folder / name, self._key, sizes, lambda n_bytes: memory[:n_bytes])
 
     def doubt(self, names: Iterable[str]) -> None:
         """Let files be as if they were not there until they are written again."""
@@ -238,7 +260,7 @@ class PrefixFiles:
 
     def close(self) -> None:
         """Write what waits, for no longer than END_S, and stop."""
-        self.expect(())
+        self.expect_nothing()
         if self._readers is not None:
             self._readers.shutdown()
             self._readers = None

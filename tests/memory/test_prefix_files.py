@@ -27,6 +27,11 @@ from engine.memory.prefix_files import PrefixFiles
 from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved, serve
 from tests.memory.test_prefix import KEY
 
+
+def room(n_bytes: int) -> np.ndarray:
+    return np.full(n_bytes, 0xFF, np.uint8)
+
+
 ONE, OTHER = "1" * 64 + ".state", "2" * 64 + ".state"
 
 
@@ -36,13 +41,13 @@ def test_a_file_under_another_name_is_not_believed(tmp_path: Path, caplog: pytes
     files.put(one, [np.arange(5), np.ones((2, 3), np.float32)])
     files.flush()
     for expected in (sizes, [64]):
-        got = files.get(one, expected)
+        got = files.get(one, expected, room)
         assert got is not None and np.array_equal(got[0], np.arange(5)) and got[1].shape == (2, 3)
     assert (tmp_path / one).stat().st_mode & 0o777 == 0o600
     (tmp_path / one).rename(tmp_path / other)
     (tmp_path / "letter.txt").write_text("mine")
     files = PrefixFiles(tmp_path, KEY, 1 << 30)
-    assert files.get(other, sizes) is None and not files.has(other) and files.get(one, sizes) is None
+    assert files.get(other, sizes, room) is None and not files.has(other) and files.get(one, sizes, room) is None
     assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
         "1 files that are not Spark's are left alone",
         "it was made for something else",
@@ -111,11 +116,11 @@ def test_a_file_says_what_it_is_of(tmp_path: Path) -> None:
     assert head.key["kv_types"] == ["f16", "f16"] and head.model == {"path": "m.gguf", "needs_state": False}
     assert head.tokens.tolist() == list(range(7)) and head.place.before == prefix_file.root({**KEY, "format": 2})
     assert head.sizes == [33, 12] and head.n_bytes == path.stat().st_size
-    read = prefix_file.read(path, head.key, [33, 12])
+    read = prefix_file.read(path, head.key, [33, 12], room)
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(read, arrays, strict=True))
     for key, sizes in (({**KEY, "format": 2, "file_id": "g"}, [33, 12]), (head.key, [33, 13])):
         with pytest.raises(ValueError, match=r"made for something else|were expected"):
-            prefix_file.read(path, key, sizes)
+            prefix_file.read(path, key, sizes, room)
 
 
 @given(data=st.data())
@@ -132,7 +137,7 @@ def test_no_damage_is_believed(data: st.DataObject, tmp_path_factory: pytest.Tem
     with pytest.raises(ValueError):
         prefix_file.check(path)
     with pytest.raises(ValueError):
-        prefix_file.read(path, KEY | {"format": 2}, [33, 12])
+        prefix_file.read(path, KEY | {"format": 2}, [33, 12], room)
 
 
 def test_no_header_makes_room_for_what_is_not_there(tmp_path: Path) -> None:

@@ -19,6 +19,11 @@ from tests.memory.test_prefix import KEY
 N_BYTES = 300
 
 
+def memory(n_bytes: int) -> np.ndarray:
+    assert threading.current_thread() is threading.main_thread()
+    return np.full(n_bytes, 0xFF, np.uint8)
+
+
 def written(folder: Path, n: int) -> tuple[PrefixFiles, list[str]]:
     """Some files, each of its own contents."""
     files, names = PrefixFiles(folder, KEY, 1 << 30), [f"{i:064}.state" for i in range(n)]
@@ -34,19 +39,19 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
     files, names = written(tmp_path, 9)
     read, threads = prefix_file.read, list[str]()
 
-    def noted(path: Path, key: Any, sizes: Sequence[int]) -> Any:
+    def noted(path: Path, key: Any, sizes: Sequence[int], into: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return read(path, key, sizes)
+        return read(path, key, sizes, into)
 
     monkeypatch.setattr(prefix_file, "read", noted)
     monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 2 * N_BYTES + 1)
-    files.expect((name, [N_BYTES]) for name in [*names[:7], "f" * 64 + ".state"])
+    files.expect(((name, [N_BYTES]) for name in [*names[:7], "f" * 64 + ".state"]), memory)
     for i, name in enumerate(names):
         assert len(files._ahead) == min(3, max(0, 7 - i))
-        found = files.get(name, [N_BYTES])
+        found = files.get(name, [N_BYTES], memory)
         assert found is not None and (found[0] == i).all()
     assert len(threads) == 9 and sum(name.startswith("prefix reader") for name in threads) == 7
-    files.expect([(names[0], [N_BYTES])])
+    files.expect([(names[0], [N_BYTES])], memory)
     files.close()
     assert not files._ahead and not any(t.name.startswith("prefix reader") for t in threading.enumerate())
 
@@ -57,8 +62,8 @@ def test_damaged_and_missing_files_are_told_as_ever(tmp_path: Path, caplog: pyte
     damaged[-40] ^= 1
     (tmp_path / names[1]).write_bytes(damaged)
     (tmp_path / names[2]).unlink()
-    files.expect((name, [N_BYTES]) for name in names)
-    assert [files.get(name, [N_BYTES]) is not None for name in names] == [True, False, False, True]
+    files.expect(((name, [N_BYTES]) for name in names), memory)
+    assert [files.get(name, [N_BYTES], memory) is not None for name in names] == [True, False, False, True]
     assert [files.has(name) for name in names] == [True, False, False, True]
     assert "its checksum is wrong" in caplog.text and len(caplog.records) == 1
     files.close()
@@ -68,9 +73,9 @@ def watched(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each file that is asked for from now on, whether it was being read."""
     found, get = list[bool](), files.get
 
-    def noted(name: str, sizes: Sequence[int]) -> Any:
+    def noted(name: str, sizes: Sequence[int], into: Any) -> Any:
         found.append(name in files._ahead)
-        return get(name, sizes)
+        return get(name, sizes, into)
 
     monkeypatch.setattr(files, "get", noted)
     return found
@@ -81,7 +86,6 @@ def test_a_conversation_comes_back_from_files_that_were_read_ahead(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it, and nothing is read for nothing, or left over."""
-    monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 1)
     tokens = prompt("abcdefg")
     for reused in (0, 7 * CHUNK):
         kv = make_cache(kind, 12 * CHUNK)

@@ -337,38 +337,3 @@ def test_the_driver_allocates_what_is_small_or_cannot_be_registered(runtime: Run
     locked.close()
     assert not runtime.driver
     assert (memory.available_bytes() or 1) > 0
-
-
-def test_page_locked_arrays_are_used_again_when_nobody_has_a_view_of_them(runtime: Runtime) -> None:
-    settled: list[int] = []
-    pool = memory.Recycled(0, lambda: settled.append(len(runtime.registered)))
-    MiB = 1 << 20
-    first = pool.take(4 * MiB, 9 * MiB)
-    first[:] = 5
-    at, view = first.ctypes.data, first[MiB:].view(np.float32).reshape(3, -1)
-    del first
-    other = pool.take(4 * MiB, 9 * MiB)  # there is a view of the first
-    assert other.ctypes.data != at and len(runtime.registered) == 2 and (view.view(np.uint8) == 5).all()
-    del view
-    again = pool.take(4 * MiB, 9 * MiB)
-    assert again.ctypes.data == at and not settled
-    del other, again
-    small = pool.take(1000, 9 * MiB)  # there is room for both beside it
-    assert len(runtime.registered) == 2 and len(runtime.driver) == 1 and not settled
-    large = pool.take(6 * MiB, 9 * MiB)
-    assert sorted(runtime.registered.values()) == [6 * MiB] and settled == [2]
-    runtime.limit = 6 * MiB
-    with pytest.raises(CapacityError):
-        pool.take(5 * MiB, 9 * MiB)
-    del small, large
-    pool.close()
-    assert not runtime.registered and not runtime.driver
-
-
-def test_what_is_given_back_late_is_gone_already(runtime: Runtime) -> None:
-    pool = memory.Recycled(0, lambda: None)
-    kept = pool.take(3 << 20, 0)
-    pool.close()
-    del kept
-    assert not runtime.registered
-    assert pool.take(3 << 20, 0).nbytes == 3 << 20

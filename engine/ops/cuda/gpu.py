@@ -23,6 +23,7 @@ from engine.ground.install import requirement
 from engine.ops.cuda import library, memory
 from engine.ops.cuda.device import Argument, Array, Dim, Module
 from engine.ops.cuda.failures import explained
+from engine.ops.cuda.lending import Lending
 from engine.ops.cuda.virtual import OutOfMemoryError, VirtualMemory
 
 ALIGN_BYTES = 256
@@ -253,7 +254,7 @@ class GpuDevice:
         self._virtual: VirtualMemory | None = None
         self._locked: list[memory.PageLocked] = []
         self._seams: list[int] = []
-        self._recycled = memory.Recycled(ordinal, self.synchronize)
+        self._lending = Lending(ordinal, self.synchronize)
         self._thread = threading.get_ident()
         self._event = self.runtime.eventCreateWithFlags(_NO_TIMING)
         self.launch_overlapping: _OverlappingLaunch | None = None
@@ -410,7 +411,7 @@ class GpuDevice:
     def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
         """Page-locked memory that is used again when nobody holds it; keep_bytes: so much may wait for that."""
         self.bind()
-        return self._recycled.take(n_bytes, keep_bytes)
+        return self._lending.take(n_bytes, keep_bytes)
 
     def pointer(self, array: Array | NDArray[Any]) -> int:
         """The address that kernels use, of a device array or of page-locked host memory."""
@@ -518,7 +519,7 @@ class GpuDevice:
                     self._virtual.close()
             for locked in self._locked:
                 locked.close()
-            self._recycled.close()
+            self._lending.close()
         for held in (self._graphs, self._streams, self._allocations, self._locked):
             held.clear()
         self._modules.clear()

@@ -10,8 +10,7 @@ import contextlib
 import mmap
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_uint8
 from pathlib import Path
@@ -127,56 +126,6 @@ def allocate(
         locked.close()
         raise _too_little(n_bytes, n_locked, errors[0])
     return locked
-
-
-class Recycled:
-    """Page-locked arrays that are used again once nobody holds them or a view of them.
-
-    settle: waits until no copy is under way; called before memory is unlocked.
-    """
-
-    def __init__(self, device: int, settle: Callable[[], None]) -> None:
-        self._device, self._settle = device, settle
-        self._all: list[PageLocked] = []
-        self._free: list[PageLocked] = []  # those given back first in front; any thread may put one at the end
-
-    def take(self, n_bytes: int, keep_bytes: int) -> U8:
-        """Memory for n_bytes, as it was left; what is free goes as far as there is more than keep_bytes in all."""
-        found = next((held for held in self._free if held.array.nbytes == n_bytes), None)
-        if found is not None:
-            self._free.remove(found)
-        else:
-            self._release(max(0, keep_bytes - n_bytes))
-            try:
-                found = self._allocate(n_bytes)
-            except CapacityError:
-                self._release(0)
-                found = self._allocate(n_bytes)
-            self._all.append(found)
-        # Views of the array hold it, since what is behind it is no array of NumPy's.
-        lent: U8 = np.ctypeslib.as_array((c_uint8 * n_bytes).from_address(found.device_pointer))
-        weakref.finalize(lent, self._free.append, found).atexit = False
-        return lent
-
-    def _allocate(self, n_bytes: int) -> PageLocked:
-        # Nobody waits for memory that only saves time.
-        return allocate(n_bytes, self._device, by_driver_bytes=HUGE_PAGE_BYTES, seams=False, growth_s=0.0)
-
-    def _release(self, keep_bytes: int) -> None:
-        held = sum(each.array.nbytes for each in self._all)
-        if self._free and held > keep_bytes:
-            self._settle()
-        while self._free and held > keep_bytes:
-            old = self._free.pop(0)
-            held -= old.array.nbytes
-            self._all.remove(old)
-            old.close()
-
-    def close(self) -> None:
-        """Unlock everything, whoever holds it."""
-        for each in self._all:
-            each.close()
-        self._all, self._free = [], []
 
 
 def available_bytes() -> int | None:
