@@ -226,7 +226,7 @@ class TokensFile:
     def digest(self) -> str:
         """See the class."""
         with _reading(self.name), open_regular(self.path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()  # of IO, which is a file
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def session_ids(self) -> set[str]:
         """The sessions whose windows it holds."""

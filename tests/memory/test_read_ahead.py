@@ -53,7 +53,7 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
     assert len(threads) == 9 and sum(name.startswith("prefix reader") for name in threads) == 7
     files.expect([(names[0], [N_BYTES])], memory)
     files.close()
-    assert not files._ahead and not any(t.name.startswith("prefix reader") for t in threading.enumerate())
+    assert not files._ahead and files._readers is None
 
 
 def test_damaged_and_missing_files_are_told_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
