@@ -2,7 +2,8 @@
 
 A claim that its owner can do without says how to give it up. When room is wanted, the least recently used of these go
 first, and what is in use never; what was used at one time goes from the deepest on, since that needs the others. The
-memory itself is the device's, which uses arrays again that nobody holds any more, and keeps as much as the budget is.
+memory itself is the device's, which uses arrays again that nobody holds any more, and keeps as much as the budget is,
+and some for what is gone soon: a file that is read, say.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from engine.memory.order import Oldest
 
 Kind = Literal["chunks", "snapshots", "forks", "sequences"]  # what host memory is kept for
+SOON_BYTES = 512 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +63,7 @@ class HostTier:
         self.n_bytes = 0
         self._spare_bytes = 0
         self.now = 0
-        self._device, self._keep_bytes = device, budget_bytes
+        self._device, self._keep_bytes = device, budget_bytes + SOON_BYTES
         self._claims = Oldest[Claim](attrgetter("order"))
         self._fixed_bytes = 0  # of claims that nobody can give up
 
