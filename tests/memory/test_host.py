@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.ground.errors import CapacityError
-from engine.memory.host import Claim, HostTier
+from engine.memory.host import SOON_BYTES, Claim, HostTier
 from engine.ops.host import HostDevice
 
 BUDGET = 100
@@ -129,7 +129,7 @@ def test_the_budget_shrinks_to_what_there_is_once(caplog: pytest.LogCaptureFixtu
 def test_the_memory_is_the_devices() -> None:
     class Full(HostDevice):
         def host_array(self, n_bytes: int, keep_bytes: int):
-            assert keep_bytes == 10
+            assert keep_bytes == 10 + SOON_BYTES
             raise CapacityError("no more host memory")
 
     assert HostTier(HostDevice(), 10).array(7).nbytes == 7
