@@ -119,7 +119,7 @@ MEASUREMENTS = (
         "warm_turns-q8_0",
         "warm_turns.py qwen36.gguf --depths 100000 --sessions 32 --kv-type q8_0 --prefix-gib 33.5 --files", 240,
     ),
-    Measurement("soak_sessions-gpu", "soak_sessions.py qwen36.gguf --device cuda --seconds 480", 520),
+    Measurement("soak_sessions-gpu", "soak_sessions.py nano.gguf --device cuda --seconds 480 --kill-every 60", 540),
     Measurement("given_tokens", "given_tokens.py long.gguf --depths 512,32000 --sequences 2,4,8 --runs 30", 40),
     Measurement("kv_pool-qwen3", "kv_pool.py long.gguf --depths 131072 --shares 0.5 --prefill 0 --runs 10", 60),
     Measurement("recall_speed-qwen3", "recall_speed.py long.gguf --runs 3", 60),
@@ -160,6 +160,8 @@ class Folder:
             if name in MODELS:
                 shape, *more = MODELS[name].split()
                 self._run("full_shape", [sys.executable, str(BENCHMARKS / "full_shape.py"), shape, name, *more], 300)
+            elif (DATA / "nano" / name).exists():
+                shutil.copy(DATA / "nano" / name, self.path / name)
             elif name.removesuffix(".parquet") in SESSIONS:
                 self._tokens(name.removesuffix(".parquet"))
             else:

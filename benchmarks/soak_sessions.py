@@ -258,6 +258,7 @@ def main() -> None:
     text = "".join(m.content for session in sample_sessions() for m in session.messages if m.role == "tool")
     device = [*options_of(o.device, o.threads), "--kv-type", o.kv_type]
     device += ["--parallel", "4", "--chunk", "128"]
+    device += ["--exact-prefixes"] if o.device == "cuda" else []  # there what was decoded has bits of its own
     if o.recall_blocks is not None:
         device += ["--kv-recall-blocks", str(o.recall_blocks)]
     with Server(o.model, *device, "--draft", "off", "--ctx", str(o.ctx)) as server:  # characters of a token
