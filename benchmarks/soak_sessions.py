@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--recall-blocks", type=int, metavar="N")
     parser.add_argument("--small-disk", type=Path, metavar="DIR", help="on a file system that may be filled")
     o = parser.parse_args()
+    o.model = o.model.absolute()  # servers run in folders of their own
     text = "".join(m.content for session in sample_sessions() for m in session.messages if m.role == "tool")
     device = [*options_of(o.device, o.threads), "--kv-type", o.kv_type]
     device += ["--parallel", "4", "--chunk", "128"]
