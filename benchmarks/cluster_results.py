@@ -65,8 +65,8 @@ def gpu(name: str, made: Json) -> list[str]:
         for each in made["rows"]
         if each["workers"] > 1
     ]
-    heading = "## Calibration by the GPUs of one host"
-    parts = f"Each one's part of the tokens: {'; '.join(shares)}."
+    heading = f"## Calibration by {len(names)} GPUs of one host" if names else "## Calibration by workers of one host"
+    parts = f"Each one's part of the tokens: {'; '.join(shares)}. {made.get('note', '')}".strip()
     return [heading, "", *origin(name, made), about, "", *table(columns, rows), parts, ""]
 
 
@@ -102,6 +102,7 @@ def homes(name: str, made: Json) -> list[str]:
 
 SECTIONS = {
     "cluster_gpu.json": gpu,
+    "cluster_gpu-4.json": gpu,
     "cluster_cpu.json": cpu,
     "cluster_kills.json": kills,
     "cluster_scale.json": scale,

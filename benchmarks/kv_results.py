@@ -127,7 +127,9 @@ def warm(name: str, made: Json) -> list[str]:
         ])  # fmt: skip
     columns = ["depth", "own, ms", "GB at home", "GB in host memory", "GB in files", "first token, ms", "of the line"]
     text = WARM.format(**made)
-    return ["## Turns of conversations that lie elsewhere", "", *origin(name, made), text, "", *table(columns, rows)]
+    heading = "## Turns of conversations that lie elsewhere"
+    heading += ", some in files" if any(t["files"] for r in made["rows"] for t in r["turns"]) else ""
+    return [heading, "", *origin(name, made), text, "", *table(columns, rows)]
 
 
 RESTORED = """\

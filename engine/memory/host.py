@@ -3,7 +3,7 @@
 A claim that its owner can do without says how to give it up. When room is wanted, the least recently used of these go
 first, and what is in use never; what was used at one time goes from the deepest on, since that needs the others. The
 memory itself is the device's, which uses arrays again that nobody holds any more, and keeps as much as the budget is,
-and some for what is gone soon: a file that is read, say.
+and some for what is gone soon: files that are read, or wait to be written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.ground.errors import CapacityError
 from engine.memory.order import Oldest
 
 Kind = Literal["chunks", "snapshots", "forks", "sequences"]  # what host memory is kept for
-SOON_BYTES = 512 << 20
+SOON_BYTES = 1 << 30
 _log = logging.getLogger(__name__)
 
 
@@ -113,8 +114,17 @@ class HostTier:
         self._fixed_bytes -= claim.n_bytes if claim.give_up is None else 0
 
     def array(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Memory, as it was left, for what is claimed or is gone soon; CapacityError: the machine has no more."""
-        return self._device.host_array(n_bytes, self._keep_bytes)
+        """Memory, as it was left, for what is claimed or is gone soon; CapacityError: the machine has no more.
+
+        Claims that are spare go before that.
+        """
+        while True:
+            try:
+                return self._device.host_array(n_bytes, self._keep_bytes)
+            except CapacityError:
+                first = next(iter(self._claims), None)
+                if first is None or not first.spare or first.give_up is None or not first.give_up():
+                    raise
 
     def short(self) -> None:
         """Let the claims that there are now be all that there will be: the machine has less than the budget."""

@@ -116,9 +116,9 @@ class PrefixCache:
         self.tree.in_use = set(self.tree.path(match.keys))
         path: list[Node] = []  # as far as it is on the device
         missing = len(match.keys) - sum(node.blocks is not None for node in self.tree.in_use)
-        if self._files is not None:
-            self._files.expect(self._in_files(match), self._kv.lent)
         try:
+            if self._files is not None:
+                self._files.expect(self._in_files(match), self._kv.lent)
             node = self.tree.root
             for i, key in enumerate(match.keys):
                 held = node.children.get(key)

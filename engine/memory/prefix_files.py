@@ -34,7 +34,7 @@ WAITING_BYTES = 512 << 20  # what may wait to be written; what comes on top is m
 RETRY_S = 60.0  # how long nothing is saved after a file could not be written
 ROOM_S = 0.05  # how often it is looked whether there is room to wait
 END_S = 5.0  # how long files that wait are written at the end: whoever ends a daemon waits for ten seconds at most
-AHEAD_BYTES = 256 << 20  # of files that are read before they are asked for
+AHEAD_BYTES = 256 << 20  # of files that are read before they are asked for, beside the largest
 _READERS = 8  # threads at most that do
 _MOST_MISSED = 1 << 14  # names
 _LOCK_S = 10.0  # how long somebody may take who removes files from the folder
@@ -51,9 +51,10 @@ class PrefixFiles:
 
     key: what the bits depend on besides the tokens. budget_bytes: of the whole folder. model: what is said of it to who
     lists the folder. A thread writes, others read what is expected to be asked for (`expect`), since checksums take as
-    long as a disk; `get` and the rest are for one other thread. Nothing but the constructor raises:
-    what fails is a warning with a `reason`. Until it is closed nobody else may remove files, but daemons for room.
-    What could not be written or had no room to wait is *missed*: it can be put again, when `missed_s` says so.
+    long as a disk; `get` and the rest are for one other thread. Nothing but the constructor raises, and what gives
+    memory to read into: what fails is a warning with a `reason`. Until it is closed nobody else may remove files, but
+    daemons for room. What could not be written or had no room to wait is *missed*: it can be put again, when `missed_s`
+    says so.
     """
 
     def __init__(self, folder: Path, key: Key, budget_bytes: int, model: Origin | None = None) -> None:
@@ -185,6 +186,9 @@ class PrefixFiles:
         sizes: bytes that each has, or all together. into: gives memory for all of them; what it raises is raised.
         """
         reading, _ = self._ahead.pop(name, (None, 0))
+        if reading is None and any(name == other for other, _ in self._expected):
+            while self._expected.popleft()[0] != name:  # what was passed over is not asked for any more
+                pass
         self._read_ahead()
         if not self.has(name):
             return None
@@ -199,6 +203,8 @@ class PrefixFiles:
             self.doubt([name])
             why = (isinstance(error, OSError) and error.strerror) or error
             _warn("damaged_file", f"{self._folder / name} is ignored, as a damaged file: {why}")
+        finally:
+            del reading  # it has the error, whose traceback has this frame: its memory would stay for a while
         return None
 
     def expect(self, files: Iterable[tuple[str, Many[int]]], into: Into) -> None:
@@ -219,8 +225,9 @@ class PrefixFiles:
         self._ahead.clear()
 
     def _read_ahead(self) -> None:
-        n_bytes = sum(n for _, n in self._ahead.values())
-        while self._expected and (not n_bytes or n_bytes < AHEAD_BYTES):
+        sizes_ahead = [n for _, n in self._ahead.values()]
+        n_bytes, most = sum(sizes_ahead), max(sizes_ahead, default=0)
+        while self._expected and n_bytes - most < AHEAD_BYTES:
             name, sizes = self._expected.popleft()
             if name in self._ahead or not self.has(name):
                 continue
@@ -233,7 +240,7 @@ class PrefixFiles:
                 self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "prefix reader")
             reading = self._readers.submit(self._read, name, sizes, memory)
             self._ahead[name] = reading, sum(sizes)
-            n_bytes += sum(sizes)
+            n_bytes, most = n_bytes + sum(sizes), max(most, sum(sizes))
 
     def _read(self, name: str, sizes: Many[int], memory: NDArray[np.uint8]) -> list[NDArray[Any]]:
         return prefix_file.read(self._folder / name, self._key, sizes, lambda n_bytes: memory[:n_bytes])

@@ -39,7 +39,7 @@ class Node:
     exact: bool = True
     children: dict[bytes, Node] = field(default_factory=dict)
     blocks: tuple[tuple[int, ...], ...] | None = None  # of each group without a window
-    data: Data | None = None  # the same bytes in host memory, since the pool needed the blocks
+    data: Data | None = None  # the same bytes in host memory, since the pool needed the blocks once
     snapshot: Snapshot | None = None
     used: int = 0
     data_claim: Claim | None = None

@@ -58,16 +58,14 @@ class Column:
 
 def columns_of(device: Memory, stores: Sequence[Store]) -> tuple[Column, ...]:
     """The arrays of a group's layers, which are alike."""
-
-    def rows(arrays: Sequence[Any]) -> Rows:
-        return Rows.of([device.pointer(array) for array in arrays])
-
     pools, homes = zip(*(store.pool for store in stores), strict=True), [store.homes for store in stores]
     found = []
     for i, pool in enumerate(pools):
         n_bytes = int(pool[0].nbytes) // (len(pool[0]) // KV_BLOCK_TOKENS)
-        own = [arrays[i] for arrays in homes if arrays is not None]
-        found.append(Column(rows(pool), rows(own) if own else None, n_bytes))
+        own = tuple(device.pointer(arrays[i]) for arrays in homes if arrays is not None)
+        # Homes are locked apart, and one call must not reach from one to the next, whatever lies between.
+        there = Rows(own, 0) if own else None
+        found.append(Column(Rows.of([device.pointer(array) for array in pool]), there, n_bytes))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from engine.memory.host import Claim
 from engine.memory.kv import KVCache, Snapshot
 from engine.ops import KV_BLOCK_TOKENS
 
-PIECE_BLOCKS = 8  # that are copied to one array: as long as a chunk of a GPU's prefixes, so that either uses its memory
+PIECE_BLOCKS = 8  # that are copied to one array: as long as a chunk of a GPU's prefixes, whose place it may take
 
 
 @dataclass(slots=True, eq=False)

@@ -38,7 +38,7 @@ class Memory(Protocol):
         """Host memory that kernels can read; `pointer` gives its address on the device."""
 
     def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
-        """The same, used again when nobody holds it; keep_bytes: so much may wait for that."""
+        """The same, used again when nobody holds it; keep_bytes: of all such memory, what may stay when nobody does."""
 
     def pointer(self, array: Array) -> int:
         """The address that kernels use, of a device array or of page-locked host memory."""

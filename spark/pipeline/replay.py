@@ -104,13 +104,13 @@ def go_on(client: DaemonClient, window: Window, n_tokens: int) -> None:
 
 
 def in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
-    """A cluster's trace as one machine would have recorded it, which all that is chosen depends on.
+    """A trace, a cluster's, say, in the order in which one machine records it, which all that is chosen depends on.
 
-    order: places of windows in the file. A window's number is in the positions of its tokens.
+    order: places of windows in the file. A window's number is in the positions of its tokens, which come in order.
     """
     pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
     places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
-    by_file = np.lexsort((trace.position, places[index.ravel()]))
+    by_file = np.argsort(places[index.ravel()], kind="stable")
     ordered = replace(
         trace,
         experts=trace.experts[by_file],

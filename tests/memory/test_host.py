@@ -27,11 +27,12 @@ class Thing:
     depth: int
     fixed: bool
     busy: bool = False
+    spare: bool = False
     claim: Claim | None = None
 
     @property
-    def age(self) -> tuple[int, int]:
-        return self.used, -self.depth
+    def age(self) -> tuple[bool, int, int]:
+        return not self.spare, self.used, -self.depth
 
 
 class Claiming(RuleBasedStateMachine):
@@ -79,13 +80,16 @@ class Claiming(RuleBasedStateMachine):
             assert sum(t.n_bytes for t in before if t not in self.gone[:-1]) + n_bytes > self.budget
 
     @precondition(lambda self: self.there)
-    @rule(which=st.integers(0, 99), how=st.sampled_from(["use", "drop", "busy"]))
+    @rule(which=st.integers(0, 99), how=st.sampled_from(["use", "drop", "busy", "spare"]))
     def change(self, which: int, how: str) -> None:
         thing = self.there[which % len(self.there)]
         if how == "drop":
             self.drop(thing)
         elif how == "busy":
             thing.busy = not thing.busy
+        elif how == "spare" and thing.claim is not None:
+            thing.spare = not thing.spare
+            self.tier.spare(thing.claim, thing.spare)
         elif thing.claim is not None:
             thing.used = thing.claim.used = self.tier.tick()
 
@@ -98,6 +102,7 @@ class Claiming(RuleBasedStateMachine):
     def the_budget_is_kept_and_every_byte_counted(self) -> None:
         held = sum(t.n_bytes for t in self.there)
         assert held == self.tier.n_bytes <= self.tier.budget_bytes == self.budget
+        assert self.tier.room_bytes == self.budget - sum(t.n_bytes for t in self.there if not t.spare)
         by_kind = {kind: sum(t.n_bytes for t in self.there if t.kind == kind) for kind in KINDS}
         assert self.tier.bytes_by_kind() == by_kind
 

@@ -71,6 +71,17 @@ def test_what_nobody_holds_goes_where_more_would_be_locked_than_is_kept(runtime:
     pool.close()
 
 
+def test_what_a_burst_took_goes_back(runtime: Runtime) -> None:  # noqa: F811
+    """As copies of a whole cache do, when its memory was away."""
+    pool = Lending(0, lambda: None)
+    held = [pool.take(16 * MiB, 8 * MiB) for _ in range(8)]
+    assert pool.n_bytes == 128 * MiB
+    held.clear()
+    kept = pool.take(4 * MiB, 8 * MiB)
+    assert pool.n_bytes <= 16 * MiB and kept.nbytes == 4 * MiB
+    pool.close()
+
+
 def test_what_is_given_back_late_is_gone_already(runtime: Runtime) -> None:  # noqa: F811
     pool = Lending(0, lambda: None)
     kept = pool.take(3 * MiB, 0)

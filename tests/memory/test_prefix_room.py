@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
+from engine.ground.errors import CapacityError
 from engine.memory.host import HostTier
 from engine.ops import KV_BLOCK_TOKENS
-from tests.cached_prompts import CHUNK, compute, make_cache, nodes, prefix_cache, prompt, serve
+from tests.cached_prompts import CHUNK, LateDevice, compute, make_cache, nodes, prefix_cache, prompt, serve
 
 
 def test_conversations_in_turn_are_whole_and_cost_no_fork() -> None:
@@ -64,3 +67,32 @@ def test_what_came_back_leaves_without_a_copy(monkeypatch: pytest.MonkeyPatch, r
     host = cache._host
     assert host._spare_bytes == sum(n.data_bytes for n in nodes(cache) if n.blocks is not None)
     assert host.n_bytes == sum(n.data_bytes for n in nodes(cache)) <= host.budget_bytes
+
+
+class Small(LateDevice):
+    """Host memory of so many bytes."""
+
+    def __init__(self, n_bytes: int) -> None:
+        super().__init__()
+        self.left = n_bytes
+
+    def host_array(self, n_bytes: int, keep_bytes: int) -> np.ndarray:
+        if n_bytes > self.left:
+            raise CapacityError("no more host memory")
+        lent = super().host_array(n_bytes, keep_bytes)
+        self.left -= n_bytes
+        weakref.finalize(lent, self.give_back, n_bytes)
+        return lent
+
+    def give_back(self, n_bytes: int) -> None:
+        self.left += n_bytes
+
+
+def test_copies_go_where_the_machine_has_less_than_the_budget() -> None:
+    """Before a chunk is lost."""
+    device = Small(1 << 40)
+    kv = make_cache("full", 9 * CHUNK, device=device)
+    cache = prefix_cache(kv, CHUNK, 0)
+    kv.host = cache._host = HostTier(device, 1 << 30)
+    device.left = 10 * sum(cache._data_bytes)
+    assert [serve(kv, cache, prompt(name)) // CHUNK for name in ("abcdefg", "mnopqrs") * 4] == [0, 0, *[7] * 6]

@@ -47,7 +47,7 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
     monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 2 * N_BYTES + 1)
     files.expect(((name, [N_BYTES]) for name in [*names[:7], "f" * 64 + ".state"]), memory)
     for i, name in enumerate(names):
-        assert len(files._ahead) == min(3, max(0, 7 - i))
+        assert len(files._ahead) == min(4, max(0, 7 - i))
         found = files.get(name, [N_BYTES], memory)
         assert found is not None and (found[0] == i).all()
     assert len(threads) == 9 and sum(name.startswith("prefix reader") for name in threads) == 7
@@ -96,3 +96,29 @@ def test_a_conversation_comes_back_from_files_that_were_read_ahead(
         assert was_ahead == [True] * (0 if not reused else 7 + (kind == "states"))
         files.close()
     assert len(saved(tmp_path)) >= 7
+
+
+@pytest.mark.parametrize("kind", ["states", "everything"])
+def test_each_file_is_read_once_however_large_a_snapshot_is(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, n_chunks = prompt("abcdefg"), 7
+    kv = make_cache(kind, 12 * CHUNK)
+    cache = prefix_cache(kv, CHUNK, 1 << 20, PrefixFiles(tmp_path, KEY, 1 << 30))
+    serve(kv, cache, tokens)
+    cache.close()
+    names, read = list[str](), prefix_file.read
+
+    def noted(path: Path, *others: Any) -> Any:
+        names.append(path.name)
+        return read(path, *others)
+
+    monkeypatch.setattr(prefix_file, "read", noted)
+    monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 1)
+    kv = make_cache(kind, 12 * CHUNK)
+    files = PrefixFiles(tmp_path, KEY, 1 << 30)
+    cache = prefix_cache(kv, CHUNK, 1 << 20, files)
+    was_ahead = watched(files, monkeypatch)
+    assert serve(kv, cache, tokens) == n_chunks * CHUNK
+    assert len(names) == len(set(names)) == n_chunks + 1 and all(was_ahead)
+    cache.close()

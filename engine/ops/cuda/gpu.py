@@ -409,7 +409,7 @@ class GpuDevice:
         return self._locked[-1].array
 
     def host_array(self, n_bytes: int, keep_bytes: int) -> NDArray[np.uint8]:
-        """Page-locked memory that is used again when nobody holds it; keep_bytes: so much may wait for that."""
+        """Page-locked memory that is used again when nobody holds it; keep_bytes: of all of it, what may stay then."""
         self.bind()
         return self._lending.take(n_bytes, keep_bytes)
 

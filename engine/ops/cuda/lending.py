@@ -44,10 +44,12 @@ class Lending:
     def take(self, n_bytes: int, keep_bytes: int) -> U8:
         """Memory for n_bytes, as it was left; CapacityError where the machine gives no more.
 
-        Where more than keep_bytes would be locked, pieces of which nothing is held go.
+        While more than keep_bytes are locked, or would be, pieces of which nothing at all is held go.
         """
         taken = max(1, -(-n_bytes // _ALIGN_BYTES)) * _ALIGN_BYTES
         self._join()
+        if self.n_bytes > keep_bytes:
+            self._unlock(keep_bytes)
         address = self._cut(taken)
         if address is None:
             self._grow(taken, keep_bytes)
@@ -86,11 +88,14 @@ class Lending:
         if self.n_bytes + least > keep_bytes:
             self._unlock(keep_bytes - least)
         wanted = min(MOST_BYTES, max(LEAST_BYTES, self.n_bytes), keep_bytes - self.n_bytes)
-        try:
-            self._lock(max(least, wanted // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES))
-        except CapacityError:
-            self._unlock(0)
-            self._lock(least)
+        for n_bytes in sorted({max(least, wanted // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES), least}, reverse=True):
+            try:
+                return self._lock(n_bytes)
+            except CapacityError:
+                continue
+        self._unlock(0)
+        self._lock(least)
+        return None
 
     def _lock(self, n_bytes: int) -> None:
         # Nobody waits for memory that only saves time.
