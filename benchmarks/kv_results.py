@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 from benchmarks.markdown import Json, origin, percent, table
@@ -87,7 +88,8 @@ SOAK_DRAFTS = " {drafted:,} tokens were drafted, {accepted:.0%} of them accepted
 
 
 def soak(name: str, made: Json) -> list[str]:
-    options = dict(zip(made["options"][::2], made["options"][1::2], strict=True))
+    words = [*made["options"], ""]
+    options = {a: b for a, b in pairwise(words) if a.startswith("--")}  # of a flag what follows means nothing
     blocks, daemons = made["left_over"]["kv_blocks"], [n / 2**20 for n in made["most_daemon_bytes"]]
     more = ""
     if recall := made.get("recall"):
@@ -106,6 +108,7 @@ def soak(name: str, made: Json) -> list[str]:
         least=min(daemons), most=max(daemons), more=more, problems="; ".join(made["problems"]) or "none",
     )  # fmt: skip
     title = "## Conversations that do not fit together" + (", with recall and drafts" if recall else "")
+    title += ", on a GPU" if made["device"] == "cuda" else ""
     return [title, "", *origin(name, made), text, ""]
 
 
