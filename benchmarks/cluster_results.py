@@ -58,7 +58,7 @@ def gpu(name: str, made: Json) -> list[str]:
             for key in keys
         ]  # fmt: skip
         idle = f"{100 * found['idle_share']:.1f}%" if "idle_share" in found else ""
-        rows.append([found["workers"] or "no cluster", found["runs"], *speeds, idle, f"{found['ready_s']:.1f}"])
+        rows.append([int(found["workers"]) or "no cluster", found["runs"], *speeds, idle, f"{found['ready_s']:.1f}"])
     columns = ["workers", "runs", "tokens/s", "of workers", "in all", "idle", "ready after, s"]
     shares = [
         f"{each['workers']} workers: {', '.join(f'{100 * share:.1f}%' for share in each['shares'])}"
