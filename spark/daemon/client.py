@@ -111,6 +111,7 @@ class DaemonClient:
         self._loading: SimpleQueue[protocol.Event | None] = SimpleQueue()
         self._inboxes: dict[int | None, Inbox] = {None: self._loading}
         self._work: set[int] = set()  # those of them that take long, and some that are answered
+        self.changes = 0  # how often one of those began or ended: what the daemon learns, it learns in between
         self._sorting = threading.Lock()
         self._output_ended = False
         self._nonsense = ""  # why its output is not read any more, though it has not ended
@@ -364,11 +365,18 @@ class DaemonClient:
         with self._sorting:
             if isinstance(request, protocol.Generate | protocol.Score):
                 self._work = (self._work & self._inboxes.keys()) | {request.id}
+                self.changes += 1
             self._inboxes[request.id] = inbox
 
     def _forget(self, request_id: int | None) -> None:
         with self._sorting:
-            self._inboxes.pop(request_id, None)
+            self._ended(request_id)
+
+    def _ended(self, request_id: int | None) -> Inbox | None:
+        """Expect nothing more of a request; where its answers were awaited."""
+        inbox = self._inboxes.pop(request_id, None)
+        self.changes += inbox is not None and request_id in self._work
+        return inbox
 
     def _receive(self, key: int | None, inbox: _Queue, since_s: float, total_s: float | None) -> protocol.Event:
         """Wait for the next event of what was asked for at `since_s`; a deadline that passes ends the daemon.
@@ -495,7 +503,7 @@ class DaemonClient:
                 case protocol.Warned(reason, message):
                     self._on_warning(reason, message)
                 case _:  # an answer, after which no more comes; nobody waits for that of Cancel
-                    inbox = self._inboxes.pop(event.id, None)
+                    inbox = self._ended(event.id)
                     if inbox is not None:
                         inbox.put(event)
 

@@ -88,7 +88,7 @@ class Supervisor:
         self._deadlines = deadlines
         self._learned_profile = learned_profile
         self.restarts = 0  # of the daemon
-        self._served = 0  # requests of which the counts are not written yet
+        self._written = 0  # of the client's changes, those whose counts are written
         self.warnings: Counter[str] = Counter()  # of the daemons, by reason
         self._seldom = Seldom(_log)
         self._mail: _Mail | None = None
@@ -114,7 +114,7 @@ class Supervisor:
         return self._deadlines.total_s
 
     def client(self, wanted: Callable[[], bool] = lambda: True) -> DaemonClient:
-        """Return the daemon's client, after a start if it died; counts as a request served.
+        """Return the daemon's client, after a start if it died.
 
         wanted: asked while another thread starts it; raises CancelledError where it is not any more.
         """
@@ -133,9 +133,9 @@ class Supervisor:
                     message = f"the daemon cannot be started again: {error.message}"
                     raise DaemonError(message, hint=error.hint) from error
                 self.restarts += 1
+                self._written = 0
                 for reason in self._client.ready.info.get("reasons", ())[:1]:  # the device may be another
                     _log.warning("%s", reason)
-            self._served += 1
             return self._client
         finally:
             self._lock.release()
@@ -145,10 +145,7 @@ class Supervisor:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if not self._client.alive:
-                return None
-            self._served += 1
-            return self._client
+            return self._client if self._client.alive else None
         finally:
             self._lock.release()
 
@@ -192,11 +189,12 @@ class Supervisor:
         """Write what the daemon has learned, if there is anything new."""
         with self._saving:  # requests do not wait for it
             with self._lock:
-                client, served = self._client, self._served
-            if self._learned_profile is not None and served and client.alive:
+                client, changes = self._client, self._client.changes
+            if self._learned_profile is not None and changes > self._written and client.alive:
                 report = client.profile("write", self._learned_profile)
                 with self._lock:
-                    self._served -= served
+                    if client is self._client:
+                        self._written = changes
                 for warning in report.get("warnings", ()):
                     _log.warning("%s", warning)
 

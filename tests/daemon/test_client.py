@@ -140,6 +140,19 @@ def test_cancelling_from_another_thread() -> None:
         assert list(stream) == [] and daemon.stats()["queued"] == 0
 
 
+def test_what_it_may_have_learned_from_is_counted_at_both_ends() -> None:
+    with DaemonClient(fake(), deadlines=SHORT) as client:
+        assert client.changes == 0
+        stream = client.generate([1], max_tokens=3, stop_tokens=[])
+        assert client.changes == 1
+        list(stream)
+        client.stats()
+        assert client.changes == 2
+        with client.generate([1], max_tokens=3, stop_tokens=[]):
+            pass
+        assert client.changes == 4
+
+
 def test_leaving_early_cancels() -> None:
     with DaemonClient(fake(step_s=0.01)) as daemon:
         with daemon.generate([1], max_tokens=100_000, stop_tokens=[]) as stream:
