@@ -21,7 +21,7 @@ from engine.ground.errors import CapacityError
 from engine.memory.order import Oldest
 
 Kind = Literal["chunks", "snapshots", "forks", "sequences"]  # what host memory is kept for
-SOON_BYTES = 1 << 30
+SOON_BYTES = 1 << 30  # what is read ahead of files, and what waits to be written, at most
 _log = logging.getLogger(__name__)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from engine.formats import profile as profiles
 from engine.formats.gguf import open_model
 from engine.formats.profile import Choice, Counted, Profile
-from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths, read_routing
+from engine.formats.trace import RoutingTrace, estimate_bytes, iter_parts, n_parts, part_paths
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, SparkError, UsageError
 from engine.placing import evidence
@@ -37,7 +37,7 @@ from spark.daemon.client import DaemonClient, Deadlines
 from spark.pipeline import replay, staged
 from spark.pipeline.ledger import Ledger
 from spark.pipeline.replay import Progress
-from spark.pipeline.sample import Sample
+from spark.pipeline.sample import Sample, recorded
 from spark.pipeline.tokens import TokensFile, opened
 from spark.speech.sessions import root_of
 
@@ -309,7 +309,7 @@ def _calibrate(
         tally = counting.count(Run(file, options, tally, total, fingerprint, info, sample, routing, progress))
         seconds = time.monotonic() - began
         sessions, order = _read(file, tally, sample)
-        trace = _recorded(routing, model, sample, order, info["ctx_tokens"])
+        trace = recorded(routing, model["model_id"], sample, order, info["ctx_tokens"])
         choices = () if trace is None else _choices(trace, model, config.threads, options.count, progress)
         used = model["n_expert_used"]
         counted = int(tally.counts[model["moe_layers"][0]].sum()) // used
@@ -564,20 +564,6 @@ def _load_checkpoint(options: CalibrateOptions, fingerprint: dict[str, Any]) -> 
 
 
 # --- what the slots do -------------------------------------------------------------------------------
-
-
-def _recorded(
-    routing: Path, model: Mapping[str, Any], sample: Sample, order: Mapping[tuple[str, int], int], ctx_tokens: int
-) -> RoutingTrace | None:
-    """The routing of the sample, whatever else is in the folder and in any order; None where none was recorded.
-
-    order: places of windows in the file. What is chosen depends on the order of sessions, and on which tokens of one
-    are the first.
-    """
-    if not routing.exists() or not part_paths(routing):
-        return None
-    trace = replay.in_order(read_routing(routing, model["model_id"], sample), order, ctx_tokens)
-    return evidence.beginnings(trace, sample.tokens)
 
 
 def _choices(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from engine.formats.trace import estimate_bytes
+from engine.formats.trace import RoutingTrace, estimate_bytes, part_paths, read_routing
 from engine.placing import evidence
 from engine.placing.evidence import MIN_ROOTS
+from spark.pipeline import replay
 from spark.pipeline.tokens import Window
 from spark.speech.sessions import root_of
 
@@ -96,6 +99,20 @@ class Sample:
             del self._roots[key]
             if more_generated <= 0 and more <= 0:
                 return
+
+
+def recorded(
+    routing: Path, model_id: str, sample: Sample, order: Mapping[tuple[str, int], int], ctx_tokens: int
+) -> RoutingTrace | None:
+    """The routing of the sample, whatever else is in the folder and in any order; None where none was recorded.
+
+    order: places of windows in the file. What is chosen depends on the order of sessions, and on which tokens of one
+    are the first.
+    """
+    if not routing.exists() or not part_paths(routing):
+        return None
+    trace = replay.in_order(read_routing(routing, model_id, sample), order, ctx_tokens)
+    return evidence.beginnings(trace, sample.tokens)
 
 
 def _key(root: str) -> bytes:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.formats.trace import RoutingTrace, TraceWriter
 from engine.placing import evidence
 from engine.placing.evidence import MIN_ROOTS
-from spark.pipeline import calibrate, sample
+from spark.pipeline import sample
 from spark.pipeline.sample import Sample
 from spark.pipeline.tokens import Window
 from spark.speech.sessions import root_of
@@ -121,7 +121,7 @@ def test_what_is_chosen_by_does_not_depend_on_the_order_of_the_trace(
     def read(recorded: Sequence[Window]) -> RoutingTrace | None:
         folder = tmp_path_factory.mktemp("trace")
         write_trace(folder, recorded)
-        return calibrate._recorded(folder, {"model_id": MODEL}, found, order, CTX_TOKENS)
+        return sample.recorded(folder, MODEL, found, order, CTX_TOKENS)
 
     expected = read(taken)
     for each in map(read, (shuffled, windows, [w for w in shuffled if any(w is each for each in taken)])):

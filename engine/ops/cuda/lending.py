@@ -7,6 +7,7 @@ nothing is locked anew for that.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -88,14 +89,15 @@ class Lending:
         if self.n_bytes + least > keep_bytes:
             self._unlock(keep_bytes - least)
         wanted = min(MOST_BYTES, max(LEAST_BYTES, self.n_bytes), keep_bytes - self.n_bytes)
-        for n_bytes in sorted({max(least, wanted // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES), least}, reverse=True):
-            try:
-                return self._lock(n_bytes)
-            except CapacityError:
-                continue
-        self._unlock(0)
-        self._lock(least)
-        return None
+        if wanted >= least + HUGE_PAGE_BYTES:
+            with contextlib.suppress(CapacityError):
+                self._lock(wanted // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+                return
+        try:
+            self._lock(least)
+        except CapacityError:
+            self._unlock(0)
+            self._lock(least)
 
     def _lock(self, n_bytes: int) -> None:
         # Nobody waits for memory that only saves time.
