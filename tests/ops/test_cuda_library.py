@@ -221,6 +221,14 @@ class FakeRuntime(SimpleNamespace):
         assert kind == 4
         ctypes.memmove(to, source, n_bytes)
 
+    def memcpy2DAsync(  # noqa: N802
+        self, to: int, to_pitch: int, source: int, pitch: int, n_bytes: int, n_rows: int, kind: int, stream: int
+    ) -> None:
+        assert kind == 4 and n_bytes <= min(to_pitch, pitch) and max(to_pitch, pitch) < 1 << 31
+        self.calls.append(n_rows)
+        for row in range(n_rows):
+            ctypes.memmove(to + row * to_pitch, source + row * pitch, n_bytes)
+
     def memsetAsync(self, to: int, byte: int, n_bytes: int, stream: int) -> None:  # noqa: N802
         ctypes.memset(to, byte, n_bytes)
 
@@ -369,6 +377,29 @@ def test_memory_goes_through_the_ring_and_the_arena(fake: Any) -> None:
     device.close()
     device.close()
     assert not fake.runtime.kept
+
+
+def test_rows_are_copied_by_one_call_where_that_can_be(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one by one over memory that was locked in pieces, and where they are farther apart than a call takes."""
+    device = gpu.open_device()
+    runtime = device.runtime
+    runtime.calls = calls = list[int]()
+    source, to = np.arange(60, dtype=np.uint8).reshape(4, 15), np.zeros((4, 11), np.uint8)
+    at, begin = device.pointer(to), device.pointer(source)
+    for change, expected in (({}, [4]), ({"_seams": [begin + 20]}, []), ({"_seams": [begin + 52]}, [4])):
+        calls.clear()
+        to[...] = 0
+        with monkeypatch.context() as patch:
+            for name, value in change.items():
+                patch.setattr(device, name, value)
+            device.copy_rows(at + 2, 11, begin + 1, 15, 6, 4)
+        assert calls == expected and (to[:, 2:8] == source[:, 1:7]).all()
+        assert not to[:, :2].any() and not to[:, 8:].any()
+    calls.clear()
+    monkeypatch.setattr(gpu, "MAX_PITCH", 14)
+    device.copy_rows(at, 11, begin, 15, 11, 4)
+    assert not calls and (to == source[:, :11]).all()
+    device.close()
 
 
 def test_streams_and_graphs(fake: Any) -> None:
