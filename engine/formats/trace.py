@@ -11,7 +11,7 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -81,6 +81,25 @@ class RoutingTrace:
             session=self.session[begin:end],
             position=self.position[begin:end],
         )
+
+    def in_order(self, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
+        """The same, a cluster's, say, as one machine records it, which all that is chosen depends on.
+
+        order: places of windows in their file, by session and number. A window's number is in the positions of its
+        tokens, multiples of ctx_tokens + 1, and these come in order.
+        """
+        windows = np.stack([self.session, self.position // (ctx_tokens + 1)])
+        pairs, index = np.unique(windows, axis=1, return_inverse=True)
+        places = np.array([order[self.session_ids[session], window] for session, window in pairs.T.tolist()])
+        by_file = np.argsort(places[index.ravel()], kind="stable")
+        ordered = replace(
+            self,
+            experts=self.experts[by_file],
+            generated=self.generated[by_file],
+            position=self.position[by_file],
+            session=self.session[by_file],
+        )
+        return ordered.named()
 
     def named(self) -> RoutingTrace:
         """The same, of the sessions that have tokens alone, numbered in the order in which their tokens come."""

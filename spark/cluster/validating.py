@@ -226,7 +226,7 @@ class _There:
                 read += length if number in job.values else 0
             trace = read_routing(folder, self._info["model"]["model_id"])
         order = {(session_id, window): i for i, (session_id, window, _) in enumerate(lengths)}
-        return read, replay.in_order(trace, order, self._info["ctx_tokens"]), job.values[0]
+        return read, trace.in_order(order, self._info["ctx_tokens"]), job.values[0]
 
     def climb(self, basis: Basis, steps: Sequence[Step], profile: Path) -> list[Answer]:
         """See `validate.Climbing`."""

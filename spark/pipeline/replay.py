@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from engine.formats.trace import RoutingTrace
 from engine.ground.config import EngineConfig
 from engine.ground.errors import UsageError
 from engine.ground.protocol import Done, Event, Tokens
@@ -101,21 +97,3 @@ def go_on(client: DaemonClient, window: Window, n_tokens: int) -> None:
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=window.window)
         tokens = window.tokens.tolist()
         finish(client.generate(tokens, max_tokens=min(n_tokens, room), sampling=sampling, stop_tokens=[]))
-
-
-def in_order(trace: RoutingTrace, order: Mapping[tuple[str, int], int], ctx_tokens: int) -> RoutingTrace:
-    """A trace, a cluster's, say, in the order in which one machine records it, which all that is chosen depends on.
-
-    order: places of windows in the file. A window's number is in the positions of its tokens, which come in order.
-    """
-    pairs, index = np.unique(np.stack([trace.session, trace.position // (ctx_tokens + 1)]), axis=1, return_inverse=True)
-    places = np.array([order[trace.session_ids[session], window] for session, window in pairs.T.tolist()])
-    by_file = np.argsort(places[index.ravel()], kind="stable")
-    ordered = replace(
-        trace,
-        experts=trace.experts[by_file],
-        generated=trace.generated[by_file],
-        position=trace.position[by_file],
-        session=trace.session[by_file],
-    )
-    return ordered.named()

@@ -12,7 +12,6 @@ import numpy as np
 from engine.formats.trace import RoutingTrace, estimate_bytes, part_paths, read_routing
 from engine.placing import evidence
 from engine.placing.evidence import MIN_ROOTS
-from spark.pipeline import replay
 from spark.pipeline.tokens import Window
 from spark.speech.sessions import root_of
 
@@ -111,7 +110,7 @@ def recorded(
     """
     if not routing.exists() or not part_paths(routing):
         return None
-    trace = replay.in_order(read_routing(routing, model_id, sample), order, ctx_tokens)
+    trace = read_routing(routing, model_id, sample).in_order(order, ctx_tokens)
     return evidence.beginnings(trace, sample.tokens)
 
 
