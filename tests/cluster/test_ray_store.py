@@ -60,7 +60,7 @@ def parts(s3: Any, folder: str) -> list[bytes]:
 
 
 class _Keyless(Worker):
-    """On the node that a file beside the model names there are no keys to the store; the other one waits for it."""
+    """On the node that a file beside the model names there are no keys to the store; each waits for the other."""
 
     def __init__(self, config: EngineConfig, deadlines: Deadlines, asked: Any) -> None:
         self.keyless = ray.get_runtime_context().get_node_id() == (config.model.parent / "node").read_text()
@@ -72,10 +72,9 @@ class _Keyless(Worker):
         super().__init__(config, deadlines, asked)
 
     def _do(self, payload: Any, before: int) -> Any:
-        begun = self._config.model.parent / f"{type(self).__name__} has begun"
-        if self.keyless:
-            begun.touch()
-        clusters.await_file(begun)
+        begun = [self._config.model.parent / f"{type(self).__name__} has begun, {keyless}" for keyless in (False, True)]
+        begun[self.keyless].touch()
+        clusters.await_file(begun[not self.keyless])
         return super()._do(payload, before)
 
 
