@@ -7,6 +7,7 @@
 //               and sums of the chunks                                                        (ceil(W / CHUNK), K, T)
 //   score       scores of these blocks, and of all of them the top and the sum                (ceil(W / SPAN), K, T)
 //   choose      what a row reads                                                              (K, T)
+//   find_absent which blocks of the staging area rows read                                    K
 //   tally       what each row of a step left out, to what its reply did                       T
 // Blocks have WARPS warps; of summarize SUMMING_THREADS threads, of tally a warp.
 // choose writes chosen uint8 [T, K, W], left [T, H, 2], and what attention goes by: list int32 [T, K, W], the blocks that
@@ -16,13 +17,17 @@
 // tally: missed [n_layer, stride] has the shares of each row's heads[i] heads in layer i, 0: it reads all. total [T, 2] gets
 // the largest there was and the sum of the steps' means; nothing of a row for which controls [T, n_control] begins with 0.
 //
-// Macros, none of tally (TALLY): HEAD_DIM, at most 512; of summarize K_TYPE (kv_types.cuh), HOMES (homes.cuh) and
+// find_absent: wanted int32 [K, stride] gets, of each KV head, how many blocks from n_pool on the rows' tables have at a
+// place that is listed, and which they are beyond it, in order. absent[0]: how many there are at most.
+//
+// Macros, none of tally (TALLY) and find_absent (ABSENT): HEAD_DIM, at most 512; of summarize K_TYPE (kv_types.cuh), HOMES (homes.cuh) and
 // SUMMING_THREADS, those of a block; of the others GROUP, query heads of a KV head, at most 16.
 #include "arithmetic.cuh"
 #include "homes.cuh"
 #include "kv_types.cuh"
 
 constexpr i32 KV_BLOCK = 64, TAIL_BLOCKS = 3; // engine/ops/__init__.py
+constexpr i32 WARPS = 16;
 
 #ifdef TALLY
 
@@ -49,6 +54,52 @@ KERNEL tally(const float* missed, i32 n_layer, i32 stride, const i32* heads, con
         total[0] = fmaxf(total[0], top);
         total[1] += sum / (float)n;
     }
+}
+
+#elif defined(ABSENT)
+
+KERNEL __launch_bounds__(WARPS * WARP)
+find_absent(const i32* list, const i32* last, const i32* block_table, const i32* sequence, const i32* absent, i32 n_rows,
+            i32 width, i32 table_width, i32 n_pool, i32* wanted, i32 stride) {
+    dependency_release();
+    dependency_wait();
+    __shared__ i32 sums[WARPS];
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_threads = WARPS * WARP;
+    const i32 head = blockIdx.x, n_head_kv = gridDim.x, n = absent[0];
+    i32* const found = wanted + (i64)head * stride + 1;
+    for (i32 i = threadIdx.x; i < n; i += n_threads)
+        found[i] = 0;
+    __syncthreads();
+    const i32 of_row = max(WARPS / n_rows, 1); // warps that go through a row's list together
+    for (i32 t = warp / of_row; t < n_rows; t += WARPS / of_row) {
+        const i32* const own = list + ((i64)t * n_head_kv + head) * width;
+        const i32* const table = block_table + (i64)sequence[t] * table_width;
+        for (i32 i = warp % of_row * WARP + lane; i <= last[t] / KV_BLOCK; i += of_row * WARP) {
+            const i32 block = table[own[i]] - n_pool;
+            if (block >= 0)
+                found[block] = 1; // whoever else says so writes the same
+        }
+    }
+    __syncthreads();
+    i32 n_found = 0;
+    for (i32 i0 = 0; i0 < n; i0 += n_threads) {
+        const i32 i = i0 + threadIdx.x;
+        const bool is_read = i < n && found[i];
+        const u32 alike = __ballot_sync(FULL_WARP, is_read);
+        if (lane == 0)
+            sums[warp] = __popc(alike);
+        __syncthreads();
+        i32 at = n_found;
+        for (i32 w = 0; w < WARPS; w++) {
+            at += w < warp ? sums[w] : 0;
+            n_found += sums[w];
+        }
+        if (is_read) // never behind what was just looked at
+            found[at + __popc(alike & ((1u << lane) - 1))] = i;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0)
+        found[-1] = n_found;
 }
 
 #else
@@ -159,7 +210,7 @@ KERNEL summarize(const u8* k, const u16* k_scale, const i32* places, const i32* 
 
 #else
 
-constexpr i32 WARPS = 16, CHUNK = 64, SPAN = WARPS * WARP; // blocks whose masses are summed together; of a thread block
+constexpr i32 CHUNK = 64, SPAN = WARPS * WARP; // blocks whose masses are summed together; of a thread block
 #define LEAST __int_as_float((i32)0xff800000u)
 constexpr i32 ROUNDED = GROUP <= 1 ? 1 : GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
 constexpr i32 FOLDED = HEAD_DIM <= 128 ? 8 : HEAD_DIM <= 256 ? 4 : 2; // as there are registers

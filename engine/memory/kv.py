@@ -373,6 +373,11 @@ class KVCache:
         return staging.absent, self._homes[own], staging.area
 
     @property
+    def most_staged(self) -> int:
+        """The longest list of blocks that `stage` takes, its length with it; 0 where nothing is staged."""
+        return max((len(staging.absent) for staging in self._staging.values()), default=0)
+
+    @property
     def is_pooled(self) -> bool:
         """Whether blocks have homes."""
         return any(pool.places is not None for pool in self.pools)

@@ -111,7 +111,8 @@ class Recalled:
 
     sketches[i]: what layer i chooses by; None: it reads all that it sees. blocks[g]: int32 [n_sequence, W], numbers of
     blocks by KV group; most: int32 [n_sequence]; keep: uint8 [n_sequence, W]: as the op `choose` takes them. missed:
-    float32 [n_layer, rows * heads]; chosen, left, masses, scores, last: as in `Recall`, flat.
+    float32 [n_layer, rows * heads]; chosen, left, masses, scores, last: as in `Recall`, flat. absent: int32, flat: what
+    the op `find_absent` finds.
     """
 
     sketches: tuple[U8 | None, ...]
@@ -124,6 +125,7 @@ class Recalled:
     masses: F32
     scores: F32
     last: I32
+    absent: I32
     # Views are made once, as those of `Buffers`, and shared with the views for fewer sequences.
     _views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -147,6 +149,13 @@ class Recalled:
         for layer, _, H, _ in (key for key in self._views if len(key) == 4):
             heads[layer] = H
         return heads
+
+    def absent_of(self, K: int, n: int) -> I32:
+        """Where is written what the rows of a layer of K KV heads read of a staging area, int32 [K, n]."""
+        if (K, n) not in self._views:
+            self._views[K, n] = self.absent[: K * n].reshape(K, n)
+        made: I32 = self._views[K, n]
+        return made
 
     def of(self, layer: int, T: int, H: int, K: int) -> Recall:
         """What a layer of H query and K KV heads chooses for T rows."""
@@ -347,9 +356,11 @@ class Pass(Generic[ConfigT]):
         ops.attention_input(
             ws, b.x, inputs, self.config.eps, self.ropes[rope], step.positions, kv, step.slots[group], q, gate
         )
-        if (staging := self.kv.staging(i)) is not None:
+        sketches = None if step.recall is None else step.recall.sketches[i]
+        staging = self.kv.staging(i)
+        if staging is not None and (sketches is None or len(q) > SMALL_TOKENS):
             ops.stage(ws, *staging)
-        if step.recall is not None and (sketches := step.recall.sketches[i]) is not None:
+        if step.recall is not None and sketches is not None:
             self._recalled(i, step.recall, sketches, q, scale, attended, gate, gate_kind)
         else:
             ops.attention(
@@ -363,6 +374,7 @@ class Pass(Generic[ConfigT]):
     ) -> None:
         """Attention of layer i to what its rows choose, so many rows at a time as there is scratch for."""
         kv, step, group, T = self.kv.layers[i], self.step, self.kv.group_of[i], len(q)
+        staging = self.kv.staging(i) if T <= SMALL_TOKENS else None
         assert kv is not None
         for first in range(0, T, SMALL_TOKENS):
 
@@ -375,6 +387,10 @@ class Pass(Generic[ConfigT]):
                 self.ws, queries, sketches, recall.blocks[group], sequence, positions, recall.most, recall.keep, scale,
                 chosen,
             )  # fmt: skip
+            if staging is not None:  # of what is at home, only what the rows have chosen
+                wanted = recall.absent_of(sketches.shape[1], len(staging[0]))
+                self.ops.find_absent(self.ws, kv, step.block_table[group], sequence, chosen, staging[0], wanted)
+                self.ops.stage(self.ws, *staging, wanted)
             self.ops.attention(
                 self.ws, queries, kv, step.block_table[group], sequence, positions, scale, some(out), step.n_positions,
                 gate=None if gate is None else some(gate), gate_kind=gate_kind, recall=chosen,

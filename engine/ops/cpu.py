@@ -18,7 +18,6 @@ from engine.ground.cpu_library import ISAS as ISAS
 from engine.ops import (
     F32,
     I32,
-    KV_BLOCK_TOKENS,
     U8,
     Activation,
     AttentionInput,
@@ -46,6 +45,8 @@ from engine.ops.cpu_workspace import (
     output_of,
 )
 from engine.ops.cpu_workspace import supported_isas as supported_isas
+from engine.ops.reference import find_absent as find_absent  # nothing is staged in host memory, so nobody waits for it
+from engine.ops.reference import stage as stage
 from engine.ops.sketches import sketch_bytes
 from engine.placing import policy
 
@@ -313,15 +314,6 @@ def choose(
 def copy(ws: Workspace, x: F32, to: F32) -> None:
     """The array `to` becomes equal to x, of any shape."""
     to[...] = x
-
-
-def stage(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
-    """Bring blocks of a layer's cache from their homes to the staging area; shapes as in `reference.stage`."""
-    for source, to in zip(homes.arrays, staging.arrays, strict=True):
-        if source is not None and to is not None:
-            by_block = (-1, KV_BLOCK_TOKENS, *source.shape[1:])
-            blocks = absent[1 : 1 + absent[0]]
-            to.reshape(by_block)[: len(blocks)] = source.reshape(by_block)[blocks]
 
 
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:

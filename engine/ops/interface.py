@@ -64,8 +64,8 @@ class Ops(Protocol):
     def copy(self, ws: Scratch, x: F32, to: F32) -> None:
         """Copy an array."""
 
-    def stage(self, ws: Scratch, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
-        """Bring blocks of a layer's cache from their homes to the staging area."""
+    def stage(self, ws: Scratch, absent: I32, homes: KVLayer, staging: KVLayer, wanted: I32 | None = None) -> None:
+        """Bring blocks of a layer's cache from their homes to the staging area, or what is wanted of them."""
 
     def norm(self, ws: Scratch, x: F32, weight: F32, eps: float, out: F32) -> None:
         """The RMS norm."""
@@ -103,6 +103,11 @@ class Ops(Protocol):
         scale: float, recall: Recall,
     ) -> None:  # fmt: skip
         """Which blocks each row reads, of those that have sketches."""
+
+    def find_absent(
+        self, ws: Scratch, kv: KVLayer, block_table: I32, sequence: I32, recall: Recall, absent: I32, wanted: I32
+    ) -> None:
+        """Which blocks of the staging area the rows of a choice read."""
 
     def attention_output(self, ws: Scratch, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:
         """What attention gives, back to the residual."""

@@ -329,21 +329,41 @@ def choose(
                 recall.left[t, h, 1] = np.float32(0) if total[h] - read < 0 else total[h] - read
 
 
+def find_absent(
+    ws: Workspace, kv: KVLayer, block_table: I32, sequence: I32, recall: Recall, absent: I32, wanted: I32
+) -> None:
+    """Which blocks of the staging area the rows of a choice read.
+
+    kv: whose homes are that area; block_table, sequence: as of attention; absent int32 [1 + n]: how many blocks it may
+    be, as of `stage`; wanted int32 [K, 1 + n]: of each KV head how many, and which.
+    """
+    for head, found in enumerate(wanted):
+        reads = recall.chosen[:, head] != 0  # [T, W]
+        blocks = np.unique(block_table[sequence][:, : reads.shape[1]][reads] - np.int32(len(kv.k) // KV_BLOCK_TOKENS))
+        blocks = blocks[blocks >= 0]
+        assert not len(blocks) or blocks[-1] < absent[0]
+        found[0], found[1 : 1 + len(blocks)] = len(blocks), blocks
+
+
 def copy(ws: Workspace, x: F32, to: F32) -> None:
     """The array `to` becomes equal to x, of any shape."""
     to[...] = x
 
 
-def stage(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
+def stage(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer, wanted: I32 | None = None) -> None:
     """Bring blocks of a layer's cache from their homes to the staging area.
 
-    absent int32 [1 + n or more]: n, and the blocks of `homes` that become blocks 0 to n - 1 of `staging`.
+    absent int32 [1 + n or more]: n, and the blocks of `homes` that become blocks 0 to n - 1 of `staging`. wanted int32
+    [K, 1 + n]: of each KV head how many of these come, and which; None: all.
     """
     for source, to in zip(homes.arrays, staging.arrays, strict=True):
-        if source is not None and to is not None:
-            for j, block in enumerate(absent[1 : 1 + absent[0]].tolist()):
-                part = slice(block * KV_BLOCK_TOKENS, (block + 1) * KV_BLOCK_TOKENS)
-                to[j * KV_BLOCK_TOKENS : (j + 1) * KV_BLOCK_TOKENS] = source[part]
+        if source is None or to is None:
+            continue
+        for head in range(source.shape[1]):
+            some = np.arange(absent[0]) if wanted is None else wanted[head, 1 : 1 + wanted[head, 0]]
+            for j in some.tolist():
+                part = slice(absent[1 + j] * KV_BLOCK_TOKENS, (absent[1 + j] + 1) * KV_BLOCK_TOKENS)
+                to[j * KV_BLOCK_TOKENS : (j + 1) * KV_BLOCK_TOKENS, head] = source[part, head]
 
 
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:

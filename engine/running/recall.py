@@ -156,6 +156,7 @@ class Recalling:
             device.empty(T * limits.n_head * 2 * W, f32),
             device.empty(T * limits.n_head_kv * W, f32),
             device.empty(T, np.int32),
+            device.empty(limits.n_head_kv * kv.most_staged, np.int32),
         )
         lacking, heads = device.empty((2, LACKING_BLOCKS), np.int32), device.empty(config.n_layer, np.int32)
         return cls(blocks, device, sketches, kv, arrays, lacking, heads, device.empty((S, 2), f32))
@@ -165,7 +166,7 @@ class Recalling:
         """Bytes of all but the sketches."""
         a = self.arrays
         arrays: tuple[Array, ...] = (
-            a.most, a.keep, a.chosen, a.left, a.missed, a.masses, a.scores, a.last, self.lacking,
+            a.most, a.keep, a.chosen, a.left, a.missed, a.masses, a.scores, a.last, a.absent, self.lacking,
             self.heads, self.left_out,
         )  # fmt: skip
         return sum(int(array.nbytes) for array in (*a.blocks, *arrays))

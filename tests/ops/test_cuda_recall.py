@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ops import KV_BLOCK_TOKENS, Limits, cpu
+from engine.ops import KV_BLOCK_TOKENS, Limits, cpu, reference
 from engine.ops.sketches import sketch_bytes
 from tests.device_ops import DeviceOps
 from tests.ops.test_ops import same_bits, workspace
@@ -43,6 +43,35 @@ def test_the_choice_is_the_twins_and_attention_is_near(device: Any, case: str) -
         assert last % N == here.positions[t] % N
         for head in range(blocks.shape[1]):
             assert blocks[t, head, : last // N + 1].tolist() == np.flatnonzero(chosen.chosen[t, head]).tolist()
+
+
+@pytest.mark.parametrize(("case", "most"), [("f16", None), ("q8_0", 2), ("q8_0,q4_0", 0), ("q4_0", -1)])
+def test_absent_blocks_that_are_read_are_the_twins(device: Any, case: str, most: int | None) -> None:
+    """Of rows that share blocks, that read all, and that have chosen; for pools of all sizes."""
+    here = context(1, *CASES[case])
+    ops, n_all = ops_of(device, here), len(here.kv.k) // N
+    _, _, recall = here.recalled(ops, None, most)
+    for n_pool in (1, n_all // 2, n_all):
+        kv = replace(here.kv, k=here.kv.k[: n_pool * N], v=here.kv.v[: n_pool * N])
+        absent = np.array([n_all - n_pool, *range(n_all)], np.int32)
+        found, wanted = (np.full((kv.k.shape[1], len(absent)), 99, np.int32) for _ in "ab")
+        ops.find_absent(None, kv, here.table, here.sequence, recall, absent, found)
+        reference.find_absent(None, kv, here.table, here.sequence, recall, absent, wanted)  # type: ignore[arg-type]
+        for head, some in zip(found, wanted, strict=True):
+            assert some[0] == len(set(some[1 : 1 + some[0]])) and same_bits(head[: 1 + head[0]], some[: 1 + some[0]])
+        assert (wanted[:, 0] == 0).all() == (n_pool == n_all)
+
+
+def test_many_absent_blocks(device: Any) -> None:
+    """More than a block of threads looks at in one go, of rows of one sequence and more than there are warps."""
+    here = context(3, "f16", (70_000,), (18,), 2, 1, 32)
+    ops = ops_of(device, here)
+    _, _, recall = here.recalled(ops, None, 700)
+    kv, absent = replace(here.kv, k=here.kv.k[: 5 * N]), np.array([1090, *range(1100)], np.int32)
+    found, wanted = (np.zeros((1, len(absent)), np.int32) for _ in "ab")
+    ops.find_absent(None, kv, here.table, here.sequence, recall, absent, found)
+    reference.find_absent(None, kv, here.table, here.sequence, recall, absent, wanted)  # type: ignore[arg-type]
+    assert 700 < wanted[0, 0] < 1090 and same_bits(found[:, : 1 + wanted[0, 0]], wanted[:, : 1 + wanted[0, 0]])
 
 
 def test_what_is_not_finite_is_as_in_the_twin(device: Any) -> None:

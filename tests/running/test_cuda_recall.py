@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from engine.ground.protocol import Done, Event, Generate, Tokens
+from engine.running.stepping import Span, StepResult, Steps
 from engine.serving.scheduler import Engine
 from tests.forced_drafts import force
 from tests.running.test_kv_pool import model, opened
+from tests.running.test_kv_pool import restless as restless
 from tests.running.test_recall import PROMPT, one
 
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
@@ -59,3 +61,39 @@ def test_nothing_but_the_sequence_decides() -> None:
     assert one(whole, ALONE)[0] != tokens and whole.loaded.forward.recalling is None
     whole.close()
     assert 100 << 10 < recalling_bytes < 2 << 20
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0,q4_0"])
+def test_of_what_is_at_home_only_what_is_chosen_is_brought(
+    kv_type: str, restless: dict[str, int], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Alone ahead of the host, and in steps with drafts; the tokens are those of a cache that has all."""
+    if kv_type == "f16" and not request.config.getoption("--gpu"):
+        pytest.skip("the other type has all that this one has, and it takes minutes to emulate")
+    options: dict[str, Any] = {"kv_recall_blocks": 1, "parallel": 1, "kv_type": kv_type}
+    asked = Generate(1, (*PROMPT, *PROMPT[:190]), 7, stop_tokens=())  # of ten blocks, five of which nobody chooses
+    plain = opened(model("qwen3moe"), "cuda", "auto", ctx_tokens=700, **options)
+    expected, done = one(plain, asked)
+    plain.close()
+    run, parts, whole = Steps.run, list[int](), list[int]()  # of blocks and heads: what was brought, what is at home
+
+    def counted(steps: Steps, spans: list[Span]) -> StepResult:
+        result, kv, recalling = run(steps, spans), steps.forward.kv, steps.forward.recalling
+        if recalling is not None and kv.is_pooled and all(span.recall is not None for span in spans):
+            n_heads, (staging,) = steps.forward.limits.n_head_kv, kv._staging.values()
+            wanted = kv.device.read(recalling.arrays.absent_of(n_heads, kv.most_staged))
+            parts.append(int(wanted[:, 0].sum()))
+            whole.append(n_heads * len(staging.told))
+        return result
+
+    monkeypatch.setattr(Steps, "run", counted)
+    for draft in ("off", "auto"):
+        pooled = opened(model("qwen3moe"), "cuda", "448", draft=draft, ctx_tokens=700, **options)
+        if draft == "auto":
+            force(pooled, {1: [*asked.tokens, *expected]})
+        found, other = one(pooled, asked)
+        pooled.close()
+        assert found == expected and other.usage.recall is not None and done.usage.recall is not None
+        assert other.usage.recall["read"] == done.usage.recall["read"]
+    assert restless["home"] > 3 and 0 < sum(parts) < sum(whole)
+    assert all(part <= all_of for part, all_of in zip(parts, whole, strict=True))

@@ -34,6 +34,7 @@ MAX_HEAD_DIM = 512
 PLAIN_HEAD_DIM = 256  # up to which a block of keys and values is one tile; beyond, multiples of LARGE_HEADS
 LARGE_HEADS = 128
 MAX_GROUP = 16  # query heads of a kv head
+MAX_STAGED_HEADS = 128  # MOST_HEADS of stage.cu
 GATE_KINDS = {"softplus": "SOFTPLUS", "sigmoid": "SIGMOID"}  # names in cuda/gate.cuh
 ONLY_QUERIES = (("K_TYPE", "KV_F16"), ("V_TYPE", "KV_F16"))  # nothing is stored
 STATIC_SHARED_BYTES = 6 << 10  # at most, with what a block takes besides
@@ -194,15 +195,23 @@ class Attention:
                 overlap=overlap,
             )
 
-    def stage(self, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
-        """Bring blocks to the staging area: absent int32 [1 + n] says how many, and which of `homes` on the host."""
+    def stage(self, absent: Array, homes: KVLayer, staging: KVLayer, wanted: Array | None = None) -> None:
+        """Bring blocks to the staging area: absent int32 [1 + n] says how many, and which of `homes` on the host.
+
+        wanted: as of `reference.stage`.
+        """
         alike = homes.kinds == staging.kinds and homes.k.shape[1:] == staging.k.shape[1:]
         if not alike or len(absent) - 1 > len(staging.k) // KV_BLOCK_TOKENS:
             raise ValueError(f"{len(absent) - 1} blocks of {homes.k.shape} for a staging area {staging.k.shape}")
         of_block = [0 if a is None else a[:KV_BLOCK_TOKENS].nbytes for a in staging.arrays]
         sources = (None if a is None else np.uint64(self.device.pointer(a)) for a in homes.arrays)
-        kernel = self.device.kernel(Module("stage.cu"), "stage")
-        kernel(2 * self.device.n_sm, 256, (absent, *sources, *staging.arrays, *map(int, of_block)))
+        arguments = absent, *sources, *staging.arrays, *map(int, of_block)
+        macros: tuple[tuple[str, str], ...] = ()
+        if wanted is not None:
+            if (K := homes.k.shape[1]) > MAX_STAGED_HEADS or wanted.shape != (K, len(absent)):
+                raise ValueError(f"blocks of {K} heads to stage, of {wanted.shape} that are wanted")
+            arguments, macros = (*arguments, wanted, wanted.shape[1]), (("N_HEAD", str(K)),)
+        self.device.kernel(Module("stage.cu", macros), "stage")(2 * self.device.n_sm, 256, arguments)
 
     def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer, splits: int) -> _Plan:
         """How a block of attention_splits works, for n_tokens that may share a tile; splits: of all, at most."""

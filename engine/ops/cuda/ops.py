@@ -249,9 +249,9 @@ def copy(ws: Workspace, x: Array, to: Array) -> None:
     ws.device.copy(ws.device.pointer(to), ws.device.pointer(x), x.nbytes)
 
 
-def stage(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
+def stage(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer, wanted: Array | None = None) -> None:
     """Bring the blocks `absent` of `homes` to the staging area; shapes as in `reference.stage`."""
-    ws.attention.stage(absent, homes, staging)
+    ws.attention.stage(absent, homes, staging, wanted)
 
 
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
@@ -371,6 +371,13 @@ def choose(
 ) -> None:
     """Which blocks each row reads, of those that have sketches; shapes as in `reference.choose`."""
     recalling.choose(ws.device, q, sketches, blocks, sequence, positions, most, keep, scale, recall)
+
+
+def find_absent(
+    ws: Workspace, kv: KVLayer, block_table: Array, sequence: Array, recall: Recall, absent: Array, wanted: Array
+) -> None:
+    """Which blocks of the staging area the rows of a choice read; shapes as in `reference.find_absent`."""
+    recalling.find_absent(ws.device, kv, block_table, sequence, recall, absent, wanted)
 
 
 def attention_output(ws: Workspace, attended: Array, wo: QTensor, x: Array, add: bool = True) -> None:

@@ -1,6 +1,6 @@
 """Which blocks of their contexts the rows of a step read, on a device (recall.cu).
 
-Twins: summarize, choose of engine/ops/reference.py.
+Twins: summarize, choose, find_absent of engine/ops/reference.py.
 
 Attention that reads a part (attention.py) goes by two arrays of `Recall` that `choose` leaves: `scores`, which by then
 has the numbers of the blocks that are read one after the other, int32 [T, K, W], and `last`.
@@ -69,6 +69,23 @@ def choose(
     launch("choose")(
         (K, T), THREADS,
         (*of[1:], *shape, recall.masses, recall.chosen, recall.left, recall.scores, recall.last), overlap=True,
+    )  # fmt: skip
+
+
+def find_absent(
+    device: Device, kv: KVLayer, block_table: Array, sequence: Array, recall: Recall, absent: Array, wanted: Array
+) -> None:
+    """Which blocks of the staging area the rows of a choice read; shapes as in `reference.find_absent`."""
+    T, K, W = recall.scores.shape
+    if kv.k.shape[1] != K or wanted.shape != (K, len(absent)) or len(sequence) != T:
+        raise ValueError(f"{T} rows of {K} heads, of {wanted.shape} blocks in the staging area")
+    kernel = device.kernel(Module("recall.cu", (("ABSENT", "1"),)), "find_absent")
+    n_pool = kv.k.shape[0] // KV_BLOCK_TOKENS
+    places = block_table, sequence, absent
+    kernel(
+        K, THREADS,
+        (recall.scores, recall.last, *places, T, W, block_table.shape[1], n_pool, wanted, wanted.shape[1]),
+        overlap=True,
     )  # fmt: skip
 
 
