@@ -245,6 +245,30 @@ def recall_speed(of: str, name: str, made: Json) -> list[str]:
     return [f"## Reading a part of the context: {of} shapes", "", *origin(name, made), text, "", *table(columns, rows)]
 
 
+RECALL_POOL = """\
+A reply that decodes alone, {generate} tokens at each depth, which was reached without computing what came before; it
+reads N blocks of 64 beside the first and the last four. All blocks that nobody chooses are at home, and of the chosen
+ones the share that is said; ms a token, median of runs and extremes. *Line*: the same with all on the GPU, and the
+bytes of the chosen blocks that are at home at {rate} GB/s."""
+
+
+def recall_pool(of: str, name: str, made: Json) -> list[str]:
+    """of: whose shapes."""
+    rows, whole = [], {(r["depth"], r["blocks"]): r for r in made["rows"] if r["away"] is None}
+    for r in made["rows"]:
+        if r["away"] is not None:
+            s = r["seconds"]
+            rows.append([
+                f"{r['depth']:,}", r["blocks"], f"{1e3 * whole[r['depth'], r['blocks']]['seconds']['median']:.3f}",
+                f"{r['away']:.0%}", f"{r['absent_bytes'] / 1e6:.1f}",
+                f"{1e3 * s['median']:.3f} ({1e3 * s['min']:.3f} to {1e3 * s['max']:.3f})", f"{r['of_line']:.3f}",
+            ])  # fmt: skip
+    columns = ["depth", "N", "all on the GPU", "chosen, at home", "MB a token", "ms a token", "of the line"]
+    text = RECALL_POOL.format(generate=made["generate"], rate=made["pcie_gb_per_s"])
+    title = f"## Reading a part of a context that is at home: {of} shapes"
+    return [title, "", *origin(name, made), text, "", *table(columns, rows)]
+
+
 QUALITY = """\
 Answers about contexts of {length:,} tokens by {model} ({size:.1f} MB, trained by data/recall/train.py), {cases}
 questions a task on the CPU backend, whose evidence lies behind the first block and before the tail. Contexts and
@@ -294,4 +318,5 @@ SECTIONS = {
     "recall_quality-cpu.json": recall_quality,
     "recall_speed.json": partial(recall_speed, "Qwen3.6-35B-A3B's"),
     "recall_speed-qwen3.json": partial(recall_speed, "Qwen3-30B-A3B's"),
+    "recall_pool.json": partial(recall_pool, "Qwen3.6-35B-A3B's"),
 }

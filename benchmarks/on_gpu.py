@@ -113,6 +113,7 @@ MEASUREMENTS = (
     Measurement("prefill-qwen36", "prefill.py qwen36.gguf --turns=", 90),
     Measurement("kv_pool", "kv_pool.py qwen36.gguf", 150),
     Measurement("recall_speed", "recall_speed.py qwen36.gguf", 60),
+    Measurement("recall_pool", "recall_pool.py qwen36.gguf", 90),
     Measurement("restored", "restored.py qwen36.gguf", 300),
     Measurement("warm_turns", "warm_turns.py qwen36.gguf", 150),
     Measurement(

@@ -27,6 +27,7 @@ from benchmarks.kv_pool import at_depth, zeroed  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
 from engine.ground.kv_types import KV_TYPES  # noqa: E402
 from engine.ground.sampling import Sampling  # noqa: E402
+from engine.memory.blocks import Sequence  # noqa: E402
 from engine.ops import KV_BLOCK_TOKENS  # noqa: E402
 from engine.ops.sketches import sketch, sketch_bytes  # noqa: E402
 from engine.placing import policies  # noqa: E402
@@ -43,17 +44,17 @@ KINDS = 64  # of blocks, by their sketches
 GREEDY = Sampling(temperature=0.0)
 
 
-def opened(o: argparse.Namespace, depths: list[int]) -> Engine:
+def opened(o: argparse.Namespace, depths: list[int], pool: str = "auto") -> Engine:
     config = EngineConfig(
         model=o.model, device=o.device, policy=policies.ALL.name, ctx_tokens=max(depths) + o.generate + 64,
-        kv_type=o.kv_type, parallel=1, draft="off", chunk_tokens=512, kv_recall_blocks=0,
+        kv_type=o.kv_type, parallel=1, draft="off", chunk_tokens=512, kv_recall_blocks=0, kv_pool=pool,
     )  # fmt: skip
     engine = Engine(config)
     check_settings(config, engine.ready())
     return engine
 
 
-def spoiled(loaded: Loaded) -> None:
+def spoiled(loaded: Loaded, kinds: int = KINDS) -> None:
     """Everything that was computed for positions is 0, and sketches are some of random keys and taken for made."""
     zeroed(loaded)
     recalling, rng = loaded.forward.recalling, np.random.default_rng(7)
@@ -61,17 +62,18 @@ def spoiled(loaded: Loaded) -> None:
     for group in recalling.kv.full_groups:
         recalling.sketches.lacking(group, np.arange(recalling.kv.pools[group].n_blocks, dtype=np.int32))
         shape = recalling.kv.groups[group]
-        some = np.empty((KINDS, shape.n_head_kv, sketch_bytes(shape.head_dim)), np.uint8)
+        some = np.empty((kinds, shape.n_head_kv, sketch_bytes(shape.head_dim)), np.uint8)
         for one in some:
             sketch(rng.standard_normal((KV_BLOCK_TOKENS, shape.n_head_kv, shape.head_dim), np.float32), one)
         for layer in recalling.sketches.owners[group]:
             sketches = recalling.sketches.of[layer]
-            loaded.forward.device.write(sketches, some[rng.integers(KINDS, size=len(sketches))])
+            loaded.forward.device.write(sketches, some[rng.integers(kinds, size=len(sketches))])
 
 
-def decoded(loaded: Loaded, depth: int, part: Part | None, n: int) -> float:
-    """Seconds of a token of a reply of n behind so many positions."""
-    reply = Reply([1] * (depth + 1), GREEDY, n, sequence=at_depth(loaded, depth))
+def decoded(loaded: Loaded, sequence: Sequence, part: Part | None, n: int) -> float:
+    """Seconds of a token of a reply of n behind what a sequence holds, which is released."""
+    depth = sequence.length
+    reply = Reply([1] * (depth + 1), GREEDY, n, sequence=sequence)
     reply.recall = part
     steps, began, first = loaded.decoder.alone(reply), 0.0, 0
     while not steps.ended:
@@ -118,9 +120,11 @@ def main() -> None:
     for depth in depths:
         for n in (None, *blocks):
             part = None if n is None else Part(n)
-            decoded(loaded, depth, part, 2 * BEGIN)  # captured
+            decoded(loaded, at_depth(loaded, depth), part, 2 * BEGIN)  # captured
             row: dict[str, Any] = {"depth": depth, "blocks": n}
-            row["seconds"] = spread([decoded(loaded, depth, part, o.generate) for _ in range(o.runs)])
+            row["seconds"] = spread(
+                [decoded(loaded, at_depth(loaded, depth), part, o.generate) for _ in range(o.runs)]
+            )
             row["steps"] = {
                 each: spread([given(loaded, depth, part, each, prompts) for _ in range(o.runs + 1)][1:])
                 for each in (int(t) for t in parse_list(o.steps))
