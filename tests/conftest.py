@@ -32,9 +32,13 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+    if not config.getoption("--gpu"):
+        for item in items:
+            if item.get_closest_marker("on_a_gpu") is not None:
+                item.add_marker(pytest.mark.skip("takes a minute and more on the emulator; with --gpu it runs"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

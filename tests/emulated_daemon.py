@@ -1,4 +1,7 @@
-"""The daemon on an emulated GPU: `emulated_daemon.py [the daemon's arguments]`."""
+"""The daemon on an emulated GPU: `emulated_daemon.py [the daemon's arguments]`.
+
+It does not warm up, which takes longer there than what the tests ask of it (tests/running/test_warm.py does).
+"""
 
 import sys
 from pathlib import Path
@@ -8,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine import __main__, daemon
 from engine.ops.cuda import gpu
 from engine.running import probe
+from engine.serving.scheduler import Engine
 from tests.emulated_device import EmulatedDevice
 
 
@@ -20,4 +24,5 @@ def found() -> probe.Found:
 if __name__ == "__main__":
     probe.probe = found
     gpu.open_device = lambda index: EmulatedDevice()
+    Engine.warm_up = lambda engine: None
     sys.exit(daemon.run(__main__._open_engine, plan=__main__._plan))

@@ -30,6 +30,8 @@ from tests.cluster.ladders import on_one, options, untimed
 from tests.command_line import NANO, none_left
 from tests.gguf_files import write_gguf
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:

@@ -13,7 +13,7 @@ from tests.cluster import clusters, kills
 from tests.cluster.clusters import Expected, Machines
 from tests.command_line import none_left
 
-RUNS = 4  # benchmarks/cluster_kills.py does ten
+RUNS = 2  # benchmarks/cluster_kills.py does ten
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_a_model_goes_on_with_the_same_bits(arch: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("on_the_device")
-@pytest.mark.parametrize("arch", ["qwen3moe", "laguna", "qwen35moe"])
+@pytest.mark.parametrize("arch", ["qwen3moe", pytest.param("laguna", marks=pytest.mark.on_a_gpu), "qwen35moe"])
 def test_a_device_goes_on_with_the_same_bits(arch: str, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, arch=models.find(arch))
     loaded = load(config(model, ctx_tokens=600, chunk_tokens=CHUNK))

@@ -169,13 +169,16 @@ def test_no_pool_changes_a_token_with_a_block(family: str, restless: dict[str, i
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("on_the_device")
-@pytest.mark.parametrize(("family", "kv_type"), [("qwen3moe", "q8_0,q4_0"), ("laguna", "f16"), ("qwen35moe", "f16")])
-def test_no_pool_changes_a_token_on_a_device(
-    family: str, kv_type: str, restless: dict[str, int], request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_type"),
+    [
+        ("qwen3moe", "q8_0,q4_0"),
+        pytest.param("laguna", "f16", marks=pytest.mark.on_a_gpu),
+        pytest.param("qwen35moe", "f16", marks=pytest.mark.on_a_gpu),
+    ],
+)
+def test_no_pool_changes_a_token_on_a_device(family: str, kv_type: str, restless: dict[str, int]) -> None:
     """Steps ahead of the host, shared ones, and long ones whose absent blocks come through the staging area."""
-    if family != "qwen3moe" and not request.config.getoption("--gpu"):
-        pytest.skip("it takes minutes to emulate")
     path, options = model(family), {"kv_type": kv_type, "poison": False, "rounds": few}
     expected = told(path, "cuda", "auto", **options)
     assert told(path, "cuda", "640", **options) == expected and restless["home"] > 5 and restless["back"]

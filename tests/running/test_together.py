@@ -137,7 +137,7 @@ def test_logits_that_are_not_finite_fail_their_own_row(loaded: Loaded) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "width"), [(9, 16), (17, 32)])
+@pytest.mark.parametrize(("n", "width"), [(9, 16), pytest.param(17, 32, marks=pytest.mark.on_a_gpu)])
 def test_more_than_eight_share_a_step(model: Path, n: int, width: int) -> None:
     loaded = load(config(model, policy="lru", residency_pct=50, ctx_tokens=64 * n, parallel=n))
     assert loaded.limits.places == n and loaded.steps.shared_width(n) == width == loaded.limits.max_sequences

@@ -424,7 +424,7 @@ def test_a_drafter_on_a_device(opened: Open, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_units")
-@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+@pytest.mark.parametrize("arch", ["qwen3moe", pytest.param("qwen35moe", marks=pytest.mark.on_a_gpu)])
 def test_forced_drafts_on_a_device(opened: Open, arch: str) -> None:
     """Alone, between steps that run ahead of the host, and in steps that are shared."""
     options = {"policy": "lru", "residency_pct": 60, "chunk_tokens": 40}
