@@ -222,6 +222,26 @@ def recall(name: str, made: Json) -> list[str]:
     return ["## A part of the context", "", *origin(name, made), text, "", *table(columns, rows)]
 
 
+RECALL_MASS = """\
+Prompts and tokens as above, {rows_each} of each of {n} prompts, that read as few blocks as leave no more than a share
+of the softmax mass out, as the served sketches estimate it (`--kv-recall`). *Left out*: of all keys, the mean of
+rows, layers and heads, and the largest. *Above*: how many of these left out more than was asked for."""
+
+
+def recall_mass(name: str, made: Json) -> list[str]:
+    rows = [
+        [
+            f"{r['asked_left_out']:g}", percent(r["read"]), percent(r["left_out"]), percent(r["left_out_max"]),
+            percent(r["above"]), percent(r["estimated_max"]), f"{r['logits_nmse']:.1e}", f"{r['kl_nats']:.3f}",
+            percent(r["likeliest_same"]),
+        ]
+        for r in made["rows"]
+    ]  # fmt: skip
+    columns = ["EPS", "blocks read", "left out", "at most", "above", "at most, estimated", "NMSE", "KL", "likeliest"]
+    text = RECALL_MASS.format(rows_each=made["rows_each"], n=len(made["prompts"]))
+    return ["## A part of the context, by mass", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
 RECALL_SPEED = """\
 A reply that decodes alone, {generate} tokens at each depth, which was reached without computing what came before; it
 reads N blocks of 64 beside the first and the last four, or all. ms a token, median of runs. *Flat*: by the time at the
@@ -314,6 +334,7 @@ SECTIONS = {
     "soak_sessions-gpu.json": soak,
     "summaries.json": summaries,
     "recall.json": recall,
+    "recall_mass.json": recall_mass,
     "recall_quality.json": recall_quality,
     "recall_quality-cpu.json": recall_quality,
     "recall_speed.json": partial(recall_speed, "Qwen3.6-35B-A3B's"),

@@ -50,6 +50,7 @@ TOLERANCE_MIB = 48.0
 NOTHING: Mapping[str, Any] = {}
 RECALLED: tuple[Mapping[str, Any], ...] = (  # by conversation
     NOTHING, {"kv_recall": {"blocks": 4, "keep": [[130, 131], [200, 500]]}}, {"kv_recall": "off"},
+    {"kv_recall": {"left_out": 0.15}},
 )  # fmt: skip
 
 

@@ -88,9 +88,11 @@ struct RecallRow {
     int64_t heads, head_dim, block_bytes;
     int64_t width, behind, last; // of tables; blocks that have sketches; the block that the row lies in
     int64_t most;                // that are read of those that need not be; -1: all
+    int64_t leave;               // units of mass that may be left out; -1: it does not matter how much
     float scale;
     uint8_t *chosen; // [width]
     float *left;     // [heads][2]
+    int32_t *read;   // how many blocks
     float *mass;     // [heads][2][width], scratch: of blocks; tops and sums of chunks, and tops of a chunk's blocks
     int32_t *score;  // [width], scratch
 };

@@ -22,8 +22,9 @@ int32_t spark_summarize(spark_workspace *ws, const spark_kv *kv, const int32_t *
 
 int32_t spark_choose(spark_workspace *ws, const float *q, int64_t T, int64_t n_head, int64_t n_head_kv, int64_t head_dim,
                      const uint8_t *sketches, int64_t n_blocks, const int32_t *blocks, int64_t n_sequence, int64_t width,
-                     const int32_t *sequence, const int32_t *positions, const int32_t *most, const uint8_t *keep,
-                     float scale, uint8_t *chosen, float *left, float *masses, float *scores) {
+                     const int32_t *sequence, const int32_t *positions, const int32_t *most, const int32_t *leave,
+                     const uint8_t *keep, float scale, uint8_t *chosen, float *left, int32_t *read, float *masses,
+                     float *scores) {
     if (out_of_range(sequence, T, n_sequence) || out_of_range(positions, T, width * kKVBlock))
         return SPARK_BAD_INDEX;
     const auto behind = [&](int64_t t) { return std::max<int64_t>(0, positions[t] / kKVBlock - kTailBlocks); };
@@ -45,9 +46,11 @@ int32_t spark_choose(spark_workspace *ws, const float *q, int64_t T, int64_t n_h
         row.behind = behind(t);
         row.last = positions[t] / kKVBlock;
         row.most = most[sequence[t]];
+        row.leave = leave[sequence[t]];
         row.scale = scale;
         row.chosen = chosen + item * width;
         row.left = left + (t * n_head + head * group) * 2;
+        row.read = read + item;
         row.mass = masses + (t * n_head + head * group) * 2 * width;
         row.score = reinterpret_cast<int32_t *>(scores + item * width);
         ws->kernels.choose(row);

@@ -181,6 +181,46 @@ inline float mass_of(const float *q, int64_t n, const uint8_t *sketch, const Ske
     return mass.fold();
 }
 
+// How many of the best candidates are read, so that no query leaves more units of its mass than it may: all that have a
+// score of `least` or more, the largest that will do, byte by byte. `row.left` has the sums of all masses; what followed
+// the masses of blocks is not needed any more.
+inline int64_t needed(const RecallRow &row) {
+    const auto units = [&](int64_t h, int64_t b) {
+        const float share = row.mass[2 * h * row.width + b] / row.left[2 * h + 1];
+        return share >= 1.0f ? 1 << 24 : share > 0.0f ? int32_t(share * 0x1p24f) : 0;
+    };
+    const auto below = [&](int64_t h) { return reinterpret_cast<int32_t *>(row.mass + (2 * h + 1) * row.width); };
+    for (int64_t h = 0; h < row.heads; h++)
+        *below(h) = 0;
+    uint32_t least = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        const auto is_like = [&](int64_t b) {
+            return row.score[b] >= 0 && (shift == 24 || uint32_t(row.score[b]) >> (shift + 8) == least >> (shift + 8));
+        };
+        const auto digit_of = [&](int64_t b) { return row.score[b] >> shift & 255; };
+        int32_t digit = 255;
+        for (int64_t h = 0; h < row.heads; h++) {
+            int32_t counts[256] = {}, left = *below(h), most = 0;
+            for (int64_t b = 0; b < row.behind; b++)
+                if (is_like(b))
+                    counts[digit_of(b)] += units(h, b);
+            while (most < digit && left + counts[most] <= row.leave)
+                left += counts[most++];
+            digit = most;
+        }
+        for (int64_t h = 0; h < row.heads; h++)
+            for (int64_t b = 0; b < row.behind; b++)
+                if (is_like(b) && digit_of(b) < digit)
+                    *below(h) += units(h, b);
+        least |= uint32_t(digit) << shift;
+    }
+    const auto bound = int32_t(least < 0x7fc00000 ? least : 0x7fc00000);
+    int64_t n = 0;
+    for (int64_t b = 0; b < row.behind; b++)
+        n += row.score[b] >= bound;
+    return n;
+}
+
 void choose(const RecallRow &row) {
     const int64_t n = row.head_dim, behind = row.behind;
     int64_t candidates = 0;
@@ -189,7 +229,8 @@ void choose(const RecallRow &row) {
     const auto kept = [&](int64_t b) { return b == 0 || row.keep[b] || row.blocks[b] < 0; };
     for (int64_t b = 0; b < behind; b++)
         candidates += !kept(b);
-    const bool all = row.most < 0 || candidates <= row.most;
+    const bool all = row.most < 0 || !candidates || (row.leave < 0 && candidates <= row.most);
+    *row.read = int32_t(row.last + 1);
     for (int64_t b = 0; b < behind && !all; b++)
         row.score[b] = kept(b) ? -1 : 0;
     const float nothing = -__builtin_inff();
@@ -243,14 +284,22 @@ void choose(const RecallRow &row) {
         }
         row.left[2 * h + 1] = total;
     }
-    const int32_t bound = row.most ? nth_largest(row.score, behind, row.most) : INT32_MAX;
-    int64_t ties = row.most; // that are read, the lower blocks first
+    int64_t wanted = std::min(row.most, candidates);
+    if (row.leave >= 0)
+        wanted = std::min(wanted, needed(row));
+    *row.read -= int32_t(candidates - wanted);
+    const int32_t bound = wanted ? nth_largest(row.score, behind, wanted) : INT32_MAX;
+    int64_t ties = wanted; // that are read, the lower blocks first
     for (int64_t b = 0; b < behind; b++)
         ties -= row.score[b] > bound;
     for (int64_t b = 0; b < behind; b++)
         if (row.score[b] >= 0 && row.score[b] <= bound)
             row.chosen[b] = row.score[b] == bound && ties-- > 0;
     for (int64_t h = 0; h < row.heads; h++) {
+        if (wanted == candidates) {
+            row.left[2 * h] = nothing, row.left[2 * h + 1] = 0.0f;
+            continue;
+        }
         float *mass = row.mass + 2 * h * row.width;
         int64_t n_read = 0;
         for (int64_t b = 0; b < behind; b++)

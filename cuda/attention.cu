@@ -17,7 +17,8 @@
 // max_splits, 2]. Tiles of a negative block in `table` are passed over; positions are clamped to the table. May overlap
 // the kernel ahead of it, which writes q and the cache at positions from the least of a sequence's on, and nothing else
 // that is read here. With -DHOMES=1 blocks from n_pool on lie elsewhere (homes.cuh). With -DLISTED=1 a row of head h reads
-// the blocks list[t, h], [T, K, max_blocks], and its position is one among these (recall.cu, which may not overlap).
+// the blocks list[t, h], [T, K, max_blocks], and its position positions[t, h] is one among these (recall.cu, which may not
+// overlap).
 #include "arithmetic.cuh"
 #include "chunks.cuh"
 #include "homes.cuh"
@@ -272,7 +273,8 @@ attention_splits(const float* q, const u8* k, const u8* v, const u16* k_scale, c
 
     if (threadIdx.x < T) {
         token_sequence[threadIdx.x] = LISTED ? threadIdx.x : sequence[threadIdx.x];
-        token_position[threadIdx.x] = clamped_position(positions[threadIdx.x], max_blocks);
+        const i32 row = LISTED ? threadIdx.x * n_head_kv + head : threadIdx.x;
+        token_position[threadIdx.x] = clamped_position(positions[row], max_blocks);
     }
     __syncwarp();
     if (threadIdx.x < WARP) {

@@ -5,9 +5,9 @@
 // blocks of 256 threads. partial_o [T, H, max_splits, HEAD_DIM], partial_ml [T, H, max_splits, 2] as attention.cu leaves
 // them; out [T, H * HEAD_DIM]; gate [T, H] or, unless GATE_BY_HEAD, [T, H * HEAD_DIM]. Unless q8
 // is null, H * HEAD_DIM is a multiple of 32, and q8 [T, H * HEAD_DIM], d and sums [T, H * HEAD_DIM / 32] get the row in
-// 8 bits (`quantize_activations` of engine/ops/arithmetic.py). With -DLISTED=1 missed [T, H] gets the share of a query's
-// mass that blocks have which were not read, by what recall.cu left of them, left [T, H, 2]. May overlap the kernel ahead of
-// it, which does not write the positions.
+// 8 bits (`quantize_activations` of engine/ops/arithmetic.py). With -DLISTED=1 positions are [T, H / group], and missed
+// [T, H] gets the share of a query's mass that blocks have which were not read, by what recall.cu left of them, left
+// [T, H, 2]. May overlap the kernel ahead of it, which does not write the positions.
 #include "gate.cuh"
 #include "splits.cuh"
 
@@ -19,8 +19,8 @@ constexpr i32 WARPS = 8, MINE = (MOST_SPLITS + WARPS - 1) / WARPS;
 
 // A lane has one element of the output. Warp w folds splits w, w + 8 ...; then the warps' results are folded in order.
 KERNEL __launch_bounds__(WARPS* WARP)
-attention_combine(const float* partial_o, const float* partial_ml, const i32* positions, i32 n_head, i32 max_blocks,
-                  i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate, const float* left,
+attention_combine(const float* partial_o, const float* partial_ml, const i32* positions, i32 n_head, i32 group,
+                  i32 max_blocks, i32 max_splits, float* out, i8* q8, float* d, i32* sums, const float* gate, const float* left,
                   float* missed) {
     dependency_release();
     __shared__ float warp_m[WARPS][WARP], warp_l[WARPS][WARP], warp_o[WARPS][WARP];
@@ -30,7 +30,8 @@ attention_combine(const float* partial_o, const float* partial_ml, const i32* po
     const i64 pair = ((i64)t * n_head + element / HEAD_DIM) * max_splits;
     const float* const from_o = partial_o + pair * HEAD_DIM + element % HEAD_DIM;
     const float2* const from_ml = (const float2*)partial_ml + pair;
-    const i32 n = count_splits(clamped_position(positions[t], max_blocks));
+    const i32 row = LISTED ? t * (n_head / group) + element / HEAD_DIM / group : t;
+    const i32 n = count_splits(clamped_position(positions[row], max_blocks));
     dependency_wait();
 
     float2 ml[MINE];

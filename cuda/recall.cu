@@ -10,12 +10,14 @@
 //   find_absent which blocks of the staging area rows read                                    K
 //   tally       what each row of a step left out, to what its reply did                       T
 // Blocks have WARPS warps; of summarize SUMMING_THREADS threads, of tally a warp.
-// choose writes chosen uint8 [T, K, W], left [T, H, 2], and what attention goes by: list int32 [T, K, W], the blocks that
-// are read one after the other, and last int32 [T], the row's position among them, alike for all heads. Before, list is
-// scratch for scores.
+// choose writes chosen uint8 [T, K, W], left [T, H, 2], read int32 [T, K], how many blocks that are, and what attention
+// goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the row's position
+// among them. Before, list is scratch for scores.
 //
-// tally: missed [n_layer, stride] has the shares of each row's heads[i] heads in layer i, 0: it reads all. total [T, 2] gets
-// the largest there was and the sum of the steps' means; nothing of a row for which controls [T, n_control] begins with 0.
+// tally: missed [n_layer, stride] has the shares of each row's heads[i] heads in layer i, 0: it reads all; reads [n_layer,
+// read_stride] how many blocks each of its heads[n_layer + i] KV heads has read. total [T, 2] gets the largest share there
+// was and the sum of the steps' means, total_read [T] the sum of blocks; nothing of a row for which controls [T, n_control]
+// begins with 0.
 //
 // find_absent: wanted int32 [K, stride] gets, of each KV head, how many blocks from n_pool on the rows' tables have at a
 // place that is listed, and which they are beyond it, in order. absent[0]: how many there are at most.
@@ -31,26 +33,32 @@ constexpr i32 WARPS = 16;
 
 #ifdef TALLY
 
-KERNEL tally(const float* missed, i32 n_layer, i32 stride, const i32* heads, const i32* controls, i32 n_control,
-             float* total) {
+KERNEL tally(const float* missed, i32 n_layer, i32 stride, const i32* reads, i32 read_stride, const i32* heads,
+             const i32* controls, i32 n_control, float* total, u64* total_read) {
     dependency_release();
     dependency_wait();
     const i32 t = blockIdx.x;
     total += 2 * t;
     float top = 0.0f, sum = 0.0f;
-    i32 n = 0;
-    for (i32 layer = threadIdx.x; layer < n_layer; layer += WARP)
+    i32 n = 0, n_read = 0;
+    for (i32 layer = threadIdx.x; layer < n_layer; layer += WARP) {
         for (i32 h = 0; h < heads[layer]; h++, n++) {
             const float share = missed[(i64)layer * stride + t * heads[layer] + h];
             top = share > top ? share : top;
             sum += share;
         }
+        const i32 n_head_kv = heads[n_layer + layer];
+        for (i32 h = 0; h < n_head_kv; h++)
+            n_read += reads[(i64)layer * read_stride + t * n_head_kv + h];
+    }
 #pragma unroll
     for (i32 o = 16; o > 0; o >>= 1)
         top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, o));
     sum = fold(sum);
     n = __reduce_add_sync(FULL_WARP, n);
+    n_read = __reduce_add_sync(FULL_WARP, n_read);
     if (threadIdx.x == 0 && controls[t * n_control] && n) {
+        total_read[t] += (u64)n_read;
         total[0] = fmaxf(total[0], top);
         total[1] += sum / (float)n;
     }
@@ -74,7 +82,8 @@ find_absent(const i32* list, const i32* last, const i32* block_table, const i32*
     for (i32 t = warp / of_row; t < n_rows; t += WARPS / of_row) {
         const i32* const own = list + ((i64)t * n_head_kv + head) * width;
         const i32* const table = block_table + (i64)sequence[t] * table_width;
-        for (i32 i = warp % of_row * WARP + lane; i <= last[t] / KV_BLOCK; i += of_row * WARP) {
+        const i32 end = last[t * n_head_kv + head] / KV_BLOCK;
+        for (i32 i = warp % of_row * WARP + lane; i <= end; i += of_row * WARP) {
             const i32 block = table[own[i]] - n_pool;
             if (block >= 0)
                 found[block] = 1; // whoever else says so writes the same
@@ -415,25 +424,26 @@ score(const i32* blocks, const i32* sequence, const i32* positions, const i32* m
 }
 
 KERNEL __launch_bounds__(WARPS * WARP)
-choose(const i32* sequence, const i32* positions, const i32* most, i32 n_head, i32 width, const float* masses,
-       u8* chosen, float* left, i32* list, i32* last) {
+choose(const i32* sequence, const i32* positions, const i32* most, const i32* leave, i32 n_head, i32 width,
+       const float* masses, u8* chosen, float* left, i32* read, i32* list, i32* last) {
     dependency_release();
     dependency_wait();
     __shared__ i32 counts[256], found[2], sums[2][WARPS];
+    __shared__ u32 units[GROUP][256], below[GROUP], digits[GROUP];
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_threads = WARPS * WARP;
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, t = blockIdx.y, s = sequence[t];
     const i32 position = positions[t], row_block = position / KV_BLOCK, behind = max(row_block - TAIL_BLOCKS, 0);
     const i64 first = (i64)t * n_head + head * GROUP;
     chosen += ((i64)t * n_head_kv + head) * width, list += ((i64)t * n_head_kv + head) * width;
-    masses += first * 2 * width, left += first * 2;
+    masses += first * 2 * width, left += first * 2, read += t * n_head_kv + head, last += t * n_head_kv + head;
 
-    const i32 wanted = most[s];
-    i32 candidates = 0;
+    i32 wanted = most[s], candidates = 0;
     for (i32 b0 = 0; b0 < behind && wanted >= 0; b0 += n_threads) {
         const i32 b = b0 + threadIdx.x;
         candidates += __syncthreads_count(b < behind && list[b] >= 0);
     }
-    const bool all = wanted < 0 || candidates <= wanted;
+    const i32 may_leave = leave[s];
+    const bool all = wanted < 0 || !candidates || (may_leave < 0 && candidates <= wanted);
     for (i32 b = threadIdx.x; b < width; b += n_threads)
         chosen[b] = b <= row_block;
     if (all) {
@@ -441,9 +451,75 @@ choose(const i32* sequence, const i32* positions, const i32* most, i32 n_head, i
             list[b] = b;
         for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
             left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
-        if (head == 0 && threadIdx.x == 0)
-            last[t] = position;
+        if (threadIdx.x == 0)
+            *last = position, *read = row_block + 1;
         return;
+    }
+
+    wanted = min(wanted, candidates);
+    if (may_leave >= 0) { // the largest `least`, byte by byte, below which no head has more units than it may leave
+        u32 least = 0;
+        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
+            below[h] = 0;
+#pragma unroll 1
+        for (i32 shift = 24; shift >= 0; shift -= 8) {
+            for (i32 i = threadIdx.x; i < GROUP * 256; i += n_threads)
+                units[i / 256][i % 256] = 0;
+            __syncthreads();
+            for (i32 b = threadIdx.x; b < behind; b += n_threads) {
+                const i32 score = list[b];
+                if (score < 0 || (shift < 24 && score >> (shift + 8) != (i32)(least >> (shift + 8))))
+                    continue;
+                for (i32 h = 0; h < GROUP; h++) {
+                    const float *const mass = masses + 2 * h * width, factor = factor_of(mass[width + b / CHUNK], left[2 * h]);
+                    const float share = mass[b] * factor / left[2 * h + 1];
+                    atomicAdd(&units[h][score >> shift & 255],
+                              share >= 1.0f ? 1u << 24 : share > 0.0f ? (u32)(share * 0x1p24f) : 0u);
+                }
+            }
+            __syncthreads();
+            for (i32 h = warp; h < GROUP; h += WARPS) { // a lane has eight digits, the largest ones in the last lane
+                u32 mine = 0;
+                for (i32 i = 0; i < 8; i++)
+                    mine += units[h][lane * 8 + i];
+                u32 up_to = mine;
+#pragma unroll
+                for (i32 o = 1; o < WARP; o <<= 1) {
+                    const u32 other = __shfl_sync(FULL_WARP, up_to, max(lane - o, 0));
+                    up_to += lane >= o ? other : 0;
+                }
+                u32 left_out = below[h] + up_to - mine;
+                i32 n = 0; // digits with no more than that below them
+                for (i32 i = 0; i < 8; i++) {
+                    n += left_out <= (u32)may_leave;
+                    left_out += units[h][lane * 8 + i];
+                }
+                n = __reduce_add_sync(FULL_WARP, n);
+                if (lane == 0)
+                    digits[h] = n - 1;
+            }
+            __syncthreads();
+            u32 digit = 255;
+            for (i32 h = 0; h < GROUP; h++)
+                digit = min(digit, digits[h]);
+            for (i32 h = warp; h < GROUP; h += WARPS) {
+                u32 sum = 0;
+                for (i32 i = lane; i < (i32)digit; i += WARP)
+                    sum += units[h][i];
+                sum = __reduce_add_sync(FULL_WARP, sum);
+                if (lane == 0)
+                    below[h] += sum;
+            }
+            least |= digit << shift;
+            __syncthreads();
+        }
+        least = min(least, NAN_BITS);
+        i32 needed = 0;
+        for (i32 b0 = 0; b0 < behind; b0 += n_threads) {
+            const i32 b = b0 + threadIdx.x;
+            needed += __syncthreads_count(b < behind && list[b] >= (i32)least);
+        }
+        wanted = min(wanted, needed);
     }
 
     // The `wanted`-th largest score, byte by byte; how many of its like are read.
@@ -527,9 +603,16 @@ choose(const i32* sequence, const i32* positions, const i32* most, i32 n_head, i
     }
     for (i32 b = behind + threadIdx.x; b <= row_block; b += n_threads)
         list[n_listed + b - behind] = b;
-    if (head == 0 && threadIdx.x == 0)
-        last[t] = (n_listed + row_block - behind) * KV_BLOCK + position % KV_BLOCK;
+    if (threadIdx.x == 0) {
+        *last = (n_listed + row_block - behind) * KV_BLOCK + position % KV_BLOCK;
+        *read = n_listed + row_block - behind + 1;
+    }
     __syncthreads(); // the list is there
+    if (wanted == candidates) {
+        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
+            left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
+        return;
+    }
     for (i32 h = warp; h < GROUP; h += WARPS) {
         const float *const mass = masses + 2 * h * width, *const chunks = mass + width;
         float sum = 0.0f;

@@ -375,6 +375,16 @@ def _amount(unit: str) -> Callable[[str], float]:
     return read
 
 
+def _share(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0.0 <= number <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, found {value!r}")
+    return number
+
+
 _gib_or_zero = _amount("GiB")
 
 
@@ -437,6 +447,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_at_least(0),
         help="blocks of the context that decoded tokens read, of those that need not be (default: all; not on a GPU)",
     )
+    add("--kv-recall", type=_share, help="share of softmax mass that decoded tokens may leave out instead, by estimate")
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add(
         "--parallel",

@@ -55,7 +55,8 @@ class EngineConfig:
         else (measurements); `off`.
     pregate: the file of predictors that guesses are made by; None: the one beside the model, else its own routers.
     kv_recall_blocks: full blocks of 64 positions that decoded tokens read beside the first, the last and what their
-        request keeps, unless it says otherwise; None: all tokens read all.
+        request keeps, unless it says otherwise. kv_recall: the share of softmax mass that they may leave out instead,
+        by estimate, 0 to 1; with both as few blocks as that takes, and no more. None, both: all tokens read all.
     plan_only: say what memory it would take, and end; no weights are read.
     """
 
@@ -85,6 +86,7 @@ class EngineConfig:
     cpu_experts: str = "off"
     guess: str = "off"
     pregate: Path | None = None
+    kv_recall: float | None = None
     kv_recall_blocks: int | None = None
     plan_only: bool = False
 

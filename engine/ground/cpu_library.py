@@ -150,7 +150,7 @@ SIGNATURES = {
     "spark_attention_input": "PiPfPPPPPPPiiPPPPiPP",
     "spark_attention": "PiiPPiiPPfPiPwwPPP",
     "spark_summarize": "PPPiiP",
-    "spark_choose": "PiiiiPiPiiPPPPfPPPP",
+    "spark_choose": "PiiiiPiPiiPPPPPfPPPPP",
     "spark_attention_output": "PiPPw",
     "spark_router": "PiPfPPP",
     "spark_route": "PiiPPiPiPPPP",

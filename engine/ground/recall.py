@@ -15,13 +15,15 @@ _POSITION = checks.integer(0, (1 << 31) - 1)
 class KVRecall:
     """What a request asks for where a server reads a part of the context.
 
-    off: all is read. blocks: that are read of those that need not be, None: as many as the server says. keep: ranges
-    of tokens of the prompt, [from, to) each, whose blocks are read anyway.
+    off: all is read. blocks: that are read of those that need not be, at most; left_out: the share of softmax mass that
+    may be left out, by estimate. Where both are None it is as the server says; one alone is all that matters. keep:
+    ranges of tokens of the prompt, [from, to) each, whose blocks are read anyway.
     """
 
     off: bool = False
     blocks: int | None = None
     keep: tuple[tuple[int, int], ...] = ()
+    left_out: float | None = None
 
 
 CHECK = checks.record(
@@ -30,5 +32,6 @@ CHECK = checks.record(
         "off": checks.boolean,
         "blocks": checks.optional(checks.integer(0, MAX_BLOCKS)),
         "keep": checks.items(checks.pair(_POSITION, _POSITION), MAX_KEPT),
+        "left_out": checks.optional(checks.number(0.0, 1.0)),
     },
 )

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
@@ -110,18 +111,20 @@ class Recalled:
     """What a step has more whose rows read a part of their contexts, and scratch for SMALL_TOKENS rows of a layer.
 
     sketches[i]: what layer i chooses by; None: it reads all that it sees. blocks[g]: int32 [n_sequence, W], numbers of
-    blocks by KV group; most: int32 [n_sequence]; keep: uint8 [n_sequence, W]: as the op `choose` takes them. missed:
-    float32 [n_layer, rows * heads]; chosen, left, masses, scores, last: as in `Recall`, flat. absent: int32, flat: what
-    the op `find_absent` finds.
+    blocks by KV group; most, leave: int32 [n_sequence]; keep: uint8 [n_sequence, W]: as the op `choose` takes them.
+    missed: float32 [n_layer, rows * heads]; read: int32 [n_layer, rows * KV heads]; chosen, left, masses, scores, last:
+    as in `Recall`, flat. absent: int32, flat: what the op `find_absent` finds.
     """
 
     sketches: tuple[U8 | None, ...]
     blocks: tuple[I32, ...]
     most: I32
+    leave: I32
     keep: U8
     chosen: U8
     left: F32
     missed: F32
+    read: I32
     masses: F32
     scores: F32
     last: I32
@@ -133,7 +136,9 @@ class Recalled:
         """The same for a step of n sequences."""
         if (n,) not in self._views:
             blocks = tuple(table[:n] for table in self.blocks)
-            self._views[n,] = replace(self, blocks=blocks, most=self.most[:n], keep=self.keep[:n])
+            self._views[n,] = replace(
+                self, blocks=blocks, most=self.most[:n], leave=self.leave[:n], keep=self.keep[:n]
+            )
         made: Recalled = self._views[n,]
         return made
 
@@ -143,11 +148,20 @@ class Recalled:
         found = [missed[layer, : T * H].reshape(T, H) for layer, _, H, _ in chose]
         return np.concatenate(found, axis=1) if found else np.zeros((T, 0), np.float32)
 
+    def read_of(self, T: int, read: I32) -> NDArray[np.float64] | None:
+        """The blocks that each row of the last step of T rows read, the mean of all layers and KV heads that choose.
+
+        read: as was read from the device. None where nothing is known of so many rows.
+        """
+        chose = [key for key in self._views if len(key) == 4 and key[1] == T]
+        found = [read[layer, : T * K].reshape(T, K) for layer, _, _, K in chose]
+        return np.concatenate(found, axis=1).mean(axis=1) if found else None
+
     def heads_of(self, n_layer: int) -> I32:
-        """The heads of each layer that has chosen, int32 [n_layer]; 0 of others."""
-        heads = np.zeros(n_layer, np.int32)
-        for layer, _, H, _ in (key for key in self._views if len(key) == 4):
-            heads[layer] = H
+        """The query heads and KV heads of each layer that has chosen, int32 [2, n_layer]; 0 of others."""
+        heads = np.zeros((2, n_layer), np.int32)
+        for layer, _, H, K in (key for key in self._views if len(key) == 4):
+            heads[:, layer] = H, K
         return heads
 
     def absent_of(self, K: int, n: int) -> I32:
@@ -163,11 +177,12 @@ class Recalled:
         if alike not in self._views:
             self._views[alike] = Recall(
                 self.chosen[: T * K * W].reshape(T, K, W), self.left[: T * H * 2].reshape(T, H, 2), self.missed[layer],
-                self.masses[: T * H * 2 * W].reshape(T, H, 2, W), self.scores[: T * K * W].reshape(T, K, W),
-                self.last[:T],
+                self.read[layer], self.masses[: T * H * 2 * W].reshape(T, H, 2, W),
+                self.scores[: T * K * W].reshape(T, K, W), self.last[: T * K].reshape(T, K),
             )  # fmt: skip
         if key not in self._views:
-            self._views[key] = replace(self._views[alike], missed=self.missed[layer, : T * H].reshape(T, H))
+            own = self.missed[layer, : T * H].reshape(T, H), self.read[layer, : T * K].reshape(T, K)
+            self._views[key] = replace(self._views[alike], missed=own[0], read=own[1])
         made: Recall = self._views[key]
         return made
 
@@ -384,8 +399,8 @@ class Pass(Generic[ConfigT]):
             queries, sequence, positions = some(q), some(step.sequence), some(step.positions)
             chosen = recall.of(i, len(queries), q.shape[1], sketches.shape[1])
             self.ops.choose(
-                self.ws, queries, sketches, recall.blocks[group], sequence, positions, recall.most, recall.keep, scale,
-                chosen,
+                self.ws, queries, sketches, recall.blocks[group], sequence, positions, recall.most, recall.leave,
+                recall.keep, scale, chosen,
             )  # fmt: skip
             if staging is not None:  # of what is at home, only what the rows have chosen
                 wanted = recall.absent_of(sketches.shape[1], len(staging[0]))

@@ -31,6 +31,7 @@ GatingKind = Literal["softmax", "sigmoid"]
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
 CHUNK_BLOCKS = 64  # whose masses are summed together when blocks are chosen
+MASS_UNITS = 1 << 24  # of what a query sees before the tail, as is counted of blocks that are left out
 TAIL_BLOCKS = 3  # full blocks that a row reads anyway, before the one that it lies in
 PIECE_TOKENS = 512  # a longer step has the bits of several that end at multiples of so many positions
 
@@ -113,13 +114,15 @@ class Recall:
     left: float32 [T, H, 2], of the blocks that are not read the largest score of a key as sketched, and the masses
     beside it.
     missed: float32 [T, H], written by attention: the share of a query's mass that these blocks have, as estimated.
-    masses float32 [T, H, 2, W] and scores float32 [T, K, W] are scratch. On a device `scores` is where attention finds
-    the blocks to read, int32, one after the other, and last, int32 [T], has the row's position among them.
+    read: int32 [T, K], how many blocks that are. masses float32 [T, H, 2, W] and scores float32 [T, K, W] are scratch.
+    On a device `scores` is where attention finds the blocks to read, int32, one after the other, and last, int32
+    [T, K], has the row's position among them.
     """
 
     chosen: U8
     left: F32
     missed: F32
+    read: I32
     masses: F32
     scores: F32
     last: I32

@@ -99,8 +99,8 @@ class Ops(Protocol):
         """The sketches of full blocks of keys."""
 
     def choose(
-        self, ws: Scratch, q: F32, sketches: U8, blocks: I32, sequence: I32, positions: I32, most: I32, keep: U8,
-        scale: float, recall: Recall,
+        self, ws: Scratch, q: F32, sketches: U8, blocks: I32, sequence: I32, positions: I32, most: I32, leave: I32,
+        keep: U8, scale: float, recall: Recall,
     ) -> None:  # fmt: skip
         """Which blocks each row reads, of those that have sketches."""
 

@@ -16,6 +16,7 @@ from engine.ops import (
     F32,
     I32,
     KV_BLOCK_TOKENS,
+    MASS_UNITS,
     TAIL_BLOCKS,
     U8,
     Activation,
@@ -281,15 +282,17 @@ def choose(
     sequence: I32,
     positions: I32,
     most: I32,
+    leave: I32,
     keep: U8,
     scale: float,
     recall: Recall,
 ) -> None:
-    """Which blocks each row reads, of those that have sketches: the first, those to keep, the tail, and `most` others.
+    """Which blocks each row reads: the first, those to keep, the tail, and at most `most` others, by their sketches.
 
     q [T, H, head_dim]; sketches as of `summarize`; blocks int32 [n_sequence, W]: where in sketches those of each
     logical block are, -1 where there is no block; sequence, positions int32 [T] as of attention; most int32
-    [n_sequence], -1: all; keep uint8 [n_sequence, W]; scale above 0. `recall` is written, but for `missed`.
+    [n_sequence], -1: all; leave int32 [n_sequence]: units of mass that may be left out, -1: as many as it is; keep
+    uint8 [n_sequence, W]; scale above 0. `recall` is written, but for `missed`.
     """
     T, H, _ = q.shape
     K = sketches.shape[1]
@@ -300,8 +303,9 @@ def choose(
         kept = (ids < 0) | (keep[s, :behind] != 0) | (np.arange(behind) == 0)
         recall.chosen[t] = 0
         recall.chosen[t, :, : last + 1] = 1
-        recall.left[t] = -np.inf, 0
-        if most[s] < 0 or behind - kept.sum() <= most[s]:
+        recall.left[t], recall.read[t] = (-np.inf, 0), last + 1
+        n_candidates = behind - int(kept.sum())
+        if most[s] < 0 or not n_candidates or (leave[s] < 0 and n_candidates <= most[s]):
             continue
         with np.errstate(all="ignore"):
             scores = key_scores(q[t], sketches[ids], scale)
@@ -322,11 +326,26 @@ def choose(
             bits = np.where(np.isnan(share), np.float32(np.nan), share).view(np.int32).max(axis=2)
             order = np.argsort(np.where(kept[:, None], 1, -bits), axis=0, kind="stable")
             for head in range(K):
-                recall.chosen[t, head, order[most[s] : behind - kept.sum(), head]] = 0
-            recall.left[t, :, 0] = top
+                n = min(int(most[s]), n_candidates)
+                if leave[s] >= 0:
+                    n = min(n, _needed(bits[~kept, head], share[~kept, head], int(leave[s])))
+                recall.chosen[t, head, order[n:n_candidates, head]] = 0
+                recall.read[t, head] -= n_candidates - n
             for h in range(H):
-                read = sum32(mass[recall.chosen[t, h * K // H, :behind] != 0, h])
-                recall.left[t, h, 1] = np.float32(0) if total[h] - read < 0 else total[h] - read
+                if recall.read[t, head := h * K // H] <= last:
+                    read = sum32(mass[recall.chosen[t, head, :behind] != 0, h])
+                    recall.left[t, h] = top[h], np.float32(0) if total[h] - read < 0 else total[h] - read
+
+
+def _needed(bits: I32, share: F32, leave: int) -> int:
+    """How many blocks are read of those with scores [n], so that of each head's shares [n, G] no more is left."""
+    units = np.where(np.isnan(share), 0, np.minimum(share, 1) * np.float32(MASS_UNITS)).astype(np.int64)
+    left = np.zeros(share.shape[1], np.int64)
+    for value in np.unique(bits):
+        left += units[bits == value].sum(axis=0)
+        if (left > leave).any() or value == np.float32(np.nan).view(np.int32):
+            return int((bits >= value).sum())
+    return 0
 
 
 def find_absent(

@@ -29,6 +29,7 @@ from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, Forward, placed
 from engine.running.mtp import Predictor
+from engine.running.recall import Part
 from engine.running.stepping import Graphs, Steps
 
 _ROUNDING_BYTES = 1024  # of arrays whose size the count does not know yet
@@ -88,14 +89,14 @@ def count(
     block: Block | None = None,
     run: bool = True,
     pool_tokens: int | None = None,
-    recall_blocks: int | None = None,
+    recall: Part | None = None,
     cpu_experts: bool = False,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
 
     arch, config, weights, block: as `Forward` takes them; experts of the block count as dense. The tables are counted
     for all experts in slots, the most there can be. pool_tokens: of the cache, on the device; None: the context.
-    recall_blocks: as `Forward` takes it.
+    recall: as `Forward` takes it.
     cpu_experts: with what it takes that the CPU computes some, and kernels of both kinds. run: without it `kernels` is
     incomplete, and the count takes a third of the time.
     """
@@ -112,7 +113,7 @@ def count(
     forward = Forward(
         device, ops, ws, arch, config, weights, limits, kv_tokens=n_cached, pool_tokens=pool_tokens, kv_type=kv_type,
         ropes=_rope_shapes(arch, config, limits.n_ctx), captured=() if drafter is None else drafter.config.captured,
-        block=block, recall_blocks=recall_blocks,
+        block=block, recall=recall,
     )  # fmt: skip
     made = None
     if drafter is not None:

@@ -94,8 +94,9 @@ class DeviceDrawer:
         """Count what the first n rows of a step left out of their contexts, of those that go on (running/recall.py)."""
         recalling = self.forward.recalling
         assert recalling is not None
-        missed, total = recalling.arrays.missed, recalling.left_out[:n]
-        tally(self.device, n, missed, recalling.heads, self.states.control[:n], total)
+        arrays, control = recalling.arrays, self.states.control[:n]
+        found = recalling.left_out[:n], recalling.read[:n]
+        tally(self.device, n, arrays.missed, arrays.read, recalling.heads, control, *found)
 
     def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
         """As `Drawer.draw`; waits for the tokens, once.

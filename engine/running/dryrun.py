@@ -34,6 +34,7 @@ from engine.running import draft_files, inspection, probe
 from engine.running.counted import Counted, count
 from engine.running.draft_files import NO_DRAFTS, DraftFiles
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS
+from engine.running.recall import made_of
 from engine.running.source import open_profile
 
 DEFAULT_CTX_TOKENS = 32768
@@ -276,7 +277,7 @@ class Sharing:
                 self._counted[n, places, run, drafts, pool] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
                     drafter=found.drafter, block=found.block, run=run, pool_tokens=pool,
-                    recall_blocks=self.options.kv_recall_blocks,
+                    recall=made_of(self.options.kv_recall_blocks, self.options.kv_recall),
                     cpu_experts=self.options.cpu_experts != "off",
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take

@@ -28,7 +28,7 @@ from engine.ops.cuda.ops import Workspace as DeviceWorkspace
 from engine.ops.cuda.replay import Replay
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
-from engine.running.recall import Recalling
+from engine.running.recall import Part, Recalling
 
 GRAPH_TOKENS = (1, 2, 4, 8, 16, 32)  # tokens of a step that a device with graphs captures
 MAX_NOTED = 64  # shapes of steps whose calls are known
@@ -66,8 +66,8 @@ class Forward:
     device's copy of a weight, whose bytes may come later; by default `device.upload`. ropes: tables of RoPE, by default
     the architecture's.
     captured: layers whose features are kept, as `capture_features` has it. block: of a model that drafts by one
-    (running/mtp.py), which is placed with the weights and has a layer in the cache. recall_blocks: that decoded rows
-    read beside what they read anyway, unless their request says otherwise; None: all rows read all.
+    (running/mtp.py), which is placed with the weights and has a layer in the cache. recall: what decoded rows read
+    beside what they read anyway, unless their request says otherwise; None: all rows read all.
     Inputs of a step are copied to the same device arrays every time, so that a captured graph finds them.
     """
 
@@ -75,7 +75,7 @@ class Forward:
         self, device: Memory, ops: Ops, ws: Workspace, arch: Architecture, config: ModelConfig, weights: Weights[Any],
         limits: Limits, kv_tokens: int, kv_type: str, put: Put | None = None, ropes: Sequence[F32] | None = None,
         captured: tuple[int, ...] = (), block: Block | None = None, pool_tokens: int | None = None,
-        recall_blocks: int | None = None,
+        recall: Part | None = None,
     ) -> None:  # fmt: skip
         self.device, self.ops, self.ws = device, ops, ws
         self.arch, self.config, self.limits = arch, config, limits
@@ -84,8 +84,8 @@ class Forward:
         cached = config if block is None else WithBlock(config)
         self.kv = KVCache(device, cached, kv_tokens, kv_type, limits.max_tokens, limits.places, pool_tokens)
         self.recalling: Recalling | None = None
-        if recall_blocks is not None:
-            self.recalling = Recalling.made(recall_blocks, device, config, self.kv, limits)
+        if recall is not None:
+            self.recalling = Recalling.made(recall, device, config, self.kv, limits)
         self.ropes = tuple(map(device.upload, arch.rope_tables(config, limits.n_ctx) if ropes is None else ropes))
         self._hidden: F32 | None = None
         self._views: dict[tuple[int, int, int], Step] = {}  # of the inputs, for the shapes of steps

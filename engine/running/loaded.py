@@ -30,7 +30,7 @@ from engine.memory.residency import Residency, largest_parts
 from engine.memory.shape import cached_tokens
 from engine.memory.slowtier import loaded_bytes
 from engine.memory.swap import Swapped
-from engine.ops import I32, KV_BLOCK_TOKENS, PIECE_TOKENS, SMALL_TOKENS, TAIL_BLOCKS, Limits
+from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.memory import available_bytes
 from engine.ops.cuda.ops import Workspace
@@ -44,6 +44,7 @@ from engine.running.forward import Forward
 from engine.running.guessing import Guessing, Way
 from engine.running.misses import share
 from engine.running.mtp import Predictor
+from engine.running.recall import made_of
 from engine.running.shares import Progress, Shares, share_out
 from engine.running.source import Source, open_source
 from engine.running.stepping import Graphs, Steps
@@ -185,7 +186,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             *source.drafts.reasons,
             *shares.reasons,
             f"drafts: {_who_drafts(options, source)}",
-            *_recalls(forward),
+            *(() if forward.recalling is None else (forward.recalling.said,)),
             *guesses_said,
             *misses_said,
         )
@@ -211,7 +212,8 @@ def _lay_out(
         kv_tokens=cached_tokens(shares.limits.n_ctx, shares.pool_tokens), kv_type=options.kv_type,
         put=None if uploader is None else uploader.put,
         captured=() if source.drafter is None else source.drafter.config.captured,
-        block=source.block, pool_tokens=shares.pool_tokens, recall_blocks=options.kv_recall_blocks,
+        block=source.block, pool_tokens=shares.pool_tokens,
+        recall=made_of(options.kv_recall_blocks, options.kv_recall),
     )  # fmt: skip
     drafter = None
     if source.drafter is not None:
@@ -232,18 +234,6 @@ def _lay_out(
         if shares.staging_bytes:
             ws.stream_experts(shares.staging_bytes, largest_parts(weights.experts))
     return forward, residency, drafter
-
-
-def _recalls(forward: Forward) -> tuple[str, ...]:
-    """What is said of contexts that are read in part."""
-    r = forward.recalling
-    if r is None:
-        return ()
-    return (
-        f"decoded tokens read {r.blocks} blocks of {KV_BLOCK_TOKENS} beside the first and the last {TAIL_BLOCKS + 1}: "
-        f"asked for; sketches of keys take {r.sketches.nbytes / 2**20:.1f} MiB, and choosing "
-        f"{r.buffers_bytes / 2**20:.1f}",
-    )
 
 
 def _who_drafts(options: EngineConfig, source: Source) -> str:

@@ -14,48 +14,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.ground.errors import RequestError
-from engine.ground.recall import KVRecall
+from engine.ground.recall import MAX_BLOCKS, KVRecall
 from engine.memory.blocks import Sequence
 from engine.memory.kv import KVCache
 from engine.memory.shape import CacheShape
 from engine.memory.sketches import Sketches
 from engine.models.layers import Recalled
-from engine.ops import F32, I32, KV_BLOCK_TOKENS, SMALL_TOKENS, TAIL_BLOCKS, U8, Limits
+from engine.ops import F32, I32, KV_BLOCK_TOKENS, MASS_UNITS, SMALL_TOKENS, TAIL_BLOCKS, U8, Limits
 from engine.ops.device import Array, Memory
 from engine.ops.interface import Ops, Workspace
 
 LACKING_BLOCKS = 256  # whose sketches are made at a time
 
 
-def part_of(asked: KVRecall | None, blocks: int | None) -> Part | None:
-    """What a reply reads; blocks: that the engine has where a request says nothing, None: it reads all of every one.
+def part_of(asked: KVRecall | None, served: Part | None) -> Part | None:
+    """What a reply reads; served: what the engine has where a request says nothing, None: it reads all of every one.
 
     RequestError where the request asks for what there is not.
     """
-    if blocks is None:
+    if served is None:
         if asked is not None and not asked.off:
             raise RequestError(
                 "field 'kv_recall': every token reads all of its context here",
-                hint="serve with --kv-recall-blocks N, or leave the field out",
+                hint="serve with --kv-recall-blocks N or --kv-recall EPS, or leave the field out",
             )
         return None
     if asked is None:
-        return Part(blocks)
+        return served
     if asked.off:
-        if asked.blocks is not None or asked.keep:
+        if asked.blocks is not None or asked.left_out is not None or asked.keep:
             raise RequestError("field 'kv_recall': 'off' reads all, so there is nothing to choose or to keep")
         return None
     if wrong := next((pair for pair in asked.keep if pair[0] >= pair[1]), None):
         raise RequestError(f"field 'kv_recall.keep': expected ranges [from, to) of tokens, found {list(wrong)}")
-    return Part(blocks if asked.blocks is None else asked.blocks, asked.keep)
+    return replace(made_of(asked.blocks, asked.left_out) or served, keep=asked.keep)
+
+
+def made_of(blocks: int | None, left_out: float | None) -> Part | None:
+    """Rows that read at most so many blocks, or as many as leave no more of the mass out; None: neither is said."""
+    if blocks is None and left_out is None:
+        return None
+    return Part(MAX_BLOCKS if blocks is None else blocks, leave=-1 if left_out is None else int(left_out * MASS_UNITS))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What decoded rows of a reply read beside the first block and the tail: `most` blocks, and ranges [from, to)."""
+    """What decoded rows of a reply read beside the first block and the tail: `most` blocks, and ranges [from, to).
+
+    leave: as few of these blocks as leave no more of MASS_UNITS out; -1: all of them.
+    """
 
     most: int
     keep: tuple[tuple[int, int], ...] = ()
+    leave: int = -1
 
     def kept(self, n_blocks: int) -> U8:
         """Which of the first blocks lie in a range, uint8 [n_blocks]."""
@@ -66,32 +77,39 @@ class Part:
         return kept
 
     def left(self, position: int) -> int:
-        """How many blocks the row at a position does not read; as many in every layer and head."""
+        """How many blocks the row at a position does not read, at least, in every layer and head."""
+        return max(0, self._candidates(position) - self.most)
+
+    def chooses(self, position: int) -> bool:
+        """Whether the row at a position may not read all."""
+        return self._candidates(position) > (self.most if self.leave < 0 else 0)
+
+    def _candidates(self, position: int) -> int:
         kept = self.kept(max(0, position // KV_BLOCK_TOKENS - TAIL_BLOCKS))
         kept[:1] = 1
-        return max(0, int((kept == 0).sum()) - self.most)
+        return int((kept == 0).sum())
 
 
 @dataclass(slots=True)
 class Tally:
     """What the decoded tokens of a reply have read. tokens: of them. blocks: there were, `read` of which were read.
 
-    left_max, left_sum: the share of softmax mass that was left out, as estimated: the largest of any token, layer and
-    head, and the sum of the tokens' means. first: the first position whose row did not read all.
+    read: the mean of all layers and KV heads. left_max, left_sum: the share of softmax mass that was left out, as
+    estimated: the largest of any token, layer and head, and the sum of the tokens' means. first: the first position
+    whose row may not have read all.
     """
 
     tokens: int = 0
     blocks: int = 0
-    read: int = 0
+    read: float = 0.0
     left_max: float = 0.0
     left_sum: float = 0.0
     first: int | None = None
 
-    def add(self, position: int, left: int, missed: NDArray[np.float32] | None) -> None:
-        """Count a token whose row left so many blocks out; missed [n]: the shares that they had, by layer and head."""
-        n = position // KV_BLOCK_TOKENS + 1
-        self.tokens, self.blocks, self.read = self.tokens + 1, self.blocks + n, self.read + n - left
-        if left and self.first is None:
+    def add(self, position: int, part: Part, read: float, missed: NDArray[np.float32] | None) -> None:
+        """Count a token whose row read so many blocks; missed [n]: the shares that others had, by layer and head."""
+        self.tokens, self.blocks, self.read = self.tokens + 1, self.blocks + blocks_at(position), self.read + read
+        if self.first is None and part.chooses(position):
             self.first = position
         if missed is not None and len(missed):
             self.left_max = max(self.left_max, float(missed.max()))
@@ -100,9 +118,14 @@ class Tally:
     def to_json(self) -> dict[str, float]:
         """As `usage` has it."""
         return {
-            "tokens": self.tokens, "blocks": self.blocks, "read": self.read, "left_out_max": self.left_max,
+            "tokens": self.tokens, "blocks": self.blocks, "read": round(self.read), "left_out_max": self.left_max,
             "left_out_mean": self.left_sum / self.tokens if self.tokens else 0.0,
         }  # fmt: skip
+
+
+def blocks_at(position: int) -> int:
+    """Blocks up to a position's own."""
+    return position // KV_BLOCK_TOKENS + 1
 
 
 class Reads(Protocol):
@@ -125,23 +148,24 @@ class Reads(Protocol):
 class Recalling:
     """What a model has whose decoded rows may read a part: sketches, inputs of a step, scratch for SMALL_TOKENS rows.
 
-    blocks: that are read where a request says nothing.
+    served: what is read where a request says nothing.
     """
 
-    blocks: int
+    served: Part
     device: Memory
     sketches: Sketches
     kv: KVCache
     arrays: Recalled
     lacking: I32  # [2, n]: where blocks lie whose sketches are to be made, and their numbers
-    heads: I32  # [n_layer]: of layers that choose
+    heads: I32  # [2, n_layer]: query and KV heads of layers that choose
     left_out: F32  # [max_sequences, 2], of replies that run ahead of the host: the largest share, the sum of means
+    read: NDArray[np.uint64]  # [max_sequences], of these: blocks that were read in all layers, by KV heads
     totals: Tally = field(default_factory=Tally)
     _last: int = 0  # rows of the last step, if any of them read a part
     _fed: list[NDArray[Any]] = field(default_factory=list)
 
     @classmethod
-    def made(cls, blocks: int, device: Memory, config: CacheShape, kv: KVCache, limits: Limits) -> Recalling:
+    def made(cls, served: Part, device: Memory, config: CacheShape, kv: KVCache, limits: Limits) -> Recalling:
         """Allocate it for steps within `limits`."""
         S, W, T = limits.max_sequences, -(-limits.n_ctx // KV_BLOCK_TOKENS), min(SMALL_TOKENS, limits.max_tokens)
         sketches, f32 = Sketches(device, config, kv), np.float32
@@ -149,27 +173,44 @@ class Recalling:
             sketches.layers,
             tuple(device.empty((S, W), np.int32) for _ in kv.groups),
             device.empty(S, np.int32),
+            device.empty(S, np.int32),
             device.empty((S, W), np.uint8),
             device.empty(T * limits.n_head_kv * W, np.uint8),
             device.empty(T * limits.n_head * 2, f32),
             device.empty((config.n_layer, T * limits.n_head), f32),
+            device.empty((config.n_layer, T * limits.n_head_kv), np.int32),
             device.empty(T * limits.n_head * 2 * W, f32),
             device.empty(T * limits.n_head_kv * W, f32),
-            device.empty(T, np.int32),
+            device.empty(T * limits.n_head_kv, np.int32),
             device.empty(limits.n_head_kv * kv.most_staged, np.int32),
         )
-        lacking, heads = device.empty((2, LACKING_BLOCKS), np.int32), device.empty(config.n_layer, np.int32)
-        return cls(blocks, device, sketches, kv, arrays, lacking, heads, device.empty((S, 2), f32))
+        lacking, heads = device.empty((2, LACKING_BLOCKS), np.int32), device.empty((2, config.n_layer), np.int32)
+        ahead = device.empty((S, 2), f32), device.empty(S, np.uint64)
+        return cls(served, device, sketches, kv, arrays, lacking, heads, *ahead)
 
     @property
     def buffers_bytes(self) -> int:
         """Bytes of all but the sketches."""
         a = self.arrays
         arrays: tuple[Array, ...] = (
-            a.most, a.keep, a.chosen, a.left, a.missed, a.masses, a.scores, a.last, a.absent, self.lacking,
-            self.heads, self.left_out,
+            a.most, a.leave, a.keep, a.chosen, a.left, a.missed, a.read, a.masses, a.scores, a.last, a.absent,
+            self.lacking, self.heads, self.left_out, self.read,
         )  # fmt: skip
         return sum(int(array.nbytes) for array in (*a.blocks, *arrays))
+
+    @property
+    def said(self) -> str:
+        """What it says of itself among the reasons of a plan."""
+        read = []
+        if self.served.leave >= 0:
+            read.append(f"what leaves {self.served.leave / MASS_UNITS:.3g} of their mass out")
+        if self.served.most < MAX_BLOCKS:
+            read.append(f"{self.served.most} blocks of {KV_BLOCK_TOKENS}")
+        return (
+            f"decoded tokens read {', at most '.join(read)} beside the first block and the last {TAIL_BLOCKS + 1}: "
+            f"asked for; sketches of keys take {self.sketches.nbytes / 2**20:.1f} MiB, and choosing "
+            f"{self.buffers_bytes / 2**20:.1f}"
+        )
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, of all replies that may read a part: tokens; blocks there were, and those read.
@@ -178,7 +219,7 @@ class Recalling:
         """
         t = self.totals
         return {
-            "tokens": t.tokens, "blocks": t.blocks, "read": t.read, "left_out_max": t.left_max,
+            "tokens": t.tokens, "blocks": t.blocks, "read": round(t.read), "left_out_max": t.left_max,
             "left_out_sum": t.left_sum,
         }  # fmt: skip
 
@@ -188,7 +229,7 @@ class Recalling:
         None where every row reads all.
         """
         self._last = 0
-        if not any(s.recall is not None and s.recall.left(s.sequence.length - 1) > 0 for s in spans):
+        if not any(s.recall is not None and s.recall.chooses(s.sequence.length - 1) for s in spans):
             return None
         self._last = width
         return self.feed([(s.sequence, s.recall, s.sequence.length) for s in spans], ops, ws)
@@ -196,21 +237,22 @@ class Recalling:
     def feed(self, reads: Many[tuple[Sequence, Part | None, int]], ops: Ops, ws: Workspace) -> Recalled:
         """Feed what rows of sequences read in their first so many positions, and make the sketches that they lack."""
         S, W = len(reads), self.arrays.keep.shape[1]
-        most, keep = np.full(S, -1, np.int32), np.zeros((S, W), np.uint8)
+        most, leave, keep = np.full(S, -1, np.int32), np.full(S, -1, np.int32), np.zeros((S, W), np.uint8)
         tables = [np.full((S, W), -1, np.int32) for _ in self.kv.groups]
         for i, (sequence, part, n) in enumerate(reads):
             if part is None:
                 continue
-            most[i], keep[i] = part.most, part.kept(W)
+            most[i], leave[i], keep[i] = part.most, part.leave, part.kept(W)
             behind = max(0, (n - 1) // KV_BLOCK_TOKENS - TAIL_BLOCKS)
             for group in self.kv.full_groups:
                 tables[group][i, :behind] = sequence.groups[group].blocks()[:behind]
         for group in self.kv.full_groups:
             self._summarize(group, np.unique(tables[group][tables[group] >= 0]), ops, ws)
         views = self.arrays.first(S)
-        fed: list[NDArray[Any]] = [*tables, most, keep]
+        fed: list[NDArray[Any]] = [*tables, most, leave, keep]
         if not self._fed or not all(np.array_equal(a, b) for a, b in zip(fed, self._fed, strict=True)):
-            ws.feed([*zip(views.blocks, tables, strict=True), (views.most, most), (views.keep, keep)])
+            arrays = *views.blocks, views.most, views.leave, views.keep
+            ws.feed(list(zip(arrays, fed, strict=True)))
             self._fed = fed
         return views
 
@@ -231,17 +273,19 @@ class Recalling:
 
     def fared(self, fed: Many[tuple[Reads, int, Tally]]) -> None:
         """Count the last step: spans, how many of their rows stay, whose they are; sequences are as they are then."""
-        at = 0
-        missed = self.arrays.missed_of(self._last, self.device.read(self.arrays.missed)) if self._last else None
+        at, missed, read = 0, None, None
+        if self._last:
+            missed = self.arrays.missed_of(self._last, self.device.read(self.arrays.missed))
+            read = self.arrays.read_of(self._last, self.device.read(self.arrays.read))
         for span, stay, tally in fed:
             if span.recall is None:
                 at += len(span.tokens)
                 continue
             for row in range(stay):
                 position = span.sequence.length - stay + row
-                left = span.recall.left(position)
+                n_read = blocks_at(position) - span.recall.left(position) if read is None else float(read[at + row])
                 for one in (tally, self.totals):
-                    one.add(position, left, None if missed is None else missed[at + row])
+                    one.add(position, span.recall, n_read, None if missed is None else missed[at + row])
             at += len(span.tokens)
 
     def rehearse(self, ops: Ops, ws: Workspace) -> None:
@@ -252,7 +296,7 @@ class Recalling:
 
     def tell_heads(self) -> None:
         """Tell the device how many heads choose in each layer, which is known when a step was run or captured."""
-        self.device.write(self.heads, self.arrays.heads_of(len(self.heads)))
+        self.device.write(self.heads, self.arrays.heads_of(self.heads.shape[1]))
 
 
 class Ahead:
@@ -268,7 +312,9 @@ class Ahead:
         self._counted = [0] * len(reads)
         self._blocks: list[int] = []  # of the last step that was asked for
         self._in_part = self._told = False
+        self._parts = bytearray()  # of each step that was asked for: whether a row read a part
         recalling.device.write(recalling.left_out[: len(reads)], np.zeros((len(reads), 2), np.float32))
+        recalling.device.write(recalling.read[: len(reads)], np.zeros(len(reads), np.uint64))
 
     def next(self, n: int) -> bool:
         """Whether any row of step n = 0, 1 ... reads a part; feeds what it needs."""
@@ -276,11 +322,13 @@ class Ahead:
         blocks = [end // KV_BLOCK_TOKENS for end in ends]
         if blocks != self._blocks:
             self._blocks = blocks
-            parts = (part and part.left(end) for (part, _, _, _), end in zip(self._reads, ends, strict=True))
+            parts = (part and part.chooses(end) for (part, _, _, _), end in zip(self._reads, ends, strict=True))
             self._in_part = any(parts)
             if self._in_part:
                 reads = [(s, part, end + 1) for (part, s, _, _), end in zip(self._reads, ends, strict=True)]
                 self._recalling.feed(reads, self._ops, self._ws)
+        assert n == len(self._parts)
+        self._parts.append(self._in_part)
         return self._in_part
 
     def captured(self) -> None:
@@ -292,16 +340,21 @@ class Ahead:
     def fed(self, i: int, n: int) -> None:
         """Count the first n tokens that were fed of a reply."""
         part, _, tally, start = self._reads[i]
-        for position in range(start + self._counted[i], start + n):
+        for step in range(self._counted[i], n):
             if part is not None:
-                left = part.left(position)
-                tally.add(position, left, None)
-                self._recalling.totals.add(position, left, None)
+                position = start + step
+                read = 0 if self._parts[step] else blocks_at(position)  # the device counts, or all were read
+                tally.add(position, part, read, None)
+                self._recalling.totals.add(position, part, read, None)
         self._counted[i] = max(n, self._counted[i])
 
     def end(self) -> None:
-        """Take what was left out, when nothing is under way."""
-        found = np.asarray(self._recalling.device.read(self._recalling.left_out[: len(self._reads)]))
-        for (part, _, tally, _), (largest, total) in zip(self._reads, found.tolist(), strict=True):
-            for one in (tally, self._recalling.totals) if part is not None else ():
+        """Take what was read and left out, when nothing is under way."""
+        r, n = self._recalling, len(self._reads)
+        found, read = (np.asarray(r.device.read(array[:n])) for array in (r.left_out, r.read))
+        heads = max(1, int(r.arrays.heads_of(r.heads.shape[1])[1].sum()))
+        for (part, _, tally, _), missed, blocks in zip(self._reads, found.tolist(), read.tolist(), strict=True):
+            largest, total = missed
+            for one in (tally, r.totals) if part is not None else ():
                 one.left_max, one.left_sum = max(one.left_max, largest), one.left_sum + total
+                one.read += blocks / heads

@@ -134,6 +134,7 @@ class Engine:
             "kv_type": self.config.kv_type,
             "pool_tokens": r.shares.pool_tokens,
             "draft": "off" if r.drafts is None else self.config.draft,
+            "kv_recall": self.config.kv_recall,
             "kv_recall_blocks": self.config.kv_recall_blocks,
             "guess": "off" if r.decoder.guessing is None else self.config.guess,
             "cpu_experts": None if r.steps.misses is None else r.steps.misses.settings(),
@@ -166,7 +167,7 @@ class Engine:
             )
         if isinstance(request, Generate):
             recalling = self.loaded.forward.recalling
-            part_of(request.kv_recall, None if recalling is None else recalling.blocks)
+            part_of(request.kv_recall, None if recalling is None else recalling.served)
         if isinstance(request, Score) and (request.window + 1) * (limit + 1) > _LAST_POSITION:
             raise RequestError(f"window {request.window} of a context of {limit} has positions beyond 32 bits")
         if any(job.id == request.id for job in (*self._running, *self._waiting)):

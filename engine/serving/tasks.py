@@ -60,7 +60,7 @@ class GenerateTask(Reply):
         if loaded.drafts is not None and request.draft:
             loaded.drafts.begin(self, request.prediction or ())
         recalling = loaded.forward.recalling
-        self.recall = part_of(request.kv_recall, None if recalling is None else recalling.blocks)
+        self.recall = part_of(request.kv_recall, None if recalling is None else recalling.served)
         self._families = families
         self.turn = 0
         self.decoding = False

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.ground import checks
 from engine.ground.recall import MAX_BLOCKS, MAX_KEPT, KVRecall
 from spark.speech import conversation as c
 from spark.speech.conversation import refusal
@@ -13,11 +14,11 @@ from spark.speech.sessions import Message
 from spark.speech.spans import BEFORE, Span
 
 _KEEP, _MESSAGES = "kv_recall.keep", "kv_recall.keep_messages"
-_KNOWN = ("blocks", "keep", "keep_messages")
+_KNOWN = ("blocks", "keep", "keep_messages", "left_out")
 
 
 def kv_recall(body: Mapping[str, Any]) -> KVRecall | None:
-    """What a request says but for `keep_messages`: "off", or an object of blocks and of ranges of tokens."""
+    """What a request says but for `keep_messages`: "off", or an object of how much is read and of ranges of tokens."""
     given = body.get("kv_recall")
     if given is None:
         return None
@@ -28,6 +29,7 @@ def kv_recall(body: Mapping[str, Any]) -> KVRecall | None:
     if (unknown := next((key for key in given if key not in _KNOWN), None)) is not None:
         raise refusal(f"kv_recall.{unknown}"[:80], "unknown", hint=f"known: {', '.join(_KNOWN)}")
     blocks = c.integer(given, "blocks", 0, MAX_BLOCKS, "kv_recall.")
+    left_out = checks.optional(checks.number(0.0, 1.0))("kv_recall.left_out", given.get("left_out"))
     ranges, messages = (c.get(given, name, list, [], "kv_recall.") for name in ("keep", "keep_messages"))
     if len(ranges) > MAX_KEPT:
         raise refusal(_KEEP, f"expected {MAX_KEPT} ranges at most, found {len(ranges)}")
@@ -40,7 +42,7 @@ def kv_recall(body: Mapping[str, Any]) -> KVRecall | None:
         if not (is_pair and 0 <= pair[0] < pair[1] < 1 << 31):
             raise refusal(f"{_KEEP}[{i}]", "expected [from, to) in tokens of the prompt, 0 <= from < to < 2^31")
         keep.append((pair[0], pair[1]))
-    return KVRecall(blocks=blocks, keep=tuple(keep))
+    return KVRecall(blocks=blocks, keep=tuple(keep), left_out=left_out)
 
 
 def kept_messages(body: Mapping[str, Any], places: Sequence[Span], messages: Sequence[Message]) -> tuple[Span, ...]:

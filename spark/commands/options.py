@@ -136,6 +136,13 @@ RecallOption = Annotated[
         help="Blocks of 64 tokens that written tokens read of a long context; default: all.",
     ),
 ]  # fmt: skip
+LeftOutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-recall", min=0, max=1, metavar="EPS",
+        help="Share of softmax mass that written tokens may leave out of a long context, by estimate; default: none.",
+    ),
+]  # fmt: skip
 RayOption = Annotated[
     str | None,
     typer.Option(
@@ -300,6 +307,7 @@ class Served:
     cpu_experts: CpuExpertsOption = "off"
     draft: DraftOption = "auto"
     draft_memory: DraftMemoryOption = 64.0
+    kv_recall: LeftOutOption = None
     kv_recall_blocks: RecallOption = None
 
     def config(
@@ -337,6 +345,7 @@ class Served:
             cpu_experts=cpu_experts(self.cpu_experts),
             draft=drafts(self.draft),
             draft_memory_mib=self.draft_memory,
+            kv_recall=self.kv_recall,
             kv_recall_blocks=self.kv_recall_blocks,
         )
         return config, path

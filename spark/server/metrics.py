@@ -131,7 +131,7 @@ class _Daemon(Collector):
             made.append(drafted)
         recall = self.stats.get("recall")
         if isinstance(recall, Mapping) and recall:
-            text = "KV blocks that written tokens had before them (--kv-recall-blocks): read, or left out."
+            text = "KV blocks that written tokens had before them (--kv-recall-blocks, --kv-recall): read, or left out."
             recalled = CounterMetricFamily("spark_recall_blocks", text, labels=["outcome"])
             recalled.add_metric(["read"], recall["read"])
             recalled.add_metric(["left_out"], recall["blocks"] - recall["read"])

@@ -28,6 +28,7 @@ from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.device import Module
 from engine.running import dryrun
 from engine.running.counted import count
+from engine.running.recall import Part
 from tests.tiny_models import k_quant_mix
 
 Kernels = dict[Module, set[str]]
@@ -66,17 +67,17 @@ class Shapes:
 def launched(
     arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
     module: ModuleType = qwen3moe, change: Callable[[Any], Any] = lambda weights: weights,
-    pool_tokens: int | None = None, recall_blocks: int | None = None,
+    pool_tokens: int | None = None, recall: Part | None = None,
 ) -> Kernels:  # fmt: skip
     """The modules that a model's steps of up to `max_tokens` take, and the kernels in them; change: of its weights.
 
-    pool_tokens: of the cache, on the device. recall_blocks: None: every token reads all of its context.
+    pool_tokens: of the cache, on the device. recall: None: every token reads all of its context.
     """
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
     weights = change(module.load(Shapes(config, type_of), config))
     limits = dryrun.limits_of(config, 8192, max_tokens, 8)
-    parts = {"pool_tokens": pool_tokens, "recall_blocks": recall_blocks}
+    parts = {"pool_tokens": pool_tokens, "recall": recall}
     counted = count(device, module, config, weights, limits, kv_type, **parts)
     found: Kernels = {}
     for source, name in counted.kernels:
@@ -96,7 +97,7 @@ def with_jobs(kernels: Kernels) -> Kernels:
 
 def of_gpu(arch: str) -> Kernels:
     """All of the reference model on the first GPU; on the others every kernel once."""
-    of_model = launched(arch, QWEN3_30B_A3B, k_quant_mix, recall_blocks=64)
+    of_model = launched(arch, QWEN3_30B_A3B, k_quant_mix, recall=Part(64))
     kernels = OF_A_BENCHMARK | of_model | with_jobs(of_model)
     if arch == next(iter(GPUS)):
         return kernels
@@ -117,7 +118,10 @@ def of_families(arch: str) -> Kernels:
     ):
         module, config = SHAPES[shape]
         config = first_layers(config, 6)
-        kernels = launched(arch, config, mix_of(config), max_tokens=512, module=module, pool_tokens=pool)
+        recall = None if pool is None else Part(64)
+        kernels = launched(
+            arch, config, mix_of(config), max_tokens=512, module=module, pool_tokens=pool, recall=recall
+        )  # fmt: skip
         for source, names in kernels.items():
             key = source.file, tuple(name for name, _ in source.defines)
             if key not in known:
@@ -159,7 +163,7 @@ def test_kernels_compile_for_every_type(qtype: QType) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["q4_0", "q8_0,q4_0", "q4_0,f16", "f16,q8_0"])  # q8_0 and f16 are below and above
 def test_kernels_compile_for_types_of_the_cache(kv_type: str) -> None:
-    kernels = launched("sm_80", OTHER, all_of_type(QType.Q8_0), kv_type, max_tokens=64, recall_blocks=64)
+    kernels = launched("sm_80", OTHER, all_of_type(QType.Q8_0), kv_type, max_tokens=64, recall=Part(64))
     k, v = (("K_TYPE", f"KV_{pair_of(kv_type).k.name.upper()}"), ("V_TYPE", f"KV_{pair_of(kv_type).v.name.upper()}"))
     of_keys = {m for m in kernels if m.file == "recall.cu" and k in m.defines}
     typed = {m: names for m, names in kernels.items() if {k, v} <= set(m.defines) or m in of_keys}
@@ -221,3 +225,5 @@ def test_the_oldest_compiler_takes_every_file() -> None:
 def test_no_file_is_left_out() -> None:
     found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
     assert found == {path.name for path in kernels().glob("*.cu")}
+    parts = {(module.file, tuple(name for name, _ in module.defines)) for module in of_families("sm_80")}
+    assert {("stage.cu", ("N_HEAD",)), ("recall.cu", ("ABSENT",))} <= parts

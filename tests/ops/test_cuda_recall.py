@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.ops import KV_BLOCK_TOKENS, Limits, cpu, reference
+from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, Limits, cpu, reference
 from engine.ops.sketches import sketch_bytes
 from tests.device_ops import DeviceOps
 from tests.ops.test_ops import same_bits, workspace
-from tests.ops.test_recall import CASES, Context, context, twin
+from tests.ops.test_recall import CASES, CHOICES, Context, context, twin
 from tests.tiny_models import nmse
 
 N = KV_BLOCK_TOKENS
@@ -32,16 +32,18 @@ def some(here: Context, rows: slice) -> Context:
 @pytest.mark.parametrize("case", [name for name in CASES if "odd heads" not in name])
 def test_the_choice_is_the_twins_and_attention_is_near(device: Any, case: str) -> None:
     here = context(1, *CASES[case])
-    sketches, out, recall = here.recalled(ops_of(device, here), None)
-    wanted_sketches, wanted, chosen = twin(case)
-    assert same_bits(sketches, wanted_sketches)
-    assert same_bits(recall.chosen, chosen.chosen) and same_bits(recall.left, chosen.left)
-    assert nmse(out, wanted) < 1e-6
-    np.testing.assert_allclose(recall.missed, chosen.missed, rtol=1e-4)
-    blocks = recall.scores.view(np.int32)
-    for t, last in enumerate(recall.last):
-        assert last % N == here.positions[t] % N
-        for head in range(blocks.shape[1]):
+    ops = ops_of(device, here)
+    for most, leave in CHOICES:
+        sketches, out, recall = here.recalled(ops, None, most, leave)
+        wanted_sketches, wanted, chosen = twin(case, most, leave)
+        assert same_bits(sketches, wanted_sketches)
+        for name in ("chosen", "left", "read"):
+            assert same_bits(getattr(recall, name), getattr(chosen, name)), name
+        assert nmse(out, wanted) < 1e-6
+        np.testing.assert_allclose(recall.missed, chosen.missed, rtol=1e-4)
+        blocks = recall.scores.view(np.int32)
+        for (t, head), last in np.ndenumerate(recall.last):
+            assert last % N == here.positions[t] % N
             assert blocks[t, head, : last // N + 1].tolist() == np.flatnonzero(chosen.chosen[t, head]).tolist()
 
 
@@ -80,11 +82,13 @@ def test_what_is_not_finite_is_as_in_the_twin(device: Any) -> None:
     slot = here.table[1, 4] * N
     here.kv.k[slot + 5, 1, 2], here.kv.k[slot + 20, 0, 7] = np.nan, np.inf
     here.kv.k[here.table[0, 3] * N : here.table[0, 4] * N : 3] = 65504
-    with np.errstate(all="ignore"):
-        sketches, _, recall = here.recalled(ops_of(device, here), None)
-        wanted, _, chosen = here.recalled(cpu, workspace(cpu.supported_isas()[-1]))
-    assert same_bits(sketches, wanted)
-    assert same_bits(recall.chosen, chosen.chosen) and same_bits(recall.left, chosen.left)
+    for most, leave in CHOICES:
+        with np.errstate(all="ignore"):
+            sketches, _, recall = here.recalled(ops_of(device, here), None, most, leave)
+            wanted, _, chosen = here.recalled(cpu, workspace(cpu.supported_isas()[-1]), most, leave)
+        assert same_bits(sketches, wanted)
+        for name in ("chosen", "left", "read"):
+            assert same_bits(getattr(recall, name), getattr(chosen, name)), name
 
 
 def test_a_row_does_not_depend_on_its_step(device: Any) -> None:
@@ -113,18 +117,21 @@ def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
     assert np.flatnonzero(recall.chosen[0, 1]).tolist() == [0, 1, 2, 3, 4, 5, 12, 13, 14, 15]
 
 
-@pytest.mark.parametrize(("kinds", "most"), [(600, 130), (3, 150), (40, 1)])
-def test_many_blocks(device: Any, kinds: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "most", "leave"),
+    [(600, 130, -1), (3, 150, -1), (40, 1, -1), (600, 999, MASS_UNITS // 50), (9, 999, 1000)],
+)
+def test_many_blocks(device: Any, kinds: int, most: int, leave: int) -> None:
     """Each of the warps that choose has several runs of blocks; of so many kinds, so that some are equally good."""
     here = context(8, "f16", (35_000,), (1,), 6, 2, 32)
     blocks = here.kv.k.reshape(-1, N, *here.kv.k.shape[1:])
     blocks[here.table[0, :540]] = blocks[here.table[0, np.arange(540) % kinds]]
-    _, out, recall = here.recalled(ops_of(device, here), None, most)
-    _, wanted, chosen = here.recalled(cpu, workspace(cpu.supported_isas()[-1]), most)
+    _, out, recall = here.recalled(ops_of(device, here), None, most, leave)
+    _, wanted, chosen = here.recalled(cpu, workspace(cpu.supported_isas()[-1]), most, leave)
     assert same_bits(recall.chosen, chosen.chosen) and same_bits(recall.left, chosen.left)
     assert nmse(out, wanted) < 1e-6
     listed = recall.scores.view(np.int32)[0, 1]
-    assert listed[: recall.last[0] // N + 1].tolist() == np.flatnonzero(chosen.chosen[0, 1]).tolist()
+    assert listed[: recall.last[0, 1] // N + 1].tolist() == np.flatnonzero(chosen.chosen[0, 1]).tolist()
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])

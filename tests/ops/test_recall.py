@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ground.kv_types import KV_TYPES
-from engine.ops import KV_BLOCK_TOKENS, TAIL_BLOCKS, KVLayer, Recall, cpu, reference
+from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, TAIL_BLOCKS, KVLayer, Recall, cpu, reference
 from engine.ops.sketches import NAN_HALF, parts, sketch_bytes
 from engine.placing.summaries import Means, left_out, log_sum
 from tests.op_cases import LIMITS, cache_values, empty_cache
@@ -35,7 +35,7 @@ class Context:
     keep: np.ndarray
     scale: float
 
-    def recalled(self, ops: Any, ws: Any, most: Any = None) -> tuple[np.ndarray, np.ndarray, Recall]:
+    def recalled(self, ops: Any, ws: Any, most: Any = None, leave: int = -1) -> tuple[np.ndarray, np.ndarray, Recall]:
         """Sketches, what attention gives, and what was chosen."""
         (T, H, d), W, K = self.q.shape, self.table.shape[1], self.kv.k.shape[1]
         sketches = np.full((self.numbers.max() + 2, K, sketch_bytes(d)), 7, np.uint8)
@@ -43,13 +43,15 @@ class Context:
         ops.summarize(ws, self.kv, self.table[there], self.numbers[there], sketches)
         recall = Recall(
             np.full((T, K, W), 9, np.uint8), np.full((T, H, 2), np.nan, np.float32),
-            np.full((T, H), np.nan, np.float32), np.full((T, H, 2, W), np.nan, np.float32),
-            np.full((T, K, W), np.nan, np.float32), np.full(T, -1, np.int32),
+            np.full((T, H), np.nan, np.float32), np.full((T, K), -9, np.int32),
+            np.full((T, H, 2, W), np.nan, np.float32), np.full((T, K, W), np.nan, np.float32),
+            np.full((T, K), -1, np.int32),
         )  # fmt: skip
         most = self.most if most is None else np.full_like(self.most, most)
         ops.choose(
-            ws, self.q, sketches, self.numbers, self.sequence, self.positions, most, self.keep, self.scale, recall
-        )
+            ws, self.q, sketches, self.numbers, self.sequence, self.positions, most, np.full_like(most, leave),
+            self.keep, self.scale, recall,
+        )  # fmt: skip
         return sketches, self.attended(ops, ws, recall), recall
 
     def attended(self, ops: Any, ws: Any, recall: Recall | None = None) -> np.ndarray:
@@ -95,20 +97,28 @@ CASES: dict[str, Any] = {
 }
 
 
+# Most and leave: so many blocks; what leaves a tenth of the mass, some of it, next to nothing, at most so many; all.
+CHOICES = [(None, -1), (99, MASS_UNITS // 10), (99, MASS_UNITS // 3), (99, 2), (3, MASS_UNITS // 50), (99, MASS_UNITS)]
+
+
 @functools.cache
-def twin(name: str) -> tuple[np.ndarray, np.ndarray, Recall]:
-    return context(1, *CASES[name]).recalled(reference, reference.workspace(LIMITS, 1))
+def twin(name: str, most: int | None = None, leave: int = -1) -> tuple[np.ndarray, np.ndarray, Recall]:
+    return context(1, *CASES[name]).recalled(reference, reference.workspace(LIMITS, 1), most, leave)
 
 
 @pytest.mark.parametrize("isa", cpu.supported_isas())
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_the_twin_bit_for_bit(case: str, isa: str) -> None:
-    sketches, out, recall = context(1, *CASES[case]).recalled(cpu, workspace(isa))
-    wanted_sketches, wanted, chosen = twin(case)
-    assert same_bits(sketches, wanted_sketches) and same_bits(out, wanted)
-    for name in ("chosen", "left", "missed"):
-        assert same_bits(getattr(recall, name), getattr(chosen, name)), name
-    assert (recall.chosen == 0).any() and recall.missed.max() > 0 and np.isfinite(recall.missed).all()
+    for most, leave in CHOICES:
+        sketches, out, recall = context(1, *CASES[case]).recalled(cpu, workspace(isa), most, leave)
+        wanted_sketches, wanted, chosen = twin(case, most, leave)
+        assert same_bits(sketches, wanted_sketches) and same_bits(out, wanted)
+        for name in ("chosen", "left", "missed", "read"):
+            assert same_bits(getattr(recall, name), getattr(chosen, name)), name
+        assert (recall.read == recall.chosen.sum(axis=2)).all() and np.isfinite(recall.missed).all()
+        assert recall.missed.min() >= 0 and (leave not in (-1, MASS_UNITS) or recall.missed.max() > 0)
+        assert leave < 0 or most == 3 or recall.missed.max() <= leave / MASS_UNITS
+    assert (recall.read <= context(1, *CASES[case]).recalled(cpu, workspace(isa), 0)[2].read).all()  # with all left
 
 
 @pytest.mark.parametrize("isa", cpu.supported_isas())
@@ -118,12 +128,14 @@ def test_what_is_not_finite_is_as_in_the_twin(isa: str) -> None:
     slot = here.table[1, 4] * N
     here.kv.k[slot + 5, 1, 2], here.kv.k[slot + 20, 0, 7] = np.nan, np.inf
     here.kv.k[here.table[0, 3] * N : here.table[0, 4] * N : 3] = 65504
-    with np.errstate(all="ignore"):
-        found, wanted = here.recalled(cpu, workspace(isa)), here.recalled(reference, reference.workspace(LIMITS, 1))
-    for ours, theirs in zip(found[:2], wanted[:2], strict=True):
-        assert same_bits(ours, theirs)
-    for name in ("chosen", "left", "missed"):
-        assert same_bits(getattr(found[2], name), getattr(wanted[2], name)), name
+    for most, leave in CHOICES:
+        with np.errstate(all="ignore"):
+            found = here.recalled(cpu, workspace(isa), most, leave)
+            wanted = here.recalled(reference, reference.workspace(LIMITS, 1), most, leave)
+        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+            assert same_bits(ours, theirs)
+        for name in ("chosen", "left", "missed", "read"):
+            assert same_bits(getattr(found[2], name), getattr(wanted[2], name)), name
 
 
 @pytest.mark.parametrize(("kv_type", "d"), [*((name, 64) for name in KV_TYPES), ("f16", 44), ("f16", 23)])
@@ -213,6 +225,38 @@ def test_the_choice_is_the_plain_one(
             np.testing.assert_allclose(recall.missed[t, group], wanted, rtol=2e-3 + np.expm1(2 * unsure))
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1), kv_type=st.sampled_from(["f16", "q8_0"]), length=st.integers(300, 2300),
+    left_out=st.one_of(st.floats(0.001, 0.6), st.floats(1e-7, 1e-3)), shape=st.sampled_from([(6, 2, 32), (3, 1, 64)]),
+)  # fmt: skip
+def test_no_more_is_read_than_leaves_so_much_out(
+    seed: int, kv_type: str, length: int, left_out: float, shape: tuple[int, int, int]
+) -> None:
+    """Of no query of a group more is left, and without the worst block that is read of one it would be; in float64."""
+    H, K, d = shape
+    here = context(seed, kv_type, (length,), (1,), H, K, d)
+    sketches, _, recall = here.recalled(
+        cpu, workspace(cpu.supported_isas()[-1]), 1 << 24, int(left_out * MASS_UNITS)
+    )  # fmt: skip
+    behind = here.positions[0] // N - TAIL_BLOCKS
+    others = (here.keep[0, :behind] == 0) & (np.arange(behind) > 0)
+    for head in range(K):
+        read = recall.chosen[0, head, :behind].astype(bool)
+        masses, unsure = estimated(
+            sketches[here.numbers[0, :behind], head], here.q[0, head * H // K : (head + 1) * H // K], here.scale
+        )
+        shares = np.exp(masses - log_sum(masses)[:, None])
+        unread = shares[:, others & ~read].sum(axis=1)
+        slack = np.expm1(4 * unsure) + 1e-4
+        # What is less than a unit of a block counts nothing.
+        assert unread.max() <= left_out * (1 + slack) + behind / MASS_UNITS + 1e-6
+        if (mine := others & read).any():
+            worst = np.flatnonzero(mine)[shares[:, mine].max(axis=0).argmin()]
+            spared = shares[:, worst]
+            assert (unread + spared).max() >= left_out * (1 - slack) - 2 * spared.max() * slack - 1e-6
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
 def test_the_one_key_that_is_looked_for_is_found(kv_type: str) -> None:
     """A key that copying heads look for weighs more than a block whose keys are all a little alike it."""
@@ -279,8 +323,9 @@ def test_indices_are_checked() -> None:
         getattr(here, name).flat[0] = value
         with pytest.raises(IndexError, match="outside its table"):
             cpu.choose(
-                ws, here.q, sketches, here.numbers, here.sequence, here.positions, here.most, here.keep, 1.0, recall
-            )
+                ws, here.q, sketches, here.numbers, here.sequence, here.positions, here.most, here.most, here.keep,
+                1.0, recall,
+            )  # fmt: skip
         getattr(here, name)[...] = before
     with pytest.raises(IndexError, match="places or blocks"):
         cpu.summarize(ws, here.kv, np.array([99], np.int32), np.zeros(1, np.int32), sketches)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.ground.protocol import Done, Event, Generate, Tokens
+from engine.ground.recall import KVRecall
 from engine.running.stepping import Span, StepResult, Steps
 from engine.serving.scheduler import Engine
 from tests.forced_drafts import force
@@ -16,6 +17,8 @@ from tests.running.test_recall import PROMPT, one
 
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 
+# Of block 6, of which there are two candidates.
+BY_MASS = Generate(4, PROMPT[:390], 7, stop_tokens=(), kv_recall=KVRecall(left_out=0.35))
 ALONE = Generate(1, PROMPT[:323], 9, stop_tokens=())  # of block 5, of which there is one candidate
 TOGETHER = (Generate(2, PROMPT[:322], 6, stop_tokens=()), Generate(3, PROMPT[:323], 5, stop_tokens=()))
 
@@ -36,13 +39,16 @@ def test_nothing_but_the_sequence_decides() -> None:
     plain = opened(model("qwen3moe"), "cuda", "auto", kv_recall_blocks=0)
     tokens, done = one(plain, ALONE)
     shared, stats = both(plain), plain.stats()["recall"]
+    by_mass, of_mass = one(plain, BY_MASS)
     plan = plain.loaded.plan()
     plain.close()
     assert shared[2][0][1:] != tokens[:5] == shared[3][0]  # of another prompt, and of the same
     drafted = opened(model("qwen3moe"), "cuda", "auto", kv_recall_blocks=0, draft="auto", residency_pct=30)
-    force(drafted, {1: [*ALONE.tokens, *tokens]})
+    force(drafted, {1: [*ALONE.tokens, *tokens], 4: [*BY_MASS.tokens, *by_mass]})
     again, other = one(drafted, ALONE)
     assert again == tokens and other.usage.drafts
+    again, other_mass = one(drafted, BY_MASS)
+    assert again == by_mass and other_mass.usage.drafts
     drafted.close()
     host = opened(model("qwen3moe"), "cpu", "auto", kv_recall_blocks=0)
     _, near = one(host, ALONE)
@@ -54,6 +60,10 @@ def test_nothing_but_the_sequence_decides() -> None:
         counted = [usage[key] for _, usage in shared.values() if usage is not None]
         assert len(counted) == 2 and stats[key] == used[key] + sum(counted)
     assert used["read"] == used["blocks"] - used["tokens"] > 0
+    used_mass, same_mass = of_mass.usage.recall, other_mass.usage.recall
+    assert used_mass is not None and same_mass is not None and used_mass["read"] == same_mass["read"]
+    assert used_mass["blocks"] - 2 * used_mass["tokens"] <= used_mass["read"] < used_mass["blocks"]
+    assert 0 < used_mass["left_out_max"] == pytest.approx(same_mass["left_out_max"], rel=1e-4)
     for key in ("left_out_max", "left_out_mean"):
         assert 0 < used[key] == pytest.approx(same[key], rel=1e-4) and used[key] == pytest.approx(hosts[key], rel=0.2)
     whole = opened(model("qwen3moe"), "cuda", "auto")
@@ -63,13 +73,11 @@ def test_nothing_but_the_sequence_decides() -> None:
     assert 100 << 10 < recalling_bytes < 2 << 20
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0,q4_0"])
+@pytest.mark.parametrize("kv_type", [pytest.param("f16", marks=pytest.mark.on_a_gpu), "q8_0,q4_0"])
 def test_of_what_is_at_home_only_what_is_chosen_is_brought(
-    kv_type: str, restless: dict[str, int], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    kv_type: str, restless: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone ahead of the host, and in steps with drafts; the tokens are those of a cache that has all."""
-    if kv_type == "f16" and not request.config.getoption("--gpu"):
-        pytest.skip("the other type has all that this one has, and it takes minutes to emulate")
     options: dict[str, Any] = {"kv_recall_blocks": 1, "parallel": 1, "kv_type": kv_type}
     asked = Generate(1, (*PROMPT, *PROMPT[:190]), 7, stop_tokens=())  # of ten blocks, five of which nobody chooses
     plain = opened(model("qwen3moe"), "cuda", "auto", ctx_tokens=700, **options)

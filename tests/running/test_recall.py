@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 
 from engine.ground.errors import RequestError
 from engine.ground.protocol import Done, Event, Generate, Tokens
-from engine.ground.recall import KVRecall
+from engine.ground.recall import MAX_BLOCKS, KVRecall
+from engine.ops import MASS_UNITS
 from engine.ops.sketches import sketch_bytes
-from engine.running.recall import Part, Tally, part_of
+from engine.running.recall import Part, Tally, made_of, part_of
 from engine.running.stepping import Span
 from engine.serving.scheduler import Engine
 from engine.serving.tasks import GenerateTask
@@ -111,6 +113,43 @@ def test_a_request_says_how_much(plain: Engine) -> None:
     kept, none = said_with(KVRecall(keep=((129, 130), (200, 256)))), said_with(KVRecall(blocks=0))
     assert kept[1]["read"] == default[1]["read"] + 2 * 11 == none[1]["read"] + 3 * 11
     assert none[1]["left_out_mean"] > default[1]["left_out_mean"] > kept[1]["left_out_mean"] == 0
+
+
+@pytest.mark.parametrize("left_out", [0.2, 0.5])
+def test_as_much_is_read_as_leaves_so_little_out(left_out: float, restless: dict[str, int]) -> None:
+    """Whatever the pool and the chunks, and with drafts; of none of a reply's tokens more is left out."""
+    asked = Generate(1, PROMPT, 70, stop_tokens=())
+    options: dict[str, Any] = {"kv_recall_blocks": None, "kv_recall": left_out, "ctx_tokens": 700}
+    plain = engine(**options)
+    expected, done = one(plain, asked)
+    used = done.usage.recall
+    assert used is not None and used["read"] < used["blocks"]
+    assert 0 < used["left_out_mean"] <= used["left_out_max"] <= left_out
+    few_blocks, other = one(plain, replace(asked, kv_recall=KVRecall(blocks=1)))
+    assert few_blocks != expected and other.usage.recall is not None
+    both, least = (
+        one(plain, replace(asked, kv_recall=KVRecall(blocks=n, left_out=left_out)))[1].usage.recall for n in (1, 99)
+    )
+    assert both is not None and both["read"] <= min(used["read"], other.usage.recall["read"]) and least == used
+    reasons = plain.ready()["reasons"]
+    assert any(f"read what leaves {left_out:.3g} of their mass out" in reason for reason in reasons)
+    plain.close()
+    for pool, more in (("448", {"chunk_tokens": 37, "parallel": 1}), ("auto", {"draft": "auto"})):
+        again = engine(pool=pool, **(options | more))
+        if "draft" in more:
+            force(again, {1: [*PROMPT, *expected]})
+        tokens, same = one(again, asked)
+        assert tokens == expected and same.usage.recall == used
+        again.close()
+    assert restless["home"] > 2
+
+
+def test_nothing_less_is_all(plain: Engine) -> None:
+    """Where nothing may be left out, all that weighs anything is read."""
+    whole = one(plain, Generate(1, PROMPT, 12, stop_tokens=(), kv_recall=KVRecall(off=True)))[0]
+    tokens, done = one(plain, Generate(2, PROMPT, 12, stop_tokens=(), kv_recall=KVRecall(left_out=0.0)))
+    assert tokens == whole and done.usage.recall is not None
+    assert done.usage.recall["read"] == done.usage.recall["blocks"] and done.usage.recall["left_out_max"] == 0
 
 
 def test_what_was_left_out_is_no_prefix_of_another(plain: Engine) -> None:
@@ -222,15 +261,24 @@ def test_refusals(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         part_of(KVRecall(blocks=3), None)
     assert "--kv-recall-blocks" in refused.value.hint
     assert part_of(None, None) is part_of(KVRecall(off=True), None) is None
-    assert part_of(None, 7) == Part(7) and part_of(KVRecall(blocks=0, keep=((1, 2),)), 7) == Part(0, ((1, 2),))
+    served, keep, half = Part(7, leave=5), ((1, 2),), MASS_UNITS // 2
+    assert part_of(None, served) == served and part_of(KVRecall(keep=keep), served) == Part(7, keep, 5)
+    assert part_of(KVRecall(blocks=0, keep=keep), served) == Part(0, keep)
+    assert part_of(KVRecall(left_out=0.5), served) == Part(MAX_BLOCKS, leave=half)
+    assert part_of(KVRecall(blocks=3, left_out=0.5), served) == Part(3, leave=half)
+    with pytest.raises(RequestError, match="nothing to choose"):
+        part_of(KVRecall(off=True, left_out=0.5), served)
+    assert made_of(None, None) is None and made_of(4, 0.5) == Part(4, leave=half)
 
 
 def test_what_is_left_of_a_context() -> None:
     assert [Part(2).left(p) for p in (0, 447, 448, 511, 512, 64 * 99)] == [0, 0, 1, 1, 2, 93]
     assert Part(0, ((64, 65), (100, 193))).left(64 * 9) == 2 and Part(0, ((5, 5), (7, 9))).left(64 * 9) == 5
+    assert [Part(99, leave=7).chooses(p) for p in (100, 319, 320, 600)] == [False, False, True, True]
+    assert [Part(2).chooses(p) for p in (447, 448)] == [False, True]
     tally = Tally()
-    tally.add(100, 0, None)
-    tally.add(600, 3, np.array([0.1, 0.3], np.float32))
+    tally.add(100, Part(2), 2, None)
+    tally.add(600, Part(2), 7, np.array([0.1, 0.3], np.float32))
     assert tally.to_json() == pytest.approx(
         {"tokens": 2, "blocks": 12, "read": 9, "left_out_max": 0.3, "left_out_mean": 0.1}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def test_every_api_takes_it(parse: Any, body: dict[str, Any]) -> None:
     given = {"blocks": 3, "keep": [[0, 64], [100, 101]]}
     assert parse(body | {"kv_recall": given}).kv_recall == KVRecall(blocks=3, keep=((0, 64), (100, 101)))
     assert parse(body | {"kv_recall": {}}).kv_recall == KVRecall()
+    assert parse(body | {"kv_recall": {"left_out": 0, "blocks": 2}}).kv_recall == KVRecall(blocks=2, left_out=0.0)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,12 @@ def test_every_api_takes_it(parse: Any, body: dict[str, Any]) -> None:
         ({"blocks": -1}, "kv_recall.blocks"),
         ({"blocks": 1.5}, "kv_recall.blocks"),
         ({"blocks": 1 << 40}, "kv_recall.blocks"),
+        ({"left_out": 1.01}, "kv_recall.left_out"),
+        ({"left_out": -1e-9}, "kv_recall.left_out"),
+        ({"left_out": True}, "kv_recall.left_out"),
+        ({"left_out": "0.1"}, "kv_recall.left_out"),
+        ({"left_out": math.nan}, "kv_recall.left_out"),
+        ({"left_out": [0.1]}, "kv_recall.left_out"),
         ({"keep": 5}, "kv_recall.keep"),
         ({"keep": [[0, 1]] * 65}, "kv_recall.keep"),
         ({"keep": [[0, 1], [3, 3]]}, "kv_recall.keep[1]"),
@@ -138,7 +146,8 @@ def test_a_prompt_without_messages_keeps_none() -> None:
 
 
 def test_it_goes_through_the_line_protocol() -> None:
-    request = protocol.Generate(1, (2, 3), 4, kv_recall=KVRecall(blocks=3, keep=((0, 64), (100, 101))))
+    recall = KVRecall(blocks=3, keep=((0, 64), (100, 101)), left_out=0.25)
+    request = protocol.Generate(1, (2, 3), 4, kv_recall=recall)
     assert protocol.parse_request(protocol.format_line(request)) == request
     with pytest.raises(RequestError, match=r"kv_recall.keep"):
         protocol.parse_request(b'{"op":"generate","id":1,"tokens":[1],"max_tokens":1,"kv_recall":{"keep":[[1]]}}')

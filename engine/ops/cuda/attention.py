@@ -191,7 +191,7 @@ class Attention:
             self.device.kernel(combine, "attention_combine")(
                 (-(-H * head_dim // 32), n),
                 COMBINE_THREADS,
-                (*partial, positions[rows], H, max_blocks, max_splits, out[rows], *more),
+                (*partial, positions[rows], H, H // K, max_blocks, max_splits, out[rows], *more),
                 overlap=overlap,
             )
 

@@ -365,12 +365,13 @@ def choose(
     sequence: Array,
     positions: Array,
     most: Array,
+    leave: Array,
     keep: Array,
     scale: float,
     recall: Recall,
 ) -> None:
     """Which blocks each row reads, of those that have sketches; shapes as in `reference.choose`."""
-    recalling.choose(ws.device, q, sketches, blocks, sequence, positions, most, keep, scale, recall)
+    recalling.choose(ws.device, q, sketches, blocks, sequence, positions, most, leave, keep, scale, recall)
 
 
 def find_absent(

@@ -45,6 +45,7 @@ def choose(
     sequence: Array,
     positions: Array,
     most: Array,
+    leave: Array,
     keep: Array,
     scale: float,
     recall: Recall,
@@ -68,7 +69,8 @@ def choose(
     )  # fmt: skip
     launch("choose")(
         (K, T), THREADS,
-        (*of[1:], *shape, recall.masses, recall.chosen, recall.left, recall.scores, recall.last), overlap=True,
+        (*of[1:], leave, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last),
+        overlap=True,
     )  # fmt: skip
 
 
@@ -89,11 +91,15 @@ def find_absent(
     )  # fmt: skip
 
 
-def tally(device: Device, n_rows: int, missed: Array, heads: Array, controls: Array, total: Array) -> None:
-    """Add what each row of a step left out to what its reply did, unless the reply has ended.
+def tally(
+    device: Device, n_rows: int, missed: Array, reads: Array, heads: Array, controls: Array, total: Array, read: Array
+) -> None:
+    """Add what each row of a step read and left out to what its reply did, unless the reply has ended.
 
-    missed float32 [n_layer, n], of which layer i has heads[i] a row, int32 [n_layer]; controls int32 [n_rows, any]:
-    they begin with 0 where a reply has ended; total float32 [n_rows, 2]: the largest share, the sum of steps' means.
+    missed float32 [n_layer, n] and reads int32 [n_layer, m], of which layer i has heads[0, i] and heads[1, i] a row,
+    int32 [2, n_layer]; controls int32 [n_rows, any]: they begin with 0 where a reply has ended; total float32 [n_rows,
+    2]: the largest share, the sum of steps' means; read uint64 [n_rows]: blocks, of all layers and KV heads.
     """
     kernel = device.kernel(Module("recall.cu", (("TALLY", "1"),)), "tally")
-    kernel(n_rows, 32, (missed, *missed.shape, heads, controls, controls.shape[1], total), overlap=True)
+    of = missed, *missed.shape, reads, reads.shape[1], heads, controls, controls.shape[1]
+    kernel(n_rows, 32, (*of, total, read), overlap=True)

@@ -37,6 +37,7 @@ const SETTINGS = [
   ["chunk_tokens", "prefill step"],
   ["kv_type", "KV cache"],
   ["draft", "drafts"],
+  ["kv_recall", "share left out of the cache"],
   ["kv_recall_blocks", "blocks read of the cache"],
 ];
 
