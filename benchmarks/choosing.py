@@ -1,10 +1,14 @@
 """Ways to choose the blocks that a decoded token reads, beside the one that is served: for benchmarks of recall.
 
 *Sketch* is served: 2 bits of each key in the half of the channels that varies most in a block. The others are computed
-here over all keys before the tail: one mean, as the QK scores of Lucebox's KVFlash, and four; extremes, as Quest; keys
+here over all keys before the tail: one mean, and four; extremes, as Quest; keys
 in 2 or 4 bits; the true masses, which no summary can beat; the latest blocks; any. And other forms of the sketch: with
 queries that are not rounded to 8 bits; by the largest score of a sketched key in place of the sum of exponentials; of
 each two neighboring channels the one that varies more; of a quarter of the channels.
+
+*KVFlash* is the choice of Lucebox's pool of that name: one for all layers and heads, by the product of a query and the
+mean of a block's keys, brought to one length; its largest over heads, the mean over layers, from the last token of the
+step before: the prompt's at first, then once in as many tokens as are fed at a time.
 """
 
 from __future__ import annotations
@@ -112,7 +116,7 @@ SKETCHES = {
 BYTES = {
     "sketch": 11.125 / 256, "sketch, not rounded": 11.125 / 256, "largest key of it": 11.125 / 256,
     "2 bits, one of two": 11.0625 / 256, "2 bits of a quarter": 6.625 / 256, "one mean": 2 / 256, "4 means": 8 / 256,
-    "extremes": 4 / 256, "2 bits": 20 / 256, "4 bits": 36 / 256,
+    "extremes": 4 / 256, "KVFlash": 2 / 256, "2 bits": 20 / 256, "4 bits": 36 / 256,
 }  # fmt: skip
 
 
@@ -167,11 +171,45 @@ def best(weighed: Array, most: int) -> Array:
     return np.argsort(-shares[1:], kind="stable")[:most] + 1
 
 
+@dataclass(slots=True)
+class Alike:
+    """Chooses for all layers and heads at once, from what the last row of the step before asked for.
+
+    What it is told of a step are the calls of attention, a layer after the other.
+    """
+
+    _layers: dict[int, Array] = field(default_factory=dict)  # by the address of its keys: scores of blocks
+    _ranked: Array = field(default_factory=lambda: np.zeros(0))
+
+    def told(self, q: Any, kv: Any, table: Array, positions: Array, keys: Keys) -> None:
+        """A layer of a step is about to run."""
+        layer, blocks = kv.k.ctypes.data, int(positions[-1]) // KV_BLOCK_TOKENS
+        if layer in self._layers:  # a step begins
+            n = min(map(len, self._layers.values()))
+            self._ranked = np.mean([scores[:n] for scores in self._layers.values()], axis=0)
+            self._layers.clear()
+        best = np.full(blocks, -np.inf)
+        group = q.shape[1] // kv.k.shape[1]
+        for head in range(kv.k.shape[1]):
+            means = keys.of(kv, table, head, 0, blocks).mean(axis=1)
+            own = q[-1, head * group : (head + 1) * group].astype(keys.dtype)
+            means = means / np.maximum(np.linalg.norm(means, axis=1), 1e-30)[:, None]
+            best = np.maximum(best, (own @ means.T).max(axis=0))
+        self._layers[layer] = best
+
+    def of(self, behind: int, most: int) -> Array:
+        """The blocks that a row reads of those before its tail; who is not ranked yet comes first, as the latest do."""
+        ranked = np.full(behind, np.inf)
+        ranked[: len(self._ranked)] = self._ranked[:behind]
+        return np.argsort(-ranked[1:], kind="stable")[:most] + 1
+
+
 @contextmanager
-def choosing(choice: Choice | None, most: int, keys: Keys, seen: Seen | None = None) -> Iterator[None]:
+def choosing(choice: Choice | Alike | None, most: int, keys: Keys, seen: Seen | None = None) -> Iterator[None]:
     """Let attention of the CPU backend read the blocks that a choice takes, `most` of those that need not be read.
 
-    None: those that were chosen. seen: is told what was left out.
+    None: those that were chosen. seen: is told what was left out. A choice for all layers is to see the end of the
+    prompt, too.
     """
     plain = cpu.attention
 
@@ -179,13 +217,19 @@ def choosing(choice: Choice | None, most: int, keys: Keys, seen: Seen | None = N
         ws: Any, q: Any, kv: Any, table: Any, sequence: Any, positions: Any, scale: float, out: Any, *more: Any,
         recall: Any = None, **also: Any,
     ) -> None:  # fmt: skip
+        if isinstance(choice, Alike):
+            choice.told(q, kv, table[0], positions, keys)
         if recall is None:
             return plain(ws, q, kv, table, sequence, positions, scale, out, *more, **also)
         T, K = len(positions), kv.k.shape[1]
         group, blocks = q.shape[1] // K, positions // KV_BLOCK_TOKENS + 1
         behind = np.maximum(blocks - 1 - TAIL_BLOCKS, 0)
-        for head in range(K if choice is not None and behind.max() - 1 > most else 0):
-            assert choice is not None
+        for t in np.flatnonzero(behind - 1 > most) if isinstance(choice, Alike) else ():
+            recall.chosen[t, :, 1 : behind[t]] = 0
+            recall.chosen[t, :, choice.of(int(behind[t]), most)] = 1
+        by_head = isinstance(choice, Choice) and behind.max() - 1 > most
+        for head in range(K if by_head else 0):
+            assert isinstance(choice, Choice)
             rows = q[:, head * group : (head + 1) * group].reshape(T * group, -1).astype(keys.dtype)
             weighed = keys.weighed(choice, rows, kv, table[0], head, int(behind.max()), scale).reshape(T, group, -1)
             for t in np.flatnonzero(behind - 1 > most):

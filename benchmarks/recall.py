@@ -8,6 +8,8 @@ chosen in the ways of benchmarks/choosing.py, the sketch that is served in other
 
 *Left out*: the share of softmax mass of the blocks that were not read, from all keys, and as the sketches estimate it:
 of the served choice. Its rows must have the bits of the plain run where N is as many as there are.
+
+With --left-out 0.05,0.1 rows read, in place of N blocks, as few as leave no more than such shares out, as is served.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.choosing import BYTES, CHOICES, SKETCHES, Keys, Seen, choosing  # noqa: E402
-from benchmarks.driving import note  # noqa: E402
+from benchmarks.choosing import BYTES, CHOICES, SKETCHES, Alike, Choice, Keys, Seen, choosing  # noqa: E402
+from benchmarks.driving import note, parse_list  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
 from benchmarks.kv_types import NANO, beside, held_out_windows  # noqa: E402
 from engine.ground.config import EngineConfig  # noqa: E402
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, SMALL_TOKENS  # noqa: E402
 from engine.running.loaded import Loaded, load  # noqa: E402
-from engine.running.recall import Part  # noqa: E402
+from engine.running.recall import Part, made_of  # noqa: E402
 from engine.running.stepping import Span  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 CONTEXT = 4096
 BLOCKS = (2, 4, 8, 16)
+KVFLASH = "KVFlash"
 
 
 def logits_of(loaded: Loaded, prompt: I32, n: int, part: Part | None) -> F32:
@@ -60,6 +63,7 @@ def main() -> None:
     json_option(parser)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64, help="at the end of each prompt, that read a part")
+    parser.add_argument("--left-out", default="", help="shares of the mass, in place of numbers of blocks")
     o = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="spark-recall-") as name:
         prompts = held_out_windows(Path(name), o.prompts, CONTEXT)
@@ -67,16 +71,22 @@ def main() -> None:
     loaded = load(options)
     loaded.forward.ws.repeat = lambda noted, work: work()  # type: ignore[attr-defined]
     rows: list[dict[str, Any]] = []
-    found: dict[tuple[str, int], list[tuple[F32, list[int]]]] = {}
+    found: dict[tuple[str, float], list[tuple[F32, list[int]]]] = {}
     base: list[tuple[F32, list[int]]] = []
-    ways = CHOICES | SKETCHES
+    ways: dict[str, Choice | Alike | None] = {**CHOICES, KVFLASH: None, **SKETCHES}
+    shares = [float(share) for share in parse_list(o.left_out)]
     seen = {(policy, n): Seen() for policy in ways for n in BLOCKS}
+    if shares:
+        seen = {("sketch", share): Seen() for share in shares}
     for i, prompt in enumerate(prompts):
         base.append((logits_of(loaded, prompt, o.rows, None), []))
         assert np.array_equal(base[-1][0], logits_of(loaded, prompt, o.rows, Part(CONTEXT // KV_BLOCK_TOKENS)))
         for (policy, n), of in seen.items():
-            with choosing(ways[policy], n, Keys(), of):
-                found.setdefault((policy, n), []).append((logits_of(loaded, prompt, o.rows, Part(n)), []))
+            part, way = made_of(None, n) if shares else Part(int(n)), Alike() if policy == KVFLASH else ways[policy]
+            if policy == KVFLASH:  # what the prompt's end asks for is to be seen again
+                loaded.prefixes.clear()
+            with choosing(way, int(n), Keys(), of):
+                found.setdefault((policy, n), []).append((logits_of(loaded, prompt, o.rows, part), []))
         loaded.prefixes.clear()
         note(f"prompt {i + 1} of {len(prompts)}: {len(prompt)} tokens")
     loaded.close()
@@ -85,15 +95,17 @@ def main() -> None:
         row: dict[str, Any] = {
             "policy": policy,
             "bytes_share": BYTES.get(policy),
-            "blocks": n,
+            "asked_left_out" if shares else "blocks": n,
             "read": float(np.mean(of.read)),
             "left_out": float(np.mean(of.true)),
         }
         row |= {name: made[name] for name in ("logits_nmse", "kl_nats", "likeliest_same")}
-        if ways[policy] is None:
+        if ways[policy] is None and policy != KVFLASH:
             ratio = np.array(of.estimated) / np.maximum(of.true, 1e-9)
             row |= {"estimated": float(np.mean(of.estimated)), "estimated_max": float(np.max(of.estimated))}
             row |= {"left_out_max": float(np.max(of.true)), "estimated_over_true": float(np.median(ratio))}
+            if shares:
+                row["above"] = float(np.mean(np.array(of.true) > n))
         rows.append(row)
         note(
             f"{policy} {n}: {row['read']:.1%} read, {row['left_out']:.1%} left out, NMSE {row['logits_nmse']:.2e}, "
