@@ -45,6 +45,9 @@ _LOOK_SHARE = 20  # and no more than one in so many seconds of looking
 _log = logging.getLogger(__name__)
 
 Into = Callable[[int], NDArray[np.uint8]]  # gives memory of so many bytes
+_Job = tuple[str, list[NDArray[Any]], Place | None]
+_TIMES: _Job = ("", [], None)  # say which files were used
+
 
 class PrefixFiles:
     """The files of one model in a folder that may hold those of others.
@@ -66,7 +69,8 @@ class PrefixFiles:
         self._doubted: set[str] = set()  # take room until they are written again
         self._waiting: dict[str, int] = {}
         self._missed: dict[str, int] = {}  # and bytes; the oldest first
-        self._queue: Queue[tuple[str, list[NDArray[Any]], Place | None] | None] = Queue()
+        self._queue: Queue[_Job | None] = Queue()
+        self._used: dict[str, int] = {}  # files whose times are to be set, in ns; nothing else says so to other daemons
         self._thread: threading.Thread | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._ahead: dict[str, tuple[Future[list[NDArray[Any]]], int]] = {}  # and bytes
@@ -94,6 +98,7 @@ class PrefixFiles:
 
     def _scan(self) -> int:
         """Learn what is in the folder; how many files of others are."""
+        self._set_times()
         began_s = time.monotonic()
         found, foreign = [], 0
         with os.scandir(self._folder) as entries:
@@ -175,10 +180,13 @@ class PrefixFiles:
         with self._lock:
             self._waiting[name] = n_bytes
             self._missed.pop(name, None)
+        self._ask((name, list(arrays), place))
+
+    def _ask(self, job: _Job) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="prefix files", daemon=True)
             self._thread.start()
-        self._queue.put((name, list(arrays), place))
+        self._queue.put(job)
 
     def get(self, name: str, sizes: Many[int], into: Into) -> list[NDArray[Any]] | None:
         """The arrays of a file, or None where there is none or it is not what its name says.
@@ -252,17 +260,25 @@ class PrefixFiles:
 
     def touch(self, names: Iterable[str]) -> None:
         """Say that files were used; the first name is the last to go."""
-        for name in reversed(list(names)):
-            with self._lock:
-                if name not in self._sizes:
-                    continue
-                self._sizes[name] = self._sizes.pop(name)
+        with self._lock:
+            is_asked, now = bool(self._used), time.time_ns()  # finer than the clock that files are written by
+            for i, name in enumerate(reversed(list(names))):
+                if name in self._sizes:
+                    self._sizes[name] = self._sizes.pop(name)
+                    self._used[name] = now + i
+            is_asked |= not self._used
+        if not is_asked:  # of many files it takes milliseconds, which the engine does not wait for
+            self._ask(_TIMES)
+
+    def _set_times(self) -> None:
+        with self._lock:
+            used, self._used = self._used, {}
+        for name, ns in used.items():
             with contextlib.suppress(OSError):
-                now = time.time_ns()  # finer than the clock that files are written by
-                os.utime(self._folder / name, ns=(now, now))
+                os.utime(self._folder / name, ns=(ns, ns))
 
     def flush(self) -> None:
-        """Wait until everything that was put is written."""
+        """Wait until everything that was put is written, and said of what was used."""
         self._queue.join()
 
     def close(self) -> None:
@@ -286,6 +302,10 @@ class PrefixFiles:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
+            if job is _TIMES:
+                self._set_times()
+                self._queue.task_done()
+                continue
             name, arrays, place = job
             written, failed = 0, time.monotonic() >= self._end_s
             try:

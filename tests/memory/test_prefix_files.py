@@ -381,6 +381,7 @@ def test_two_daemons_of_one_folder_keep_one_budget(tmp_path: Path, monkeypatch: 
         one.put(a, [np.zeros(300)])
         one.flush()
         one.touch([mine[0]])
+        one.flush()
         other.put(b, [np.zeros(300)])
         other.flush()
     assert sum(path.stat().st_size for path in saved(tmp_path)) <= 20_000
@@ -424,3 +425,18 @@ def test_what_a_killed_daemon_left_goes_and_what_is_written_stays(tmp_path: Path
         os.utime(left, (time.time() - 90,) * 2)
         PrefixFiles(tmp_path, KEY, 1 << 20).close()
         assert not left.exists() and held.exists()
+
+
+def test_what_was_used_is_known_after_a_restart(tmp_path: Path) -> None:
+    """In the order in which it was used, though nobody waited for that to be written down."""
+    first, second, third = names(3)
+    files = PrefixFiles(tmp_path, KEY, 20_000)
+    for name in (first, second, third):
+        files.put(name, [np.zeros(4096, np.uint8)])
+        files.flush()
+    files.touch([second, third])
+    files.touch([first])
+    files.touch([names(4)[3]])  # which there is not
+    files.close()
+    order = sorted(saved(tmp_path), key=lambda path: path.stat().st_mtime_ns)
+    assert [path.name for path in order] == [third, second, first]
