@@ -382,7 +382,17 @@ class Pass(Generic[ConfigT]):
                 ws, q, kv, step.block_table[group], step.sequence, step.positions, scale, attended, step.n_positions,
                 window=window, gate=gate, gate_kind=gate_kind, apart=step.apart, spans=step.spans,
             )  # fmt: skip
+        self.stage_ahead(i + 1)
         ops.attention_output(ws, attended, w.wo, b.x if to is None else to, add=to is None)
+
+    def stage_ahead(self, first: int) -> None:
+        """Let what the next layer from `first` on reads come from host memory beside what is computed."""
+        if len(self.step.tokens) <= SMALL_TOKENS:
+            return
+        n_layer = min(self.config.n_layer, len(self.kv.layers))  # a block that drafts has one of its own
+        found = (self.kv.staging(i) for i in range(first, n_layer))
+        if (staging := next((one for one in found if one is not None), None)) is not None:
+            self.ops.stage_ahead(self.ws, *staging)
 
     def _recalled(
         self, i: int, recall: Recalled, sketches: U8, q: F32, scale: float, out: F32, gate: F32 | None, gate_kind: str
@@ -486,6 +496,7 @@ def forward(arch: Architecture, weights: Weights[LayerT], p: Pass[ConfigT]) -> N
     ops, ws, b, r, T = p.ops, p.ws, p.b, p.residency, p.b.x.shape[0]
     moe = {i: m for m, i in enumerate(p.config.moe_layers)}
     ops.embed(ws, weights.token_embd, p.step.tokens, b.x, scale=weights.embed_scale)
+    p.stage_ahead(0)
     if r is not None and moe:
         ops.fetch_ahead(ws, r.live, r.banks[0], T)
     for i, layer in enumerate(weights.layers):

@@ -47,6 +47,7 @@ from engine.ops.cpu_workspace import (
 from engine.ops.cpu_workspace import supported_isas as supported_isas
 from engine.ops.reference import find_absent as find_absent  # nothing is staged in host memory, so nobody waits for it
 from engine.ops.reference import stage as stage
+from engine.ops.reference import stage_ahead as stage_ahead
 from engine.ops.sketches import sketch_bytes
 from engine.placing import policy
 

@@ -67,6 +67,9 @@ class Ops(Protocol):
     def stage(self, ws: Scratch, absent: I32, homes: KVLayer, staging: KVLayer, wanted: I32 | None = None) -> None:
         """Bring blocks of a layer's cache from their homes to the staging area, or what is wanted of them."""
 
+    def stage_ahead(self, ws: Scratch, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
+        """A hint, in a step of more than SMALL_TOKENS, that `stage` is asked for this next; nobody reads the area."""
+
     def norm(self, ws: Scratch, x: F32, weight: F32, eps: float, out: F32) -> None:
         """The RMS norm."""
 

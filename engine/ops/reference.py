@@ -385,6 +385,10 @@ def stage(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer, wanted: 
                 to[j * KV_BLOCK_TOKENS : (j + 1) * KV_BLOCK_TOKENS, head] = source[part, head]
 
 
+def stage_ahead(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer) -> None:
+    """A hint that `stage` is asked for this next; nothing can be had ahead of time."""
+
+
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
     """A hint that the experts of `bank` are wanted soon in a step of n_tokens; nothing can be had ahead of time."""
 

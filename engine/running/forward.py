@@ -249,7 +249,12 @@ class Forward:
             self.replayed.n_rows = T if step.decoded or T == 1 else 0
         passing = self._pass(step, residency, b)
         if T > SMALL_TOKENS or b.hidden is not None or b.features is not None:  # copies are no calls of kernels
-            layers.forward(self.arch, self.weights, passing)
+            try:
+                layers.forward(self.arch, self.weights, passing)
+            except BaseException:
+                if isinstance(self.ws, DeviceWorkspace):
+                    self.ws.attention.abandon()
+                raise
         else:  # the inputs lie where they did in the last step of this shape
             shape = T, len(step.states), len(step.rows), residency, step.recall is not None
             weights, noted = self._noted.get(shape, (None, None))

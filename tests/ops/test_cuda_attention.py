@@ -437,6 +437,38 @@ def test_staged_blocks_are_the_twins(device: Any, kv_type: str, K: int, head_dim
                 assert (by_block[others, :, head] == 7).all()
 
 
+def test_blocks_that_came_ahead_are_not_brought_again(device: Any) -> None:
+    rng, absent = np.random.default_rng(8), ints(2, 4, 1, 0)
+    caches = [empty_cache(6 * KV_BLOCK_TOKENS, 2, 64, "f16") for _ in "ab"]
+    for cache in caches:
+        cache.k[:], cache.v[:] = (rng.standard_normal(cache.k.shape).astype(np.float16) for _ in "kv")
+    one, other = (with_homes(device, cache, 0).homes for cache in caches)
+    assert one is not None and other is not None
+    there, which = upload(device, empty_cache(3 * KV_BLOCK_TOKENS, 2, 64, "f16")), device.upload(absent)
+    attention = Attention(device, limits(1, 2, 2, 64, 640))
+
+    def has(cache: KVLayer | None) -> bool:
+        """Whether the area has the blocks of a cache; then it has none."""
+        found = device.read(there.k)[: 2 * KV_BLOCK_TOKENS].copy()
+        device.write(there.k, np.full(there.k.shape, 9, np.float16))
+        blocks = None if cache is None else cache.k.reshape(6, -1, 2, 64)[absent[1:3]].reshape(found.shape)
+        return bool((found == (9 if blocks is None else blocks)).all())
+
+    for ahead, asked, was_there in ((one, one, True), (one, other, False), (other, other, True)):
+        attention.stage_ahead(which, ahead, there)
+        device.synchronize()
+        assert has(caches[ahead is other])
+        attention.stage(which, asked, there)
+        assert has(None if was_there else caches[asked is other])
+        attention.stage(which, asked, there)
+        assert has(caches[asked is other])
+    attention.stage_ahead(which, one, there)
+    attention.abandon()
+    assert has(caches[0])
+    attention.stage(which, one, there)
+    assert has(caches[0])
+
+
 def test_blocks_that_are_not_there_in_a_window(device: Any) -> None:
     scene = Scene(3, 1, 32, "f16", [1300], 22)
     c = scene.cache

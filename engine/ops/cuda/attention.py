@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.ground.kv_types import KVKind
 from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits, Recall
-from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.device import Array, Device, Module, Stream
 from engine.ops.cuda.products import Quantized
 
 MAX_TOKENS = 32  # of a launch of attention_splits, if partial results of so many have room
@@ -35,6 +35,7 @@ PLAIN_HEAD_DIM = 256  # up to which a block of keys and values is one tile; beyo
 LARGE_HEADS = 128
 MAX_GROUP = 16  # query heads of a kv head
 MAX_STAGED_HEADS = 128  # MOST_HEADS of stage.cu
+AHEAD_BLOCKS = 16  # that bring what is wanted later: 256 KiB under way, twice what the link to the host has in 2 us
 GATE_KINDS = {"softplus": "SOFTPLUS", "sigmoid": "SIGMOID"}  # names in cuda/gate.cuh
 ONLY_QUERIES = (("K_TYPE", "KV_F16"), ("V_TYPE", "KV_F16"))  # nothing is stored
 STATIC_SHARED_BYTES = 6 << 10  # at most, with what a block takes besides
@@ -64,6 +65,8 @@ class Attention:
         rows = max(min(limits.max_tokens, MAX_TOKENS) * min(ROOM_SPLITS, n_blocks), min(SPLITS[1], n_blocks))
         self._partial_o = device.empty((rows * limits.n_head_dim,), np.float32)
         self._partial_ml = device.empty((rows * limits.n_head * 2,), np.float32)
+        self._staging: Stream | None = None  # where blocks are brought ahead, made when there are any
+        self._ahead = 0  # whose, by the address of their homes; 0: nobody's
 
     def input(
         self,
@@ -198,8 +201,36 @@ class Attention:
     def stage(self, absent: Array, homes: KVLayer, staging: KVLayer, wanted: Array | None = None) -> None:
         """Bring blocks to the staging area: absent int32 [1 + n] says how many, and which of `homes` on the host.
 
-        wanted: as of `reference.stage`.
+        wanted: as of `reference.stage`. What was brought ahead of these homes is waited for.
         """
+        if self._ahead:
+            self._wait()
+            if self._ahead == self.device.pointer(homes.k) and wanted is None:
+                self._ahead = 0
+                return
+            self._ahead = 0
+        self._stage(absent, homes, staging, wanted, 2 * self.device.n_sm)
+
+    def stage_ahead(self, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
+        """Begin to bring blocks, when all that is enqueued has read the staging area; beside what is enqueued next."""
+        if self._staging is None:
+            self._staging = self.device.stream(priority=-1)
+        self.device.wait(self._staging, None)
+        with self.device.on(self._staging):
+            self._stage(absent, homes, staging, None, AHEAD_BLOCKS)
+        self._ahead = self.device.pointer(homes.k)
+
+    def abandon(self) -> None:
+        """Nobody asks for what was brought ahead: the step ended before."""
+        if self._ahead:
+            self._wait()
+            self._ahead = 0
+
+    def _wait(self) -> None:
+        assert self._staging is not None
+        self.device.wait(None, self._staging)
+
+    def _stage(self, absent: Array, homes: KVLayer, staging: KVLayer, wanted: Array | None, n_blocks: int) -> None:
         alike = homes.kinds == staging.kinds and homes.k.shape[1:] == staging.k.shape[1:]
         if not alike or len(absent) - 1 > len(staging.k) // KV_BLOCK_TOKENS:
             raise ValueError(f"{len(absent) - 1} blocks of {homes.k.shape} for a staging area {staging.k.shape}")
@@ -211,7 +242,7 @@ class Attention:
             if (K := homes.k.shape[1]) > MAX_STAGED_HEADS or wanted.shape != (K, len(absent)):
                 raise ValueError(f"blocks of {K} heads to stage, of {wanted.shape} that are wanted")
             arguments, macros = (*arguments, wanted, wanted.shape[1]), (("N_HEAD", str(K)),)
-        self.device.kernel(Module("stage.cu", macros), "stage")(2 * self.device.n_sm, 256, arguments)
+        self.device.kernel(Module("stage.cu", macros), "stage")(n_blocks, 256, arguments)
 
     def _plan(self, n_tokens: int, group: int, head_dim: int, kv: KVLayer, splits: int) -> _Plan:
         """How a block of attention_splits works, for n_tokens that may share a tile; splits: of all, at most."""

@@ -254,6 +254,11 @@ def stage(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer, wanted
     ws.attention.stage(absent, homes, staging, wanted)
 
 
+def stage_ahead(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer) -> None:
+    """Begin to bring what `stage` is asked for next, in a long step: a short one is a graph, and waits for nobody."""
+    ws.attention.stage_ahead(absent, homes, staging)
+
+
 def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
     """Begin to bring in the missing experts of `bank`, which a long step needs soon.
 
