@@ -17,13 +17,14 @@
 // tally: missed [n_layer, stride] has the shares of each row's heads[i] heads in layer i, 0: it reads all; reads [n_layer,
 // read_stride] how many blocks each of its heads[n_layer + i] KV heads has read. total [T, 2] gets the largest share there
 // was and the sum of the steps' means, total_read [T] the sum of blocks; nothing of a row for which controls [T, n_control]
-// begins with 0.
+// begins with 0. The host reads both, as they were behind step n = 0, 1 ..., from entry n % ring_size of its row of ring, two
+// u64 each: blocks; the largest share, and the sum in the upper half. Draws that were made are n + 1, at step_at of a row's controls.
 //
 // find_absent: wanted int32 [K, stride] gets, of each KV head, how many blocks from n_pool on the rows' tables have at a
 // place that is listed, and which they are beyond it, in order. absent[0]: how many there are at most.
 //
-// Macros, none of tally (TALLY) and find_absent (ABSENT): HEAD_DIM, at most 512; of summarize K_TYPE (kv_types.cuh), HOMES (homes.cuh) and
-// SUMMING_THREADS, those of a block; of the others GROUP, query heads of a KV head, at most 16.
+// Macros, none of tally (TALLY) and find_absent (ABSENT): HEAD_DIM, at most 512; of summarize K_TYPE (kv_types.cuh), HOMES
+// (homes.cuh) and SUMMING_THREADS, those of a block; of the others GROUP, query heads of a KV head, at most 16.
 #include "arithmetic.cuh"
 #include "homes.cuh"
 #include "kv_types.cuh"
@@ -34,7 +35,7 @@ constexpr i32 WARPS = 16;
 #ifdef TALLY
 
 KERNEL tally(const float* missed, i32 n_layer, i32 stride, const i32* reads, i32 read_stride, const i32* heads,
-             const i32* controls, i32 n_control, float* total, u64* total_read) {
+             const i32* controls, i32 n_control, i32 step_at, float* total, u64* total_read, u64* ring, i32 ring_size) {
     dependency_release();
     dependency_wait();
     const i32 t = blockIdx.x;
@@ -61,6 +62,9 @@ KERNEL tally(const float* missed, i32 n_layer, i32 stride, const i32* reads, i32
         total_read[t] += (u64)n_read;
         total[0] = fmaxf(total[0], top);
         total[1] += sum / (float)n;
+        u64* const entry = ring + 2 * (t * ring_size + (controls[t * n_control + step_at] - 1) % ring_size);
+        store_system(entry, total_read[t]);
+        store_system(entry + 1, (u64)__float_as_uint(total[1]) << 32 | __float_as_uint(total[0]));
     }
 }
 

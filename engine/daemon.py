@@ -445,7 +445,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add(
         "--kv-recall-blocks",
         type=_at_least(0),
-        help="blocks of the context that decoded tokens read, of those that need not be (default: all; not on a GPU)",
+        help="blocks of the context that decoded tokens read, of those that need not be (default: all)",
     )
     add("--kv-recall", type=_share, help="share of softmax mass that decoded tokens may leave out instead, by estimate")
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")

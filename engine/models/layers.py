@@ -12,7 +12,6 @@ from math import prod
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.formats.gguf import GGUFFile
 from engine.formats.quants import QTensor
@@ -148,14 +147,14 @@ class Recalled:
         found = [missed[layer, : T * H].reshape(T, H) for layer, _, H, _ in chose]
         return np.concatenate(found, axis=1) if found else np.zeros((T, 0), np.float32)
 
-    def read_of(self, T: int, read: I32) -> NDArray[np.float64] | None:
-        """The blocks that each row of the last step of T rows read, the mean of all layers and KV heads that choose.
+    def read_of(self, T: int, read: I32) -> list[int] | None:
+        """The blocks that each row of the last step of T rows read in all layers and KV heads that choose, together.
 
         read: as was read from the device. None where nothing is known of so many rows.
         """
         chose = [key for key in self._views if len(key) == 4 and key[1] == T]
         found = [read[layer, : T * K].reshape(T, K) for layer, _, _, K in chose]
-        return np.concatenate(found, axis=1).mean(axis=1) if found else None
+        return np.concatenate(found, axis=1).sum(axis=1).tolist() if found else None
 
     def heads_of(self, n_layer: int) -> I32:
         """The query heads and KV heads of each layer that has chosen, int32 [2, n_layer]; 0 of others."""

@@ -167,8 +167,6 @@ class AheadOfHost:
         self.ended = reply.reason is not None or (self._pausing and self._accepted == self._drawn)
         if self._reading is not None:
             self._reading.fed(0, self._accepted - (0 if news.stopped else 1))
-            if self.ended:
-                self._reading.end()
         return self.ended or bool(news.tokens)
 
     def _first_row(self, row: int) -> Array:

@@ -95,7 +95,7 @@ class DeviceDrawer:
         recalling = self.forward.recalling
         assert recalling is not None
         arrays, control = recalling.arrays, self.states.control[:n]
-        found = recalling.left_out[:n], recalling.read[:n]
+        found = recalling.left_out[:n], recalling.read[:n], recalling.ring
         tally(self.device, n, arrays.missed, arrays.read, recalling.heads, control, *found)
 
     def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:

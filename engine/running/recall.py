@@ -21,10 +21,12 @@ from engine.memory.shape import CacheShape
 from engine.memory.sketches import Sketches
 from engine.models.layers import Recalled
 from engine.ops import F32, I32, KV_BLOCK_TOKENS, MASS_UNITS, SMALL_TOKENS, TAIL_BLOCKS, U8, Limits
+from engine.ops.cuda.recall import entry_of
 from engine.ops.device import Array, Memory
 from engine.ops.interface import Ops, Workspace
 
 LACKING_BLOCKS = 256  # whose sketches are made at a time
+RING_STEPS = 64  # of which the host knows what was read: more than run ahead of it
 
 
 def part_of(asked: KVRecall | None, served: Part | None) -> Part | None:
@@ -54,6 +56,8 @@ def made_of(blocks: int | None, left_out: float | None) -> Part | None:
     """Rows that read at most so many blocks, or as many as leave no more of the mass out; None: neither is said."""
     if blocks is None and left_out is None:
         return None
+    if left_out == 1.0:  # nothing need be read, whatever units of shares add up to
+        return Part(0)
     return Part(MAX_BLOCKS if blocks is None else blocks, leave=-1 if left_out is None else int(left_out * MASS_UNITS))
 
 
@@ -92,33 +96,41 @@ class Part:
 
 @dataclass(slots=True)
 class Tally:
-    """What the decoded tokens of a reply have read. tokens: of them. blocks: there were, `read` of which were read.
+    """What the decoded tokens of a reply have read. tokens: of them; blocks: that there were for each.
 
-    read: the mean of all layers and KV heads. left_max, left_sum: the share of softmax mass that was left out, as
-    estimated: the largest of any token, layer and head, and the sum of the tokens' means. first: the first position
-    whose row may not have read all.
+    read: of these, in all layers and KV heads together, of which there are `heads`. left_max, left_sum: the share of
+    softmax mass that was left out, as estimated: the largest of any token, layer and head, and the sum of the tokens'
+    means. first: the first position whose row may not have read all.
     """
 
     tokens: int = 0
     blocks: int = 0
-    read: float = 0.0
+    read: int = 0
+    heads: int = 1
     left_max: float = 0.0
     left_sum: float = 0.0
     first: int | None = None
 
-    def add(self, position: int, part: Part, read: float, missed: NDArray[np.float32] | None) -> None:
-        """Count a token whose row read so many blocks; missed [n]: the shares that others had, by layer and head."""
-        self.tokens, self.blocks, self.read = self.tokens + 1, self.blocks + blocks_at(position), self.read + read
-        if self.first is None and part.chooses(position):
-            self.first = position
-        if missed is not None and len(missed):
-            self.left_max = max(self.left_max, float(missed.max()))
-            self.left_sum += float(missed.mean(dtype=np.float64))
+    def add(
+        self, positions: range, part: Part, read: int, heads: int, left_max: float = 0.0, left_sum: float = 0.0
+    ) -> None:
+        """Count tokens whose rows read so many blocks in so many layers and KV heads; what they left out, as above."""
+        blocks = sum(map(blocks_at, positions))
+        self.tokens, self.blocks = self.tokens + len(positions), self.blocks + blocks
+        self.read, self.heads = self.read + read, heads
+        self.left_max, self.left_sum = max(self.left_max, left_max), self.left_sum + left_sum
+        if self.first is None and read < blocks * heads:
+            self.first = next(filter(part.chooses, positions), positions.start)
+
+    @property
+    def blocks_read(self) -> int:
+        """Blocks that were read, the mean of layers and KV heads, rounded down."""
+        return self.read // self.heads
 
     def to_json(self) -> dict[str, float]:
         """As `usage` has it."""
         return {
-            "tokens": self.tokens, "blocks": self.blocks, "read": round(self.read), "left_out_max": self.left_max,
+            "tokens": self.tokens, "blocks": self.blocks, "read": self.blocks_read, "left_out_max": self.left_max,
             "left_out_mean": self.left_sum / self.tokens if self.tokens else 0.0,
         }  # fmt: skip
 
@@ -160,6 +172,7 @@ class Recalling:
     heads: I32  # [2, n_layer]: query and KV heads of layers that choose
     left_out: F32  # [max_sequences, 2], of replies that run ahead of the host: the largest share, the sum of means
     read: NDArray[np.uint64]  # [max_sequences], of these: blocks that were read in all layers, by KV heads
+    ring: NDArray[np.uint64]  # page-locked [max_sequences, RING_STEPS, 2]: both, behind each of their last steps
     totals: Tally = field(default_factory=Tally)
     _last: int = 0  # rows of the last step, if any of them read a part
     _fed: list[NDArray[Any]] = field(default_factory=list)
@@ -185,7 +198,8 @@ class Recalling:
             device.empty(limits.n_head_kv * kv.most_staged, np.int32),
         )
         lacking, heads = device.empty((2, LACKING_BLOCKS), np.int32), device.empty((2, config.n_layer), np.int32)
-        ahead = device.empty((S, 2), f32), device.empty(S, np.uint64)
+        locked = device.page_locked(16 * S * RING_STEPS).view(np.uint64).reshape(S, RING_STEPS, 2)
+        ahead = device.empty((S, 2), f32), device.empty(S, np.uint64), locked
         return cls(served, device, sketches, kv, arrays, lacking, heads, *ahead)
 
     @property
@@ -219,7 +233,7 @@ class Recalling:
         """
         t = self.totals
         return {
-            "tokens": t.tokens, "blocks": t.blocks, "read": round(t.read), "left_out_max": t.left_max,
+            "tokens": t.tokens, "blocks": t.blocks, "read": t.blocks_read, "left_out_max": t.left_max,
             "left_out_sum": t.left_sum,
         }  # fmt: skip
 
@@ -273,7 +287,7 @@ class Recalling:
 
     def fared(self, fed: Many[tuple[Reads, int, Tally]]) -> None:
         """Count the last step: spans, how many of their rows stay, whose they are; sequences are as they are then."""
-        at, missed, read = 0, None, None
+        at, missed, read, heads = 0, None, None, self.n_heads
         if self._last:
             missed = self.arrays.missed_of(self._last, self.device.read(self.arrays.missed))
             read = self.arrays.read_of(self._last, self.device.read(self.arrays.read))
@@ -283,9 +297,11 @@ class Recalling:
                 continue
             for row in range(stay):
                 position = span.sequence.length - stay + row
-                n_read = blocks_at(position) - span.recall.left(position) if read is None else float(read[at + row])
+                n_read = read[at + row] if read else heads * (blocks_at(position) - span.recall.left(position))
+                left = (0.0,) if missed is None or not missed.shape[1] else missed[at + row]
                 for one in (tally, self.totals):
-                    one.add(position, span.recall, n_read, None if missed is None else missed[at + row])
+                    where = range(position, position + 1)
+                    one.add(where, span.recall, n_read, heads, float(np.max(left)), float(np.mean(left, dtype=float)))
             at += len(span.tokens)
 
     def rehearse(self, ops: Ops, ws: Workspace) -> None:
@@ -293,6 +309,11 @@ class Recalling:
         for group in self.kv.full_groups:
             self._summarize(group, np.zeros(1, np.int32), ops, ws)
             self.sketches.forget(group, 0)
+
+    @property
+    def n_heads(self) -> int:
+        """KV heads of all layers that choose."""
+        return max(1, sum(int(s.shape[1]) for s in self.sketches.layers if s is not None))
 
     def tell_heads(self) -> None:
         """Tell the device how many heads choose in each layer, which is known when a step was run or captured."""
@@ -310,6 +331,7 @@ class Ahead:
     ) -> None:
         self._recalling, self._reads, self._ops, self._ws = recalling, reads, ops, ws
         self._counted = [0] * len(reads)
+        self._known: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * len(reads)  # of the device, and counted
         self._blocks: list[int] = []  # of the last step that was asked for
         self._in_part = self._told = False
         self._parts = bytearray()  # of each step that was asked for: whether a row read a part
@@ -340,21 +362,17 @@ class Ahead:
     def fed(self, i: int, n: int) -> None:
         """Count the first n tokens that were fed of a reply."""
         part, _, tally, start = self._reads[i]
-        for step in range(self._counted[i], n):
-            if part is not None:
-                position = start + step
-                read = 0 if self._parts[step] else blocks_at(position)  # the device counts, or all were read
-                tally.add(position, part, read, None)
-                self._recalling.totals.add(position, part, read, None)
-        self._counted[i] = max(n, self._counted[i])
-
-    def end(self) -> None:
-        """Take what was read and left out, when nothing is under way."""
-        r, n = self._recalling, len(self._reads)
-        found, read = (np.asarray(r.device.read(array[:n])) for array in (r.left_out, r.read))
-        heads = max(1, int(r.arrays.heads_of(r.heads.shape[1])[1].sum()))
-        for (part, _, tally, _), missed, blocks in zip(self._reads, found.tolist(), read.tolist(), strict=True):
-            largest, total = missed
-            for one in (tally, r.totals) if part is not None else ():
-                one.left_max, one.left_sum = max(one.left_max, largest), one.left_sum + total
-                one.read += blocks / heads
+        begin = self._counted[i]
+        if part is None or n <= begin:
+            return
+        recalling, known, heads = self._recalling, self._known[i], self._recalling.n_heads
+        self._counted[i] = n
+        # Steps that read all come first, and are not counted by the device: whoever may choose once may do so later.
+        whole = self._parts.count(False, begin, n)
+        read = heads * sum(blocks_at(start + step) for step in range(begin, begin + whole))
+        if begin + whole < n:
+            self._known[i] = entry_of(recalling.ring, i, n - 1)
+            read += self._known[i][0] - known[0]
+        left_max, left_sum = self._known[i][1], self._known[i][2] - known[2]
+        for one in (tally, recalling.totals):
+            one.add(range(start + begin, start + n), part, read, heads, left_max, left_sum)

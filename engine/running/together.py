@@ -84,8 +84,6 @@ class Together:
                 heard_s = time.monotonic()
             else:
                 time.sleep(POLL_S)
-        if self._reading is not None:
-            self._reading.end()
         return [row.failure for row in self._rows]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,11 @@ def test_nothing_but_the_sequence_decides() -> None:
     """Ahead of the host and together, with drafts and at a low residency; near what the host reads."""
     plain = opened(model("qwen3moe"), "cuda", "auto", kv_recall_blocks=0)
     tokens, done = one(plain, ALONE)
+    plain.submit(replace(ALONE, id=9))
+    told = [e.recall for _ in range(99) if plain.busy for e in plain.step() if isinstance(e, Tokens) and e.recall]
+    assert told[-1] == done.usage.recall and len(told) > 1
+    # What was told meanwhile is of the tokens so far, each of which left one block out.
+    assert all(r["read"] == r["blocks"] - r["tokens"] and (r["tokens"] == 0) == (r["left_out_mean"] == 0) for r in told)
     shared, stats = both(plain), plain.stats()["recall"]
     by_mass, of_mass = one(plain, BY_MASS)
     plan = plain.loaded.plan()
@@ -58,7 +64,7 @@ def test_nothing_but_the_sequence_decides() -> None:
     for key in ("tokens", "blocks", "read"):
         assert used[key] == same[key] == hosts[key]
         counted = [usage[key] for _, usage in shared.values() if usage is not None]
-        assert len(counted) == 2 and stats[key] == used[key] + sum(counted)
+        assert len(counted) == 2 and stats[key] == 2 * used[key] + sum(counted)
     assert used["read"] == used["blocks"] - used["tokens"] > 0
     used_mass, same_mass = of_mass.usage.recall, other_mass.usage.recall
     assert used_mass is not None and same_mass is not None and used_mass["read"] == same_mass["read"]

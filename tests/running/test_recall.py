@@ -150,6 +150,10 @@ def test_nothing_less_is_all(plain: Engine) -> None:
     tokens, done = one(plain, Generate(2, PROMPT, 12, stop_tokens=(), kv_recall=KVRecall(left_out=0.0)))
     assert tokens == whole and done.usage.recall is not None
     assert done.usage.recall["read"] == done.usage.recall["blocks"] and done.usage.recall["left_out_max"] == 0
+    plain.loaded.prefixes.clear()
+    tokens, _ = one(plain, Generate(3, PROMPT, 140, stop_tokens=(), kv_recall=KVRecall(left_out=0.0)))
+    _, done = one(plain, Generate(4, (*PROMPT, *tokens, 1), 1, stop_tokens=()))
+    assert done.usage.cached_tokens == 576  # all of it is as any prompt has it
 
 
 def test_what_was_left_out_is_no_prefix_of_another(plain: Engine) -> None:
@@ -268,7 +272,7 @@ def test_refusals(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert part_of(KVRecall(blocks=3, left_out=0.5), served) == Part(3, leave=half)
     with pytest.raises(RequestError, match="nothing to choose"):
         part_of(KVRecall(off=True, left_out=0.5), served)
-    assert made_of(None, None) is None and made_of(4, 0.5) == Part(4, leave=half)
+    assert made_of(None, None) is None and made_of(4, 0.5) == Part(4, leave=half) and made_of(4, 1.0) == Part(0)
 
 
 def test_what_is_left_of_a_context() -> None:
@@ -277,12 +281,17 @@ def test_what_is_left_of_a_context() -> None:
     assert [Part(99, leave=7).chooses(p) for p in (100, 319, 320, 600)] == [False, False, True, True]
     assert [Part(2).chooses(p) for p in (447, 448)] == [False, True]
     tally = Tally()
-    tally.add(100, Part(2), 2, None)
-    tally.add(600, Part(2), 7, np.array([0.1, 0.3], np.float32))
+    tally.add(range(100, 101), Part(2), 2 * 3, 3)
+    tally.add(range(440, 449), Part(2), 8 * 7 * 3 + 8 * 3, 3)  # the last one has three candidates, and read them
+    assert tally.first is None
+    tally.add(range(600, 601), Part(2), 7 * 3 + 1, 3, 0.3, 0.2)
     assert tally.to_json() == pytest.approx(
-        {"tokens": 2, "blocks": 12, "read": 9, "left_out_max": 0.3, "left_out_mean": 0.1}
+        {"tokens": 11, "blocks": 2 + 64 + 10, "read": 2 + 64 + 7, "left_out_max": 0.3, "left_out_mean": 0.2 / 11}
     )
     assert tally.first == 600
+    tally = Tally()
+    tally.add(range(440, 450), Part(2), 60, 1)
+    assert tally.first == 448
 
 
 def test_a_row_of_a_long_step_reads_what_it_would_alone(plain: Engine) -> None:

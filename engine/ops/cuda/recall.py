@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.ops import CHUNK_BLOCKS, KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Recall
 from engine.ops.cuda.attention import MAX_GROUP, home_macros, kind_macros
@@ -20,6 +21,7 @@ from engine.ops.sketches import sketch_bytes
 THREADS = 512  # WARPS of recall.cu
 SUMMING_THREADS = 256
 MAX_HEAD_DIM = 512
+STEP_AT = 3  # of a control block (cuda/step.cuh)
 
 
 def summarize(device: Device, kv: KVLayer, places: Array, blocks: Array, sketches: Array) -> None:
@@ -92,14 +94,23 @@ def find_absent(
 
 
 def tally(
-    device: Device, n_rows: int, missed: Array, reads: Array, heads: Array, controls: Array, total: Array, read: Array
-) -> None:
+    device: Device, n_rows: int, missed: Array, reads: Array, heads: Array, controls: Array, total: Array, read: Array,
+    ring: NDArray[np.uint64],
+) -> None:  # fmt: skip
     """Add what each row of a step read and left out to what its reply did, unless the reply has ended.
 
     missed float32 [n_layer, n] and reads int32 [n_layer, m], of which layer i has heads[0, i] and heads[1, i] a row,
     int32 [2, n_layer]; controls int32 [n_rows, any]: they begin with 0 where a reply has ended; total float32 [n_rows,
-    2]: the largest share, the sum of steps' means; read uint64 [n_rows]: blocks, of all layers and KV heads.
+    2]: the largest share, the sum of steps' means; read uint64 [n_rows]: blocks, of all layers and KV heads. ring
+    page-locked uint64 [any, n, 2]: both as they were behind a row's steps, where `entry_of` finds them.
     """
     kernel = device.kernel(Module("recall.cu", (("TALLY", "1"),)), "tally")
-    of = missed, *missed.shape, reads, reads.shape[1], heads, controls, controls.shape[1]
-    kernel(n_rows, 32, (*of, total, read), overlap=True)
+    of = missed, *missed.shape, reads, reads.shape[1], heads, controls, controls.shape[1], STEP_AT
+    kernel(n_rows, 32, (*of, total, read, np.uint64(device.pointer(ring)), ring.shape[1]), overlap=True)
+
+
+def entry_of(ring: NDArray[np.uint64], row: int, step: int) -> tuple[int, float, float]:
+    """What `tally` had of a row behind step 0, 1 ...: blocks that were read, the largest share, the sum of means."""
+    read, left = ring[row, step % ring.shape[1]].tolist()
+    largest, total = np.array([left & 0xFFFFFFFF, left >> 32], np.uint32).view(np.float32).tolist()
+    return read, largest, total
