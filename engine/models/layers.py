@@ -384,15 +384,6 @@ class Pass(Generic[ConfigT]):
         self.stage_ahead(i + 1)
         ops.attention_output(ws, attended, w.wo, b.x if to is None else to, add=to is None)
 
-    def stage_ahead(self, first: int) -> None:
-        """Let what the next layer from `first` on reads come from host memory beside what is computed."""
-        if len(self.step.tokens) <= SMALL_TOKENS:
-            return
-        n_layer = min(self.config.n_layer, len(self.kv.layers))  # a block that drafts has one of its own
-        found = (self.kv.staging(i) for i in range(first, n_layer))
-        if (staging := next((one for one in found if one is not None), None)) is not None:
-            self.ops.stage_ahead(self.ws, *staging)
-
     def _recalled(
         self, i: int, recall: Recalled, sketches: U8, q: F32, scale: float, out: F32, gate: F32 | None, gate_kind: str
     ) -> None:
@@ -419,6 +410,15 @@ class Pass(Generic[ConfigT]):
                 self.ws, queries, kv, step.block_table[group], sequence, positions, scale, some(out), step.n_positions,
                 gate=None if gate is None else some(gate), gate_kind=gate_kind, recall=chosen,
             )  # fmt: skip
+
+    def stage_ahead(self, first: int) -> None:
+        """Let what the next layer from `first` on reads come from host memory beside what is computed."""
+        if len(self.step.tokens) <= SMALL_TOKENS:
+            return
+        n_layer = min(self.config.n_layer, len(self.kv.layers))  # a block that drafts has one of its own
+        found = (self.kv.staging(i) for i in range(first, n_layer))
+        if (staging := next((one for one in found if one is not None), None)) is not None:
+            self.ops.stage_ahead(self.ws, *staging)
 
     def dense(self, norm: F32, w: Dense) -> None:
         """A dense FFN: x += ffn(rms(x))."""

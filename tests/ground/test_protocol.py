@@ -332,6 +332,8 @@ CONFIGS = st.builds(
     cache_dir_gib=st.floats(1e-3, 1e5),
     exact_prefixes=st.booleans(),
     idle_release_s=st.none() | st.floats(1, 1e6),
+    kv_recall=st.none() | st.floats(0, 1),
+    kv_recall_blocks=st.none() | st.integers(0, 1 << 20),
     plan_only=st.booleans(),
 )
 
@@ -345,7 +347,7 @@ def test_every_setting_has_a_flag() -> None:
     config = EngineConfig(
         model=Path("m"), profile=Path("p"), vram_gib=4.5, cache_slots=1, ctx_tokens=2, chunk_tokens=5, parallel=4,
         threads=3, poison=True, replay=Path("r"), cache_dir=Path("c"), exact_prefixes=True, plan_only=True,
-        expect_ctx_tokens=6, idle_release_s=7.5, pregate=Path("q"), kv_recall_blocks=8,
+        expect_ctx_tokens=6, idle_release_s=7.5, pregate=Path("q"), kv_recall=0.25, kv_recall_blocks=8,
     )  # fmt: skip
     flags = {argument.split("=")[0] for argument in protocol.command_line(config)[:-2]}
     assert flags == {"--" + f.name.replace("_", "-") for f in fields(EngineConfig)} - {"--model"}
