@@ -7,8 +7,8 @@
 Clients of one server hold conversations that grow, turn by turn, to --grow times what its cache holds of all of them,
 with a pool smaller than one of them, host memory for few, and the rest in files. Every turn's reply must be the one
 that a server with room for everything gave before, without drafts. --recall-blocks, --draft: of the soaked server;
-with recall a third of the conversations have what the option says, a third more blocks and kept ranges, a third has
-it off. Meanwhile the daemon is killed, again and again; in the middle
+with recall a fourth of the conversations each has what the option says, more blocks and kept ranges, as much as leaves
+0.15 of the mass out, and all. Meanwhile the daemon is killed, again and again; in the middle
 third the disk of the files is full. --small-disk: where their folder is made, on a file system that the run may fill;
 without it no disk is filled. A request that a kill meets may fail, and is sent again. Anything else that is wrong
 ends the run: another reply, another error, no answer for a minute, memory that grows, blocks that nobody holds, a
