@@ -101,13 +101,13 @@ def test_of_what_is_at_home_only_what_is_chosen_is_brought(
         return result
 
     monkeypatch.setattr(Steps, "run", counted)
-    for draft in ("off", "auto"):
-        pooled = opened(model("qwen3moe"), "cuda", "448", draft=draft, ctx_tokens=700, **options)
-        if draft == "auto":
-            force(pooled, {1: [*asked.tokens, *expected]})
-        found, other = one(pooled, asked)
-        pooled.close()
+    pooled = opened(model("qwen3moe"), "cuda", "448", draft="auto", ctx_tokens=700, **options)
+    for request in (replace(asked, draft=False), replace(asked, id=2)):
+        if request.draft:
+            force(pooled, {2: [*asked.tokens, *expected]})
+        found, other = one(pooled, request)
         assert found == expected and other.usage.recall is not None and done.usage.recall is not None
-        assert other.usage.recall["read"] == done.usage.recall["read"]
+        assert other.usage.recall["read"] == done.usage.recall["read"] and bool(other.usage.drafts) == request.draft
+    pooled.close()
     assert restless["home"] > 3 and 0 < sum(parts) < sum(whole)
     assert all(part <= all_of for part, all_of in zip(parts, whole, strict=True))
