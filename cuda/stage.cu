@@ -42,6 +42,7 @@ template <typename Place> DEVICE void copy_part(u8* to, const u8* from, i32 n_by
 #ifdef N_HEAD
 
 constexpr i32 KV_BLOCK = 64; // engine/ops/__init__.py
+static_assert(N_HEAD <= MOST_HEADS, "counts in shared memory");
 
 // What a head has in each row of a block: of scales that may be 2 bytes.
 DEVICE void copy_head(const Copied& of, i64 from, i64 to, i32 head, i32 part) {

@@ -362,30 +362,20 @@ def _parallel(value: str) -> int:
     return number
 
 
-def _amount(unit: str) -> Callable[[str], float]:
+def _amount(what: str, most: float = 1e6) -> Callable[[str], float]:
     def read(value: str) -> float:
         try:
             number = float(value)
         except ValueError:
             number = math.nan
-        if not 0.0 <= number <= 1e6:
-            raise argparse.ArgumentTypeError(f"expected a number of {unit}, found {value!r}")
+        if not 0.0 <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected {what}, found {value!r}")
         return number
 
     return read
 
 
-def _share(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0.0 <= number <= 1.0:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, found {value!r}")
-    return number
-
-
-_gib_or_zero = _amount("GiB")
+_gib_or_zero = _amount("a number of GiB")
 
 
 def _gib(value: str) -> float:
@@ -447,7 +437,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_at_least(0),
         help="blocks of the context that decoded tokens read, of those that need not be (default: all)",
     )
-    add("--kv-recall", type=_share, help="share of softmax mass that decoded tokens may leave out instead, by estimate")
+    add(
+        "--kv-recall",
+        type=_amount("a share from 0 to 1", most=1.0),
+        help="share of softmax mass that decoded tokens may leave out instead, by estimate",
+    )
     add("--chunk-tokens", type=_at_least(1), help="tokens of a prefill step (default: chosen)")
     add(
         "--parallel",
@@ -462,7 +456,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     add("--exact-prefixes", action="store_true", help="reuse no decoded tokens before they were read as a prompt")
     add(
         "--idle-release-s",
-        type=_amount("seconds"),
+        type=_amount("a number of seconds"),
         help="give memory of slots and cache back after so many seconds without a request (default: never)",
     )
     add(
@@ -472,7 +466,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     )
     add(
         "--draft-memory-mib",
-        type=_amount("MiB"),
+        type=_amount("a number of MiB"),
         help="MiB of host memory for texts of earlier requests, in which drafts are looked up (default: 64; 0: none)",
     )
     add(

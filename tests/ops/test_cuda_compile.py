@@ -226,4 +226,4 @@ def test_no_file_is_left_out() -> None:
     found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
     assert found == {path.name for path in kernels().glob("*.cu")}
     parts = {(module.file, tuple(name for name, _ in module.defines)) for module in of_families("sm_80")}
-    assert {("stage.cu", ("N_HEAD",)), ("recall.cu", ("ABSENT",))} <= parts
+    assert ("stage.cu", ("N_HEAD",)) in parts

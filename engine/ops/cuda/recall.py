@@ -1,4 +1,4 @@
-"""Which blocks of their contexts the rows of a step read, on a device (recall.cu).
+"""Which blocks of their contexts the rows of a step read, and what follows from it, on a device (recall.cu, chosen.cu).
 
 Twins: summarize, choose, find_absent of engine/ops/reference.py.
 
@@ -18,7 +18,8 @@ from engine.ops.cuda.attention import MAX_GROUP, home_macros, kind_macros
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.sketches import sketch_bytes
 
-THREADS = 512  # WARPS of recall.cu
+CHOSEN = Module("chosen.cu")
+THREADS = 512  # WARPS of recall.cu and chosen.cu
 SUMMING_THREADS = 256
 MAX_HEAD_DIM = 512
 STEP_AT = 3  # of a control block (cuda/step.cuh)
@@ -83,7 +84,7 @@ def find_absent(
     T, K, W = recall.scores.shape
     if kv.k.shape[1] != K or wanted.shape != (K, len(absent)) or len(sequence) != T:
         raise ValueError(f"{T} rows of {K} heads, of {wanted.shape} blocks in the staging area")
-    kernel = device.kernel(Module("recall.cu", (("ABSENT", "1"),)), "find_absent")
+    kernel = device.kernel(CHOSEN, "find_absent")
     n_pool = kv.k.shape[0] // KV_BLOCK_TOKENS
     places = block_table, sequence, absent
     kernel(
@@ -104,7 +105,7 @@ def tally(
     2]: the largest share, the sum of steps' means; read uint64 [n_rows]: blocks, of all layers and KV heads. ring
     page-locked uint64 [any, n, 2]: both as they were behind a row's steps, where `entry_of` finds them.
     """
-    kernel = device.kernel(Module("recall.cu", (("TALLY", "1"),)), "tally")
+    kernel = device.kernel(CHOSEN, "tally")
     of = missed, *missed.shape, reads, reads.shape[1], heads, controls, controls.shape[1], STEP_AT
     kernel(n_rows, 32, (*of, total, read, np.uint64(device.pointer(ring)), ring.shape[1]), overlap=True)
 
