@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driving import note, parse_list, spread  # noqa: E402
 from benchmarks.figures import json_option  # noqa: E402
-from benchmarks.kv_pool import at_depth  # noqa: E402
+from benchmarks.kv_pool import at_depth, zeroed  # noqa: E402
 from benchmarks.recall_speed import BEGIN, decoded, opened, spoiled  # noqa: E402
 from engine.ground.kv_types import KV_TYPES  # noqa: E402
 from engine.memory.blocks import Sequence  # noqa: E402
@@ -31,14 +31,18 @@ from engine.running.recall import Part  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
 SPARE = 24  # blocks of the pool beside those that are chosen
+FREE = 4  # of these, for what a reply writes
 
 
 def placed(loaded: Loaded, depth: int, n: int, away: float) -> tuple[Sequence, int]:
     """A sequence of so many positions, of whose n first candidates a share is at home; the bytes of these.
 
-    The first block and the tail are in the pool, and of the others none.
+    They are what is chosen, since all keys are alike: what other replies wrote to the pool would come home with a block
+    that has its place, so it is 0 first. The first block and the tail are in the pool, which others fill that nobody
+    reads.
     """
     kv, absent = loaded.kv, 0
+    zeroed(loaded)
     sequence = at_depth(loaded, depth)
     for group in kv.full_groups:
         places, blocks = kv.pools[group].places, sequence.groups[group].blocks()
@@ -47,12 +51,23 @@ def placed(loaded: Loaded, depth: int, n: int, away: float) -> tuple[Sequence, i
         at_home = round(n * away)
         there = np.concatenate([blocks[:1], blocks[1 + at_home : 1 + n], blocks[-TAIL_BLOCKS - 2 :]])
         back = places.away(np.unique(there))
+        others = np.setdiff1d(places.away(blocks[1 + n :]), back)
+        back = np.concatenate([back, others[: max(0, places.free_places - len(back) - FREE)]])
         places.bring_back(back)
         kv.moves += 1
         kv._move(group, places.where[back], back, to_home=False)
         absent += at_home * kv.block_bytes(group)
     loaded.forward.device.synchronize()
     return sequence, absent
+
+
+def brought(loaded: Loaded) -> list[int]:
+    """Of each KV head of the last layer, how many blocks came from their homes in the last step."""
+    recalling = loaded.forward.recalling
+    assert recalling is not None
+    n_heads = loaded.kv.groups[loaded.kv.full_groups[-1]].n_head_kv
+    wanted = recalling.arrays.absent_of(n_heads, loaded.kv.most_staged)
+    return [int(n) for n in loaded.forward.device.read(wanted)[:, 0]]
 
 
 def main() -> None:
@@ -96,6 +111,7 @@ def main() -> None:
                         for _ in range(o.runs)
                     ]
                 )
+                assert set(brought(engine.loaded)) == {round(n * away)}, brought(engine.loaded)
                 line_s = whole[depth, n] + absent / (1e9 * o.pcie_gb_per_s)
                 row = {"depth": depth, "blocks": n, "away": away, "absent_bytes": absent, "seconds": seconds}
                 rows.append(row | {"line_s": line_s, "of_line": seconds["median"] / line_s})

@@ -84,7 +84,7 @@ def decoded(loaded: Loaded, sequence: Sequence, part: Part | None, n: int) -> fl
     assert reply.sequence is not None and reply.made == n
     reply.sequence.release()
     if part is not None and part.left(depth):
-        assert reply.recalled.tokens == n and reply.recalled.read < reply.recalled.blocks
+        assert reply.recalled.tokens == n and reply.recalled.blocks_read < reply.recalled.blocks
     return took / (n - first)
 
 
