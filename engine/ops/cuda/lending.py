@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from ctypes import c_uint8
@@ -33,14 +33,12 @@ class Lending:
 
     def __init__(self, device: int, settle: Callable[[], None]) -> None:
         self._device, self._settle = device, settle
+        self.n_bytes = 0  # that are locked
         self._pieces: dict[int, PageLocked] = {}  # by address
         self._free: list[tuple[int, int]] = []  # addresses, ascending, and bytes; no two of one piece touch
-        self._back: deque[tuple[int, int]] = deque()  # the same, as they came; any thread may add one
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes that are locked."""
-        return sum(piece.array.nbytes for piece in self._pieces.values())
+        self._sizes: list[tuple[int, int]] = []  # the same by bytes, ascending, and addresses
+        self._whole: set[int] = set()  # addresses of pieces of which nothing is held
+        self._back: deque[tuple[int, int]] = deque()  # ranges, as they came; any thread may add one
 
     def take(self, n_bytes: int, keep_bytes: int) -> U8:
         """Memory for n_bytes, as it was left; CapacityError where the machine gives no more.
@@ -68,20 +66,36 @@ class Lending:
             at = bisect_left(self._free, (address, 0))
             end = address + n_bytes
             if at < len(self._free) and self._free[at][0] == end and end not in self._pieces:
-                n_bytes += self._free.pop(at)[1]
+                n_bytes += self._remove(at)[1]
             if at and sum(self._free[at - 1]) == address and address not in self._pieces:
-                at -= 1
-                before, n = self._free.pop(at)
-                address, n_bytes = before, n + n_bytes
-            self._free.insert(at, (address, n_bytes))
+                address, n = self._remove(at - 1)
+                n_bytes += n
+            self._add(address, n_bytes)
+
+    def _add(self, address: int, n_bytes: int) -> None:
+        """Let a range be free that touches no other of its piece."""
+        insort(self._free, (address, n_bytes))
+        insort(self._sizes, (n_bytes, address))
+        piece = self._pieces.get(address)
+        if piece is not None and piece.array.nbytes == n_bytes:
+            self._whole.add(address)
+
+    def _remove(self, at: int) -> tuple[int, int]:
+        """Let a range of `_free` be free no more, and return it."""
+        address, n_bytes = self._free.pop(at)
+        del self._sizes[bisect_left(self._sizes, (n_bytes, address))]
+        self._whole.discard(address)
+        return address, n_bytes
 
     def _cut(self, n_bytes: int) -> int | None:
-        """Take so much of the smallest that has it; None: none has."""
-        fits = ((n, at, i) for i, (at, n) in enumerate(self._free) if n >= n_bytes)
-        n, address, i = min(fits, default=(0, 0, -1))
-        if i < 0:
+        """Take so much of the smallest range that has it; None: none has."""
+        at = bisect_left(self._sizes, (n_bytes, 0))
+        if at == len(self._sizes):
             return None
-        self._free[i : i + 1] = [(address + n_bytes, n - n_bytes)] if n > n_bytes else []
+        n, address = self._sizes[at]
+        self._remove(bisect_left(self._free, (address, 0)))
+        if n > n_bytes:
+            self._add(address + n_bytes, n - n_bytes)
         return address
 
     def _grow(self, n_bytes: int, keep_bytes: int) -> None:
@@ -103,22 +117,23 @@ class Lending:
         # Nobody waits for memory that only saves time.
         piece = allocate(n_bytes, self._device, by_driver_bytes=HUGE_PAGE_BYTES, seams=False, growth_s=0.0)
         self._pieces[piece.device_pointer] = piece
-        self._back.append((piece.device_pointer, n_bytes))
-        self._join()
+        self.n_bytes += piece.array.nbytes
+        self._add(piece.device_pointer, n_bytes)
 
     def _unlock(self, keep_bytes: int) -> None:
         """Give pieces back of which nothing is held, until no more than keep_bytes are locked."""
-        for entry in list(self._free):
-            piece = self._pieces.get(entry[0])
-            if self.n_bytes <= keep_bytes or piece is None or piece.array.nbytes != entry[1]:
-                continue
+        for address in sorted(self._whole):
+            if self.n_bytes <= keep_bytes:
+                return
             self._settle()
-            self._free.remove(entry)
-            del self._pieces[entry[0]]
+            self._remove(bisect_left(self._free, (address, 0)))
+            piece = self._pieces.pop(address)
+            self.n_bytes -= piece.array.nbytes
             piece.close()
 
     def close(self) -> None:
         """Unlock everything, whoever holds it."""
         for piece in self._pieces.values():
             piece.close()
-        self._pieces, self._free, self._back = {}, [], deque()
+        self.n_bytes, self._pieces, self._free, self._sizes = 0, {}, [], []
+        self._whole, self._back = set(), deque()
