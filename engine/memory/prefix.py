@@ -11,8 +11,8 @@ bits as without reuse. Of a chunk there are
 and any of it may be in a file. A model with recurrent layers or windows can go on only after a chunk with a snapshot.
 Where decoded tokens have other bits than a prompt's, chunks with them are *inexact* until they have been read again.
 Blocks are given up when a pool runs short, host memory when its budget does (engine/memory/host.py), always the least
-recently used first, and never a chunk before those that follow it. A *fork* is a prompt of any length, whole, that
-requests which are known to come go on from (engine/serving/families.py). No tensor is looked at here.
+recently used first, and never a chunk before those that follow it; forks (engine/memory/forks.py) go last. No tensor
+is looked at here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from engine.formats.prefix_file import Place
 from engine.ground.errors import CapacityError, SparkError
 from engine.memory.blocks import Sequence
+from engine.memory.forks import Forks
 from engine.memory.host import Claim
-from engine.memory.kv import Data, Fork, KVCache, Snapshot
+from engine.memory.kv import Data, KVCache, Snapshot
 from engine.memory.prefix_files import ROOM_S, PrefixFiles
 from engine.memory.prefix_tree import Match, Node, PrefixTree
 from engine.ops import I32, KV_BLOCK_TOKENS
@@ -77,8 +78,7 @@ class PrefixCache:
         self.chunk_tokens = self.tree.chunk_tokens
         self._n_blocks = self.tree.chunk_blocks
         self._data_bytes = [self._n_blocks * kv.block_bytes(group) for group in self._groups]
-        self._forks: dict[Fork, Claim | None] = {}  # the oldest first
-        self._begun: Fork | None = None  # that a sequence is being begun from
+        self.forks = Forks(kv)
         for pool in pools:
             pool.reclaim = self.reclaim
 
@@ -392,53 +392,11 @@ class PrefixCache:
             states = [] if resumed is None else [f"{resumed.name}.state"]
             self._files.touch([*(f"{n.name}.blocks" for n in path), *states])
 
-    # --- forks ------------------------------------------------------------------------------------
-
-    def fork(self, sequence: Sequence) -> Fork | None:
-        """What others go on from, after all tokens of a sequence; None where there is no room for it.
-
-        It is held until `drop`, or until blocks are short and no chunk can be given up.
-        """
-        n_bytes = self._kv.snapshot_bytes(sequence.length) if self._needs_snapshot else 0
-        claim = self._host.claim("forks", n_bytes) if n_bytes else None
-        if n_bytes and claim is None:
-            return None
-        try:
-            fork = self._kv.fork(sequence)
-        except CapacityError:
-            if claim is not None:
-                self._host.drop(claim)
-            return None
-        self._forks[fork] = claim
-        return fork
-
-    def begin(self, sequence: Sequence, fork: Fork) -> None:
-        """Let an empty sequence go on from a fork that is not gone; CapacityError where a pool is short."""
-        self._begun = fork
-        try:
-            self._kv.begin(sequence, fork.length, fork.shared, fork.snapshot, fork.rest)
-            sequence.exact = fork.exact
-        finally:
-            self._begun = None
-
-    def drop(self, fork: Fork) -> None:
-        """Give up a fork, if that has not been done."""
-        if not fork.gone:
-            claim = self._forks.pop(fork)
-            if claim is not None:
-                self._host.drop(claim)
-            self._kv.drop(fork)
-
     # --- giving up --------------------------------------------------------------------------------
 
     def reclaim(self) -> bool:
         """Give up the least recently used chunk's blocks that no sequence uses, else a fork; False: there is none."""
-        if self._reclaim_chunk() is not None:
-            return True
-        fork = next((fork for fork in self._forks if fork is not self._begun), None)
-        if fork is not None:
-            self.drop(fork)
-        return fork is not None
+        return self._reclaim_chunk() is not None or self.forks.give_up()
 
     def _reclaim_chunk(self) -> bool | None:
         """Give up the blocks of a chunk; whether its bytes were kept. None: there is none."""
@@ -505,8 +463,7 @@ class PrefixCache:
         """Give up everything but files; sequences keep what they use."""
         for node in list(self.tree.root.children.values()):
             self._drop(node)
-        for fork in list(self._forks):
-            self.drop(fork)
+        self.forks.clear()
 
     def close(self) -> None:
         """Give up everything and wait until files are written, for some seconds also what was missed."""

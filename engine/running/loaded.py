@@ -111,7 +111,7 @@ class Loaded:
         """Begin a sequence from a fork."""
         sequence = self.kv.sequence()
         try:
-            self.prefixes.begin(sequence, fork)
+            self.prefixes.forks.begin(sequence, fork)
         except BaseException:
             sequence.release()
             raise

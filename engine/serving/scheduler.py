@@ -85,7 +85,7 @@ class Engine:
         self._waiting: deque[Generate | Score | Task] = deque()  # a task was put back
         self._running: list[Task] = []  # the oldest first
         self._forms: dict[int, Form] = {}  # of requests that have not begun
-        self._families = Families(self.loaded.prefixes.drop)
+        self._families = Families(self.loaded.prefixes.forks.drop)
         self._turns = itertools.count()
         self._last_read = -1  # the turn of the one whose prompt was read last
         self._owed_s = 0.0  # time that those that decode have to come

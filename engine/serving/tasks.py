@@ -201,7 +201,7 @@ class GenerateTask(Reply):
             return
         assert self.sequence is not None
         if family.wants(self.id):
-            fork = self.loaded.prefixes.fork(self.sequence)
+            fork = self.loaded.prefixes.forks.make(self.sequence)
             if fork is not None:
                 family.keep(Kept(fork, logits().copy()))
         family.begun(self.id)

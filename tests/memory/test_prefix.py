@@ -124,7 +124,7 @@ class Serving(RuleBasedStateMachine):
     @rule(entry=running)
     def fork(self, entry: tuple[Sequence, np.ndarray] | None) -> None:
         if entry is not None and any(s is entry[0] for s, _ in self.alive) and entry[0].length:
-            fork = self.cache.fork(entry[0])
+            fork = self.cache.forks.make(entry[0])
             if fork is not None:
                 assert fork.length == entry[0].length
                 self.forks.append((fork, entry[1][: fork.length]))
@@ -137,7 +137,7 @@ class Serving(RuleBasedStateMachine):
         fork, tokens = live[which % len(live)]
         sequence = self.kv.sequence()
         try:
-            self.cache.begin(sequence, fork)
+            self.cache.forks.begin(sequence, fork)
         except CapacityError:
             assert not fork.gone
             sequence.release()
@@ -156,7 +156,7 @@ class Serving(RuleBasedStateMachine):
     def drop_a_fork(self, which: int) -> None:
         if self.forks:
             fork, _ = self.forks.pop(which % len(self.forks))
-            self.cache.drop(fork)
+            self.cache.forks.drop(fork)
             assert fork.gone
 
     @rule()
@@ -335,17 +335,17 @@ def test_choices_that_part_within_a_chunk_leave_nothing_that_stays(kind: str, bu
     kv = make_cache(kind, 9 * 64)
     cache = prefix_cache(kv, CHUNK, budget)
     sequence, _ = prefill(kv, cache, prompt("", 70))
-    fork = cache.fork(sequence)
+    fork = cache.forks.make(sequence)
     assert fork is not None
     for last in range(3):
         choice = kv.sequence()
-        cache.begin(choice, fork)
+        cache.forks.begin(choice, fork)
         tokens = np.append(prompt("", CHUNK - 1), np.int32(last))
         compute(kv, choice, tokens, CHUNK - 70)
         cache.insert(choice, tokens)
         choice.release()
     sequence.release()
-    cache.drop(fork)
+    cache.forks.drop(fork)
     n_groups = len(cache._groups)
     assert cache.reclaimable_blocks == cache.stats()["device_blocks"] == (1 + 3) * n_groups
     assert kv.free_blocks == kv.n_blocks - (1 + 3) * n_groups
@@ -394,7 +394,7 @@ def test_a_fork_keeps_the_budget_where_its_blocks_send_chunks_to_host_memory(kin
     sequence = kv.sequence()
     compute(kv, sequence, prompt("a", 5), CHUNK + 5)
     assert kv.pools[0].free_blocks == 0
-    fork = cache.fork(sequence)
+    fork = cache.forks.make(sequence)
     assert fork is not None
     held = sum(n.data_bytes + n.snapshot_bytes for n in nodes(cache))
     assert held + fork.host_bytes == cache.host_bytes <= budget

@@ -23,7 +23,7 @@ def test_conversations_in_turn_are_whole_and_cost_no_fork() -> None:
     kv.host = cache._host = HostTier(kv.device, 8 * sum(cache._data_bytes))
     sequence = kv.sequence()
     compute(kv, sequence, prompt("z", 0), CHUNK)
-    fork = cache.fork(sequence)
+    fork = cache.forks.make(sequence)
     sequence.release()
     assert fork is not None
     reused = [serve(kv, cache, prompt(name)) // CHUNK for name in ("abcdefg", "mnopqrs") * 3]
