@@ -139,7 +139,7 @@ def read(path: Path, key: Key, sizes: Sequence[int], into: Callable[[int], Array
     """
     with open_regular(path) as file:
         head = _head(path.name, file)
-        if head.key != json.loads(json.dumps(key)):
+        if head.key != key and head.key != json.loads(json.dumps(key)):  # one with tuples, say
             raise ValueError("it was made for something else")
         if list(sizes) not in (head.sizes, [sum(head.sizes)]):
             raise ValueError(f"its arrays have {sum(head.sizes)} bytes, and {sum(sizes)} were expected")

@@ -117,6 +117,7 @@ class KVCache:
         self.host = HostTier(device)
         self.groups: tuple[KVGroup, ...] = config.kv_groups
         self.kv_type = kv_type
+        self._block_bytes = [group_bytes(g, 1, kv_type) for g in self.groups]
         n_blocks = [group_blocks(g, n_tokens, step_tokens, n_sequences) for g in self.groups]
         n_pool = [
             n if g.window or pool_tokens is None else min(n, -(-pool_tokens // KV_BLOCK_TOKENS))
@@ -196,7 +197,7 @@ class KVCache:
 
     def block_bytes(self, group: int) -> int:
         """Bytes of a block of a group."""
-        return group_bytes(self.groups[group], 1, self.kv_type)
+        return self._block_bytes[group]
 
     def read_blocks(self, group: int, blocks: Many[int], wait: bool = True) -> NDArray[np.uint8]:
         """A copy in host memory of a group's blocks, uint8 [n_bytes].
@@ -209,9 +210,9 @@ class KVCache:
             self.device.synchronize()
         return data
 
-    def lent(self, n_bytes: int) -> NDArray[np.uint8]:
+    def lent(self, *n_bytes: int) -> list[NDArray[np.uint8]]:
         """Host memory that may be written at once, and that `write_blocks` and `restore` take; CapacityError."""
-        data = self.host.array(n_bytes)
+        data = [self.host.array(n) for n in n_bytes]
         self.device.synchronize()  # it may still read what was here before
         return data
 
@@ -243,10 +244,10 @@ class KVCache:
 
     def _runs(self, group: int, blocks: Many[int]) -> list[tuple[int, int, bool]]:
         """Neighbors among some blocks: where the first lies, how many, and whether that is at home."""
-        places = self.pools[group].places
-        where, n_pool = np.asarray(blocks, np.int32), self.pools[group].n_blocks
+        places, n_pool = self.pools[group].places, self.pools[group].n_blocks
+        where = blocks
         if places is not None:
-            where, n_pool = places.where[where], places.n_pool
+            where, n_pool = places.where[list(blocks)].tolist(), places.n_pool
         return [
             (first - n_pool if first >= n_pool else first, n, first >= n_pool) for first, n in runs_of(where, n_pool)
         ]

@@ -49,7 +49,8 @@ class Places:
                 raise CapacityError(f"all {self.n_pool} blocks of the pool are being written or read")
         self.where[block] = heappop(self._free)
         self._sealed[block] = self._at_home[block] = False
-        self.use([block])
+        self._now += 1
+        self._used[block] = self._now
 
     def leave(self, block: int) -> None:
         """Nobody holds a block any more."""

@@ -35,6 +35,7 @@ RETRY_S = 60.0  # how long nothing is saved after a file could not be written
 ROOM_S = 0.05  # how often it is looked whether there is room to wait
 END_S = 5.0  # how long files that wait are written at the end: whoever ends a daemon waits for ten seconds at most
 AHEAD_BYTES = 256 << 20  # of files that are read before they are asked for, beside the largest
+_TOGETHER = 8  # files that room is made for at a time, if there are: it is waited for
 _READERS = 8  # threads at most that do
 _MOST_MISSED = 1 << 14  # names
 _LOCK_S = 10.0  # how long somebody may take who removes files from the folder
@@ -44,7 +45,7 @@ _LOOK_SHARE = 20  # and no more than one in so many seconds of looking
 
 _log = logging.getLogger(__name__)
 
-Into = Callable[[int], NDArray[np.uint8]]  # gives memory of so many bytes
+Into = Callable[..., list[NDArray[np.uint8]]]  # gives memory of each of so many bytes
 _Job = tuple[str, list[NDArray[Any]], Place | None]
 _TIMES: _Job = ("", [], None)  # say which files were used
 
@@ -74,6 +75,7 @@ class PrefixFiles:
         self._thread: threading.Thread | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._ahead: dict[str, tuple[Future[list[NDArray[Any]]], int]] = {}  # and bytes
+        self._ahead_bytes = self._largest_bytes = 0  # of all; of one that was begun with since `expect`
         self._expected: deque[tuple[str, Many[int]]] = deque()  # behind those
         self._into: Into
         self._look_s = 0.0  # when the folder is looked at again
@@ -193,7 +195,8 @@ class PrefixFiles:
 
         sizes: bytes that each has, or all together. into: gives memory for all of them; what it raises is raised.
         """
-        reading, _ = self._ahead.pop(name, (None, 0))
+        reading, n_bytes = self._ahead.pop(name, (None, 0))
+        self._ahead_bytes -= n_bytes
         if reading is None and any(name == other for other, _ in self._expected):
             while self._expected.popleft()[0] != name:  # what was passed over is not asked for any more
                 pass
@@ -203,7 +206,7 @@ class PrefixFiles:
         try:
             if reading is not None:
                 return reading.result()
-            return prefix_file.read(self._folder / name, self._key, sizes, into)
+            return prefix_file.read(self._folder / name, self._key, sizes, lambda n: into(n)[0])
         except FileNotFoundError:  # another daemon needed the room
             with self._lock:
                 self._sizes.pop(name, None)
@@ -231,24 +234,34 @@ class PrefixFiles:
             reading.cancel()
         wait(reading for reading, _ in self._ahead.values())  # they write to memory that may be somebody else's next
         self._ahead.clear()
+        self._ahead_bytes = self._largest_bytes = 0
 
     def _read_ahead(self) -> None:
-        sizes_ahead = [n for _, n in self._ahead.values()]
-        n_bytes, most = sum(sizes_ahead), max(sizes_ahead, default=0)
-        while self._expected and n_bytes - most < AHEAD_BYTES:
+        """Begin with what is expected, as far as there is room, and once there is for several files."""
+        if not self._expected:
+            return
+        n_bytes, least = self._ahead_bytes, _TOGETHER * sum(self._expected[0][1])
+        if len(self._ahead) > 1 and n_bytes - self._largest_bytes + least > AHEAD_BYTES:
+            return
+        found: dict[str, Many[int]] = {}
+        while self._expected and n_bytes - self._largest_bytes < AHEAD_BYTES:
             name, sizes = self._expected.popleft()
-            if name in self._ahead or not self.has(name):
-                continue
-            try:
-                memory = self._into(sum(sizes))
-            except CapacityError:
-                self._expected.clear()
-                return
-            if self._readers is None:
-                self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "prefix reader")
-            reading = self._readers.submit(self._read, name, sizes, memory)
-            self._ahead[name] = reading, sum(sizes)
-            n_bytes, most = n_bytes + sum(sizes), max(most, sum(sizes))
+            if name not in self._ahead and self.has(name):
+                found[name] = sizes
+                n_bytes += sum(sizes)
+                self._largest_bytes = max(self._largest_bytes, sum(sizes))
+        if not found:
+            return
+        try:
+            memory = self._into(*map(sum, found.values()))
+        except CapacityError:
+            self._expected.clear()
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "prefix reader")
+        for (name, sizes), own in zip(found.items(), memory, strict=True):
+            self._ahead[name] = self._readers.submit(self._read, name, sizes, own), sum(sizes)
+        self._ahead_bytes = n_bytes
 
     def _read(self, name: str, sizes: Many[int], memory: NDArray[np.uint8]) -> list[NDArray[Any]]:
         return prefix_file.read(self._folder / name, self._key, sizes, lambda n_bytes: memory[:n_bytes])

@@ -128,11 +128,18 @@ def arrays_of(layer: KVLayer) -> tuple[Any, ...]:
     return tuple(array for array in layer.arrays if array is not None)
 
 
-def runs_of(places: I32, border: int) -> list[tuple[int, int]]:
+def runs_of(places: Sequence[int], border: int) -> list[tuple[int, int]]:
     """Where numbers ascend by one, the first of each run and how many; none goes over `border`."""
-    cut = np.flatnonzero((np.diff(places) != 1) | (places[1:] == border)) + 1
-    ends = [0, *cut.tolist(), len(places)]
-    return [(int(places[a]), b - a) for a, b in pairwise(ends) if a < b]
+    runs: list[tuple[int, int]] = []
+    first, n = 0, 0
+    for place in places:  # of a chunk: they are few, and arrays would cost more
+        if n and place == first + n != border:
+            n += 1
+            continue
+        if n:
+            runs.append((first, n))
+        first, n = place, 1
+    return [*runs, (first, n)] if n else runs
 
 
 def parallel_runs(a: I32, b: I32) -> list[tuple[int, int, int]]:

@@ -32,6 +32,10 @@ def room(n_bytes: int) -> np.ndarray:
     return np.full(n_bytes, 0xFF, np.uint8)
 
 
+def lent(*n_bytes: int) -> list[np.ndarray]:
+    return [room(n) for n in n_bytes]
+
+
 ONE, OTHER = "1" * 64 + ".state", "2" * 64 + ".state"
 
 
@@ -41,13 +45,13 @@ def test_a_file_under_another_name_is_not_believed(tmp_path: Path, caplog: pytes
     files.put(one, [np.arange(5), np.ones((2, 3), np.float32)])
     files.flush()
     for expected in (sizes, [64]):
-        got = files.get(one, expected, room)
+        got = files.get(one, expected, lent)
         assert got is not None and np.array_equal(got[0], np.arange(5)) and got[1].shape == (2, 3)
     assert (tmp_path / one).stat().st_mode & 0o777 == 0o600
     (tmp_path / one).rename(tmp_path / other)
     (tmp_path / "letter.txt").write_text("mine")
     files = PrefixFiles(tmp_path, KEY, 1 << 30)
-    assert files.get(other, sizes, room) is None and not files.has(other) and files.get(one, sizes, room) is None
+    assert files.get(other, sizes, lent) is None and not files.has(other) and files.get(one, sizes, lent) is None
     assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
         "1 files that are not Spark's are left alone",
         "it was made for something else",

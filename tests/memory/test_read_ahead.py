@@ -19,9 +19,9 @@ from tests.memory.test_prefix import KEY
 N_BYTES = 300
 
 
-def memory(n_bytes: int) -> np.ndarray:
+def memory(*n_bytes: int) -> list[np.ndarray]:
     assert threading.current_thread() is threading.main_thread()
-    return np.full(n_bytes, 0xFF, np.uint8)
+    return [np.full(n, 0xFF, np.uint8) for n in n_bytes]
 
 
 def written(folder: Path, n: int) -> tuple[PrefixFiles, list[str]]:
@@ -45,11 +45,14 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
 
     monkeypatch.setattr(prefix_file, "read", noted)
     monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 2 * N_BYTES + 1)
+    monkeypatch.setattr(prefix_files, "_TOGETHER", 2)
     files.expect(((name, [N_BYTES]) for name in [*names[:7], "f" * 64 + ".state"]), memory)
+    n_ahead = []
     for i, name in enumerate(names):
-        assert len(files._ahead) == min(4, max(0, 7 - i))
+        n_ahead.append(len(files._ahead))
         found = files.get(name, [N_BYTES], memory)
         assert found is not None and (found[0] == i).all()
+    assert n_ahead == [4, 3, 2, 4, 3, 2, 1, 0, 0]  # room is made for several at a time
     assert len(threads) == 9 and sum(name.startswith("prefix reader") for name in threads) == 7
     files.expect([(names[0], [N_BYTES])], memory)
     files.close()
