@@ -161,8 +161,12 @@ class Imposing(Drafts):
 
         def draft(n_tokens: int) -> Draft | None:
             made = compute(n_tokens)
-            at = len(reply.history) - rated.n_prompt
-            return made and replace(made, tokens=rated.tokens(at, len(made.tokens)))
+            if made is None:
+                return None
+            tokens = rated.tokens(len(reply.history) - rated.n_prompt, len(made.tokens))
+            if made.drawn is not None:  # the step reads them there
+                self._steps.forward.device.write(made.drawn, np.array(tokens, np.int32))
+            return replace(made, tokens=tokens)
 
         inner.draft = draft  # type: ignore[method-assign]
 

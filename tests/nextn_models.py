@@ -37,9 +37,9 @@ def parts(arch: str, own: bool = True, **changes: Any) -> tuple[Any, dict[str, A
 
 
 @functools.cache
-def block_path(arch: str, types: Any = k_quant_mix, own: bool = True) -> Path:
+def block_path(arch: str, types: Any = k_quant_mix, own: bool = True, n_vocab: int = 301) -> Path:
     """Such a model in a file; written once for all tests."""
-    _, metadata, tensors = parts(arch, own)
+    _, metadata, tensors = parts(arch, own, n_vocab=n_vocab)
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{arch}.gguf"
     write_gguf(path, metadata, {name: (v, fitting(types(name), v.shape[-1])) for name, v in tensors.items()})
     return path

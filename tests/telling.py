@@ -36,6 +36,9 @@ class Telling(Decoder):
         source = self.sources.setdefault(reply, ByBlock(self.predictor, reply))
         promise = source.promise(reply.history, min(self.most, reply.left - 1))
         draft = None if promise is None else source.draft(promise.n_tokens)
+        if draft is not None and draft.drawn is not None:
+            self.steps.forward.device.synchronize()
+            draft = draft.known()
         if draft is None:
             return ()
         follow = [h[len(reply.history) :] for h in self.right if h[: len(reply.history)] == reply.history]

@@ -6,18 +6,30 @@ A source may propose anything: what is not what the model draws is taken back, s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may follow a reply's last, the next one first; source, grade: as of `Promise`."""
+    """Tokens that may follow a reply's last, the next one first; source, grade: as of `Promise`.
+
+    drawn: where a device that is still at it leaves them, int32 [n]; the host has `tokens` when what is enqueued behind
+    has been waited for. made_s: what it takes to make them, where nobody waits for that.
+    """
 
     source: str
     grade: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
+    drawn: Any = None
+    made_s: float | None = None
+
+    def known(self) -> Draft | None:
+        """The same when the device has been waited for, up to the first token that it could not draw; None: nothing."""
+        tokens = tuple(itertools.takewhile(lambda token: token >= 0, self.tokens))
+        return replace(self, tokens=tokens, drawn=None) if tokens else None
 
 
 class Promise(NamedTuple):

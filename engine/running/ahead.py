@@ -13,7 +13,7 @@ from engine.ops.cuda.device import Graph
 from engine.ops.cuda.ops import Workspace
 from engine.ops.cuda.sampling import Sampler
 from engine.ops.device import Array
-from engine.running.drawing import DeviceDrawer
+from engine.running.drawing import CHECK_S, DeviceDrawer
 from engine.running.recall import Ahead
 from engine.running.reply import Reply, not_finite
 from engine.running.sampling import Drawn, counts_reply
@@ -22,7 +22,6 @@ from engine.running.stepping import Span, StepResult, Steps
 AHEAD_STEPS = 3  # enqueued beyond what was read: the device never waits for the host
 NEAR_STEPS = 1  # the same where it is likely to be stopped soon: it waits where the host takes longer than a step
 POLL_S = 0.0001
-CHECK_S = 1.0  # without news for so long, ask the device whether it failed
 
 
 class AheadOfHost:

@@ -24,7 +24,7 @@ from engine.drafting.source import Draft
 from engine.ground.errors import DeviceLostError, SparkError
 from engine.ops import F32
 from engine.running.ahead import AHEAD_STEPS, NEAR_STEPS, AheadOfHost
-from engine.running.drawing import DeviceDrawer, Drawer
+from engine.running.drawing import Behind, DeviceDrawer, Drawer
 from engine.running.forecast import Expected, Forecast, Routed
 from engine.running.guessing import Guessing
 from engine.running.masked import Masked, can_mask
@@ -49,7 +49,7 @@ class Proposal:
     stayed: int = 0
 
     @property
-    def follow(self) -> tuple[int, ...]:
+    def follow(self) -> Many[int]:
         """The tokens that are only proposed."""
         return () if self.draft is None else self.draft.tokens
 
@@ -65,6 +65,9 @@ class Proposer(Protocol):
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """A step with drafts, or without, took so long, and so much of them stayed."""
+
+    def behind(self, proposals: Many[Proposal]) -> Behind | None:
+        """What can be enqueued before it is known which tokens of a step stay, as `Drawer.draw` has it."""
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """A step was run, and accepted where anything was proposed: what it computed can be read until the next."""
@@ -94,6 +97,10 @@ class Nothing:
 
     def fared(self, proposals: Many[Proposal], seconds: float) -> None:
         """As `Proposer.fared`."""
+
+    def behind(self, proposals: Many[Proposal]) -> Behind | None:
+        """As `Proposer.behind`."""
+        return None
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `Proposer.fed`."""
@@ -173,9 +180,11 @@ class Decoder:
     def propose(self, reply: Reply, draft: Draft | None) -> Proposal:
         """The last token, and what may follow it."""
         assert reply.sequence is not None
-        tokens = np.array((reply.history[-1], *(() if draft is None else draft.tokens)), np.int32)
+        drawn = None if draft is None else draft.drawn
+        follow = () if draft is None else draft.tokens if drawn is None else [0] * len(draft.tokens)
+        tokens = np.array((reply.history[-1], *follow), np.int32)
         wanted = tuple(range(len(tokens)))
-        span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, draft is not None, reply.recall)
+        span = Span(reply.sequence, tokens, np.ones(len(tokens), bool), wanted, draft is not None, reply.recall, drawn)
         return Proposal(reply, span, draft)
 
     def run(self, proposals: Many[Proposal], decodes: bool = False) -> StepResult:
@@ -210,7 +219,8 @@ class Decoder:
             if not drawings:
                 break
             follow = [proposals[i].follow[proposals[i].stayed :] for i, _ in drawings]
-            drawn = self.drawer.draw(result, [drawing for _, drawing in drawings], follow)
+            behind = self.proposer.behind(proposals) if len(drawings) == len(proposals) else None
+            drawn = self.drawer.draw(result, [drawing for _, drawing in drawings], follow, behind)
             self.steps.check()
             for (i, _), tokens in zip(drawings, drawn, strict=True):
                 p = proposals[i]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import Any
 
 from engine.drafting import dflash, lookup
@@ -24,6 +25,7 @@ from engine.ops import KV_BLOCK_TOKENS, Limits
 from engine.ops.interface import Workspace
 from engine.running import mtp
 from engine.running.decoding import Proposal
+from engine.running.drawing import Behind
 from engine.running.forward import Forward, Put, placed
 from engine.running.mtp import ByBlock, Predictor
 from engine.running.reply import Reply
@@ -116,7 +118,8 @@ class Drafts:
                 reply.drafting.looked(n > 0)
         if not any(counts):
             return self._nothing(replies)
-        return [self._drafted(one[0], n) if one and n else None for one, n in zip(chosen, counts, strict=True)]
+        alone = sum(map(bool, counts)) == 1
+        return [self._drafted(one[0], n, alone) if one and n else None for one, n in zip(chosen, counts, strict=True)]
 
     def _nothing(self, replies: Many[Reply]) -> list[Draft | None] | None:
         """No draft for anybody. Of most such steps nothing is told: they are short, and many."""
@@ -124,6 +127,13 @@ class Drafts:
         is_told = n != self._untold_of or followed or not self._gate.costs(n, sampled).is_known
         self._untold, self._untold_of = (1 if n != self._untold_of else self._untold + 1), n
         return [None] * n if is_told or self._untold >= self._tell_at else None
+
+    def behind(self, proposals: Many[Proposal]) -> Behind | None:
+        """As `decoding.Proposer.behind`: the block follows all tokens of a step that verifies a draft."""
+        predictor, p = self._predictor, proposals[0]
+        if predictor is None or len(proposals) > 1 or not p.follow or p.stayed or not self.follows([p.reply]):
+            return None
+        return partial(predictor.follow_drawn, p.span, p.reply.history)
 
     def fed(self, proposals: Many[Proposal], result: StepResult) -> None:
         """As `decoding.Proposer.fed`."""
@@ -321,14 +331,17 @@ class Drafts:
         self._gate.left(drafting.record)
         self._rest = self._resting = min(2 * self._rest + 1, MOST_RESTING)
 
-    def _drafted(self, source: Source, n_tokens: int) -> Draft | None:
-        """The tokens; of one that computes them it is counted how long that takes."""
+    def _drafted(self, source: Source, n_tokens: int, alone: bool) -> Draft | None:
+        """The tokens; of one that computes them it is counted how long that takes. alone: no others are made now."""
         began_s = time.perf_counter()
         draft = source.draft(n_tokens)
         if draft is not None and not isinstance(source, Lookup):
-            taken_s = time.perf_counter() - began_s
+            taken_s = time.perf_counter() - began_s if draft.made_s is None else draft.made_s
             self._gate.made(draft.source, taken_s)
             self._making_s += taken_s
+            if draft.drawn is not None and not alone:
+                self._steps.forward.device.synchronize()
+                return draft.known()
         return draft
 
     def _fits(self, n_tokens: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
@@ -25,16 +27,22 @@ from engine.running.forward import Forward
 from engine.running.sampling import Drawing, Drawn, counts_reply, sample
 from engine.running.stepping import StepResult
 
+Behind = Callable[[Array], None]
+CHECK_S = 1.0  # without news for so long, ask the device whether it failed
+
 
 class Drawer(Protocol):
     """Who draws."""
 
-    def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
+    def draw(
+        self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]], behind: Behind | None = None
+    ) -> list[list[Drawn | None]]:
         """Draw a token from each of some rows of the last step's wanted logits; None where they are not finite.
 
         follow: of each, what the step was fed behind. As long as a token is the next of these the row behind counts,
         too, and may be drawn from at once: so of each there are one token or more, of which only the last may be
-        another one.
+        another one. behind: told of the tokens of all rows of the only drawing, int32 [n] on the device, where they
+        will be together, before they are waited for; it enqueues what needs no more.
         """
 
     def draw_from(self, logits: F32, drawing: Drawing) -> Drawn | None:
@@ -44,7 +52,9 @@ class Drawer(Protocol):
 class HostDrawer:
     """Draws on the host."""
 
-    def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
+    def draw(
+        self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]], behind: Behind | None = None
+    ) -> list[list[Drawn | None]]:
         """As `Drawer.draw`; of each there is one: the next costs nothing before it is known to count."""
         logits = result.logits
         return [[self.draw_from(logits[d.row], d)] for d in drawings]
@@ -82,7 +92,7 @@ class DeviceDrawer:
         self.states = SamplerStates(device, forward.limits, n)
         self._samplers = [Sampler(device, forward.limits, self.states, i) for i in range(n)]
         self._known = [_NOTHING] * len(self._samplers)
-        self._nowhere = device.empty((2 + len(forward.kv.groups), n), np.int32)
+        self._nowhere = device.upload(np.zeros((2 + len(forward.kv.groups), n), np.int32))
         self._row = device.empty((1, forward.limits.n_vocab), np.float32)
 
     def lend(self, number: int = 0) -> Sampler:
@@ -98,7 +108,9 @@ class DeviceDrawer:
         found = recalling.left_out[:n], recalling.read[:n], recalling.ring
         tally(self.device, n, arrays.missed, arrays.read, recalling.heads, control, *found)
 
-    def draw(self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]) -> list[list[Drawn | None]]:
+    def draw(
+        self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]], behind: Behind | None = None
+    ) -> list[list[Drawn | None]]:
         """As `Drawer.draw`; waits for the tokens, once.
 
         A sampler goes on by itself with the request it had, without a mask. So it draws from all rows that may count,
@@ -107,7 +119,7 @@ class DeviceDrawer:
         """
         rows_are_vectors = self.forward.limits.n_vocab % 4 == 0
         if rows_are_vectors and len(self._samplers) > 1 and any(follow) and all(map(self._is_free, drawings)):
-            return self._draw_rows(result, drawings, follow)
+            return self._draw_rows(result, drawings, follow, behind)
         counts = [1 if d.allowed is not None else 1 + len(f) for d, f in zip(drawings, follow, strict=True)]
         for i, d in enumerate(drawings):
             if d.logprobs is not None:
@@ -122,7 +134,7 @@ class DeviceDrawer:
         return d.allowed is None and d.logprobs is None and not draws_row_by_row(d.params)
 
     def _draw_rows(
-        self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]]
+        self, result: StepResult, drawings: Many[Drawing], follow: Many[Many[int]], behind: Behind | None
     ) -> list[list[Drawn | None]]:
         """As `draw`, with all samplers, one a row, as often as it takes."""
         f, nowhere, at_once = self.forward, self._nowhere, len(self._samplers)
@@ -144,8 +156,23 @@ class DeviceDrawer:
                 n_launches += 1
                 places[-1] += [(sampler, n_launches) for sampler in samplers]
         self._known = [_NOTHING] * at_once
-        self.device.synchronize()
+        if behind is not None and n_launches == 1:
+            behind(nowhere[0][: len(places[0])])
+            self._await(places[0])
+        else:
+            self.device.synchronize()
+        result.is_waited_for = True
         return [self._that_count(own, tokens) for own, tokens in zip(places, follow, strict=True)]
+
+    def _await(self, places: Many[tuple[Sampler, int]]) -> None:
+        """Wait for draws, and for nothing that is enqueued behind them."""
+        heard_s = time.monotonic()
+        for sampler, n in places:
+            while sampler.drawn(n) is None:
+                time.sleep(0)
+                if time.monotonic() - heard_s > CHECK_S:
+                    self.device.synchronize()  # which raises where it failed
+                    heard_s = time.monotonic()
 
     def _that_count(self, places: Many[tuple[Sampler, int]], follow: Many[int]) -> list[Drawn | None]:
         """The draws up to the first that is not what was fed behind."""

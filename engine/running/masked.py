@@ -17,8 +17,8 @@ import numpy as np
 from engine.ground.errors import CapacityError, DeviceLostError, SparkError
 from engine.memory.blocks import Sequence
 from engine.ops.cuda.sampling import Sampler
-from engine.running.ahead import CHECK_S, POLL_S
-from engine.running.drawing import DeviceDrawer
+from engine.running.ahead import POLL_S
+from engine.running.drawing import CHECK_S, DeviceDrawer
 from engine.running.reply import Reply, mask_wait_s, not_finite
 from engine.running.sampling import Drawn, counts_reply
 from engine.running.stepping import Span, StepResult, Steps

@@ -12,8 +12,11 @@ goes on from there with another token has that one entry of the other's. All of 
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 
@@ -39,6 +42,7 @@ MOST_TOKENS = 4  # of a draft: the block was trained to predict one, and each fu
 # Chances of a draft's tokens, as `gate.Priors`: what such blocks reach on code; the first drafts correct it.
 PRIORS = ((0.75, 0.65, 0.55, 0.50, 0.50, 0.50),)
 GREEDY = Sampling(temperature=0.0)
+TIMED_CHAINS, TIME_EVERY = 3, 64  # drafts of a length, of which the first and a few of the others are waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,34 @@ def whole(experts: tuple[ExpertTensors, ...]) -> Placement:
     return Placement(tuple(map(len, ids)), ids, tuple(() for _ in ids), tuple(map(slot_bytes, experts)))
 
 
+class UnderWay(Many[int]):
+    """The tokens that a sampler draws first, when the device has been waited for: -1 from one on that it could not."""
+
+    def __init__(self, sampler: Sampler, n: int) -> None:
+        self._sampler, self._n, self._epoch = sampler, n, sampler.epoch
+        self._known: list[int] = []
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Many[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Many[int]:
+        if isinstance(index, slice) and range(self._n)[index] == range(self._n):
+            return self  # whoever looks on from the first does not look yet
+        if not self._known:
+            assert self._sampler.epoch == self._epoch, "the next draft was begun"
+            for i in range(self._n):
+                drawn = self._sampler.drawn(i + 1)
+                if drawn is None or drawn.status == FAILED:  # nothing is drawn behind logits that are not finite
+                    break
+                self._known.append(drawn.token)
+            self._known += [-1] * (self._n - len(self._known))
+        return self._known[index]
+
+
 class Predictor:
     """Runs the block of a model that is laid out: its experts and buffers are allocated here, once.
 
@@ -95,6 +127,8 @@ class Predictor:
             experts = self.block.experts
             self.residency = Residency(experts, whole(experts), policy.LRU, device=device, tier=tier)
         self._sampler = None if gpu is None else Sampler(gpu, limits)
+        self._drawn = device.upload(np.zeros(MOST_TOKENS, np.int32))  # what is not drawn is a token all the same
+        self._n_chains, self._chain_s = Counter[int](), dict[int, float]()  # by tokens; what the last one timed took
         self._long = replace(
             forward.buffers, x=forward.buffers.y, y=forward.buffers.x, hidden=None,
             experts=device.empty((1, limits.max_tokens, c.n_expert_used), np.int32),
@@ -104,6 +138,7 @@ class Predictor:
         # Of drafts, in whose steps two residuals take turns.
         self._short = tuple(replace(self._long, x=a, y=b, h=h) for a, b in ((x, y), (y, x)))
         self._rows = device.empty((max(limits.places, limits.max_sequences), c.n_embd), np.float32)
+        self._followed: Span | None = None  # of the last step, before it was known which of its tokens stay
         self._tails: dict[Sequence, _Tail] = {}  # in the order in which they were told
         self._kv = nextn.LastLayer(forward.kv)
         (own,), (self._group,) = self._kv.layers, self._kv.group_of
@@ -119,11 +154,15 @@ class Predictor:
 
         Sequences are as they are then, and none was released.
         """
+        if len(fed) == 1 and fed[0].span is self._followed:
+            self._followed, b = None, self._long.first(len(fed[0].span.tokens), 0)
+            self._tell_last(fed[0], 0, b)
+            return
+        self._followed = None
         self._settle([(one.span.sequence, one.history) for one in fed if one.stay])
         lengths = [len(one.span.tokens) for one in fed]
         ends = np.cumsum(lengths).tolist()
         tokens, positions, slots = (np.full(ends[-1], value, np.int32) for value in (0, 0, -1))
-        model, last = self.forward.buffers.x, list[tuple[int, int]]()
         for one, n, end in zip(fed, lengths, ends, strict=True):
             sequence, at = one.span.sequence, end - n
             start = sequence.length - one.stay
@@ -132,20 +171,38 @@ class Predictor:
             positions[at:end] = np.arange(start, start + n)
             tokens[known] = follow
             slots[known] = self._slots(sequence, positions[known])
-            if not one.stay:
-                continue
-            tail = self._begin(sequence, int(follow[-1]) if len(follow) == one.stay else None)
-            if tail.token is None:
-                self._copy(model[at + one.stay - 1 : at + one.stay], self._row(tail))
-            else:
-                last.append((tail.row, at + one.stay - 1))
         b = self._long.first(len(tokens), 0)
         spans = [(n, int(positions[end - 1]) + 1) for n, end in zip(lengths, ends, strict=True)]
         of = np.repeat(np.arange(len(fed), dtype=np.int32), lengths)
         step = self._step(tokens, positions, slots, [one.span.sequence for one in fed], of, spans)
         self._run(step, b, self.forward.weights.output_norm)
-        for row, at in last:
-            self._copy(b.x[at : at + 1], self._rows[row : row + 1])
+        for one, n, end in zip(fed, lengths, ends, strict=True):
+            self._tell_last(one, end - n, b)
+
+    def follow_drawn(self, span: Span, history: Many[int], drawn: I32) -> None:
+        """Go on with all tokens of a step of one span, before it is known which stay; `follow` is told of it then.
+
+        history: before the step. drawn: int32 [n], what the device draws behind each token: where that token stays, it
+        is what follows. What else there is in the cache then is written over before it is seen.
+        """
+        sequence, n = span.sequence, len(span.tokens)
+        self._settle([(sequence, history)])
+        positions, zeros = np.arange(sequence.length - n, sequence.length, dtype=np.int32), np.zeros(n, np.int32)
+        slots = self._slots(sequence, positions)
+        step = self._step(zeros, positions, slots, [sequence], zeros, [(n, sequence.length)])
+        self.device.copy(self.device.pointer(step.tokens), self.device.pointer(drawn), 4 * n)
+        self._run(step, self._long.first(n, 0), self.forward.weights.output_norm)
+        self._followed = span
+
+    def _tell_last(self, one: Fed, at: int, b: Buffers) -> None:
+        """Keep where the block stands behind a span whose rows begin at `at`; the model's residual is still there."""
+        if not one.stay:
+            return
+        sequence, last = one.span.sequence, at + one.stay - 1
+        follow = one.history[sequence.length - one.stay + 1 : sequence.length + 1]
+        tail = self._begin(sequence, int(follow[-1]) if len(follow) == one.stay else None)
+        x = b.y if tail.token is None else b.x
+        self._copy(x[last : last + 1], self._row(tail))
 
     def knows(self, sequence: Sequence, history: Many[int]) -> bool:
         """Whether a draft can go on behind a history."""
@@ -193,16 +250,16 @@ class Predictor:
     def drafts(self, asked: Many[Asked]) -> list[Draft | None]:
         """The likeliest tokens behind each of some histories, one after the other; None where the block is not there.
 
-        As many at a time as share a step. Fewer than wanted where the context or the cache ends.
+        As many at a time as share a step. Fewer than wanted where the context or the cache ends. Where a device draws
+        them they may be under way: until the next are asked for.
         """
         self._settle([(one.sequence, one.history) for one in asked])
         most = [self._room(one) for one in asked]
         going = [i for i, n in enumerate(most) if n > 0]
-        found: list[list[int]] = [[] for _ in asked]
         if self._sampler is not None:
-            for i in going:
-                found[i] = self._drafted(asked[i], most[i], self._sampler)
-        elif going:
+            return [self._drafted(one, n, self._sampler) if n > 0 else None for one, n in zip(asked, most, strict=True)]
+        found: list[list[int]] = [[] for _ in asked]
+        if going:
             drafted = self._drafted_together([asked[i] for i in going], [most[i] for i in going])
             for i, tokens in zip(going, drafted, strict=True):
                 found[i] = tokens
@@ -234,23 +291,28 @@ class Predictor:
                     found[i].append(token)
         return found
 
-    def _drafted(self, one: Asked, most: int, sampler: Sampler) -> list[int]:
-        """A draft of so many tokens, each of which the device makes the input of its next step."""
+    def _drafted(self, one: Asked, most: int, sampler: Sampler) -> Draft | None:
+        """A draft of so many tokens, each of which the device makes the input of its next step.
+
+        Of most drafts nobody waits for the tokens: the step that verifies them is enqueued behind.
+        """
         assert self.steps.graphs is not None
+        is_timed = self._n_chains[most] < TIMED_CHAINS or self._n_chains[most] % TIME_EVERY == 0
+        self._n_chains[most] += 1
+        if is_timed:
+            self.device.synchronize()
+        began_s = time.perf_counter()
         self._start([one])
         n, zeros = len(one.history) - 1, np.zeros(1, np.int32)
         self._step(zeros, zeros, zeros - 1, [one.sequence], zeros, wanted=1)
         # As the block is a position behind the model, what is drawn first is its input behind n positions.
         sampler.prepare(GREEDY, one.history[max(0, n - HISTORY_TOKENS) : n], n, (), most)
         self.steps.graphs.get((SOURCE, most), lambda: self._chain(most, sampler)).launch()
-        self.device.synchronize()
-        tokens: list[int] = []
-        for i in range(most):
-            drawn = sampler.drawn(i + 1)
-            if drawn is None or drawn.status == FAILED:  # nothing is drawn behind logits that are not finite
-                break
-            tokens.append(drawn.token)
-        return tokens
+        if is_timed:
+            self.device.synchronize()
+            self._chain_s[most] = time.perf_counter() - began_s
+        draft = Draft(SOURCE, 0, UnderWay(sampler, most), self._drawn[:most], self._chain_s[most])
+        return draft.known() if is_timed else draft
 
     def _start(self, asked: Many[Asked]) -> None:
         """Copy the tails of sequences to the first rows that a draft begins with."""
@@ -264,10 +326,10 @@ class Predictor:
         for n in range(most):
             b = self._short[n % 2].first(1, 1)
             if n:
-                self._work(step, b, norm)
+                self._work(replace(step, tokens=self._drawn[n - 1 : n]), b, norm)
             else:
                 nextn.head(self.block, f.weights, self._pass(step, b))
-            sampler.step(b.logits, step.tokens, step.positions, f.slots, f.block_tables, greedy=True)
+            sampler.step(b.logits, self._drawn[n : n + 1], step.positions, f.slots, f.block_tables, greedy=True)
 
     def _room(self, one: Asked) -> int:
         """How many tokens can be drafted; blocks of the cache are taken for them."""

@@ -33,7 +33,8 @@ class Span:
     """Tokens that continue a sequence. counted: whose routing is counted, bool [T].
 
     want: indices within the span whose logits are wanted, MAX_ROWS in a step at most. keep: some of the tokens, of a
-    step of at most KEPT_TOKENS, may be taken back. recall: what its rows read, None: all.
+    step of at most KEPT_TOKENS, may be taken back. recall: what its rows read, None: all. drawn: the last of the tokens
+    on the device, int32 [n], where the host does not know them yet; `tokens` has anything in their place.
     """
 
     sequence: Sequence
@@ -42,6 +43,7 @@ class Span:
     want: tuple[int, ...] = ()
     keep: bool = False
     recall: Part | None = None
+    drawn: I32 | None = None
 
 
 class StepResult:
@@ -58,6 +60,7 @@ class StepResult:
         brought: I32 | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._check = check
+        self.is_waited_for = False  # somebody has waited for what was enqueued behind the step
         self._device, self._buffers, self.rows, self._T, self._brought = device, buffers, rows, T, brought
 
     @property
@@ -75,7 +78,8 @@ class StepResult:
     def experts(self) -> I32:
         """The chosen experts; until the next step, where they were brought already."""
         if self._brought is not None:
-            self._device.synchronize()
+            if not self.is_waited_for:
+                self._device.synchronize()
             return self._brought[:, : self._T]
         return np.asarray(self._device.read(self._buffers.experts))[:, : self._T]
 
@@ -161,18 +165,29 @@ class Steps:
         captured = self.is_captured(width)
         step = self._inputs(spans, width, None if captured else rows)
         if captured:
-            self.forward.bring(step)
+            self._bring_drawn(spans, self.forward.bring(step))
             self.launch(width, 1 < len(spans) == T, step.decoded, step.recall is not None)
             buffers = self.forward.buffers.first(width, width)
             brought = self._bring(buffers.experts, spans)
             result = StepResult(self._device, buffers, rows, T, brought, self.check)
         else:
             self.begin(width)
-            buffers = self.forward.run(self.forward.feed(step), self.residency)
+            fed = self.forward.feed(step)
+            self._bring_drawn(spans, fed)
+            buffers = self.forward.run(fed, self.residency)
             result = StepResult(self._device, buffers, check=self.check)
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)
         return result
+
+    def _bring_drawn(self, spans: list[Span], step: Step) -> None:
+        """Copy the tokens that are on the device already to where a step reads them."""
+        end = 0
+        for span in spans:
+            end += len(span.tokens)
+            if span.drawn is not None:
+                to = step.tokens[end - len(span.drawn) : end]
+                self._device.copy(self._device.pointer(to), self._device.pointer(span.drawn), to.nbytes)
 
     def _bring(self, experts: I32, spans: list[Span]) -> I32 | None:
         """Enqueue a copy of int32 [L, T, A] to page-locked memory, if tokens of the step may be taken back."""

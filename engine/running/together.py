@@ -14,8 +14,8 @@ from engine.ground.errors import CapacityError, SparkError
 from engine.memory.blocks import Sequence
 from engine.ops.cuda.device import Graph
 from engine.ops.cuda.sampling import Sampler
-from engine.running.ahead import AHEAD_STEPS, CHECK_S, POLL_S
-from engine.running.drawing import DeviceDrawer
+from engine.running.ahead import AHEAD_STEPS, POLL_S
+from engine.running.drawing import CHECK_S, DeviceDrawer
 from engine.running.recall import Ahead
 from engine.running.reply import Reply, not_finite
 from engine.running.sampling import Drawn, counts_reply

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.drafting.source import Draft
 from engine.ground.config import EngineConfig
 from engine.ground.errors import CapacityError
+from engine.ground.protocol import Done, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
-from engine.running import draft_files, dryrun
+from engine.models.layers import Step
+from engine.running import draft_files, dryrun, mtp
+from engine.running.drafts import Drafts
 from engine.running.loaded import Loaded, load
-from engine.running.mtp import Asked, Fed
-from engine.running.stepping import Span
+from engine.running.mtp import MOST_TOKENS, Asked, Fed
+from engine.running.stepping import Span, Steps
 from engine.running.warm import warm_up
+from engine.serving.scheduler import Engine
 from tests.engine_runs import config
 from tests.nextn_models import FAMILIES, apart, block_path
+from tests.serving.test_drafts import eager
 from tests.telling import Telling, said
 from tests.tiny_models import nmse
 
@@ -85,6 +92,92 @@ def test_drafts_change_no_token(residency: int) -> None:
         assert said(loaded, decoder, prompts, sampling, 6) == expected
     assert decoder.n_right > 2
     loaded.close()
+
+
+@pytest.mark.parametrize(("arch", "residency"), [("qwen35", 100), ("qwen35moe", 40)])
+def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arch: str, residency: int) -> None:
+    """Steps are enqueued behind drafts that nobody has waited for: the block's own, and some that are right.
+
+    The block follows them before it is known what stays. Where several samplers draw, that is: not of rows that are no
+    vectors, nor where a draw depends on the last.
+    """
+    monkeypatch.setattr(mtp, "TIMED_CHAINS", 0)
+    path = block_path(arch, n_vocab=304)
+    options: dict[str, Any] = {"residency_pct": residency, "policy": "lru"} if arch == "qwen35moe" else {}
+    penalized = Sampling(0.7, seed=5, frequency_penalty=0.4)
+    requests = [
+        Generate(1, tuple(TOKENS[:41].tolist()), 15, Sampling(), ()),
+        Generate(2, tuple(TOKENS[9:30].tolist()), 14, Sampling(0.9, seed=4), ()),
+        Generate(3, tuple(TOKENS[20:33].tolist()), 9, penalized, (), logprobs=1),
+    ]
+
+    def told(engine: Engine, request: Generate) -> tuple[list[int], list[Event]]:
+        engine.submit(request)
+        events = list[Event]()
+        while engine.busy:
+            events += engine.step()
+        return [t for e in events if isinstance(e, Tokens) for t in e.tokens], events
+
+    plain = Engine(config(path, draft="off", **options))
+    expected = [told(plain, request)[0] for request in requests]
+    plain.close()
+    known = [[*r.tokens, *tokens] for r, tokens in zip(requests, expected, strict=True)]
+    rng, n_brought, followed, drawn = np.random.default_rng(3), list[int](), list[int](), list[list[int]]()
+    draft_of, bring, follow = mtp.ByBlock.draft, Steps._bring_drawn, mtp.Predictor.follow_drawn
+
+    def partly_right(self: mtp.ByBlock, n_tokens: int) -> Draft | None:
+        made, history = draft_of(self, n_tokens), self._reply.history
+        if made is None or made.drawn is None:
+            return made
+        device = self._predictor.device
+        drawn.append(device.read(made.drawn).tolist())
+        if rng.random() < 0.3:
+            return made
+        (said,) = {tuple(h[len(history) :]) for h in known if h[: len(history)] == history}
+        n = int(rng.integers(0, min(len(made.tokens), len(said)) + 1))
+        tokens = (said[:n] + (7,) * MOST_TOKENS)[: len(made.tokens)]
+        device.write(made.drawn, np.array(tokens, np.int32))
+        return replace(made, tokens=tokens)
+
+    def noted(self: Steps, spans: list[Span], step: Step) -> None:
+        n_brought.extend(len(s.drawn) for s in spans if s.drawn is not None)
+        bring(self, spans, step)
+
+    def follows(self: mtp.Predictor, span: Span, history: list[int], tokens: np.ndarray) -> None:
+        followed.append(len(tokens))
+        follow(self, span, history, tokens)
+
+    monkeypatch.setattr(mtp.ByBlock, "draft", partly_right)
+    monkeypatch.setattr(Steps, "_bring_drawn", noted)
+    monkeypatch.setattr(mtp.Predictor, "follow_drawn", follows)
+    engine, n_followed = Engine(config(path, draft="mtp", **options)), 0
+    eager(engine, "mtp")
+    for request, tokens in zip(requests, expected, strict=True):
+        found, events = told(engine, request)
+        assert isinstance(events[-1], Done)
+        drafts = events[-1].usage.drafts["mtp"]
+        assert found == tokens and 0 < drafts["accepted"] < drafts["drafted"], drafts
+        assert len(followed) > n_followed if request.id < 3 else n_followed == len(followed)
+        n_followed = len(followed)
+    assert len(n_brought) > 6 and max(n_brought) > 1 and max(followed) > 2
+    alone = drawn.copy()
+    for request in requests:
+        engine.submit(request)
+    events = []
+    while engine.busy:
+        events += engine.step()
+    for request, tokens in zip(requests, expected, strict=True):
+        assert [t for e in events if isinstance(e, Tokens) and e.id == request.id for t in e.tokens] == tokens
+    engine.close()
+    # The block is where it is if it follows when all is known.
+    rng, n_followed = np.random.default_rng(3), len(followed)
+    drawn.clear()
+    monkeypatch.setattr(Drafts, "behind", lambda self, proposals: None)
+    engine = Engine(config(path, draft="mtp", **options))
+    eager(engine, "mtp")
+    assert [told(engine, request)[0] for request in requests] == expected
+    assert drawn == alone and len({tuple(d) for d in drawn}) > 3 and n_followed == len(followed)
+    engine.close()
 
 
 def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path: Path) -> None:
