@@ -26,10 +26,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,7 @@ from engine.ground.protocol import Done, Error, Generate, Tokens  # noqa: E402
 from engine.ground.sampling import Sampling  # noqa: E402
 from engine.placing import placement  # noqa: E402
 from engine.placing.policies import ALL, UNIFORM  # noqa: E402
+from engine.running import mtp  # noqa: E402
 from engine.running.drafts import Drafts  # noqa: E402
 from engine.running.reply import Reply  # noqa: E402
 from engine.serving.scheduler import Engine  # noqa: E402
@@ -359,19 +361,22 @@ def at_once(o: argparse.Namespace, shape: Shape, prompts: Prompts) -> list[dict[
 def drafter(o: argparse.Namespace, shape: Shape, prompts: Prompts) -> list[dict[str, Any]]:
     """A drafter or a block that is right as often as it is said to be."""
     rows = []
-    with opened(o, shape, replayed=shape.n_expert > 0, draft=o.draft) as bench:
+    with opened(o, shape, replayed=shape.n_expert > 0, draft=o.draft) as bench, ExitStack() as undo:
+        if o.beyond is not None:  # random tokens have as many as the vocabulary
+            told = mock.patch.object(mtp._Tail, "told", lambda tail, ids: setattr(tail, "beyond", o.beyond))
+            undo.enter_context(told)
         for first in o.first:
             depth = o.depths[0]
 
             def cases(told: list[list[int]], first: float = first, depth: int = depth) -> list[Case]:
-                follower = Rated(told[0], depth, falling(first), first, seed=bench.n)
+                follower = Rated(told[0], depth, falling(first * (1 - (o.beyond or 0.0))), first, seed=bench.n)
                 nothing = Rated((), depth, constant(0.0), 0.0, seed=0)
                 return [Case(lambda memory: nothing, follower)]
 
             # The second has no drafter, so that it is known what a reply takes without.
             pairs = [bench.pair([prompts.next(depth)], o.generate, cases) for _ in range(2 + o.runs)][1:]
             name = o.draft if o.draft == "mtp" else Path(o.draft).name
-            rows.append(row_of(pairs, part="drafter", draft=name, first=first, depth=depth))
+            rows.append(row_of(pairs, part="drafter", draft=name, first=first, depth=depth, beyond=o.beyond))
     return rows
 
 
@@ -526,6 +531,9 @@ def main() -> None:
     parser.add_argument("--pcie-gb-per-s", type=float, default=PCIE_GB_PER_S)
     parser.add_argument("--at-once", type=_ints, default=[2, 4], help="replies that share steps")
     parser.add_argument("--draft", default="mtp", help="mtp, or a drafter's file")
+    parser.add_argument(
+        "--beyond", type=float, help="share of tokens that a block's short head has not, which are never right"
+    )
     parser.add_argument("--first", type=parse_list, default=[0.74], help="chances of a drafter's first token")
     parser.add_argument("--tokens", type=Path, nargs="+", default=[], metavar="TOKENS.parquet")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "data/nano/tokenizer.json", help="of these")

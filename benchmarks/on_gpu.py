@@ -104,6 +104,9 @@ MEASUREMENTS = (
     Measurement("decode-q3", "decode.py Q3_K_M.gguf --depths 512 --rates= --policies= --runs 5", 30),
     Measurement("decode-iq2", "decode.py UD-IQ2_XXS.gguf --depths 512 --rates= --policies= --runs 5", 30),
     Measurement("draft_speed-dense", "draft_speed.py dense.gguf --parts drafter --draft mtp --runs 2", 60),
+    Measurement(
+        "draft_speed-dense-short", "draft_speed.py dense.gguf --parts drafter --draft mtp --beyond 0.01 --runs 4", 75
+    ),
     Measurement("draft_phases-dense", "draft_phases.py dense.gguf --runs 2", 45),
     Measurement("given_tokens-dense", "given_tokens.py dense.gguf --depths 512 --tokens 1,2,4,8 --runs 20", 30),
     Measurement("draft_speed-mtp", "draft_speed.py qwen36.gguf --parts drafter --draft mtp --runs 3", 60),

@@ -62,6 +62,11 @@ class QTensor:
         first = e * (self.stride_bytes or size)
         return QTensor(f"{self.name}[{e}]", self.qtype, self.shape[1:], self.data[first : first + size])
 
+    def first(self, n: int) -> QTensor:
+        """The first n rows of a matrix, without a copy."""
+        assert len(self.shape) == 2 and n <= self.shape[0], f"{self.name}: {n} rows of {self.shape}"
+        return replace(self, name=f"{self.name}[:{n}]", shape=(n, self.shape[1]), data=self.data[: n * self.row_bytes])
+
     def reordered(self, name: str, shape: tuple[int, ...], blocks: Bytes) -> QTensor:
         """A tensor of `blocks`, a view of this one's data in another order: a copy, unless there is nothing to copy."""
         data = np.ascontiguousarray(blocks).reshape(-1) if self.backed else unbacked(blocks.size, np.uint8)

@@ -231,11 +231,11 @@ def forward(arch: Architecture, block: Block, weights: Weights[Any], p: Pass[Any
         head(block, weights, p)
 
 
-def head(block: Block, weights: Weights[Any], p: Pass[Any]) -> None:
-    """`p.b.logits` of `p.step.rows` of the block's residual."""
+def head(block: Block, weights: Weights[Any], p: Pass[Any], output: QTensor | None = None) -> None:
+    """`p.b.logits` of `p.step.rows` of the block's residual. output: another matrix than the block's."""
+    output = output or block.output or weights.output
     p.ops.head(
-        p.ws, p.b.x, p.step.rows, last_norm(block, weights), p.config.eps, block.output or weights.output, p.b.logits,
-        softcap=weights.softcap,
+        p.ws, p.b.x, p.step.rows, last_norm(block, weights), p.config.eps, output, p.b.logits, softcap=weights.softcap
     )  # fmt: skip
 
 

@@ -180,6 +180,43 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
     engine.close()
 
 
+def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtp, "SHORT_HEAD", 200)
+    monkeypatch.setattr(mtp, "SOON", 0.05)
+    loaded = load(config(block_path("qwen35", n_vocab=304), draft="mtp"))
+    predictor, device, sequence = loaded.predictor, loaded.backend.device, loaded.kv.sequence()
+    assert predictor is not None
+    history: list[int] = []
+
+    def says(tokens: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        """A draft behind more tokens, and the logits of its last one."""
+        history.extend(tokens.tolist())
+        part = np.array(history[sequence.length : -1], np.int32)
+        span = Span(sequence, part, np.ones(len(part), bool), (len(part) - 1,))
+        loaded.steps.run([span])
+        predictor.follow([Fed(span, len(part), history)])
+        return drawn()
+
+    def drawn(n: int = 1) -> tuple[tuple[int, ...], np.ndarray]:
+        device.write(loaded.forward.buffers.logits[:1], np.full((1, 304), np.nan, np.float32))
+        (draft,) = predictor.drafts([Asked(sequence, history, n)])
+        assert draft is not None
+        device.synchronize()
+        return tuple(draft.tokens), np.array(device.read(loaded.forward.buffers.logits)[0])
+
+    for tokens in (TOKENS[:41] % 200, TOKENS[41:44] % 200):
+        short, logits = says(tokens)
+        assert np.isnan(logits[200:]).all() and short == (int(logits[:200].argmax()),)
+        few = drawn(3)[0]
+        assert len(few) == 3 and max(few) < 200 and few[0] == short[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(mtp, "MOST_BEYOND", -1.0)
+            one, whole = drawn()
+        assert np.array_equal(whole[:200], logits[:200]) and one == (int(whole.argmax()),)
+    assert not np.isnan(says(200 + TOKENS[44:50] % 104)[1]).any()  # text of others
+    loaded.close()
+
+
 def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path: Path) -> None:
     model, path = apart(tmp_path, "qwen35moe")
     found = []
