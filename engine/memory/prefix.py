@@ -177,8 +177,7 @@ class PrefixCache:
 
         if free() >= self._n_blocks:
             return
-        kept = self._files is not None and self._files.keeps(self._host.budget_bytes)  # whatever goes for what leaves
-        room = (self._host.budget_bytes if kept else self._host.room_bytes) // max(1, sum(self._data_bytes))
+        room = self._host.room_bytes // max(1, sum(self._data_bytes))
         n = min(n_chunks, room, BACK_CHUNKS) * self._n_blocks
         while free() < n and self._reclaim_chunk():
             pass

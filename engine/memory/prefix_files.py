@@ -160,11 +160,6 @@ class PrefixFiles:
         with self._lock:
             return frozenset(self._missed)
 
-    def keeps(self, n_bytes: int) -> bool:
-        """Whether of what was put so many bytes are in files, whichever: nothing is missed, and there is room."""
-        with self._lock:
-            return not self._missed and n_bytes <= self._budget
-
     def forget_missed(self, but: Iterable[str] = ()) -> None:
         """Nothing that is missed can be put again, but these."""
         with self._lock:

@@ -44,7 +44,7 @@ MOST_TOKENS = 4  # of a draft: the block was trained to predict one, and each fu
 PRIORS = ((0.75, 0.65, 0.55, 0.50, 0.50, 0.50),)
 GREEDY = Sampling(temperature=0.0)
 TIMED_CHAINS, TIME_EVERY = 3, 64  # drafts of a length, of which the first and a few of the others are waited for
-# Ids that a draft is chosen among where text has few others: they are in the order of a vocabulary's merges, the frequent
+# Ids that a draft is chosen among where text has few others. They are in the order of a vocabulary's merges, frequent
 # ones first, and most of what a draft reads is the head (after FR-Spec, arXiv:2502.14856).
 SHORT_HEAD = 96 << 10
 MOST_BEYOND = 0.03  # of the tokens, of which as many drafts end early: the head of all costs a twentieth of a step more

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,8 @@ import pytest
 
 from engine.ground.errors import CapacityError
 from engine.memory.host import HostTier
-from engine.memory.prefix_files import PrefixFiles
 from engine.ops import KV_BLOCK_TOKENS
 from tests.cached_prompts import CHUNK, LateDevice, compute, make_cache, nodes, prefix_cache, prompt, serve
-from tests.memory.test_prefix import KEY
 
 
 def test_conversations_in_turn_are_whole_and_cost_no_fork() -> None:
@@ -48,25 +45,6 @@ def test_what_comes_back_has_neighboring_blocks(spare: int) -> None:
     held = [node.blocks[0] for node in nodes(cache) if node.blocks is not None]
     apart = sum(b != a + 1 for blocks in held for a, b in pairwise(blocks))
     assert CHUNK > KV_BLOCK_TOKENS and len(held) >= 8 and (not spare or apart <= 2), held
-
-
-@pytest.mark.parametrize("all_in_files", [True, False])
-def test_they_are_neighbors_where_host_memory_is_full_and_files_have_all(tmp_path: Path, all_in_files: bool) -> None:
-    """But not where what goes for them may be nowhere else."""
-    kv = make_cache("full", 26 * CHUNK + KV_BLOCK_TOKENS)
-    host_bytes = 40 * CHUNK // KV_BLOCK_TOKENS * sum(map(kv.block_bytes, kv.full_groups))
-    files = PrefixFiles(tmp_path, KEY, 1 << 30 if all_in_files else host_bytes - 1)
-    cache = prefix_cache(kv, CHUNK, host_bytes, files)
-    for turn in range(5):
-        for first in (100, 200, 300):
-            tokens = prompt("".join(map(chr, range(first, first + 24))), 5 + turn * (CHUNK // 3))
-            reused = serve(kv, cache, tokens)
-            assert not all_in_files or not turn or reused >= 24 * CHUNK
-            files.flush()
-    held = [node.blocks[0] for node in nodes(cache) if node.blocks is not None]
-    apart = sum(b != a + 1 for blocks in held for a, b in pairwise(blocks))
-    assert len(held) >= 24 and (apart <= 3) == all_in_files, held
-    cache.close()
 
 
 @pytest.mark.parametrize(("room", "copied"), [(12, [0, 6, 6, 0, 0, 0]), (10, [0, *[6] * 5]), (6, [0, *[6] * 5])])
