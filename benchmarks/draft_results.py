@@ -87,6 +87,7 @@ def speeds(name: str, made: Json) -> list[str]:
     first = made["rows"][0]
     part = {"missed": "a share of experts missed", "drafter": f"drafts by {first.get('draft')}"}
     way = part.get(first["part"], "all experts resident") + (", sampled at 1.0" if made.get("temperature") else "")
+    way += f", {beyond:.0%} of tokens beyond its short head" if (beyond := first.get("beyond")) is not None else ""
     share = first.get("repeat", 0.0)
     neighbors = f"the same in {share:.0%}" if share else "independent"
     rows = []
@@ -200,6 +201,7 @@ SECTIONS = {
     "draft_speed-qwen36.json": speeds,
     "draft_speed-mtp.json": speeds,
     "draft_speed-dense.json": speeds,
+    "draft_speed-dense-short.json": speeds,
     "draft_speed-sessions.json": in_sessions,
     "draft_phases-dense.json": phases,
     "draft_phases-qwen36.json": phases,

@@ -329,9 +329,9 @@ class KVCache:
             places = pool.places
             if places is None:
                 continue
-            blocks = np.unique(np.concatenate([s.groups[group].blocks() for s in sequences] or [np.zeros(0, np.int32)]))
+            blocks = np.concatenate([s.groups[group].blocks() for s in sequences] or [np.zeros(0, np.int32)])
             places.use(blocks)
-            away = places.away(blocks)
+            away = np.unique(places.away(blocks))
             if not len(away):
                 continue
             kept = MOST_LEAVE if places.n_pool > MOST_LEAVE * 8 else 1  # free places, for what is written next
@@ -354,10 +354,11 @@ class KVCache:
         for group, staging in self._staging.items():
             places = self.pools[group].places
             assert places is not None
-            away = tables[group] >= places.n_pool
-            blocks, index = np.unique(tables[group][away] - np.int32(places.n_pool), return_inverse=True)
-            found[group] = tables[group].copy()
-            found[group][away] = index.astype(np.int32) + np.int32(places.n_pool)
+            away, blocks = tables[group] >= places.n_pool, np.zeros(0, np.int32)
+            if away.any():
+                blocks, index = np.unique(tables[group][away] - np.int32(places.n_pool), return_inverse=True)
+                found[group] = tables[group].copy()
+                found[group][away] = index.astype(np.int32) + np.int32(places.n_pool)
             if not np.array_equal(blocks, staging.told):
                 if len(blocks) >= len(staging.absent):
                     raise CapacityError(f"{len(blocks)} blocks at home for a staging area of {len(staging.absent) - 1}")
