@@ -131,6 +131,7 @@ class KVCache:
         self.home_bytes = 0
         self.moves = 0  # counts what changes tables
         self.moved_bytes = {"home": 0, "back": 0}
+        self.is_rehearsed = False  # as if blocks were away: for who counts what is launched
         self._alive: WeakSet[Sequence] = WeakSet()
         self._stores: dict[int, Store] = {}
         self._staging: dict[int, _Staging] = {}
@@ -368,11 +369,21 @@ class KVCache:
         return tuple(found)
 
     def staging(self, layer: int) -> tuple[I32, KVLayer, KVLayer] | None:
-        """What the op `stage` takes for a layer; None where nothing is staged."""
-        own, staging = self._reads[layer], self._staging.get(self.group_of[layer])
-        if staging is None or own is None or own not in self._homes:
+        """What the op `stage` takes for a layer; None where nothing is staged, or nothing is away."""
+        staging, homes = self._staging.get(self.group_of[layer]), self.homes(layer)
+        if not self.stages or staging is None or homes is None:
             return None
-        return staging.absent, self._homes[own], staging.area
+        return staging.absent, homes, staging.area
+
+    def homes(self, layer: int) -> KVLayer | None:
+        """A layer's cache at home, where blocks of it are staged."""
+        own = self._reads[layer]
+        return None if own is None else self._homes.get(own)
+
+    @property
+    def stages(self) -> bool:
+        """Whether the next step has to bring blocks to a staging area, of the sequences whose tables were told last."""
+        return self.is_rehearsed or any(len(staging.told) for staging in self._staging.values())
 
     @property
     def most_staged(self) -> int:

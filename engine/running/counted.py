@@ -126,6 +126,7 @@ def count(
     arena = -(-residency.arena_bytes // ALIGN_BYTES) * ALIGN_BYTES
     assert device.n_bytes - before >= arena
     device.empty(max((max(e.part_bytes) for e in weights.experts), default=0), np.uint8)  # PageLockedTier's passage
+    forward.kv.is_rehearsed = True
     drawer, steps = DeviceDrawer(forward, device), Steps(forward, residency, Graphs(device))
     predictor = None
     if block is not None:

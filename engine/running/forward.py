@@ -256,7 +256,7 @@ class Forward:
                     self.ws.attention.abandon()
                 raise
         else:  # the inputs lie where they did in the last step of this shape
-            shape = T, len(step.states), len(step.rows), residency, step.recall is not None
+            shape = T, len(step.states), len(step.rows), residency, step.recall is not None, self.kv.stages
             weights, noted = self._noted.get(shape, (None, None))
             if len(self._noted) >= MAX_NOTED:
                 self._noted.clear()

@@ -163,7 +163,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             guessing, guesses_said = _guess(options, source, backend, residency)
-            steps = Steps(forward, residency, None if gpu is None else Graphs(gpu))
+            steps = Steps(forward, residency, None if gpu is None else Graphs(gpu, lambda: forward.kv.stages))
             steps.misses, misses_said = share(
                 options, gpu, backend.bus, forward.ws, shares.limits, residency, source.block
             )  # fmt: skip

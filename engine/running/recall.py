@@ -279,10 +279,10 @@ class Recalling:
             where, number = (row[: len(some)] for row in self.lacking)
             ws.feed([(where, some if places is None else places.where[some]), (number, some)])
             for layer in self.sketches.owners[group]:
-                kv, staging = self.kv.layers[layer], self.kv.staging(layer)
+                kv, homes = self.kv.layers[layer], self.kv.homes(layer)
                 assert kv is not None
-                if staging is not None:  # what is at home is read there
-                    kv = replace(kv, homes=staging[1])
+                if homes is not None:  # what is at home is read there
+                    kv = replace(kv, homes=homes)
                 ops.summarize(ws, kv, where, number, self.sketches.of[layer])
 
     def fared(self, fed: Many[tuple[Reads, int, Tally]]) -> None:

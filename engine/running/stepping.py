@@ -119,17 +119,18 @@ class StepResult:
 
 
 class Graphs:
-    """Captured work of a device, each piece under a name."""
+    """Captured work of a device, each piece under a name, and again for each `kind` of step that there is now."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, kind: Callable[[], Hashable] = lambda: None) -> None:
+        self._device, self._kind = device, kind
         self._captured: dict[Hashable, Graph] = {}
 
     def get(self, name: Hashable, work: Callable[[], None]) -> Graph:
         """The graph of that name, captured from `work` when it is asked for first."""
-        graph = self._captured.get(name)
+        key = name, self._kind()
+        graph = self._captured.get(key)
         if graph is None:
-            graph = self._captured[name] = self._device.capture(work)
+            graph = self._captured[key] = self._device.capture(work)
         return graph
 
     def forget(self) -> None:

@@ -20,6 +20,7 @@ from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.memory.kv import KVCache
 from engine.memory.shape import least_pool
+from engine.ops.cuda import ops as device_ops
 from engine.running import dryrun
 from engine.running.stepping import Steps
 from engine.serving.scheduler import Engine
@@ -258,3 +259,29 @@ def test_pools_are_tokens_or_gib() -> None:
 def test_the_smallest_pool_will_do(restless: dict[str, int]) -> None:
     path = model("qwen3moe")
     assert told(path, "cpu", str(least_pool(CHUNK, 2))) == told(path, "cpu", "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_device")
+def test_who_has_room_for_all_has_nothing_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until something is away, and again when nothing is: each step is the one for that."""
+    staged, stage = [0], device_ops.stage
+
+    def noted(*of: Any) -> None:
+        staged[0] += 1
+        stage(*of)
+
+    monkeypatch.setattr(device_ops, "stage", noted)
+    path, tokens = model("qwen3moe"), requests(301)[1][0].tokens
+    short, long = Generate(1, tokens[:90], 9, stop_tokens=()), Generate(2, tokens, 9, stop_tokens=())
+    found = {}
+    for pool in ("auto", least := str(least_pool(CHUNK, 1))):
+        engine = opened(path, "cuda", pool, parallel=1)
+        assert engine.loaded.kv.is_pooled == (pool != "auto") and not engine.loaded.kv.stages
+        staged[0] = 0  # of who counted what is launched
+        found[pool] = [said(engine, lambda n_vocab: [[short]]), staged[0]]
+        found[pool] += [said(engine, lambda n_vocab: [[long]])]
+        assert engine.loaded.kv.stages == (pool != "auto") == bool(staged[0])
+        found[pool] += [said(engine, lambda n_vocab: [[replace(short, id=3)]])]
+        engine.close()
+    assert int(least) < len(tokens) and found["auto"] == found[least] and found[least][1] == 0
