@@ -8,6 +8,7 @@ checksum, and the least recently used go first. What is in them: engine/formats/
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -240,7 +241,7 @@ class PrefixFiles:
         """Begin with what is expected, as far as there is room, and once there is for several files."""
         if not self._expected:
             return
-        n_bytes, least = self._ahead_bytes, _TOGETHER * sum(self._expected[0][1])
+        n_bytes, least = self._ahead_bytes, min(_TOGETHER * sum(self._expected[0][1]), AHEAD_BYTES // 2)
         if len(self._ahead) > 1 and n_bytes - self._largest_bytes + least > AHEAD_BYTES:
             return
         found: dict[str, Many[int]] = {}
@@ -252,16 +253,18 @@ class PrefixFiles:
                 self._largest_bytes = max(self._largest_bytes, sum(sizes))
         if not found:
             return
-        try:
-            memory = self._into(*map(sum, found.values()))
-        except CapacityError:
-            self._expected.clear()
-            return
+        memory: list[NDArray[np.uint8]] = []
+        while found and not memory:
+            try:
+                memory = self._into(*map(sum, found.values()))
+            except CapacityError:  # fewer, and none behind these
+                self._expected.clear()
+                found = dict(itertools.islice(found.items(), len(found) // 2))
         if self._readers is None:
             self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "prefix reader")
         for (name, sizes), own in zip(found.items(), memory, strict=True):
             self._ahead[name] = self._readers.submit(self._read, name, sizes, own), sum(sizes)
-        self._ahead_bytes = n_bytes
+            self._ahead_bytes += sum(sizes)
 
     def _read(self, name: str, sizes: Many[int], memory: NDArray[np.uint8]) -> list[NDArray[Any]]:
         return prefix_file.read(self._folder / name, self._key, sizes, lambda n_bytes: memory[:n_bytes])

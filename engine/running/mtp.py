@@ -2,7 +2,8 @@
 
 The block has a cache: one more layer in the model's, with the blocks and slots of the sequence. Position p of it is
 made of the model's residual at p and of the token at p + 1, so it is told of every step when it is known which of its
-tokens stay and what follows them, a chunk of a prompt like a decoded token. A draft goes on from there alone, on what
+tokens stay and what follows them, a chunk of a prompt like a decoded token; a step that verifies a draft on a device
+it follows before that, with what is drawn behind each token. A draft goes on from there alone, on what
 the block itself has made; what a draft leaves in the cache is written over before it is seen again.
 
 What it was not told of has no entry: zeros, or what a draft or another sequence left there. So it is with a prefix that
@@ -13,7 +14,7 @@ goes on from there with another token has that one entry of the other's. All of 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import overload
@@ -127,7 +128,7 @@ class Predictor:
 
     tier: where the bytes of its experts come from (None: it has none). gpu: the device, where that makes each token of
     a draft the input of the next by itself. A call writes over the inputs of the last step, and a draft over its
-    logits: tokens are taken back before, and drawn. Its residual stays.
+    logits: tokens are taken back before, and drawn, but for `follow_drawn`. Its residual stays.
     """
 
     def __init__(self, steps: Steps, tier: Tier | None, gpu: Device | None = None) -> None:
@@ -145,8 +146,9 @@ class Predictor:
         if gpu is not None and limits.n_vocab >= SHORT_HEAD * 3 // 2:
             self._short_head = self._head.first(SHORT_HEAD), Sampler(gpu, replace(limits, n_vocab=SHORT_HEAD))
         self._drawn = device.upload(np.zeros(MOST_TOKENS, np.int32))  # what is not drawn is a token all the same
-        # By tokens and whether by the short head; and what the last one that was timed took.
-        self._n_chains, self._chain_s = Counter[tuple[int, bool]](), dict[tuple[int, bool], float]()
+        # By tokens and whether by the short head; and what the last ones took that were timed.
+        self._n_chains = Counter[tuple[int, bool]]()
+        self._chain_s: dict[tuple[int, bool], deque[float]] = defaultdict(lambda: deque(maxlen=TIMED_CHAINS))
         self._long = replace(
             forward.buffers, x=forward.buffers.y, y=forward.buffers.x, hidden=None,
             experts=device.empty((1, limits.max_tokens, c.n_expert_used), np.int32),
@@ -201,10 +203,11 @@ class Predictor:
         """Go on with all tokens of a step of one span, before it is known which stay; `follow` is told of it then.
 
         history: before the step. drawn: int32 [n], what the device draws behind each token: where that token stays, it
-        is what follows. What else there is in the cache then is written over before it is seen.
+        is what follows. What else there is in the cache then is written over before it is seen. The step's inputs are
+        fed again, the same positions of the same sequence, so what is taken back then still finds them.
         """
         sequence, n = span.sequence, len(span.tokens)
-        self._settle([(sequence, history)])
+        self._settle([(sequence, history)], n)
         positions, zeros = np.arange(sequence.length - n, sequence.length, dtype=np.int32), np.zeros(n, np.int32)
         slots = self._slots(sequence, positions)
         step = self._step(zeros, positions, slots, [sequence], zeros, [(n, sequence.length)])
@@ -243,11 +246,14 @@ class Predictor:
         self._tails[sequence] = tail
         return tail
 
-    def _settle(self, known: Many[tuple[Sequence, Many[int]]]) -> None:
-        """Go on by the one position whose next token was not known then and is in a history now."""
+    def _settle(self, known: Many[tuple[Sequence, Many[int]]], beyond: int = 0) -> None:
+        """Go on by the one position whose next token was not known then and is in a history now.
+
+        beyond: positions that a sequence has of a step under way.
+        """
         found = [(s, t, h) for s, h in known if (t := self._tails.get(s)) and t.token is None and t.length < len(h)]
         # What lies far behind is of no use any more, and its block may have left the pool, where nothing is written.
-        for sequence in [s for s, t, _ in found if t.length + SMALL_TOKENS <= s.length]:
+        for sequence in [s for s, t, _ in found if t.length + SMALL_TOKENS <= s.length - beyond]:
             self.forget(sequence)
         found = [(s, t, h) for s, t, h in found if s in self._tails]
         if not found:
@@ -266,17 +272,17 @@ class Predictor:
 
     # --- drafting -------------------------------------------------------------------------------------
 
-    def drafts(self, asked: Many[Asked]) -> list[Draft | None]:
+    def drafts(self, asked: Many[Asked], beyond: float | None = None) -> list[Draft | None]:
         """The likeliest tokens behind each of some histories, one after the other; None where the block is not there.
 
         As many at a time as share a step. Fewer than wanted where the context or the cache ends. Where a device draws
-        them they may be under way: until the next are asked for.
+        them they may be under way: until the next are asked for. beyond: in place of what is known of a sequence.
         """
         self._settle([(one.sequence, one.history) for one in asked])
         most = [self._room(one) for one in asked]
         going = [i for i, n in enumerate(most) if n > 0]
         if self._sampler is not None:
-            return [self._drafted(one, n) if n > 0 else None for one, n in zip(asked, most, strict=True)]
+            return [self._drafted(one, n, beyond) if n > 0 else None for one, n in zip(asked, most, strict=True)]
         found: list[list[int]] = [[] for _ in asked]
         if going:
             drafted = self._drafted_together([asked[i] for i in going], [most[i] for i in going])
@@ -310,29 +316,34 @@ class Predictor:
                     found[i].append(token)
         return found
 
-    def _drafted(self, one: Asked, most: int) -> Draft | None:
+    def _drafted(self, one: Asked, most: int, beyond: float | None) -> Draft | None:
         """A draft of so many tokens, each of which the device makes the input of its next step.
 
         Of most drafts nobody waits for the tokens: the step that verifies them is enqueued behind.
         """
         assert self.steps.graphs is not None and self._sampler is not None
-        is_short = self._short_head is not None and self._tails[one.sequence].beyond <= MOST_BEYOND
+        beyond = self._tails[one.sequence].beyond if beyond is None else beyond
+        is_short = self._short_head is not None and beyond <= MOST_BEYOND
         sampler, name = self._short_head[1] if self._short_head and is_short else self._sampler, (most, is_short)
-        is_timed = self._n_chains[name] < TIMED_CHAINS or self._n_chains[name] % TIME_EVERY == 0
-        self._n_chains[name] += 1
-        if is_timed:
-            self.device.synchronize()
-        began_s = time.perf_counter()
         self._start([one])
         n, zeros = len(one.history) - 1, np.zeros(1, np.int32)
         self._step(zeros, zeros, zeros - 1, [one.sequence], zeros, wanted=1)
-        # As the block is a position behind the model, what is drawn first is its input behind n positions.
-        sampler.prepare(GREEDY, one.history[max(0, n - HISTORY_TOKENS) : n], n, (), most)
-        self.steps.graphs.get((SOURCE, *name), lambda: self._chain(most, is_short)).launch()
+        # As the block is a position behind the model, what is drawn first is its input behind n positions. The limit is
+        # not met: the last token is an input, too, of the step that verifies.
+        sampler.prepare(GREEDY, one.history[max(0, n - HISTORY_TOKENS) : n], n, (), most + 1)
+        graph = self.steps.graphs.get((SOURCE, *name), lambda: self._chain(most, is_short))
+        nth, timings = self._n_chains[name], self._chain_s[name]
+        self._n_chains[name] += 1
+        is_timed = nth < TIMED_CHAINS or nth % TIME_EVERY == 0
         if is_timed:
             self.device.synchronize()
-            self._chain_s[name] = time.perf_counter() - began_s
-        draft = Draft(SOURCE, 0, UnderWay(sampler, most), self._drawn[:most], self._chain_s[name])
+            began_s = time.perf_counter()
+        graph.launch()
+        if is_timed:
+            self.device.synchronize()
+            timings.append(time.perf_counter() - began_s)
+        # The least: one that was disturbed counts for all that are not timed.
+        draft = Draft(SOURCE, 0, UnderWay(sampler, most), self._drawn[:most], min(timings))
         return draft.known() if is_timed else draft
 
     def _start(self, asked: Many[Asked]) -> None:

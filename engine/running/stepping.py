@@ -60,7 +60,7 @@ class StepResult:
         brought: I32 | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._check = check
-        self.is_waited_for = False  # somebody has waited for what was enqueued behind the step
+        self.is_waited_for = False  # somebody has waited for draws behind the step, so `experts` are there
         self._device, self._buffers, self.rows, self._T, self._brought = device, buffers, rows, T, brought
 
     @property
@@ -259,7 +259,8 @@ class Steps:
         if not any(states):
             return
         stay = [m - n if pair else 0 for pair, n, m in zip(states, n_tokens, lengths, strict=True)]
-        # The other inputs of the step are still there; a slot of -1 is a token that is not.
+        # The other inputs of the step are still there, or there again (`mtp.Predictor.follow_drawn`, of one span); a
+        # slot of -1 is a token that is not.
         T = sum(lengths)
         captured = self.is_captured(T)
         step = self.captured_inputs(T) if captured else self.forward.inputs_of(T, len(spans), 0)

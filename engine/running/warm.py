@@ -81,7 +81,8 @@ def _read(loaded: Loaded) -> None:
             if loaded.predictor is not None:
                 loaded.predictor.follow([Fed(span, n, one.history)])
                 for wanted in range(1, 1 + MOST_TOKENS) if n == 1 else ():
-                    loaded.predictor.drafts([Asked(one.sequence, one.history, wanted)])
+                    for beyond in (0.0, 1.0) if loaded.backend.gpu is not None else (0.0,):  # by either head
+                        loaded.predictor.drafts([Asked(one.sequence, one.history, wanted)], beyond)
                 loaded.predictor.forget(one.sequence)
 
 

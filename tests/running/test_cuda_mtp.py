@@ -131,6 +131,7 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
             return made
         device = self._predictor.device
         drawn.append(device.read(made.drawn).tolist())
+        assert drawn[-1] == list(made.tokens)
         if rng.random() < 0.3:
             return made
         (said,) = {tuple(h[len(history) :]) for h in known if h[: len(history)] == history}
