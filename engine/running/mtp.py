@@ -45,6 +45,7 @@ MOST_TOKENS = 4  # of a draft: the block was trained to predict one, and each fu
 PRIORS = ((0.75, 0.65, 0.55, 0.50, 0.50, 0.50),)
 GREEDY = Sampling(temperature=0.0)
 TIMED_CHAINS, TIME_EVERY = 3, 64  # drafts of a length, of which the first and a few of the others are waited for
+KEPT_TIMES = 3
 # Ids that a draft is chosen among where text has few others. They are in the order of a vocabulary's merges, frequent
 # ones first, and most of what a draft reads is the head (after FR-Spec, arXiv:2502.14856).
 SHORT_HEAD = 96 << 10
@@ -148,7 +149,7 @@ class Predictor:
         self._drawn = device.upload(np.zeros(MOST_TOKENS, np.int32))  # what is not drawn is a token all the same
         # By tokens and whether by the short head; and what the last ones took that were timed.
         self._n_chains = Counter[tuple[int, bool]]()
-        self._chain_s: dict[tuple[int, bool], deque[float]] = defaultdict(lambda: deque(maxlen=TIMED_CHAINS))
+        self._chain_s: dict[tuple[int, bool], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
         self._long = replace(
             forward.buffers, x=forward.buffers.y, y=forward.buffers.x, hidden=None,
             experts=device.empty((1, limits.max_tokens, c.n_expert_used), np.int32),

@@ -44,7 +44,7 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
         return read(path, key, sizes, into)
 
     monkeypatch.setattr(prefix_file, "read", noted)
-    monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 2 * N_BYTES + 1)
+    monkeypatch.setattr(prefix_files, "AHEAD_BYTES", 4 * N_BYTES + 1)
     monkeypatch.setattr(prefix_files, "_TOGETHER", 2)
     files.expect(((name, [N_BYTES]) for name in [*names[:7], "f" * 64 + ".state"]), memory)
     n_ahead = []
@@ -52,7 +52,7 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
         n_ahead.append(len(files._ahead))
         found = files.get(name, [N_BYTES], memory)
         assert found is not None and (found[0] == i).all()
-    assert n_ahead == [4, 3, 2, 4, 3, 2, 1, 0, 0]  # room is made for several at a time
+    assert n_ahead == [6, 5, 4, 4, 3, 2, 1, 0, 0]  # room is made for several at a time
     assert len(threads) == 9 and sum(name.startswith("prefix reader") for name in threads) == 7
     files.expect([(names[0], [N_BYTES])], memory)
     files.close()
