@@ -98,14 +98,14 @@ class Reader:
         likeliest = -1
         for first in range(0, len(tokens), CHUNK):
             likeliest = int(self._likeliest(sequence, tokens[first : first + CHUNK], None, 1)[-1])
-        fork = self.loaded.prefixes.fork(sequence)
+        fork = self.loaded.prefixes.forks.make(sequence)
         sequence.release()
         assert fork is not None, "the cache is too small for a fork"
         return fork, likeliest
 
     def drop(self, fork: Fork) -> None:
         """Nobody goes on from there any more."""
-        self.loaded.prefixes.drop(fork)
+        self.loaded.prefixes.forks.drop(fork)
 
     def reply(self, fork: Fork, first: int) -> I32:
         """What it says with attention to all, greedily, up to END or MOST_TOKENS."""

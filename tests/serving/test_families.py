@@ -244,10 +244,10 @@ def test_a_fork_is_given_up_when_blocks_are_short(opened: Open) -> None:
         engine.submit(request)
     while not (events := engine.step()) or not any(isinstance(e, Tokens) for e in events):
         pass
-    assert engine.loaded.prefixes._forks
+    assert engine.loaded.prefixes.forks._claims
     while engine.loaded.prefixes.reclaim():
         pass
-    assert not engine.loaded.prefixes._forks
+    assert not engine.loaded.prefixes.forks._claims
     engine.submit(long)
     engine.submit(requests[2])
     found = replies(events + drain(engine))
