@@ -11,6 +11,7 @@ engine/memory/blocks.py; here lie the tensors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -131,7 +132,7 @@ class KVCache:
         self.home_bytes = 0
         self.moves = 0  # counts what changes tables
         self.moved_bytes = {"home": 0, "back": 0}
-        self.is_rehearsed = False  # as if blocks were away: for who counts what is launched
+        self._as_if_away = False
         self._alive: WeakSet[Sequence] = WeakSet()
         self._stores: dict[int, Store] = {}
         self._staging: dict[int, _Staging] = {}
@@ -383,7 +384,16 @@ class KVCache:
     @property
     def stages(self) -> bool:
         """Whether the next step has to bring blocks to a staging area, of the sequences whose tables were told last."""
-        return self.is_rehearsed or any(len(staging.told) for staging in self._staging.values())
+        return self._as_if_away or any(len(staging.told) for staging in self._staging.values())
+
+    @contextlib.contextmanager
+    def as_if_away(self) -> Iterator[None]:
+        """Let steps be those for which blocks are away, for who counts or captures them; none need be."""
+        self._as_if_away = True
+        try:
+            yield
+        finally:
+            self._as_if_away = False
 
     @property
     def most_staged(self) -> int:

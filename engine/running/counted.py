@@ -126,7 +126,6 @@ def count(
     arena = -(-residency.arena_bytes // ALIGN_BYTES) * ALIGN_BYTES
     assert device.n_bytes - before >= arena
     device.empty(max((max(e.part_bytes) for e in weights.experts), default=0), np.uint8)  # PageLockedTier's passage
-    forward.kv.is_rehearsed = True
     drawer, steps = DeviceDrawer(forward, device), Steps(forward, residency, Graphs(device))
     predictor = None
     if block is not None:
@@ -135,7 +134,8 @@ def count(
         predictor = Predictor(steps, _NoTier() if block.experts else None, device)
     cpu = misses.count(device, limits, residency, block) if cpu_experts and weights.experts else None
     if run:
-        _run(steps, drawer, predictor)
+        with forward.kv.as_if_away():  # what is launched then has all kernels
+            _run(steps, drawer, predictor)
         if made is not None:
             _draft(made, forward)
         if cpu is not None:

@@ -43,6 +43,10 @@ def warm_up(loaded: Loaded) -> float:
             if loaded.backend.gpu is not None:
                 _read(loaded)
                 _decode(loaded)
+                if loaded.kv.is_pooled:
+                    with loaded.kv.as_if_away():
+                        _read(loaded, captured=True)
+                        _decode(loaded)
             _time(loaded)
     except DeviceLostError:
         raise
@@ -69,10 +73,11 @@ def _untouched(residency: Residency) -> Iterator[None]:
         residency.push()
 
 
-def _read(loaded: Loaded) -> None:
-    """Steps of every length that has kernels or a graph of its own, the longest first."""
+def _read(loaded: Loaded, captured: bool = False) -> None:
+    """Steps of every length that has kernels or a graph of its own, the longest first; captured: of graphs alone."""
     most = min(loaded.limits.max_tokens, loaded.limits.n_ctx)
-    for n in sorted({n for n in (*GRAPH_TOKENS, *LONG_STEPS, most) if n <= most}, reverse=True):
+    lengths = {*GRAPH_TOKENS} if captured else {*GRAPH_TOKENS, *LONG_STEPS, most}
+    for n in sorted((n for n in lengths if n <= most), reverse=True):
         with _replies(loaded, 1, n + 1) as (one,):
             assert one.sequence is not None
             tokens = np.asarray(one.history[:n], np.int32)

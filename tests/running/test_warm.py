@@ -66,6 +66,26 @@ def test_a_warm_start_is_a_cold_one(model: Path, backend: str, caplog: pytest.Lo
     assert found[0][0] != found[0][2]
 
 
+@pytest.mark.slow
+def test_a_pool_begins_with_steps_of_both_kinds(model: Path) -> None:
+    """Those for which nothing is away, and those that something is staged for: neither is captured in a reply."""
+    engine = Engine(config(model, ctx_tokens=600, kv_pool="448", parallel=1, draft="off"))
+    try:
+        assert engine.loaded.kv.is_pooled and warm.warm_up(engine.loaded) > 0 and not engine.loaded.kv.stages
+        graphs = engine.loaded.steps.graphs
+        assert graphs is not None
+        captured = {*graphs._captured}
+        tokens = tuple(np.resize(PROMPT, 500).tolist())
+        for i, n in enumerate((30, 500)):
+            engine.submit(Generate(i, tokens[:n], 6, Sampling(), stop_tokens=()))
+            while engine.busy:
+                engine.step()
+            assert engine.loaded.kv.stages == (n == 500)
+        assert {*graphs._captured} == captured and {kind for _, kind in captured} == {False, True}
+    finally:
+        engine.close()
+
+
 def test_what_fails_leaves_no_trace_and_stops_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(loaded: object) -> None:
         raise NumericalError("not finite")
