@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.formats import prefix_file
+from engine.ground.errors import CapacityError
 from engine.memory import prefix_files
 from engine.memory.prefix_files import PrefixFiles
 from tests.cached_prompts import CHUNK, make_cache, prefix_cache, prompt, saved, serve
@@ -57,6 +58,25 @@ def test_what_is_expected_is_read_meanwhile_and_no_more_than_has_room(
     files.expect([(names[0], [N_BYTES])], memory)
     files.close()
     assert not files._ahead and files._readers is None
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_where_memory_is_short_fewer_are_read_ahead(tmp_path: Path, room: int) -> None:
+    """And the others when they are asked for."""
+    files, names = written(tmp_path, 7)
+
+    def short(*n_bytes: int) -> list[np.ndarray]:
+        if len(n_bytes) > room:
+            raise CapacityError("no more host memory")
+        return memory(*n_bytes)
+
+    files.expect(((name, [N_BYTES]) for name in names), short)
+    assert [*files._ahead] == names[:room] and files._ahead_bytes == room * N_BYTES
+    for i, name in enumerate(names):
+        found = files.get(name, [N_BYTES], memory)
+        assert found is not None and (found[0] == i).all()
+    assert not files._ahead and files._ahead_bytes == 0
+    files.close()
 
 
 def test_damaged_and_missing_files_are_told_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

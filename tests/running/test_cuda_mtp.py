@@ -215,6 +215,9 @@ def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPa
             one, whole = drawn()
         assert np.array_equal(whole[:200], logits[:200]) and one == (int(whole.argmax()),)
     assert not np.isnan(says(200 + TOKENS[44:50] % 104)[1]).any()  # text of others
+    predictor._chain_s[1, False].append(99.0)  # one that was disturbed is not what each takes
+    (draft,) = predictor.drafts([Asked(sequence, history, 1)])
+    assert draft is not None and draft.drawn is not None and draft.made_s is not None and draft.made_s < 90.0
     loaded.close()
 
 
