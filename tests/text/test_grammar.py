@@ -19,7 +19,7 @@ from engine.ground.protocol import Done, Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.ops.cuda import gpu
 from engine.running import probe
-from engine.running.drawing import DeviceDrawer
+from engine.running.drawing import Behind, DeviceDrawer
 from engine.running.sampling import Drawing, Drawn, SamplingParams, sample
 from engine.running.stepping import StepResult
 from engine.serving.scheduler import Engine
@@ -534,10 +534,14 @@ def test_a_device_draws_as_the_host_would(
     draw = DeviceDrawer.draw
 
     def compared(
-        self: DeviceDrawer, result: StepResult, drawings: list[Drawing], follow: list[tuple[int, ...]]
+        self: DeviceDrawer,
+        result: StepResult,
+        drawings: list[Drawing],
+        follow: list[tuple[int, ...]],
+        behind: Behind | None = None,
     ) -> list[list[Drawn | None]]:
         logits = result.logits[[d.row for d in drawings]].copy()
-        made = draw(self, result, drawings, [()] * len(follow))
+        made = draw(self, result, drawings, [()] * len(follow), behind)
         tokens = [one and one.token for (one,) in made]
         assert tokens == [
             sample(row, d.params, len(d.history), d.history, d.allowed) for row, d in zip(logits, drawings, strict=True)
