@@ -34,7 +34,13 @@
 #include "experts.cuh"
 
 #include "jobs.cuh"
+#include "landing.cuh"
 
+#if GUESSES
+#define LANDING , u64* landing_words, u64* landing_set, i32 most_units, u8* landing, i64 slot_bytes, i64 up_at, i64 down_at
+#else
+#define LANDING
+#endif
 #if JOBS
 #define JOB_WORDS , u64* jobs
 #define JOB_BANK , u64* jobs, i32 bank
@@ -122,7 +128,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     gate_up(const u8* active, const i32* n_active, const i32* pairs, i32 n_used, i32 F, const float* x, const i8* q,
             const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums, const u8* beside_gate,
             const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h, float* row_scale, i32 copiers,
-            i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK) {
+            i64 down_bytes, i32 stage_bytes, const float* gate_scales JOB_BANK LANDING) {
 #endif
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     // All of a row of activations is in registers, straight from global memory.
@@ -157,7 +163,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     }
 #if JOBS
     // The first block of the record hands it over and tells the others, which come behind it, whose it is.
-    if (record.job) {
+    if (record.job > 0) {
         __shared__ i32 whose;
         const LayerJob job(jobs, record.job);
         if (blockIdx.y == 0)
@@ -180,8 +186,32 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             return;
     }
 #endif
+    bool in_shares = false; // of down, one to a copier
+#if GUESSES
+    if (record.job < 0) {
+        const i32 slot = -1 - record.job;
+        __shared__ i32 landed;
+        if (threadIdx.x == 0) {
+            landed = take_unit({landing_set, most_units}, slot, blockIdx.y);
+            const i64 share = share_of(down_bytes, copiers), at = blockIdx.y * share;
+            const i64 of_rows = (i64)min(32, F - ((i32)blockIdx.y - copiers) * 32) * (GATE_BYTES + UP_BYTES);
+            if (landed)
+                atomicAdd(landing_words + LANDING_TAKEN,
+                          (u64)((i32)blockIdx.y < copiers ? max((i64)0, min(share, down_bytes - at)) : of_rows));
+        }
+        __syncthreads();
+        in_shares = true;
+        if (landed) {
+            const u8* const at = landing + slot * slot_bytes;
+            record.source[0] = at, record.source[1] = at + up_at, record.source[2] = at + down_at;
+        }
+    }
+#endif
     if ((i32)blockIdx.y < copiers) {
-        if (record.target[2])
+        if (record.target[2] && in_shares) {
+            const i64 each = share_of(down_bytes, copiers), at = blockIdx.y * each;
+            copy_part(record.target[2] + at, record.source[2] + at, min(each, down_bytes - at), 0, 1);
+        } else if (record.target[2])
             copy_part(record.target[2], record.source[2], down_bytes, blockIdx.y, copiers);
 #ifdef SHARED
         if (beside)
@@ -439,7 +469,7 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
         dependency_wait();
     bool of_cpu = false;
 #if JOBS
-    const i32 job = active_rank ? (i32)(words[warp][3] >> 32) : 0;
+    const i32 job = active_rank ? max(0, (i32)(words[warp][3] >> 32)) : 0;
     if (job) {
         dependency_wait(); // gate_up has told whose it is
         of_cpu = LayerJob(jobs, job).heard(-1) != SPARK_JOB_DECLINED;

@@ -5,7 +5,7 @@
 //   u64 target[3]        where they are written, too, as they enter a slot; 0: nowhere
 //   i32 expert
 //   i32 first, count     pairs[first .. first + count]: the (token, rank) that use it, as t * n_used + a
-//   i32 job              from 1 on among the layer's jobs for the CPU; 0: none
+//   i32 job              from 1 on among the layer's jobs for the CPU; below 0: -1 - the slot where it may have landed; 0: none
 // Sources and targets are 16-byte aligned and padded to 16.
 //
 // Macros of both.
@@ -14,6 +14,7 @@
 //   COLS             columns: D in first halves, F in second ones
 //   GELU             1: the activation is gelu, else silu
 //   JOBS             1: experts of one token may be the CPU's (jobs.cuh): gate_up, down_one
+//   GUESSES          1: they may have landed before (landing.cuh): gate_up
 //   WEIGHTED         1: products of gate are multiplied by gate_scales[expert]
 //   BESIDE           1: there is one expert more, of the same F, that every token uses, of matrices beside_gate and
 //                    beside_up. Its z follow those of the pairs
@@ -33,6 +34,9 @@
 #endif
 #ifndef JOBS
 #define JOBS 0
+#endif
+#ifndef GUESSES
+#define GUESSES 0
 #endif
 
 struct ActiveExpert {
@@ -78,7 +82,8 @@ DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_bloc
 #pragma unroll
         for (i32 i = 0; i < UNROLL; i++)
             if (start + i * n_threads < n)
-                v[i] = load_once16(from + 16 * (start + i * n_threads));
+                v[i] = GUESSES ? load_shared16(from + 16 * (start + i * n_threads))
+                               : load_once16(from + 16 * (start + i * n_threads));
 #pragma unroll
         for (i32 i = 0; i < UNROLL; i++)
             if (start + i * n_threads < n)

@@ -146,6 +146,13 @@ DEVICE uint4 load_once16(const void* p) {
     return v;
 }
 
+// The same of what other multiprocessors wrote since the kernel began, behind a flag of theirs.
+DEVICE uint4 load_shared16(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
 // What another SM or the host may have changed since the kernel began.
 DEVICE i32 load_fresh(const i32* p) { return *(const volatile i32*)p; }
 DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }

@@ -5,6 +5,8 @@
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
 // -DJOBS=1: of one token's experts that miss and enter no slot, the last division[how many miss] are the CPU's: their records
 // have a job (experts.cuh), and jobs has the numbers (jobs.cuh). division [A + 1] is written between steps.
+// -DGUESSES=1: records of one token's experts that miss and were guessed name their landing slot in place of a job, and are
+// not the CPU's (landing.cuh). `first`, `last`: whether the layer is the step's first or last.
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
 // route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A) and at most MOST_THREADS: choice,
@@ -16,6 +18,7 @@
 // block meets four times, and nothing is loaded after the last one.
 #include "choice.cuh"
 #include "jobs.cuh"
+#include "landing.cuh"
 
 #define RECENT_TOKENS 32
 #define CHOOSE_WARPS 8
@@ -26,6 +29,9 @@
 #define USE 65536                   // what a use adds to an expert's heat
 #ifndef JOBS
 #define JOBS 0
+#endif
+#ifndef GUESSES
+#define GUESSES 0
 #endif
 
 // --- the choice -------------------------------------------------------------------------------------
@@ -78,6 +84,7 @@ struct Step {
     i16 entering[MAX_PAIRS + 1]; // by rank: first pairs of experts, -1 beyond the last
     i16 leaving[MAX_PAIRS + 1];  // by rank: slots of the layer, -1 beyond the last
     u64 leaving_ptr[MAX_PAIRS][3];
+    u64 guessed[LANDING_SLOTS]; // tags
 };
 
 // What a thread knows of the slot that is its own, if any.
@@ -133,6 +140,10 @@ struct Division {
     i32 of_misses; // of as many misses as the thread's lane says
     u64* jobs;     // the words of jobs.cuh
 };
+struct Landings {
+    u64 *words, *ended;
+    u64 layer; // landing_layer
+};
 struct Bypass {
     u64 base;
     i64 expert_bytes, up_at, down_at;
@@ -142,7 +153,7 @@ struct Bypass {
 template <bool with_table>
 DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, int n_pairs, i64 clock, int memory,
                    i64 heat, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, const Bypass& bypass,
-                   const Division& division = {}) {
+                   const Division& division = {}, const Landings& landings = {}) {
     const int i = threadIdx.x, lane = i % WARP;
 
     const u32 counted = i < EXPERTS ? step.counted[i] : 0;
@@ -279,12 +290,31 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         *fetch_count = 0;
 
     i32 job = 0;
-    if (JOBS && with_table && n_pairs == USED && i < WARP) {
+    bool is_guessed = false;
+    if (GUESSES && with_table && n_pairs == USED && i < WARP) {
+        u32 going = 0;
         const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0);
-        const u32 free = __ballot_sync(FULL_WARP, first && wanted >= 0 && !enters_at(wanted));
+#pragma unroll
+        for (int slot = 0; slot < LANDING_SLOTS; slot++) {
+            const bool is_it = first && wanted >= 0 && step.guessed[slot] == (landings.layer << 10 | (u64)expert);
+            job = is_it ? -1 - slot : job;
+            going |= __ballot_sync(FULL_WARP, is_it) ? 1u << slot : 0;
+        }
+        is_guessed = job < 0;
+        if (lane == 0 && landings.ended) {
+            *(volatile u64*)landings.ended = landings.layer << 8 | going;
+            if (going)
+                atomicAdd(landings.words + LANDING_USEFUL, (u64)__popc(going));
+            if (misses)
+                atomicAdd(landings.words + LANDING_MISSES, (u64)__popc(misses));
+        }
+    }
+    if (JOBS && with_table && n_pairs == USED && i < WARP) {
+        const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed);
+        const u32 free = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed && !enters_at(wanted));
         const i32 of_cpu = min(__shfl_sync(FULL_WARP, division.of_misses, __popc(misses)), __popc(free));
         const i32 behind = __popc(free & ~((2u << lane) - 1)); // those of later ranks
-        job = free >> lane & 1 && behind < of_cpu ? of_cpu - behind : 0; // by rank, as blocks begin
+        job = free >> lane & 1 && behind < of_cpu ? of_cpu - behind : job; // by rank, as blocks begin
         if (lane == 0 && of_cpu) {
             const u64 next = load_fresh(division.jobs + JOBS_NEXT);
             division.jobs[JOBS_FIRST] = next;
@@ -311,13 +341,33 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 #else
 #define DIVISION
 #endif
+#if GUESSES
+#define LANDING , u64* landing_words, u64* landing_set, i32 is_first, i32 is_last
+#else
+#define LANDING
+#endif
+
+#if GUESSES
+// What the step took, and all counts to the board; by a warp.
+DEVICE void note_step(u64* words, int lane) {
+    if (lane == 0) {
+        const int with = guesses_now(words);
+        words[LANDING_STEPS + with] += 1;
+        words[LANDING_NS + with] += clock_ns() - load_fresh(words + LANDING_BEGAN_NS);
+    }
+    __syncwarp();
+    u64* const board = (u64*)load_fresh(words + LANDING_BOARD);
+    if (lane < LANDING_COUNTS)
+        *(volatile u64*)(board + lane) = load_fresh(words + LANDING_MADE + lane);
+}
+#endif
 
 KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int renormalize, const float* bias, float scale, const float* expert_scale,
              const i32* imposed, const u8* counted, const i32* active_step, int layer, int memory,
              const i32* slot_begin, i32* slot_of, i32* expert_of, i64* heat_of, const u8* pinned, i64* clock, i64* counts,
              i64* hits, i64* misses, u64* expert_ptr, const u64* home_ptr, const u64* slot_ptr, i32* experts,
              float* weights, i32* fetch_rows, i32* fetch_count, u64* active, i32* n_active, i32* pairs, u64 bypass,
-             i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places DIVISION) {
+             i64 expert_bytes, i64 up_at, i64 down_at, i32 n_places DIVISION LANDING) {
     __shared__ Step step;
     const int i = threadIdx.x, lane = i % WARP, n_warps = blockDim.x / WARP;
     const Weighing rule = {renormalize, scale, expert_scale};
@@ -350,6 +400,14 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
     dependency_wait();
     if (first < T)
         load_row(logits + first * EXPERTS, lane, x);
+#if GUESSES
+    const u64 number = load_fresh(landing_words + LANDING_STEP) + (is_first ? 1 : 0);
+    if (i < LANDING_SLOTS)
+        step.guessed[i] = landing_set ? load_fresh(landing_set + 1 + i) : 0;
+    const Landings landings = {landing_words, landing_set, landing_layer(number, layer)};
+#else
+    const Landings landings = {};
+#endif
     if (!is_active) { // nothing moves, and neither the expert FFN nor a copy finds work of the step before
         if (i == 0)
             *n_active = *fetch_count = 0;
@@ -383,9 +441,17 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
         step.resident[i] = slot >= 0;
     __syncthreads();
     settle<true>(step, s, own, end - begin, T * USED, now, memory, heat, fetch_rows, fetch_count, active, n_active, pairs,
-                 {bypass, expert_bytes, up_at, down_at, n_places}, division);
+                 {bypass, expert_bytes, up_at, down_at, n_places}, division, landings);
     if (last >= 0)
         weigh(last);
+#if GUESSES
+    if (i == 0 && is_first) {
+        landing_words[LANDING_STEP] = number;
+        landing_words[LANDING_BEGAN_NS] = clock_ns();
+    }
+    if (is_last && i < WARP)
+        note_step(landing_words, lane);
+#endif
 }
 
 // `source` [E, 3], if given, gets where every expert was before the step.

@@ -450,6 +450,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
     )
     add("--threads", type=_at_least(1), help="CPU threads (default: one a physical core)")
     add("--replay", type=Path, help="expert choices to impose on decoded tokens (benchmarks)")
+    add("--replay-guesses", type=Path, help="experts to guess for them in place of the likeliest (benchmarks)")
     add("--prefix-gib", type=_gib_or_zero, help="GiB of host memory for prefixes that may come again (default: 2)")
     add("--cache-dir", type=Path, help="folder that keeps prefixes from one start to the next (default: none)")
     add("--cache-dir-gib", type=_gib, help="GiB of files in that folder (default: 32)")
@@ -474,7 +475,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> EngineConfig:
         type=_cpu_experts,
         help="on a GPU: missed experts that the CPU computes beside it: off, auto, a number of threads (default: off)",
     )
-    add("--guess", choices=GUESSES, help="count: make guesses of missing experts, and count them (default: off)")
+    add(
+        "--guess",
+        choices=GUESSES,
+        help="auto: bring missing experts to a GPU before they are asked for, while that pays; on: in every step; "
+        "count: make guesses of them on a host, and count them (default: off)",
+    )
     add("--pregate", type=Path, help="predictors to guess by (default: those beside the model, else its own routers)")
     add("--poison", action="store_true", help="fill evicted slots with NaN (tests)")
     add("--plan-only", action="store_true", help="write one event, the memory plan, and end")

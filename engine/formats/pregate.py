@@ -176,6 +176,19 @@ def read(path: Path, model: PregateModel) -> Pregate:
     return Pregate(path, eps, predictors, _chances(path, known, model))
 
 
+def hidden_units(path: Path) -> int:
+    """The most hidden units of a file's MLPs, by its header; 0: it has none, or `read` refuses it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        open_regular(path).close()
+        with safe_open(path, "np") as file:
+            names = (name for name in file.keys() if name.endswith(".mlp.hidden.bias"))  # noqa: SIM118
+            return max((file.get_slice(name).get_shape()[0] for name in names), default=0)
+    except (FileFormatError, OSError, SafetensorError, IndexError):
+        return 0
+
+
 def _wrong(path: Path, what: str) -> FileFormatError:
     return FileFormatError(f"{path}: {what}", hint=_AGAIN)
 

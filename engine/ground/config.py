@@ -10,7 +10,7 @@ Device = Literal["auto", "cuda", "cpu", "reference"]
 
 DEVICES: tuple[Device, ...] = ("auto", "cuda", "cpu", "reference")
 DRAFTS = ("auto", "off", "lookup", "mtp")
-GUESSES = ("off", "count")
+GUESSES = ("off", "auto", "on", "count")
 EXPECT_CTX_TOKENS = 32768  # where nobody says how long contexts are
 MAX_CPU_EXPERTS = 1024  # threads
 MAX_PARALLEL = 32  # requests that may run at a time: the tokens of the longest step whose rows are independent
@@ -38,7 +38,8 @@ class EngineConfig:
     threads: CPU threads; None takes the physical cores.
     poison: fill evicted slots with NaN (tests of the exactness invariant).
     replay: expert choices (.npy, integers [n_tokens, L, A]) that decoded tokens take in place of the router's, one
-        after the other and then from the first again: benchmarks at a chosen miss rate.
+        after the other and then from the first again: benchmarks at a chosen miss rate. replay_guesses: of the same
+        tokens the experts (.npy, integers [n_tokens, L, 4], -1: none) that are guessed in place of the likeliest.
     prefix_gib: GiB of host memory for prefixes that may come again; 0: what the KV cache itself keeps of them, no more.
     cache_dir: folder that keeps prefixes from one start to the next; None: nowhere.
     cache_dir_gib: GiB of files in that folder.
@@ -51,8 +52,9 @@ class EngineConfig:
     draft_memory_mib: MiB of host memory for the texts of earlier requests that `lookup` looks in; 0: none.
     cpu_experts: on a GPU, missed experts that the CPU computes beside it: `off`, as many threads as there are cores to
         spare (`auto`), or a number of threads.
-    guess: `count`: on a host, guesses of missing experts are made beside decoding steps and counted, and do nothing
-        else (measurements); `off`.
+    guess: what is done about experts that a layer is likely to miss. `auto`, `on`: a GPU brings them while the layer
+        before computes, as long as steps are faster so, or in every step (measurements). `count`: on a host, guesses
+        are made beside decoding steps and counted, and do nothing else (measurements). `off`: nothing.
     pregate: the file of predictors that guesses are made by; None: the one beside the model, else its own routers.
     kv_recall_blocks: full blocks of 64 positions that decoded tokens read beside the first, the last and what their
         request keeps, unless it says otherwise. kv_recall: the share of softmax mass that they may leave out instead,
@@ -76,6 +78,7 @@ class EngineConfig:
     threads: int | None = None
     poison: bool = False
     replay: Path | None = None
+    replay_guesses: Path | None = None
     prefix_gib: float = 2.0
     cache_dir: Path | None = None
     cache_dir_gib: float = 32.0

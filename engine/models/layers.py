@@ -492,17 +492,17 @@ def head(
 
 def forward(arch: Architecture, weights: Weights[LayerT], p: Pass[ConfigT]) -> None:
     """One step: `p.b.logits` for `p.step.rows`; cache, states and residency are updated."""
-    ops, ws, b, r, T = p.ops, p.ws, p.b, p.residency, p.b.x.shape[0]
+    ops, ws, b, r = p.ops, p.ws, p.b, p.residency
     moe = {i: m for m, i in enumerate(p.config.moe_layers)}
     ops.embed(ws, weights.token_embd, p.step.tokens, b.x, scale=weights.embed_scale)
     p.stage_ahead(0)
     if r is not None and moe:
-        ops.fetch_ahead(ws, r.live, r.banks[0], T)
+        ops.fetch_ahead(ws, b.x, r.live, r.banks[0])
     for i, layer in enumerate(weights.layers):
         if b.hidden is not None:
             ops.copy(ws, b.x, b.hidden[i])
         if r is not None and i in moe and moe[i] + 1 < len(r.banks):
-            ops.fetch_ahead(ws, r.live, r.banks[moe[i] + 1], T)
+            ops.fetch_ahead(ws, b.x, r.live, r.banks[moe[i] + 1])
         arch.layer(p, i, layer)
         if b.features is not None and i in b.captured:
             ops.copy(ws, b.x, b.features[b.captured.index(i)])

@@ -320,8 +320,8 @@ def copy(ws: Workspace, x: F32, to: F32) -> None:
     to[...] = x
 
 
-def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
-    """A hint that the experts of `bank` are wanted soon in a step of n_tokens; nothing can be had ahead of time."""
+def fetch_ahead(ws: Workspace, x: F32, state: policy.SlotState, bank: Experts) -> None:
+    """A hint that the experts of `bank` are wanted soon by a step's x [T, D]; nothing can be had ahead of time."""
 
 
 def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:

@@ -58,8 +58,11 @@ class Ops(Protocol):
     def embed(self, ws: Scratch, table: QTensor, tokens: I32, x: F32, scale: float = 1.0) -> None:
         """Rows of the embedding table; the first op of a step."""
 
-    def fetch_ahead(self, ws: Scratch, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
-        """A hint that the experts of `bank` are wanted soon: of every MoE layer, before the one ahead of it routes."""
+    def fetch_ahead(self, ws: Scratch, x: F32, state: policy.SlotState, bank: Experts) -> None:
+        """A hint that the experts of `bank` are wanted soon: of every MoE layer, before the one ahead of it routes.
+
+        x [T, D]: the residual that enters that one.
+        """
 
     def copy(self, ws: Scratch, x: F32, to: F32) -> None:
         """Copy an array."""

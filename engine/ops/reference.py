@@ -389,8 +389,8 @@ def stage_ahead(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer) ->
     """A hint that `stage` is asked for this next; nothing can be had ahead of time."""
 
 
-def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
-    """A hint that the experts of `bank` are wanted soon in a step of n_tokens; nothing can be had ahead of time."""
+def fetch_ahead(ws: Workspace, x: F32, state: policy.SlotState, bank: Experts) -> None:
+    """A hint that the experts of `bank` are wanted soon by a step's x [T, D]; nothing can be had ahead of time."""
 
 
 def attention_output(ws: Workspace, attended: F32, wo: QTensor, x: F32, add: bool = True) -> None:

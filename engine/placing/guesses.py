@@ -60,6 +60,15 @@ class Chances:
         """Chances of margins of any shape; 0 of minus infinity."""
         return np.where(margins == -np.inf, 0.0, np.interp(margins, self.knots, self.values))
 
+    def least_margin(self, chance: float) -> float:
+        """What a margin has to exceed for its chance to; infinite where all do, or none."""
+        above = np.flatnonzero(self.values > chance)
+        if not above.size or not above[0]:
+            return float(np.inf if not above.size else -np.inf)
+        i = above[0]
+        (x0, x1), (y0, y1) = self.knots[i - 1 : i + 1], self.values[i - 1 : i + 1]
+        return float(x0 + (x1 - x0) * (chance - y0) / (y1 - y0))
+
 
 def logistic() -> Chances:
     """The table of a predictor that has none of its own: what training's loss takes a score for."""
@@ -182,3 +191,56 @@ class Record:
         Without guesses it goes back to 1, so that a layer of which too much was said is tried again.
         """
         return (_PRIOR + float(self.kept[layer])) / (_PRIOR + float(self.promised[layer]))
+
+
+class Timed(NamedTuple):
+    """Steps without guesses and with, and what they took in all, ns."""
+
+    without: int
+    with_: int
+    without_ns: int
+    with_ns: int
+
+
+TRY_STEPS = 64  # of the rarer kind, before anything is known
+MEMORY = 256  # of the rarer kind, about as many as times are averaged over
+MARGIN = 0.01  # by which one kind is to be faster than the other before it takes over
+
+
+class Gate:
+    """Whether steps are faster with guesses, from times of both kinds of steps, of which one in sixteen is the other.
+
+    with_guesses: most steps have them. Means are over some MEMORY steps of the rarer kind, so a change is followed.
+    """
+
+    def __init__(self) -> None:
+        self.with_guesses = True
+        self._before = Timed(0, 0, 0, 0)
+        self._n = [0.0, 0.0]  # of each kind, with those before fading
+        self._ns = [0.0, 0.0]
+
+    def look(self, timed: Timed) -> bool:
+        """Whether that changed, after steps whose times are known; timed: all since the start."""
+        new = [timed.without - self._before.without, timed.with_ - self._before.with_]
+        if min(new) < 1:
+            return False
+        spent = (timed.without_ns - self._before.without_ns, timed.with_ns - self._before.with_ns)
+        self._before = timed
+        rarer = 0 if self.with_guesses else 1
+        fade = (1.0 - 1.0 / MEMORY) ** new[rarer]
+        for kind in (0, 1):
+            self._n[kind] = self._n[kind] * fade + new[kind]
+            self._ns[kind] = self._ns[kind] * fade + spent[kind]
+        if min(self._n) < TRY_STEPS:
+            return False
+        without_ns, with_ns = self.means_ns
+        usual_ns, other_ns = (with_ns, without_ns) if self.with_guesses else (without_ns, with_ns)
+        if other_ns >= usual_ns * (1.0 - MARGIN):
+            return False
+        self.with_guesses = not self.with_guesses
+        return True
+
+    @property
+    def means_ns(self) -> tuple[float, float]:
+        """What a step takes without guesses and with, lately; 0 where nothing is known."""
+        return tuple(ns / n if n else 0.0 for n, ns in zip(self._n, self._ns, strict=True))  # type: ignore[return-value]

@@ -24,7 +24,7 @@ from engine.ops import F32, SMALL_TOKENS, Limits
 from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
 from engine.ops.cuda.device import Module
 from engine.placing import placement, policy
-from engine.running import misses
+from engine.running import landing, misses
 from engine.running.drafts import lay_out
 from engine.running.drawing import DeviceDrawer
 from engine.running.forward import GRAPH_TOKENS, Forward, placed
@@ -91,14 +91,16 @@ def count(
     pool_tokens: int | None = None,
     recall: Part | None = None,
     cpu_experts: bool = False,
+    guess_hidden: int | None = None,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
 
     arch, config, weights, block: as `Forward` takes them; experts of the block count as dense. The tables are counted
     for all experts in slots, the most there can be. pool_tokens: of the cache, on the device; None: the context.
     recall: as `Forward` takes it.
-    cpu_experts: with what it takes that the CPU computes some, and kernels of both kinds. run: without it `kernels` is
-    incomplete, and the count takes a third of the time.
+    cpu_experts: with what it takes that the CPU computes some, and kernels of both kinds. guess_hidden: with what it
+    takes that some are guessed, and hidden units of the MLPs which do that; None: none are. run: without it `kernels`
+    is incomplete, and the count takes a third of the time.
     """
     from engine.ops.cuda import ops
 
@@ -133,16 +135,19 @@ def count(
         dense.empty(block.slots_bytes, np.uint8)
         predictor = Predictor(steps, _NoTier() if block.experts else None, device)
     cpu = misses.count(device, limits, residency, block) if cpu_experts and weights.experts else None
+    guesses = None if guess_hidden is None else landing.count(device, limits, residency, guess_hidden)
     if run:
         with forward.kv.as_if_away():  # what is launched then has all kernels
             _run(steps, drawer, predictor)
         if made is not None:
             _draft(made, forward)
-        if cpu is not None:
-            ws.share_misses(cpu)
-            _step(forward, residency, 1, 1)
-            if predictor is not None:
-                predictor.rehearse(1)
+        for beside, guessed in ((cpu, None), (None, guesses), (cpu, guesses)):
+            if beside is not None or guessed is not None:
+                ws.share_misses(beside)
+                ws.guess_misses(guessed)
+                _step(forward, residency, 1, 1)
+                if predictor is not None:
+                    predictor.rehearse(1)
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
     return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)), homes)
 

@@ -30,7 +30,7 @@ from engine.ops.cuda.routing import staging_bytes
 from engine.placing import placement, plan, policies, policy
 from engine.placing.placement import Experts
 from engine.placing.policies import Placed
-from engine.running import draft_files, inspection, probe
+from engine.running import draft_files, inspection, landing, probe
 from engine.running.counted import Counted, count
 from engine.running.draft_files import NO_DRAFTS, DraftFiles
 from engine.running.forward import GRAPH_TOKENS, MAX_ROWS
@@ -279,6 +279,7 @@ class Sharing:
                     drafter=found.drafter, block=found.block, run=run, pool_tokens=pool,
                     recall=made_of(self.options.kv_recall_blocks, self.options.kv_recall),
                     cpu_experts=self.options.cpu_experts != "off",
+                    guess_hidden=landing.hidden_units(self.options) if landing.wanted(self.options) else None,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(

@@ -265,6 +265,11 @@ class Forward:
             self._noted[shape] = self.weights, noted
         return b
 
+    def join(self) -> None:
+        """As the workspace's: behind a step that is not captured; at the end of what is."""
+        if isinstance(self.ws, DeviceWorkspace):
+            self.ws.join()
+
     @property
     def replayed(self) -> Replay | None:
         """The choices that are imposed, if any are."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.drafting.dflash import Drafter
-from engine.formats import pregate as pregates
-from engine.formats.pregate import PregateModel
 from engine.ground.config import EngineConfig
 from engine.ground.digest import code_digest
 from engine.ground.errors import CapacityError, UsageError
@@ -35,7 +33,7 @@ from engine.ops.cuda.failures import translated
 from engine.ops.cuda.memory import available_bytes
 from engine.ops.cuda.ops import Workspace
 from engine.placing import plan
-from engine.running import dryrun, mtp
+from engine.running import dryrun, landing, mtp
 from engine.running.backend import Backend, open_backend
 from engine.running.decoding import Decoder
 from engine.running.drafts import Drafts, lay_out
@@ -163,7 +161,15 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             forward, residency, drafter = _lay_out(options, source, backend, shares, progress, opened)
             gpu = backend.gpu
             guessing, guesses_said = _guess(options, source, backend, residency)
-            steps = Steps(forward, residency, None if gpu is None else Graphs(gpu, lambda: forward.kv.stages))
+            graphs = None if gpu is None else Graphs(gpu, lambda: forward.kv.stages, forward.join)
+            steps = Steps(forward, residency, graphs)
+            if gpu is None:
+                landing.refuse_on_host(options)
+            elif isinstance(forward.ws, Workspace):
+                found = landing.guess(
+                    options, source.file, source.config, gpu, forward.ws, shares.limits, residency
+                )  # fmt: skip
+                steps.guesses, guesses_said = found
             steps.misses, misses_said = share(
                 options, gpu, backend.bus, forward.ws, shares.limits, residency, source.block
             )  # fmt: skip
@@ -268,18 +274,16 @@ def _guess(
     """Who guesses experts, and what is said of it."""
     if options.guess != "count":
         return None, ()
-    c, path = source.config, options.pregate or pregates.default_path(options.model)
+    c, pregate = source.config, landing.open_pregate(options, source.file, source.config)
     if not residency.experts:
         return None, ("guesses: none, the model has no experts",)
-    pregate = None
-    if options.pregate is not None or path.exists():
-        model = PregateModel(source.file.model_id, c.moe_layers, c.n_embd, c.n_expert, c.n_expert_used)
-        pregate = pregates.read(path, model)
     known = () if pregate is None else pregate.predictors
     way = Way("mlp" if "mlp" in known else "router", threshold=0.5)
     sizes = [sum(e.part_bytes) for e in residency.experts]
     made = Guessing([way], source.file, c.moe_layers, c.n_expert_used, residency, sizes, pregate)
-    by = "the next layer's router, applied early" if way.source == "router" else f"{way.source} of {path}"
+    by = "the next layer's router, applied early"
+    if pregate is not None and way.source != "router":
+        by = f"{way.source} of {pregate.path}"
     return made, (f"guesses: counted, by {by}",)
 
 

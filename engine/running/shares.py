@@ -17,6 +17,7 @@ from engine.memory.shape import pooled_bytes
 from engine.ops import Limits
 from engine.ops.cuda.counting import CountingDevice
 from engine.ops.cuda.device import Device
+from engine.ops.cuda.landing import SLOTS
 from engine.ops.cuda.replay import Replay
 from engine.placing import placement, plan, policies
 from engine.placing.placement import Experts, Placement
@@ -125,7 +126,8 @@ def _of_gpu(
     replay, reasons = None, decision.reasons
     if options.replay is not None:  # it comes on top of the plan
         choices = _choices(options.replay, source)
-        replay = Replay(device, choices)
+        guesses = None if options.replay_guesses is None else _guesses(options.replay_guesses, choices, source)
+        replay = Replay(device, choices, guesses)
         said = f"the choices of {len(choices)} tokens are replayed from {options.replay}: the text means nothing"
         reasons = (said, *reasons)
     device.reserve(decision.arena_bytes, releasable=options.idle_release_s is not None)
@@ -144,3 +146,14 @@ def _choices(path: Path, source: Source) -> NDArray[np.integer]:
     if (np.diff(np.sort(choices, axis=2), axis=2) == 0).any():
         raise UsageError(f"{path}: an expert is chosen twice for a token")
     return choices
+
+
+def _guesses(path: Path, choices: NDArray[np.integer], source: Source) -> NDArray[np.integer]:
+    """Experts that are guessed for the same tokens."""
+    guesses: NDArray[np.integer] = np.load(path, allow_pickle=False)
+    shape = (*choices.shape[:2], SLOTS)
+    if guesses.shape != shape or not np.issubdtype(guesses.dtype, np.integer):
+        raise UsageError(f"{path}: expected integers {list(shape)}, found {guesses.shape}")
+    if not -1 <= guesses.min() <= guesses.max() < source.config.n_expert:
+        raise UsageError(f"{path}: expected experts below {source.config.n_expert}, or -1")
+    return guesses

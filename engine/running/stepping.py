@@ -22,6 +22,7 @@ from engine.ops import F32, I32, SMALL_TOKENS
 from engine.ops.cuda.device import Device, Graph
 from engine.ops.device import Memory
 from engine.running.forward import GRAPH_TOKENS, Forward
+from engine.running.landing import Guesses
 from engine.running.misses import CpuMisses
 from engine.running.recall import Part
 
@@ -119,10 +120,15 @@ class StepResult:
 
 
 class Graphs:
-    """Captured work of a device, each piece under a name, and again for each `kind` of step that there is now."""
+    """Captured work of a device, each piece under a name, and again for each `kind` of step that there is now.
 
-    def __init__(self, device: Device, kind: Callable[[], Hashable] = lambda: None) -> None:
-        self._device, self._kind = device, kind
+    end: what every piece ends with.
+    """
+
+    def __init__(
+        self, device: Device, kind: Callable[[], Hashable] = lambda: None, end: Callable[[], None] = lambda: None
+    ) -> None:
+        self._device, self._kind, self._end = device, kind, end
         self._captured: dict[Hashable, Graph] = {}
 
     def get(self, name: Hashable, work: Callable[[], None]) -> Graph:
@@ -130,7 +136,12 @@ class Graphs:
         key = name, self._kind()
         graph = self._captured.get(key)
         if graph is None:
-            graph = self._captured[key] = self._device.capture(work)
+
+            def whole() -> None:
+                work()
+                self._end()
+
+            graph = self._captured[key] = self._device.capture(whole)
         return graph
 
     def forget(self) -> None:
@@ -141,12 +152,14 @@ class Graphs:
 class Steps:
     """Runs steps of `forward`. graphs: None where nothing is captured.
 
-    misses: who has the CPU compute a part of what misses in steps of one token; None: nobody.
+    misses: who has the CPU compute a part of what misses in steps of one token; guesses: who has it brought before
+    it is asked for; None: nobody.
     """
 
     def __init__(self, forward: Forward, residency: Residency, graphs: Graphs | None = None) -> None:
         self.forward, self.residency, self.graphs = forward, residency, graphs
         self.misses: CpuMisses | None = None
+        self.guesses: Guesses | None = None
         self._device, self._limits = forward.device, forward.limits
         self._counting = np.arange(SMALL_TOKENS, dtype=np.int32)  # of what is made anew for each short step
         # Experts of a step of which tokens may be taken back, there when its draws are: to read them takes a wait more.
@@ -176,6 +189,7 @@ class Steps:
             fed = self.forward.feed(step)
             self._bring_drawn(spans, fed)
             buffers = self.forward.run(fed, self.residency)
+            self.forward.join()
             result = StepResult(self._device, buffers, check=self.check)
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)
@@ -218,6 +232,8 @@ class Steps:
 
     def begin(self, T: int) -> None:
         """A step of T tokens is about to be enqueued."""
+        if T == 1 and self.guesses is not None:
+            self.guesses.begin()
         if T == 1 and self.misses is not None:
             self.misses.begin()
 

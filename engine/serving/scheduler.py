@@ -136,7 +136,7 @@ class Engine:
             "draft": "off" if r.drafts is None else self.config.draft,
             "kv_recall": self.config.kv_recall,
             "kv_recall_blocks": self.config.kv_recall_blocks,
-            "guess": "off" if r.decoder.guessing is None else self.config.guess,
+            "guess": "off" if r.decoder.guessing is None and r.steps.guesses is None else self.config.guess,
             "cpu_experts": None if r.steps.misses is None else r.steps.misses.settings(),
             "policy": self.config.policy,
             "residency_pct": r.residency.percent,
@@ -554,12 +554,17 @@ class Engine:
             },
             "prefixes": r.prefixes.stats(),
             "drafts": {} if r.drafts is None else r.drafts.stats(),
-            "guesses": {} if r.decoder.guessing is None else r.decoder.guessing.stats(),
+            "guesses": self._guesses(),
             "recall": {} if r.forward.recalling is None else r.forward.recalling.stats(),
             "cpu_experts": {} if r.steps.misses is None else r.steps.misses.stats(),
             "plan": r.plan(),
             "released_bytes": r.parking.released_bytes,
         }
+
+    def _guesses(self) -> dict[str, Any]:
+        r = self.loaded
+        who = r.steps.guesses or r.decoder.guessing
+        return {} if who is None else who.stats()
 
     def profile(self, action: str, path: Path | None = None) -> dict[str, Any]:
         """Write what was learned to a profile file, read the raw counts, or reset them."""

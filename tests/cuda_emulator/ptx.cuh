@@ -125,6 +125,11 @@ DEVICE uint4 load_once16(const void* p, EMULATOR_SITE("load_once16")) {
     return *(const uint4*)p;
 }
 
+DEVICE uint4 load_shared16(const void* p, EMULATOR_SITE("load_shared16")) {
+    emulator_check_aligned(p, 16, site);
+    return *(const uint4*)p;
+}
+
 DEVICE i32 load_fresh(const i32* p) { return *(const volatile i32*)p; }
 DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 

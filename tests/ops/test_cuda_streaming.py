@@ -65,7 +65,7 @@ def step(T: int) -> tuple[Recorder, ops.Workspace, Callable[[int], None], Callab
     counted = device.empty(T, np.uint8)
 
     def ahead(layer: int) -> None:
-        ops.fetch_ahead(ws, state, banks[layer], T)
+        ops.fetch_ahead(ws, x, state, banks[layer])
 
     def at(layer: int) -> None:
         ops.route(ws, logits, Gating(), state, banks[layer], counted, policy.LRU, experts, weights, fetches)

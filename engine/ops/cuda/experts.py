@@ -16,6 +16,7 @@ from engine.formats.quants import QTensor, row_bytes
 from engine.ops import SMALL_TOKENS, Activation, Experts, Limits, SharedExpert
 from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.landing import Landing
 from engine.ops.cuda.products import (
     STATIC_SHARED,
     WARP,
@@ -67,6 +68,7 @@ class SmallExperts:
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
         self._y = device.empty((n_pairs * limits.n_embd,), np.float32)
         self.cpu: CpuExperts | None = None  # of a step of one token
+        self.landing: Landing | None = None  # the same
 
     def __call__(
         self,
@@ -141,6 +143,9 @@ class SmallExperts:
         if self.cpu is not None and T == 1:
             defines = (*defines, ("JOBS", "1"))
             args += [self.cpu.words, self.cpu.number_of(bank)]
+        if self.landing is not None and T == 1:
+            defines = (*defines, ("GUESSES", "1"))
+            args += self.landing.units_of(bank)
         n_blocks, n_records = -(-bank.n_ff // Z_ROWS), n_records + (beside is not None)
         if T == 1:
             kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")

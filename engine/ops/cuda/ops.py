@@ -41,6 +41,7 @@ from engine.ops.cuda.experts import SmallDense, SmallExperts, runs_beside
 from engine.ops.cuda.feeding import Feeding
 from engine.ops.cuda.flash import Flash
 from engine.ops.cuda.gemm import Gemm, Halves
+from engine.ops.cuda.landing import Landing
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
@@ -92,6 +93,7 @@ class Workspace:
         self.active_step: Array | None = None
         self.replay: Replay | None = None
         self.streaming: Streaming | None = None
+        self.landing: Landing | None = None
         self._feeding = Feeding(device)
         self._prepared: list[_Prepared] = []
 
@@ -122,6 +124,15 @@ class Workspace:
     def share_misses(self, cpu: CpuExperts | None) -> None:
         """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
         self.routing.cpu = self.small_experts.cpu = cpu
+
+    def guess_misses(self, landing: Landing | None) -> None:
+        """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture."""
+        self.landing = self.routing.landing = self.small_experts.landing = landing
+
+    def join(self) -> None:
+        """End a step: what it has enqueued on other streams is waited for by what follows it on the main one."""
+        if self.landing is not None:
+            self.landing.join()
 
     def repeat(self, noted: None, work: Callable[[], None]) -> None:
         """Run `work`: steps that come again are graphs here (running/stepping.py)."""
@@ -259,12 +270,14 @@ def stage_ahead(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer) 
     ws.attention.stage_ahead(absent, homes, staging)
 
 
-def fetch_ahead(ws: Workspace, state: policy.SlotState, bank: Experts, n_tokens: int) -> None:
-    """Begin to bring in the missing experts of `bank`, which a long step needs soon.
+def fetch_ahead(ws: Workspace, x: Array, state: policy.SlotState, bank: Experts) -> None:
+    """Begin to bring in the missing experts of `bank`: all that a long step needs soon, or what one token may need.
 
-    Of every MoE layer, in their order, each before the one ahead of it routes.
+    Of every MoE layer, in their order, each before the one ahead of it routes. x [T, D]: what enters that one.
     """
-    s = ws.streaming
+    s, n_tokens = ws.streaming, x.shape[0]
+    if n_tokens == 1 and ws.landing is not None:
+        ws.landing.ahead(x, state, bank, ws.active_step)
     if s is None or n_tokens < AHEAD_TOKENS:
         return
     # A wait is for all that is enqueued: the main stream must wait for the layer at hand before the next one's

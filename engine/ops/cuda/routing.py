@@ -17,7 +17,8 @@ from engine.formats import block_types
 from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Experts, Fetches, Gating, Limits
 from engine.ops.cuda.cpu_experts import CpuExperts
-from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.device import Argument, Array, Device, Module
+from engine.ops.cuda.landing import Landing
 from engine.placing import policy
 
 MAX_EXPERTS = 512
@@ -48,9 +49,9 @@ class Routing:
     """Choice of experts, and the slots that follow it; `state` everywhere is a SlotState of device arrays.
 
     active uint64 [min(E, 32 * A), 8], n_active int32 [1]: records (source of gate, up, down; the slot or place to
-    write through to, or 0; then int32 expert, first, count, job or 0), in order of first use; of several tokens those
-    that miss come first. pairs int32 [32 * A]: at first .. first + count the pairs t * A + a that use the expert,
-    ascending. source uint64 [E, 3]: where each expert was before the last long step.
+    write through to, or 0; then int32 expert, first, count, and a job, -1 - a landing slot, or 0), in order of first
+    use; of several tokens those that miss come first. pairs int32 [32 * A]: at first .. first + count the pairs
+    t * A + a that use the expert, ascending. source uint64 [E, 3]: where each expert was before the last long step.
     """
 
     def __init__(self, device: Device, limits: Limits) -> None:
@@ -66,6 +67,7 @@ class Routing:
         self.source = device.empty((E, 3), np.uint64)
         self._bypass = (np.uint64(0), *map(np.int64, (0, 0, 0)), 0)
         self.cpu: CpuExperts | None = None  # of a step of one token
+        self.landing: Landing | None = None  # the same
 
     def pass_through(self, part_bytes: tuple[int, int, int], n_places: int = BYPASS_PLACES) -> None:
         """Allocate memory that experts pass through which miss in a short step and enter no slot.
@@ -108,17 +110,20 @@ class Routing:
         most = 1024 if self.n_expert <= 128 else 512  # MOST_THREADS of route.cu
         threads = -(-max(self.n_expert, T * self.n_used, min(32 * T, most)) // 32) * 32
         module = self._module(gating)
-        jobs: tuple[Array, ...] = ()
+        more: tuple[Argument, ...] = ()
         if self.cpu is not None and T == 1:
             module = Module(module.file, (*module.defines, ("JOBS", "1")))
-            jobs = (self.cpu.division, self.cpu.words)
+            more = (self.cpu.division, self.cpu.words)
+        if self.landing is not None and T == 1:
+            module = Module(module.file, (*module.defines, ("GUESSES", "1")))
+            more = (*more, *self.landing.ends(state, layer))
         self.device.kernel(module, "route")(
             1,
             threads,
             (
                 logits, T, *self._weighing(gating), imposed, counted, active_step, layer, rule.memory,
                 *_tables(state), experts, weights, fetches.rows, fetches.count,
-                self.active, self.n_active, self.pairs, *self._bypass, *jobs,
+                self.active, self.n_active, self.pairs, *self._bypass, *more,
             ),
             overlap=True,
         )  # fmt: skip

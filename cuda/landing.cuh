@@ -1,0 +1,67 @@
+// Experts that are guessed: words of device memory that a step's kernels share (engine/ops/cuda/landing.py). `bring` of
+// landing.cu copies experts that a layer is likely to miss to landing slots, unit by unit, beside the kernels of the
+// layers before; `route` finds those that it does miss, and ends the rest; `gate_up` takes each unit from where it landed,
+// or from host memory if it did not begin to. So a guess is another source of the same bytes, and nothing else.
+//
+// A unit is what one block of gate_up copies: LANDING_ROWS rows of gate and of up, or a share of down.
+#pragma once
+
+#include "ptx.cuh"
+
+#define LANDING_SLOTS 4  // guesses of a layer
+#define LANDING_ROWS 32  // of gate and of up in a unit
+#define LANDING_EVERY 16 // steps, of which one does what the others do not
+
+// LANDING_STEP: number of the step, by the first layer's `route`. LANDING_MODE: below. LANDING_BEGAN_NS: when the step's first
+// `route` ran. LANDING_BOARD: address of host memory that gets what follows, LANDING_COUNTS words, with every step. MADE: guesses;
+// USEFUL: those that were missed; MISSES: experts of layers that are guessed for; BROUGHT, TAKEN: bytes that landed, and those that
+// gate_up took. STEPS, NS: steps and ns from the first to the last `route`, without guesses and with.
+enum {
+    LANDING_STEP, LANDING_MODE, LANDING_BEGAN_NS, LANDING_BOARD,
+    LANDING_MADE, LANDING_USEFUL, LANDING_MISSES, LANDING_BROUGHT, LANDING_TAKEN, LANDING_STEPS, LANDING_NS = LANDING_STEPS + 2,
+    LANDING_SETS = 16,
+};
+constexpr i32 LANDING_COUNTS = LANDING_NS + 2 - LANDING_MADE;
+enum { NEVER, MOSTLY, SELDOM, ALWAYS }; // steps with guesses: all but each LANDING_EVERY-th, or only these
+
+DEVICE bool guesses_now(const u64* words) {
+    const u64 mode = load_fresh(words + LANDING_MODE);
+    const bool odd = load_fresh(words + LANDING_STEP) % LANDING_EVERY == 0;
+    return mode == ALWAYS || (mode == MOSTLY && !odd) || (mode == SELDOM && odd);
+}
+
+// A layer of a step, and an expert of it; never 0.
+DEVICE u64 landing_layer(u64 step, i32 layer) { return step << 14 | (u64)layer; }
+DEVICE u64 landing_tag(u64 step, i32 layer, i32 expert) { return landing_layer(step, layer) << 10 | (u64)expert; }
+
+// What has begun to land: tag * 4 + state. Of another tag: nothing, yet.
+enum { UNIT_BEGUN = 1, UNIT_LANDED, UNIT_REFUSED };
+
+// The landing slots of a layer, which has them together with layers that are never under way at the same time.
+struct LandingSet {
+    u64* words; // the layer that `route` has ended * 256 + a bit for each slot that goes on; tags by slot; units by slot
+    i32 most_units;
+
+    __device__ u64* ended() const { return words; }
+    __device__ u64* tag(i32 slot) const { return words + 1 + slot; }
+    __device__ u64* unit(i32 slot, i32 n) const { return words + 1 + LANDING_SLOTS + slot * most_units + n; }
+};
+
+// Bytes of a copier's share of down, in whole pieces of 16.
+DEVICE i64 share_of(i64 n_bytes, i32 copiers) { return (n_bytes + 16 * copiers - 1) / (16 * copiers) * 16; }
+
+// By one thread, once for each unit: whether it landed, or is to be copied from host memory and is not begun any more. A
+// unit that has begun is waited for: its block runs.
+DEVICE bool take_unit(const LandingSet& set, i32 slot, i32 n) {
+    const u64 tag = load_fresh(set.tag(slot));
+    u64* const word = set.unit(slot, n);
+    while (true) {
+        const u64 seen = load_fresh(word);
+        if (seen == tag * 4 + UNIT_LANDED) {
+            __threadfence();
+            return true;
+        }
+        if (seen != tag * 4 + UNIT_BEGUN && atomicCAS(word, seen, tag * 4 + UNIT_REFUSED) == seen)
+            return false;
+    }
+}

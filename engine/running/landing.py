@@ -1,0 +1,172 @@
+"""Missed experts that are guessed and brought before their layer asks: by what, in a loaded model, and whether it pays.
+
+Memory and kernels are engine/ops/cuda/landing.py, what guesses are placing/guesses.py says. The GPU times its own
+steps, some with guesses and some without, and says so in page-locked memory: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.formats import pregate as pregates
+from engine.formats.gguf import GGUFFile
+from engine.formats.pregate import Pregate, PregateModel, Trained, norm_epsilon, read_router
+from engine.ground.config import EngineConfig
+from engine.ground.errors import UsageError
+from engine.memory.residency import Residency, largest_parts
+from engine.models.layers import ModelConfig
+from engine.ops import F32, Limits
+from engine.ops.cuda.device import Device
+from engine.ops.cuda.landing import ALWAYS, F16, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Landing, Scoring
+from engine.ops.cuda.ops import Workspace
+from engine.placing.guesses import Chances, Gate, logistic
+
+LEAST_CHANCE = 0.5  # of what is brought: right in four of five (docs/residency.md)
+_LARGEST = 65504.0  # of a half
+
+_log = logging.getLogger(__name__)
+
+
+class Guesses:
+    """Who has missing experts brought ahead in steps of one token; `begin` before each.
+
+    source: what they are guessed by. is_forced: in every step, whatever it costs.
+    """
+
+    def __init__(self, landing: Landing, source: str, is_forced: bool = False) -> None:
+        self.landing, self.source, self.is_forced = landing, source, is_forced
+        self.gate = Gate()
+        self._tell()
+
+    def begin(self) -> None:
+        """A step of one token is about to be enqueued."""
+        if not self.is_forced and self.gate.look(self.landing.counts().timed):
+            self._tell()
+            took_us = tuple(ns / 1e3 for ns in self.gate.means_ns)
+            said = "tried again" if self.gate.with_guesses else "off"
+            _log.info("guesses of experts are %s: a step takes %.0f us without them, %.0f with", said, *took_us)
+
+    def _tell(self) -> None:
+        self.landing.set_mode(ALWAYS if self.is_forced else MOSTLY if self.gate.with_guesses else SELDOM)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, as `stats` of the protocol has them."""
+        counts = self.landing.counts()
+        without_ns, with_ns = self.gate.means_ns
+        steps = counts.timed.with_
+        return {
+            "source": self.source, "ahead": 1, "budget": SLOTS, "threshold": LEAST_CHANCE,
+            "steps": steps, "tokens": steps, "made": counts.made, "useful": counts.useful,
+            "wasted": counts.made - counts.useful, "misses": counts.misses, "useful_bytes": counts.taken_bytes,
+            "wasted_bytes": counts.brought_bytes - counts.taken_bytes,
+            "on": self.is_forced or self.gate.with_guesses,
+            "with_us": round(with_ns / 1e3, 1), "without_us": round(without_ns / 1e3, 1),
+        }  # fmt: skip
+
+
+def wanted(options: EngineConfig) -> bool:
+    """Whether experts are to be guessed on a GPU."""
+    return options.guess in ("auto", "on")
+
+
+def guess(
+    options: EngineConfig, file: GGUFFile, config: ModelConfig, gpu: Device, ws: Workspace, limits: Limits,
+    residency: Residency,
+) -> tuple[Guesses | None, tuple[str, ...]]:  # fmt: skip
+    """Have missing experts brought ahead, if that is asked for and something misses; and what is said of it."""
+    if not wanted(options):
+        return None, ()
+    layers = config.moe_layers
+    if not residency.tier.n_bytes:
+        return None, ("guesses: none, all experts are resident",)
+    if len(layers) <= FIRST_TARGET:
+        return None, (f"guesses: none, the model has {len(layers)} layers of experts",)
+    pregate = open_pregate(options, file, config)
+    kind, scorings = scorings_of(file, layers, pregate)
+    made = _landing(gpu, limits, residency, scorings, norm_epsilon(file))
+    if ws.replay is not None:
+        made.imposed = ws.replay.imposed_guesses
+    ws.guess_misses(made)
+    by = f"each layer's {kind}, applied a layer early" if kind == "router" else f"{kind} of {_path_of(options)}"
+    said = "in every step" if options.guess == "on" else "as long as steps are faster so"
+    return Guesses(made, kind, options.guess == "on"), (f"guesses: {said}, by {by}",)
+
+
+def open_pregate(options: EngineConfig, file: GGUFFile, config: ModelConfig) -> Pregate | None:
+    """The file of predictors that was named, or lies beside the model."""
+    path = _path_of(options)
+    if options.pregate is None and not path.exists():
+        return None
+    model = PregateModel(file.model_id, config.moe_layers, config.n_embd, config.n_expert, config.n_expert_used)
+    return pregates.read(path, model)
+
+
+def _path_of(options: EngineConfig) -> Path:
+    return options.pregate or pregates.default_path(options.model)
+
+
+def scorings_of(file: GGUFFile, layers: Sequence[int], pregate: Pregate | None) -> tuple[str, list[Scoring]]:
+    """What guesses go by, and how each MoE layer from FIRST_TARGET on is scored from what enters the one before."""
+    trained = {} if pregate is None else pregate.predictors
+    kind = next((kind for kind in ("mlp", "linear") if kind in trained), "router")
+    made = []
+    for at, target in zip(layers[FIRST_TARGET - 1 :], layers[FIRST_TARGET:], strict=False):
+        table = None if pregate is None else pregate.chances.get(kind, {}).get((at, target))
+        least = (logistic() if table is None else Chances(*table)).least_margin(LEAST_CHANCE)
+        if kind == "router":
+            router = read_router(file, target)
+            choice = "score" if router.bias is None else "share" if router.softmax else "sigmoid"
+            made.append(Scoring(_half(router.weight), least, choice=choice, choice_bias=router.bias))
+        else:
+            made.append(_of_trained(trained[kind][at, target], least))
+    return kind, made
+
+
+def _of_trained(t: Trained, least: float) -> Scoring:
+    if t.hidden_weight is None or t.output_weight is None:
+        return Scoring(_half(t.weight), least, t.bias)
+    return Scoring(_half(t.weight), least, t.bias, _half(t.hidden_weight), t.hidden_bias, _half(t.output_weight))
+
+
+def _half(weight: F32) -> F16:
+    return np.clip(weight, -_LARGEST, _LARGEST).astype(np.float16)
+
+
+def _landing(
+    device: Device, limits: Limits, residency: Residency, scorings: Sequence[Scoring], eps: float
+) -> Landing:
+    experts = residency.experts
+    n_ff = max(e.gate.shape[1] for e in experts)
+    return Landing(device, limits, largest_parts(experts), n_ff, scorings, eps, residency.live.slot_of)
+
+
+def count(device: Device, limits: Limits, residency: Residency, n_hidden: int) -> Landing | None:
+    """What `guess` allocates at most, for the memory plan; None where it guesses nothing. n_hidden: units of an MLP."""
+    E, D, n = limits.n_expert, limits.n_embd, len(residency.experts) - FIRST_TARGET
+    if n <= 0:
+        return None
+    weight, bias = np.broadcast_to(np.float16(0), (E, D)), np.zeros(E, np.float32)
+    scoring = Scoring(weight, 0.0, bias)
+    if n_hidden:
+        hidden, output = (np.broadcast_to(np.float16(0), shape) for shape in ((n_hidden, D), (E, n_hidden)))
+        scoring = Scoring(weight, 0.0, bias, hidden, np.zeros(n_hidden, np.float32), output)
+    return _landing(device, limits, residency, [scoring] * n, 0.0)
+
+
+def hidden_units(options: EngineConfig) -> int:
+    """Hidden units of the MLPs that guesses would go by; 0: they go by something else."""
+    if not wanted(options):
+        return 0
+    path = _path_of(options)
+    return pregates.hidden_units(path) if options.pregate is not None or path.exists() else 0
+
+
+def refuse_on_host(options: EngineConfig) -> None:
+    """UsageError where guesses are to be brought and there is no GPU to bring them to."""
+    if options.guess == "on":
+        raise UsageError("--guess on brings guesses to a GPU, and this is the CPU", hint="--guess auto does without")
