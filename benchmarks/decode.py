@@ -8,8 +8,9 @@ daemon's own timing of the tokens after the first. The curve over misses runs at
 (policy `uniform`, no cache) and imposed routing (docs/routing-model.md): one array holds a stretch for each request,
 and the misses that the daemon reports for each layer must be those of that stretch, or the run fails. Beside the
 measured time stands the line t0 + missed bytes / PCIe rate: what a system would take that overlaps nothing.
-With several --cpu-experts, as `off,auto`, the curve is measured with each. Each row has its share of the speed of the
-first curve at no misses, which is that of all resident, and the tokens have to be the same.
+With several --cpu-experts, as `off,auto`, or --guesses, as `off,0.83:0.45` (the share of misses that are guessed a
+layer ahead, and how many of the guesses are right), the curve is measured with each. Each row has its share of the
+speed of the first curve at no misses, which is that of all resident, and the tokens have to be the same.
 
 The last part replays sessions of the model of routing, one a request, under real policies at several residencies: plain
 LRU, a profile's placement that stays, and what that profile's evidence says. Profile and evidence are of other sessions
@@ -44,12 +45,13 @@ from benchmarks.driving import (
     spread,
 )
 from benchmarks.figures import json_option
-from benchmarks.routing import Routing, imposed, missed
+from benchmarks.routing import Routing, guessed, imposed, missed
 from engine.formats import profile as profiles
 from engine.formats.gguf import open_model
 from engine.formats.profile import Profile
 from engine.ground.config import EngineConfig
 from engine.ground.kv_types import KV_TYPES
+from engine.ops.cuda.landing import FIRST_TARGET, SLOTS
 from engine.placing import evidence, placement, simulate
 from engine.placing.policies import ALL, UNIFORM, find
 from spark.daemon.client import DaemonClient
@@ -104,6 +106,14 @@ class Stretches:
         self._steps = steps
         self._at = 0
 
+    def guesses(self, resident: NDArray[np.bool_], recall: float, precision: float) -> NDArray[np.int32]:
+        """Guesses for all of them, of the layers that there can be any for; each stretch has its own rate."""
+        parts = [self.choices[at : at + self._steps] for at in range(0, len(self.choices), self._steps)]
+        made = [guessed(part, resident, recall, precision, SLOTS, seed) for seed, part in enumerate(parts)]
+        found = np.concatenate(made)
+        found[:, :FIRST_TARGET] = -1
+        return found
+
     def check(self, reported: list[int]) -> None:
         """Raise unless the misses reported by layer are those of the next stretch."""
         expected = self._misses[self._at : self._at + self._steps].sum(axis=0).tolist()
@@ -122,9 +132,12 @@ class Stretches:
 
 def curve(
     config: EngineConfig, shape: Shape, prompts: Prompts, rates: list[float], depth: int, n_tokens: int, runs: int,
-    pcie_gb_per_s: float,
+    pcie_gb_per_s: float, guesses: str = "off",
 ) -> Any:  # fmt: skip
-    """Rows over the share of misses, the daemon's settings, and the tokens; config: policy `uniform`, no replay yet."""
+    """Rows over the share of misses, the daemon's settings, and the tokens; config: policy `uniform`, no replay yet.
+
+    guesses: `off`, or as "0.83:0.45" the recall and the precision of those that are imposed.
+    """
     budget = placement.residency_budget(shape.n_expert, shape.expert_bytes, config.residency_pct)
     slots = placement.uniform(shape.n_expert, shape.expert_bytes, budget).slots_per_layer
     resident = np.arange(shape.n_expert) < np.array(slots)[:, None]  # `uniform` pins those of lowest index
@@ -134,15 +147,21 @@ def curve(
     with tempfile.TemporaryDirectory(prefix="spark-decode-") as folder:
         file = Path(folder) / "replay.npy"
         np.save(file, stretches.choices.astype(np.int32))
-        with open_checked(replace(config, replay=file)) as client:
+        config = replace(config, replay=file)
+        if guesses != "off":
+            guesses_file = Path(folder) / "guesses.npy"
+            np.save(guesses_file, stretches.guesses(resident, *map(float, guesses.split(":"))))
+            config = replace(config, guess="on", replay_guesses=guesses_file)
+        with open_checked(config) as client:
             if tuple(client.ready.info["slots_per_layer"]) != slots:
                 raise SystemExit("the daemon places other slots than the curve is made for")
             samples: list[Sample] = []
             handed: list[dict[str, float]] = []
             for i, rate in enumerate(order):
-                before = client.stats().get("cpu_experts") or {}
+                before = client.stats()
                 sample = generate(client, prompts.next(depth), n_tokens)
-                handed.append(handed_over(before, client.stats().get("cpu_experts") or {}))
+                after = client.stats()
+                handed.append(handed_over(before, after) | landed(before, after))
                 stretches.check(list(sample.done.residency["misses_by_layer"]))
                 samples.append(sample)
                 if i >= WARM_UPS and (i - WARM_UPS) % runs == runs - 1:
@@ -151,20 +170,29 @@ def curve(
             made = settings(client)
     base = next((row["ms_per_token"]["median"] for row in rows if row["asked_miss_pct"] == 0), None)
     for row in rows:
-        row["cpu_experts"] = config.cpu_experts
+        row["cpu_experts"], row["guesses"] = config.cpu_experts, guesses
         if base is not None:
             row["line_ms"] = base + 1e3 * row["missed_bytes_per_token"] / (1e9 * pcie_gb_per_s)
             row["ratio"] = row["ms_per_token"]["median"] / row["line_ms"]
         rate, ms = row["decode_tokens_per_s"]["median"], row["ms_per_token"]["median"]
         line = f", {row['ratio']:.2f} of the line" if "ratio" in row else ""
         to_cpu = f", {row['cpu_computed']:.0f} to the CPU" if "cpu_computed" in row else ""
-        note(f"{row['miss_pct']:5.2f}% missed: {rate:.1f} tokens/s, {ms:.3f} ms{line}{to_cpu}")
+        came = f", {row['guess_useful']} of {row['guess_made']} guesses right" if "guess_made" in row else ""
+        note(f"{row['miss_pct']:5.2f}% missed: {rate:.1f} tokens/s, {ms:.3f} ms{line}{to_cpu}{came}")
     return rows, made, [sample.tokens for sample in samples]
 
 
 def handed_over(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
     """What the CPU computed of a request's misses, what was taken back, and seconds that were waited; or nothing."""
-    return {f"cpu_{name}": after[name] - before[name] for name in ("computed", "taken_back", "waited_s") if after}
+    a, b = before.get("cpu_experts") or {}, after.get("cpu_experts") or {}
+    return {f"cpu_{name}": b[name] - a[name] for name in ("computed", "taken_back", "waited_s") if b}
+
+
+def landed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """What came of a request's guesses, or nothing."""
+    names = "made", "useful", "misses", "useful_bytes", "wasted_bytes"
+    a, b = before.get("guesses") or {}, after.get("guesses") or {}
+    return {f"guess_{name}": b[name] - a[name] for name in names if b}
 
 
 def curve_row(samples: list[Sample], rate: float, shape: Shape, depth: int) -> dict[str, Any]:
@@ -247,6 +275,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=512, help="prompt tokens of the curve")
     parser.add_argument("--residency", type=float, default=60.0, help="percent of the expert bytes, for the curve")
     parser.add_argument("--cpu-experts", default="off", help="of the curve: off, auto, threads; a curve each")
+    parser.add_argument("--guesses", default="off", help="of the curve: off, RECALL:PRECISION; a curve each")
     parser.add_argument("--policies", default="lru,static,spark", help="served with sessions; empty: leave this out")
     parser.add_argument("--policy-residency", default="20,40,60", help="percent of the expert bytes, for the policies")
     parser.add_argument("--session", type=int, default=768, help="tokens of a session under the policies")
@@ -268,12 +297,13 @@ def main() -> None:
     if rates:
         config = EngineConfig(**common, policy=UNIFORM.name, residency_pct=o.residency, ctx_tokens=o.depth + o.tokens)
         expected: list[list[int]] = []
-        for cpu_experts in o.cpu_experts.split(","):
+        for cpu_experts, guesses in product(o.cpu_experts.split(","), o.guesses.split(",")):
             asked = replace(config, cpu_experts=cpu_experts)
             same = Prompts(shape.n_vocab, seed=2)  # of each curve, and so have its tokens to be
-            rows, made, told = curve(asked, shape, same, rates, o.depth, o.tokens, o.runs, o.pcie_gb_per_s)
+            note(f"--cpu-experts {cpu_experts}, guesses {guesses}")
+            rows, made, told = curve(asked, shape, same, rates, o.depth, o.tokens, o.runs, o.pcie_gb_per_s, guesses)
             if told != (expected := expected or told):
-                raise SystemExit(f"--cpu-experts {cpu_experts} changed tokens")
+                raise SystemExit(f"--cpu-experts {cpu_experts}, guesses {guesses} changed tokens")
             report["curve"] = shares([*report.get("curve", []), *rows])
             report.setdefault("curve_settings", made)
             if cpu_experts != "off":

@@ -1,4 +1,4 @@
-"""What decode.py measured of experts that the CPU computes, as tables (benchmarks/render.py)."""
+"""What decode.py measured of misses that the CPU computes or that were guessed, as tables (benchmarks/render.py)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ from benchmarks.markdown import Json, table
 
 
 def on_cpu(made: Json) -> list[str]:
-    """The curve with experts on the CPU beside the one without; nothing where there is none."""
+    """The curve with experts on the CPU, and with guesses, beside the one without; nothing where there is none."""
     curves: dict[str, dict[float, Json]] = {}
     for row in made["curve"]:
-        curves.setdefault(row.get("cpu_experts", "off"), {})[row["asked_miss_pct"]] = row
-    others = [name for name in curves if name != "off"]
-    if not others:
+        cpu, guesses = row.get("cpu_experts", "off"), row.get("guesses", "off")
+        name = f"`{cpu}`" if guesses == "off" else f"`{cpu}`, guesses {guesses}"
+        curves.setdefault(name, {})[row["asked_miss_pct"]] = row
+    if len(curves) < 2:
         return []
+    others = dict.fromkeys(r["cpu_experts"] for r in made["curve"] if r.get("cpu_experts", "off") != "off")
 
     def cell(row: Json | None) -> str:
         if row is None:
             return ""
         handed = f", {row['cpu_computed']:,} to the CPU" if row.get("cpu_computed") else ""
         back = f" ({row['cpu_taken_back']:,} taken back)" if row.get("cpu_taken_back") else ""
-        return f"{row.get('share', 0):.3f}{handed}{back}"
+        came = ""
+        if row.get("guess_made"):
+            taken = row["guess_useful_bytes"] / max(1, row["guess_useful_bytes"] + row["guess_wasted_bytes"])
+            came = f", {row['guess_useful']:,} of {row['guess_made']:,} guesses right, {taken:.0%} of their bytes taken"
+        return f"{row.get('share', 0):.3f}{handed}{back}{came}"
 
     found = [f"`--cpu-experts {name}`: {_said(made.get('cpu_experts', {}).get(name))}" for name in others]
     return [
         "Shares of the speed without misses, by who computes what misses; the tokens are the same.", "", *found, "",
         *table(
-            ["missed", *(f"`{name}`" for name in curves)],
+            ["missed", *curves],
             [[f"{pct:g}%", *(cell(rows.get(pct)) for rows in curves.values())] for pct in next(iter(curves.values()))],
         ),
     ]  # fmt: skip

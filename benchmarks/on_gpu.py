@@ -93,6 +93,12 @@ MEASUREMENTS = (
         "decode.py Q4_K_M.gguf --depths= --policies= --rates 0,1,5,6.6,10,20,40 --tokens 128 --cpu-experts off,auto",
         150,
     ),
+    Measurement(
+        "decode-guesses",
+        "decode.py Q4_K_M.gguf --depths= --policies= --rates 0,1,5,6.6,10,20 --tokens 128 --runs 3 "
+        "--cpu-experts off,auto --guesses off,0.83:0.45,0.6:0.45",
+        200,
+    ),
     Measurement("prefill", "prefill.py Q4_K_M.gguf", 120),
     Measurement("memory_plan", "memory_plan.py Q4_K_M.gguf", 60),
     Measurement("exactness", "exactness.py Q4_K_M.gguf --cpu-experts auto", 120),

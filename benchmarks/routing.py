@@ -141,6 +141,28 @@ def imposed(
     return chosen
 
 
+def guessed(
+    chosen: NDArray[np.int32], resident: NDArray[np.bool_], recall: float, precision: float, most: int, seed: int
+) -> NDArray[np.int32]:
+    """Guesses int32 [n_tokens, L, most] for the engine's `--replay-guesses`, -1: none, in no order.
+
+    Each choice that misses is guessed with the chance `recall`; others that are not resident are guessed as often as
+    makes `precision` of all guesses right. What is more than `most` for a layer is cut. Deterministic by seed.
+    """
+    rng = np.random.default_rng((seed, 2))
+    n_tokens, n_layer, _ = chosen.shape
+    found = np.full((n_tokens, n_layer, most), -1, np.int32)
+    each = missed(chosen, resident).mean() * recall * (1 / precision - 1)  # wrong ones of a layer
+    for t, layer in np.ndindex(n_tokens, n_layer):
+        away = np.flatnonzero(~resident[layer])
+        inside = np.isin(away, chosen[t, layer])
+        right = away[inside & (rng.random(len(away)) < recall)]
+        wrong = rng.permutation(away[~inside])[: rng.poisson(each)]
+        both = rng.permutation(np.concatenate([right, wrong]))[:most]
+        found[t, layer, : len(both)] = both
+    return found
+
+
 def missed(chosen: NDArray[np.integer], resident: NDArray[np.bool_]) -> NDArray[np.int64]:
     """How many of the choices [T, L, A] of each token and layer are not resident: int64 [T, L]."""
     layers = np.arange(len(resident))[:, None]

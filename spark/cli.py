@@ -27,6 +27,7 @@ from spark.commands.options import (
     DraftOption,
     ExpectOption,
     GenOption,
+    GuessOption,
     HomeOption,
     JsonOption,
     KVOption,
@@ -449,6 +450,7 @@ def bench(
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
     on_cpu: CpuExpertsOption = "off",
+    guess: GuessOption = "off",
     draft: DraftOption = "auto",
     draft_memory: DraftMemoryOption = 64.0,
     device: DeviceOption = "auto",
@@ -470,7 +472,8 @@ def bench(
     config = EngineConfig(
         model=model, device=device, profile=profile, vram_gib=vram, ctx_tokens=ctx, kv_pool=pool(kv_pool),
         expect_ctx_tokens=expect_ctx, kv_type=kv(kv_type), chunk_tokens=chunk,
-        cpu_experts=cpu_experts(on_cpu), draft=drafts(draft), draft_memory_mib=draft_memory, threads=threads,
+        cpu_experts=cpu_experts(on_cpu), guess=guess, draft=drafts(draft), draft_memory_mib=draft_memory,
+        threads=threads,
     )  # fmt: skip
     options = benchmark.BenchOptions(percentages(residency), prompts, prompt_tokens, generate, tokens)
     with progress_bars() as progress:

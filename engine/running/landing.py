@@ -17,7 +17,7 @@ from engine.formats import pregate as pregates
 from engine.formats.gguf import GGUFFile
 from engine.formats.pregate import Pregate, PregateModel, Trained, norm_epsilon, read_router
 from engine.ground.config import EngineConfig
-from engine.ground.errors import UsageError
+from engine.ground.errors import FileFormatError, UsageError, WrongModelError
 from engine.memory.residency import Residency, largest_parts
 from engine.models.layers import ModelConfig
 from engine.ops import F32, Limits
@@ -84,9 +84,15 @@ def guess(
     layers = config.moe_layers
     if not residency.tier.n_bytes:
         return None, ("guesses: none, all experts are resident",)
-    if len(layers) <= FIRST_TARGET:
-        return None, (f"guesses: none, the model has {len(layers)} layers of experts",)
-    pregate = open_pregate(options, file, config)
+    if not _fits(limits, len(layers)):
+        return None, (f"guesses: none for {len(layers)} layers of experts of {limits.n_embd} columns",)
+    try:
+        pregate = open_pregate(options, file, config)
+    except (FileFormatError, WrongModelError) as error:
+        if options.pregate is not None:
+            raise
+        _log.warning("guesses go by the routers, %s", error.message, extra={"reason": "pregate"})
+        pregate = None
     kind, scorings = scorings_of(file, layers, pregate)
     made = _landing(gpu, limits, residency, scorings, norm_epsilon(file))
     if ws.replay is not None:
@@ -147,15 +153,19 @@ def _landing(
 
 def count(device: Device, limits: Limits, residency: Residency, n_hidden: int) -> Landing | None:
     """What `guess` allocates at most, for the memory plan; None where it guesses nothing. n_hidden: units of an MLP."""
-    E, D, n = limits.n_expert, limits.n_embd, len(residency.experts) - FIRST_TARGET
-    if n <= 0:
+    E, D, n = limits.n_expert, limits.n_embd, len(residency.experts)
+    if not _fits(limits, n):
         return None
     weight, bias = np.broadcast_to(np.float16(0), (E, D)), np.zeros(E, np.float32)
     scoring = Scoring(weight, 0.0, bias)
     if n_hidden:
         hidden, output = (np.broadcast_to(np.float16(0), shape) for shape in ((n_hidden, D), (E, n_hidden)))
         scoring = Scoring(weight, 0.0, bias, hidden, np.zeros(n_hidden, np.float32), output)
-    return _landing(device, limits, residency, [scoring] * n, 0.0)
+    return _landing(device, limits, residency, [scoring] * (n - FIRST_TARGET), 0.0)
+
+
+def _fits(limits: Limits, n_layers: int) -> bool:
+    return n_layers > FIRST_TARGET and limits.n_embd % 8 == 0
 
 
 def hidden_units(options: EngineConfig) -> int:
@@ -166,7 +176,8 @@ def hidden_units(options: EngineConfig) -> int:
     return pregates.hidden_units(path) if options.pregate is not None or path.exists() else 0
 
 
-def refuse_on_host(options: EngineConfig) -> None:
-    """UsageError where guesses are to be brought and there is no GPU to bring them to."""
+def said_on_host(options: EngineConfig) -> tuple[str, ...]:
+    """What is said where there is no GPU to bring anything to; UsageError where that has to be."""
     if options.guess == "on":
         raise UsageError("--guess on brings guesses to a GPU, and this is the CPU", hint="--guess auto does without")
+    return ("guesses: none, they are brought to a GPU, and this is the CPU",) if wanted(options) else ()

@@ -164,7 +164,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             graphs = None if gpu is None else Graphs(gpu, lambda: forward.kv.stages, forward.join)
             steps = Steps(forward, residency, graphs)
             if gpu is None:
-                landing.refuse_on_host(options)
+                guesses_said += landing.said_on_host(options)
             elif isinstance(forward.ws, Workspace):
                 found = landing.guess(
                     options, source.file, source.config, gpu, forward.ws, shares.limits, residency

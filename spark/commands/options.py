@@ -202,6 +202,12 @@ CpuExpertsOption = Annotated[
         "--cpu-experts", metavar="auto|off|N", help="Let the CPU's threads compute a part of what misses on a GPU."
     ),
 ]
+GuessOption = Annotated[
+    Literal["auto", "off"],
+    typer.Option(
+        "--guess", help="Bring experts that a layer is likely to miss while the one before computes, if that pays."
+    ),
+]
 AllowOriginOption = Annotated[
     list[str] | None,
     typer.Option(metavar="URL", help="Origin of web pages that may use it, as http://localhost:3000; repeatable."),
@@ -305,6 +311,7 @@ class Served:
     exact_prefixes: ExactOption = False
     idle_release: IdleOption = None
     cpu_experts: CpuExpertsOption = "off"
+    guess: GuessOption = "off"
     draft: DraftOption = "auto"
     draft_memory: DraftMemoryOption = 64.0
     kv_recall: LeftOutOption = None
@@ -343,6 +350,7 @@ class Served:
             exact_prefixes=self.exact_prefixes,
             idle_release_s=self.idle_release,
             cpu_experts=cpu_experts(self.cpu_experts),
+            guess=self.guess,
             draft=drafts(self.draft),
             draft_memory_mib=self.draft_memory,
             kv_recall=self.kv_recall,

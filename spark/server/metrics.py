@@ -115,6 +115,19 @@ class _Daemon(Collector):
             waited = CounterMetricFamily("spark_expert_wait_seconds", text, value=cpu["waited_s"])
             text = "1 while missed experts are handed to the CPU."
             made += [handed, waited, GaugeMetricFamily("spark_expert_jobs_on", text, value=cpu["state"] == "on")]
+        guesses = self.stats.get("guesses")
+        if isinstance(guesses, Mapping) and guesses:
+            text = "Missed experts that were guessed before their layer asked: missed indeed, or not."
+            guessed = CounterMetricFamily("spark_expert_guesses", text, labels=["outcome"])
+            text = "Bytes of guesses: taken by their layer, or brought for nothing."
+            brought = CounterMetricFamily("spark_expert_guess_bytes", text, labels=["outcome"])
+            for outcome in ("useful", "wasted"):
+                guessed.add_metric([outcome], guesses[outcome])
+                brought.add_metric([outcome], guesses[f"{outcome}_bytes"])
+            made += [guessed, brought]
+            if "on" in guesses:
+                text = "1 while most steps of one token have guesses, as they are faster so."
+                made.append(GaugeMetricFamily("spark_expert_guesses_on", text, value=guesses["on"]))
         waits = self.stats.get("waits")
         if isinstance(waits, Mapping):
             waited = CounterMetricFamily("spark_waits", "Requests that had to wait, by what for.", labels=["reason"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import misses_results
-from benchmarks.decode import handed_over, shares
+from benchmarks.decode import handed_over, landed, shares
 
 
 def row(percent: float, rate: float, cpu: str, **more: Any) -> dict[str, Any]:
@@ -19,10 +19,21 @@ def test_a_share_is_of_the_first_curve_without_misses() -> None:
 
 
 def test_what_was_handed_over_is_a_difference() -> None:
-    before = {"computed": 5, "taken_back": 1, "waited_s": 0.5, "state": "on"}
-    after = {"computed": 25, "taken_back": 4, "waited_s": 0.75, "state": "on"}
+    before = {"cpu_experts": {"computed": 5, "taken_back": 1, "waited_s": 0.5, "state": "on"}}
+    after = {"cpu_experts": {"computed": 25, "taken_back": 4, "waited_s": 0.75, "state": "on"}}
     assert handed_over(before, after) == {"cpu_computed": 20, "cpu_taken_back": 3, "cpu_waited_s": 0.25}
-    assert handed_over({}, {}) == {}
+    assert handed_over({"cpu_experts": {}}, {}) == {} == landed({"guesses": {}}, {"guesses": {}})
+    counts = {"made": 5, "useful": 2, "misses": 4, "useful_bytes": 60, "wasted_bytes": 40}
+    more = {"guesses": {name: 3 * n for name, n in counts.items()}}
+    assert landed({"guesses": counts}, more) == {f"guess_{name}": 2 * n for name, n in counts.items()}
+
+
+def test_curves_with_guesses_are_columns_of_their_own() -> None:
+    came = {"guess_made": 200, "guess_useful": 90, "guess_useful_bytes": 3 << 20, "guess_wasted_bytes": 1 << 20}
+    curve = shares([row(0, 400, "off"), row(5, 300, "off"), row(5, 360, "off", guesses="0.83:0.45", **came)])
+    text = "\n".join(misses_results.on_cpu({"curve": curve}))
+    assert "| 5% | 0.750 | 0.900, 90 of 200 guesses right, 75% of their bytes taken |" in text
+    assert "guesses 0.83:0.45" in text and "--cpu-experts" not in text
 
 
 def test_both_curves_are_one_table() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.routing import Routing, imposed, missed, rates
+from benchmarks.routing import Routing, guessed, imposed, missed, rates
 
 
 @pytest.mark.slow
@@ -53,6 +53,27 @@ def test_imposed_routing_misses_exactly_its_share(rate: float) -> None:
         by_layer = misses.sum(axis=0) / misses.sum()
         assert np.abs(by_layer - 0.2).max() < 0.1
     assert np.array_equal(chosen, imposed(resident, 203, 6, rate, seed=9))
+
+
+@pytest.mark.parametrize(("recall", "precision"), [(0.83, 0.45), (0.6, 0.9), (1.0, 1.0)])
+def test_guesses_are_right_as_often_as_they_are_to_be(recall: float, precision: float) -> None:
+    rng = np.random.default_rng(2)
+    resident = np.zeros((5, 61), np.bool_)
+    for row in resident:
+        row[rng.permutation(61)[:40]] = True
+    chosen = imposed(resident, 900, 6, 0.05, seed=4)
+    found = guessed(chosen, resident, recall, precision, 4, seed=7)
+    assert found.shape == (900, 5, 4) and found.min() >= -1 and np.array_equal(
+        found, guessed(chosen, resident, recall, precision, 4, seed=7)
+    )  # fmt: skip
+    right = made = 0
+    for t, layer in np.ndindex(900, 5):
+        guesses = found[t, layer][found[t, layer] >= 0]
+        assert len(set(guesses.tolist())) == len(guesses) and not resident[layer, guesses].any()
+        made += len(guesses)
+        right += int(np.isin(guesses, chosen[t, layer]).sum())
+    assert abs(right / missed(chosen, resident).sum() - recall) < 0.03
+    assert abs(right / made - precision) < 0.03
 
 
 def test_imposed_routing_refuses_what_cannot_be() -> None:

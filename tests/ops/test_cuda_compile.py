@@ -36,7 +36,7 @@ Kernels = dict[Module, set[str]]
 # Multiprocessors and KiB of shared memory of a common GPU: launches depend on them, and so do modules.
 GPUS = {"sm_80": (108, 163), "sm_86": (84, 99), "sm_89": (128, 99), "sm_90": (132, 227), "sm_120": (170, 99)}
 QWEN3_30B_A3B = qwen3moe.Config(
-    n_layer=2, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=128, n_expert_used=8, n_ff_exp=768,
+    n_layer=3, n_embd=2048, n_head=32, n_head_kv=4, head_dim=128, n_expert=128, n_expert_used=8, n_ff_exp=768,
     n_vocab=151936, n_ctx_train=40960, rope_base=1e6, eps=1e-6,
 )  # fmt: skip
 OTHER = replace(
@@ -67,17 +67,18 @@ class Shapes:
 def launched(
     arch: str, config: Any, type_of: Callable[[str], QType], kv_type: Any = "f16", max_tokens: int = 4096,
     module: ModuleType = qwen3moe, change: Callable[[Any], Any] = lambda weights: weights,
-    pool_tokens: int | None = None, recall: Part | None = None,
+    pool_tokens: int | None = None, recall: Part | None = None, guess_hidden: int | None = None,
 ) -> Kernels:  # fmt: skip
     """The modules that a model's steps of up to `max_tokens` take, and the kernels in them; change: of its weights.
 
-    pool_tokens: of the cache, on the device. recall: None: every token reads all of its context.
+    pool_tokens: of the cache, on the device. recall: None: every token reads all of its context. guess_hidden: as of
+    `count`.
     """
     n_sm, shared_kib = GPUS[arch]
     device = CountingDevice(arch, n_sm, shared_kib << 10)
     weights = change(module.load(Shapes(config, type_of), config))
     limits = dryrun.limits_of(config, 8192, max_tokens, 8)
-    parts = {"pool_tokens": pool_tokens, "recall": recall}
+    parts = {"pool_tokens": pool_tokens, "recall": recall, "guess_hidden": guess_hidden}
     counted = count(device, module, config, weights, limits, kv_type, **parts)
     found: Kernels = {}
     for source, name in counted.kernels:
@@ -97,7 +98,7 @@ def with_jobs(kernels: Kernels) -> Kernels:
 
 def of_gpu(arch: str) -> Kernels:
     """All of the reference model on the first GPU; on the others every kernel once."""
-    of_model = launched(arch, QWEN3_30B_A3B, k_quant_mix, recall=Part(64))
+    of_model = launched(arch, QWEN3_30B_A3B, k_quant_mix, recall=Part(64), guess_hidden=128)
     kernels = OF_A_BENCHMARK | of_model | with_jobs(of_model)
     if arch == next(iter(GPUS)):
         return kernels

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.placing import guesses
-from engine.placing.guesses import Chances, Record
+from engine.placing.guesses import MEMORY, TRY_STEPS, Chances, Gate, Record, Timed
 
 SEEDS = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, 1, allow_subnormal=False)
@@ -34,6 +34,18 @@ def test_no_guess_at_all_has_no_margin():
     found = guesses.margins(np.array([[3.0, -inf, 1.0, -inf, 7.0], [-inf] * 5, [-inf, 2.0, -inf, -inf, -inf]]), 3)
     assert found.tolist() == [[2, -inf, 0, -inf, 6], [-inf] * 5, [-inf, 0, -inf, -inf, -inf]]
     assert guesses.logistic().of(found)[1].tolist() == [0] * 5
+
+
+@settings(deadline=None, max_examples=80)
+@given(seed=SEEDS, n=st.integers(1, 9), chance=st.floats(0, 1))
+def test_a_least_margin_is_where_chances_exceed_another(seed, n, chance):
+    rng = np.random.default_rng(seed)
+    table = Chances(np.cumsum(rng.random(n) + 0.1) - 3, np.sort(np.round(rng.random(n), 1)))
+    least = table.least_margin(chance)
+    at = np.linspace(-4, 8, 97)
+    near = np.abs(at - least) < 1e-9
+    assert ((table.of(at) > chance + 1e-9) <= (at > least) | near).all()
+    assert ((at > least) <= (table.of(at) > chance - 1e-9) | near).all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -147,3 +159,54 @@ def test_a_record_corrects_what_is_promised_and_forgets():
     for _ in range(20 * guesses.MEMORY_STEPS):
         record.add(1, guess[:0], np.zeros(0), np.array([], int))
     assert record.scale(1) > 0.99
+
+
+def steps(before: Timed, n_without: int, n_with: int, without_us: float, with_us: float) -> Timed:
+    return Timed(
+        before.without + n_without, before.with_ + n_with,
+        before.without_ns + int(1e3 * n_without * without_us), before.with_ns + int(1e3 * n_with * with_us),
+    )  # fmt: skip
+
+
+def test_a_gate_needs_steps_of_both_kinds_and_a_difference():
+    gate, timed = Gate(), Timed(0, 0, 0, 0)
+    assert gate.means_ns == (0, 0)
+    timed = steps(timed, 0, 9000, 100, 900)
+    assert not gate.look(timed) and gate.with_guesses
+    timed = steps(timed, TRY_STEPS - 1, 900, 100, 900)
+    assert not gate.look(timed)
+    timed = steps(timed, TRY_STEPS // 4, 15, 100, 900)  # those before count a little less by now
+    assert gate.look(timed) and not gate.with_guesses
+    assert gate.means_ns[0] == pytest.approx(100e3) and gate.means_ns[1] == pytest.approx(900e3)
+    near = Gate()
+    assert not near.look(steps(Timed(0, 0, 0, 0), 500, 7500, 100, 100.5)) and near.with_guesses  # no worth a change
+
+
+@pytest.mark.parametrize("begins_with", [True, False])
+def test_a_gate_follows_what_changes_and_forgets(begins_with):
+    gate, timed, changes = Gate(), Timed(0, 0, 0, 0), 0
+    gate.with_guesses = begins_with
+    for better_with in (begins_with, not begins_with, begins_with):
+        for n in range(40 * MEMORY):
+            few, many = 1, 15
+            mix = (few, many) if gate.with_guesses else (many, few)
+            timed = steps(timed, *mix, *((120, 100) if better_with else (100, 120)))
+            changed = gate.look(timed)
+            changes += changed
+            assert not changed or n < 8 * MEMORY
+        assert gate.with_guesses is better_with
+    assert changes == 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS, gain=st.sampled_from([0.9, 1.1]))
+def test_a_gate_is_not_fooled_by_noise_for_long(seed, gain):
+    """Steps that vary by a third: most of them are of the better kind."""
+    rng, gate, timed, better = np.random.default_rng(seed), Gate(), Timed(0, 0, 0, 0), 0
+    for n in range(3000):
+        mix = (1, 15) if gate.with_guesses else (15, 1)
+        times = [rng.gamma(9, 100 / 9, k).mean() * (gain if kind else 1.0) for kind, k in enumerate(mix)]
+        timed = steps(timed, *mix, *times)
+        gate.look(timed)
+        better += n >= 300 and gate.with_guesses == (gain < 1)
+    assert better > 0.9 * 2700

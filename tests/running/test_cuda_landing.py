@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from engine.formats.pregate import default_path
+from benchmarks.routing import guessed, imposed, missed
+from engine.formats.pregate import METADATA, default_path, pairs
+from engine.ground import cores
+from engine.ground.config import EngineConfig
+from engine.ground.cores import Cores
+from engine.ground.errors import FileFormatError, UsageError
+from engine.ground.protocol import Event, Generate, Tokens
 from engine.ground.sampling import Sampling
-from engine.ops.cuda.landing import FIRST_TARGET, Counts
+from engine.ops.cuda.landing import ALWAYS, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts
+from engine.placing.division import Costs
 from engine.placing.guesses import Timed
+from engine.running import misses
+from engine.running.decoding import Nothing
 from engine.running.landing import Guesses
+from engine.running.loaded import load
 from engine.serving.scheduler import Engine
-from tests.engine_runs import PROMPT, config, generate
-from tests.tiny_models import k_quant_mix, tiny_path
+from tests.engine_runs import PROMPT, Says, config, generate
+from tests.tiny_models import k_quant_mix, tiny_path, write_tiny
 
 N_TOKENS = 9
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, seed=5)
@@ -25,12 +38,6 @@ on_the_device = pytest.mark.usefixtures("on_the_device")
 def opened(model: Path, guess: str = "on", **options: Any) -> Engine:
     more = {"policy": "spark", "residency_pct": 40, "prefix_gib": 0.0, "draft": "off"} | options
     return Engine(config(model, guess=guess, **more))
-
-
-def guesses_of(engine: Engine) -> Guesses:
-    found = engine.loaded.steps.guesses
-    assert found is not None
-    return found
 
 
 def said_by(engine: Engine, *lengths: int, n_tokens: int = N_TOKENS) -> list[list[int]]:
@@ -60,5 +67,177 @@ def test_tokens_do_not_say_what_was_guessed(arch: str) -> None:
     launched = {(module, name) for module, name in vars(device)["_kernels"] if name != "poison"}
     assert decision is not None and launched <= set(decision.kernels)  # all of them were planned
     found = after["guesses"]
-    print(found)
+    assert found["made"] == found["useful"] + found["wasted"] and 0 < found["useful"] <= found["misses"]
+    assert found["useful_bytes"] > 0 < found["wasted_bytes"] and found["steps"] == 2 * (N_TOKENS - 1) + 1
+    engine.close()
+
+
+def write_pregate(path: Path, engine: Engine, seed: int = 3) -> None:
+    """MLPs that say whatever they say, and likely enough."""
+    source, rng = engine.loaded.source, np.random.default_rng(seed)
+    c, H, tensors = source.config, 12, dict[str, Any]()
+    for layer, target in pairs(c.moe_layers):
+        prefix = f"layers.{layer}.target.{target}.mlp."
+        shapes = {
+            "weight": (c.n_expert, c.n_embd), "bias": (c.n_expert,), "hidden.weight": (H, c.n_embd),
+            "hidden.bias": (H,), "output.weight": (c.n_expert, H),
+        }  # fmt: skip
+        tensors |= {prefix + name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    tables = [
+        {"predictor": "mlp", "layer": a, "target_layer": b, "knots": [-1.0, 1.0], "values": [0.4, 0.9]}
+        for a, b in pairs(c.moe_layers)
+    ]
+    known = {
+        "version": 1, "model_id": source.file.model_id, "layers": list(c.moe_layers), "n_embd": c.n_embd,
+        "n_expert": c.n_expert, "n_expert_used": c.n_expert_used, "eps": 1e-6, "predictors": ["mlp"], "chances": tables,
+    }  # fmt: skip
+    save_file(tensors, path, {METADATA: json.dumps(known)})
+
+
+@on_the_device
+@pytest.mark.slow
+def test_a_file_beside_the_model_says_who(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix)
+    plain = opened(model, "off")
+    expected = said_by(plain)
+    write_pregate(default_path(model), plain)
+    plain.close()
+    engine = opened(model)
+    assert any(f"by mlp of {default_path(model)}" in reason for reason in engine.ready()["reasons"])
+    assert said_by(engine) == expected
+    assert engine.stats()["guesses"]["source"] == "mlp" and engine.stats()["guesses"]["made"] > 0
+    engine.close()
+    default_path(model).write_bytes(b"no such thing")
+    engine = opened(model)
+    assert engine.stats()["guesses"]["source"] == "router" and said_by(engine) == expected
+    warned = [r for r in caplog.records if getattr(r, "reason", "") == "pregate"]
+    assert len(warned) == 1 and "no whole safetensors file" in warned[0].getMessage()
+    engine.close()
+    with pytest.raises(FileFormatError, match="no whole safetensors file"):
+        opened(model, pregate=default_path(model))
+
+
+@on_the_device
+@pytest.mark.slow
+def test_beside_jobs_drafts_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU gets what was not guessed; steps of several tokens have no guesses, and leave no trace in the next."""
+    monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
+    monkeypatch.setattr(misses, "measure", lambda *_: Costs(1e7, (2e6, 4e6, 6e6), 1e6))
+    monkeypatch.setattr(misses, "SPIN_US", 3e5)
+    requests = [Generate(i, tuple(PROMPT[:n].tolist()), N_TOKENS - 2 * i, SAMPLED, ()) for i, n in enumerate((9, 20))]
+    told = []
+    for more in ({"guess": "off"}, {"guess": "on", "cpu_experts": "auto", "residency_pct": 20, "policy": "uniform"}):
+        engine = opened(tiny_path("laguna"), **more)
+        engine.loaded.decoder.proposer = Says(lambda reply: (7, 9, 4)[: min(3, reply.left - 1)])
+        alone = said_by(engine, n_tokens=N_TOKENS)
+        engine.loaded.decoder.proposer = Nothing()
+        for request in requests:
+            engine.submit(request)
+        events: list[Event] = []
+        while engine.busy:
+            events += engine.step()
+        shared = [[t for e in events if isinstance(e, Tokens) and e.id == i for t in e.tokens] for i in (0, 1)]
+        told.append((alone, shared))
+        stats = engine.stats()
+        engine.close()
+    assert told[0] == told[1]
+    assert stats["guesses"]["useful"] > 0 and stats["cpu_experts"]["computed"] > 0
+
+
+@on_the_device
+@pytest.mark.slow
+def test_guesses_can_be_imposed(tmp_path: Path) -> None:
+    """All that misses, in layers that there are guesses for; of no other the token is told."""
+    c = opened(tiny_path("laguna"), "off", policy="uniform", residency_pct=60)
+    config, placed = c.loaded.source.config, c.loaded.shares.placement
+    c.close()
+    L, E, A = len(config.moe_layers), config.n_expert, config.n_expert_used
+    resident = np.arange(E) < np.array(placed.slots_per_layer)[:, None]
+    choices = imposed(resident, 40, A, 0.15, seed=2)
+    given = guessed(choices, resident, 1.0, 1.0, SLOTS, seed=3)
+    np.save(tmp_path / "choices.npy", choices)
+    np.save(tmp_path / "guesses.npy", given)
+    files = {"replay": tmp_path / "choices.npy", "replay_guesses": tmp_path / "guesses.npy"}
+    replayed = {"policy": "uniform", "residency_pct": 60} | files
+    engine = opened(tiny_path("laguna"), **replayed)
+    said_by(engine, n_tokens=20)
+    found = engine.stats()["guesses"]
+    misses_of = missed(choices[:19], resident)[:, FIRST_TARGET:]
+    assert found["misses"] == misses_of.sum() and found["wasted"] == 0
+    assert found["useful"] == np.minimum(misses_of, SLOTS).sum() > 0
+    last = int(np.minimum(misses_of[-1, -1], SLOTS)) * placed.expert_bytes[-1]
+    assert found["wasted_bytes"] == last  # what the last layer has not taken when it is told
+    engine.close()
+    np.save(tmp_path / "guesses.npy", given[:, :, 1:])
+    with pytest.raises(UsageError, match=rf"expected integers \[40, {L}, {SLOTS}\]"):
+        opened(tiny_path("laguna"), **replayed)
+    np.save(tmp_path / "guesses.npy", given + E)
+    with pytest.raises(UsageError, match=f"experts below {E}, or -1"):
+        opened(tiny_path("laguna"), **replayed)
+
+
+class Told:
+    """Stands for Landing: the host's side alone."""
+
+    def __init__(self) -> None:
+        self.modes, self.timed = list[int](), Timed(0, 0, 0, 0)
+
+    def set_mode(self, mode: int) -> None:
+        self.modes.append(mode)
+
+    def counts(self) -> Counts:
+        return Counts(9, 4, 7, 900, 300, self.timed)
+
+    def went(self, n: int, without_us: int, with_us: int, usual: bool) -> None:
+        """So many times sixteen steps."""
+        few, many = n, 15 * n
+        a, b = (few, many) if usual else (many, few)
+        t = self.timed
+        self.timed = Timed(
+            t.without + a, t.with_ + b, t.without_ns + 1000 * a * without_us, t.with_ns + 1000 * b * with_us
+        )  # fmt: skip
+
+
+def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    landing: Any = Told()
+    guesses = Guesses(landing, "router")
+    assert landing.modes == [MOSTLY]
+    landing.went(40, 2000, 2500, True)  # too few to know
+    guesses.begin()
+    assert landing.modes == [MOSTLY] and guesses.stats()["on"]
+    with caplog.at_level("INFO"):
+        landing.went(40, 2000, 2500, True)
+        guesses.begin()
+        assert landing.modes == [MOSTLY, SELDOM] and not guesses.stats()["on"]
+        assert (guesses.stats()["without_us"], guesses.stats()["with_us"]) == (2000.0, 2500.0)
+        landing.went(600, 2000, 1800, False)  # what misses is another thing now
+        guesses.begin()
+    assert landing.modes == [MOSTLY, SELDOM, MOSTLY]
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "guesses of experts are off", "guesses of experts are tried again"
+    ]  # fmt: skip
+    forced = Guesses(landing, "router", is_forced=True)
+    landing.went(600, 2000, 4000, True)
+    forced.begin()
+    assert landing.modes[-1] == ALWAYS and forced.stats()["wasted_bytes"] == 600
+
+
+def test_where_there_are_none() -> None:
+    on_cpu = EngineConfig(model=tiny_path("qwen3moe"), device="cpu", threads=1, ctx_tokens=64, residency_pct=50)
+    with pytest.raises(UsageError, match="to a GPU, and this is the CPU"):
+        load(replace(on_cpu, guess="on"))
+    loaded = load(replace(on_cpu, guess="auto"))
+    assert any(reason.startswith("guesses: none, they are brought to a GPU") for reason in loaded.reasons)
+    loaded.close()
+
+
+@on_the_device
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "percent", "why"), [("qwen3moe", 100, "all experts are resident"), ("qwen35", 40, "all experts")]
+)
+def test_what_has_nothing_to_guess(arch: str, percent: float, why: str) -> None:
+    engine = opened(tiny_path(arch), "auto", residency_pct=percent)
+    assert any(f"guesses: none, {why}" in reason for reason in engine.ready()["reasons"])
+    assert engine.ready()["guess"] == "off" and engine.stats()["guesses"] == {}
     engine.close()

@@ -421,3 +421,16 @@ def test_experts_of_the_cpu_are_counted_where_there_are_any() -> None:
     ):  # fmt: skip
         assert f"\n{line}\n" in text
     assert "spark_expert_jobs" not in Metrics().text({"cpu_experts": {}}, True, 0, {}).decode()
+
+
+def test_guesses_of_experts_are_counted_where_there_are_any() -> None:
+    counts = {"useful": 12, "wasted": 7, "useful_bytes": 4096, "wasted_bytes": 512}
+    text = Metrics().text({"guesses": counts | {"on": True}}, True, 0, {}).decode()
+    for line in (
+        'spark_expert_guesses_total{outcome="useful"} 12.0', 'spark_expert_guesses_total{outcome="wasted"} 7.0',
+        'spark_expert_guess_bytes_total{outcome="useful"} 4096.0', "spark_expert_guesses_on 1.0",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in text
+    counted = Metrics().text({"guesses": counts}, True, 0, {}).decode()  # on a host
+    assert "spark_expert_guesses_total" in counted and "spark_expert_guesses_on" not in counted
+    assert "spark_expert_guesses" not in Metrics().text({"guesses": {}}, True, 0, {}).decode()
