@@ -60,8 +60,8 @@ def held_out_prompts(folder: Path, n: int) -> list[Prompt]:
 
 def tokens_of(
     config: EngineConfig, requests: Sequence[tuple[Prompt, Sampling]], n: int
-) -> tuple[list[list[int]], int, int]:
-    """What is generated for each request, how many experts were missed, and how many the CPU computed of them."""
+) -> tuple[list[list[int]], dict[str, int]]:
+    """What is generated for each request; how many experts were missed, were the CPU's of them, and were guessed."""
     engine = Engine(config)
     engine.warm_up()
     found = []
@@ -74,22 +74,26 @@ def tokens_of(
         assert len(found[-1]) == n, events[-1]
     stats = engine.stats()
     engine.close()
-    return found, int(stats["misses"]), int(stats["cpu_experts"].get("computed", 0))
+    came = {
+        "misses": int(stats["misses"]), "of the CPU": int(stats["cpu_experts"].get("computed", 0)),
+        "guessed": int(stats["guesses"].get("useful", 0)), "guesses": int(stats["guesses"].get("made", 0)),
+    }  # fmt: skip
+    return found, came
 
 
 def compare(name: str, base: EngineConfig, others: list[dict[str, Any]], requests: Any, n: int) -> list[dict[str, Any]]:
     expected, *_ = tokens_of(base, requests, n)
     rows = []
     for options in others:
-        found, misses, computed = tokens_of(EngineConfig(**{**_fields(base), **options}), requests, n)
+        found, came = tokens_of(EngineConfig(**{**_fields(base), **options}), requests, n)
         same = sum(a == b for a, b in zip(found, expected, strict=True))
         row = {
             "model": name, "policy": options["policy"], "residency_pct": options["residency_pct"],
-            "requests": len(requests), "identical": same, "tokens_each": n, "misses": misses,
-            "of the CPU": computed, "prompt_tokens": sorted({len(p) for p, _ in requests}),
+            "requests": len(requests), "identical": same, "tokens_each": n, **came,
+            "prompt_tokens": sorted({len(p) for p, _ in requests}),
         }  # fmt: skip
         rows.append(row)
-        note(f"{name} {row['policy']} {row['residency_pct']:g}%: {same} of {len(requests)} identical, {misses} misses")
+        note(f"{name} {row['policy']} {row['residency_pct']:g}%: {same} of {len(requests)} identical, {came}")
     return rows
 
 
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="4096,16384,32000", help="of the long prompts")
     parser.add_argument("--residency", default="10,30,60")
     parser.add_argument("--cpu-experts", default="off", help="of the full shape, too, with fixed slots: auto, threads")
+    parser.add_argument("--guess", default="off", help="on: missing experts are guessed where not all are resident")
     o = parser.parse_args()
     percents = [float(p) for p in o.residency.split(",")]
     report: dict[str, Any] = {"rows": []}
@@ -145,7 +150,7 @@ def main() -> None:
         requests = [(p, s) for p in prompts for s in (Sampling(), SAMPLED)]
         base = EngineConfig(NANO, device=o.device, ctx_tokens=2048, chunk_tokens=512, poison=True)
         others = [
-            {"policy": p.name, "residency_pct": percent, "profile": profile if p.by_profile else None}
+            {"policy": p.name, "residency_pct": percent, "profile": profile if p.by_profile else None, "guess": o.guess}
             for percent in percents
             for p in policies.POLICIES
             if not p.whole
@@ -160,9 +165,9 @@ def main() -> None:
         base = EngineConfig(
             o.full_shape, device=o.device, ctx_tokens=max(lengths) + o.tokens, chunk_tokens=4096, poison=True
         )
-        others = [{"policy": policies.LRU.name, "residency_pct": percent} for percent in percents]
+        others = [{"policy": policies.LRU.name, "residency_pct": percent, "guess": o.guess} for percent in percents]
         if o.cpu_experts != "off":  # with plain LRU all that misses enters a slot
-            fixed = {"policy": policies.UNIFORM.name, "cpu_experts": o.cpu_experts}
+            fixed = {"policy": policies.UNIFORM.name, "cpu_experts": o.cpu_experts, "guess": o.guess}
             others += [fixed | {"residency_pct": percent} for percent in percents]
         report["rows"] += compare(o.full_shape.stem, base, others, long, o.tokens)
     if o.json:

@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--residency", type=float, default=60.0)
     parser.add_argument("--policy", default=policies.SPARK.name, choices=PARTIAL)
     parser.add_argument("--cpu-experts", default="off", help="off, auto, a number of threads")
+    parser.add_argument("--guess", default="off", help="off, auto, on")
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--longest", type=int, default=6000, help="tokens of the longest prompt")
@@ -154,7 +155,7 @@ def main() -> None:
     shape = shape_of(o.model)
     config = EngineConfig(
         model=o.model, device=o.device, policy=o.policy, residency_pct=o.residency, ctx_tokens=o.ctx,
-        prefix_gib=PREFIX_GIB, cpu_experts=o.cpu_experts,
+        prefix_gib=PREFIX_GIB, cpu_experts=o.cpu_experts, guess=o.guess,
     )  # fmt: skip
     samples: list[dict[str, Any]] = []
     with open_checked(config) as daemon:
@@ -192,8 +193,8 @@ def main() -> None:
     report = {
         "model": o.model.name, "seconds": samples[-1]["seconds"] if samples else 0.0, "clients": o.clients,
         "requests": dict(counts), "generated_tokens": sum(t.generated for t in threads), "hits": hits,
-        "misses": misses, "growth_bytes": grown, "tolerance_mib": o.tolerance_mib, "problems": problems,
-        "samples": samples, "settings": made,
+        "misses": misses, "guesses": stats.get("guesses"), "growth_bytes": grown, "tolerance_mib": o.tolerance_mib,
+        "problems": problems, "samples": samples, "settings": made,
     }  # fmt: skip
     if o.json:
         write_json(o.json, report)
