@@ -29,7 +29,8 @@ def on_cpu(made: Json) -> list[str]:
 
     found = [f"`--cpu-experts {name}`: {_said(made.get('cpu_experts', {}).get(name))}" for name in others]
     return [
-        "Shares of the speed without misses, by who computes what misses; the tokens are the same.", "", *found, "",
+        "Shares of the speed without misses, by who computes what misses; the tokens are the same.", "",
+        *found, *([""] if found else []),
         *table(
             ["missed", *curves],
             [[f"{pct:g}%", *(cell(rows.get(pct)) for rows in curves.values())] for pct in next(iter(curves.values()))],
