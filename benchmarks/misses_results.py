@@ -5,6 +5,11 @@ from __future__ import annotations
 from benchmarks.markdown import Json, table
 
 
+def is_plain(row: Json) -> bool:
+    """Whether a row of the curve is of misses that cross PCIe when they are asked for."""
+    return str(row.get("cpu_experts", "off")) == str(row.get("guesses", "off")) == "off"
+
+
 def on_cpu(made: Json) -> list[str]:
     """The curve with experts on the CPU, and with guesses, beside the one without; nothing where there is none."""
     curves: dict[str, dict[float, Json]] = {}

@@ -229,7 +229,7 @@ def decode(name: str, made: Json) -> list[str]:
             [[f"{r['miss_pct']:.1f}%", spread(r["decode_tokens_per_s"], 1), f"{r['ms_per_token']['median']:.3f}",
               f"{r['missed_bytes_per_token'] / 1e6:.1f}", f"{r['line_ms']:.3f}" if "line_ms" in r else "",
               f"{r['ratio']:.2f}" if "ratio" in r else ""]
-             for r in made["curve"] if r.get("cpu_experts", "off") == "off"],
+             for r in made["curve"] if misses_results.is_plain(r)],
         )  # fmt: skip
         lines += misses_results.on_cpu(made)
     if "policies" in made:
@@ -434,7 +434,9 @@ FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
 DENSE = {"dense": "Qwen3.6-27B"}
 MIXTURES = {"q4": "Q4_K_M", "q3": "Q3_K_M", "iq2": "UD-IQ2_XXS"}
 # Of a measurement that has a file of its own.
-PARTS = {"policies": "real policies", "cpu_experts": "experts on the CPU", **MIXTURES}
+PARTS = {
+    "policies": "real policies", "cpu_experts": "experts on the CPU", "guesses": "guessed experts", **MIXTURES,
+}  # fmt: skip
 SHARED = (2, 4, 8)  # sequences of a step
 GIVEN = tuple(f"given-{n}" for n in (2, 16, 32))  # tokens of one sequence in a step
 
@@ -523,7 +525,7 @@ def gpu_table(made: dict[str, Json]) -> list[str]:
             [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed",
              spread(r["decode_tokens_per_s"], 1)]
             for r in report.get("curve", [])
-            if round(r["miss_pct"], 1) in (0, 1, 6.6, 20) and r.get("cpu_experts", "off") == "off"
+            if round(r["miss_pct"], 1) in (0, 1, 6.6, 20) and misses_results.is_plain(r)
         ]  # fmt: skip
     if "prefill.json" in made:
         rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",

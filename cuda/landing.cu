@@ -160,7 +160,8 @@ KERNEL __launch_bounds__(512)
         u64* const word = set.unit(slot, unit);
         if (i == 0) {
             const u64 ended = load_fresh(set.ended()), seen = load_fresh(word);
-            const bool is_over = ended / 256 == landing_layer(step, layer) && !(ended >> slot & 1);
+            const u64 own = landing_layer(step, layer); // a later layer, or step, has this set by now: too late
+            const bool is_over = ended / 256 > own || (ended / 256 == own && !(ended >> slot & 1));
             goes_on = !is_over && seen / 4 != tag && atomicCAS(word, seen, tag * 4 + UNIT_BEGUN) == seen;
         }
         __syncthreads();
@@ -183,6 +184,7 @@ KERNEL __launch_bounds__(512)
         }
         __syncthreads();
         if (begins && i == 0) {
+            __threadfence(); // of all that the barrier has gathered
             *(volatile u64*)word = tag * 4 + UNIT_LANDED;
             atomicAdd(words + LANDING_BROUGHT, (u64)n_bytes);
         }

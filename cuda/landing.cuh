@@ -12,13 +12,19 @@
 #define LANDING_ROWS 32  // of gate and of up in a unit
 #define LANDING_EVERY 16 // steps, of which one does what the others do not
 
-// LANDING_STEP: number of the step, by the first layer's `route`. LANDING_MODE: below. LANDING_BEGAN_NS: when the step's first
-// `route` ran. LANDING_BOARD: address of host memory that gets what follows, LANDING_COUNTS words, with every step. MADE: guesses;
-// USEFUL: those that were missed; MISSES: experts of layers that are guessed for; BROUGHT, TAKEN: bytes that landed, and those that
-// gate_up took. STEPS, NS: steps and ns from the first to the last `route`, without guesses and with.
 enum {
-    LANDING_STEP, LANDING_MODE, LANDING_BEGAN_NS, LANDING_BOARD,
-    LANDING_MADE, LANDING_USEFUL, LANDING_MISSES, LANDING_BROUGHT, LANDING_TAKEN, LANDING_STEPS, LANDING_NS = LANDING_STEPS + 2,
+    LANDING_STEP,     // its number, from 1 on, by the first layer's `route`
+    LANDING_MODE,     // below
+    LANDING_BEGAN_NS, // when the step's first `route` ran
+    LANDING_BOARD,    // address of host memory, to which the last `route` of a step copies the counts
+    // The counts, since the start:
+    LANDING_MADE,     // guesses
+    LANDING_USEFUL,   // those that were missed
+    LANDING_MISSES,   // experts that were missed, of layers that there are guesses for
+    LANDING_BROUGHT,  // bytes that landed
+    LANDING_TAKEN,    // bytes that gate_up found landed
+    LANDING_STEPS,    // steps without guesses, and with
+    LANDING_NS = LANDING_STEPS + 2, // what these took in all, from the first `route` to the last
     LANDING_SETS = 16,
 };
 constexpr i32 LANDING_COUNTS = LANDING_NS + 2 - LANDING_MADE;
@@ -30,7 +36,8 @@ DEVICE bool guesses_now(const u64* words) {
     return mode == ALWAYS || (mode == MOSTLY && !odd) || (mode == SELDOM && odd);
 }
 
-// A layer of a step, and an expert of it; never 0.
+// A layer of a step, and an expert of it; steps count from 1, so no tag is 0, nor is any NO_TAG.
+#define NO_TAG (~0ull)
 DEVICE u64 landing_layer(u64 step, i32 layer) { return step << 14 | (u64)layer; }
 DEVICE u64 landing_tag(u64 step, i32 layer, i32 expert) { return landing_layer(step, layer) << 10 | (u64)expert; }
 

@@ -310,6 +310,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         }
     }
     if (JOBS && with_table && n_pairs == USED && i < WARP) {
+        const i32 n_missed = __popc(__ballot_sync(FULL_WARP, first && wanted >= 0));
         const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed);
         const u32 free = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed && !enters_at(wanted));
         const i32 of_cpu = min(__shfl_sync(FULL_WARP, division.of_misses, __popc(misses)), __popc(free));
@@ -319,7 +320,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
             const u64 next = load_fresh(division.jobs + JOBS_NEXT);
             division.jobs[JOBS_FIRST] = next;
             division.jobs[JOBS_NEXT] = next + (u64)of_cpu;
-            division.jobs[JOBS_ALONE] = of_cpu == __popc(misses);
+            division.jobs[JOBS_ALONE] = of_cpu == n_missed;
         }
     }
     if (with_table && first) {
@@ -403,7 +404,7 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
 #if GUESSES
     const u64 number = load_fresh(landing_words + LANDING_STEP) + (is_first ? 1 : 0);
     if (i < LANDING_SLOTS)
-        step.guessed[i] = landing_set ? load_fresh(landing_set + 1 + i) : 0;
+        step.guessed[i] = landing_set ? load_fresh(landing_set + 1 + i) : NO_TAG;
     const Landings landings = {landing_words, landing_set, landing_layer(number, layer)};
 #else
     const Landings landings = {};

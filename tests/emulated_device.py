@@ -241,7 +241,10 @@ class EmulatedGraph:
 
 
 class EmulatedStream:
-    """Work on every stream is done when it is enqueued."""
+    """Work on every stream is done when it is enqueued. unjoined: in a capture, since something waited for it."""
+
+    def __init__(self) -> None:
+        self.unjoined = False
 
 
 class EmulatedDevice:
@@ -262,6 +265,8 @@ class EmulatedDevice:
         self._memory: list[np.ndarray] = []
         self._slack: list[tuple[np.ndarray, int]] = []  # what lies behind an array, and the array's bytes
         self._recording: list[Callable[[], None]] | None = None
+        self._stream: EmulatedStream | None = None  # the current one, None: the main one
+        self._forked: set[EmulatedStream] = set()  # of the capture
 
     def build(self, modules: Sequence[Module], progress: Callable[[int, int], None]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -374,16 +379,31 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def on(self, stream: EmulatedStream) -> Iterator[None]:
-        yield
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
 
     def wait(self, waiting: EmulatedStream | None, awaited: EmulatedStream | None) -> None:
-        pass
+        """In a capture another stream begins by waiting for the main one, and the main one has to wait for it."""
+        if self._recording is None:
+            return
+        if waiting is None and awaited is not None:
+            if awaited not in self._forked:
+                raise EmulatorError("a capture waits for a stream that is no part of it")
+            awaited.unjoined = False
+        elif waiting is not None and awaited is None:
+            self._forked.add(waiting)
 
     def capture(self, work: Callable[[], None]) -> EmulatedGraph:
         self._no_capture("capture")
         self._recording = []
+        self._forked = set()
         try:
             work()
+            if any(stream.unjoined for stream in self._forked):
+                raise EmulatorError("a capture ends while a stream of it is not waited for")
             return EmulatedGraph(self._recording, self)
         finally:
             self._recording = None
@@ -406,6 +426,10 @@ class EmulatedDevice:
 
     def _enqueue(self, operation: Callable[[], None]) -> None:
         if self._recording is not None:
+            if self._stream is not None:
+                if self._stream not in self._forked:
+                    raise EmulatorError("a capture enqueues on a stream that is no part of it")
+                self._stream.unjoined = True
             self._recording.append(operation)
         else:
             self.launches += 1

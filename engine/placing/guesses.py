@@ -8,6 +8,7 @@ Axes: T tokens, E experts, L MoE layers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -202,45 +203,60 @@ class Timed(NamedTuple):
     with_ns: int
 
 
-TRY_STEPS = 64  # of the rarer kind, before anything is known
-MEMORY = 256  # of the rarer kind, about as many as times are averaged over
-MARGIN = 0.01  # by which one kind is to be faster than the other before it takes over
+TRY_WINDOWS = 64  # before anything is known
+MEMORY = 256  # windows, about, that are looked back on
+MARGIN = 0.01  # of a step's time, by which the other kind is to be faster before it takes over
+ERRORS = 2.0  # standard errors of the difference that it is to be beyond
 
 
 class Gate:
     """Whether steps are faster with guesses, from times of both kinds of steps, of which one in sixteen is the other.
 
-    with_guesses: most steps have them. Means are over some MEMORY steps of the rarer kind, so a change is followed.
+    with_guesses: most steps have them. Both kinds are compared within windows, a step of the rarer kind each, since
+    what a step takes changes with the context. No window counts for more than a whole step.
     """
 
     def __init__(self) -> None:
         self.with_guesses = True
         self._before = Timed(0, 0, 0, 0)
-        self._n = [0.0, 0.0]  # of each kind, with those before fading
-        self._ns = [0.0, 0.0]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._weight = self._weight_of_squares = 0.0  # of windows, the older the less
+        self._usual_ns = self._gained_ns = self._squares = 0.0  # sums: of the usual kind, of what the other one gained
 
     def look(self, timed: Timed) -> bool:
         """Whether that changed, after steps whose times are known; timed: all since the start."""
-        new = [timed.without - self._before.without, timed.with_ - self._before.with_]
-        if min(new) < 1:
+        before, n = self._before, (timed.without - self._before.without, timed.with_ - self._before.with_)
+        if min(n) < 1:
             return False
-        spent = (timed.without_ns - self._before.without_ns, timed.with_ns - self._before.with_ns)
         self._before = timed
-        rarer = 0 if self.with_guesses else 1
-        fade = (1.0 - 1.0 / MEMORY) ** new[rarer]
-        for kind in (0, 1):
-            self._n[kind] = self._n[kind] * fade + new[kind]
-            self._ns[kind] = self._ns[kind] * fade + spent[kind]
-        if min(self._n) < TRY_STEPS:
-            return False
-        without_ns, with_ns = self.means_ns
+        without_ns = (timed.without_ns - before.without_ns) / n[0]
+        with_ns = (timed.with_ns - before.with_ns) / n[1]
         usual_ns, other_ns = (with_ns, without_ns) if self.with_guesses else (without_ns, with_ns)
-        if other_ns >= usual_ns * (1.0 - MARGIN):
+        gained_ns = max(-usual_ns, usual_ns - other_ns)
+        kept = 1.0 - 1.0 / MEMORY
+        self._weight = kept * self._weight + 1.0
+        self._weight_of_squares = kept * kept * self._weight_of_squares + 1.0
+        self._usual_ns = kept * self._usual_ns + usual_ns
+        self._gained_ns = kept * self._gained_ns + gained_ns
+        self._squares = kept * self._squares + gained_ns * gained_ns
+        if self._weight < TRY_WINDOWS:
+            return False
+        usual, gained = self._usual_ns / self._weight, self._gained_ns / self._weight
+        variance = max(0.0, self._squares / self._weight - gained * gained)
+        error = math.sqrt(variance * self._weight_of_squares) / self._weight
+        if gained <= MARGIN * usual + ERRORS * error:
             return False
         self.with_guesses = not self.with_guesses
+        self._forget()
         return True
 
     @property
     def means_ns(self) -> tuple[float, float]:
         """What a step takes without guesses and with, lately; 0 where nothing is known."""
-        return tuple(ns / n if n else 0.0 for n, ns in zip(self._n, self._ns, strict=True))  # type: ignore[return-value]
+        if not self._weight:
+            return 0.0, 0.0
+        usual = self._usual_ns / self._weight
+        other = usual - self._gained_ns / self._weight
+        return (other, usual) if self.with_guesses else (usual, other)

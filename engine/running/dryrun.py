@@ -100,8 +100,9 @@ class Sharing:
             [staging_bytes(e.part_bytes) for e in weights.experts],
             n_used=config.n_expert_used,
         )
-        self._counted: dict[tuple[int, int, bool, bool, int | None], Counted] = {}
+        self._counted: dict[tuple[int, int, bool, bool, int | None, bool], Counted] = {}
         self._pool: int | None = None  # tokens of the cache on the device that are being tried
+        self._guesses = False  # whether missing experts are guessed
 
     def decide(self, *, cap_bytes: int, context_bytes: int, context_measured: bool = True) -> Decision:
         """Share out `cap_bytes` of the device, of which `context_bytes` are gone.
@@ -110,13 +111,22 @@ class Sharing:
         the model.
         """
         try:
-            return self._decide(cap_bytes, context_bytes, context_measured)
+            return self._decide_guesses(cap_bytes, context_bytes, context_measured)
         except (CapacityError, UnsupportedModelError) as error:
             if self.drafts.block is None or not self.drafts.is_found:
                 raise
             self.drafts = self.drafts.without_block(f"no block drafts, since with it there is no plan: {error.message}")
             self._counted.clear()
-            return self._decide(cap_bytes, context_bytes, context_measured)
+            return self._decide_guesses(cap_bytes, context_bytes, context_measured)
+
+    def _decide_guesses(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
+        """Without guesses where all experts fit then, since nothing misses; else with them, if they are asked for."""
+        self._guesses = False
+        made = self._decide(cap_bytes, context_bytes, context_measured)
+        if made.plan.share.resident or not landing.wanted(self.options):
+            return made
+        self._guesses = True
+        return self._decide(cap_bytes, context_bytes, context_measured)
 
     def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         """With the first pool under which all experts fit, else the last that there is a plan for."""
@@ -268,24 +278,25 @@ class Sharing:
     def _count(self, chunk_tokens: int, places: int, run: bool = True, drafts: bool = True) -> Counted:
         """As `count`; drafts: with what drafts."""
         n, pool = min(chunk_tokens, self.n_ctx), self._pool
-        if not run and (n, places, True, drafts, pool) in self._counted:
-            return self._counted[n, places, True, drafts, pool]
-        if (n, places, run, drafts, pool) not in self._counted:
+        key = n, places, run, drafts, pool, self._guesses
+        if not run and (whole := (n, places, True, *key[3:])) in self._counted:
+            return self._counted[whole]
+        if key not in self._counted:
             device, limits = CountingDevice.like(self.like), limits_of(self.config, self.n_ctx, n, places)
             found = self.drafts if drafts else NO_DRAFTS
             try:
-                self._counted[n, places, run, drafts, pool] = count(
+                self._counted[key] = count(
                     device, self.arch, self.config, self.weights, limits, self.options.kv_type,
                     drafter=found.drafter, block=found.block, run=run, pool_tokens=pool,
                     recall=made_of(self.options.kv_recall_blocks, self.options.kv_recall),
                     cpu_experts=self.options.cpu_experts != "off",
-                    guess_hidden=landing.hidden_units(self.options) if landing.wanted(self.options) else None,
+                    guess_hidden=landing.hidden_units(self.options) if self._guesses else None,
                 )  # fmt: skip
             except ValueError as error:  # a shape or a type that a kernel's wrapper does not take
                 raise UnsupportedModelError(
                     f"the CUDA kernels do not run this model: {error}", hint="use --device cpu"
                 ) from error
-        return self._counted[n, places, run, drafts, pool]
+        return self._counted[key]
 
     def _share(self, fixed_bytes: int, cap_bytes: int) -> plan.Share:
         if self._asked is None:

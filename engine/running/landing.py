@@ -22,9 +22,9 @@ from engine.memory.residency import Residency, largest_parts
 from engine.models.layers import ModelConfig
 from engine.ops import F32, Limits
 from engine.ops.cuda.device import Device
-from engine.ops.cuda.landing import ALWAYS, F16, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Landing, Scoring
+from engine.ops.cuda.landing import ALWAYS, F16, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts, Landing, Scoring
 from engine.ops.cuda.ops import Workspace
-from engine.placing.guesses import Chances, Gate, logistic
+from engine.placing.guesses import Chances, Gate, Timed, logistic
 
 LEAST_CHANCE = 0.5  # of what is brought: right in four of five (docs/residency.md)
 _LARGEST = 65504.0  # of a half
@@ -41,29 +41,47 @@ class Guesses:
     def __init__(self, landing: Landing, source: str, is_forced: bool = False) -> None:
         self.landing, self.source, self.is_forced = landing, source, is_forced
         self.gate = Gate()
+        self._wasted_bytes = 0
+        self._before = landing.counts()
         self._tell()
+
+    def reset(self) -> None:
+        """What was counted until now was to get ready."""
+        self.gate, self._wasted_bytes, self._before = Gate(), 0, self.landing.counts()
+        self._tell()
+
+    @property
+    def counts(self) -> Counts:
+        """Since then."""
+        now, before = self.landing.counts(), self._before
+        timed = Timed(*(a - b for a, b in zip(now.timed, before.timed, strict=True)))
+        return Counts(
+            now.made - before.made, now.useful - before.useful, now.misses - before.misses,
+            now.brought_bytes - before.brought_bytes, now.taken_bytes - before.taken_bytes, timed,
+        )  # fmt: skip
 
     def begin(self) -> None:
         """A step of one token is about to be enqueued."""
-        if not self.is_forced and self.gate.look(self.landing.counts().timed):
+        if not self.is_forced and self.gate.look(self.counts.timed):
             self._tell()
-            took_us = tuple(ns / 1e3 for ns in self.gate.means_ns)
-            said = "tried again" if self.gate.with_guesses else "off"
-            _log.info("guesses of experts are %s: a step takes %.0f us without them, %.0f with", said, *took_us)
+            said = "on again: steps are" if self.gate.with_guesses else "off: steps are not"
+            _log.info("guesses of experts are %s faster with them", said)
 
     def _tell(self) -> None:
         self.landing.set_mode(ALWAYS if self.is_forced else MOSTLY if self.gate.with_guesses else SELDOM)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, as `stats` of the protocol has them."""
-        counts = self.landing.counts()
+        counts = self.counts
+        # What the last layer takes of its guesses is told with the next step; until then it counts as wasted.
+        self._wasted_bytes = max(self._wasted_bytes, counts.brought_bytes - counts.taken_bytes)
         without_ns, with_ns = self.gate.means_ns
         steps = counts.timed.with_
         return {
             "source": self.source, "ahead": 1, "budget": SLOTS, "threshold": LEAST_CHANCE,
             "steps": steps, "tokens": steps, "made": counts.made, "useful": counts.useful,
             "wasted": counts.made - counts.useful, "misses": counts.misses, "useful_bytes": counts.taken_bytes,
-            "wasted_bytes": counts.brought_bytes - counts.taken_bytes,
+            "wasted_bytes": self._wasted_bytes,
             "on": self.is_forced or self.gate.with_guesses,
             "with_us": round(with_ns / 1e3, 1), "without_us": round(without_ns / 1e3, 1),
         }  # fmt: skip
@@ -75,32 +93,37 @@ def wanted(options: EngineConfig) -> bool:
 
 
 def guess(
-    options: EngineConfig, file: GGUFFile, config: ModelConfig, gpu: Device, ws: Workspace, limits: Limits,
-    residency: Residency,
+    options: EngineConfig, file: GGUFFile, config: ModelConfig, pregate: Pregate | None, gpu: Device, ws: Workspace,
+    limits: Limits, residency: Residency,
 ) -> tuple[Guesses | None, tuple[str, ...]]:  # fmt: skip
     """Have missing experts brought ahead, if that is asked for and something misses; and what is said of it."""
     if not wanted(options):
         return None, ()
-    layers = config.moe_layers
     if not residency.tier.n_bytes:
         return None, ("guesses: none, all experts are resident",)
-    if not _fits(limits, len(layers)):
-        return None, (f"guesses: none for {len(layers)} layers of experts of {limits.n_embd} columns",)
-    try:
-        pregate = open_pregate(options, file, config)
-    except (FileFormatError, WrongModelError) as error:
-        if options.pregate is not None:
-            raise
-        _log.warning("guesses go by the routers, %s", error.message, extra={"reason": "pregate"})
-        pregate = None
-    kind, scorings = scorings_of(file, layers, pregate)
-    made = _landing(gpu, limits, residency, scorings, norm_epsilon(file))
+    if not _fits(limits, len(config.moe_layers)):
+        return None, (f"guesses: none for {len(config.moe_layers)} layers of experts of {limits.n_embd} columns",)
+    kind, scorings = scorings_of(file, config.moe_layers, pregate)
+    made = _landing(gpu, limits, residency, scorings, norm_epsilon(file) if pregate is None else pregate.eps)
     if ws.replay is not None:
         made.imposed = ws.replay.imposed_guesses
     ws.guess_misses(made)
     by = f"each layer's {kind}, applied a layer early" if kind == "router" else f"{kind} of {_path_of(options)}"
     said = "in every step" if options.guess == "on" else "as long as steps are faster so"
     return Guesses(made, kind, options.guess == "on"), (f"guesses: {said}, by {by}",)
+
+
+def find_pregate(options: EngineConfig, file: GGUFFile, config: ModelConfig) -> Pregate | None:
+    """As `open_pregate`, where guesses are wanted on a GPU; one that was not named and is wrong is left out."""
+    if not wanted(options):
+        return None
+    try:
+        return open_pregate(options, file, config)
+    except (FileFormatError, WrongModelError) as error:
+        if options.pregate is not None:
+            raise
+        _log.warning("guesses go by the routers, %s", error.message, extra={"reason": "pregate"})
+        return None
 
 
 def open_pregate(options: EngineConfig, file: GGUFFile, config: ModelConfig) -> Pregate | None:

@@ -153,6 +153,9 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
         opened.callback(backend.device.close)
         if options.guess == "count" and backend.name == "cuda":
             raise UsageError("--guess count counts guesses on a host, found a GPU", hint="use --device cpu")
+        if options.replay_guesses is not None and not (options.replay and landing.wanted(options)):
+            raise UsageError("--replay-guesses says what is guessed with --replay, and with --guess auto or on")
+        pregate = None if backend.gpu is None else landing.find_pregate(options, source.file, source.config)
         n_ctx = dryrun.context_tokens(options, source.config.n_ctx_train)
         with translated("loading the model"):
             shares = share_out(options, source, backend, n_ctx, progress)
@@ -167,7 +170,7 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
                 guesses_said += landing.said_on_host(options)
             elif isinstance(forward.ws, Workspace):
                 found = landing.guess(
-                    options, source.file, source.config, gpu, forward.ws, shares.limits, residency
+                    options, source.file, source.config, pregate, gpu, forward.ws, shares.limits, residency
                 )  # fmt: skip
                 steps.guesses, guesses_said = found
             steps.misses, misses_said = share(
@@ -274,9 +277,9 @@ def _guess(
     """Who guesses experts, and what is said of it."""
     if options.guess != "count":
         return None, ()
-    c, pregate = source.config, landing.open_pregate(options, source.file, source.config)
     if not residency.experts:
         return None, ("guesses: none, the model has no experts",)
+    c, pregate = source.config, landing.open_pregate(options, source.file, source.config)
     known = () if pregate is None else pregate.predictors
     way = Way("mlp" if "mlp" in known else "router", threshold=0.5)
     sizes = [sum(e.part_bytes) for e in residency.experts]

@@ -54,6 +54,8 @@ def warm_up(loaded: Loaded) -> float:
         _log.info("not warmed up: %s", error)
     if loaded.forward.replayed is not None:
         loaded.forward.replayed.reset()
+    if loaded.steps.guesses is not None:
+        loaded.steps.guesses.reset()
     return time.perf_counter() - began_s
 
 

@@ -271,11 +271,16 @@ def test_one_step_in_sixteen_is_another(device: Any) -> None:
 
 def test_another_models_tables_are_left_alone(device: Any) -> None:
     """As a block's, which drafts: its layers have these numbers, too."""
-    model = Model(device, 30)
+    model = Model(device, 10)
     own = model.state
     model.state = replace(own, slot_of=device.upload(model.host.slot_of))
     words = device.read(model.landing.words)
-    model.step()
+    model.host.slot_of[0], model.host.expert_of[:2] = -1, -1  # not even that of expert 0
+    model.host.expert_ptr[0] = model.host.home_ptr[0]
+    for name in ("slot_of", "expert_of", "expert_ptr"):
+        device.write(getattr(model.state, name), getattr(model.host, name))
+    while not model.host.counts[0, 0]:
+        model.step()
     assert (device.read(model.landing.words) == words).all()
 
 

@@ -16,8 +16,8 @@ from engine.formats.pregate import METADATA, default_path, pairs
 from engine.ground import cores
 from engine.ground.config import EngineConfig
 from engine.ground.cores import Cores
-from engine.ground.errors import FileFormatError, UsageError
-from engine.ground.protocol import Event, Generate, Tokens
+from engine.ground.errors import FileFormatError, SparkError, UsageError
+from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.ops.cuda.landing import ALWAYS, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts
 from engine.placing.division import Costs
@@ -119,6 +119,27 @@ def test_a_file_beside_the_model_says_who(tmp_path: Path, caplog: pytest.LogCapt
 
 @on_the_device
 @pytest.mark.slow
+def test_a_step_that_fails_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured next has no branch that began in the step that failed."""
+    engine = opened(tiny_path("laguna"))
+    arch, real = engine.loaded.source.arch, engine.loaded.source.arch.layer
+
+    def layer(p: Any, i: int, weights: Any) -> None:
+        if i == 3 and p.b.x.shape[0] == 1:
+            raise SparkError("no more")
+        real(p, i, weights)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arch, "layer", layer)
+        _, events = generate(engine, tuple(PROMPT[:1].tolist()))
+        assert any(isinstance(event, Error) and event.message == "no more" for event in events)
+    tokens, _ = generate(engine, tuple(PROMPT[:2].tolist()), max_tokens=1)
+    assert len(tokens) == 1 and len(said_by(engine)[0]) == N_TOKENS
+    engine.close()
+
+
+@on_the_device
+@pytest.mark.slow
 def test_beside_jobs_drafts_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU gets what was not guessed; steps of several tokens have no guesses, and leave no trace in the next."""
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
@@ -188,10 +209,9 @@ class Told:
     def counts(self) -> Counts:
         return Counts(9, 4, 7, 900, 300, self.timed)
 
-    def went(self, n: int, without_us: int, with_us: int, usual: bool) -> None:
-        """So many times sixteen steps."""
-        few, many = n, 15 * n
-        a, b = (few, many) if usual else (many, few)
+    def went(self, without_us: int, with_us: int) -> None:
+        """Sixteen steps."""
+        a, b = (1, 15) if self.modes[-1] == MOSTLY else (15, 1)
         t = self.timed
         self.timed = Timed(
             t.without + a, t.with_ + b, t.without_ns + 1000 * a * without_us, t.with_ns + 1000 * b * with_us
@@ -200,26 +220,50 @@ class Told:
 
 def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCaptureFixture) -> None:
     landing: Any = Told()
+    landing.timed = Timed(7, 90, 10**9, 10**9)  # of warming up
     guesses = Guesses(landing, "router")
-    assert landing.modes == [MOSTLY]
-    landing.went(40, 2000, 2500, True)  # too few to know
-    guesses.begin()
-    assert landing.modes == [MOSTLY] and guesses.stats()["on"]
+    guesses.reset()
+    assert landing.modes == [MOSTLY] * 2 and guesses.stats()["steps"] == guesses.stats()["made"] == 0
+
+    def run(n: int, without_us: int, with_us: int) -> None:
+        for _ in range(n):
+            landing.went(without_us, with_us)
+            guesses.begin()
+
     with caplog.at_level("INFO"):
-        landing.went(40, 2000, 2500, True)
-        guesses.begin()
-        assert landing.modes == [MOSTLY, SELDOM] and not guesses.stats()["on"]
+        run(40, 2000, 2500)  # too few to know
+        assert landing.modes[2:] == [] and guesses.stats()["on"] and guesses.stats()["steps"] == 600
         assert (guesses.stats()["without_us"], guesses.stats()["with_us"]) == (2000.0, 2500.0)
-        landing.went(600, 2000, 1800, False)  # what misses is another thing now
-        guesses.begin()
-    assert landing.modes == [MOSTLY, SELDOM, MOSTLY]
-    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
-        "guesses of experts are off", "guesses of experts are tried again"
-    ]  # fmt: skip
+        run(60, 2000, 2500)
+        assert landing.modes[2:] == [SELDOM] and not guesses.stats()["on"]
+        run(200, 2000, 1800)  # what misses is another thing now
+    assert landing.modes[2:] == [SELDOM, MOSTLY]
+    assert [r.getMessage() for r in caplog.records] == [
+        "guesses of experts are off: steps are not faster with them",
+        "guesses of experts are on again: steps are faster with them",
+    ]
     forced = Guesses(landing, "router", is_forced=True)
-    landing.went(600, 2000, 4000, True)
+    run(200, 2000, 4000)
     forced.begin()
-    assert landing.modes[-1] == ALWAYS and forced.stats()["wasted_bytes"] == 600
+    assert landing.modes.count(ALWAYS) == 1
+
+
+def test_what_was_wasted_never_falls() -> None:
+    landing: Any = Told()
+    guesses, taken = Guesses(landing, "router"), [300, 900, 900, 1000]
+    brought = [900, 900, 1500, 1500]
+    told = []
+    for a, b in zip(taken, brought, strict=True):
+        landing.counts = lambda a=a, b=b: Counts(9, 4, 7, b, a, landing.timed)
+        told.append(guesses.stats()["wasted_bytes"])
+    assert told == sorted(told)
+
+
+@on_the_device
+def test_imposed_guesses_without_choices_are_refused(tmp_path: Path) -> None:
+    for more in ({"guess": "on"}, {"guess": "off", "replay": tmp_path / "choices.npy"}):
+        with pytest.raises(UsageError, match="--replay-guesses says what is guessed with --replay"):
+            load(config(tiny_path("qwen3moe"), replay_guesses=tmp_path / "guesses.npy", **more))
 
 
 def test_where_there_are_none() -> None:
@@ -240,4 +284,8 @@ def test_what_has_nothing_to_guess(arch: str, percent: float, why: str) -> None:
     engine = opened(tiny_path(arch), "auto", residency_pct=percent)
     assert any(f"guesses: none, {why}" in reason for reason in engine.ready()["reasons"])
     assert engine.ready()["guess"] == "off" and engine.stats()["guesses"] == {}
+    if percent == 100:  # and nothing is set aside for them
+        plain = opened(tiny_path(arch), "off", residency_pct=percent)
+        assert engine.ready()["plan"] == plain.ready()["plan"]
+        plain.close()
     engine.close()

@@ -20,7 +20,7 @@ from engine.placing.guesses import Timed
 
 # Of landing.cuh.
 SLOTS, ROWS, N_COUNTS = 4, 32, 9
-_MODE, _BOARD, _SETS = 1, 3, 16
+_STEP, _MODE, _BOARD, _SETS = 0, 1, 3, 16
 NEVER, MOSTLY, SELDOM, ALWAYS = range(4)
 
 FIRST_TARGET = 2  # the first MoE layer counts the step, and the next one's guesses would be made beside it
@@ -98,7 +98,7 @@ class Landing:
         board[:] = 0
         self._board = board.view(np.uint64)
         words = np.zeros(_SETS + N_SETS * self._set_words, np.uint64)
-        words[_BOARD] = device.pointer(board)
+        words[_STEP], words[_BOARD] = 1, device.pointer(board)
         self.words = device.upload(words)
         hidden = max((len(s.hidden_bias) for s in scorings if s.hidden_bias is not None), default=0)
         self._hidden = device.empty(max(hidden, 1), np.float32)
@@ -150,7 +150,11 @@ class Landing:
     def join(self) -> None:
         """Let what is enqueued next on the main stream wait for all that is under way; before a step's end."""
         if self._under_way:
+            self._under_way = False
             self.device.wait(None, self._stream)
+
+    def begin(self) -> None:
+        """A step begins. What one that failed has left under way is of other tags, so nobody waits for it."""
         self._under_way = False
 
     def ends(self, state: policy.SlotState, layer: int) -> tuple[Argument, ...]:

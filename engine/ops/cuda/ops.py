@@ -276,7 +276,9 @@ def fetch_ahead(ws: Workspace, x: Array, state: policy.SlotState, bank: Experts)
     Of every MoE layer, in their order, each before the one ahead of it routes. x [T, D]: what enters that one.
     """
     s, n_tokens = ws.streaming, x.shape[0]
-    if n_tokens == 1 and ws.landing is not None:
+    if ws.landing is not None and bank.layer == 0:
+        ws.landing.begin()
+    elif ws.landing is not None and n_tokens == 1:
         ws.landing.ahead(x, state, bank, ws.active_step)
     if s is None or n_tokens < AHEAD_TOKENS:
         return
