@@ -186,21 +186,20 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             return;
     }
 #endif
-    bool in_shares = false; // of down, one to a copier
 #if GUESSES
+    const i64 share = share_of(down_bytes, copiers); // of a copier, where the expert was guessed
     if (record.job < 0) {
         const i32 slot = -1 - record.job;
         __shared__ i32 landed;
         if (threadIdx.x == 0) {
             landed = take_unit({landing_set, most_units}, slot, blockIdx.y);
-            const i64 share = share_of(down_bytes, copiers), at = blockIdx.y * share;
+            const i64 of_down = min(share, down_bytes - (i64)blockIdx.y * share);
             const i64 of_rows = (i64)min(32, F - ((i32)blockIdx.y - copiers) * 32) * (GATE_BYTES + UP_BYTES);
             if (landed)
                 atomicAdd(landing_words + LANDING_TAKEN,
-                          (u64)((i32)blockIdx.y < copiers ? max((i64)0, min(share, down_bytes - at)) : of_rows));
+                          (u64)((i32)blockIdx.y < copiers ? max((i64)0, of_down) : of_rows));
         }
         __syncthreads();
-        in_shares = true;
         if (landed) {
             const u8* const at = landing + slot * slot_bytes;
             record.source[0] = at, record.source[1] = at + up_at, record.source[2] = at + down_at;
@@ -208,10 +207,13 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     }
 #endif
     if ((i32)blockIdx.y < copiers) {
-        if (record.target[2] && in_shares) {
-            const i64 each = share_of(down_bytes, copiers), at = blockIdx.y * each;
-            copy_part(record.target[2] + at, record.source[2] + at, min(each, down_bytes - at), 0, 1);
-        } else if (record.target[2])
+#if GUESSES
+        if (record.target[2] && record.job < 0) {
+            const i64 at = blockIdx.y * share;
+            copy_part(record.target[2] + at, record.source[2] + at, min(share, down_bytes - at), 0, 1);
+        } else
+#endif
+        if (record.target[2])
             copy_part(record.target[2], record.source[2], down_bytes, blockIdx.y, copiers);
 #ifdef SHARED
         if (beside)

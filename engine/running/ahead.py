@@ -10,8 +10,8 @@ import numpy as np
 from engine.models.layers import Step
 from engine.ops import I32
 from engine.ops.cuda.device import Graph
-from engine.ops.cuda.ops import Workspace
 from engine.ops.cuda.sampling import Sampler
+from engine.ops.cuda.workspace import Workspace
 from engine.ops.device import Array
 from engine.running.drawing import CHECK_S, DeviceDrawer
 from engine.running.recall import Ahead

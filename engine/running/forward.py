@@ -24,8 +24,8 @@ from engine.models.layers import KEPT_TOKENS, Architecture, Buffers, ModelConfig
 from engine.models.loading import Weights
 from engine.models.nextn import Block, WithBlock
 from engine.ops import F32, I32, SMALL_TOKENS, Fetches, Limits
-from engine.ops.cuda.ops import Workspace as DeviceWorkspace
 from engine.ops.cuda.replay import Replay
+from engine.ops.cuda.workspace import Workspace as DeviceWorkspace
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
 from engine.running.recall import Part, Recalling

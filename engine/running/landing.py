@@ -23,7 +23,7 @@ from engine.models.layers import ModelConfig
 from engine.ops import F32, Limits
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.landing import ALWAYS, F16, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts, Landing, Scoring
-from engine.ops.cuda.ops import Workspace
+from engine.ops.cuda.workspace import Workspace
 from engine.placing.guesses import Chances, Gate, Timed, logistic
 
 LEAST_CHANCE = 0.5  # of what is brought: right in four of five (docs/residency.md)
@@ -46,8 +46,8 @@ class Guesses:
         self._tell()
 
     def reset(self) -> None:
-        """What was counted until now was to get ready."""
-        self.gate, self._wasted_bytes, self._before = Gate(), 0, self.landing.counts()
+        """What was counted until now was to get ready; no step is under way."""
+        self.gate, self._wasted_bytes, self._before = Gate(), 0, self.landing.counts(wait=True)
         self._tell()
 
     @property

@@ -31,7 +31,7 @@ from engine.memory.swap import Swapped
 from engine.ops import I32, PIECE_TOKENS, SMALL_TOKENS, Limits
 from engine.ops.cuda.failures import translated
 from engine.ops.cuda.memory import available_bytes
-from engine.ops.cuda.ops import Workspace
+from engine.ops.cuda.workspace import Workspace
 from engine.placing import plan
 from engine.running import dryrun, landing, mtp
 from engine.running.backend import Backend, open_backend

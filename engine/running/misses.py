@@ -27,7 +27,7 @@ from engine.ops import Experts, Limits
 from engine.ops.cuda.cpu_experts import PATIENCE_S, CpuExperts
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.handing import HandOver
-from engine.ops.cuda.ops import Workspace
+from engine.ops.cuda.workspace import Workspace
 from engine.ops.jobs import Bank
 from engine.placing.division import Costs
 from engine.placing.misses import MissGate, said

@@ -22,7 +22,7 @@ from engine.ground.sampling import Sampling
 from engine.ops.cuda.landing import ALWAYS, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts
 from engine.placing.division import Costs
 from engine.placing.guesses import Timed
-from engine.running import misses
+from engine.running import misses, warm
 from engine.running.decoding import Nothing
 from engine.running.landing import Guesses
 from engine.running.loaded import load
@@ -119,6 +119,21 @@ def test_a_file_beside_the_model_says_who(tmp_path: Path, caplog: pytest.LogCapt
 
 @on_the_device
 @pytest.mark.slow
+def test_what_warms_up_is_not_counted() -> None:
+    cold = opened(tiny_path("qwen3moe"))
+    expected, counted = said_by(cold), cold.stats()["guesses"]
+    cold.close()
+    engine = opened(tiny_path("qwen3moe"))
+    assert warm.warm_up(engine.loaded) > 0 and engine.loaded.steps.guesses is not None
+    assert engine.loaded.steps.guesses.landing.counts().made > 0 == engine.stats()["guesses"]["made"]
+    assert said_by(engine) == expected
+    for name in ("steps", "made", "useful", "misses", "useful_bytes", "wasted_bytes"):
+        assert engine.stats()["guesses"][name] == counted[name], name
+    engine.close()
+
+
+@on_the_device
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is captured next has no branch that began in the step that failed."""
     engine = opened(tiny_path("laguna"))
@@ -206,7 +221,7 @@ class Told:
     def set_mode(self, mode: int) -> None:
         self.modes.append(mode)
 
-    def counts(self) -> Counts:
+    def counts(self, wait: bool = False) -> Counts:
         return Counts(9, 4, 7, 900, 300, self.timed)
 
     def went(self, without_us: int, with_us: int) -> None:

@@ -20,7 +20,7 @@ from engine.placing.guesses import Timed
 
 # Of landing.cuh.
 SLOTS, ROWS, N_COUNTS = 4, 32, 9
-_STEP, _MODE, _BOARD, _SETS = 0, 1, 3, 16
+_STEP, _MODE, _BOARD, _COUNTS, _SETS = 0, 1, 3, 4, 16
 NEVER, MOSTLY, SELDOM, ALWAYS = range(4)
 
 FIRST_TARGET = 2  # the first MoE layer counts the step, and the next one's guesses would be made beside it
@@ -173,9 +173,10 @@ class Landing:
         """Which steps have guesses: none (NEVER), all but each 16th, only these (SELDOM), all; between steps."""
         self.device.write(self.words[_MODE : _MODE + 1], np.array([mode], np.uint64))
 
-    def counts(self) -> Counts:
-        """What the device has said so far; it may be a step behind. Waits for nothing."""
-        made, useful, misses, brought, taken, *steps_and_ns = self._board.tolist()
+    def counts(self, wait: bool = False) -> Counts:
+        """What the device has said so far; it may be a step behind. wait: all of it, once no step is under way."""
+        said = self.device.read(self.words)[_COUNTS : _COUNTS + N_COUNTS] if wait else self._board
+        made, useful, misses, brought, taken, *steps_and_ns = said.tolist()
         return Counts(made, useful, misses, brought, taken, Timed(*steps_and_ns))
 
 
