@@ -12,8 +12,10 @@
 //        any more. stamps[... + 1] is when it is known. Where `on`, x [columns] += what is in host memory as the job's result,
 //        or, where it was taken back, taken[0] is one more. Blocks share the columns.
 // mark   a time stamp. One thread.
-// reader reads [n_bytes] of host memory again and again, until stop[0] or for bound_ns, or until a block has read most_bytes; read
-//        [2 * grid]: bytes and ns. A thread has UNROLL loads of 16 bytes under way, so what it takes of the link's room is known.
+// reader reads [n_bytes] of host memory again and again, until stop[0], if given, or for bound_ns, or until a block has read
+//        most_bytes; read [2 * grid]: bytes and ns. A thread has UNROLL loads of 16 bytes under way, so what it takes of the link's
+//        room is known. One thread of a block asks whether to stop: reads of one line of host memory come one after the other, a
+//        microsecond each, and a warp's each held up the bytes that were to be measured.
 #include "jobs.cuh"
 
 #ifndef UNROLL
@@ -103,7 +105,15 @@ KERNEL reader(u64 data, i64 n_bytes, const u64* stop, i64 bound_ns, i64 most_byt
     i64 at = piece * blockIdx.x;
     u64 total = 0;
     u32 sum = 0;
-    while (!load_system(stop) && clock_ns() - begin < (u64)bound_ns && total < (u64)most_bytes) {
+    __shared__ i32 goes_on;
+    while (true) {
+        if (threadIdx.x == 0)
+            goes_on = clock_ns() - begin < (u64)bound_ns && total < (u64)most_bytes && !(stop && load_system(stop));
+        __syncthreads();
+        const bool ends = !goes_on;
+        __syncthreads(); // of the next turn
+        if (ends)
+            break;
         for (i32 k = 0; k < 16; k++) {
             uint4 v[UNROLL];
 #pragma unroll

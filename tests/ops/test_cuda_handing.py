@@ -40,7 +40,7 @@ def memory(device: Any, n_bytes: int) -> np.ndarray:
 
 def test_times_and_rates(device: Any, cpu: CpuExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handing, "BOUND_NS", 20_000_000_000)  # others may have this machine's cores
-    monkeypatch.setattr(handing, "FIRST_BYTES", 1 << 20)
+    monkeypatch.setattr(handing, "FIRST_BYTES", 1 << 16)
     monkeypatch.setattr(handing, "BESIDE_S", 1e-4)
     found = HandOver(device, LIMITS, cpu).measure(memory(device, 1 << 18))
     assert found.handover_us is not None and found.busy_us is not None and found.pcie_gb_per_s is not None

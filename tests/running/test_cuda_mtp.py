@@ -46,7 +46,7 @@ def drafted(loaded: Loaded, chunks: list[int]) -> tuple[tuple[int, ...], np.ndar
     assert draft is not None
     logits = np.array(loaded.backend.device.read(loaded.forward.buffers.logits)[0])
     sequence.release()
-    return draft.tokens, logits
+    return tuple(draft.tokens), logits
 
 
 # A dense model brings nothing in, and a warm start takes a minute to emulate.

@@ -1,7 +1,8 @@
 """What it takes to hand an expert to the CPU and back, and to bring one over PCIe, on this machine (cuda/handover.cu).
 
 A step of some layers is captured in which each posts a job without rows and waits for its answer; stamps of the GPU's
-clock tell how long. Beside it 4 blocks may read host memory as fast as they can, which an answer waits behind.
+clock tell how long. Beside it as many blocks as copy a missed expert may read host memory as fast as they can, which an
+answer waits behind.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from engine.ops.jobs import MAX_RECORDS, Job
 
 MODULE = Module("handover.cu")
 LAYERS, BLOCKS, THREADS = 24, 32, 256
-READER_BLOCKS, READER_THREADS, READ_BYTES = 4, 512, 128  # that each thread of a reader reads at a time
+READER_BLOCKS, READER_THREADS, READ_BYTES = 32, 256, 128  # that each thread of a reader reads at a time
 BEFORE_NS = 2000  # of work between a layer and the post of the next
 BOUND_NS = 20_000_000  # after which a job is taken back
 MOST_TAKEN = LAYERS // 4  # or nothing is measured
-FIRST_BYTES, BESIDE_S = 4 << 20, 0.02  # that a block reads to tell the rate, and how long, then, beside a step
+FIRST_BYTES, BESIDE_S = 1 << 20, 0.02  # that a block reads to tell the rate, and how long, then, beside a step
 MOST_S = 0.1  # that it reads, however slowly
 RUNS = 2  # the last one counts
 
@@ -51,8 +52,6 @@ class HandOver:
         self._stamps = device.empty((MAX_RECORDS, 2), np.uint64)
         self._failed, self._taken = device.empty(1, np.int32), device.empty(1, np.int32)
         self._read, self._sink = device.empty((READER_BLOCKS, 2), np.uint64), device.empty(1, np.uint32)
-        self._stop = device.page_locked(64)
-        self._stop[:] = 0
         self._stream = device.stream()
 
     def measure(self, memory: NDArray[np.uint8]) -> Measured:
@@ -116,9 +115,8 @@ class HandOver:
             threads //= 2
         if threads < 32:
             return False
-        address, stop = (np.uint64(self.device.pointer(a)) for a in (memory, self._stop))
-        limits = np.int64(MOST_S * 1e9), np.int64(n_bytes)
-        arguments = (address, np.int64(memory.nbytes), stop, *limits, self._read, self._sink)
+        address, limits = np.uint64(self.device.pointer(memory)), (np.int64(MOST_S * 1e9), np.int64(n_bytes))
+        arguments = (address, np.int64(memory.nbytes), None, *limits, self._read, self._sink)
         with self.device.on(self._stream):
             self._kernels["reader"](READER_BLOCKS, threads, arguments)
         return True
