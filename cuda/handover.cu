@@ -121,7 +121,7 @@ KERNEL reader(u64 data, i64 n_bytes, const u64* stop, i64 bound_ns, i64 most_byt
                 v[i] = load_once16((const u8*)data + at + 16 * ((i64)i * blockDim.x + threadIdx.x));
 #pragma unroll
             for (i32 i = 0; i < UNROLL; i++)
-                sum ^= v[i].x ^ v[i].w;
+                sum ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w; // of less, it would be loaded in parts, which cross the link twice
             total += (u64)piece;
             at += step;
             if (at + piece > n_bytes)
