@@ -19,9 +19,9 @@ from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Device, Graph, Module
 from engine.ops.jobs import MAX_RECORDS, Job
 
-MODULE = Module("handover.cu")
+MODULE = Module("handover.cu", (("UNROLL", "2"),))
 LAYERS, BLOCKS, THREADS = 24, 32, 256
-READER_BLOCKS, READER_THREADS, READ_BYTES = 32, 256, 128  # that each thread of a reader reads at a time
+READER_BLOCKS, READER_THREADS, READ_BYTES = 32, 256, 32  # as `gate_up` has them, and bytes that a thread has under way
 BEFORE_NS = 2000  # of work between a layer and the post of the next
 BOUND_NS = 20_000_000  # after which a job is taken back
 MOST_TAKEN = LAYERS // 4  # or nothing is measured
