@@ -188,8 +188,16 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #endif
 #if GUESSES
     const i64 share = share_of(down_bytes, copiers); // of a copier, where the expert was guessed
-    if (record.job < 0) {
-        const i32 slot = -1 - record.job;
+    const i32 slot = FIRST_GUESSED - record.job;
+    // By a block whose share of a missed expert has crossed the link.
+    auto has_crossed = [&] {
+        if (record.job >= 0)
+            return;
+        __syncthreads();
+        if (threadIdx.x == 0)
+            atomicAdd(landing_words + LANDING_BUSY, ~0ull);
+    };
+    if (record.job < 0 && slot < LANDING_SLOTS) {
         __shared__ i32 landed;
         if (threadIdx.x == 0) {
             landed = take_unit({landing_set, most_units}, slot, blockIdx.y);
@@ -208,13 +216,16 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #endif
     if ((i32)blockIdx.y < copiers) {
 #if GUESSES
-        if (record.target[2] && record.job < 0) {
+        if (record.target[2] && record.job < 0 && slot < LANDING_SLOTS) {
             const i64 at = blockIdx.y * share;
             copy_part(record.target[2] + at, record.source[2] + at, min(share, down_bytes - at), 0, 1);
         } else
 #endif
         if (record.target[2])
             copy_part(record.target[2], record.source[2], down_bytes, blockIdx.y, copiers);
+#if GUESSES
+        has_crossed();
+#endif
 #ifdef SHARED
         if (beside)
             for (i32 t = blockIdx.y; t < n_tokens; t += copiers) {
@@ -229,6 +240,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
     if (record.target[0] || record.target[1])
         __syncthreads();
+#if GUESSES
+    has_crossed();
+#endif
     const float gate_scale = WEIGHTED && !beside ? gate_scales[record.expert] : 1.0f, up_scale = 1.0f;
 #endif
     u8* stages = shared + 2 * warp * STAGES * stage_bytes;

@@ -1,16 +1,16 @@
-// The guesses of a layer, beside the kernels of the layer before: scores of its experts from the residual that enters that
-// one, and the bytes of the likeliest that are not resident (landing.cuh). Twins: `Trained.scores` and `Router.scores` of
-// engine/formats/pregate.py, `margins` and `ranked` of engine/placing/guesses.py. Nothing here changes a bit of a step: the
-// residual may change while it is read, and `route` may move the tables, which makes for other guesses and no other bytes.
+// The guesses of a step, beside its other kernels: scores of a layer's experts from the residual that enters the layer
+// before, and the bytes of the likeliest that are not resident (landing.cuh). Twins: `Trained.scores` and `Router.scores`
+// of engine/formats/pregate.py, `margins` and `ranked` of engine/placing/guesses.py. Nothing here changes a bit of a step:
+// the residual may change while it is read, and `route` may move the tables, which makes for other guesses and no other
+// bytes.
 //
 // -DEXPERTS=E (<= 512), -DUSED=A (<= 16).
 //
-// score   out [N] = weight [N, D] x / rms(x) + bias [N] + more [N, H] hidden [H]; RELU: no less than 0. Weights are halves,
-//         D a multiple of 8. bias, more may be null. Blocks of 8 warps, a warp a row.
-// bring   any grid, blocks of 512 threads.
+// bring   layers first .. last of a step, of which the first one's residual is there, and the others' is waited for. So one launch
+//         can run beside all of a step. At most 32 blocks of a multiple of 32 threads, which wait for one another: they get room
+//         sooner or later, as nobody waits for them but for a unit that has begun. Whoever waits for longer than patience_ns
+//         leaves, and the step has no more guesses.
 #include "landing.cuh"
-
-#define SCORE_WARPS 8
 
 DEVICE float sum_of(float v) {
 #pragma unroll
@@ -19,174 +19,280 @@ DEVICE float sum_of(float v) {
     return v;
 }
 
-KERNEL score(const u16* weight, const float* bias, const float* x, i32 D, i32 N, float eps, const u16* more,
-             const float* hidden, i32 H, i32 relu, const i32* active_step, const u64* words, float* out) {
-    const i32 lane = threadIdx.x % WARP, row = blockIdx.x * SCORE_WARPS + threadIdx.x / WARP;
-    if (row >= N || !guesses_now(words) || (active_step && !*active_step))
-        return;
-    float sum = 0.0f, squares = 0.0f;
-#pragma unroll 4
-    for (i32 d = 8 * lane; d < D; d += 8 * WARP) {
-        const uint4 w = load_once16(weight + (i64)row * D + d);
-        const u32 pairs[4] = {w.x, w.y, w.z, w.w};
-        const float4 v[2] = {*(const float4*)(x + d), *(const float4*)(x + d + 4)};
-        const float xs[8] = {v[0].x, v[0].y, v[0].z, v[0].w, v[1].x, v[1].y, v[1].z, v[1].w};
+enum { BY_SCORE, BY_SIGMOID, BY_SHARE }; // plus the bias of the choice
+
+// Of a layer (engine/ops/cuda/landing.py). Scores are weight [E, D] x / rms(x) + bias [E] + output [E, H] z, where z is
+// max(0, hidden_weight [H, D] x / rms(x) + hidden_bias [H]) of n_hidden units, if any. Weights are halves. gate_bytes,
+// up_bytes: of LANDING_ROWS rows. home_ptr [E, 3]: bytes that nobody moves while a step runs. landing: the set's slots.
+struct LandingLayer {
+    const u16* weight;
+    const float* bias;
+    const u16* hidden_weight;
+    const float* hidden_bias;
+    const u16* output_weight;
+    const float* choice_bias;
+    const i32* imposed; // [LANDING_SLOTS] in place of what is likely, -1: none; or null
+    const i32* slot_of;
+    const u64* home_ptr;
+    u8* landing;
+    u64* set_words;
+    i64 gate_bytes, up_bytes, gate_size, up_size, down_size;
+    i32 n_hidden, rule, n_groups;
+    float least_margin;
+};
+
+// What a warp makes at once, so that x is loaded for several rows.
+#define SCORE_ROWS 2
+
+// out [N] of the grid's warps together. What is read was written while the kernel ran, so it comes from the L2 cache.
+DEVICE void score(const u16* weight, const float* bias, const float* x, i32 D, i32 N, float eps, const u16* more,
+                  const float* hidden, i32 H, bool relu, float* out) {
+    const i32 lane = threadIdx.x % WARP, n_warps = blockDim.x / WARP, step = gridDim.x * n_warps;
+    for (i32 first = blockIdx.x * n_warps + threadIdx.x / WARP; first < N; first += SCORE_ROWS * step) {
+        float sums[SCORE_ROWS] = {}, squares = 0.0f;
+#pragma unroll 1
+        for (i32 d = 8 * lane; d < D; d += 8 * WARP) {
+            const uint4 v[2] = {load_shared16(x + d), load_shared16(x + d + 4)};
+            const float xs[8] = {__uint_as_float(v[0].x), __uint_as_float(v[0].y), __uint_as_float(v[0].z),
+                                 __uint_as_float(v[0].w), __uint_as_float(v[1].x), __uint_as_float(v[1].y),
+                                 __uint_as_float(v[1].z), __uint_as_float(v[1].w)};
 #pragma unroll
-        for (i32 i = 0; i < 8; i++) {
-            sum += half_to_float((u16)(pairs[i / 2] >> 16 * (i % 2))) * xs[i];
-            squares += xs[i] * xs[i];
+            for (i32 i = 0; i < 8; i++)
+                squares += xs[i] * xs[i];
+#pragma unroll
+            for (i32 k = 0; k < SCORE_ROWS; k++) {
+                const i32 row = min(first + k * step, N - 1);
+                const uint4 w = load_once16(weight + (i64)row * D + d);
+                const u32 pairs[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+                for (i32 i = 0; i < 8; i++)
+                    sums[k] += half_to_float((u16)(pairs[i / 2] >> 16 * (i % 2))) * xs[i];
+            }
+        }
+        const float rms = sqrtf(sum_of(squares) / (float)D + eps);
+#pragma unroll
+        for (i32 k = 0; k < SCORE_ROWS; k++) {
+            const i32 row = first + k * step;
+            if (row >= N)
+                break;
+            float beside = 0.0f;
+            if (more)
+                for (i32 i = lane; i < H; i += WARP)
+                    beside += half_to_float(more[(i64)row * H + i]) * *(const volatile float*)(hidden + i);
+            const float s = sum_of(sums[k]) / rms + sum_of(beside) + (bias ? bias[row] : 0.0f);
+            if (lane == 0)
+                *(volatile float*)(out + row) = relu ? max(s, 0.0f) : s;
         }
     }
-    sum = sum_of(sum) / sqrtf(sum_of(squares) / (float)D + eps);
-    float beside = 0.0f;
-    if (more)
-        for (i32 i = lane; i < H; i += WARP)
-            beside += half_to_float(more[(i64)row * H + i]) * hidden[i];
-    const float s = sum + sum_of(beside) + (bias ? bias[row] : 0.0f);
-    if (lane == 0)
-        out[row] = relu ? max(s, 0.0f) : s;
 }
 
-enum { BY_SCORE, BY_SIGMOID, BY_SHARE }; // plus the bias of the choice
+// All blocks are as far as this; false: some do not come.
+DEVICE bool meet(u64* words, u64 place, i64 patience_ns) {
+    __threadfence();
+    __syncthreads();
+    const u64 begin = clock_ns();
+    volatile u64* const arrived = words + LANDING_ARRIVED;
+    if (threadIdx.x == 0)
+        arrived[blockIdx.x] = place;
+    bool is_there = true;
+    if (threadIdx.x < gridDim.x && threadIdx.x != blockIdx.x)
+        while (arrived[threadIdx.x] < place && is_there)
+            is_there = clock_ns() - begin < (u64)patience_ns;
+    const bool missing = __syncthreads_or(!is_there);
+    __threadfence();
+    return !missing;
+}
+
+// Which experts are guessed, -1: none, the likeliest first; by a block. scores: raw ones, of all experts.
+DEVICE void choose(i32* chosen, const LandingLayer& l, const float* scores) {
+    __shared__ float raw[EXPERTS], values[EXPERTS], last, beyond;
+    __shared__ i32 order[EXPERTS]; // of a candidate, its rank; else EXPERTS
+    auto is_away = [&](i32 e) { return load_fresh(l.slot_of + e) < 0 && l.home_ptr[3 * e]; };
+    if (threadIdx.x < LANDING_SLOTS) {
+        const i32 e = l.imposed ? l.imposed[threadIdx.x] : -1;
+        chosen[threadIdx.x] = e >= 0 && is_away(e) ? e : -1;
+    }
+    if (l.imposed)
+        return;
+    for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x)
+        raw[e] = *(const volatile float*)(scores + e);
+    __syncthreads();
+    for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
+        float s = raw[e];
+        if (l.rule == BY_SIGMOID)
+            s = 1.0f / (1.0f + exp2f(-1.4426950408889634f * s));
+        if (l.rule == BY_SHARE) {
+            float most = raw[0], sum = 0.0f;
+            for (i32 j = 1; j < EXPERTS; j++)
+                most = max(most, raw[j]);
+            for (i32 j = 0; j < EXPERTS; j++)
+                sum += exp2f(1.4426950408889634f * (raw[j] - most));
+            s = exp2f(1.4426950408889634f * (s - most)) / sum;
+        }
+        values[e] = l.choice_bias ? s + l.choice_bias[e] : s;
+    }
+    __syncthreads();
+    for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
+        const float s = values[e];
+        i32 rank = 0;
+#pragma unroll 8
+        for (i32 j = 0; j < EXPERTS; j++)
+            rank += values[j] > s || (values[j] == s && j < e);
+        if (rank == USED - 1)
+            last = s;
+        if (rank == (USED < EXPERTS ? USED : EXPERTS - 1))
+            beyond = s;
+        order[e] = is_away(e) ? rank : EXPERTS;
+    }
+    __syncthreads();
+    for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x)
+        if (values[e] - (0.5f * last + 0.5f * beyond) <= l.least_margin)
+            order[e] = EXPERTS;
+    __syncthreads();
+    for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
+        const i32 rank = order[e];
+        if (rank == EXPERTS)
+            continue;
+        i32 ahead = 0;
+#pragma unroll 8
+        for (i32 j = 0; j < EXPERTS; j++)
+            ahead += order[j] < rank;
+        if (ahead < LANDING_SLOTS)
+            chosen[ahead] = e;
+    }
+}
 
 // Bytes of a unit, of both matrices at once: many reads are under way.
 DEVICE void bring_two(u8* to0, const u8* from0, i64 n0, u8* to1, const u8* from1, i64 n1) {
-    constexpr i32 UNROLL = 6;
-    const i64 a = (n0 + 15) / 16, n = a + (n1 + 15) / 16, step = (i64)blockDim.x * UNROLL;
-    for (i64 start = threadIdx.x; start < n; start += step) {
+    constexpr i32 UNROLL = 8;
+    const i32 a = (i32)((n0 + 15) / 16), n = a + (i32)((n1 + 15) / 16), n_threads = blockDim.x;
+    const i64 from_gap = from1 - from0 - 16 * (i64)a, to_gap = to1 - to0 - 16 * (i64)a;
+    for (i32 start = threadIdx.x; start < n; start += n_threads * UNROLL) {
         uint4 v[UNROLL];
 #pragma unroll
         for (i32 i = 0; i < UNROLL; i++) {
-            const i64 at = start + i * (i64)blockDim.x;
+            const i32 at = start + i * n_threads;
             if (at < n)
-                v[i] = load_once16(at < a ? from0 + 16 * at : from1 + 16 * (at - a));
+                v[i] = load_once16(from0 + 16 * (i64)at + (at < a ? 0 : from_gap));
         }
 #pragma unroll
         for (i32 i = 0; i < UNROLL; i++) {
-            const i64 at = start + i * (i64)blockDim.x;
+            const i32 at = start + i * n_threads;
             if (at < n)
-                *(uint4*)(at < a ? to0 + 16 * at : to1 + 16 * (at - a)) = v[i];
+                *(uint4*)(to0 + 16 * (i64)at + (at < a ? 0 : to_gap)) = v[i];
         }
     }
 }
 
-// Copies what the layer is likely to miss: at most LANDING_SLOTS experts that are not resident, of those whose margins exceed
-// least_margin the likeliest; or those of `imposed` [LANDING_SLOTS], -1: none. Their units in this order, of each first its
-// n_groups of gate and up, then its copiers' of down; a block begins none of an expert that `route` did not miss.
-//
-// Bytes are those of home_ptr [E, 3] of the layer, which nobody moves while a step runs. landing: the set's slots, slot_bytes
-// each, with gate, and up and down at up_at and down_at. gate_bytes, up_bytes: of LANDING_ROWS rows.
-KERNEL __launch_bounds__(512)
-    bring(const float* scores, i32 rule, const float* bias, float least_margin, const i32* imposed,
-          const i32* active_step, i32 layer, const i32* slot_of, const u64* home_ptr, i64 gate_bytes, i64 up_bytes,
-          i64 gate_size, i64 up_size, i64 down_size, i32 n_groups, i32 copiers, u8* landing, i64 slot_bytes, i64 up_at,
-          i64 down_at, u64* words, u64* set_words, i32 most_units) {
-    __shared__ float values[EXPERTS], last, beyond;
-    __shared__ i32 order[EXPERTS]; // of a candidate, its rank; else EXPERTS
-    __shared__ i32 chosen[LANDING_SLOTS], goes_on;
-    const LandingSet set = {set_words, most_units};
-    const i32 i = threadIdx.x;
-    if (!guesses_now(words) || (active_step && !*active_step))
+// A unit of a slot's expert, by a block: its bytes.
+struct Slots {
+    i64 bytes, up_at, down_at;
+    i32 copiers;
+};
+DEVICE i64 bring_unit(const LandingLayer& l, const Slots& s, i32 slot, i32 expert, i32 unit) {
+    u8* const to = l.landing + slot * s.bytes;
+    const u64* const from = l.home_ptr + 3 * expert;
+    if (unit < s.copiers) {
+        const i64 each = share_of(l.down_size, s.copiers), at = unit * each;
+        const i64 n = max((i64)0, min(each, l.down_size - at));
+        bring_two(to + s.down_at + at, (const u8*)from[2] + at, n, nullptr, nullptr, 0);
+        return n;
+    }
+    const i32 group = unit - s.copiers;
+    const i64 at0 = group * l.gate_bytes, at1 = group * l.up_bytes;
+    const i64 n0 = min(l.gate_bytes, l.gate_size - at0), n1 = min(l.up_bytes, l.up_size - at1);
+    bring_two(to + at0, (const u8*)from[0] + at0, n0, to + s.up_at + at1, (const u8*)from[1] + at1, n1);
+    return n0 + n1;
+}
+
+KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels of the step
+    bring(const LandingLayer* layers, i32 first, i32 last, const float* x, i32 D, float eps, const i32* active_step,
+          float* hidden, i32 most_hidden, float* scores, u64* words, i32 most_units, i64 slot_bytes, i64 up_at,
+          i64 down_at, i32 copiers, i64 patience_ns) {
+    __shared__ i32 chosen[LANDING_SLOTS], state;
+    __shared__ LandingLayer l; // in registers it would be most of them
+    enum { GOES_ON, IS_THERE, OVER, LATE };
+    const u64 step = load_fresh(words + LANDING_STEP); // the first layer's `route` has counted it
+    if (!guesses_in(words, step) || (active_step && !*active_step))
         return;
-    const u64 step = load_fresh(words + LANDING_STEP);
-    const bool is_away = i < EXPERTS && load_fresh(slot_of + i) < 0 && home_ptr[3 * i];
-    if (i < LANDING_SLOTS)
-        chosen[i] = -1;
-    if (imposed) {
-        __shared__ bool away[EXPERTS];
-        if (i < EXPERTS)
-            away[i] = is_away;
+    for (i32 layer = first; layer < last; layer++) {
+        if (threadIdx.x < sizeof(LandingLayer) / 8)
+            ((u64*)&l)[threadIdx.x] = ((const u64*)(layers + layer))[threadIdx.x];
         __syncthreads();
-        if (i < LANDING_SLOTS && imposed[i] >= 0 && away[imposed[i]])
-            chosen[i] = imposed[i];
-    } else {
-        float s = i < EXPERTS ? scores[i] : 0.0f;
-        if (i < EXPERTS)
-            values[i] = s;
-        __syncthreads();
-        if (rule == BY_SIGMOID)
-            s = 1.0f / (1.0f + exp2f(-1.4426950408889634f * s));
-        if (rule == BY_SHARE) {
-            float most = values[0], sum = 0.0f;
-            for (i32 j = 1; j < EXPERTS; j++)
-                most = max(most, values[j]);
-            for (i32 j = 0; j < EXPERTS; j++)
-                sum += exp2f(1.4426950408889634f * (values[j] - most));
-            s = exp2f(1.4426950408889634f * (s - most)) / sum;
-        }
-        __syncthreads();
-        if (bias && i < EXPERTS)
-            s += bias[i];
-        if (i < EXPERTS)
-            values[i] = s;
-        __syncthreads();
-        i32 rank = 0;
-        if (i < EXPERTS) {
-#pragma unroll 8
-            for (i32 j = 0; j < EXPERTS; j++)
-                rank += values[j] > s || (values[j] == s && j < i);
-            if (rank == USED - 1)
-                last = s;
-            if (rank == (USED < EXPERTS ? USED : EXPERTS - 1))
-                beyond = s;
-        }
-        __syncthreads();
-        const bool is_likely = is_away && s - (0.5f * last + 0.5f * beyond) > least_margin;
-        if (i < EXPERTS)
-            order[i] = is_likely ? rank : EXPERTS;
-        __syncthreads();
-        if (is_likely) {
-            i32 ahead = 0;
-#pragma unroll 8
-            for (i32 j = 0; j < EXPERTS; j++)
-                ahead += order[j] < rank;
-            if (ahead < LANDING_SLOTS)
-                chosen[ahead] = i;
-        }
-    }
-    __syncthreads();
-    if (blockIdx.x == 0 && i < LANDING_SLOTS) {
-        if (chosen[i] >= 0)
-            atomicAdd(words + LANDING_MADE, (u64)1);
-        *(volatile u64*)set.tag(i) = chosen[i] < 0 ? 0 : landing_tag(step, layer, chosen[i]);
-    }
-    const i32 n_units = n_groups + copiers;
-    for (i32 n = blockIdx.x; n < LANDING_SLOTS * n_units; n += gridDim.x) {
-        const i32 slot = n / n_units, place = n % n_units, expert = chosen[slot];
-        if (expert < 0)
-            continue;
-        const u64 tag = landing_tag(step, layer, expert);
-        const i32 group = place < n_groups ? place : -1, unit = group < 0 ? place - n_groups : copiers + group;
-        u64* const word = set.unit(slot, unit);
-        if (i == 0) {
-            const u64 ended = load_fresh(set.ended()), seen = load_fresh(word);
-            const u64 own = landing_layer(step, layer); // a later layer, or step, has this set by now: too late
-            const bool is_over = ended / 256 > own || (ended / 256 == own && !(ended >> slot & 1));
-            goes_on = !is_over && seen / 4 != tag && atomicCAS(word, seen, tag * 4 + UNIT_BEGUN) == seen;
-        }
-        __syncthreads();
-        const bool begins = goes_on;
-        i64 n_bytes = 0;
-        if (begins) {
-            u8* const to = landing + slot * slot_bytes;
-            const u64* const from = home_ptr + 3 * expert;
-            if (group >= 0) {
-                const i64 at0 = group * gate_bytes, at1 = group * up_bytes;
-                const i64 n0 = min(gate_bytes, gate_size - at0), n1 = min(up_bytes, up_size - at1);
-                bring_two(to + at0, (const u8*)from[0] + at0, n0, to + up_at + at1, (const u8*)from[1] + at1, n1);
-                n_bytes = n0 + n1;
-            } else {
-                const i64 each = share_of(down_size, copiers), at = unit * each;
-                n_bytes = max((i64)0, min(each, down_size - at));
-                bring_two(to + down_at + at, (const u8*)from[2] + at, n_bytes, nullptr, nullptr, 0);
+        const LandingSet set = {l.set_words, most_units};
+        const u64 own = landing_layer(step, layer);
+        // By one thread: GOES_ON once `ready` says so.
+        auto await = [&](auto ready) -> i32 {
+            const u64 begin = clock_ns();
+            while (true) {
+                if (set.is_over(own))
+                    return OVER;
+                if (ready())
+                    return GOES_ON;
+                if (clock_ns() - begin > (u64)patience_ns)
+                    return LATE;
             }
-            __threadfence();
-        }
+        };
+        if (threadIdx.x == 0)
+            state = await([&] { return layer == first || load_fresh(words + LANDING_ENTERED) >= own; });
         __syncthreads();
-        if (begins && i == 0) {
-            __threadfence(); // of all that the barrier has gathered
-            *(volatile u64*)word = tag * 4 + UNIT_LANDED;
-            atomicAdd(words + LANDING_BROUGHT, (u64)n_bytes);
+        i32 now = state;
+        __syncthreads(); // of the next turn
+        if (now == LATE)
+            return;
+        // A block that comes too late says so, as the others wait for it.
+        float *const of_layer = scores + layer % 2 * EXPERTS, *const z = hidden + layer % 2 * most_hidden;
+        if (now != OVER && !l.imposed && l.n_hidden)
+            score(l.hidden_weight, l.hidden_bias, x, D, l.n_hidden, eps, nullptr, nullptr, 0, true, z);
+        if (!l.imposed && l.n_hidden && !meet(words, own * 4 + 1, patience_ns))
+            return;
+        if (now != OVER && !l.imposed)
+            score(l.weight, l.bias, x, D, EXPERTS, eps, l.output_weight, z, l.n_hidden, false, of_layer);
+        if (!meet(words, own * 4 + 2, patience_ns))
+            return;
+        if (now == OVER)
+            continue; // nobody reads `l` behind `meet`
+        choose(chosen, l, of_layer);
+        __syncthreads();
+        if (blockIdx.x == 0 && threadIdx.x < LANDING_SLOTS) {
+            const i32 e = chosen[threadIdx.x];
+            if (e >= 0)
+                atomicAdd(words + LANDING_MADE, (u64)1);
+            *(volatile u64*)set.tag(threadIdx.x) = e < 0 ? 0 : landing_tag(step, layer, e);
         }
+        // Of each expert first gate and up, whose rows a block of gate_up needs before it can compute.
+        const i32 n_units = l.n_groups + copiers;
+        for (i32 n = blockIdx.x; n < LANDING_SLOTS * n_units; n += gridDim.x) {
+            const i32 slot = n / n_units, place = n % n_units, expert = chosen[slot];
+            if (expert < 0)
+                continue;
+            const u64 tag = landing_tag(step, layer, expert);
+            const i32 unit = place < l.n_groups ? copiers + place : place - l.n_groups;
+            u64* const word = set.unit(slot, unit);
+            if (threadIdx.x == 0) {
+                state = await([&] { return (i64)load_fresh(words + LANDING_BUSY) <= 0; });
+                const u64 seen = load_fresh(word);
+                if (state == GOES_ON && (seen / 4 == tag || atomicCAS(word, seen, tag * 4 + UNIT_BEGUN) != seen))
+                    state = IS_THERE;
+            }
+            __syncthreads();
+            now = state;
+            __syncthreads();
+            if (now == LATE)
+                return;
+            if (now == OVER)
+                break;
+            if (now == IS_THERE)
+                continue;
+            const i64 n_bytes = bring_unit(l, {slot_bytes, up_at, down_at, copiers}, slot, expert, unit);
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                __threadfence(); // of all that the barrier has gathered
+                *(volatile u64*)word = tag * 4 + UNIT_LANDED;
+                atomicAdd(words + LANDING_BROUGHT, (u64)n_bytes);
+            }
+        }
+        __syncthreads(); // `chosen` is free
     }
 }

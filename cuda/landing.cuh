@@ -1,7 +1,9 @@
 // Experts that are guessed: words of device memory that a step's kernels share (engine/ops/cuda/landing.py). `bring` of
 // landing.cu copies experts that a layer is likely to miss to landing slots, unit by unit, beside the kernels of the
-// layers before; `route` finds those that it does miss, and ends the rest; `gate_up` takes each unit from where it landed,
-// or from host memory if it did not begin to. So a guess is another source of the same bytes, and nothing else.
+// layers before. The first product of a layer says that what enters it is there, which the next layer's guesses go by;
+// `route` finds the guesses that the layer does miss, and ends the rest; `gate_up` takes each unit from where it landed, or
+// from host memory if it did not begin to. So a guess is another source of the same bytes, and nothing else. While what a
+// layer misses crosses the link, no unit begins: the layer waits for the one, and the other may be for nothing.
 //
 // A unit is what one block of gate_up copies: LANDING_ROWS rows of gate and of up, or a share of down.
 #pragma once
@@ -17,6 +19,8 @@ enum {
     LANDING_MODE,     // below
     LANDING_BEGAN_NS, // when the step's first `route` ran
     LANDING_BOARD,    // address of host memory, to which the last `route` of a step copies the counts
+    LANDING_ENTERED,  // the newest layer that may be guessed for, as the one ahead of it has what enters it: landing_layer
+    LANDING_BUSY,     // blocks of gate_up that have yet to bring something over the link, by `route`
     // The counts, since the start:
     LANDING_MADE,     // guesses
     LANDING_USEFUL,   // those that were missed
@@ -25,16 +29,21 @@ enum {
     LANDING_TAKEN,    // bytes that gate_up found landed
     LANDING_STEPS,    // steps without guesses, and with
     LANDING_NS = LANDING_STEPS + 2, // what these took in all, from the first `route` to the last
-    LANDING_SETS = 16,
+    LANDING_ARRIVED = 20, // by block of `bring`: how far it is
+    LANDING_SETS = LANDING_ARRIVED + 32,
 };
 constexpr i32 LANDING_COUNTS = LANDING_NS + 2 - LANDING_MADE;
 enum { NEVER, MOSTLY, SELDOM, ALWAYS }; // steps with guesses: all but each LANDING_EVERY-th, or only these
 
-DEVICE bool guesses_now(const u64* words) {
+DEVICE bool guesses_in(const u64* words, u64 step) {
     const u64 mode = load_fresh(words + LANDING_MODE);
-    const bool odd = load_fresh(words + LANDING_STEP) % LANDING_EVERY == 0;
+    const bool odd = step % LANDING_EVERY == 0;
     return mode == ALWAYS || (mode == MOSTLY && !odd) || (mode == SELDOM && odd);
 }
+
+// A record's job where its expert was guessed: this minus its landing slot. CROSSES: it misses, and was not guessed.
+#define FIRST_GUESSED (-1)
+#define CROSSES (FIRST_GUESSED - LANDING_SLOTS)
 
 // A layer of a step, and an expert of it; steps count from 1, so no tag is 0, nor is any NO_TAG.
 #define NO_TAG (~0ull)
@@ -44,12 +53,18 @@ DEVICE u64 landing_tag(u64 step, i32 layer, i32 expert) { return landing_layer(s
 // What has begun to land: tag * 4 + state. Of another tag: nothing, yet.
 enum { UNIT_BEGUN = 1, UNIT_LANDED, UNIT_REFUSED };
 
+// By one thread of a kernel that what enters the layer ahead of `layer` is there for.
+DEVICE void say_entered(u64* words, i32 layer) {
+    *(volatile u64*)(words + LANDING_ENTERED) = landing_layer(load_fresh(words + LANDING_STEP), layer);
+}
+
 // The landing slots of a layer, which has them together with layers that are never under way at the same time.
 struct LandingSet {
     u64* words; // the layer that `route` has ended * 256 + a bit for each slot that goes on; tags by slot; units by slot
     i32 most_units;
 
     __device__ u64* ended() const { return words; }
+    __device__ bool is_over(u64 layer) const { return load_fresh(words) / 256 >= layer; }
     __device__ u64* tag(i32 slot) const { return words + 1 + slot; }
     __device__ u64* unit(i32 slot, i32 n) const { return words + 1 + LANDING_SLOTS + slot * most_units + n; }
 };

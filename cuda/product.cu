@@ -6,14 +6,25 @@
 // sums (quantized) or x (for float types); with TOKENS = 1, x for any type, which is quantized here, after an RMS norm if
 // `norm` is given: the blocks repeat that while their weights arrive, so few large ones are best.
 //
+// ENTERS = 1: what enters a layer is there, which is said to those who guess what the layer behind it needs (landing.cuh).
+//
 // Units of ROWS rows (1, 2, 4) are dealt to the warps in turn; a warp has STAGES of them in flight. TOKENS (1, 2, 4, 8)
 // activation rows at a time; with SHARED = 1 and with KEPT = 1, the only ones. KEPT, of two tokens and block types: both rows
 // are in registers, and take turns. Grid: (any, T / 32 rounded up); block: WARPS warps. Shared memory: with TOKENS = 1 or
 // SHARED = 1 the input, rounded up to 16 bytes (COLS * 5 / 4 bytes a row, float types COLS * 4); then STAGES * stage_bytes a
 // warp, each at least ROWS rows of the widest type, 32 and TARGET_BYTES. Rows of floats are 16-byte aligned where they are
 // normed or quantized.
+#include "landing.cuh"
 #include "rows.cuh"
 
+#ifndef ENTERS
+#define ENTERS 0
+#endif
+#if ENTERS
+#define LANDING , u64* landing_words, i32 entered_layer
+#else
+#define LANDING
+#endif
 #ifndef WEIGHTED
 #define WEIGHTED 0
 #endif
@@ -82,7 +93,7 @@ KERNEL __launch_bounds__(WARPS * WARP, KEPT ? COLS <= 2048 ? 3 : 2 : 0)
     product(const u8* w0, i32 n0, float* y0, const u8* w1, i32 n1, float* y1, const u8* w2, i32 n2, float* y2,
             OF_FOURTH const float* x, const i8* q, const float* d, const i32* sums, const float* norm, float eps, i32 n_tokens,
             i32 add, const float* row_scale, float cap, i32 stage_bytes, float scale0, float scale1, float scale2,
-            float scale3) {
+            float scale3 LANDING) {
     DYNAMIC_SHARED(u8, shared);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 units0 = (n0 + ROWS - 1) / ROWS, units1 = (n1 + ROWS - 1) / ROWS, units2 = (n2 + ROWS - 1) / ROWS;
@@ -141,6 +152,10 @@ KERNEL __launch_bounds__(WARPS * WARP, KEPT ? COLS <= 2048 ? 3 : 2 : 0)
         for (i32 i = 0; i < SHARES; i++)
             norms[i] = four_of(norm, COLS, element(i));
     dependency_wait();
+#if ENTERS
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        say_entered(landing_words, entered_layer);
+#endif
 
     Input input = global_input(x, q, d, sums);
     typename HeldOf<TYPE0>::Block held[KEPT ? TOKENS : 1][n_held(TYPE0, COLS)];

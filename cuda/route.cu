@@ -5,8 +5,8 @@
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
 // -DJOBS=1: of one token's experts that miss and enter no slot, the last division[how many miss] are the CPU's: their records
 // have a job (experts.cuh), and jobs has the numbers (jobs.cuh). division [A + 1] is written between steps.
-// -DGUESSES=1: records of one token's experts that miss and were guessed name their landing slot in place of a job, and are
-// not the CPU's (landing.cuh). `first`, `last`: whether the layer is the step's first or last.
+// -DGUESSES=1: records of one token's experts that miss name their landing slot in place of a job where they were guessed, and
+// then are not the CPU's, or say that they cross the link (landing.cuh). is_first, is_last: whether the layer is the step's.
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
 // route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A) and at most MOST_THREADS: choice,
@@ -142,7 +142,8 @@ struct Division {
 };
 struct Landings {
     u64 *words, *ended;
-    u64 layer; // landing_layer
+    u64 layer;    // landing_layer
+    i32 n_blocks; // of gate_up, for an expert
 };
 struct Bypass {
     u64 base;
@@ -297,7 +298,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 #pragma unroll
         for (int slot = 0; slot < LANDING_SLOTS; slot++) {
             const bool is_it = first && wanted >= 0 && step.guessed[slot] == (landings.layer << 10 | (u64)expert);
-            job = is_it ? -1 - slot : job;
+            job = is_it ? FIRST_GUESSED - slot : job;
             going |= __ballot_sync(FULL_WARP, is_it) ? 1u << slot : 0;
         }
         is_guessed = job < 0;
@@ -323,6 +324,12 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
             division.jobs[JOBS_ALONE] = of_cpu == n_missed;
         }
     }
+    if (GUESSES && with_table && n_pairs == USED && i < WARP) { // what is brought ahead waits for it
+        job = first && wanted >= 0 && job == 0 ? CROSSES : job;
+        const u32 crossing = __ballot_sync(FULL_WARP, job < 0);
+        if (lane == 0)
+            *(volatile u64*)(landings.words + LANDING_BUSY) = (u64)__popc(crossing) * (u64)landings.n_blocks;
+    }
     if (with_table && first) {
         const bool enters = wanted >= 0 && enters_at(wanted);
         const bool passes = wanted >= 0 && !enters && record < bypass.n_places;
@@ -343,7 +350,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 #define DIVISION
 #endif
 #if GUESSES
-#define LANDING , u64* landing_words, u64* landing_set, i32 is_first, i32 is_last
+#define LANDING , u64* landing_words, u64* landing_set, i32 n_blocks, i32 is_first, i32 is_last
 #else
 #define LANDING
 #endif
@@ -352,7 +359,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 // What the step took, and all counts to the board; by a warp.
 DEVICE void note_step(u64* words, int lane) {
     if (lane == 0) {
-        const int with = guesses_now(words);
+        const int with = guesses_in(words, load_fresh(words + LANDING_STEP));
         words[LANDING_STEPS + with] += 1;
         words[LANDING_NS + with] += clock_ns() - load_fresh(words + LANDING_BEGAN_NS);
     }
@@ -405,7 +412,7 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
     const u64 number = load_fresh(landing_words + LANDING_STEP) + (is_first ? 1 : 0);
     if (i < LANDING_SLOTS)
         step.guessed[i] = landing_set ? load_fresh(landing_set + 1 + i) : NO_TAG;
-    const Landings landings = {landing_words, landing_set, landing_layer(number, layer)};
+    const Landings landings = {landing_words, landing_set, landing_layer(number, layer), n_blocks};
 #else
     const Landings landings = {};
 #endif

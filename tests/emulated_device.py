@@ -251,7 +251,7 @@ class EmulatedDevice:
     """The `Device` of engine/ops/cuda/device.py on one thread of the CPU."""
 
     def __init__(self, n_sm: int = 5, arch: str = "sm_80", n_bytes: int = 4 << 30, effort: str = "-O1") -> None:
-        self.name, self.compiler = "emulated", "g++"
+        self.name, self.compiler, self.is_concurrent = "emulated", "g++", False
         self._effort = effort
         self.arch = arch
         self.n_sm = n_sm

@@ -18,7 +18,7 @@ from engine.formats.gguf import GGUFFile
 from engine.formats.pregate import Pregate, PregateModel, Trained, norm_epsilon, read_router
 from engine.ground.config import EngineConfig
 from engine.ground.errors import FileFormatError, UsageError, WrongModelError
-from engine.memory.residency import Residency, largest_parts
+from engine.memory.residency import Residency
 from engine.models.layers import ModelConfig
 from engine.ops import F32, Limits
 from engine.ops.cuda.device import Device
@@ -104,9 +104,8 @@ def guess(
     if not _fits(limits, len(config.moe_layers)):
         return None, (f"guesses: none for {len(config.moe_layers)} layers of experts of {limits.n_embd} columns",)
     kind, scorings = scorings_of(file, config.moe_layers, pregate)
-    made = _landing(gpu, limits, residency, scorings, norm_epsilon(file) if pregate is None else pregate.eps)
-    if ws.replay is not None:
-        made.imposed = ws.replay.imposed_guesses
+    eps, imposed = norm_epsilon(file) if pregate is None else pregate.eps, ws.replay and ws.replay.imposed_guesses
+    made = Landing(gpu, limits, residency.banks, scorings, eps, residency.live, imposed)
     ws.guess_misses(made)
     by = f"each layer's {kind}, applied a layer early" if kind == "router" else f"{kind} of {_path_of(options)}"
     said = "in every step" if options.guess == "on" else "as long as steps are faster so"
@@ -166,14 +165,6 @@ def _half(weight: F32) -> F16:
     return np.clip(weight, -_LARGEST, _LARGEST).astype(np.float16)
 
 
-def _landing(
-    device: Device, limits: Limits, residency: Residency, scorings: Sequence[Scoring], eps: float
-) -> Landing:
-    experts = residency.experts
-    n_ff = max(e.gate.shape[1] for e in experts)
-    return Landing(device, limits, largest_parts(experts), n_ff, scorings, eps, residency.live.slot_of)
-
-
 def count(device: Device, limits: Limits, residency: Residency, n_hidden: int) -> Landing | None:
     """What `guess` allocates at most, for the memory plan; None where it guesses nothing. n_hidden: units of an MLP."""
     E, D, n = limits.n_expert, limits.n_embd, len(residency.experts)
@@ -184,7 +175,7 @@ def count(device: Device, limits: Limits, residency: Residency, n_hidden: int) -
     if n_hidden:
         hidden, output = (np.broadcast_to(np.float16(0), shape) for shape in ((n_hidden, D), (E, n_hidden)))
         scoring = Scoring(weight, 0.0, bias, hidden, np.zeros(n_hidden, np.float32), output)
-    return _landing(device, limits, residency, [scoring] * (n - FIRST_TARGET), 0.0)
+    return Landing(device, limits, residency.banks, [scoring] * (n - FIRST_TARGET), 0.0, residency.live)
 
 
 def _fits(limits: Limits, n_layers: int) -> bool:

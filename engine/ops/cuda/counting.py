@@ -44,6 +44,7 @@ class CountingDevice:
 
     name = "counting"
     compiler = "none"
+    is_concurrent = True
 
     def __init__(self, arch: str = "sm_80", n_sm: int = 108, max_shared_bytes: int = 99 << 10) -> None:
         self.arch = arch

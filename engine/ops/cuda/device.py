@@ -51,6 +51,7 @@ class Graph(Protocol):
 class Device(Memory, Protocol):
     """A GPU, as the engine sees it. `arch` like "sm_90"; `n_sm`; `max_shared_bytes` of a block; `compiler` of kernels.
 
+    is_concurrent: kernels of two streams run at the same time, so that one may wait for what the other writes.
     Arrays are 256-byte aligned. Copies, `write` and `set_bytes` go in order with the current stream.
     """
 
@@ -58,6 +59,7 @@ class Device(Memory, Protocol):
     n_sm: int
     max_shared_bytes: int
     compiler: str
+    is_concurrent: bool
 
     def build(self, modules: Sequence[Module], progress: Callable[[int, int], None]) -> None:
         """Compile (or load from the disk cache) several modules at once."""

@@ -234,6 +234,8 @@ class GpuStream:
 class GpuDevice:
     """`device.Device` on an NVIDIA GPU. Enqueueing is for one thread at a time. Made by `open_device`."""
 
+    is_concurrent = True
+
     def __init__(self, cupy: Any, ordinal: int, name: str, arch: str, properties: dict[str, Any]) -> None:
         self.cupy = cupy
         self.driver, self.runtime = cupy.cuda.driver, cupy.cuda.runtime

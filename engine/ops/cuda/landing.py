@@ -1,7 +1,8 @@
 """Experts that are guessed and brought before their layer asks, beside the layers before: kernels, and landing slots.
 
-docs/cuda.md, "Guessed experts". `ahead` enqueues a layer's guesses on a stream of their own, `route` and `gate_up` meet
-them (landing.cuh), `join` lets the main stream wait for what is under way. Kernels: landing.cu, route.cu, experts.cu.
+docs/cuda.md, "Guessed experts". `ahead` begins a layer's guesses beside the main stream, the layer's first product says
+that they can be made, `route` and `gate_up` meet them (landing.cuh), `join` lets the main stream wait for what is under
+way. Kernels: landing.cu, product.cu, route.cu, experts.cu.
 """
 
 from __future__ import annotations
@@ -20,16 +21,28 @@ from engine.placing.guesses import Timed
 
 # Of landing.cuh.
 SLOTS, ROWS, N_COUNTS = 4, 32, 9
-_STEP, _MODE, _BOARD, _COUNTS, _SETS = 0, 1, 3, 4, 16
+_STEP, _MODE, _BOARD, _COUNTS, _BUSY, _SETS = 0, 1, 3, 6, 5, 52
 NEVER, MOSTLY, SELDOM, ALWAYS = range(4)
 
 FIRST_TARGET = 2  # the first MoE layer counts the step, and the next one's guesses would be made beside it
 N_SETS = 2  # of landing slots, which layers have in turn
 COPIERS = 8  # shares of the down part
 N_BLOCKS = 4  # that bring: more take multiprocessors from the layer that computes
-_THREADS, _SCORE_WARPS = 512, 8
+_THREADS = 256
+PATIENCE_S = 2e-3  # that guesses wait for their layer: several times what a layer takes
 ALIGN_BYTES = 256
 MAX_LAYERS = 1 << 14
+# LandingLayer of landing.cu.
+_POINTERS = (
+    "weight", "bias", "hidden_weight", "hidden_bias", "output_weight", "choice_bias", "imposed", "slot_of", "home_ptr",
+    "landing", "set_words",
+)  # fmt: skip
+_SIZES = ("gate_bytes", "up_bytes", "gate_size", "up_size", "down_size")
+_LAYER = np.dtype(
+    [(name, "<u8") for name in _POINTERS]
+    + [(name, "<i8") for name in _SIZES]
+    + [("n_hidden", "<i4"), ("rule", "<i4"), ("n_groups", "<i4"), ("least_margin", "<f4")]
+)
 
 F16 = NDArray[np.float16]
 
@@ -74,24 +87,28 @@ _CHOICES = ("score", "sigmoid", "share")
 class Landing:
     """Landing slots, who fills them, and what came of it, of steps of one token.
 
-    part_bytes: the largest gate, up and down of any layer; n_ff: rows of the largest gate. scorings: of each MoE layer
-    from FIRST_TARGET on. eps: of the norm of what they score by. slot_of: of the tables that are guessed for.
-    ValueError: shapes that the kernels do not take.
+    banks: all MoE layers' experts, of `state`, whose tables are guessed for. scorings: of each layer from FIRST_TARGET
+    on. eps: of the norm of what they score by. imposed: int32 [layers, ..., SLOTS] in place of what is likely, of the
+    first of the middle axis, -1: none. ValueError: shapes that the kernels do not take.
     """
 
     def __init__(
-        self, device: Device, limits: Limits, part_bytes: tuple[int, int, int], n_ff: int,
-        scorings: Sequence[Scoring], eps: float, slot_of: Array,
+        self, device: Device, limits: Limits, banks: Sequence[Experts], scorings: Sequence[Scoring], eps: float,
+        state: policy.SlotState, imposed: Array | None = None,
     ) -> None:  # fmt: skip
         E, D = limits.n_expert, limits.n_embd
-        self.device, self.n_layer, self._eps, self._slot_of = device, FIRST_TARGET + len(scorings), eps, slot_of
-        if D % 8 or self.n_layer > MAX_LAYERS or any(s.weight.shape != (E, D) for s in scorings):
-            raise ValueError(f"guesses: {E} experts, {D} columns, {self.n_layer} layers")
-        self.n_blocks = N_BLOCKS
+        self.device, self.n_layer, self._columns, self._eps = device, FIRST_TARGET + len(scorings), D, eps
+        if D % 8 or len(banks) != self.n_layer > FIRST_TARGET or any(s.weight.shape != (E, D) for s in scorings):
+            raise ValueError(f"guesses: {E} experts, {D} columns, {len(scorings)} of {len(banks)} layers")
+        if self.n_layer > MAX_LAYERS:
+            raise ValueError(f"guesses: {self.n_layer} layers, at most {MAX_LAYERS}")
+        self.n_blocks, self.patience_s, self.at_once = N_BLOCKS, PATIENCE_S, device.is_concurrent
+        self._slot_of, self._n_groups = state.slot_of, [-(-bank.n_ff // ROWS) for bank in banks]
         self._module = Module("landing.cu", (("EXPERTS", str(E)), ("USED", str(limits.n_expert_used))))
-        gate, up, down = (-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in part_bytes)
+        parts = [max(bank.part_bytes[part] for bank in banks) for part in range(3)]
+        gate, up, down = (-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in parts)
         self._slot_bytes, self._up_at, self._down_at = gate + up + down, gate, gate + up
-        self._most_units = COPIERS + -(-n_ff // ROWS)
+        self._most_units = COPIERS + max(self._n_groups)
         self._set_words = 1 + SLOTS * (1 + self._most_units)
         self.memory = device.empty((N_SETS, SLOTS * self._slot_bytes), np.uint8)
         board = device.page_locked(8 * N_COUNTS)
@@ -100,13 +117,36 @@ class Landing:
         words = np.zeros(_SETS + N_SETS * self._set_words, np.uint64)
         words[_STEP], words[_BOARD] = 1, device.pointer(board)
         self.words = device.upload(words)
-        hidden = max((len(s.hidden_bias) for s in scorings if s.hidden_bias is not None), default=0)
-        self._hidden = device.empty(max(hidden, 1), np.float32)
-        self._scores = device.empty(E, np.float32)
+        self._most_hidden = max((len(s.hidden_bias) for s in scorings if s.hidden_bias is not None), default=1)
+        self._hidden = device.empty((2, self._most_hidden), np.float32)
+        self._scores = device.empty((2, E), np.float32)
         self._scorings = [_uploaded(device, s) for s in scorings]
+        self._imposed = imposed
+        table = np.zeros(self.n_layer, _LAYER)
+        for layer in range(FIRST_TARGET, self.n_layer):
+            self._describe(table[layer], banks[layer], state)
+        self._layers = device.upload(table.view(np.uint8))
         self._stream = device.stream(priority=-1)
         self._under_way = False
-        self.imposed: Array | None = None  # int32 [n_layer, SLOTS] in place of what is likely, -1: none
+        self._entered: int | None = None  # the layer whose guesses the next product allows
+
+    def _describe(self, to: np.void, bank: Experts, state: policy.SlotState) -> None:
+        """What `bring` reads of a layer."""
+        s, D = self._scorings[bank.layer - FIRST_TARGET], self._columns
+        row = self._set(bank.layer)
+        arrays = {"slot_of": state.slot_of[bank.layer], "home_ptr": bank.home_ptr, "set_words": row}
+        arrays |= {"landing": self.memory[bank.layer % N_SETS]}
+        arrays |= {"imposed": None if self._imposed is None else self._imposed[bank.layer]}
+        for name in _POINTERS:
+            array = arrays[name] if name in arrays else getattr(s, name)
+            to[name] = 0 if array is None else self.device.pointer(array)
+        for name, qtype in (("gate_bytes", bank.gate_type), ("up_bytes", bank.up_type)):
+            to[name] = ROWS * row_bytes(qtype, D, "gate and up")
+        for name, size in zip(("gate_size", "up_size", "down_size"), bank.part_bytes, strict=True):
+            to[name] = size
+        to["n_hidden"] = 0 if s.hidden_bias is None else len(s.hidden_bias)
+        to["rule"], to["n_groups"] = _CHOICES.index(s.choice), self._n_groups[bank.layer]
+        to["least_margin"] = s.least_margin
 
     def covers(self, state: policy.SlotState) -> bool:
         """Whether a layer of these tables can be guessed for."""
@@ -116,36 +156,35 @@ class Landing:
         begin = _SETS + layer % N_SETS * self._set_words
         return self.words[begin : begin + self._set_words]
 
-    def ahead(self, x: Array, state: policy.SlotState, bank: Experts, active_step: Array | None) -> None:
-        """Begin to bring what the layer of `bank` is likely to miss; x [1, D]: what enters the one before."""
-        if bank.layer < FIRST_TARGET or not self.covers(state):
+    def ahead(self, x: Array, state: policy.SlotState, layer: int, active_step: Array | None) -> None:
+        """Begin to bring what a layer is likely to miss; x [1, D]: what enters the one before.
+
+        Where streams run at the same time, all layers' guesses are one launch, which waits until `entered` says so.
+        """
+        if layer < FIRST_TARGET or not self.covers(state):
             return
-        s = self._scorings[bank.layer - FIRST_TARGET]
-        (E, D), H = s.weight.shape, 0 if s.hidden_bias is None else len(s.hidden_bias)
-        gate_row, up_row = (row_bytes(t, D, "gate and up") for t in (bank.gate_type, bank.up_type))
-        score, bring = (self.device.kernel(self._module, name) for name in ("score", "bring"))
-        ready = (active_step, self.words)
+        if self.at_once and layer > FIRST_TARGET:
+            self._entered = layer
+            return
+        last = self.n_layer if self.at_once else layer + 1
         self.device.wait(self._stream, None)
         with self.device.on(self._stream):
-            hidden = None if s.hidden_weight is None else self._hidden[:H]
-            if hidden is not None:
-                first = (s.hidden_weight, s.hidden_bias, x, D, H, self._eps, None, None, 0, 1, *ready, hidden)
-                score(-(-H // _SCORE_WARPS), 32 * _SCORE_WARPS, first)
-            last = (s.weight, s.bias, x, D, E, self._eps, s.output_weight, hidden, H, 0, *ready, self._scores)
-            score(-(-E // _SCORE_WARPS), 32 * _SCORE_WARPS, last)
-            bring(
-                self.n_blocks,
+            self.device.kernel(self._module, "bring")(
+                self.n_blocks if self.at_once else 1,
                 _THREADS,
                 (
-                    self._scores, _CHOICES.index(s.choice), s.choice_bias, float(s.least_margin),
-                    None if self.imposed is None else self.imposed[bank.layer], active_step, bank.layer,
-                    state.slot_of[bank.layer], bank.home_ptr, np.int64(ROWS * gate_row), np.int64(ROWS * up_row),
-                    *map(np.int64, bank.part_bytes), -(-bank.n_ff // ROWS), COPIERS, self.memory[bank.layer % N_SETS],
-                    *map(np.int64, (self._slot_bytes, self._up_at, self._down_at)), self.words, self._set(bank.layer),
-                    self._most_units,
+                    self._layers, layer, last, x, self._columns, self._eps, active_step, self._hidden,
+                    self._most_hidden, self._scores, self.words, self._most_units,
+                    *map(np.int64, (self._slot_bytes, self._up_at, self._down_at)), COPIERS,
+                    np.int64(self.patience_s * 1e9),
                 ),
             )  # fmt: skip
         self._under_way = True
+
+    def entered(self) -> tuple[Argument, ...]:
+        """What the first product of a layer needs more, to say that the layer has what guesses go by; or nothing."""
+        layer, self._entered = self._entered, None
+        return () if layer is None else (self.words, layer)
 
     def join(self) -> None:
         """Let what is enqueued next on the main stream wait for all that is under way; before a step's end."""
@@ -155,14 +194,15 @@ class Landing:
 
     def begin(self) -> None:
         """A step begins. What one that failed has left under way is of other tags, so nobody waits for it."""
-        self._under_way = False
+        self._under_way, self._entered = False, None
 
     def ends(self, state: policy.SlotState, layer: int) -> tuple[Argument, ...]:
         """What `route` needs more."""
         if not self.covers(state):
-            return (self.words, None, 0, 0)
+            return (self.words, None, 0, 0, 0)
         guessed = self._set(layer) if layer >= FIRST_TARGET else None
-        return (self.words, guessed, int(layer == 0), int(layer + 1 == self.n_layer))
+        n_blocks = COPIERS + self._n_groups[layer]
+        return (self.words, guessed, n_blocks, int(layer == 0), int(layer + 1 == self.n_layer))
 
     def units_of(self, bank: Experts) -> tuple[Argument, ...]:
         """What `gate_up` needs more."""

@@ -116,7 +116,7 @@ def fetch_ahead(ws: Workspace, x: Array, state: policy.SlotState, bank: Experts)
     if ws.landing is not None and bank.layer == 0:
         ws.landing.begin()
     elif ws.landing is not None and n_tokens == 1:
-        ws.landing.ahead(x, state, bank, ws.active_step)
+        ws.landing.ahead(x, state, bank.layer, ws.active_step)
     if s is None or n_tokens < AHEAD_TOKENS:
         return
     # A wait is for all that is enqueued: the main stream must wait for the layer at hand before the next one's
@@ -154,7 +154,7 @@ def attention_input(
     if T <= SMALL_TOKENS:
         matrices, outputs = zip(*products, strict=True)
         scratch, ready = _rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
-        ws.products.norm_several(x, w.norm, eps, matrices, outputs, scratch, ready)
+        ws.products.norm_several(x, w.norm, eps, matrices, outputs, scratch, ready, ws.entered())
     else:
         halves = ws.gemm.norm_to_halves(x, w.norm, eps)
         for m, y in products:
@@ -401,7 +401,7 @@ def delta_input(
     ws.writes(*outputs)
     if x.shape[0] <= SMALL_TOKENS:
         scratch, ready = _rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
-        ws.products.norm_several(x, w.norm, eps, w.matrices, outputs, scratch, ready)
+        ws.products.norm_several(x, w.norm, eps, w.matrices, outputs, scratch, ready, ws.entered())
     else:
         halves = ws.gemm.norm_to_halves(x, w.norm, eps)
         for matrix, y in zip(w.matrices, outputs, strict=True):

@@ -17,7 +17,7 @@ from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Limits
-from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.device import Argument, Array, Device, Module
 from engine.ops.cuda.wide import PARTS, fewest_tokens, wide_shape
 
 WARP = 32
@@ -225,11 +225,12 @@ class Products:
 
     def norm_several(
         self, x: Array, weight: Array, eps: float, ws: tuple[QTensor, ...], ys: tuple[Array, ...], h: Array,
-        ready: Quantized | None = None,
+        ready: Quantized | None = None, enters: tuple[Argument, ...] = (),
     ) -> None:  # fmt: skip
         """Products of the RMS norm of x [T, D], made by themselves where T is 1; h [T, D] is scratch for float types.
 
-        ready: the norm, if it was made already, for matrices of block types.
+        ready: the norm, if it was made already, for matrices of block types. enters: who is told that a layer has
+        x, where T is 1 (landing.py).
         A launch does matrices that are all of float types or all of block types.
         """
         floats = {w.qtype in FLOAT_TYPES for w in ws}
@@ -247,7 +248,9 @@ class Products:
             n = -(-len(chosen) // -(-len(chosen) // MATRICES))  # of a launch
             for some in (chosen[i : i + n] for i in range(0, len(chosen), n)):
                 matrices, outputs = tuple(ws[i] for i in some), tuple(ys[i] for i in some)
-                self._product(matrices, values[is_float], outputs, False, (weight, eps) if len(x) == 1 else None)
+                norm = (weight, eps) if len(x) == 1 else None
+                self._product(matrices, values[is_float], outputs, False, norm, enters=enters)
+                enters = ()
 
     def router(self, x: Array, norm: Array, eps: float, gate: QTensor, h: Array, logits: Array) -> Quantized | None:
         """The normed residual h [T, D] of x [T, D] and the logits [T, E] of gate [E, D], a float type.
@@ -316,6 +319,7 @@ class Products:
         norm: tuple[Array, float] | None = None,
         row_scale: Array | None = None,
         softcap: float = 0.0,
+        enters: tuple[Argument, ...] = (),
     ) -> None:
         is_float = ws[0].qtype in FLOAT_TYPES
         if not is_float and not isinstance(x, Quantized) and len(x) > 1:
@@ -344,7 +348,7 @@ class Products:
 
         numbers = {"COLS": K, "ROWS": shape.rows, "STAGES": shape.stages, "TOKENS": tokens, "SHARED": int(shared)}
         numbers |= {"WARPS": shape.warps, "KEPT": int(kept)}
-        defines = _defines(ws, numbers, row_scale, softcap)
+        defines = _defines(ws, numbers | ({"ENTERS": 1} if enters else {}), row_scale, softcap)
         kernel = self.device.kernel(Module("product.cu", defines), "product")
         args = _matrices(ws, ys)
         if isinstance(x, Quantized):
@@ -352,7 +356,7 @@ class Products:
         else:
             inputs = [x, None, None, None]
         weight, eps = norm if norm else (None, 0.0)
-        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes, *_scales(ws)]
+        args += [*inputs, weight, eps, T, int(add), row_scale, float(softcap), shape.stage_bytes, *_scales(ws), *enters]
         grid = (shape.blocks, -(-T // WARP))
         shared_bytes = fixed + shape.warps * shape.stages * shape.stage_bytes
         kernel(grid, shape.warps * WARP, args, shared_bytes, overlap=True)

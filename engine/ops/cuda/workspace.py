@@ -16,7 +16,7 @@ from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.attention import Attention
 from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.delta import Delta
-from engine.ops.cuda.device import Array, Device
+from engine.ops.cuda.device import Argument, Array, Device
 from engine.ops.cuda.experts import SmallDense, SmallExperts
 from engine.ops.cuda.feeding import Feeding
 from engine.ops.cuda.flash import Flash
@@ -104,6 +104,10 @@ class Workspace:
     def guess_misses(self, landing: Landing | None) -> None:
         """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture."""
         self.landing = self.routing.landing = self.small_experts.landing = landing
+
+    def entered(self) -> tuple[Argument, ...]:
+        """What the first product of a layer needs more, where guesses wait for what enters it."""
+        return () if self.landing is None else self.landing.entered()
 
     def join(self) -> None:
         """End a step: what it has enqueued on other streams is waited for by what follows it on the main one."""
