@@ -205,13 +205,38 @@ DEVICE i64 bring_unit(const LandingLayer& l, const Slots& s, i32 slot, i32 exper
     return n0 + n1;
 }
 
+enum { GOES_ON, IS_THERE, OVER, LATE };
+
+// By one thread: GOES_ON once a word is as large, or OVER once the layer has been routed.
+DEVICE i32 await(const LandingSet& set, u64 own, const u64* word, u64 least, i64 patience_ns) {
+    const u64 begin = clock_ns();
+    while (load_fresh(word) < least) {
+        if (set.is_over(own))
+            return OVER;
+        if (clock_ns() - begin > (u64)patience_ns)
+            return LATE;
+    }
+    return set.is_over(own) ? OVER : GOES_ON;
+}
+
+// The same once nothing crosses the link that is waited for.
+DEVICE i32 await_link(const LandingSet& set, u64 own, const u64* words, i64 patience_ns) {
+    const u64 begin = clock_ns();
+    while ((i64)load_fresh(words + LANDING_BUSY) > 0) {
+        if (set.is_over(own))
+            return OVER;
+        if (clock_ns() - begin > (u64)patience_ns)
+            return LATE;
+    }
+    return set.is_over(own) ? OVER : GOES_ON;
+}
+
 KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels of the step
     bring(const LandingLayer* layers, i32 first, i32 last, const float* x, i32 D, float eps, const i32* active_step,
           float* hidden, i32 most_hidden, float* scores, u64* words, i32 most_units, i64 slot_bytes, i64 up_at,
           i64 down_at, i32 copiers, i64 patience_ns) {
     __shared__ i32 chosen[LANDING_SLOTS], state;
     __shared__ LandingLayer l; // in registers it would be most of them
-    enum { GOES_ON, IS_THERE, OVER, LATE };
     const u64 step = load_fresh(words + LANDING_STEP); // the first layer's `route` has counted it
     if (!guesses_in(words, step) || (active_step && !*active_step))
         return;
@@ -221,20 +246,8 @@ KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels o
         __syncthreads();
         const LandingSet set = {l.set_words, most_units};
         const u64 own = landing_layer(step, layer);
-        // By one thread: GOES_ON once `ready` says so.
-        auto await = [&](auto ready) -> i32 {
-            const u64 begin = clock_ns();
-            while (true) {
-                if (set.is_over(own))
-                    return OVER;
-                if (ready())
-                    return GOES_ON;
-                if (clock_ns() - begin > (u64)patience_ns)
-                    return LATE;
-            }
-        };
         if (threadIdx.x == 0)
-            state = await([&] { return layer == first || load_fresh(words + LANDING_ENTERED) >= own; });
+            state = await(set, own, words + LANDING_ENTERED, layer == first ? 0 : own, patience_ns);
         __syncthreads();
         i32 now = state;
         __syncthreads(); // of the next turn
@@ -270,7 +283,7 @@ KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels o
             const i32 unit = place < l.n_groups ? copiers + place : place - l.n_groups;
             u64* const word = set.unit(slot, unit);
             if (threadIdx.x == 0) {
-                state = await([&] { return (i64)load_fresh(words + LANDING_BUSY) <= 0; });
+                state = await_link(set, own, words, patience_ns);
                 const u64 seen = load_fresh(word);
                 if (state == GOES_ON && (seen / 4 == tag || atomicCAS(word, seen, tag * 4 + UNIT_BEGUN) != seen))
                     state = IS_THERE;
