@@ -164,7 +164,7 @@ DEVICE void choose(i32* chosen, const LandingLayer& l, const float* scores) {
 
 // Bytes of a unit, of both matrices at once: many reads are under way.
 DEVICE void bring_two(u8* to0, const u8* from0, i64 n0, u8* to1, const u8* from1, i64 n1) {
-    constexpr i32 UNROLL = 8;
+    constexpr i32 UNROLL = 6;
     const i32 a = (i32)((n0 + 15) / 16), n = a + (i32)((n1 + 15) / 16), n_threads = blockDim.x;
     const i64 from_gap = from1 - from0 - 16 * (i64)a, to_gap = to1 - to0 - 16 * (i64)a;
     for (i32 start = threadIdx.x; start < n; start += n_threads * UNROLL) {

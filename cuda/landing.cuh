@@ -53,10 +53,10 @@ DEVICE u64 landing_tag(u64 step, i32 layer, i32 expert) { return landing_layer(s
 // What has begun to land: tag * 4 + state. Of another tag: nothing, yet.
 enum { UNIT_BEGUN = 1, UNIT_LANDED, UNIT_REFUSED };
 
-// By one thread of a kernel that what enters the layer ahead of `layer` is there for.
-DEVICE void say_entered(u64* words, i32 layer) {
-    *(volatile u64*)(words + LANDING_ENTERED) = landing_layer(load_fresh(words + LANDING_STEP), layer);
-}
+// By one thread of a kernel that what enters the layer ahead of `layer` is there for, with what it found before it waited for
+// that: nobody counts a step meanwhile.
+DEVICE u64 entered_of(const u64* words, i32 layer) { return landing_layer(load_fresh(words + LANDING_STEP), layer); }
+DEVICE void say_entered(u64* words, u64 entered) { *(volatile u64*)(words + LANDING_ENTERED) = entered; }
 
 // The landing slots of a layer, which has them together with layers that are never under way at the same time.
 struct LandingSet {

@@ -151,10 +151,14 @@ KERNEL __launch_bounds__(WARPS * WARP, KEPT ? COLS <= 2048 ? 3 : 2 : 0)
 #pragma unroll
         for (i32 i = 0; i < SHARES; i++)
             norms[i] = four_of(norm, COLS, element(i));
+#if ENTERS
+    const bool says = blockIdx.x == 0 && threadIdx.x == 0;
+    const u64 entered = says ? entered_of(landing_words, entered_layer) : 0;
+#endif
     dependency_wait();
 #if ENTERS
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        say_entered(landing_words, entered_layer);
+    if (says)
+        say_entered(landing_words, entered);
 #endif
 
     Input input = global_input(x, q, d, sums);
