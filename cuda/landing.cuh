@@ -1,7 +1,7 @@
 // Experts that are guessed: words of device memory that a step's kernels share (engine/ops/cuda/landing.py). `bring` of
 // landing.cu copies experts that a layer is likely to miss to landing slots, unit by unit, beside the kernels of the
 // layers before. The first product of a layer says that what enters it is there, which the next layer's guesses go by;
-// `route` finds the guesses that the layer does miss, and ends the rest; `gate_up` takes each unit from where it landed, or
+// `route` finds the guesses that the layer does miss, and ends the copies; `gate_up` takes each unit from where it landed, or
 // from host memory if it did not begin to. So a guess is another source of the same bytes, and nothing else. While what a
 // layer misses crosses the link, no unit begins: the layer waits for the one, and the other may be for nothing.
 //
@@ -60,11 +60,10 @@ DEVICE void say_entered(u64* words, u64 entered) { *(volatile u64*)(words + LAND
 
 // The landing slots of a layer, which has them together with layers that are never under way at the same time.
 struct LandingSet {
-    u64* words; // the layer that `route` has ended * 256 + a bit for each slot that goes on; tags by slot; units by slot
+    u64* words; // the newest layer that has been routed; tags by slot; units by slot
     i32 most_units;
 
-    __device__ u64* ended() const { return words; }
-    __device__ bool is_over(u64 layer) const { return load_fresh(words) / 256 >= layer; }
+    __device__ bool is_over(u64 layer) const { return load_fresh(words) >= layer; }
     __device__ u64* tag(i32 slot) const { return words + 1 + slot; }
     __device__ u64* unit(i32 slot, i32 n) const { return words + 1 + LANDING_SLOTS + slot * most_units + n; }
 };

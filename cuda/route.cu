@@ -141,9 +141,9 @@ struct Division {
     u64* jobs;     // the words of jobs.cuh
 };
 struct Landings {
-    u64 *words, *ended;
-    u64 layer;    // landing_layer
-    i32 n_blocks; // of gate_up, for an expert
+    u64 *words, *routed; // the set's, null: there are no guesses for the layer
+    u64 layer;           // landing_layer
+    i32 n_blocks;        // of gate_up, for an expert
 };
 struct Bypass {
     u64 base;
@@ -293,19 +293,19 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
     i32 job = 0;
     bool is_guessed = false;
     if (GUESSES && with_table && n_pairs == USED && i < WARP) {
-        u32 going = 0;
+        u32 useful = 0;
         const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0);
 #pragma unroll
         for (int slot = 0; slot < LANDING_SLOTS; slot++) {
             const bool is_it = first && wanted >= 0 && step.guessed[slot] == (landings.layer << 10 | (u64)expert);
             job = is_it ? FIRST_GUESSED - slot : job;
-            going |= __ballot_sync(FULL_WARP, is_it) ? 1u << slot : 0;
+            useful += __ballot_sync(FULL_WARP, is_it) ? 1 : 0;
         }
         is_guessed = job < 0;
-        if (lane == 0 && landings.ended) {
-            *(volatile u64*)landings.ended = landings.layer << 8 | going;
-            if (going)
-                atomicAdd(landings.words + LANDING_USEFUL, (u64)__popc(going));
+        if (lane == 0 && landings.routed) {
+            *(volatile u64*)landings.routed = landings.layer;
+            if (useful)
+                atomicAdd(landings.words + LANDING_USEFUL, (u64)useful);
             if (misses)
                 atomicAdd(landings.words + LANDING_MISSES, (u64)__popc(misses));
         }

@@ -248,8 +248,7 @@ def test_a_layer_that_has_routed_ends_what_it_does_not_miss(device: Any) -> None
     assert landing.counts().made == before.made and landing.counts().timed.without == 2
     landing.set_mode(ALWAYS)
     step = int(device.read(landing.words)[0])
-    ended = np.array([(step << 14 | layer) << 8 | 0b0010], np.uint64)
-    device.write(model.set_of(layer)[:1], ended)
+    device.write(model.set_of(layer)[:1], np.array([step << 14 | layer], np.uint64))
     words = device.read(landing.words)[: _SETS - 32]  # behind them is how far blocks are
     ops.fetch_ahead(model.ws, entering, model.state, bank)
     model.ws.join()

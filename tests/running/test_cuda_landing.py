@@ -47,6 +47,10 @@ def said_by(engine: Engine, *lengths: int, n_tokens: int = N_TOKENS) -> list[lis
     ]
 
 
+def is_emulated(engine: Engine) -> bool:
+    return engine.loaded.backend.gpu is not None and engine.loaded.backend.gpu.name == "emulated"
+
+
 @on_the_device
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3moe", "laguna", "gemma4", "qwen35moe"])
@@ -127,7 +131,9 @@ def test_what_warms_up_is_not_counted() -> None:
     assert warm.warm_up(engine.loaded) > 0 and engine.loaded.steps.guesses is not None
     assert engine.loaded.steps.guesses.landing.counts().made > 0 == engine.stats()["guesses"]["made"]
     assert said_by(engine) == expected
-    for name in ("steps", "made", "useful", "misses", "useful_bytes", "wasted_bytes"):
+    # How much lands in time, on a GPU, is another thing each time.
+    timed = ("made", "useful", "useful_bytes", "wasted_bytes") if is_emulated(engine) else ()
+    for name in ("steps", "misses", *timed):
         assert engine.stats()["guesses"][name] == counted[name], name
     engine.close()
 
@@ -200,9 +206,12 @@ def test_guesses_can_be_imposed(tmp_path: Path) -> None:
     found = engine.stats()["guesses"]
     misses_of = missed(choices[:19], resident)[:, FIRST_TARGET:]
     assert found["misses"] == misses_of.sum() and found["wasted"] == 0
-    assert found["useful"] == np.minimum(misses_of, SLOTS).sum() > 0
-    last = int(np.minimum(misses_of[-1, -1], SLOTS)) * placed.expert_bytes[-1]
-    assert found["wasted_bytes"] == last  # what the last layer has not taken when it is told
+    most, last = np.minimum(misses_of, SLOTS).sum(), int(np.minimum(misses_of[-1, -1], SLOTS)) * placed.expert_bytes[-1]
+    if is_emulated(engine):
+        assert found["useful"] == most > 0
+        assert found["wasted_bytes"] == last  # what the last layer has not taken when it is told
+    else:
+        assert 0 < found["useful"] <= most and found["wasted_bytes"] <= last
     engine.close()
     np.save(tmp_path / "guesses.npy", given[:, :, 1:])
     with pytest.raises(UsageError, match=rf"expected integers \[40, {L}, {SLOTS}\]"):
@@ -301,6 +310,7 @@ def test_what_has_nothing_to_guess(arch: str, percent: float, why: str) -> None:
     assert engine.ready()["guess"] == "off" and engine.stats()["guesses"] == {}
     if percent == 100:  # and nothing is set aside for them
         plain = opened(tiny_path(arch), "off", residency_pct=percent)
-        assert engine.ready()["plan"] == plain.ready()["plan"]
+        for name in ("dense_bytes", "kv_bytes", "buffers_bytes", "staging_bytes", "slots_bytes"):
+            assert engine.ready()["plan"][name] == plain.ready()["plan"][name], name
         plain.close()
     engine.close()
