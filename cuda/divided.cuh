@@ -17,26 +17,28 @@ DEVICE void note_own(u64* words) {
 // says so, where there is no answer.
 DEVICE void fetch_z(const LayerJob& job, u64* words, const Z& to, i64 place, i32 units) {
     __shared__ i32 done;
-    __shared__ u64 trip_ns; // from the post to the answer, where that was waited for
+    __shared__ u64 answered; // when that was known; 0: it was there already
+    // Known before the answer: what follows that is in everybody's way.
+    const u64 from = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
     if (threadIdx.x == 0) {
         u64 waited_ns;
         done = await_done(job.record, job.number, load_fresh(words + JOBS_PATIENCE_NS), waited_ns);
-        const u64 answered = clock_ns();
-        trip_ns = done && waited_ns ? answered - load_fresh(words + JOBS_POSTED_NS) : 0;
-        words[JOBS_ANSWERED_NS] = answered;
+        const u64 now = clock_ns();
+        answered = done && waited_ns ? now : 0;
+        words[JOBS_ANSWERED_NS] = now;
         atomicAdd(words + JOBS_DIVIDED, (u64)1);
         atomicAdd(words + JOBS_UNITS, (u64)units);
         if (!done)
             words[JOBS_FAILED] = job.number;
     }
     __syncthreads();
-    // By the thread that has the least else to do: what of that was no work of the CPU.
-    if (threadIdx.x == blockDim.x - 1 && trip_ns) {
+    // By the thread that has the least else to do: what there was from the post to the answer but the CPU's work.
+    if (threadIdx.x == blockDim.x - 1 && answered) {
+        const u64 trip_ns = answered - load_fresh(words + JOBS_POSTED_NS);
         const u64 work_ns = load_fresh(&job.record->done_ns) - load_fresh(&job.record->claimed_ns);
         atomicAdd(words + JOBS_OVERS, (u64)1);
         atomicAdd(words + JOBS_OVERS_NS, trip_ns > work_ns ? trip_ns - work_ns : 0);
     }
-    const u64 from = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
     const i32 row0 = ((to.F + JOB_ROWS - 1) / JOB_ROWS - units) * JOB_ROWS;
 #if DOWN_FLOAT
     const volatile float* const z = (const volatile float*)from;
