@@ -176,7 +176,9 @@ def curve(
             row["ratio"] = row["ms_per_token"]["median"] / row["line_ms"]
         rate, ms = row["decode_tokens_per_s"]["median"], row["ms_per_token"]["median"]
         line = f", {row['ratio']:.2f} of the line" if "ratio" in row else ""
-        to_cpu = f", {row['cpu_computed']:.0f} to the CPU" if "cpu_computed" in row else ""
+        to_cpu = (
+            f", {row['cpu_computed']:.0f} to the CPU, {row['cpu_divided']:.0f} divided" if "cpu_computed" in row else ""
+        )
         came = f", {row['guess_useful']} of {row['guess_made']} guesses right" if "guess_made" in row else ""
         note(f"{row['miss_pct']:5.2f}% missed: {rate:.1f} tokens/s, {ms:.3f} ms{line}{to_cpu}{came}")
     return rows, made, [sample.tokens for sample in samples]
@@ -185,7 +187,7 @@ def curve(
 def handed_over(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
     """What the CPU computed of a request's misses, what was taken back, and seconds that were waited; or nothing."""
     a, b = before.get("cpu_experts") or {}, after.get("cpu_experts") or {}
-    return {f"cpu_{name}": b[name] - a[name] for name in ("computed", "taken_back", "waited_s") if b}
+    return {f"cpu_{name}": b[name] - a[name] for name in ("computed", "divided", "taken_back", "waited_s") if b}
 
 
 def landed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:

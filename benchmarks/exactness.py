@@ -61,7 +61,7 @@ def held_out_prompts(folder: Path, n: int) -> list[Prompt]:
 def tokens_of(
     config: EngineConfig, requests: Sequence[tuple[Prompt, Sampling]], n: int
 ) -> tuple[list[list[int]], dict[str, int]]:
-    """What is generated for each request; how many experts were missed, were the CPU's of them, and were guessed."""
+    """What is generated for each request; how many experts were missed, were the CPU's or divided, and were guessed."""
     engine = Engine(config)
     engine.warm_up()
     found = []
@@ -76,6 +76,7 @@ def tokens_of(
     engine.close()
     came = {
         "misses": int(stats["misses"]), "of the CPU": int(stats["cpu_experts"].get("computed", 0)),
+        "divided": int(stats["cpu_experts"].get("divided", 0)),
         "guessed": int(stats["guesses"].get("useful", 0)), "guesses": int(stats["guesses"].get("made", 0)),
     }  # fmt: skip
     return found, came

@@ -25,6 +25,7 @@ def on_cpu(made: Json) -> list[str]:
         if row is None:
             return ""
         handed = f", {row['cpu_computed']:,} to the CPU" if row.get("cpu_computed") else ""
+        handed += f", {row['cpu_divided']:,} divided" if row.get("cpu_divided") else ""
         back = f" ({row['cpu_taken_back']:,} taken back)" if row.get("cpu_taken_back") else ""
         came = ""
         if row.get("guess_made"):

@@ -33,7 +33,7 @@
 //   down_one         a warp: HeldRow::base_bytes; then STAGES * stage_bytes, each four rows and 32
 #include "experts.cuh"
 
-#include "jobs.cuh"
+#include "divided.cuh"
 #include "landing.cuh"
 
 #if GUESSES
@@ -77,9 +77,9 @@ KERNEL gated(const float* g, const float* u, i32 n_elements, i32 n_blocks, float
 #elif defined GATE
 
 #if JOBS
-// Activations and the record, by a block; the job is posted when it ends. Rows of `given` are COLS wide.
-DEVICE void hand_over(const LayerJob& job, const u64* words, const ActiveExpert& expert, const Input& given, i32 bank,
-                      float gate_scale) {
+// Activations and the record, by a block; the job is posted when it ends. Rows of `given` are COLS wide. F: rows of gate and up.
+DEVICE void hand_over(const LayerJob& job, u64* words, const ActiveExpert& expert, const Input& given, i32 bank,
+                      float gate_scale, i32 F) {
     const u64 input = load_fresh(words + JOBS_INPUTS) + job.place * load_fresh(words + JOBS_INPUT_BYTES);
     if constexpr (is_float(GATE)) {
         for (i32 i = threadIdx.x; i < COLS; i += blockDim.x)
@@ -98,15 +98,20 @@ DEVICE void hand_over(const LayerJob& job, const u64* words, const ActiveExpert&
         to->input = input;
         to->input_scales = input + COLS;
         to->output = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
+        to->output_scales = to->output + F; // of z
         to->gate_scale = gate_scale;
         to->bank = bank;
-        to->part = SPARK_JOB_BOTH;
-        to->first = 0, to->last = COLS;
+        const bool divided = job_units(expert.job) > 0;
+        to->part = divided ? SPARK_JOB_FIRST : SPARK_JOB_BOTH;
+        to->first = divided ? JOB_ROWS * job_first(expert.job, F) : 0, to->last = divided ? F : COLS;
         to->count = 1, to->token[0] = 0;
     }
     __syncthreads();
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
+        if (job_place(expert.job) == 1)
+            words[JOBS_POSTED_NS] = clock_ns(); // who sees the answer sees this
         post_job(job.record, job.number);
+    }
 }
 #endif
 
@@ -162,28 +167,37 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             return;
     }
 #if JOBS
-    // The first block of the record hands it over and tells the others, which come behind it, whose it is.
+    // The first block of the record hands it over. The first one of what the CPU may compute asks whose it is, and tells the
+    // others of that, which come behind it. What else there is of a divided expert goes on meanwhile.
     if (record.job > 0) {
         __shared__ i32 whose;
-        const LayerJob job(jobs, record.job);
+        const LayerJob job(jobs, job_place(record.job));
+        const i32 units = job_units(record.job), asking = units ? copiers + job_first(record.job, F) : 0;
         if (blockIdx.y == 0)
-            hand_over(job, jobs, record, global_input(x, q, d, sums), bank, WEIGHTED ? gate_scales[record.expert] : 1.0f);
-        if (threadIdx.x == 0) {
-            // A job is claimed when those before it leave somebody time, so its bound is as many times longer.
-            const u64 bound_ns = load_fresh(jobs + JOBS_BOUND_NS) * (u64)record.job, begin = clock_ns();
-            if (blockIdx.y == 0 && record.job == 1)
-                jobs[JOBS_POSTED_NS] = begin;
-            whose = blockIdx.y == 0 ? await_claim(job.record, job.number, bound_ns) : job.heard(-1);
-            if (blockIdx.y == 0 && whose == SPARK_JOB_DECLINED) {
-                atomicAdd(jobs + JOBS_TAKEN, (u64)1);
-                atomicAdd(jobs + JOBS_WAITED_NS, clock_ns() - begin);
+            hand_over(job, jobs, record, global_input(x, q, d, sums), bank,
+                      WEIGHTED ? gate_scales[record.expert] : 1.0f, F);
+        if ((i32)blockIdx.y >= asking) {
+            const bool asks = (i32)blockIdx.y == asking;
+            if (threadIdx.x == 0) {
+                // A job is claimed when those before it leave somebody time, so its bound is as many times longer.
+                const u64 bound_ns = load_fresh(jobs + JOBS_BOUND_NS) * (u64)job_place(record.job), begin = clock_ns();
+                whose = asks ? await_claim(job.record, job.number, bound_ns) : job.heard(-1);
+                if (asks && whose == SPARK_JOB_DECLINED) {
+                    atomicAdd(jobs + JOBS_TAKEN, (u64)1);
+                    atomicAdd(jobs + JOBS_WAITED_NS, clock_ns() - begin);
+                    if (units)
+                        jobs[JOBS_ANSWERED_NS] = 0;
+                }
+                if (asks)
+                    job.tell(whose);
             }
-            if (blockIdx.y == 0)
-                job.tell(whose);
+            __syncthreads();
+            if (whose != SPARK_JOB_DECLINED) {
+                if (asks && units)
+                    fetch_z(job, jobs, {z, zq, zd, zsums, F}, blockIdx.x, units);
+                return;
+            }
         }
-        __syncthreads();
-        if (whose != SPARK_JOB_DECLINED)
-            return;
     }
 #endif
 #if GUESSES
@@ -191,7 +205,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const i32 slot = FIRST_GUESSED - record.job;
     // By a block whose share of a missed expert has crossed the link.
     auto has_crossed = [&] {
-        if (record.job >= 0)
+        if (record.job >= 0 && !job_units(record.job))
             return;
         __syncthreads();
         if (threadIdx.x == 0)
@@ -233,13 +247,21 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
                 shared_scale((float*)shared, shared_gate, h + (i64)t * COLS, row_scale + t);
             }
 #endif
+#if JOBS
+        if (record.target[2])
+            note_own(jobs);
+#endif
         return;
     }
     const i32 row0 = (blockIdx.y - copiers) * 32, rows = min(32, F - row0);
     const u8* const gate = own_rows(record.source[0], record.target[0], (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
     const u8* const up = own_rows(record.source[1], record.target[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
-    if (record.target[0] || record.target[1])
+    if (record.target[0] || record.target[1]) {
         __syncthreads();
+#if JOBS
+        note_own(jobs);
+#endif
+    }
 #if GUESSES
     has_crossed();
 #endif
@@ -388,7 +410,7 @@ DEVICE void find_records(i32 (&places)[USED], const u8* active, i32 n_active, co
 }
 
 #if JOBS
-// What the first block has seen of a rank's job. job: its place among the layer's, 0: the rank has none.
+// What the first block has seen of a rank's job. job: as in its record, 0: the rank has none; of_cpu: all of it.
 struct JobSeen {
     i32 job, of_cpu;
     u64 waited_ns, known_ns;
@@ -396,14 +418,15 @@ struct JobSeen {
 
 // By one thread of the first block, of all ranks: count, and tell the host. What it reads before the token that the step
 // draws is of this step, as that comes from a later kernel. A layer that misses nothing else has waited since the post:
-// its first half had nothing to wait for but the claim.
+// its first half had nothing to wait for but the claim. For a divided expert it has waited since the last of its own copies.
 DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
     const u64 posted = load_fresh(words + JOBS_POSTED_NS);
     const bool alone = load_fresh(words + JOBS_ALONE);
     u64 done = 0, longest = 0;
-    bool any = false;
+    bool any = false, divided = false;
     for (i32 a = 0; a < USED; a++) {
         any |= seen[a].job != 0;
+        divided |= job_units(seen[a].job) > 0;
         if (!seen[a].job || !seen[a].of_cpu)
             continue;
         done++;
@@ -416,7 +439,9 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
     if (!any)
         return;
     words[JOBS_DONE] += done;
-    words[JOBS_WAITED_NS] += longest;
+    // What is read where it lies is not noted, and before the post is of another layer.
+    const u64 answered = load_fresh(words + JOBS_ANSWERED_NS), own = max(posted, load_fresh(words + JOBS_OWN_NS));
+    words[JOBS_WAITED_NS] += longest + (divided && answered > own ? answered - own : 0);
     volatile u64* const board = (volatile u64*)load_fresh(words + JOBS_BOARD);
     board[BOARD_FAILED] = load_fresh(words + JOBS_FAILED);
     board[BOARD_TAKEN] = load_fresh(words + JOBS_TAKEN);
@@ -424,6 +449,8 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
     board[BOARD_WAITED_NS] = words[JOBS_WAITED_NS];
     board[BOARD_TRIPS] = words[JOBS_TRIPS];
     board[BOARD_TRIPS_NS] = words[JOBS_TRIPS_NS];
+    for (i32 i = 0; i < 4; i++)
+        board[BOARD_DIVIDED + i] = load_fresh(words + JOBS_DIVIDED + i);
 }
 
 // Rows from row0 on of what the CPU computed, by a warp. The first block asks for the answer and tells the others: hundreds
@@ -486,7 +513,7 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     bool of_cpu = false;
 #if JOBS
     const i32 job = active_rank ? max(0, (i32)(words[warp][3] >> 32)) : 0;
-    if (job) {
+    if (job && !job_units(job)) { // gate_up has made z of a divided one as of any
         dependency_wait(); // gate_up has told whose it is
         of_cpu = LayerJob(jobs, job).heard(-1) != SPARK_JOB_DECLINED;
     }

@@ -5,7 +5,8 @@
 //   u64 target[3]        where they are written, too, as they enter a slot; 0: nowhere
 //   i32 expert
 //   i32 first, count     pairs[first .. first + count]: the (token, rank) that use it, as t * n_used + a
-//   i32 job              from 1 on among the layer's jobs for the CPU; 0: none; below 0, with GUESSES: as landing.cuh says
+//   i32 job              above 0: of the CPU, or its last rows of gate and up are (jobs.cuh); below 0, with GUESSES: it misses, and
+//                        where it may have landed (landing.cuh); 0: neither
 // Sources and targets are 16-byte aligned and padded to 16.
 //
 // Macros of both.

@@ -3,8 +3,9 @@
 //
 // -DEXPERTS=E (<= 512), -DUSED=A (<= 16, <= E). A layer has at most E slots. |heat| < 2^53.
 // -DSIGMOID=1: scores are sigmoids of the logits, else probabilities. -DBIAS=1: the choice is by scores plus bias [E].
-// -DJOBS=1: of one token's experts that miss and enter no slot, the last division[how many miss] are the CPU's: their records
-// have a job (experts.cuh), and jobs has the numbers (jobs.cuh). division [A + 1] is written between steps.
+// -DJOBS=1: of one token's experts that miss and enter no slot, the last ones are the CPU's: their records have a job, and jobs
+// has the numbers (jobs.cuh). division[how many miss], [A + 1], says how many: experts | units << 8. units: of gate and up of
+// the one before these, 0: it is not divided. It is written between steps.
 // -DGUESSES=1: records of one token's experts that miss name their landing slot in place of a job where they were guessed, and
 // then are not the CPU's, or say that they cross the link (landing.cuh). is_first, is_last: whether the layer is the step's.
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
@@ -137,7 +138,7 @@ DEVICE i64 warmed(i64 heat, u32 uses, i64 clock, int memory) {
 // are places. Several tokens' records begin with those that miss, so that their bytes are under way first and these get
 // the places; one token's are in order of rank.
 struct Division {
-    i32 of_misses; // of as many misses as the thread's lane says
+    i32 of_misses; // the entry of as many misses as the thread's lane says
     u64* jobs;     // the words of jobs.cuh
 };
 struct Landings {
@@ -314,21 +315,24 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         const i32 n_missed = __popc(__ballot_sync(FULL_WARP, first && wanted >= 0));
         const u32 misses = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed);
         const u32 free = __ballot_sync(FULL_WARP, first && wanted >= 0 && !is_guessed && !enters_at(wanted));
-        const i32 of_cpu = min(__shfl_sync(FULL_WARP, division.of_misses, __popc(misses)), __popc(free));
-        const i32 behind = __popc(free & ~((2u << lane) - 1)); // those of later ranks
-        job = free >> lane & 1 && behind < of_cpu ? of_cpu - behind : job; // by rank, as blocks begin
-        if (lane == 0 && of_cpu) {
+        const i32 entry = __shfl_sync(FULL_WARP, division.of_misses, __popc(misses));
+        const i32 of_cpu = min(entry & 255, __popc(free)), units = __popc(free) > of_cpu ? entry >> 8 : 0;
+        const i32 behind = __popc(free & ~((2u << lane) - 1)), n_jobs = of_cpu + (units > 0); // behind: of later ranks
+        if (free >> lane & 1 && behind < n_jobs) // by rank, as blocks begin
+            job = n_jobs - behind | (behind == of_cpu ? units << 8 : 0);
+        if (lane == 0 && n_jobs) {
             const u64 next = load_fresh(division.jobs + JOBS_NEXT);
             division.jobs[JOBS_FIRST] = next;
-            division.jobs[JOBS_NEXT] = next + (u64)of_cpu;
+            division.jobs[JOBS_NEXT] = next + (u64)n_jobs;
             division.jobs[JOBS_ALONE] = of_cpu == n_missed;
         }
     }
     if (GUESSES && with_table && n_pairs == USED && i < WARP) { // what is brought ahead waits for it
         job = first && wanted >= 0 && job == 0 ? CROSSES : job;
-        const u32 crossing = __ballot_sync(FULL_WARP, job < 0);
+        const i32 n_blocks = job < 0 ? landings.n_blocks : job_units(job) ? landings.n_blocks - job_units(job) : 0;
+        const i32 crossing = __reduce_add_sync(FULL_WARP, n_blocks);
         if (lane == 0)
-            *(volatile u64*)(landings.words + LANDING_BUSY) = (u64)__popc(crossing) * (u64)landings.n_blocks;
+            *(volatile u64*)(landings.words + LANDING_BUSY) = (u64)crossing;
     }
     if (with_table && first) {
         const bool enters = wanted >= 0 && enters_at(wanted);

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from math import floor
 
 UNIT_ROWS = 32  # of gate and up: a block of z in 8 bits
+# What a divided expert costs on the GPU: z is read from host memory and written to where `down` reads it. Not measured:
+# a read over PCIe, and a block that ends a little later.
+COPY_US = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,10 @@ class Costs:
         numbers = (self.pcie_us, *self.cpu_us, self.handover_us, self.split_us, self.busy_us or 0.0)
         if not self.cpu_us or not all(0 <= n < float("inf") for n in numbers) or not 0 <= self.first_share <= 1:
             raise ValueError(f"costs: expected times of at least one expert, finite and not negative, got {self}")
+
+    def amount(self, rows: int) -> float:
+        """Experts, by their bytes, that so many rows of gate and up are."""
+        return rows / self.n_ff * self.first_share if rows and self.n_ff else 0.0
 
     def of_handover(self, is_alone: bool) -> float:
         """Microseconds of the hand-over; is_alone: nothing comes over PCIe meanwhile."""
@@ -75,7 +82,7 @@ def makespan(n_missed: int, experts: int, rows: int, costs: Costs) -> float:
     """When the later side has ended, in microseconds, of a division of n_missed experts."""
     if not experts and not rows:
         return n_missed * costs.pcie_us
-    amount = experts + (rows / costs.n_ff * costs.first_share if rows else 0.0)
+    amount = experts + costs.amount(rows)
     handover_us = costs.of_handover(experts == n_missed and not rows)
     own = handover_us + costs.of_cpu(amount) + (costs.split_us if rows else 0.0)
     return max((n_missed - amount) * costs.pcie_us, own)

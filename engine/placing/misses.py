@@ -1,16 +1,16 @@
 """Whether handing missed experts to the CPU pays, from what comes of it: the table of divisions, or none.
 
-A gate that sees counters alone. What a layer saves is what its experts would have taken over PCIe; what it pays is what
-it waited, for an answer or before it took a job back. Where that is more, or much is taken back, nothing is handed over
-any more, for a while; after that has happened again and again, never.
+A gate that sees counters alone. What a layer saves is what its experts, or rows of one, would have taken over PCIe;
+what it pays is what it waited, for an answer or before it took a job back. Where that is more, or much is taken back,
+nothing is handed over any more, for a while; after that has happened again and again, never.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from engine.placing.division import Costs, divide
+from engine.placing.division import COPY_US, Costs, divide
 
 WINDOW_JOBS = 64  # after which what came of them is looked at
 FEW_JOBS = 8  # taken back, after which nobody waits for more
@@ -25,10 +25,12 @@ LEAST_BOUND_US = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Counters since the start: jobs that the CPU did, that were taken back; us that layers waited for either.
+    """Counters since the start: experts that the CPU did, jobs that were taken back; us that layers waited for either.
 
     A layer waits for an answer when its own experts are there; where all that it misses is the CPU's, since the post.
-    trips: layers that waited for their first job's answer; trips_us: from its post to the answer, then.
+    trips: layers that waited for their first job's answer; trips_us: from its post to the answer, then. divided:
+    experts of which the CPU did rows of gate and up; rows: of these in all, in whole units; overs: how often one was
+    waited for; overs_us: of these hand-overs, without the CPU's work.
     """
 
     done: int = 0
@@ -36,36 +38,40 @@ class Tally:
     waited_us: float = 0.0
     trips: int = 0
     trips_us: float = 0.0
+    divided: int = 0
+    rows: int = 0
+    overs: int = 0
+    overs_us: float = 0.0
 
     def since(self, other: Tally) -> Tally:
         """What came after another."""
-        return Tally(
-            self.done - other.done, self.taken - other.taken, self.waited_us - other.waited_us,
-            self.trips - other.trips, self.trips_us - other.trips_us,
-        )  # fmt: skip
+        return Tally(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
 
-# Experts that overlapped on the CPU, and us from the first claim to the last answer.
-Spans = Sequence[tuple[int, float]]
+# Experts that overlapped on the CPU, of divided ones parts, and us from the first claim to the last answer.
+Spans = Sequence[tuple[float, float]]
+# Of 0, 1, ... misses of a layer: experts that are the CPU's, and last rows of gate and up of one more.
+Table = tuple[tuple[int, int], ...]
+NOTHING = (0, 0)
 
 
 class MissGate:
     """What is handed over, and how long a claim is waited for. begun: the costs that were measured.
 
-    table: of 0, 1, ... n_used misses of a layer, how many are the CPU's. state: "on", "off", or "off for good"; why: it
-    is not on.
+    table: of 0, 1, ... n_used misses of a layer, what is the CPU's. state: "on", "off", or "off for good"; why: it is
+    not on.
     """
 
     def __init__(self, begun: Costs, n_used: int) -> None:
         self.begun, self.costs, self.n_used = begun, begun, n_used
         self.state, self.why = "on", ""
-        self.table: tuple[int, ...] = ()
+        self.table: Table = ()
         self._rate = 1.0  # us of experts on the CPU, of those that were measured
         self._later_us = 0.0  # of the hand-over, more than was measured
         self._lost = self._good = 0
         self._retry_s = 0.0
         self._from = Tally()
-        if not any(self._divided()):
+        if not self._divide():
             self._stop("off for good", f"PCIe alone is as fast: {said(begun)}")
 
     @property
@@ -81,21 +87,21 @@ class MissGate:
                 return False
             self.state, self.why, self._from = "on", "", tally
             self.costs, self._rate, self._later_us = self.begun, 1.0, 0.0
-            self._divided()
+            self._divide()
             return True
         new = tally.since(self._from)
-        n = new.done + new.taken
+        n = new.done + new.divided + new.taken
         if new.taken >= FEW_JOBS and new.taken > MOST_TAKEN * n:
             return self._lose(f"{new.taken} of {n} jobs were not claimed in time", now_s)
         if n < WINDOW_JOBS:
             return False
         self._from = tally
-        saved_us = new.done * self.costs.pcie_us
+        saved_us = (new.done + self.costs.amount(new.rows)) * self.costs.pcie_us
         if new.waited_us >= saved_us:
-            waited = new.waited_us / n
-            return self._lose(f"an expert was waited for {waited:.0f} us, PCIe takes {self.costs.pcie_us:.0f}", now_s)
+            waited, took = new.waited_us / n, saved_us / n
+            return self._lose(f"an expert was waited for {waited:.0f} us, PCIe takes {took:.0f} for as much", now_s)
         self._follow(new, spans())
-        if not any(self._divided()):
+        if not self._divide():
             return self._lose(f"PCIe alone is as fast now: {said(self.costs)}", now_s)
         self._good += 1
         if self._good >= GOOD_WINDOWS:
@@ -105,23 +111,27 @@ class MissGate:
     def _follow(self, new: Tally, spans: Spans) -> None:
         """Let the costs follow what was seen."""
         begun = self.begun
-        ratios = sorted(us / begun.of_cpu(n) for n, us in spans if begun.of_cpu(n) > 0)
+        split_us = max(0.0, begun.split_us - COPY_US)
+        expected = [(begun.of_cpu(n) + (split_us if n % 1 else 0.0), us) for n, us in spans]
+        ratios = sorted(us / most for most, us in expected if most > 0)
         if ratios:
             ratio = ratios[len(ratios) // 2]
             if self._rate / MOST_DRIFT <= ratio <= self._rate * MOST_DRIFT:
                 self._rate += NEWEST * (ratio - self._rate)
         cpu_us = tuple(us * self._rate for us in begun.cpu_us)
         most_us = max(begun.handover_us, begun.busy_us or 0.0)
-        if new.trips:  # of layers that had other misses, and of those that had none: only more than either is drift
-            seen_us = max(0.0, new.trips_us / new.trips - cpu_us[0] - most_us)
+        if n := new.trips + new.overs:  # of layers with other misses, and of those with none: more than either is drift
+            seen_us = max(0.0, (new.trips_us - new.trips * cpu_us[0] + new.overs_us) / n - most_us)
             self._later_us += NEWEST * (seen_us - self._later_us)
         busy_us = None if begun.busy_us is None else begun.busy_us + self._later_us
         handover_us = begun.handover_us + self._later_us
         self.costs = replace(begun, cpu_us=cpu_us, handover_us=handover_us, busy_us=busy_us)
 
-    def _divided(self) -> tuple[int, ...]:
-        self.table = tuple(divide(n, self.costs).experts for n in range(self.n_used + 1))
-        return self.table
+    def _divide(self) -> bool:
+        """Make the table; whether anything is the CPU's."""
+        found = [divide(n, self.costs) for n in range(self.n_used + 1)]
+        self.table = tuple((d.experts, d.rows) for d in found)
+        return any(entry != NOTHING for entry in self.table)
 
     def _lose(self, why: str, now_s: float) -> bool:
         self._good = 0
@@ -132,7 +142,7 @@ class MissGate:
         return self._stop("off", why)
 
     def _stop(self, state: str, why: str) -> bool:
-        self.state, self.why, self.table = state, why, (0,) * (self.n_used + 1)
+        self.state, self.why, self.table = state, why, (NOTHING,) * (self.n_used + 1)
         return True
 
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -29,7 +30,7 @@ from engine.ops.cuda.device import Device
 from engine.ops.cuda.handing import HandOver
 from engine.ops.cuda.workspace import Workspace
 from engine.ops.jobs import Bank
-from engine.placing.division import Costs
+from engine.placing.division import COPY_US, UNIT_ROWS, Costs
 from engine.placing.misses import MissGate, said
 from engine.placing.policy import LRU
 
@@ -97,20 +98,26 @@ class CpuMisses:
             "cpu_us": [round(us, 2) for us in costs.cpu_us],
             "handover_us": round(costs.handover_us, 2),
             "busy_handover_us": None if costs.busy_us is None else round(costs.busy_us, 2),
-            "division": list(self.gate.table),
+            "split_us": round(costs.split_us, 2),
+            **self._division(),
         }
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: jobs that the CPU computed and that were taken back, seconds that layers waited."""
+        """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited."""
         tally = self.cpu.tally
         return {
             "state": self.gate.state,
             "why": self.gate.why,
             "computed": tally.done,
+            "divided": tally.divided,
             "taken_back": tally.taken,
             "waited_s": round(tally.waited_us / 1e6, 6),
-            "division": list(self.gate.table),
+            **self._division(),
         }
+
+    def _division(self) -> dict[str, list[int]]:
+        experts, rows = zip(*self.gate.table, strict=True)
+        return {"division": list(experts), "divided_rows": list(rows)}
 
     def close(self) -> None:
         """End the threads."""
@@ -201,43 +208,56 @@ def measure(
 
     memory: of all places of the slow tier. It takes about 0.2 s.
     """
-    turns, n_bytes = _experts(residency)
+    turns, n_bytes, first_share = _experts(residency)
     cpu_us: list[float] = []
     for n in range(1, min(MOST_AT_ONCE, limits.n_expert_used) + 1):
         took_us = _timed(cpu, turns, n)
         if took_us is None:
             return None
         cpu_us.append(max(took_us, *cpu_us[-1:], 0.0))
+    half = cpu.n_ff // (2 * UNIT_ROWS) * UNIT_ROWS
+    half_us = _timed(cpu, turns, 1, half) if half else 0.0  # 0: experts differ, or have nothing to divide
+    if half_us is None:
+        return None
     found = HandOver(device, limits, cpu).measure(memory)
     if found.handover_us is None or found.pcie_gb_per_s is None:
         return None
     busy_us = None if found.busy_us is None else max(found.handover_us, found.busy_us)
-    return Costs(n_bytes / found.pcie_gb_per_s / 1e3, cpu_us, found.handover_us, busy_us=busy_us)
+    costs = Costs(n_bytes / found.pcie_gb_per_s / 1e3, cpu_us, found.handover_us, busy_us=busy_us)
+    if not half:
+        return costs
+    divided = replace(costs, n_ff=cpu.n_ff, first_share=first_share)
+    more_us = half_us - divided.of_cpu(divided.amount(half))  # threads that share few rows have not all as many
+    return replace(divided, split_us=COPY_US + max(0.0, more_us))
 
 
 Turns = Iterator[tuple[Experts, list[tuple[int, int, int]]]]  # a layer, and experts of it that have places
 
 
-def _experts(residency: Residency) -> tuple[Turns, float]:
-    """Layers and their experts in turn, so many that no cache holds them; and bytes of an expert, on average."""
+def _experts(residency: Residency) -> tuple[Turns, float, float]:
+    """Layers and their experts in turn, so many that no cache holds them; bytes of an expert, and gate and up of them.
+
+    Both on average.
+    """
     homes, layers = residency.state.home_ptr, []
     each = -(-MEASURED_EXPERTS // len(residency.banks))
     for bank in residency.banks:
         placed = np.flatnonzero(homes[bank.layer, :, 0])[:each]
         if placed.size:
             layers.append((bank, [tuple(row) for row in homes[bank.layer, placed].tolist()]))
-    sizes = [sum(bank.part_bytes) for bank, _ in layers]
-    return itertools.cycle(layers), sum(sizes) / len(sizes)
+    gate, up, down = (sum(bank.part_bytes[part] for bank, _ in layers) for part in range(3))
+    n_bytes = gate + up + down
+    return itertools.cycle(layers), n_bytes / len(layers), (gate + up) / n_bytes
 
 
-def _timed(cpu: CpuExperts, turns: Turns, n: int) -> float | None:
-    """us of n experts at once on the CPU, the median; None: not in time."""
+def _timed(cpu: CpuExperts, turns: Turns, n: int, n_rows: int = 0) -> float | None:
+    """us of n experts at once on the CPU, the median; None: not in time. n_rows: as of `CpuExperts.timed`."""
     took: list[float] = []
     until_s = time.perf_counter() + MEASURE_S
     for i in range(MEASURE_RUNS):
         bank, sources = next(turns)
         first = i * n % len(sources)
-        us = cpu.timed(bank, [sources[(first + k) % len(sources)] for k in range(n)])
+        us = cpu.timed(bank, [sources[(first + k) % len(sources)] for k in range(n)], n_rows=n_rows)
         if us is None:
             return None
         took.append(us)

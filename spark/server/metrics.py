@@ -107,9 +107,9 @@ class _Daemon(Collector):
                 made.append(CounterMetricFamily(f"spark_expert_{name}", text, value=self.stats[name]))
         cpu = self.stats.get("cpu_experts")
         if isinstance(cpu, Mapping) and cpu:
-            text = "Missed experts that were handed to the CPU: computed there, or taken back by the GPU."
+            text = "Missed experts handed to the CPU: computed there whole or in part, or taken back by the GPU."
             handed = CounterMetricFamily("spark_expert_jobs", text, labels=["outcome"])
-            for outcome in ("computed", "taken_back"):
+            for outcome in ("computed", "divided", "taken_back"):
                 handed.add_metric([outcome], cpu[outcome])
             text = "Seconds that layers waited for experts of the CPU."
             waited = CounterMetricFamily("spark_expert_wait_seconds", text, value=cpu["waited_s"])

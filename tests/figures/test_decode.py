@@ -19,9 +19,10 @@ def test_a_share_is_of_the_first_curve_without_misses() -> None:
 
 
 def test_what_was_handed_over_is_a_difference() -> None:
-    before = {"cpu_experts": {"computed": 5, "taken_back": 1, "waited_s": 0.5, "state": "on"}}
-    after = {"cpu_experts": {"computed": 25, "taken_back": 4, "waited_s": 0.75, "state": "on"}}
-    assert handed_over(before, after) == {"cpu_computed": 20, "cpu_taken_back": 3, "cpu_waited_s": 0.25}
+    before = {"cpu_experts": {"computed": 5, "divided": 2, "taken_back": 1, "waited_s": 0.5, "state": "on"}}
+    after = {"cpu_experts": {"computed": 25, "divided": 9, "taken_back": 4, "waited_s": 0.75, "state": "on"}}
+    more = {"cpu_computed": 20, "cpu_divided": 7, "cpu_taken_back": 3, "cpu_waited_s": 0.25}
+    assert handed_over(before, after) == more
     assert handed_over({"cpu_experts": {}}, {}) == {} == landed({"guesses": {}}, {"guesses": {}})
     counts = {"made": 5, "useful": 2, "misses": 4, "useful_bytes": 60, "wasted_bytes": 40}
     more = {"guesses": {name: 3 * n for name, n in counts.items()}}
@@ -45,5 +46,8 @@ def test_both_curves_are_one_table() -> None:
     text = "\n".join(misses_results.on_cpu({"curve": curve, "cpu_experts": {"auto": settings}}))
     assert "| 0% | 1.000 |  |" in text and "| 5% | 0.750 | 0.850, 1,200 to the CPU (3 taken back) |" in text
     assert "2 threads; an expert takes 52 us over PCIe, 1 to 2 take 42, 89 us on the CPU" in text
+    rows = shares([*plain, row(5, 340, "auto", **handed, cpu_divided=2100)])
+    text = "\n".join(misses_results.on_cpu({"curve": rows, "cpu_experts": {"auto": settings}}))
+    assert "0.850, 1,200 to the CPU, 2,100 divided (3 taken back) |" in text
     none = {"curve": curve, "cpu_experts": {"auto": ["device cuda", "experts on the CPU: none, they are busy"]}}
     assert "auto`: experts on the CPU: none, they are busy" in "\n".join(misses_results.on_cpu(none))

@@ -12,8 +12,9 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.ops import Experts, Fetches, Gating, reference
 from engine.ops.cuda import ops
-from engine.ops.cuda.cpu_experts import CpuExperts, bank_of, overlapping
+from engine.ops.cuda.cpu_experts import CpuExperts, bank_of, first_share, overlapping
 from engine.placing import policy
+from engine.placing.misses import Table
 from tests.ops import test_cuda_experts
 from tests.ops.test_cuda_experts import A, Bank, Types, shared_expert, uploaded
 from tests.ops.test_cuda_products import check, normal
@@ -22,7 +23,14 @@ from tests.ops.test_cuda_routing import assert_same_state, on_device
 E, D, F = 20, 256, 96
 K4, Q8, F16 = QType.Q4_K, QType.Q8_0, QType.F16
 LONG_S = 60.0
-ALL = tuple(range(A + 1))
+
+
+def whole(*n: int) -> Table:
+    """A division without rows."""
+    return tuple((experts, 0) for experts in n)
+
+
+ALL = whole(*range(A + 1))
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +41,14 @@ def many_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Layer:
     """A layer of a workspace on the device, its twin on the host, and what both did."""
 
-    def __init__(self, device: Any, percent: int, types: Types = (K4, K4, Q8), n_places: int = 1) -> None:
+    def __init__(
+        self, device: Any, percent: int, types: Types = (K4, K4, Q8), n_places: int = 1, D: int = D, F: int = F,
+        **more: Any,
+    ) -> None:  # fmt: skip
         n_slots = E * percent // 100
-        self.device, self.bank = device, Bank(device, types, D, F, n_slots)
+        self.device, self.bank = device, Bank(device, types, D, F, n_slots, **more)
+        scale = more.get("gate_scale")
+        self.more = more | ({} if scale is None else {"gate_scale": device.upload(scale)})  # of Experts, on the device
         self.ws = ops.workspace(self.bank.limits, device)
         self.ws.routing.pass_through(self.bank.part_bytes, n_places)  # of one: of two, one is read where it lies
         host = policy.SlotState.empty((n_slots,), E)
@@ -50,14 +63,15 @@ class Layer:
         host.slot_of[0, :n_slots] = host.expert_of[:] = np.arange(n_slots)
         host.heat[0, : n_slots - 1] = 1 << 21  # a use is 1 << 16: what misses enters the last slot, and later others
         self.host, self.state = host, on_device(device, host)
-        self.rng, self.jobs = np.random.default_rng(percent), 0
+        self.rng, self.jobs, self.divided = np.random.default_rng(percent), 0, 0  # jobs that there have to be, so far
 
     def experts(self, state: policy.SlotState) -> Experts:
         pointers = (state.expert_ptr[0], state.home_ptr[0], state.slot_ptr)
-        return Experts(*self.bank.types, D, F, self.bank.part_bytes, *pointers, layer=0)
+        more = self.bank.more if state is self.host else self.more
+        return Experts(*self.bank.types, self.bank.D, self.bank.F, self.bank.part_bytes, *pointers, layer=0, **more)
 
     @contextmanager
-    def cpu(self, bound_s: float, division: tuple[int, ...] = ALL, patience_s: float = LONG_S) -> Iterator[CpuExperts]:
+    def cpu(self, bound_s: float, division: Table = ALL, patience_s: float = LONG_S) -> Iterator[CpuExperts]:
         bank = bank_of(self.experts(self.state))
         made = CpuExperts(self.device, self.bank.limits, [bank], bound_s, patience_s)
         made.start([-1, -1], spin_us=2000)
@@ -66,8 +80,8 @@ class Layer:
         yield made
         made.close()
 
-    def step(self, T: int = 1, division: tuple[int, ...] = ALL, shared: Any = None, compare: bool = True) -> None:
-        device, rng = self.device, self.rng
+    def step(self, T: int = 1, division: Table = ALL, shared: Any = None, compare: bool = True) -> None:
+        device, rng, D = self.device, self.rng, self.bank.D
         logits = rng.standard_normal((T, E)).astype(np.float32)
         h, x = normal(T, D, seed=int(rng.integers(1 << 30))), normal(T, D, seed=5)
         counted = np.ones(T, np.uint8)
@@ -91,7 +105,9 @@ class Layer:
             check(device.read(on_it), self.bank.expected(h, want, want_weights, x, shared))
         missing = int((~resident[np.unique(want)]).sum())
         if T == 1:
-            self.jobs += min(division[missing], missing - int(want_fetches.count[0]))
+            (n, rows), free = division[missing], missing - int(want_fetches.count[0])
+            is_divided = rows > 0 and free > n
+            self.jobs, self.divided = self.jobs + min(n, free) + is_divided, self.divided + is_divided
 
 
 @pytest.mark.parametrize("percent", [10, 30, 60])
@@ -124,15 +140,15 @@ def test_bits_do_not_say_who_computed(device: Any, percent: int, claimed: str) -
 def test_the_division_says_how_many(device: Any) -> None:
     layer = Layer(device, 30)
     with layer.cpu(LONG_S) as cpu:
-        for division in ((0,) * (A + 1), (0, 0, 1, 1), ALL):
+        for division in (whole(0, 0, 0, 0), whole(0, 0, 1, 1), ALL):
             cpu.divide(division)
             before = layer.jobs
             for _ in range(6):
                 cpu.pool.wake()
                 layer.step(division=division)
-            assert cpu.counts()["jobs"] == layer.jobs and (layer.jobs > before) == any(division)
-        for wrong in ((0,) * A, (-1,) * (A + 1)):
-            with pytest.raises(ValueError, match=f"expected {A + 1} numbers"):
+            assert cpu.counts()["jobs"] == layer.jobs and (layer.jobs > before) == (division != whole(0, 0, 0, 0))
+        for wrong in (ALL[1:], whole(0, -1, 0, 0), whole(0, 0, 0, 256), (*ALL[1:], (0, F + 1)), (*ALL[1:], (0, -32))):
+            with pytest.raises(ValueError, match=f"expected {A + 1} numbers of experts, and of rows up to 3 units"):
                 cpu.divide(wrong)
 
 
@@ -168,7 +184,7 @@ def test_what_the_pool_declines_is_the_gpus(device: Any, monkeypatch: pytest.Mon
 
 def test_a_job_that_is_never_answered_ends_the_step(device: Any) -> None:
     layer = Layer(device, 10)
-    with layer.cpu(LONG_S, one := (0, 1, 1, 1), patience_s=1e-3) as cpu:
+    with layer.cpu(LONG_S, one := whole(0, 1, 1, 1), patience_s=1e-3) as cpu:
         with cpu.pool.held("item", 2):
             while not layer.jobs:
                 cpu.pool.wake()
@@ -194,6 +210,11 @@ def test_experts_at_once_are_timed(device: Any) -> None:
         for n in (1, 3):
             took_us = cpu.timed(bank, sources[:n], LONG_S)
             assert took_us is not None and took_us > 0 and sum(k for k, _ in cpu.spans()) >= n
+        before = sum(k for k, _ in cpu.spans())
+        took_us = cpu.timed(bank, sources[:1], LONG_S, n_rows=64)
+        share = first_share(bank_of(bank))
+        assert share == sum(layer.bank.part_bytes[:2]) / sum(layer.bank.part_bytes)
+        assert took_us and sum(k for k, _ in cpu.spans()) == pytest.approx(before + 64 / F * share)
         with cpu.pool.held("claimed", 2):
             assert cpu.timed(bank, sources[:1], 0.01) is None
         cpu.begin()
@@ -203,8 +224,9 @@ def test_experts_at_once_are_timed(device: Any) -> None:
 
 def test_times_that_overlap_are_one() -> None:
     times = np.array([(50_000, 60_000), (0, 9_000), (59_000, 71_000), (9_000, 10_000), (52_000, 53_000)], np.int64)
-    assert overlapping(times) == [(1, 9.0), (1, 1.0), (3, 21.0)]
-    assert overlapping(times[:0]) == []
+    assert overlapping(times, np.ones(5)) == [(1, 9.0), (1, 1.0), (3, 21.0)]
+    assert overlapping(times, np.array([0.25, 1.0, 1.0, 0.5, 1.0])) == [(1, 9.0), (0.5, 1.0), (2.25, 21.0)]
+    assert overlapping(times[:0], np.ones(0)) == []
 
 
 def test_without_it_nothing_is_the_cpus(device: Any) -> None:

@@ -23,8 +23,9 @@ Types = tuple[QType, QType, QType]
 class Bank:
     """Random experts in host memory, their copies on the device, and slots in which some of them are."""
 
-    def __init__(self, device: Any, types: Types, D: int, F: int, n_slots: int = 4) -> None:
+    def __init__(self, device: Any, types: Types, D: int, F: int, n_slots: int = 4, **more: Any) -> None:
         self.device, self.types, self.D, self.F = device, types, D, F
+        self.more = more  # of Experts, on the host
         shapes = ((F, D), (F, D), (D, F))
         self.parts = [
             [
@@ -52,7 +53,7 @@ class Bank:
         return self.slots[at : at + self.part_bytes[part]]
 
     def experts(self, pointers: np.ndarray) -> Experts:
-        return Experts(*self.types, self.D, self.F, self.part_bytes, pointers, pointers, pointers, layer=0)
+        return Experts(*self.types, self.D, self.F, self.part_bytes, pointers, pointers, pointers, layer=0, **self.more)
 
     def expected(
         self, h: np.ndarray, experts: np.ndarray, weights: np.ndarray, x: np.ndarray, shared: SharedExpert | None = None

@@ -73,6 +73,21 @@ def test_a_divided_expert_evens_out() -> None:
     assert divide(2, Costs(56, (27, 54), 5, split_us=100, n_ff=768)) == whole
 
 
+def test_rows_are_a_part_of_an_expert() -> None:
+    costs = Costs(60, (60, 120), 0, n_ff=768, first_share=0.75)
+    assert costs.amount(0) == 0 == Costs(60, (60, 120), 0).amount(96)
+    assert costs.amount(768) == 0.75 and costs.amount(96) == 0.09375
+    assert makespan(1, 0, 384, costs) == 60 * (1 - 0.375)
+
+
+def test_one_miss_gains_where_a_whole_expert_gains_nothing() -> None:
+    """56 us over PCIe, 55 on the CPU and 18 for the hand-over."""
+    measured = Costs(56, (55, 110), 18, split_us=3, n_ff=768)
+    found = divide(1, measured)
+    assert divide(1, Costs(56, (55, 110), 18)).experts == 0 == found.experts
+    assert found.rows == 352 and 38 < found.us < 39
+
+
 @pytest.mark.parametrize("bad", [{"cpu_us": ()}, {"pcie_us": -1}, {"handover_us": float("nan")}, {"first_share": 1.5}])
 def test_times_that_are_none_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="costs: expected times"):

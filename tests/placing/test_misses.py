@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.placing.division import Costs
+from engine.placing.division import COPY_US, Costs
 from engine.placing.misses import (
     FEW_JOBS,
     GOOD_WINDOWS,
     LEAST_BOUND_US,
+    NOTHING,
     RETRY_S,
     WINDOW_JOBS,
     MissGate,
+    Table,
     Tally,
 )
 
 COSTS = Costs(60, (30, 61, 90), 5, busy_us=9)
+# With one miss PCIe and the CPU are even where a third of the rows is the CPU's.
+IN_ROWS = Costs(60, (60, 121, 180), 14, split_us=COPY_US + 2, n_ff=768, first_share=0.75, busy_us=16)
 N_USED = 5
 
 
 def plus(tally: Tally, done: int, taken: int = 0, waited_us: float = 0.0, trips_us: float = 0.0) -> Tally:
     trips = int(trips_us > 0) * done
-    return Tally(
-        tally.done + done, tally.taken + taken, tally.waited_us + waited_us, tally.trips + trips,
-        tally.trips_us + done * trips_us,
+    return replace(
+        tally, done=tally.done + done, taken=tally.taken + taken, waited_us=tally.waited_us + waited_us,
+        trips=tally.trips + trips, trips_us=tally.trips_us + done * trips_us,
     )  # fmt: skip
+
+
+def with_rows(tally: Tally, n: int, rows: int, over_us: float = 0.0, waited_us: float = 0.0) -> Tally:
+    """So many divided experts more, of so many rows of the CPU's each, every one of which was waited for."""
+    return replace(
+        tally, divided=tally.divided + n, rows=tally.rows + n * rows, overs=tally.overs + n,
+        overs_us=tally.overs_us + n * over_us, waited_us=tally.waited_us + waited_us,
+    )  # fmt: skip
+
+
+def whole(*experts: int) -> Table:
+    return tuple((n, 0) for n in experts)
 
 
 def test_the_table_is_that_of_the_division() -> None:
     gate = MissGate(COSTS, N_USED)
-    assert gate.table == (0, 1, 1, 2, 3, 3) and gate.state == "on"
+    assert gate.table == whole(0, 1, 1, 2, 3, 3) and gate.state == "on"
     assert gate.bound_us == 60 and MissGate(Costs(60, (5, 9), 5, busy_us=36), N_USED).bound_us == 72
     assert MissGate(Costs(60, (1, 2), 1), N_USED).bound_us == LEAST_BOUND_US
 
 
 def test_where_nothing_is_gained_it_is_never_on() -> None:
     gate = MissGate(Costs(30, (200, 400), 5), N_USED)
-    assert gate.state == "off for good" and gate.table == (0,) * (N_USED + 1) and "30 us over PCIe" in gate.why
+    assert gate.state == "off for good" and gate.table == (NOTHING,) * (N_USED + 1) and "30 us over PCIe" in gate.why
     assert not gate.look(Tally(1000, 0, 0.0), 1e9, list)
 
 
@@ -46,7 +64,7 @@ def test_jobs_that_nobody_claims_turn_it_off_soon() -> None:
     gate = MissGate(COSTS, N_USED)
     assert not gate.look(plus(Tally(), 0, FEW_JOBS - 1), 1.0, list)
     assert gate.look(plus(Tally(), 2, FEW_JOBS), 1.0, list)
-    assert gate.state == "off" and not any(gate.table) and "8 of 10 jobs" in gate.why
+    assert gate.state == "off" and set(gate.table) == {NOTHING} and "8 of 10 jobs" in gate.why
 
 
 def test_some_that_are_taken_back_are_no_reason() -> None:
@@ -73,7 +91,7 @@ def test_it_is_tried_again_later_and_later_and_in_the_end_never() -> None:
             break
         assert not gate.look(tally, now_s + wait_s - 1, list)
         now_s += wait_s
-        assert gate.look(tally, now_s, list) and gate.state == "on" and gate.table == (0, 1, 1, 2, 3, 3)
+        assert gate.look(tally, now_s, list) and gate.state == "on" and gate.table == whole(0, 1, 1, 2, 3, 3)
     assert on == len(RETRY_S) + 1 and not gate.look(tally, now_s + 1e9, list)
 
 
@@ -94,7 +112,7 @@ def test_costs_follow_what_is_seen() -> None:
     for _ in range(8):  # the CPU's clock goes down to two fifths
         tally = plus(tally, WINDOW_JOBS, waited_us=1.0)
         gate.look(tally, 1.0, lambda: [(1, 75.0), (1, 75.0), (2, 152.5), (1, 9.0)])
-    assert 70 < gate.costs.cpu_us[0] < 75 and gate.table == (0, 0, 1, 1, 2, 2) and gate.state == "on"
+    assert 70 < gate.costs.cpu_us[0] < 75 and gate.table == whole(0, 0, 1, 1, 2, 2) and gate.state == "on"
 
     few, tally, n = MissGate(COSTS, 2), Tally(), 0
     while few.state == "on":  # and to a fifth, of a model with so few misses
@@ -111,7 +129,42 @@ def test_costs_follow_what_is_seen() -> None:
         tally = plus(tally, WINDOW_JOBS, trips_us=30 + 9 + 40.0)
         slow.look(tally, 1.0, lambda: [(1, 30.0)])
     assert 40 < slow.costs.handover_us < 45 and 44 < (slow.costs.busy_us or 0) < 49
-    assert slow.table == (0, 0, 1, 2, 2, 3) and slow.state == "on"
+    assert slow.table == whole(0, 0, 1, 2, 2, 3) and slow.state == "on"
+
+
+def test_rows_save_their_part() -> None:
+    gate = MissGate(IN_ROWS, N_USED)
+    assert gate.table[:2] == ((0, 0), (0, 320)) and gate.state == "on"
+    saved_us = 320 / 768 * 0.75 * 60 * WINDOW_JOBS
+    assert gate.look(with_rows(Tally(), WINDOW_JOBS, 320, 16, 0.99 * saved_us), 1.0, list) and gate.state == "on"
+    other = MissGate(IN_ROWS, N_USED)
+    assert not other.look(with_rows(Tally(), WINDOW_JOBS - 1, 320, 16, 1e6), 1.0, list)
+    assert other.look(with_rows(Tally(), WINDOW_JOBS, 320, 16, saved_us), 1.0, list)
+    assert other.state == "off" and "was waited for 19 us, PCIe takes 19 for as much" in other.why
+
+
+def test_costs_of_divided_experts_follow_what_is_seen() -> None:
+    late, tally = MissGate(IN_ROWS, N_USED), Tally()
+    for _ in range(8):  # answers come 8 us later than measured
+        tally = with_rows(tally, WINDOW_JOBS, 320, 16 + 8.0)
+        late.look(tally, 1.0, list)
+    assert 23 < (late.costs.busy_us or 0) < 24 and 0 < late.table[1][1] < 320
+    assert (late.costs.n_ff, late.costs.split_us, late.costs.first_share) == (768, COPY_US + 2, 0.75)
+
+    mixed, tally = MissGate(IN_ROWS, N_USED), Tally()
+    for _ in range(16):  # one in two of 8 us more
+        tally = plus(with_rows(tally, WINDOW_JOBS, 320, 16), WINDOW_JOBS, trips_us=60 + 16 + 8.0)
+        mixed.look(tally, 1.0, list)
+    assert 19 < (mixed.costs.busy_us or 0) < 20.1
+
+    slow, tally = MissGate(IN_ROWS, N_USED), Tally()
+    part = 320 / 768 * 0.75
+    for ratio in (1.0, 1.5):  # of 60 us an expert, and 2 that a part takes besides
+        for _ in range(12):
+            tally = with_rows(tally, WINDOW_JOBS, 320, 16)
+            slow.look(tally, 1.0, lambda ratio=ratio: [(part, ratio * (60 * part + 2))])  # type: ignore[misc]
+        assert slow.costs.cpu_us[0] == pytest.approx(60 * ratio, rel=0.05)
+    assert 0 < slow.table[1][1] < 320
 
 
 def test_a_thread_that_lost_its_core_is_no_drift() -> None:
@@ -121,21 +174,26 @@ def test_a_thread_that_lost_its_core_is_no_drift() -> None:
 
 
 windows = st.tuples(
-    st.integers(0, 90), st.integers(0, 90), st.floats(0, 9000), st.floats(0, 300), st.floats(0, 60),
-    st.lists(st.tuples(st.integers(1, 5), st.floats(0, 1e5)), max_size=4),
+    st.integers(0, 90), st.integers(0, 90), st.integers(0, 90), st.floats(0, 9000), st.floats(0, 300), st.floats(0, 60),
+    st.lists(st.tuples(st.integers(1, 5) | st.floats(0.01, 5), st.floats(0, 1e5)), max_size=4),
 )  # fmt: skip
 
 
-@given(st.lists(windows, max_size=12))
-def test_what_it_says_is_in_order(made: list[tuple[int, int, float, float, float, list[tuple[int, float]]]]) -> None:
-    gate, tally, now_s = MissGate(COSTS, N_USED), Tally(), 0.0
-    for done, taken, waited_us, trips_us, after_s, spans in made:
+@given(st.sampled_from([COSTS, IN_ROWS]), st.lists(windows, max_size=12))
+def test_what_it_says_is_in_order(
+    costs: Costs, made: list[tuple[int, int, int, float, float, float, list[tuple[float, float]]]]
+) -> None:
+    gate, tally, now_s = MissGate(costs, N_USED), Tally(), 0.0
+    for done, divided, taken, waited_us, trips_us, after_s, spans in made:
         tally, now_s, before = plus(tally, done, taken, waited_us, trips_us), now_s + after_s, gate.table
+        tally = with_rows(tally, divided, 96, trips_us / 2)
         bound_us = gate.bound_us
         changed = gate.look(tally, now_s, lambda spans=spans: spans)  # type: ignore[misc]
         assert changed or (gate.table, gate.bound_us) == (before, bound_us)
-        assert len(gate.table) == N_USED + 1 and all(0 <= n <= m for m, n in enumerate(gate.table))
-        assert (gate.state == "on") == any(gate.table) == (not gate.why)
+        assert len(gate.table) == N_USED + 1
+        assert all(0 <= n <= m and (rows == 0 or n < m) for m, (n, rows) in enumerate(gate.table))
+        assert all(rows % 32 == 0 and 0 <= rows <= costs.n_ff for _, rows in gate.table)
+        assert (gate.state == "on") == (set(gate.table) != {NOTHING}) == (not gate.why)
         assert gate.bound_us >= LEAST_BOUND_US
 
 

@@ -22,8 +22,8 @@ from engine.ground.errors import DeviceLostError, UsageError
 from engine.ground.protocol import Done, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.ops.jobs import Jobs
-from engine.placing.division import Costs
-from engine.placing.misses import FEW_JOBS, RETRY_S, Tally
+from engine.placing.division import COPY_US, Costs
+from engine.placing.misses import FEW_JOBS, RETRY_S, Table, Tally
 from engine.running import misses
 from engine.running.loaded import load
 from engine.running.misses import CpuMisses
@@ -36,6 +36,8 @@ N_TOKENS = 6
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, seed=5)
 # So that all that may be the CPU's is handed over, and a claim is waited for as long as an emulated step takes.
 COSTS = Costs(1e7, (2e6, 4e6, 6e6), 1e6)
+# An expert as quickly on either side, so that one of a layer's misses is divided; of the tiny model's rows.
+IN_ROWS = Costs(1e7, (1e7, 2e7, 3e7), 1e6, n_ff=512)
 QUICK = Costs(100, (10, 20, 30), 10)  # claims are waited for 20 us, which is no time here
 MEASURE = misses.measure
 on_the_device = pytest.mark.usefixtures("on_the_device")
@@ -146,6 +148,32 @@ def test_tokens_do_not_depend_on_residency(model: Path, tmp_path: Path) -> None:
 
 @on_the_device
 @pytest.mark.slow
+def test_tokens_do_not_say_who_computed_which_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU; with nobody who claims; without; the gate's costs keep what divides experts."""
+    monkeypatch.setattr(misses, "measure", lambda *_: IN_ROWS)
+    engine = opened(model, residency_pct=60)
+    ready, shared = engine.ready()["cpu_experts"], misses_of(engine)
+    assert ready["division"] == [0, 0, 1, 1] and ready["divided_rows"] == [0, 352, 0, 352]
+    tokens, first = said_by(engine, 41), engine.stats()["cpu_experts"]
+    assert first["divided"] > 3 and first["computed"] > 0 == first["taken_back"]
+    assert first["divided_rows"] == ready["divided_rows"]
+    counted = shared.cpu.tally
+    assert counted.rows == 352 * counted.divided and counted.overs <= counted.divided
+    shared.gate._follow(counted, shared.cpu.spans())
+    assert shared.gate.costs.n_ff == 512
+
+    shared.cpu.divide(shared.gate.table, 20.0)
+    with pool_of(engine).held("before claim", 2):
+        assert said_by(engine, 41) == tokens
+    assert engine.stats()["cpu_experts"]["taken_back"] > 0
+    engine.close()
+    plain = opened(model, "off", residency_pct=60)
+    assert said_by(plain, 41) == tokens
+    plain.close()
+
+
+@on_the_device
+@pytest.mark.slow
 def test_requests_that_share_steps_and_ones_alone(model: Path) -> None:
     """Steps of several tokens hand nothing over; with one thread, bound to a core that is there."""
     requests = [Generate(i, tuple(PROMPT[:n].tolist()), N_TOKENS - i, SAMPLED, ()) for i, n in enumerate((9, 20, 15))]
@@ -213,7 +241,8 @@ def test_an_answer_that_never_comes_ends_all(model: Path, monkeypatch: pytest.Mo
 @on_the_device
 @pytest.mark.slow
 def test_what_is_measured_as_it_loads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misses, "measure", MEASURE)
+    made: list[Costs | None] = []
+    monkeypatch.setattr(misses, "measure", lambda *given: made.append(MEASURE(*given)) or made[-1])
     engine = opened(model)
     reasons = [reason for reason in engine.ready()["reasons"] if "experts on the CPU" in reason]
     settings = engine.ready()["cpu_experts"]
@@ -221,8 +250,13 @@ def test_what_is_measured_as_it_loads(model: Path, monkeypatch: pytest.MonkeyPat
     if settings is None:  # as the emulator's PCIe is as fast as it likes
         assert "PCIe alone is as fast" in reasons[0] or "do not answer in time" in reasons[0]
     else:
-        assert settings["pcie_us"] > 0 and len(settings["cpu_us"]) == A
+        assert settings["pcie_us"] > 0 and len(settings["cpu_us"]) == A and settings["split_us"] >= COPY_US
     assert len(said_by(engine)[0]) == N_TOKENS
+    costs = made[0]
+    if costs is not None:
+        sizes = [sum(bank.part_bytes[part] for bank in engine.loaded.residency.banks) for part in range(3)]
+        assert costs.n_ff == 512 and costs.first_share == pytest.approx(sum(sizes[:2]) / sum(sizes))
+        assert COPY_US <= costs.split_us < 1e6
     engine.close()
 
 
@@ -230,17 +264,21 @@ class Said:
     """Stands for CpuExperts and its threads: the host's side alone."""
 
     def __init__(self) -> None:
-        self.tally, self.failed, self.told, self.n_woken = Tally(), 0, list[tuple[tuple[int, ...], float]](), 0
+        self.tally, self.failed, self.told, self.n_woken = Tally(), 0, list[tuple[Table, float]](), 0
         self.pool = self
 
     def wake(self) -> None:
         self.n_woken += 1
 
-    def divide(self, table: tuple[int, ...], bound_us: float) -> None:
+    def divide(self, table: Table, bound_us: float) -> None:
         self.told.append((table, bound_us))
 
-    def spans(self) -> list[tuple[int, float]]:
+    def spans(self) -> list[tuple[float, float]]:
         return [(1, 10.0)]
+
+
+def whole(*experts: int) -> Table:
+    return tuple((n, 0) for n in experts)
 
 
 def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +286,7 @@ def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr("engine.running.misses.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     cpu: Any = Said()
     shared = CpuMisses(cpu, QUICK, Cores((4, 5), "2 cores"), A)
-    assert cpu.told == [((0, 1, 2, 3), 20.0)] and cpu.n_woken == 0
+    assert cpu.told == [(whole(0, 1, 2, 3), 20.0)] and cpu.n_woken == 0
     assert shared.settings()["cpus"] == [4, 5] and shared.settings()["division"] == [0, 1, 2, 3]
     for _ in range(3):
         shared.begin()
@@ -256,13 +294,13 @@ def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level("INFO"):
         cpu.tally = Tally(done=2, taken=FEW_JOBS, waited_us=400.0)
         shared.begin()
-        assert cpu.told[-1][0] == (0, 0, 0, 0) and cpu.n_woken == 3 and not shared.is_on
+        assert cpu.told[-1][0] == whole(0, 0, 0, 0) and cpu.n_woken == 3 and not shared.is_on
         said = shared.stats()
         assert (said["computed"], said["taken_back"], said["waited_s"], said["state"]) == (2, FEW_JOBS, 0.0004, "off")
         shared.begin()
         now_s[0] += RETRY_S[0]
         shared.begin()
-        assert cpu.told[-1][0] == (0, 1, 2, 3) and cpu.n_woken == 4 and shared.is_on
+        assert cpu.told[-1][0] == whole(0, 1, 2, 3) and cpu.n_woken == 4 and shared.is_on
     assert [getattr(r, "reason", "") for r in caplog.records] == ["cpu_experts", ""] and len(cpu.told) == 3
     cpu.failed = 7
     for ask in (shared.check, shared.begin):

@@ -413,10 +413,11 @@ def test_what_becomes_of_prefixes_is_counted(name: str, key: str) -> None:
 
 
 def test_experts_of_the_cpu_are_counted_where_there_are_any() -> None:
-    cpu = {"state": "off", "computed": 120, "taken_back": 7, "waited_s": 0.25}
+    cpu = {"state": "off", "computed": 120, "divided": 31, "taken_back": 7, "waited_s": 0.25}
     text = Metrics().text({"cpu_experts": cpu}, True, 0, {}).decode()
     for line in (
-        'spark_expert_jobs_total{outcome="computed"} 120.0', 'spark_expert_jobs_total{outcome="taken_back"} 7.0',
+        'spark_expert_jobs_total{outcome="computed"} 120.0', 'spark_expert_jobs_total{outcome="divided"} 31.0',
+        'spark_expert_jobs_total{outcome="taken_back"} 7.0',
         "spark_expert_wait_seconds_total 0.25", "spark_expert_jobs_on 0.0",
     ):  # fmt: skip
         assert f"\n{line}\n" in text

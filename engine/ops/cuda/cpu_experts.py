@@ -12,17 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from engine.formats.quants import row_bytes
 from engine.ops import Experts, Limits
 from engine.ops.cuda.device import Array, Device
-from engine.ops.jobs import DONE, MAX_RECORDS, NAP_US, RECORD_BYTES, SPIN_US, Bank, Job, Jobs, Ring
-from engine.placing.misses import Tally
+from engine.ops.jobs import BOTH, DONE, FIRST, MAX_RECORDS, NAP_US, RECORD_BYTES, SPIN_US, Bank, Job, Jobs, Ring
+from engine.placing.division import UNIT_ROWS
+from engine.placing.misses import Table, Tally
 
 # Words of jobs.cuh, and of the board.
 _NEXT, _TAKEN, _FAILED, _BOUND_NS, _N_WORDS = 1, 2, 3, 4, 40
-_BOARD_WORDS = 8
-# Words of a record (expert_job.h).
+_BOARD_WORDS, _N_COUNTS = 16, 10
+# Words of a record (expert_job.h), and int32 of it: bank, part, first, last.
 _ANSWER, _CLAIMED_NS, _DONE_NS = 24, 25, 26
+_WORK = slice(31, 35)
+_ALIGN_BYTES = 64  # of the places of activations and results
 BOUND_S, PATIENCE_S = 1e-3, 10.0
+MOST_EXPERTS = 255  # of a layer: eight bits of an entry of the division
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class Places:
 
 
 class CpuExperts:
-    """Experts that miss and enter no slot, as jobs of a ring; `division` says how many of a layer's misses.
+    """Experts that miss and enter no slot, or last rows of one, as jobs of a ring; `division` says how many a layer.
 
     banks: those of all that a step of one token computes. bound_s: after which a layer's first job is the GPU's again
     if nobody has claimed it, twice that of the second, and so on. patience_s: after which a claimed one that was not
@@ -48,7 +53,9 @@ class CpuExperts:
     ) -> None:  # fmt: skip
         self.device = device
         self._banks = list(dict.fromkeys(banks))
-        each = 4 * limits.n_embd  # floats; or 8 bits and a float for each 32 of them
+        # Floats, or 8 bits and a float for each 32: activations, an expert's output, or z of a divided one.
+        widest = max(limits.n_embd, *(bank.n_ff for bank in self._banks))
+        each = -(-4 * widest // _ALIGN_BYTES) * _ALIGN_BYTES
         self._records = device.page_locked(MAX_RECORDS * RECORD_BYTES)
         self.ring = Ring(self._records)
         self._inputs, self._outputs = (device.page_locked(MAX_RECORDS * each) for _ in range(2))
@@ -74,15 +81,26 @@ class CpuExperts:
         """Start the threads; arguments as of `Jobs`. CapacityError: there is no memory for them, or there are none."""
         self._pool = Jobs(self.ring, self._banks, cores, max_tokens=1, spin_us=spin_us, nap_us=nap_us)
 
-    def divide(self, experts: Sequence[int], bound_us: float | None = None) -> None:
-        """Of 0, 1, ... A misses of a layer the CPU gets so many, if as many enter no slot; between steps.
+    @property
+    def n_ff(self) -> int:
+        """Rows of gate and up of all experts; 0: they differ, so that no table divides any."""
+        return self._banks[0].n_ff if len({bank.n_ff for bank in self._banks}) == 1 else 0
 
-        bound_us: another bound than until now.
+    def divide(self, table: Table, bound_us: float | None = None) -> None:
+        """Of 0, 1, ... A misses of a layer the CPU gets so many, and last rows of one more; between steps.
+
+        It gets what enters no slot. table: experts and rows, in whole units of 32. bound_us: another bound than until
+        now. ValueError: not of so many misses, or rows that not all experts have.
         """
-        of_misses = np.array(experts, np.int32)
-        if of_misses.shape != self.division.shape or (of_misses < 0).any():
-            raise ValueError(f"division: expected {self.division.shape[0]} numbers of experts, got {list(experts)}")
-        self.device.write(self.division, of_misses)
+        most = -(-min(bank.n_ff for bank in self._banks) // UNIT_ROWS)
+        entries = [(experts, -(-rows // UNIT_ROWS)) for experts, rows in table]
+        if len(entries) != self.division.shape[0] or not all(
+            0 <= experts <= MOST_EXPERTS and 0 <= units <= most for experts, units in entries
+        ):
+            n = self.division.shape[0]
+            raise ValueError(f"division: expected {n} numbers of experts, and of rows up to {most} units, got {table}")
+        packed = [experts | units << 8 for experts, units in entries]
+        self.device.write(self.division, np.array(packed, np.int32))
         if bound_us is not None:
             self.device.write(self.words[_BOUND_NS : _BOUND_NS + 1], np.array([int(bound_us * 1e3)], np.uint64))
 
@@ -105,16 +123,30 @@ class CpuExperts:
     @property
     def tally(self) -> Tally:
         """What the GPU has said so far; it may be a layer behind. Waits for nothing."""
-        _, taken, done, waited_ns, trips, trips_ns = self._board[:6].tolist()
-        return Tally(done, taken, waited_ns / 1e3, trips, trips_ns / 1e3)
+        counts = self._board[:_N_COUNTS].tolist()
+        _, taken, done, waited_ns, trips, trips_ns, divided, units, overs, overs_ns = counts
+        return Tally(
+            done, taken, waited_ns / 1e3, trips, trips_ns / 1e3, divided, units * UNIT_ROWS, overs, overs_ns / 1e3
+        )
 
-    def spans(self) -> list[tuple[int, float]]:
-        """Of the last jobs that were done: how many overlapped, and us from the first claim to the last answer."""
+    def spans(self) -> list[tuple[float, float]]:
+        """Of the last jobs that were done: how many overlapped, and us from the first claim to the last answer.
+
+        Of a divided expert counts the part of its bytes that the CPU has read.
+        """
         words = self._records.view(np.uint64).reshape(MAX_RECORDS, -1)
         before = words[:, _ANSWER].copy()
         times = words[:, [_CLAIMED_NS, _DONE_NS]].astype(np.int64)
+        work = self._records.view(np.int32).reshape(MAX_RECORDS, -1)[:, _WORK].copy()
         still = (words[:, _ANSWER] == before) & (before % 4 == DONE) & (times[:, 0] <= times[:, 1])
-        return overlapping(times[still])
+        return overlapping(times[still], np.array([self._amount(*row) for row in work[still].tolist()], float))
+
+    def _amount(self, bank: int, part: int, first: int, last: int) -> float:
+        """Experts that a job is."""
+        if part != FIRST or not 0 <= bank < len(self._banks):
+            return 1.0
+        of = self._banks[bank]
+        return (last - first) / of.n_ff * first_share(of)
 
     # --- measuring, while no step is under way ---
 
@@ -123,12 +155,18 @@ class CpuExperts:
         self.pool.drain(1.0)
         self.pool.reset()
 
-    def timed(self, bank: Experts, sources: Sequence[tuple[int, int, int]], timeout_s: float = 0.25) -> float | None:
-        """us of experts at once, by their addresses, from the first claim to the last answer; None: not in time."""
-        at, D, number = self.places, bank.n_embd, self.number_of(bank)
+    def timed(
+        self, bank: Experts, sources: Sequence[tuple[int, int, int]], timeout_s: float = 0.25, n_rows: int = 0
+    ) -> float | None:
+        """us of experts at once, by their addresses, from the first claim to the last answer; None: not in time.
+
+        n_rows: z of so many last rows of gate and up of each, a multiple of 32, instead of all.
+        """
+        at, D, F, number = self.places, bank.n_embd, bank.n_ff, self.number_of(bank)
         outputs = [at.outputs + i * at.each for i in range(len(sources))]
+        part, rows = (FIRST, (F - n_rows, F)) if n_rows else (BOTH, (0, D))
         jobs = [
-            Job(source, at.inputs, output, (0, D), bank=number, input_scales=at.inputs + D)
+            Job(source, at.inputs, output, rows, (0,), number, part, at.inputs + D, output + F)
             for source, output in zip(sources, outputs, strict=True)
         ]
         self.pool.wake()
@@ -144,18 +182,28 @@ class CpuExperts:
             self._pool.close()
 
 
-def overlapping(times: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, float]]:
-    """Of intervals int64 [n, 2] of ns, those that overlap made one: how many, and its us. At the same time: as one."""
-    made: list[tuple[int, float]] = []
+def first_share(bank: Bank) -> float:
+    """Of an expert's bytes those of gate and up."""
+    gate, up, down = bank.types
+    first = bank.n_ff * sum(row_bytes(t, bank.n_embd, "gate and up") for t in (gate, up))
+    return first / (first + bank.n_embd * row_bytes(down, bank.n_ff, "down"))
+
+
+def overlapping(
+    times: np.ndarray[Any, np.dtype[np.int64]], amounts: np.ndarray[Any, np.dtype[np.float64]]
+) -> list[tuple[float, float]]:
+    """Of intervals int64 [n, 2] of ns, those that overlap made one: the sum of amounts [n], and us. At once: as one."""
+    made: list[tuple[float, float]] = []
     begin = end = 0
-    n = 0
-    for first, last in times[np.lexsort((times[:, 1], times[:, 0]))].tolist():
+    n = 0.0
+    order = np.lexsort((times[:, 1], times[:, 0]))
+    for (first, last), amount in zip(times[order].tolist(), amounts[order].tolist(), strict=True):
         if n and first < end:
-            n, end = n + 1, max(end, last)
+            n, end = n + amount, max(end, last)
             continue
         if n:
             made.append((n, (end - begin) / 1e3))
-        n, begin, end = 1, first, last
+        n, begin, end = amount, first, last
     if n:
         made.append((n, (end - begin) / 1e3))
     return made
