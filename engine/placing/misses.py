@@ -17,6 +17,7 @@ FEW_JOBS = 8  # taken back, after which nobody waits for more
 MOST_TAKEN = 0.25  # of the jobs of a window
 RETRY_S = (30.0, 120.0, 600.0)  # how long it is off, the first time and later; then for good
 GOOD_WINDOWS = 16  # in a row, after which an earlier loss is forgotten
+LEAST_GAIN = 0.05  # of what a layer's misses take over PCIe, for a division
 NEWEST = 0.25  # of an average, what the last window counts
 MOST_DRIFT = 8.0  # of the CPU's rate, up or down, in one window: more is no drift, but a thread that lost its core
 BOUNDS = 2.0  # times what a claim may take until it is waited for no longer
@@ -128,9 +129,10 @@ class MissGate:
         self.costs = replace(begun, cpu_us=cpu_us, handover_us=handover_us, busy_us=busy_us)
 
     def _divide(self) -> bool:
-        """Make the table; whether anything is the CPU's."""
+        """Make the table; whether anything is the CPU's. What gains too little is left to PCIe: costs are estimates."""
         found = [divide(n, self.costs) for n in range(self.n_used + 1)]
-        self.table = tuple((d.experts, d.rows) for d in found)
+        most_us = (1.0 - LEAST_GAIN) * self.costs.pcie_us
+        self.table = tuple((d.experts, d.rows) if d.us <= n * most_us else NOTHING for n, d in enumerate(found))
         return any(entry != NOTHING for entry in self.table)
 
     def _lose(self, why: str, now_s: float) -> bool:
