@@ -164,7 +164,7 @@ DEVICE void choose(i32* chosen, const LandingLayer& l, const float* scores) {
 
 // Bytes of a unit, of both matrices at once: many reads are under way.
 DEVICE void bring_two(u8* to0, const u8* from0, i64 n0, u8* to1, const u8* from1, i64 n1) {
-    constexpr i32 UNROLL = 5;
+    constexpr i32 UNROLL = 6;
     const i32 a = (i32)((n0 + 15) / 16), n = a + (i32)((n1 + 15) / 16), n_threads = blockDim.x;
     const i64 from_gap = from1 - from0 - 16 * (i64)a, to_gap = to1 - to0 - 16 * (i64)a;
     for (i32 start = threadIdx.x; start < n; start += n_threads * UNROLL) {
@@ -231,7 +231,7 @@ DEVICE i32 await_link(const LandingSet& set, u64 own, const u64* words, i64 pati
     return set.is_over(own) ? OVER : GOES_ON;
 }
 
-KERNEL __launch_bounds__(512, 2) // it shares multiprocessors with the kernels of the step
+KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels of the step
     bring(const LandingLayer* layers, i32 first, i32 last, const float* x, i32 D, float eps, const i32* active_step,
           float* hidden, i32 most_hidden, float* scores, u64* words, i32 most_units, i64 slot_bytes, i64 up_at,
           i64 down_at, i32 copiers, i64 patience_ns) {
