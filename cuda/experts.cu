@@ -420,13 +420,17 @@ struct JobSeen {
 // draws is of this step, as that comes from a later kernel. A layer that misses nothing else has waited since the post:
 // its first half had nothing to wait for but the claim. For a divided expert it has waited since the last of its own copies.
 DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
-    const u64 posted = load_fresh(words + JOBS_POSTED_NS);
-    const bool alone = load_fresh(words + JOBS_ALONE);
-    u64 done = 0, longest = 0;
     bool any = false, divided = false;
     for (i32 a = 0; a < USED; a++) {
         any |= seen[a].job != 0;
         divided |= job_units(seen[a].job) > 0;
+    }
+    if (!any) // and nothing is read, which the end of the kernel would wait for
+        return;
+    const u64 posted = load_fresh(words + JOBS_POSTED_NS);
+    const bool alone = load_fresh(words + JOBS_ALONE);
+    u64 done = 0, longest = 0;
+    for (i32 a = 0; a < USED; a++) {
         if (!seen[a].job || !seen[a].of_cpu)
             continue;
         done++;
@@ -436,8 +440,6 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
             words[JOBS_TRIPS_NS] += seen[a].known_ns - posted;
         }
     }
-    if (!any)
-        return;
     words[JOBS_DONE] += done;
     // What is read where it lies is not noted, and before the post is of another layer.
     const u64 answered = load_fresh(words + JOBS_ANSWERED_NS), own = max(posted, load_fresh(words + JOBS_OWN_NS));
