@@ -70,10 +70,10 @@ KERNEL fold(u64 ring, i32 n_records, const u64* counter, i32 on, i32 wait, u64* 
                 if (!found)
                     *failed = 1;
                 if (wait == WAIT_RELAYED)
-                    store_system(relayed, 4 * number + (u64)found);
+                    store_told(relayed, 4 * number + (u64)found);
             } else {
                 u64 told;
-                while ((told = load_system(relayed)) / 4 != number) {
+                while ((told = load_told(relayed)) / 4 != number) {
                 }
                 found = (i32)(told % 4);
             }

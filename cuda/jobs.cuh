@@ -10,9 +10,9 @@ DEVICE spark_job* job_of(u64 ring, i32 n_records, u64 number) {
     return (spark_job*)ring + (number - 1) % (u64)n_records;
 }
 
-// By one thread, behind a barrier that all who wrote of the job have reached: they are seen before the number is.
+// By one thread, behind a barrier that all who wrote of the job have reached: they are seen before the number is. The store
+// waits for all of it by itself; a fence besides was a second trip over the link.
 DEVICE void post_job(spark_job* job, u64 number) {
-    fence_system();
     store_system(&job->posted, number);
 }
 
@@ -95,11 +95,11 @@ struct LayerJob {
     // By one thread of another block than the one that tells: what is told of it that is not `except`.
     __device__ i32 heard(i32 except) const {
         u64 told;
-        while ((told = load_system(known)) / 4 != number || (i32)(told % 4) == except) {
+        while ((told = load_told(known)) / 4 != number || (i32)(told % 4) == except) {
         }
         return (i32)(told % 4);
     }
-    __device__ void tell(i32 state) const { store_system(known, 4 * number + (u64)state); }
+    __device__ void tell(i32 state) const { store_told(known, 4 * number + (u64)state); }
 };
 
 // By one thread: SPARK_JOB_DONE, or SPARK_JOB_DECLINED where the job is the GPU's again. A job that nobody has claimed within

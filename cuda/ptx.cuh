@@ -167,6 +167,15 @@ DEVICE u64 load_system(const u64* p) {
     return v;
 }
 
+// The same among multiprocessors, of which none waits for the link: what one has seen of the host's memory, those see that it
+// tells.
+DEVICE void store_told(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE u64 load_told(const u64* p) {
+    u64 v;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
 // Between a store and a load of different words that the host does in the other order (engine/formats/expert_job.h).
 DEVICE void fence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
 

@@ -136,6 +136,8 @@ DEVICE u64 load_fresh(const u64* p) { return *(const volatile u64*)p; }
 DEVICE void store_system(u64* p, u64 v) { *(volatile u64*)p = v; }
 
 DEVICE u64 load_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+DEVICE void store_told(u64* p, u64 v) { *(volatile u64*)p = v; }
+DEVICE u64 load_told(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 
 DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
