@@ -187,6 +187,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
                     atomicAdd(jobs + JOBS_WAITED_NS, clock_ns() - begin);
                     if (units)
                         jobs[JOBS_ANSWERED_NS] = 0;
+#if GUESSES
+                    atomicAdd(landing_words + LANDING_BUSY, (u64)(units ? units : gridDim.y));
+#endif
                 }
                 if (asks)
                     job.tell(whose);
@@ -205,7 +208,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const i32 slot = FIRST_GUESSED - record.job;
     // By a block whose share of a missed expert has crossed the link.
     auto has_crossed = [&] {
-        if (record.job >= 0 && !job_units(record.job))
+        if (!record.job)
             return;
         __syncthreads();
         if (threadIdx.x == 0)
@@ -471,6 +474,7 @@ DEVICE void fetch_result(const LayerJob& job, u64* words, i32 row0, i32 D, float
         state = job.heard(SPARK_JOB_CLAIMED);
     }
     state = __shfl_sync(FULL_WARP, state, 0);
+    __syncwarp(); // what the first lane has seen, the others see
     const u64 outputs = load_fresh(words + JOBS_OUTPUTS), each = load_fresh(words + JOBS_OUTPUT_BYTES);
     const volatile float* const y = (const volatile float*)(outputs + job.place * each);
     if (lane < UNITS * ROWS)

@@ -285,7 +285,7 @@ KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels o
             if (threadIdx.x == 0) {
                 state = await_link(set, own, words, patience_ns);
                 const u64 seen = load_fresh(word);
-                if (state == GOES_ON && (seen / 4 == tag || atomicCAS(word, seen, tag * 4 + UNIT_BEGUN) != seen))
+                if (state == GOES_ON && (seen / 4 >= tag || atomicCAS(word, seen, tag * 4 + UNIT_BEGUN) != seen))
                     state = IS_THERE;
             }
             __syncthreads();

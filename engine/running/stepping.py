@@ -138,8 +138,10 @@ class Graphs:
         if graph is None:
 
             def whole() -> None:
-                work()
-                self._end()
+                try:
+                    work()
+                finally:  # also what fails leaves no branch behind
+                    self._end()
 
             graph = self._captured[key] = self._device.capture(whole)
         return graph
@@ -188,8 +190,10 @@ class Steps:
             self.begin(width)
             fed = self.forward.feed(step)
             self._bring_drawn(spans, fed)
-            buffers = self.forward.run(fed, self.residency)
-            self.forward.join()
+            try:
+                buffers = self.forward.run(fed, self.residency)
+            finally:
+                self.forward.join()
             result = StepResult(self._device, buffers, check=self.check)
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)

@@ -15,6 +15,8 @@ from engine.ops import Experts, Fetches, Gating, reference
 from engine.ops.cuda import ops
 from engine.ops.cuda.landing import (
     _BUSY,
+    _COUNTS,
+    _ENTERED,
     _SETS,
     ALWAYS,
     COPIERS,
@@ -26,16 +28,16 @@ from engine.ops.cuda.landing import (
     Landing,
     Scoring,
 )
+from engine.ops.cuda.products import Products
 from engine.placing import guesses, policy
 from tests.ops import test_cuda_experts
 from tests.ops.test_cuda_experts import A, Bank, Types
-from tests.ops.test_cuda_products import check, normal
+from tests.ops.test_cuda_products import LIMITS, check, matrix, normal, upload
 from tests.ops.test_cuda_routing import assert_same_state, on_device
 
 L, E, D, F = 5, 20, 256, 96
 EPS = 1e-5
 K4, Q8, F16 = QType.Q4_K, QType.Q8_0, QType.F16
-STEP = 16  # bits of a tag below the layer's
 BEGUN, LANDED, REFUSED = 1, 2, 3
 
 
@@ -294,3 +296,39 @@ def test_shapes_that_the_kernels_do_not_take(device: Any) -> None:
     with pytest.raises(ValueError, match=f"1 of {L} layers"):
         Landing(device, model.bank.limits, [*banks, *banks][:L], [s], EPS, model.state)
     assert _SETS >= 6 + 9 + 32
+
+
+def test_one_launch_guesses_for_all_layers_that_are_told_of(device: Any) -> None:
+    """By one residual here, all of it there already; a layer that has been routed is passed over."""
+    model = Model(device, 30)
+    landing, entering = model.landing, normal(1, D, seed=3)
+    x = device.upload(entering)
+    model.step()
+    step, before = int(device.read(landing.words)[0]), landing.counts()
+    landing.at_once, landing.n_blocks = True, 1
+    device.write(landing.words[_ENTERED : _ENTERED + 1], np.array([step << 14 | L - 1], np.uint64))
+    for layer in (FIRST_TARGET, FIRST_TARGET + 1):  # of each set
+        device.write(model.set_of(layer)[:1], np.array([step << 14 | FIRST_TARGET], np.uint64))
+    landing.ahead(x, model.state, FIRST_TARGET, None)
+    assert landing.entered() == ()
+    landing.join()
+    for layer in (L - 2, L - 1):
+        margins = guesses.margins(model.made[layer - FIRST_TARGET][1](unit(entering, EPS)), A)
+        chances = 1.0 / (1.0 + np.exp(-margins))
+        assert model.tags(layer) == guesses.ranked(chances, model.host.slot_of[layer] >= 0, SLOTS)[0].tolist()
+    made = int(device.read(landing.words)[_COUNTS]) - before.made
+    assert made == (L - 1 - FIRST_TARGET) * SLOTS  # the first one had been routed
+    landing.ahead(x, model.state, FIRST_TARGET + 1, None)
+    assert landing.entered()[1:] == (FIRST_TARGET + 1,) and landing.entered() == ()
+
+
+def test_a_product_says_that_its_input_is_there(device: Any) -> None:
+    products, w = Products(device, LIMITS), upload(device, matrix(K4, 40, D, seed=6))
+    x, norm = device.upload(normal(1, D, seed=7)), device.upload(normal(1, D, seed=8)[0])
+    plain, y, h = (device.empty((1, n), np.float32) for n in (40, 40, D))
+    words = device.upload(np.array([9] + [0] * _SETS, np.uint64))
+    products.norm_several(x, norm, EPS, (w,), (plain,), h)
+    assert int(device.read(words)[_ENTERED]) == 0
+    products.norm_several(x, norm, EPS, (w,), (y,), h, None, (words, 3))
+    assert int(device.read(words)[_ENTERED]) == 9 << 14 | 3
+    assert (device.read(y) == device.read(plain)).all()

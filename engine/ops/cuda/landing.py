@@ -21,7 +21,7 @@ from engine.placing.guesses import Timed
 
 # Of landing.cuh.
 SLOTS, ROWS, N_COUNTS = 4, 32, 9
-_STEP, _MODE, _BOARD, _COUNTS, _BUSY, _SETS = 0, 1, 3, 6, 5, 52
+_STEP, _MODE, _BOARD, _ENTERED, _BUSY, _COUNTS, _SETS = 0, 1, 3, 4, 5, 6, 52
 NEVER, MOSTLY, SELDOM, ALWAYS = range(4)
 
 FIRST_TARGET = 2  # the first MoE layer counts the step, and the next one's guesses would be made beside it
@@ -29,7 +29,8 @@ N_SETS = 2  # of landing slots, which layers have in turn
 COPIERS = 8  # shares of the down part
 N_BLOCKS = 8  # that bring: 4 leave much of the link idle, 12 bring more and take as much from the layer that computes
 _THREADS = 256
-PATIENCE_S = 2e-3  # that guesses wait for their layer: several times what a layer takes
+PATIENCE_S = 5e-3  # at least, that guesses wait for a layer, or for what crosses the link
+LEAST_GB_PER_S = 5.0  # of a link over which all that a layer uses may have to come meanwhile
 ALIGN_BYTES = 256
 MAX_LAYERS = 1 << 14
 # LandingLayer of landing.cu.
@@ -102,12 +103,13 @@ class Landing:
             raise ValueError(f"guesses: {E} experts, {D} columns, {len(scorings)} of {len(banks)} layers")
         if self.n_layer > MAX_LAYERS:
             raise ValueError(f"guesses: {self.n_layer} layers, at most {MAX_LAYERS}")
-        self.n_blocks, self.patience_s, self.at_once = N_BLOCKS, PATIENCE_S, device.is_concurrent
+        self.n_blocks, self.at_once = N_BLOCKS, device.is_concurrent
         self._slot_of, self._n_groups = state.slot_of, [-(-bank.n_ff // ROWS) for bank in banks]
         self._module = Module("landing.cu", (("EXPERTS", str(E)), ("USED", str(limits.n_expert_used))))
         parts = [max(bank.part_bytes[part] for bank in banks) for part in range(3)]
         gate, up, down = (-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in parts)
         self._slot_bytes, self._up_at, self._down_at = gate + up + down, gate, gate + up
+        self.patience_s = max(PATIENCE_S, limits.n_expert_used * self._slot_bytes / (1e9 * LEAST_GB_PER_S))
         self._most_units = COPIERS + max(self._n_groups)
         self._set_words = 1 + SLOTS * (1 + self._most_units)
         self.memory = device.empty((N_SETS, SLOTS * self._slot_bytes), np.uint8)
@@ -193,7 +195,7 @@ class Landing:
             self.device.wait(None, self._stream)
 
     def begin(self) -> None:
-        """A step begins. What one that failed has left under way is of other tags, so nobody waits for it."""
+        """A step begins."""
         self._under_way, self._entered = False, None
 
     def ends(self, state: policy.SlotState, layer: int) -> tuple[Argument, ...]:

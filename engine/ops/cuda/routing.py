@@ -49,7 +49,7 @@ class Routing:
     """Choice of experts, and the slots that follow it; `state` everywhere is a SlotState of device arrays.
 
     active uint64 [min(E, 32 * A), 8], n_active int32 [1]: records (source of gate, up, down; the slot or place to
-    write through to, or 0; then int32 expert, first, count, and a job, -1 - a landing slot, or 0), in order of first
+    write through to, or 0; then int32 expert, first, count, and a job, as experts.cuh says), in order of first
     use; of several tokens those that miss come first. pairs int32 [32 * A]: at first .. first + count the pairs
     t * A + a that use the expert, ascending. source uint64 [E, 3]: where each expert was before the last long step.
     """
