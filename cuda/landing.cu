@@ -146,7 +146,7 @@ DEVICE void choose(i32* chosen, const LandingLayer& l, const float* scores) {
     }
     __syncthreads();
     for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x)
-        if (values[e] - (0.5f * last + 0.5f * beyond) <= l.least_margin)
+        if (!(values[e] - (0.5f * last + 0.5f * beyond) > l.least_margin)) // nor what is no number
             order[e] = EXPERTS;
     __syncthreads();
     for (i32 e = threadIdx.x; e < EXPERTS; e += blockDim.x) {

@@ -322,6 +322,17 @@ def test_one_launch_guesses_for_all_layers_that_are_told_of(device: Any) -> None
     assert landing.entered()[1:] == (FIRST_TARGET + 1,) and landing.entered() == ()
 
 
+def test_what_is_no_number_is_no_guess(device: Any) -> None:
+    model = Model(device, 30)
+    model.step()
+    made = model.landing.counts(wait=True).made
+    x = device.upload(np.full((1, D), np.nan, np.float32))
+    device.write(model.set_of(FIRST_TARGET)[:1], np.zeros(1, np.uint64))  # as if it had not been routed
+    model.landing.ahead(x, model.state, FIRST_TARGET, None)
+    model.landing.join()
+    assert model.landing.counts(wait=True).made == made
+
+
 def test_a_product_says_that_its_input_is_there(device: Any) -> None:
     products, w = Products(device, LIMITS), upload(device, matrix(K4, 40, D, seed=6))
     x, norm = device.upload(normal(1, D, seed=7)), device.upload(normal(1, D, seed=8)[0])
