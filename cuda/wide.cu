@@ -80,58 +80,6 @@ DEVICE Unit unit_at(const u8* w, float* y, i32 matrix, i32 u, i32 n) {
     return {w + (i64)u * (TILE_ROWS * row_bytes_of(type, COLS)), y + u * TILE_ROWS, matrix, n - u * TILE_ROWS, n};
 }
 
-// Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
-template <class R, i32 per_row, i32 first_piece>
-DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
-    constexpr i32 ROWS = WARP / per_row, TIMES = (TILE_ROWS + ROWS - 1) / ROWS; // at once, and how often
-    // So many of a lane's rows lie differently to a boundary of 32 bytes; those behind them as these do.
-    constexpr i32 STEP = ROWS * R::ROW_BYTES, OF_32 = 32 / common_divisor(STEP, 32), KINDS = OF_32 < TIMES ? OF_32 : TIMES;
-    const i32 lane = threadIdx.x % WARP, row = lane / per_row, begin = 16 * (first_piece + lane % per_row);
-    if (ROWS > TILE_ROWS && row >= TILE_ROWS)
-        return;
-    u8* const to = kept_shared(stage + row * R::PITCH + begin);
-    const u8* const run = from + row * R::ROW_BYTES;
-#pragma unroll
-    for (i32 kind = 0; kind < KINDS; kind++) {
-        const i32 skew = (i32)((u64)(run + kind * STEP) & 31);
-        const u8* const piece = kept_global(run + kind * STEP - skew + begin);
-        // The first piece and the last ones may be none of the run's.
-        if ((first_piece || begin + 16 > skew) && begin < skew + n_bytes)
-#pragma unroll
-            for (i32 i = kind; i < TIMES; i += KINDS)
-                copy16_async(to + i * ROWS * R::PITCH, piece + (i - kind) * STEP);
-    }
-}
-
-// Start copying run s of a unit.
-template <Type type>
-DEVICE void copy_run(u8* stage, const Unit& unit, i32 s) {
-    typedef Runs<type, COLS> R;
-    const u8* const from = unit.from + s * R::BYTES;
-    const i32 n_bytes = COLS % (32 * RUN) == 0 ? R::BYTES : min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
-    constexpr i32 P = R::PIECES;
-    static_assert(P < 32, "a run of more than 496 bytes");
-    if (unit.left >= TILE_ROWS) {
-        if (P & 16)
-            copy_pieces<R, 16, 0>(stage, from, n_bytes);
-        if (P & 8)
-            copy_pieces<R, 8, (P & 16)>(stage, from, n_bytes);
-        if (P & 4)
-            copy_pieces<R, 4, (P & 24)>(stage, from, n_bytes);
-        if (P & 2)
-            copy_pieces<R, 2, (P & 28)>(stage, from, n_bytes);
-    } else {
-#pragma unroll 1
-        for (i32 i = threadIdx.x % WARP; i < TILE_ROWS * P; i += WARP) {
-            const i32 row = i / P, begin = 16 * (i % P);
-            const u8* const run = from + min(row, unit.left - 1) * R::ROW_BYTES;
-            const i32 skew = (i32)((u64)run & 31);
-            if (begin + 16 > skew && begin < skew + n_bytes)
-                copy16_async(stage + row * R::PITCH + begin, run - skew + begin);
-        }
-    }
-}
-
 // Start copying the input of run s, of all tokens.
 DEVICE void copy_input(u8* stage, const i8* q, const float* d, const i32* sums, i32 n_tokens, i32 s) {
     constexpr i32 P = RUN_COLUMNS / 16;
@@ -152,36 +100,6 @@ DEVICE void copy_input(u8* stage, const i8* q, const float* d, const i32* sums, 
                          lane & 2 ? (const void*)(sums + from) : (const void*)(d + from));
         }
     }
-}
-
-// A token's scale, sum and columns of a block.
-struct OfBlock {
-    float d;
-    i32 sum;
-    const i8* q;
-};
-
-// What terms need of a block and a pair of tokens, number `i`, put together, so that neighboring threads write neighboring
-// banks. of(token, block): what is there; behind the last token it is again.
-template <class Of>
-DEVICE void prepare(float4* scaled, float4* halves, i32 i, i32 n_tokens, Of of) {
-    float of_d[2], of_sum[2], of_halves[2][2];
-#pragma unroll
-    for (i32 j = 0; j < 2; j++) {
-        const OfBlock x = of(min(i % PAIRS * 2 + j, n_tokens - 1), i / PAIRS);
-        of_d[j] = x.d;
-        of_sum[j] = (float)x.sum;
-        if (FIRST) {
-            const uint4 v = *(const uint4*)x.q;
-            i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
-            first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
-            of_halves[0][j] = BEGUN ? START + (float)(HALF_OFFSET * first) : (float)first;
-            of_halves[1][j] = BEGUN ? START + (float)(HALF_OFFSET * (x.sum - first)) : (float)(x.sum - first);
-        }
-    }
-    scaled[i] = {of_d[0], of_d[1], of_sum[0], of_sum[1]};
-    if (FIRST)
-        halves[i] = {of_halves[0][0], of_halves[0][1], of_halves[1][0], of_halves[1][1]};
 }
 
 template <Type type>
@@ -287,16 +205,16 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             if (STAGED && !first)
                 copy_input(stage, q, d, sums, n_tokens, ahead_run);
             if constexpr (TYPE0 == TYPE1 && TYPE0 == TYPE2 && TYPE0 == TYPE3) {
-                copy_run<TYPE0>(stage, ahead, ahead_run);
+                copy_run<TYPE0, COLS>(stage, ahead.from, ahead.left, ahead_run);
             } else {
                 if (ahead.matrix == 0)
-                    copy_run<TYPE0>(stage, ahead, ahead_run);
+                    copy_run<TYPE0, COLS>(stage, ahead.from, ahead.left, ahead_run);
                 else if (ahead.matrix == 1)
-                    copy_run<TYPE1>(stage, ahead, ahead_run);
+                    copy_run<TYPE1, COLS>(stage, ahead.from, ahead.left, ahead_run);
                 else if (TYPE2 == TYPE3 || ahead.matrix == 2)
-                    copy_run<TYPE2>(stage, ahead, ahead_run);
+                    copy_run<TYPE2, COLS>(stage, ahead.from, ahead.left, ahead_run);
                 else
-                    copy_run<TYPE3>(stage, ahead, ahead_run);
+                    copy_run<TYPE3, COLS>(stage, ahead.from, ahead.left, ahead_run);
             }
         }
         copies_commit();
@@ -332,7 +250,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
     if (!STAGED)
 #pragma unroll 2
         for (i32 i = threadIdx.x; i < BLOCKS * PAIRS; i += THREADS)
-            prepare(scaled, halves, i, n_tokens, [&](i32 t, i32 block) -> OfBlock {
+            prepare<PAIRS, HALF_OFFSET>(scaled, halves, i, n_tokens, [&](i32 t, i32 block) -> OfBlock {
                 const i32 from = t * BLOCKS + block;
                 return {d[from], sums[from], q + (i64)from * 32};
             });
@@ -367,7 +285,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
                     x.q = (const i8*)stage + RUN_BYTES;
 #pragma unroll
                     for (i32 i = lane; i < RUN * PAIRS; i += WARP)
-                        prepare(scaled, halves, i, n_tokens, [&](i32 t, i32 block) -> OfBlock {
+                        prepare<PAIRS, HALF_OFFSET>(scaled, halves, i, n_tokens, [&](i32 t, i32 block) -> OfBlock {
                             const u8* const scales = stage + SCALES_AT + t * STAGED_SCALES;
                             return {((const float*)scales)[block], ((const i32*)scales)[RUN + block],
                                     x.q + t * STAGED_STRIDE + 32 * block};

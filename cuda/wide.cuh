@@ -32,6 +32,60 @@ struct WideInput {
     i32 stride, last;     // of the tokens
 };
 
+// --- rows and activations -------------------------------------------------------------------------
+
+// Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
+template <class R, i32 per_row, i32 first_piece>
+DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
+    constexpr i32 ROWS = WARP / per_row, TIMES = (TILE_ROWS + ROWS - 1) / ROWS; // at once, and how often
+    // So many of a lane's rows lie differently to a boundary of 32 bytes; those behind them as these do.
+    constexpr i32 STEP = ROWS * R::ROW_BYTES, OF_32 = 32 / common_divisor(STEP, 32), KINDS = OF_32 < TIMES ? OF_32 : TIMES;
+    const i32 lane = threadIdx.x % WARP, row = lane / per_row, begin = 16 * (first_piece + lane % per_row);
+    if (ROWS > TILE_ROWS && row >= TILE_ROWS)
+        return;
+    u8* const to = kept_shared(stage + row * R::PITCH + begin);
+    const u8* const run = from + row * R::ROW_BYTES;
+#pragma unroll
+    for (i32 kind = 0; kind < KINDS; kind++) {
+        const i32 skew = (i32)((u64)(run + kind * STEP) & 31);
+        const u8* const piece = kept_global(run + kind * STEP - skew + begin);
+        // The first piece and the last ones may be none of the run's.
+        if ((first_piece || begin + 16 > skew) && begin < skew + n_bytes)
+#pragma unroll
+            for (i32 i = kind; i < TIMES; i += KINDS)
+                copy16_async(to + i * ROWS * R::PITCH, piece + (i - kind) * STEP);
+    }
+}
+
+// Start copying run s of 16 rows of k columns, or of the `left` ones that there are, which begin at `rows`.
+template <Type type, i32 k>
+DEVICE void copy_run(u8* stage, const u8* rows, i32 left, i32 s) {
+    typedef Runs<type, k> R;
+    const u8* const from = rows + s * R::BYTES;
+    const i32 n_bytes = k % (32 * RUN) == 0 ? R::BYTES : min(R::BYTES, R::ROW_BYTES - s * R::BYTES);
+    constexpr i32 P = R::PIECES;
+    static_assert(P < 32, "a run of more than 496 bytes");
+    if (left >= TILE_ROWS) {
+        if (P & 16)
+            copy_pieces<R, 16, 0>(stage, from, n_bytes);
+        if (P & 8)
+            copy_pieces<R, 8, (P & 16)>(stage, from, n_bytes);
+        if (P & 4)
+            copy_pieces<R, 4, (P & 24)>(stage, from, n_bytes);
+        if (P & 2)
+            copy_pieces<R, 2, (P & 28)>(stage, from, n_bytes);
+    } else {
+#pragma unroll 1
+        for (i32 i = threadIdx.x % WARP; i < TILE_ROWS * P; i += WARP) {
+            const i32 row = i / P, begin = 16 * (i % P);
+            const u8* const run = from + min(row, left - 1) * R::ROW_BYTES;
+            const i32 skew = (i32)((u64)run & 31);
+            if (begin + 16 > skew && begin < skew + n_bytes)
+                copy16_async(stage + row * R::PITCH + begin, run - skew + begin);
+        }
+    }
+}
+
 // --- terms ----------------------------------------------------------------------------------------
 
 // What is taken off a type's weights, where halves are summed apart; NO_HALVES where they are not, 0 of types that differ.
@@ -39,6 +93,38 @@ constexpr i32 NO_HALVES = -1;
 template <Type type>
 DEVICE constexpr i32 half_offset() { return has_halves(type) ? BlockCode<type>::OFFSET : NO_HALVES; }
 DEVICE constexpr i32 same_offset(i32 a, i32 b) { return a == NO_HALVES || a == b ? b : b == NO_HALVES ? a : 0; }
+
+// A token's scale, sum and columns of a block.
+struct OfBlock {
+    float d;
+    i32 sum;
+    const i8* q;
+};
+
+// What terms need of a block and a pair of tokens, number `i`, put together, so that neighboring threads write neighboring
+// banks. of(token, block): what is there; behind the last token it is again. half_offset: of `same_offset` of the types; above 0
+// the halves are begun.
+template <i32 pairs, i32 half_offset, class Of>
+DEVICE void prepare(float4* scaled, float4* halves, i32 i, i32 n_tokens, Of of) {
+    constexpr bool HALVES = half_offset != NO_HALVES, BEGUN = half_offset > 0;
+    float of_d[2], of_sum[2], of_halves[2][2];
+#pragma unroll
+    for (i32 j = 0; j < 2; j++) {
+        const OfBlock x = of(min(i % pairs * 2 + j, n_tokens - 1), i / pairs);
+        of_d[j] = x.d;
+        of_sum[j] = (float)x.sum;
+        if (HALVES) {
+            const uint4 v = *(const uint4*)x.q;
+            i32 first = __dp4a((i32)v.x, 0x01010101, __dp4a((i32)v.y, 0x01010101, 0));
+            first = __dp4a((i32)v.z, 0x01010101, __dp4a((i32)v.w, 0x01010101, first));
+            of_halves[0][j] = BEGUN ? START + (float)(half_offset * first) : (float)first;
+            of_halves[1][j] = BEGUN ? START + (float)(half_offset * (x.sum - first)) : (float)(x.sum - first);
+        }
+    }
+    scaled[i] = {of_d[0], of_d[1], of_sum[0], of_sum[1]};
+    if (HALVES)
+        halves[i] = {of_halves[0][0], of_halves[0][1], of_halves[1][0], of_halves[1][1]};
+}
 
 // What a lane needs of the activations of a block: words of a token, scales and sums of two.
 struct WideBlock {
