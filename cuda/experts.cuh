@@ -1,4 +1,4 @@
-// What the expert FFNs of one token (experts.cu) and of several (several.cu) have in common.
+// What the expert FFNs of one token (experts.cu) and of several (several.cu, tiled.cu) have in common.
 //
 // An expert that a step uses is a record of 64 bytes in `active`, n_active[0] of them:
 //   u64 source[3]        where gate, up and down are read, which may be host memory
@@ -70,6 +70,27 @@ DEVICE bool read_record(const u64* words, ActiveExpert& record) {
     return words[RECORD_WORDS - 1] != 0;
 }
 
+// Words of a record, each in a lane. All warps begin with the same few records: a load each, not one for every field.
+DEVICE u64 record_word(const u8* active, i32 i) {
+    const i32 lane = threadIdx.x % WARP;
+    return lane < 8 ? load_fresh((const u64*)(active + (i64)i * 64) + lane) : 0;
+}
+
+DEVICE u64 word_of(u64 record, i32 i) { return __shfl_sync(FULL_WARP, record, i); }
+
+// Uses of an expert: pairs[first .. first + count].
+struct Uses {
+    i32 first, count;
+};
+
+DEVICE Uses uses_of(u64 record) { return {(i32)(word_of(record, 6) >> 32), (i32)word_of(record, 7)}; }
+
+// All of them, at most 32, a lane each, by one load: a use that looked its pair up by itself would wait for that, too.
+DEVICE i32 own_pair(const i32* pairs, const Uses& uses) {
+    const i32 lane = threadIdx.x % WARP;
+    return lane < uses.count ? load_fresh(pairs + uses.first + lane) : 0;
+}
+
 #ifdef GATE
 
 DEVICE float activate(float x) { return GELU ? gelu(x) : silu(x); }
@@ -101,6 +122,19 @@ DEVICE const u8* own_rows(const u8* source, u8* target, i64 offset, i32 n_bytes)
     const i32 skew = (i32)(offset & 15);
     copy_part(target + offset - skew, source + offset - skew, skew + n_bytes, 0, 1);
     return target + offset;
+}
+
+// The down parts that enter slots, of all records: by block `block` of n_blocks.
+DEVICE void copy_downs(const u8* active, i32 n_active, i64 down_bytes, i32 block, i32 n_blocks) {
+    const i32 lane = threadIdx.x % WARP;
+    for (i32 i = 0; i < n_active; i += WARP) {
+        const u64* const parts = (const u64*)(active + (i64)(i + lane) * 64);
+        const bool enters = i + lane < n_active && load_fresh(parts + 5);
+        for (u32 left = __ballot_sync(FULL_WARP, enters); left; left &= left - 1) {
+            const u64* const found = (const u64*)(active + (i64)(i + __ffs((i32)left) - 1) * 64);
+            copy_part((u8*)load_fresh(found + 5), (const u8*)load_fresh(found + 2), down_bytes, block, n_blocks);
+        }
+    }
 }
 
 #ifdef SHARED

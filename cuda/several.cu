@@ -14,7 +14,7 @@
 // there first, by the block whose rows they are, or all copiers in turn for the down part. Where `add` is 0, x becomes
 // the fold. combine_norm saves the launch of an rms_norm, in whose place its results are read; D is a multiple of 32.
 //
-// Macros, and those of experts.cuh.
+// Macros, and those of experts.cuh. FOLD alone: combine and combine_norm.
 //   TOKENS           at most: 8 or 32
 //   ROWS             of a matrix at a time a warp: 1, 2 or 4
 //   KEPT             tokens that a warp of gate_up_several keeps: 1 or 2
@@ -28,27 +28,6 @@
 //   down_several     a warp: HeldRow::base_bytes, then STAGES * stage_bytes
 //   combine_norm     8 * D
 #include "experts.cuh"
-
-// Words of a record, each in a lane. All warps begin with the same few records: a load each, not one for every field.
-DEVICE u64 record_word(const u8* active, i32 i) {
-    const i32 lane = threadIdx.x % WARP;
-    return lane < 8 ? load_fresh((const u64*)(active + (i64)i * 64) + lane) : 0;
-}
-
-DEVICE u64 word_of(u64 record, i32 i) { return __shfl_sync(FULL_WARP, record, i); }
-
-// Uses of an expert: pairs[first .. first + count].
-struct Uses {
-    i32 first, count;
-};
-
-DEVICE Uses uses_of(u64 record) { return {(i32)(word_of(record, 6) >> 32), (i32)word_of(record, 7)}; }
-
-// All of them, at most 32, a lane each, by one load: a use that looked its pair up by itself would wait for that, too.
-DEVICE i32 own_pair(const i32* pairs, const Uses& uses) {
-    const i32 lane = threadIdx.x % WARP;
-    return lane < uses.count ? load_fresh(pairs + uses.first + lane) : 0;
-}
 
 #ifdef GATE
 
@@ -65,14 +44,7 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
     dependency_release();
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_active_now = load_fresh(n_active);
     if ((i32)blockIdx.x < copiers) {
-        for (i32 i = 0; i < n_active_now; i += WARP) {
-            const u64* const parts = (const u64*)(active + (i64)(i + lane) * 64);
-            const bool enters = i + lane < n_active_now && load_fresh(parts + 5);
-            for (u32 left = __ballot_sync(FULL_WARP, enters); left; left &= left - 1) {
-                const u64* const found = (const u64*)(active + (i64)(i + __ffs((i32)left) - 1) * 64);
-                copy_part((u8*)load_fresh(found + 5), (const u8*)load_fresh(found + 2), down_bytes, blockIdx.x, copiers);
-            }
-        }
+        copy_downs(active, n_active_now, down_bytes, blockIdx.x, copiers);
 #ifdef SHARED
         for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
             __syncthreads(); // of the row before
@@ -226,6 +198,9 @@ KERNEL __launch_bounds__(WARPS * WARP, PER_SM)
         }
     }
 }
+
+#endif
+#ifdef FOLD
 
 KERNEL combine(const float* y, const float* weights, i32 n_used, i32 D, float* x, i32 add) {
     const i32 i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -37,11 +37,11 @@ struct WideInput {
 // Some pieces of 16 rows' runs: per_row neighboring lanes (a power of two) copy as many pieces of a row.
 template <class R, i32 per_row, i32 first_piece>
 DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
-    constexpr i32 ROWS = WARP / per_row, TIMES = (TILE_ROWS + ROWS - 1) / ROWS; // at once, and how often
+    constexpr i32 EACH = WARP / per_row, TIMES = (TILE_ROWS + EACH - 1) / EACH; // at once, and how often
     // So many of a lane's rows lie differently to a boundary of 32 bytes; those behind them as these do.
-    constexpr i32 STEP = ROWS * R::ROW_BYTES, OF_32 = 32 / common_divisor(STEP, 32), KINDS = OF_32 < TIMES ? OF_32 : TIMES;
+    constexpr i32 STEP = EACH * R::ROW_BYTES, OF_32 = 32 / common_divisor(STEP, 32), KINDS = OF_32 < TIMES ? OF_32 : TIMES;
     const i32 lane = threadIdx.x % WARP, row = lane / per_row, begin = 16 * (first_piece + lane % per_row);
-    if (ROWS > TILE_ROWS && row >= TILE_ROWS)
+    if (EACH > TILE_ROWS && row >= TILE_ROWS)
         return;
     u8* const to = kept_shared(stage + row * R::PITCH + begin);
     const u8* const run = from + row * R::ROW_BYTES;
@@ -53,7 +53,7 @@ DEVICE void copy_pieces(u8* stage, const u8* from, i32 n_bytes) {
         if ((first_piece || begin + 16 > skew) && begin < skew + n_bytes)
 #pragma unroll
             for (i32 i = kind; i < TIMES; i += KINDS)
-                copy16_async(to + i * ROWS * R::PITCH, piece + (i - kind) * STEP);
+                copy16_async(to + i * EACH * R::PITCH, piece + (i - kind) * STEP);
     }
 }
 

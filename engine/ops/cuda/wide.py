@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+from gguf import GGMLQuantizationType as QType
+
 from engine.formats import block_types
 from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor, row_bytes
@@ -68,13 +70,18 @@ def fewest_tokens(ws: tuple[QTensor, ...]) -> int:
     return FEWEST_TOKENS - (columns > LONG_COLUMNS)
 
 
-def stage_bytes(w: QTensor) -> int:
-    """Shared memory for a run of 256 columns of 16 rows (Runs of wide.cuh)."""
-    run = row_bytes(w.qtype, RUN_COLUMNS, w.name)
-    align = gcd(run, w.row_bytes, 16)
+def run_stage_bytes(qtype: QType, row_bytes_of: int) -> int:
+    """Shared memory for a run of 256 columns of 16 rows, of so many bytes each (Runs of fragments.cuh)."""
+    run = row_bytes(qtype, RUN_COLUMNS, "a run")
+    align = gcd(run, row_bytes_of, 16)
     pieces = (run + 63 - align) // 32 * 2
     pitch = 16 * pieces + (96 - 16 * pieces % 64) % 64 if align == 16 else 16 * (pieces | 1)
     return TILE_ROWS * pitch + 16
+
+
+def stage_bytes(w: QTensor) -> int:
+    """The same of a matrix."""
+    return run_stage_bytes(w.qtype, w.row_bytes)
 
 
 def _activation_bytes(tokens: int, columns_of: int, columns: int, halves: bool, shared: bool) -> int:
