@@ -1,20 +1,21 @@
 // The expert FFN of a step of several tokens, on tensor cores. Twin: expert_ffn.
 //
-// A table has entries: an expert, and its pairs of token and rank, at most 32. With TILES = 0 they are the records of
-// experts.cuh. With TILES = 1 they are tiles {expert, first, count, 0} of grouped.cu, and source [E, 3] says where each
-// expert's matrices are; 0: somebody else computes it.
+// A tile is an expert, and TOKENS at most of its pairs of token and rank. With TILES = 1 the table has tiles {expert, first,
+// count, 0} of grouped.cu, and source [E, 3] says where each expert's matrices are; 0: somebody else computes it. With TILES
+// = 0 it has the records of experts.cuh, at most MOST_RECORDS, each of which is cut in tiles by every block for itself.
 //
-// A warp takes 16 rows of a matrix with TOKENS of an entry's pairs at a time (wide.cuh), all by itself: it takes the runs of
-// its rows in such an order that three sets of accumulators are enough to meet them as docs/arithmetic.md has it, and waits for
-// no other warp. What is left of an entry's pairs is multiplied with the same rows again, which are in the L2 cache then.
+// An item is a tile and 64 rows of its matrices: 32 of gate and the same of up, or 64 of down. Two warps share 16 rows
+// (wide.cuh): one takes the parts 0 and 2 of the runs, the other one the parts 1 and 3, so that each keeps two sets of
+// accumulators at most. Blocks stay, and have equal shares of the items, one after the other: items of a tile share its
+// activations, and copies of rows run ahead into the next item. Only items whose rows come from the host are dealt one by
+// one, to as many blocks as there are.
 //
 // Kernels.
-//   kernel          writes                                  grid                                               block
-//   gate_up_tiled   z [T * A, F] = act(gate h) * (up h)     copiers + (entries + beside) * ceil(F / 32)        4 warps
-//   down_tiled      y [T * A, columns] = down z             (ceil(columns / 64), entries)                      4 warps
-// A block of gate_up_tiled has 32 rows of an expert, two warps those of gate and two of up. Copiers are as in several.cu;
-// with TILES nothing enters a slot and there are none. beside: with BESIDE one for every TOKENS tokens of the step.
-// down_tiled has rows first .. first + columns of down.
+//   kernel          writes                                  grid                 block
+//   gate_up_tiled   z [T * A, F] = act(gate h) * (up h)     copiers + workers    8 warps
+//   down_tiled      y [T * A, columns] = down z             workers              8 warps
+// Copiers are as in several.cu; with TILES nothing enters a slot and there are none. BESIDE: the expert that every token uses
+// has the first tiles. down_tiled has rows first .. first + columns of down.
 //
 // Macros, and those of experts.cuh. Types are block formats, COLS is a multiple of 32.
 //   FEW      1: TOKENS is 4, and two blocks of columns share a product; 0: it is 8
@@ -23,17 +24,24 @@
 //   SHARED   the copiers make row_scale
 //
 // Shared memory: TOKENS rows of q, COLS rounded up to 48 more than a multiple of 128 each; 8 * TOKENS bytes for 32 columns,
-// twice as many where a type has halves; for each warp the constants of a run, 4 KiB where a type has a grid, and the stages.
-// With SHARED 8 * COLS at least.
+// twice as many where a type has halves; TOKENS * 2 KiB where sums meet, of down_tiled twice that; for each warp the constants of a run, 4 KiB where a
+// type has a grid, and the stages. With SHARED 8 * COLS at least.
 #ifndef TILES
 #define TILES 0
 #endif
-#define WARPS 4
+#define WARPS 8
 #include "experts.cuh"
 #include "wide.cuh"
 
-constexpr i32 TOKENS = FEW ? FEW_TOKENS : GROUP, PAIRS = TOKENS / 2, BLOCKS = COLS / 32;
-constexpr i32 THREADS = WARPS * WARP;
+constexpr i32 TOKENS = FEW ? FEW_TOKENS : GROUP, PAIRS = TOKENS / 2, BLOCKS = COLS / 32, N_RUNS = (BLOCKS + RUN - 1) / RUN;
+constexpr i32 THREADS = WARPS * WARP, UNITS = WARPS / 2, ITEM_ROWS = UNITS * TILE_ROWS, HELD = HELD_RUN<FEW>;
+constexpr i32 MOST_RECORDS = 512;
+#ifdef DOWN
+constexpr i32 MEETS = 2; // items whose sums may meet at a time
+#else
+constexpr i32 MEETS = 1;
+#endif
+static_assert(COLS % 32 == 0, "whole blocks");
 
 // What the kernel of one or two types needs of shared memory, in this order.
 template <Type a, Type b>
@@ -42,127 +50,247 @@ struct Layout {
     static constexpr bool HALVES = has_halves(a) || has_halves(b), BEGUN = OFFSET > 0;
     static constexpr i32 SKEW = Fragments<a>::PAIRED || Fragments<b>::PAIRED ? 32 : 48; // as in wide.cu
     static constexpr i32 STRIDE = (COLS + 95) / 128 * 128 + SKEW;
-    static constexpr i32 PREPARED_AT = TOKENS * STRIDE, WARPS_AT = PREPARED_AT + BLOCKS * PAIRS * 16 * (1 + HALVES);
+    static constexpr i32 PREPARED_AT = TOKENS * STRIDE, MEET_AT = PREPARED_AT + BLOCKS * PAIRS * 16 * (1 + HALVES);
+    static constexpr i32 WARPS_AT = MEET_AT + MEETS * WARPS * WARP * 2 * HELD * 4;
     static constexpr i32 CONSTANTS = constants_bytes(HALVES), UNPACKED = has_grid(a) || has_grid(b) ? 16 * 32 * RUN : 0;
     static constexpr i32 A_BYTES = Runs<a, COLS>::STAGE_BYTES, B_BYTES = Runs<b, COLS>::STAGE_BYTES;
     static constexpr i32 STAGE = A_BYTES > B_BYTES ? A_BYTES : B_BYTES, OF_WARP = CONSTANTS + UNPACKED + STAGES * STAGE;
 };
 
-// An entry's place in the list of uses, and how many it has.
-struct Entry {
-    i32 expert;
-    Uses uses;
-    const u8* part[3]; // where matrices are read
-    u8* slot[3];       // and written first; 0: nowhere
+// --- tiles ------------------------------------------------------------------------------------------
+
+// What a table has, as every thread of a block knows it. Tiles before n_beside are those of the expert beside.
+struct Table {
+    const u8* entries;
+    const u64* source;
+    const i32* pairs;
+    i32 n_entries, n_beside, n_tiles, n_missing; // missing: tiles up to the last that enters a slot: what misses comes first
 };
 
-// By a whole warp; false: the table does not have so many, or it is not to be computed.
-DEVICE bool entry_at(const u8* table, const i32* n_entries, const u64* source, i32 i, Entry& to) {
-    if (i >= load_fresh(n_entries))
-        return false;
-#if TILES
-    const int4 tile = ((const int4*)table)[i];
-    to.expert = tile.x;
-    to.uses = {tile.y, tile.z};
-#pragma unroll
-    for (i32 part = 0; part < 3; part++) {
-        to.part[part] = (const u8*)source[tile.x * 3 + part];
-        to.slot[part] = nullptr;
-    }
-    return to.part[0] != nullptr;
-#else
-    const u64 record = record_word(table, i);
-    to.expert = (i32)word_of(record, 6);
-    to.uses = uses_of(record);
-#pragma unroll
-    for (i32 part = 0; part < 3; part++) {
-        to.part[part] = (const u8*)word_of(record, part);
-        to.slot[part] = (u8*)word_of(record, 3 + part);
-    }
-    return true;
-#endif
+// With records, the first tile of each, behind those beside; one more than there are records.
+DEVICE i32* first_tiles() {
+    __shared__ i32 made[MOST_RECORDS + 1];
+    return made;
 }
 
-// The runs of 16 rows, one after the other: those of parts 0, 2, 1 and 3, and so again for every TOKENS pairs.
-constexpr i32 N_RUNS = (BLOCKS + RUN - 1) / RUN;
-DEVICE constexpr i32 runs_of(i32 part) { return (N_RUNS - part + PARTS - 1) / PARTS; }
-DEVICE i32 run_at(i32 i) {
-    constexpr i32 TWO = runs_of(0), ONE = TWO + runs_of(2), THREE = ONE + runs_of(1);
-    return i < TWO ? PARTS * i : i < ONE ? 2 + PARTS * (i - TWO) : i < THREE ? 1 + PARTS * (i - ONE) : 3 + PARTS * (i - THREE);
+DEVICE i32 tiles_of(i32 count) { return (count + TOKENS - 1) / TOKENS; }
+
+// By the whole block.
+DEVICE Table open_table(const u8* entries, const i32* n_entries, const u64* source, const i32* pairs, i32 n_beside) {
+    Table t = {entries, source, pairs, load_fresh(n_entries), n_beside, 0, 0};
+    if (TILES) {
+        t.n_tiles = t.n_entries;
+        return t;
+    }
+    // A warp has 32 records at a time: all do the same sums, so nobody waits for more than the one barrier.
+    i32* const firsts = first_tiles();
+    const i32 lane = threadIdx.x % WARP;
+    for (i32 r0 = 0; r0 < t.n_entries; r0 += WARP) {
+        const u64* const record = (const u64*)(entries + (i64)(r0 + lane) * 64);
+        const bool exists = r0 + lane < t.n_entries;
+        const i32 n = exists ? tiles_of((i32)load_fresh(record + 7)) : 0;
+        const bool misses = exists && load_fresh(record + 3);
+        i32 sum = n;
+#pragma unroll
+        for (i32 o = 1; o < WARP; o *= 2) {
+            const i32 before = __shfl_up_sync(FULL_WARP, sum, o);
+            sum += lane >= o ? before : 0;
+        }
+        if (threadIdx.x < WARP && exists)
+            firsts[r0 + lane] = t.n_tiles + sum - n;
+        t.n_missing = max(t.n_missing, (i32)__reduce_max_sync(FULL_WARP, misses ? t.n_tiles + sum : 0));
+        t.n_tiles += __shfl_sync(FULL_WARP, sum, WARP - 1);
+    }
+    if (threadIdx.x == 0)
+        firsts[t.n_entries] = t.n_tiles;
+    __syncthreads();
+    return t;
 }
 
-// A warp's rows: where they are, how many there are (0: none), and its copies that run ahead.
-template <class L>
-struct Rows {
-    const u8* from;
-    i32 left;
+// By a whole warp. i: of a tile that is not beside the others; the record that it is of.
+DEVICE i32 record_at(const Table& t, i32 i) {
+    const i32* const firsts = first_tiles();
+    i32 low = 0, high = t.n_entries; // firsts[low] <= i < firsts[high]
+    while (high - low > 1) {
+        const i32 middle = (low + high) / 2;
+        low = firsts[middle] <= i ? middle : low;
+        high = firsts[middle] <= i ? high : middle;
+    }
+    return low;
+}
+
+// Of a tile: its expert and pairs.
+struct TileUses {
+    i32 expert, first, count;
+};
+
+DEVICE TileUses uses_at(const Table& t, i32 tile) {
+    const i32 i = tile - t.n_beside;
+    if (TILES) {
+        const int4 entry = ((const int4*)t.entries)[i];
+        return {entry.x, entry.y, entry.z};
+    }
+    const i32 r = record_at(t, i), before = (i - first_tiles()[r]) * TOKENS;
+    const u64* const record = (const u64*)(t.entries + (i64)r * 64);
+    const u64 ids = load_fresh(record + 6);
+    return {(i32)ids, (i32)(ids >> 32) + before, min(TOKENS, (i32)load_fresh(record + 7) - before)};
+}
+
+// Where a matrix of its expert is read, the slot's if it enters one; null: it is not to be computed.
+DEVICE const u8* matrix_at(const Table& t, i32 tile, i32 part) {
+    const i32 i = tile - t.n_beside;
+    if (TILES)
+        return (const u8*)t.source[((const int4*)t.entries)[i].x * 3 + part];
+    const u64* const record = (const u64*)(t.entries + (i64)record_at(t, i) * 64);
+    const u64 slot = load_fresh(record + 3 + part);
+    return (const u8*)(slot ? slot : load_fresh(record + part));
+}
+
+// --- a warp's rows ----------------------------------------------------------------------------------
+
+// The runs of a warp: of part `half`, then of part half + 2.
+DEVICE constexpr i32 runs_of(i32 part) { return part < N_RUNS ? (N_RUNS - part + PARTS - 1) / PARTS : 0; }
+DEVICE i32 run_at(i32 half, i32 i) {
+    const i32 n = half ? runs_of(1) : runs_of(0);
+    return i < n ? half + PARTS * i : half + 2 + PARTS * (i - n);
+}
+
+// Items that a block takes in a row. Those from `from` on lie `skipped` further in the order of tiles, of which each has `each`.
+struct Items {
+    i32 begin, end, from, skipped, each;
+    __device__ i32 at(i32 i) const { return i + (i >= from ? skipped : 0); }
+    __device__ i32 tile(i32 i) const { return at(i) / each; }
+    __device__ i32 slice(i32 i) const { return at(i) % each; }
+};
+
+// What a warp has of every item: rows of a matrix of `part`, the first of them `row` behind `step` rows for each slice.
+struct Own {
+    i32 part, half, row, step, rows; // rows: of the matrix
+    const u8 *beside;                // the matrix of tiles before n_beside
     u8* stages;
-    i32 ahead, to_come, at; // the next run, how many are still to be copied, and the stage that is used next
+    Constants* constants;
+    u8* unpacked;
+    bool second;                     // whether its type is the second one
+};
 
-    template <Type type>
-    DEVICE void issue(Rows& r, u8* stage) {
-        if (r.to_come > 0) {
-            copy_run<type, COLS>(stage, r.from, r.left, run_at(r.ahead));
-            r.ahead = r.ahead + 1 < N_RUNS ? r.ahead + 1 : 0;
-            r.to_come--;
+// A warp's rows of an item. left: how many there are; 0 or less: none, or they are not to be computed.
+template <Type a, Type b>
+struct Rows {
+    i32 tile;
+    const u8 *matrix, *from;
+    i32 left;
+
+    __device__ void locate(const Table& t, const Items& items, const Own& own, i32 i) {
+        const i32 of = items.tile(i);
+        if (of != tile) {
+            tile = of;
+            matrix = BESIDE && of < t.n_beside ? own.beside : matrix_at(t, of, own.part);
+        }
+        const i32 first = items.slice(i) * own.step + own.row;
+        from = matrix + (i64)first * (own.second ? row_bytes_of(b, COLS) : row_bytes_of(a, COLS));
+        left = matrix ? own.rows - first : 0;
+    }
+};
+
+// Copies that run ahead of what is multiplied, into the items that follow.
+template <Type a, Type b, class L>
+struct Ahead {
+    Rows<a, b> rows;
+    i32 item, run, at; // at: the stage that is multiplied next
+
+    __device__ void issue(const Table& t, const Items& items, const Own& own, u8* stage) {
+        if (item < items.end) {
+            if (rows.left > 0) {
+                if (a == b || !own.second)
+                    copy_run<a, COLS>(stage, rows.from, rows.left, run_at(own.half, run));
+                else
+                    copy_run<b, COLS>(stage, rows.from, rows.left, run_at(own.half, run));
+            }
+            if (++run >= (own.half ? runs_of(1) + runs_of(3) : runs_of(0) + runs_of(2))) {
+                run = 0;
+                if (++item < items.end)
+                    rows.locate(t, items, own, item);
+            }
         }
         copies_commit();
     }
-    // Begin, for so many times all runs.
-    template <Type type>
-    DEVICE void begin(Rows& r, i32 times) {
-        r.ahead = r.at = 0;
-        r.to_come = r.left > 0 ? times * N_RUNS : 0;
+    __device__ void begin(const Table& t, const Items& items, const Own& own) {
+        run = at = 0;
+        item = own.half && runs_of(1) == 0 ? items.end : items.begin; // a row of one run is one warp's alone
+        if (item < items.end)
+            rows.locate(t, items, own, item);
 #pragma unroll
         for (i32 i = 0; i < STAGES; i++)
-            issue<type>(r, r.stages + i * L::STAGE);
+            issue(t, items, own, own.stages + i * L::STAGE);
     }
 };
 
-// The products of a warp's rows with TOKENS rows of activations: of rows lane / 4 + i / 2 * 8, tokens 2 * (lane % 4) + i % 2,
-// of few tokens 2 * (lane % 2) + i % 2.
-template <Type type, class L>
-DEVICE void multiply_rows(float (&sum)[4], Rows<L>& rows, Constants* constants, u8* unpacked, const WideInput& x) {
-    constexpr i32 HELD = HELD_RUN<FEW>;
-    float even[HELD][4] = {}, odd[HELD][4] = {}; // parts 0 and 2, and the others
+// sum: of the warp's two parts of its rows, each accumulator for itself.
+template <Type a, Type b, class L>
+DEVICE void multiply_item(float (&sum)[HELD][4], Ahead<a, b, L>& ahead, const Rows<a, b>& rows, const Table& t,
+                          const Items& items, const Own& own, const WideInput& x) {
 #pragma unroll 1
-    for (i32 i = 0, part = 0; i < PARTS; i++, part = part == 0 ? 2 : part == 2 ? 1 : 3) {
+    for (i32 part = own.half; part < PARTS; part += 2) {
         float acc[1][HELD][4] = {};
 #pragma unroll 1
         for (i32 s = part; s < N_RUNS; s += PARTS) {
-            u8* const stage = rows.stages + rows.at * L::STAGE;
-            rows.at = rows.at + 1 < STAGES ? rows.at + 1 : 0;
+            u8* const stage = own.stages + ahead.at * L::STAGE;
+            ahead.at = ahead.at + 1 < STAGES ? ahead.at + 1 : 0;
             stage_wait<STAGES - 1>();
             if (rows.left > 0) {
-                const u32 from = (u32)(u64)rows.from + s * Runs<type, COLS>::BYTES;
-                const Tile tile = {stage, constants, unpacked, from, rows.left - 1, min(RUN, BLOCKS - s * RUN)};
-                multiply_run<type, COLS, 1, L::BEGUN, FEW>(acc, tile, s * RUN, x);
+                const i32 n_blocks = min(RUN, BLOCKS - s * RUN);
+                if (a == b || !own.second) {
+                    const Tile tile = {stage, own.constants, own.unpacked, (u32)(u64)rows.from + s * Runs<a, COLS>::BYTES,
+                                       rows.left - 1, n_blocks};
+                    multiply_run<a, COLS, 1, L::BEGUN, FEW>(acc, tile, s * RUN, x);
+                } else {
+                    const Tile tile = {stage, own.constants, own.unpacked, (u32)(u64)rows.from + s * Runs<b, COLS>::BYTES,
+                                       rows.left - 1, n_blocks};
+                    multiply_run<b, COLS, 1, L::BEGUN, FEW>(acc, tile, s * RUN, x);
+                }
             }
             __syncwarp(); // the stage is free
-            Rows<L>::template issue<type>(rows, stage);
+            ahead.issue(t, items, own, stage);
         }
 #pragma unroll
         for (i32 j = 0; j < HELD; j++)
 #pragma unroll
-            for (i32 c = 0; c < 4; c++) {
-                const float v = acc[0][j][c];
-                even[j][c] = i == 0 ? v : i == 1 ? even[j][c] + v : even[j][c];
-                odd[j][c] = i == 2 ? v : odd[j][c];
-                if (i == 3)
-                    even[j][c] = even[j][c] + (odd[j][c] + v);
-            }
+            for (i32 c = 0; c < 4; c++)
+                sum[j][c] = part < 2 ? acc[0][j][c] : sum[j][c] + acc[0][j][c];
     }
+}
+
+// Both warps of some rows put their sums together, by the block: the first warp gets rows lane / 4, the second those 8 behind.
+// of[i]: token 2 * (lane % 4) + i, of few tokens 2 * (lane % 2) + i. meet: floats that the block's warps may use.
+DEVICE void meet_sums(float (&of)[2], const float (&sum)[HELD][4], float* meet, i32 half) {
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float *const own = meet + warp * (2 * HELD * WARP) + lane, *const other = meet + (warp ^ 1) * (2 * HELD * WARP) + lane;
+#pragma unroll
+    for (i32 j = 0; j < HELD; j++)
+#pragma unroll
+        for (i32 i = 0; i < 2; i++)
+            own[(2 * j + i) * WARP] = half ? sum[j][i] : sum[j][2 + i]; // what the other warp makes
+    __syncthreads();
+    float all[HELD][2];
+#pragma unroll
+    for (i32 j = 0; j < HELD; j++)
+#pragma unroll
+        for (i32 i = 0; i < 2; i++)
+            all[j][i] = (half ? sum[j][2 + i] : sum[j][i]) + other[(2 * j + i) * WARP];
 #pragma unroll
     for (i32 o = HELD / 2; o; o /= 2)
 #pragma unroll
         for (i32 j = 0; j < o; j++)
 #pragma unroll
-            for (i32 c = 0; c < 4; c++)
-                even[j][c] = even[j][c] + even[j + o][c];
+            for (i32 i = 0; i < 2; i++)
+                all[j][i] = all[j][i] + all[j + o][i];
 #pragma unroll
-    for (i32 c = 0; c < 4; c++) // of few tokens, two lanes have the even blocks and the odd ones
-        sum[c] = FEW ? even[0][c] + __shfl_xor_sync(FULL_WARP, even[0][c], 2) : even[0][c];
+    for (i32 i = 0; i < 2; i++) // of few tokens, two lanes have the even blocks and the odd ones
+        of[i] = FEW ? all[0][i] + __shfl_xor_sync(FULL_WARP, all[0][i], 2) : all[0][i];
 }
+
+// The token of a tile that a lane's first result of `meet_sums` is of.
+DEVICE i32 own_token() { return 2 * (threadIdx.x % (FEW ? 2 : 4)); }
 
 // The activations of n pairs, of which lane i of every warp knows row i: to shared memory, by the block.
 template <class L>
@@ -170,20 +298,20 @@ DEVICE WideInput take_input(u8* shared, i32 own_row, i32 n, const i8* q, const f
     i8* const local = (i8*)shared;
     float4 *const scaled = (float4*)(shared + L::PREPARED_AT), *const halves = scaled + BLOCKS * PAIRS;
     constexpr i32 PIECES = COLS / 16;
-    static_assert(COLS % 32 == 0, "whole blocks");
 #pragma unroll 1
-    for (i32 t = 0; t < n; t++) {
+    for (i32 i = threadIdx.x; i < (n * PIECES + WARP - 1) / WARP * WARP; i += THREADS) {
+        const i32 t = min(i / PIECES, n - 1), piece = i % PIECES;
+        // Neighbors may be of two rows, and every lane has to be there for both.
         const i64 row = __shfl_sync(FULL_WARP, own_row, t);
-        for (i32 i = threadIdx.x; i < PIECES; i += THREADS)
-            copy16_async(local + t * L::STRIDE + 16 * i, q + row * COLS + 16 * i);
+        if (i < n * PIECES)
+            copy16_async(local + t * L::STRIDE + 16 * piece, q + row * COLS + 16 * piece);
     }
     copies_commit();
-    const i32 of_last = n - 1;
 #pragma unroll 1
     for (i32 i0 = 0; i0 < BLOCKS * PAIRS; i0 += THREADS) {
         const i32 i = i0 + threadIdx.x, pair = i % PAIRS;
-        const i64 rows[2] = {__shfl_sync(FULL_WARP, own_row, min(2 * pair, of_last)),
-                             __shfl_sync(FULL_WARP, own_row, min(2 * pair + 1, of_last))};
+        const i64 rows[2] = {__shfl_sync(FULL_WARP, own_row, min(2 * pair, n - 1)),
+                             __shfl_sync(FULL_WARP, own_row, min(2 * pair + 1, n - 1))};
         if (i < BLOCKS * PAIRS)
             prepare<PAIRS, L::OFFSET>(scaled, halves, i, TOKENS, [&](i32 t, i32 block) -> OfBlock {
                 const i64 from = (t % 2 ? rows[1] : rows[0]) * BLOCKS + block;
@@ -192,25 +320,29 @@ DEVICE WideInput take_input(u8* shared, i32 own_row, i32 n, const i8* q, const f
     }
     copies_wait<0>(); // and for the weights before it, which are on their way for longer
     __syncthreads();
-    return {local, scaled, halves, L::STRIDE, of_last};
+    return {local, scaled, halves, L::STRIDE, n - 1};
 }
+
+// The block's equal share of n items, number i of m.
+DEVICE i32 share(i32 n, i32 i, i32 m) { return (i32)((i64)n * i / m); }
 
 #ifdef GATE
 
 KERNEL __launch_bounds__(THREADS, PER_SM)
-    gate_up_tiled(const u8* table, const i32* n_entries, const u64* source, const i32* pairs, i32 n_used, i32 F,
+    gate_up_tiled(const u8* entries, const i32* n_entries, const u64* source, const i32* pairs, i32 n_used, i32 F,
                   const i8* q, const float* d, const i32* sums, float* z, i8* zq, float* zd, i32* zsums,
                   const u8* beside_gate, const u8* beside_up, i32 n_tokens, const u8* shared_gate, const float* h,
                   float* row_scale, i32 copiers, i64 down_bytes, const float* gate_scales) {
     typedef Layout<GATE, UP> L;
     constexpr i32 GATE_BYTES = row_bytes_of(GATE, COLS), UP_BYTES = row_bytes_of(UP, COLS);
     __shared__ float gs[TOKENS][33], us[TOKENS][33];
+    __shared__ i32 places[2][TOKENS]; // rows of z of this tile's pairs and of the last one's
     DYNAMIC_SHARED(u8, shared);
     dependency_wait();
     dependency_release(); // when the kernel behind begins, the table is complete
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if ((i32)blockIdx.x < copiers) {
-        copy_downs(table, load_fresh(n_entries), down_bytes, blockIdx.x, copiers);
+        copy_downs(entries, load_fresh(n_entries), down_bytes, blockIdx.x, copiers);
 #ifdef SHARED
         for (i32 t = blockIdx.x; t < n_tokens; t += copiers) {
             __syncthreads(); // of the row before
@@ -219,61 +351,73 @@ KERNEL __launch_bounds__(THREADS, PER_SM)
 #endif
         return;
     }
-    // The expert that every token uses comes first: its blocks begin with the others.
-    const i32 each = (F + 31) / 32, unit = blockIdx.x - copiers, row0 = unit % each * 32;
-    const i32 n_beside = BESIDE ? (n_tokens + TOKENS - 1) / TOKENS : 0, i = unit / each - n_beside;
-    const bool beside = BESIDE && i < 0;
-    Entry entry;
-    if (beside) {
-        const i32 first = (i + n_beside) * TOKENS;
-        entry = {0, {n_tokens * n_used + first, min(TOKENS, n_tokens - first)}, {beside_gate, beside_up, nullptr}, {}};
-    } else if (!entry_at(table, n_entries, source, i, entry)) {
-        return;
-    }
-    // The block's rows, which it brings to their slots first where they come from the host.
-    const i32 rows = min(32, F - row0);
-    const u8* const gate = own_rows(entry.part[0], entry.slot[0], (i64)row0 * GATE_BYTES, rows * GATE_BYTES);
-    const u8* const up = own_rows(entry.part[1], entry.slot[1], (i64)row0 * UP_BYTES, rows * UP_BYTES);
-    if (entry.slot[0] || entry.slot[1])
-        __syncthreads();
-
-    const bool is_up = warp / 2;
-    const i32 own_row0 = warp % 2 * TILE_ROWS, passes = (entry.uses.count + TOKENS - 1) / TOKENS;
-    u8* const own_memory = shared + L::WARPS_AT + warp * L::OF_WARP;
-    Constants* const constants = (Constants*)own_memory;
-    u8* const unpacked = own_memory + L::CONSTANTS;
-    Rows<L> own = {(is_up ? up : gate) + own_row0 * (is_up ? UP_BYTES : GATE_BYTES), rows - own_row0, unpacked + L::UNPACKED};
-    if (GATE == UP || !is_up)
-        Rows<L>::template begin<GATE>(own, passes);
-    else
-        Rows<L>::template begin<UP>(own, passes);
-    const i32 pair = beside ? lane : own_pair(pairs, entry.uses); // of the entry's, one a lane
-    const i32 token = beside ? (i + n_beside) * TOKENS + lane : pair / n_used;
-#pragma unroll 1
-    for (i32 i0 = 0; i0 < entry.uses.count; i0 += TOKENS) {
-        const i32 n = min(TOKENS, entry.uses.count - i0);
-        if (i0)
-            __syncthreads(); // of those before
-        const WideInput x = take_input<L>(shared, __shfl_sync(FULL_WARP, token, (lane + i0) % WARP), n, q, d, sums);
-        float sum[4];
-        if (GATE == UP || !is_up)
-            multiply_rows<GATE, L>(sum, own, constants, unpacked, x);
-        else
-            multiply_rows<UP, L>(sum, own, constants, unpacked, x);
-#pragma unroll
-        for (i32 c = 0; c < 4; c++) {
-            const i32 t = (FEW ? lane % 2 : lane % 4) * 2 + c % 2, row = own_row0 + lane / 4 + c / 2 * 8;
-            float v = sum[c];
-            if (WEIGHTED && !is_up && !beside)
-                v = gate_scales[entry.expert] * v;
-            if (t < n && row < rows)
-                (is_up ? us : gs)[t][row] = v;
+    const Table table = open_table(entries, n_entries, source, pairs, BESIDE ? tiles_of(n_tokens) : 0);
+    const i32 worker = blockIdx.x - copiers, workers = gridDim.x - copiers, each = (F + 31) / 32, unit = warp / 2;
+    const i32 n_missing = table.n_missing * each, n_others = (table.n_beside + table.n_tiles) * each - n_missing;
+    u8* const memory = shared + L::WARPS_AT + warp * L::OF_WARP;
+    const Own own = {unit / 2, warp % 2, unit % 2 * TILE_ROWS, 32, F, unit / 2 ? beside_up : beside_gate,
+                     memory + L::CONSTANTS + L::UNPACKED, (Constants*)memory, memory + L::CONSTANTS, GATE != UP && unit / 2};
+    Ahead<GATE, UP, L> ahead;
+    Rows<GATE, UP> rows;
+    ahead.rows.tile = rows.tile = -1;
+    i32 loaded = -1, n = 0, which = 0; // the tile whose activations are there, how many of them
+    float factor = 1.0f;
+    WideInput x = {};
+    for (i32 batch = worker;; batch += workers) {
+        const bool missing = batch < n_missing;
+        Items items;
+        if (missing) { // rows from the host, which the block brings to their slots first
+            const i32 begin = table.n_beside * each + batch;
+            items = {begin, begin + 1, 0, 0, each};
+            const i32 row0 = items.slice(begin) * 32, n_rows = min(32, F - row0);
+            const u64* const record = (const u64*)(entries + (i64)record_at(table, items.tile(begin) - table.n_beside) * 64);
+            own_rows((const u8*)load_fresh(record), (u8*)load_fresh(record + 3), (i64)row0 * GATE_BYTES, n_rows * GATE_BYTES);
+            own_rows((const u8*)load_fresh(record + 1), (u8*)load_fresh(record + 4), (i64)row0 * UP_BYTES,
+                     n_rows * UP_BYTES);
+            __syncthreads();
+        } else {
+            items = {share(n_others, worker, workers), share(n_others, worker + 1, workers), table.n_beside * each,
+                     n_missing, each};
         }
-        __syncthreads();
-        const auto place = [&](i32 t) -> i64 {
-            return beside ? entry.uses.first + i0 + t : pairs[entry.uses.first + i0 + t];
-        };
-        store_z<WARPS>({gs, us, n, rows}, {z, zq, zd, zsums, F}, place, row0);
+        if (items.begin < items.end)
+            ahead.begin(table, items, own);
+#pragma unroll 1
+        for (i32 i = items.begin; i < items.end; i++) {
+            rows.locate(table, items, own, i);
+            if (rows.tile != loaded) {
+                loaded = rows.tile;
+                const bool beside = BESIDE && loaded < table.n_beside;
+                const i32 first = loaded * TOKENS;
+                const TileUses uses =
+                    beside ? TileUses{0, n_tokens * n_used + first, min(TOKENS, n_tokens - first)} : uses_at(table, loaded);
+                const i32 pair = beside ? uses.first + lane : lane < uses.count ? load_fresh(pairs + uses.first + lane) : 0;
+                n = uses.count, which ^= 1;
+                if (threadIdx.x < TOKENS)
+                    places[which][lane] = pair;
+                if (WEIGHTED)
+                    factor = beside ? 1.0f : gate_scales[uses.expert];
+                x = take_input<L>(shared, beside ? first + lane : pair / n_used, n, q, d, sums);
+            }
+            float sum[HELD][4], of[2];
+            multiply_item(sum, ahead, rows, table, items, own, x);
+            meet_sums(of, sum, (float*)(shared + L::MEET_AT), own.half);
+            const i32 row0 = items.slice(i) * 32, n_rows = min(32, F - row0);
+            const i32 t = own_token(), row = own.row + lane / 4 + 8 * own.half;
+#pragma unroll
+            for (i32 k = 0; k < 2; k++)
+                if (t + k < n && row < n_rows) {
+                    if (own.part)
+                        us[t + k][row] = of[k];
+                    else
+                        gs[t + k][row] = WEIGHTED && !(BESIDE && loaded < table.n_beside) ? factor * of[k] : of[k];
+                }
+            __syncthreads();
+            const i32* const place = places[which];
+            if (rows.matrix) // else somebody else computes it
+                store_z<WARPS>({gs, us, n, n_rows}, {z, zq, zd, zsums, F}, [&](i32 t) -> i64 { return place[t]; }, row0);
+        }
+        if (!missing)
+            return;
     }
 }
 
@@ -281,47 +425,51 @@ KERNEL __launch_bounds__(THREADS, PER_SM)
 #ifdef DOWN
 
 KERNEL __launch_bounds__(THREADS, PER_SM)
-    down_tiled(const u8* table, const i32* n_entries, const u64* source, const i32* pairs, const i8* zq, const float* zd,
+    down_tiled(const u8* entries, const i32* n_entries, const u64* source, const i32* pairs, const i8* zq, const float* zd,
                const i32* zsums, float* y, i32 first, i32 columns) {
     typedef Layout<DOWN, DOWN> L;
+    __shared__ i32 places[2][TOKENS];
     DYNAMIC_SHARED(u8, shared);
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = (blockIdx.x * WARPS + warp) * TILE_ROWS;
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     dependency_release();
     // The table is complete since gate_up began.
-    Entry entry;
-    const bool works = entry_at(table, n_entries, source, blockIdx.y, entry);
-    const i32 passes = works ? (entry.uses.count + TOKENS - 1) / TOKENS : 0;
-    u8* const own_memory = shared + L::WARPS_AT + warp * L::OF_WARP;
-    Constants* const constants = (Constants*)own_memory;
-    u8* const unpacked = own_memory + L::CONSTANTS;
-    Rows<L> own = {nullptr, columns - row0, unpacked + L::UNPACKED};
-    i32 pair = 0;
-    if (works) {
-        if (entry.slot[2]) // gate_up writes what enters a slot; the rest is there already
-            dependency_wait();
-        const u8* const part = entry.slot[2] ? entry.slot[2] : entry.part[2];
-        own.from = part + (i64)(first + row0) * row_bytes_of(DOWN, COLS);
-        Rows<L>::template begin<DOWN>(own, passes);
-        pair = own_pair(pairs, entry.uses);
-    }
+    const Table table = open_table(entries, n_entries, source, pairs, 0);
+    const i32 each = (columns + ITEM_ROWS - 1) / ITEM_ROWS, n_items = table.n_tiles * each, workers = gridDim.x;
+    const Items items = {share(n_items, blockIdx.x, workers), share(n_items, blockIdx.x + 1, workers), 0, 0, each};
+    u8* const memory = shared + L::WARPS_AT + warp * L::OF_WARP;
+    const Own own = {2, warp % 2, first + warp / 2 * TILE_ROWS, ITEM_ROWS, first + columns, nullptr,
+                     memory + L::CONSTANTS + L::UNPACKED, (Constants*)memory, memory + L::CONSTANTS, false};
+    Ahead<DOWN, DOWN, L> ahead;
+    Rows<DOWN, DOWN> rows;
+    ahead.rows.tile = rows.tile = -1;
+    if (table.n_missing) // gate_up writes what enters a slot; the rest is there already
+        dependency_wait();
+    if (items.begin < items.end)
+        ahead.begin(table, items, own);
     dependency_wait();
+    i32 loaded = -1, n = 0, which = 0;
+    WideInput x = {};
 #pragma unroll 1
-    for (i32 i = 0; i < passes; i++) {
-        const i32 i0 = i * TOKENS, n = min(TOKENS, entry.uses.count - i0);
-        if (i)
-            __syncthreads(); // of those before
-        const i32 of_pass = __shfl_sync(FULL_WARP, pair, (lane + i0) % WARP);
-        const WideInput x = take_input<L>(shared, of_pass, n, zq, zd, zsums);
-        float sum[4];
-        multiply_rows<DOWN, L>(sum, own, constants, unpacked, x);
-#pragma unroll
-        for (i32 c = 0; c < 4; c++) {
-            const i32 t = (FEW ? lane % 2 : lane % 4) * 2 + c % 2, row = row0 + lane / 4 + c / 2 * 8;
-            const i64 to = __shfl_sync(FULL_WARP, of_pass, t);
-            // Of few tokens two lanes have the same results: each writes one of its two rows.
-            if (t < n && row < columns && (!FEW || lane % 4 / 2 == c / 2))
-                y[to * columns + row] = sum[c];
+    for (i32 i = items.begin; i < items.end; i++) {
+        rows.locate(table, items, own, i);
+        if (rows.tile != loaded) {
+            loaded = rows.tile;
+            const TileUses uses = uses_at(table, loaded);
+            const i32 pair = lane < uses.count ? load_fresh(pairs + uses.first + lane) : 0;
+            n = uses.count, which ^= 1;
+            if (threadIdx.x < TOKENS)
+                places[which][lane] = pair;
+            x = take_input<L>(shared, pair, n, zq, zd, zsums);
         }
+        float sum[HELD][4], of[2];
+        multiply_item(sum, ahead, rows, table, items, own, x);
+        // Sums of two items in turn: whoever is slow may still read the last one's.
+        meet_sums(of, sum, (float*)(shared + L::MEET_AT) + i % 2 * (WARPS * 2 * HELD * WARP), own.half);
+        const i32 t = own_token(), row = items.slice(i) * ITEM_ROWS + warp / 2 * TILE_ROWS + lane / 4 + 8 * own.half;
+#pragma unroll
+        for (i32 k = 0; k < 2; k++) // of few tokens two lanes have the same, and each writes one
+            if (t + k < n && row < columns && rows.matrix && (!FEW || lane % 4 / 2 == k))
+                y[(i64)places[which][t + k] * columns + row] = of[k];
     }
 }
 

@@ -46,7 +46,7 @@ SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed 
 ROW_TOKENS = 4  # up to so many, a warp of down_several has eight rows, then sixteen
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 # From so many tokens on the halves of an FFN are computed on tensor cores.
-TILED_FROM = {"gate_up": 3, "down": 3}
+TILED_FROM = {"gate_up": 2, "down": 2}
 
 
 def runs_beside(shared: SharedExpert, bank: Experts) -> bool:

@@ -20,12 +20,14 @@ from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import Quantized
 from engine.ops.cuda.wide import FEW_TOKENS, GROUP, RESERVED, RUN_COLUMNS, TILE_ROWS, run_stage_bytes
 
-WARP, WARPS = 32, 4  # lanes, and warps of a block
-Z_ROWS = 32  # of gate and up that a block has
-BLOCK_ROWS = WARPS * TILE_ROWS  # of down
+WARP, WARPS = 32, 8  # lanes, and warps of a block
+Z_ROWS = 32  # of gate and up that an item has
+ITEM_ROWS = WARPS // 2 * TILE_ROWS  # of down
 MAX_STAGES = 4
-PER_SM = {True: 4, False: 3}  # blocks of a multiprocessor, of few tokens and of more, as registers allow
+MOST_BLOCKS = 2  # of a multiprocessor, as registers allow
+MOST_RECORDS = 512  # of an active table
 UNPACKED_BYTES = TILE_ROWS * RUN_COLUMNS  # where the weights of a run are put that a table has
+MEET_BYTES = 2048  # where the sums of two warps meet, for each token of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,20 @@ class TiledShape:
 def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: bool) -> TiledShape | None:
     """The most blocks at a time, then the most runs in flight; None: of types or columns that the kernel does not take.
 
-    types: of the matrices that a launch has, of rows of so many columns. few: most experts have at most FEW_TOKENS.
+    types: of gate and up, or of down, of rows of so many columns. few: most experts have at most FEW_TOKENS pairs.
     """
     if any(t in FLOAT_TYPES for t in types) or columns % 32:
         return None
-    tokens = FEW_TOKENS if few else GROUP
+    tokens, is_down = FEW_TOKENS if few else GROUP, len(types) == 1
     halves = any(block_types.record(t).kind == "HALVES" for t in types)
     stride = (columns + 95) // 128 * 128 + 48
-    of_block = tokens * stride + columns // 32 * tokens * 8 * (1 + halves)
+    of_block = tokens * (stride + MEET_BYTES * (1 + is_down)) + columns // 32 * tokens * 8 * (1 + halves)
     constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
     of_warp = constants + (UNPACKED_BYTES if any(t in GRIDS for t in types) else 0)
     stage = max(run_stage_bytes(t, row_bytes(t, columns, "an expert")) for t in types)
-    static = 2 * tokens * (Z_ROWS + 1) * 4
+    static = 4 * (MOST_RECORDS + 1 + 2 * tokens + 2 * tokens * (Z_ROWS + 1) * (not is_down))
     most = min(MAX_STAGES, max(2, -(-columns // RUN_COLUMNS)))
-    for per_sm in range(PER_SM[few], 0, -1):
+    for per_sm in range(MOST_BLOCKS, 0, -1):
         for stages in range(most, 1, -1):
             used = of_block + WARPS * (of_warp + stages * stage)
             if per_sm * (used + static + RESERVED) <= device.max_shared_bytes + RESERVED:
@@ -75,9 +77,9 @@ def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: boo
 class Table:
     """Experts and the pairs t * A + a that use them, on the device.
 
-    entries: the active table (`Routing`), or with `source` tiles int32 [n, 4] of grouped.cu; n: int32 [1], how many there
-    are, at most `most`. pairs: int32, those of an entry in a row, at most 32. source: uint64 [E, 3], where each expert's
-    matrices are; of an expert whose are 0 nothing is computed.
+    entries: the active table (`Routing`), or with `source` tiles int32 [n, 4] of grouped.cu, of `TiledShape.tokens` pairs
+    at most; n: int32 [1], how many there are, at most `most`. pairs: int32, those of an entry in a row. source: uint64
+    [E, 3], where each expert's matrices are; of an expert whose are 0 nothing is computed.
     """
 
     entries: Array
@@ -128,7 +130,7 @@ class TiledExperts:
             if copiers:
                 shared_bytes = max(shared_bytes, 8 * bank.n_embd)
         args += [copiers, np.int64(bank.part_bytes[2]), bank.gate_scale]
-        grid = copiers + n_entries * -(-bank.n_ff // Z_ROWS)
+        grid = copiers + min(n_entries * -(-bank.n_ff // Z_ROWS), shape.per_sm * self.device.n_sm)
         kernel = self.device.kernel(Module("tiled.cu", defines), "gate_up_tiled")
         kernel(grid, WARPS * WARP, args, shared_bytes, overlap=table.source is None)
 
@@ -139,7 +141,7 @@ class TiledExperts:
         numbers = {"COLS": bank.n_ff, "TILES": int(table.source is not None)}
         module = Module("tiled.cu", (("DOWN", bank.down_type.name), *_numbers(numbers), *shape.defines()))
         args = [table.entries, table.n, table.source, table.pairs, z.q, z.d, z.sums, y, first, columns]
-        grid = (-(-columns // BLOCK_ROWS), table.most)
+        grid = min(table.most * -(-columns // ITEM_ROWS), shape.per_sm * self.device.n_sm)
         self.device.kernel(module, "down_tiled")(
             grid, WARPS * WARP, args, shape.shared_bytes, overlap=table.source is None
         )
