@@ -24,7 +24,7 @@
 //   SHARED   the copiers make row_scale
 //
 // Shared memory: TOKENS rows of q, COLS rounded up to 48 more than a multiple of 128 each; 8 * TOKENS bytes for 32 columns,
-// twice as many where a type has halves; TOKENS * 2 KiB where sums meet, of down_tiled twice that; for each warp the constants of a run, 4 KiB where a
+// twice as many where a type has halves; TOKENS * 4 KiB where sums meet; for each warp the constants of a run, 4 KiB where a
 // type has a grid, and the stages. With SHARED 8 * COLS at least.
 #ifndef TILES
 #define TILES 0
@@ -36,11 +36,6 @@
 constexpr i32 TOKENS = FEW ? FEW_TOKENS : GROUP, PAIRS = TOKENS / 2, BLOCKS = COLS / 32, N_RUNS = (BLOCKS + RUN - 1) / RUN;
 constexpr i32 THREADS = WARPS * WARP, UNITS = WARPS / 2, ITEM_ROWS = UNITS * TILE_ROWS, HELD = HELD_RUN<FEW>;
 constexpr i32 MOST_RECORDS = 512;
-#ifdef DOWN
-constexpr i32 MEETS = 2; // items whose sums may meet at a time
-#else
-constexpr i32 MEETS = 1;
-#endif
 static_assert(COLS % 32 == 0, "whole blocks");
 
 // What the kernel of one or two types needs of shared memory, in this order.
@@ -51,8 +46,11 @@ struct Layout {
     static constexpr i32 SKEW = Fragments<a>::PAIRED || Fragments<b>::PAIRED ? 32 : 48; // as in wide.cu
     static constexpr i32 STRIDE = (COLS + 95) / 128 * 128 + SKEW;
     static constexpr i32 PREPARED_AT = TOKENS * STRIDE, MEET_AT = PREPARED_AT + BLOCKS * PAIRS * 16 * (1 + HALVES);
-    static constexpr i32 WARPS_AT = MEET_AT + MEETS * WARPS * WARP * 2 * HELD * 4;
-    static constexpr i32 CONSTANTS = constants_bytes(HALVES), UNPACKED = has_grid(a) || has_grid(b) ? 16 * 32 * RUN : 0;
+    static constexpr i32 WARPS_AT = MEET_AT + WARPS * WARP * HELD * 16;
+    // Where no type has scales besides factors, these are not there, and constants begin as much earlier.
+    static constexpr bool NO_SCALE = has_halves(a) && !BlockCode<a>::MINIMUM && has_halves(b) && !BlockCode<b>::MINIMUM;
+    static constexpr i32 MISSING = NO_SCALE ? sizeof(Constants::scale) : 0;
+    static constexpr i32 CONSTANTS = constants_bytes(HALVES) - MISSING, UNPACKED = has_grid(a) || has_grid(b) ? 16 * 32 * RUN : 0;
     static constexpr i32 A_BYTES = Runs<a, COLS>::STAGE_BYTES, B_BYTES = Runs<b, COLS>::STAGE_BYTES;
     static constexpr i32 STAGE = A_BYTES > B_BYTES ? A_BYTES : B_BYTES, OF_WARP = CONSTANTS + UNPACKED + STAGES * STAGE;
 };
@@ -85,21 +83,31 @@ DEVICE Table open_table(const u8* entries, const i32* n_entries, const u64* sour
     // A warp has 32 records at a time: all do the same sums, so nobody waits for more than the one barrier.
     i32* const firsts = first_tiles();
     const i32 lane = threadIdx.x % WARP;
-    for (i32 r0 = 0; r0 < t.n_entries; r0 += WARP) {
-        const u64* const record = (const u64*)(entries + (i64)(r0 + lane) * 64);
-        const bool exists = r0 + lane < t.n_entries;
-        const i32 n = exists ? tiles_of((i32)load_fresh(record + 7)) : 0;
-        const bool misses = exists && load_fresh(record + 3);
-        i32 sum = n;
+    constexpr i32 AT_ONCE = 4; // loads that are under way
+    for (i32 r0 = 0; r0 < t.n_entries; r0 += AT_ONCE * WARP) {
+        i32 counts[AT_ONCE];
+        bool misses[AT_ONCE];
 #pragma unroll
-        for (i32 o = 1; o < WARP; o *= 2) {
-            const i32 before = __shfl_up_sync(FULL_WARP, sum, o);
-            sum += lane >= o ? before : 0;
+        for (i32 k = 0; k < AT_ONCE; k++) {
+            const i32 r = r0 + k * WARP + lane;
+            const u64* const record = (const u64*)(entries + (i64)r * 64);
+            counts[k] = r < t.n_entries ? (i32)load_fresh(record + 7) : 0;
+            misses[k] = r < t.n_entries && load_fresh(record + 3);
         }
-        if (threadIdx.x < WARP && exists)
-            firsts[r0 + lane] = t.n_tiles + sum - n;
-        t.n_missing = max(t.n_missing, (i32)__reduce_max_sync(FULL_WARP, misses ? t.n_tiles + sum : 0));
-        t.n_tiles += __shfl_sync(FULL_WARP, sum, WARP - 1);
+#pragma unroll
+        for (i32 k = 0; k < AT_ONCE; k++) {
+            const i32 n = tiles_of(counts[k]);
+            i32 sum = n;
+#pragma unroll
+            for (i32 o = 1; o < WARP; o *= 2) {
+                const i32 before = __shfl_up_sync(FULL_WARP, sum, o);
+                sum += lane >= o ? before : 0;
+            }
+            if (threadIdx.x < WARP && n)
+                firsts[r0 + k * WARP + lane] = t.n_tiles + sum - n;
+            t.n_missing = max(t.n_missing, (i32)__reduce_max_sync(FULL_WARP, misses[k] ? t.n_tiles + sum : 0));
+            t.n_tiles += __shfl_sync(FULL_WARP, sum, WARP - 1);
+        }
     }
     if (threadIdx.x == 0)
         firsts[t.n_entries] = t.n_tiles;
@@ -225,13 +233,23 @@ struct Ahead {
     }
 };
 
-// sum: of the warp's two parts of its rows, each accumulator for itself.
+// A warp's sums of its two parts, each accumulator for itself, in the warp's share of `meet`: those of the first part wait there
+// for the second's, since registers would not hold both and what a product takes. Then both warps of some rows put theirs together,
+// by the block: the first warp gets rows lane / 4, the second those 8 behind. of[i]: of token own_token() + i. A barrier has to
+// follow before the next call.
 template <Type a, Type b, class L>
-DEVICE void multiply_item(float (&sum)[HELD][4], Ahead<a, b, L>& ahead, const Rows<a, b>& rows, const Table& t,
-                          const Items& items, const Own& own, const WideInput& x) {
+DEVICE void multiply_item(float (&of)[2], Ahead<a, b, L>& ahead, const Rows<a, b>& rows, const Table& t, const Items& items,
+                          const Own& own, const WideInput& x, float4* meet) {
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float4 *const mine = meet + warp * (HELD * WARP) + lane, *const other = meet + (warp ^ 1) * (HELD * WARP) + lane;
+    float acc[1][HELD][4];
 #pragma unroll 1
     for (i32 part = own.half; part < PARTS; part += 2) {
-        float acc[1][HELD][4] = {};
+#pragma unroll
+        for (i32 j = 0; j < HELD; j++)
+#pragma unroll
+            for (i32 c = 0; c < 4; c++)
+                acc[0][j][c] = 0.0f;
 #pragma unroll 1
         for (i32 s = part; s < N_RUNS; s += PARTS) {
             u8* const stage = own.stages + ahead.at * L::STAGE;
@@ -252,31 +270,34 @@ DEVICE void multiply_item(float (&sum)[HELD][4], Ahead<a, b, L>& ahead, const Ro
             __syncwarp(); // the stage is free
             ahead.issue(t, items, own, stage);
         }
+        if (part < 2) {
 #pragma unroll
-        for (i32 j = 0; j < HELD; j++)
+            for (i32 j = 0; j < HELD; j++)
+                mine[j * WARP] = make_float4(acc[0][j][0], acc[0][j][1], acc[0][j][2], acc[0][j][3]);
+        } else {
 #pragma unroll
-            for (i32 c = 0; c < 4; c++)
-                sum[j][c] = part < 2 ? acc[0][j][c] : sum[j][c] + acc[0][j][c];
+            for (i32 j = 0; j < HELD; j++) {
+                const float4 first = mine[j * WARP];
+                acc[0][j][0] = first.x + acc[0][j][0], acc[0][j][1] = first.y + acc[0][j][1];
+                acc[0][j][2] = first.z + acc[0][j][2], acc[0][j][3] = first.w + acc[0][j][3];
+            }
+        }
     }
-}
-
-// Both warps of some rows put their sums together, by the block: the first warp gets rows lane / 4, the second those 8 behind.
-// of[i]: token 2 * (lane % 4) + i, of few tokens 2 * (lane % 2) + i. meet: floats that the block's warps may use.
-DEVICE void meet_sums(float (&of)[2], const float (&sum)[HELD][4], float* meet, i32 half) {
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    float *const own = meet + warp * (2 * HELD * WARP) + lane, *const other = meet + (warp ^ 1) * (2 * HELD * WARP) + lane;
 #pragma unroll
-    for (i32 j = 0; j < HELD; j++)
-#pragma unroll
-        for (i32 i = 0; i < 2; i++)
-            own[(2 * j + i) * WARP] = half ? sum[j][i] : sum[j][2 + i]; // what the other warp makes
+    for (i32 j = 0; j < HELD; j += 2) // what the other warp makes
+        mine[j / 2 * WARP] = own.half ? make_float4(acc[0][j][0], acc[0][j][1], acc[0][j + 1][0], acc[0][j + 1][1])
+                                      : make_float4(acc[0][j][2], acc[0][j][3], acc[0][j + 1][2], acc[0][j + 1][3]);
     __syncthreads();
     float all[HELD][2];
 #pragma unroll
-    for (i32 j = 0; j < HELD; j++)
+    for (i32 j = 0; j < HELD; j += 2) {
+        const float4 more = other[j / 2 * WARP];
 #pragma unroll
-        for (i32 i = 0; i < 2; i++)
-            all[j][i] = (half ? sum[j][2 + i] : sum[j][i]) + other[(2 * j + i) * WARP];
+        for (i32 k = 0; k < 2; k++) {
+            all[j + k][0] = (own.half ? acc[0][j + k][2] : acc[0][j + k][0]) + (k ? more.z : more.x);
+            all[j + k][1] = (own.half ? acc[0][j + k][3] : acc[0][j + k][1]) + (k ? more.w : more.y);
+        }
+    }
 #pragma unroll
     for (i32 o = HELD / 2; o; o /= 2)
 #pragma unroll
@@ -356,7 +377,7 @@ KERNEL __launch_bounds__(THREADS, PER_SM)
     const i32 n_missing = table.n_missing * each, n_others = (table.n_beside + table.n_tiles) * each - n_missing;
     u8* const memory = shared + L::WARPS_AT + warp * L::OF_WARP;
     const Own own = {unit / 2, warp % 2, unit % 2 * TILE_ROWS, 32, F, unit / 2 ? beside_up : beside_gate,
-                     memory + L::CONSTANTS + L::UNPACKED, (Constants*)memory, memory + L::CONSTANTS, GATE != UP && unit / 2};
+                     memory + L::CONSTANTS + L::UNPACKED, (Constants*)(memory - L::MISSING), memory + L::CONSTANTS, GATE != UP && unit / 2};
     Ahead<GATE, UP, L> ahead;
     Rows<GATE, UP> rows;
     ahead.rows.tile = rows.tile = -1;
@@ -398,9 +419,8 @@ KERNEL __launch_bounds__(THREADS, PER_SM)
                     factor = beside ? 1.0f : gate_scales[uses.expert];
                 x = take_input<L>(shared, beside ? first + lane : pair / n_used, n, q, d, sums);
             }
-            float sum[HELD][4], of[2];
-            multiply_item(sum, ahead, rows, table, items, own, x);
-            meet_sums(of, sum, (float*)(shared + L::MEET_AT), own.half);
+            float of[2];
+            multiply_item(of, ahead, rows, table, items, own, x, (float4*)(shared + L::MEET_AT));
             const i32 row0 = items.slice(i) * 32, n_rows = min(32, F - row0);
             const i32 t = own_token(), row = own.row + lane / 4 + 8 * own.half;
 #pragma unroll
@@ -438,7 +458,7 @@ KERNEL __launch_bounds__(THREADS, PER_SM)
     const Items items = {share(n_items, blockIdx.x, workers), share(n_items, blockIdx.x + 1, workers), 0, 0, each};
     u8* const memory = shared + L::WARPS_AT + warp * L::OF_WARP;
     const Own own = {2, warp % 2, first + warp / 2 * TILE_ROWS, ITEM_ROWS, first + columns, nullptr,
-                     memory + L::CONSTANTS + L::UNPACKED, (Constants*)memory, memory + L::CONSTANTS, false};
+                     memory + L::CONSTANTS + L::UNPACKED, (Constants*)(memory - L::MISSING), memory + L::CONSTANTS, false};
     Ahead<DOWN, DOWN, L> ahead;
     Rows<DOWN, DOWN> rows;
     ahead.rows.tile = rows.tile = -1;
@@ -461,15 +481,14 @@ KERNEL __launch_bounds__(THREADS, PER_SM)
                 places[which][lane] = pair;
             x = take_input<L>(shared, pair, n, zq, zd, zsums);
         }
-        float sum[HELD][4], of[2];
-        multiply_item(sum, ahead, rows, table, items, own, x);
-        // Sums of two items in turn: whoever is slow may still read the last one's.
-        meet_sums(of, sum, (float*)(shared + L::MEET_AT) + i % 2 * (WARPS * 2 * HELD * WARP), own.half);
+        float of[2];
+        multiply_item(of, ahead, rows, table, items, own, x, (float4*)(shared + L::MEET_AT));
         const i32 t = own_token(), row = items.slice(i) * ITEM_ROWS + warp / 2 * TILE_ROWS + lane / 4 + 8 * own.half;
 #pragma unroll
         for (i32 k = 0; k < 2; k++) // of few tokens two lanes have the same, and each writes one
             if (t + k < n && row < columns && rows.matrix && (!FEW || lane % 4 / 2 == k))
                 y[(i64)places[which][t + k] * columns + row] = of[k];
+        __syncthreads(); // sums have met
     }
 }
 

@@ -27,7 +27,7 @@ MAX_STAGES = 4
 MOST_BLOCKS = 2  # of a multiprocessor, as registers allow
 MOST_RECORDS = 512  # of an active table
 UNPACKED_BYTES = TILE_ROWS * RUN_COLUMNS  # where the weights of a run are put that a table has
-MEET_BYTES = 2048  # where the sums of two warps meet, for each token of a tile
+MEET_BYTES = 4096  # where the sums of two warps meet, for each token of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,12 @@ def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: boo
     if any(t in FLOAT_TYPES for t in types) or columns % 32:
         return None
     tokens, is_down = FEW_TOKENS if few else GROUP, len(types) == 1
-    halves = any(block_types.record(t).kind == "HALVES" for t in types)
+    records = [block_types.record(t) for t in types]
+    halves = any(r.kind == "HALVES" for r in records)
+    scales = not all(r.kind == "HALVES" and t != QType.Q2_K for r, t in zip(records, types, strict=True))
     stride = (columns + 95) // 128 * 128 + 48
-    of_block = tokens * (stride + MEET_BYTES * (1 + is_down)) + columns // 32 * tokens * 8 * (1 + halves)
-    constants = TILE_ROWS * (10 * 8 + 9 * 16 * halves)
+    of_block = tokens * (stride + MEET_BYTES) + columns // 32 * tokens * 8 * (1 + halves)
+    constants = TILE_ROWS * (10 * 8 * scales + 9 * 16 * halves)
     of_warp = constants + (UNPACKED_BYTES if any(t in GRIDS for t in types) else 0)
     stage = max(run_stage_bytes(t, row_bytes(t, columns, "an expert")) for t in types)
     static = 4 * (MOST_RECORDS + 1 + 2 * tokens + 2 * tokens * (Z_ROWS + 1) * (not is_down))
