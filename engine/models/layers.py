@@ -326,6 +326,10 @@ class Caches(Protocol):
     def delta(self) -> tuple[DeltaLayer | None, ...]:
         """The recurrent state of each layer."""
 
+    @property
+    def stages(self) -> bool:
+        """Whether any layer has something to be brought."""
+
     def staging(self, layer: int) -> tuple[I32, KVLayer, KVLayer] | None:
         """What `stage` takes to bring a layer what it reads and the pool has not; None where the pool has all."""
 
@@ -413,7 +417,7 @@ class Pass(Generic[ConfigT]):
 
     def stage_ahead(self, first: int) -> None:
         """Let what the next layer from `first` on reads come from host memory beside what is computed."""
-        if len(self.step.tokens) <= SMALL_TOKENS:
+        if len(self.step.tokens) <= SMALL_TOKENS or not self.kv.stages:
             return
         n_layer = min(self.config.n_layer, len(self.kv.layers))  # a block that drafts has one of its own
         found = (self.kv.staging(i) for i in range(first, n_layer))

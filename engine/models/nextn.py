@@ -201,6 +201,11 @@ class LastLayer:
         """It has no state."""
         return (None,)
 
+    @property
+    def stages(self) -> bool:
+        """As `KVCache.stages`."""
+        return self.kv.stages
+
     def staging(self, layer: int) -> tuple[I32, KVLayer, KVLayer] | None:
         """As `KVCache.staging`."""
         return self.kv.staging(len(self.kv.layers) - 1)

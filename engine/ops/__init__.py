@@ -10,6 +10,7 @@ Axis letters: T tokens, D embd, F ff, E experts, A active, H heads, K kv heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import gguf
@@ -90,10 +91,7 @@ class KVLayer:
     @property
     def kinds(self) -> KVPair:
         """How keys and values are stored."""
-        names = [np.dtype(array.dtype).name for array in (self.k, self.v)]
-        if not all(name in BY_DTYPE for name in names):
-            raise ValueError(f"a cache of {names[0]} and {names[1]}")
-        return KVPair(*(BY_DTYPE[name] for name in names))
+        return _kinds_of(self.k.dtype, self.v.dtype)
 
     @property
     def head_dim(self) -> int:
@@ -104,6 +102,15 @@ class KVLayer:
     def arrays(self) -> tuple[Any, ...]:
         """Keys, values and their scales, as attention takes them: None where there are none."""
         return self.k, self.v, self.k_scale, self.v_scale
+
+
+@cache
+def _kinds_of(keys: np.dtype[Any], values: np.dtype[Any]) -> KVPair:
+    """The kinds of such elements; every launch that reads a cache asks."""
+    names = [np.dtype(dtype).name for dtype in (keys, values)]
+    if not all(name in BY_DTYPE for name in names):
+        raise ValueError(f"a cache of {names[0]} and {names[1]}")
+    return KVPair(*(BY_DTYPE[name] for name in names))
 
 
 @dataclass(frozen=True, slots=True)

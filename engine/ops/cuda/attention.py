@@ -11,12 +11,13 @@ launch without overlap.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.ground.kv_types import KVKind
+from engine.ground.kv_types import KVKind, KVPair
 from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Limits, Recall
 from engine.ops.cuda.device import Array, Device, Module, Stream
 from engine.ops.cuda.products import Quantized
@@ -300,7 +301,12 @@ def home_arguments(device: Device, kv: KVLayer) -> tuple[object, ...]:
 
 def kind_macros(kv: KVLayer) -> tuple[tuple[str, str], ...]:
     """The macros of cuda/kv_types.cuh."""
-    return tuple((f"{of}_TYPE", f"KV_{kind.name.upper()}") for of, kind in zip("KV", kv.kinds, strict=True))
+    return _macros_of(kv.kinds)
+
+
+@cache
+def _macros_of(kinds: KVPair) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{of}_TYPE", f"KV_{kind.name.upper()}") for of, kind in zip("KV", kinds, strict=True))
 
 
 def _tile_bytes(kind: KVKind, tile: int, head_dim: int) -> int:

@@ -1,6 +1,6 @@
 """FFNs of a step of at most 32 tokens: of experts, over the active table that `route` leaves on the device; dense.
 
-Kernels: experts.cu for one token and for dense FFNs, several.cu and tiled.cu for the experts of more.
+Kernels: experts.cu for one token and for dense FFNs, several.cu for the experts of more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from engine.ops.cuda.products import (
     shared_input_bytes,
     stage_bytes,
 )
-from engine.ops.cuda.tiled import Beside, Table, TiledExperts, TiledShape, tiled_shape
 
 Norm = tuple[Array, float]  # weight [D] and epsilon
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
@@ -45,8 +44,6 @@ SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocesso
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
 ROW_TOKENS = 4  # up to so many, a warp of down_several has eight rows, then sixteen
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
-# From so many tokens on the halves of an FFN are computed on tensor cores.
-TILED_FROM = {"gate_up": 2, "down": 2}
 
 
 def runs_beside(shared: SharedExpert, bank: Experts) -> bool:
@@ -70,7 +67,6 @@ class SmallExperts:
         self._zq = QuantizedScratch(device, n_rows, n_ff)
         self._row_scale = device.empty((SMALL_TOKENS,), np.float32)
         self._y = device.empty((n_pairs * limits.n_embd,), np.float32)
-        self.tiled = TiledExperts(device)
         self.cpu: CpuExperts | None = None  # of a step of one token
         self.landing: Landing | None = None  # the same
 
@@ -125,10 +121,6 @@ class SmallExperts:
         """The first half: z of each pair, then of each token; `active` is the table, its length and the pairs."""
         down_float = bank.down_type in FLOAT_TYPES
         T = (h.q if isinstance(h, Quantized) else h).shape[0]
-        tiled = self._tiled("gate_up", (bank.gate_type, bank.up_type), bank.n_embd, T)
-        if tiled is not None and isinstance(h, Quantized):
-            self._gate_up_tiled(tiled, h, bank, n_used, active, n_records, z, beside)
-            return
         if T == 1:
             shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation)
         else:
@@ -202,11 +194,6 @@ class SmallExperts:
             shared_bytes = max(n_warps * (each + stages * stage), _crowding(self.device, blocks * T))
             self.device.kernel(module, "down_one")((blocks, T), n_warps * WARP, args, shared_bytes, overlap=True)
             return None
-        tiled = self._tiled("down", (qtype,), F, T)
-        if tiled is not None and isinstance(z, Quantized):
-            table = Table(*active, n_records)
-            self.tiled.down(tiled, bank, table, z, self._y, 0, D)
-            return self._fold(weights, x, add, beside, scale, z, then if makes_norm else None)
         rows, stages, warps = self._whole(row, F, qtype, T)
         stage = stage_bytes(rows, row)
         shared_bytes = warps * (_z_bytes(F, qtype in FLOAT_TYPES) + stages * stage)
@@ -239,26 +226,6 @@ class SmallExperts:
             own = Quantized(z.q[T * A :], z.d[T * A :], z.sums[T * A :]) if isinstance(z, Quantized) else z[T * A :]
             self.products.product(beside.down, own, x, True, scale)
         return None
-
-    def _tiled(self, half: str, types: tuple[QType, ...], columns: int, T: int) -> TiledShape | None:
-        """How a half of a step's FFN is computed on tensor cores; None: it is not."""
-        return tiled_shape(self.device, types, columns, few=True) if T >= TILED_FROM[half] else None
-
-    def _gate_up_tiled(
-        self, shape: TiledShape, h: Quantized, bank: Experts, n_used: int, active: list[Array], n_records: int,
-        z: Quantized | Array, beside: tuple[SharedExpert, Array] | None,
-    ) -> None:  # fmt: skip
-        """`gate_up` on tensor cores."""
-        extra, more = None, ()
-        if beside is not None:
-            expert, floats = beside
-            gating: list[Array | None] = [None, None, None]
-            more = (("BESIDE", "1"),)
-            if expert.shared_gate is not None:
-                more = (*more, ("SHARED", _gate_type(expert.shared_gate, bank.n_embd)))
-                gating = [expert.shared_gate.data, floats, self._row_scale]
-            extra = Beside(expert.gate.data, expert.up.data, len(floats), gating)
-        self.tiled.gate_up(shape, bank, n_used, Table(*active, n_records), h, z, extra, SEVERAL_COPIERS, more)
 
     def _whole(self, row: int, n_ff: int, qtype: QType, T: int) -> tuple[int, int, int]:
         """Rows at a time, how many times, warps a block: of a down matrix whose rows have `row` bytes."""

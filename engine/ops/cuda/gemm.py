@@ -8,8 +8,8 @@ weights beyond a half's range (65504) become infinite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import numpy as np
 from gguf import GGMLQuantizationType as QType
@@ -31,6 +31,7 @@ def _padded(n: int, multiple: int = STEP) -> int:
     return -(-n // multiple) * multiple
 
 
+@cache
 def tile_bytes(qtype: QType, matrices: int, tokens: int, warps: int) -> int:
     """Dynamic shared memory of a block: Tile::BYTES of cuda/gemm_tile.cuh and its tokens' rows."""
     record = block_types.record(qtype)
@@ -149,13 +150,7 @@ class Gemm:
 
     def _dense_tile(self, qtype: QType, n_rows: int, n_tokens: int) -> tuple[int, int]:
         """(tokens, warps) of a block: the largest that leaves enough blocks for all multiprocessors."""
-        wanted = FILLED * self.device.n_sm
-
-        def filled(tokens: int, warps: int) -> bool:
-            return n_tokens > tokens // 2 and -(-n_rows // (32 * warps)) * -(-n_tokens // tokens) >= wanted
-
-        tokens = self._tokens((qtype,), lambda tokens: filled(tokens, 4))
-        return tokens, self._warps((qtype,), 2, tokens) if filled(tokens, 8) else 4
+        return _tile((qtype,), 2, 32, n_rows, n_tokens, self.device.n_sm, self.device.max_shared_bytes)
 
     def float_product(self, w: QTensor, x: Array, y: Array) -> None:
         """y [T, N] = w [N, K], a float type, of x [T, K], all float32 and in about its accuracy."""
@@ -217,15 +212,9 @@ class Gemm:
         self._join(z.values, self._dense_exponents, z.scale, T, z.stride, gating)
         self.product(down, z, x, add)
 
-    def _gated_tile(self, types: Sequence[QType], matrices: int, n_rows: int, n_tokens: int) -> tuple[int, int]:
+    def _gated_tile(self, types: tuple[QType, ...], matrices: int, n_rows: int, n_tokens: int) -> tuple[int, int]:
         """`_dense_tile` for gate_up.cu, whose blocks have half as many rows of each matrix."""
-        wanted = FILLED * self.device.n_sm
-
-        def filled(tokens: int, warps: int) -> bool:
-            return n_tokens > tokens // 2 and -(-n_rows // (16 * warps)) * -(-n_tokens // tokens) >= wanted
-
-        tokens = self._tokens(types, lambda tokens: filled(tokens, 4))
-        return tokens, self._warps(types, matrices, tokens) if filled(tokens, 8) else 4
+        return _tile(types, matrices, 16, n_rows, n_tokens, self.device.n_sm, self.device.max_shared_bytes)
 
     def _join(
         self, z: Array, exponents: Array, scale: Array, n_rows: int, stride: int, gate: Array | None = None
@@ -254,7 +243,8 @@ class Gemm:
     def _expert_tokens(self, tokens_per_expert: float, bank: Experts) -> int:
         """Tokens of a tile: a tile half full takes about half the time, a second one dequantizes the weights again."""
         types = (bank.gate_type, bank.up_type, bank.down_type)
-        return self._tokens(types, lambda tokens: tokens_per_expert >= (90 if tokens > 64 else 20))
+        worth = tuple(tokens for tokens in TILE_TOKENS if tokens_per_expert >= (90 if tokens > 64 else 20))
+        return _tokens(types, worth, self.device.max_shared_bytes)
 
     def _group(self, experts: Array, n_experts: int, tokens: int) -> None:
         """Sort the pairs (token, rank) by expert and cut them in tiles."""
@@ -275,7 +265,7 @@ class Gemm:
         n_pairs, stride = h.values.shape[0] * n_ranks, _padded(bank.n_ff)
         types = (bank.gate_type, bank.up_type)
         matrices = 2 if bank.gate_type == bank.up_type else 1
-        warps = self._warps(types, matrices, tokens)
+        warps = _warps(types, matrices, tokens, self.device.max_shared_bytes)
         at = (source, self._tiles, self._n_tiles, self._pairs, n_ranks)
         sizes = (h.stride, bank.n_embd, bank.n_ff, *(row_bytes(t, bank.n_embd, "an expert") for t in types))
         module = _module("gate_up.cu", tokens, warps, bank.activation, TYPE=types[0], UP_TYPE=types[1])
@@ -290,7 +280,7 @@ class Gemm:
     def _down(self, weights: Array, bank: Experts, source: Array, tokens: int, x: Array, add: bool = True) -> None:
         """Add down of every z to x, as many columns at a time as `_y` can hold."""
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
-        warps = self._warps((bank.down_type,), 2, tokens)
+        warps = _warps((bank.down_type,), 2, tokens, self.device.max_shared_bytes)
         module = _module("down.cu", tokens, warps, TYPE=bank.down_type)
         kernel, fold = self.device.kernel(module, "down"), self.device.kernel(Module("grouped.cu"), "fold_ranks")
         at = (source, self._tiles, self._n_tiles, self._pairs, self._z, self._z_scale)
@@ -307,18 +297,37 @@ class Gemm:
             )
             fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns, int(add)))
 
-    def _tokens(self, types: Sequence[QType], is_worth: Callable[[int], bool]) -> int:
-        """The largest tile that fits into shared memory and is worth it, else the smallest."""
-        most = self.device.max_shared_bytes
-        fitting = [n for n in TILE_TOKENS if all(tile_bytes(t, 2, n, 4) <= most for t in types)]
-        return next((n for n in fitting if is_worth(n)), min(TILE_TOKENS))
 
-    def _warps(self, types: Sequence[QType], matrices: int, tokens: int) -> int:
-        """8 warps a block for the largest tiles, where their shared memory allows, else 4."""
-        fits = all(tile_bytes(t, matrices, tokens, 8) <= self.device.max_shared_bytes for t in types)
-        return 8 if tokens == max(TILE_TOKENS) and fits else 4
+# Every launch asks how it is to be cut, and there are few answers; Python takes longer for one than a small kernel runs.
 
 
+@lru_cache(4096)
+def _tile(
+    types: tuple[QType, ...], matrices: int, rows: int, n_rows: int, n_tokens: int, n_sm: int, most_bytes: int
+) -> tuple[int, int]:
+    """(tokens, warps) of a block with so many rows a warp: the largest that leaves enough blocks for n_sm."""
+
+    def filled(tokens: int, warps: int) -> bool:
+        return n_tokens > tokens // 2 and -(-n_rows // (rows * warps)) * -(-n_tokens // tokens) >= FILLED * n_sm
+
+    tokens = _tokens(types, tuple(n for n in TILE_TOKENS if filled(n, 4)), most_bytes)
+    return tokens, _warps(types, matrices, tokens, most_bytes) if filled(tokens, 8) else 4
+
+
+@cache
+def _tokens(types: tuple[QType, ...], worth: tuple[int, ...], most_bytes: int) -> int:
+    """The largest tile that fits into shared memory and is worth it, else the smallest."""
+    fitting = [n for n in TILE_TOKENS if all(tile_bytes(t, 2, n, 4) <= most_bytes for t in types)]
+    return next((n for n in fitting if n in worth), min(TILE_TOKENS))
+
+
+@cache
+def _warps(types: tuple[QType, ...], matrices: int, tokens: int, most_bytes: int) -> int:
+    """8 warps a block for the largest tiles, where their shared memory allows, else 4."""
+    return 8 if tokens == max(TILE_TOKENS) and all(tile_bytes(t, matrices, tokens, 8) <= most_bytes for t in types) else 4
+
+
+@cache
 def _module(file: str, tokens: int, warps: int, activation: Activation = "silu", **types: QType) -> Module:
     sizes = (("TOKENS", str(tokens)), ("WARPS", str(warps)), *((("GELU", "1"),) if activation == "gelu" else ()))
     return Module(file, (*((name, qtype.name) for name, qtype in types.items()), *sizes))
