@@ -136,10 +136,11 @@ def test_a_row_that_is_not_finite_stays_alone(device: Any) -> None:
     assert not nan.any()
 
 
+@pytest.mark.parametrize("K", [77, 24, 680, 36])  # rows of odd lengths, of less than a warp's share, of several for each warp
 @pytest.mark.parametrize("qtype", FLOATS, ids=lambda t: t.name)
-def test_float_product(device: Any, qtype: QType) -> None:
+def test_float_product(device: Any, qtype: QType, K: int) -> None:
     rng = np.random.default_rng(6)
-    T, N, K = 37, 70, 77
+    T, N = 37, 70
     w, x = weights(rng, qtype, N, K), activations(rng, T, K)
     y = device.empty((T, N), np.float32)
     device.set_bytes(device.pointer(y), 0xFF, y.nbytes)
@@ -228,8 +229,8 @@ def test_experts_with_large_activations(device: Any) -> None:
 def test_experts_in_larger_tiles(device: Any, tokens: int, warps: int, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_room(device, warps)
     gemm = Gemm(device, LIMITS)
-    monkeypatch.setattr(gemm, "_tokens", lambda *_: tokens)
-    monkeypatch.setattr(gemm, "_warps", lambda *_: warps)
+    monkeypatch.setattr("engine.ops.cuda.gemm._tokens", lambda *_: tokens)
+    monkeypatch.setattr("engine.ops.cuda.gemm._warps", lambda *_: warps)
     types = (QType.Q8_0, QType.Q8_0, QType.Q4_0)
     found, expected, before = run_experts(device, gemm, types, (T, 2, 3, 128, 96))
     assert nmse(found - before.astype(np.float64), expected) < 4e-6

@@ -159,7 +159,7 @@ class Gemm:
         if w.qtype not in FLOAT_TYPES or x.shape != (T, K) or y.shape != (T, N):
             raise ValueError(f"{w.name}: {w.qtype.name} [{N}, {K}] of {tuple(x.shape)} into {tuple(y.shape)}")
         kernel = self.device.kernel(Module("float_product.cu", (("TYPE", w.qtype.name),)), "float_product")
-        kernel((-(-N // 64), -(-T // 32)), 128, (w.data, x, y, T, N, K))
+        kernel((-(-N // 32), -(-T // 32)), 256, (w.data, x, y, T, N, K))
 
     def head(
         self, x: Array, rows: Array, norm: Array, eps: float, output: QTensor, logits: Array, softcap: float = 0.0
