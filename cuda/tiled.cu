@@ -15,7 +15,7 @@
 //
 // Macros: GATE, UP, DOWN, DOWN_FLOAT, GELU, WEIGHTED as in experts.cuh; types are block formats. COLS, a multiple of 32.
 //   FEW      1: TOKENS is 4, and two blocks of columns share a product; 0: it is 8
-//   STAGES   runs of 256 columns that a warp has in flight, 2 to 4
+//   STAGES   runs of 256 columns that a warp has in flight, 1 to 4
 //   PER_SM   blocks of a multiprocessor at a time
 //
 // Shared memory: TOKENS rows of q, COLS rounded up to 48 more than a multiple of 128 each; 8 * TOKENS bytes for 32 columns,

@@ -1,14 +1,13 @@
-"""The expert FFN of several tokens on tensor cores (tiled.cu): how its launches are cut.
+"""Products of experts with tiles of a few rows of activations, with the bits of docs/arithmetic.md.
 
-Bits as docs/arithmetic.md; twin `expert_ffn` of engine/ops/reference.py.
+Kernels: tiled.cu, on tensor cores, for activations in 8 bits; plain_tiles.cu for floats, and for rows that the other has no
+room for: a warp multiplies a row of a matrix with one row of activations after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from engine.formats import block_types
@@ -17,17 +16,21 @@ from engine.formats.grids import GRIDS
 from engine.formats.quants import row_bytes
 from engine.ops import Experts
 from engine.ops.cuda.device import Array, Device, Module
-from engine.ops.cuda.products import Quantized
+from engine.ops.cuda.products import STATIC_SHARED, WARP, Quantized, grid_bytes, stage_bytes
 from engine.ops.cuda.wide import FEW_TOKENS, GROUP, RESERVED, RUN_COLUMNS, TILE_ROWS, run_stage_bytes
 
-WARP, WARPS = 32, 8  # lanes, and warps of a block
-Z_ROWS = 32  # of gate and up that an item has
-ITEM_ROWS = WARPS // 2 * TILE_ROWS  # of down
+LEAST_PAIRS = FEW_TOKENS  # of a tile that is full
+FEW_PAIRS = 3.0  # of an expert, on average, up to which tiles have room for FEW_TOKENS
+WARPS = 8  # of a block
+Z_ROWS = 32  # of gate and up whose results one block quantizes
 MAX_STAGES = 4
 MOST_BLOCKS = 2  # of a multiprocessor, as registers allow
-MOST_RECORDS = 512  # of an active table
 UNPACKED_BYTES = TILE_ROWS * RUN_COLUMNS  # where the weights of a run are put that a table has
-MEET_BYTES = 4096  # where the sums of two warps meet, for each token of a tile
+MEET_BYTES = 4096  # where sums wait and meet, for each row of a tile
+
+PLAIN_PAIRS = 32  # of a tile of plain_tiles.cu
+_PLAIN_WARPS = 4
+_RESULTS_BYTES = 2 * PLAIN_PAIRS * 33 * 4  # of gate and up, that a block keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: boo
     """
     if any(t in FLOAT_TYPES for t in types) or columns % 32:
         return None
-    tokens, is_down = FEW_TOKENS if few else GROUP, len(types) == 1
+    tokens, at_once = FEW_TOKENS if few else GROUP, 2 if columns <= 3 * RUN_COLUMNS else 1
     records = [block_types.record(t) for t in types]
     halves = any(r.kind == "HALVES" for r in records)
     scales = not all(r.kind == "HALVES" and t != QType.Q2_K for r, t in zip(records, types, strict=True))
@@ -65,89 +68,126 @@ def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: boo
     constants = TILE_ROWS * (10 * 8 * scales + 9 * 16 * halves)
     of_warp = constants + (UNPACKED_BYTES if any(t in GRIDS for t in types) else 0)
     stage = max(run_stage_bytes(t, row_bytes(t, columns, "an expert")) for t in types)
-    static = 4 * (MOST_RECORDS + 1 + 2 * tokens + 2 * tokens * (Z_ROWS + 1) * (not is_down))
+    static = 4 * tokens * (2 + (2 * at_once * (Z_ROWS + 1) if len(types) == 2 else 0))
     most = min(MAX_STAGES, max(2, -(-columns // RUN_COLUMNS)))
     for per_sm in range(MOST_BLOCKS, 0, -1):
-        for stages in range(most, 1, -1):
+        for stages in range(most, 1 if per_sm > 1 else 0, -1):  # one is better than none
             used = of_block + WARPS * (of_warp + stages * stage)
             if per_sm * (used + static + RESERVED) <= device.max_shared_bytes + RESERVED:
                 return TiledShape(few, stages, per_sm, used)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Experts and the pairs t * A + a that use them, on the device.
-
-    entries: the active table (`Routing`), or with `source` tiles int32 [n, 4] of grouped.cu, of `TiledShape.tokens` pairs
-    at most; n: int32 [1], how many there are, at most `most`. pairs: int32, those of an entry in a row. source: uint64
-    [E, 3], where each expert's matrices are; of an expert whose are 0 nothing is computed.
-    """
-
-    entries: Array
-    n: Array
-    pairs: Array
-    most: int
-    source: Array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """An expert more, that all tokens use. gating: its shared gate, h as float32, and where the sigmoids go; or Nones."""
-
-    gate: Array
-    up: Array
-    n_tokens: int
-    gating: Sequence[Array | None]
-
-
 class TiledExperts:
-    """Both halves of the FFN of a table's experts; types and shapes are those of a bank that `tiled_shape` takes."""
+    """Both halves of an expert FFN over tiles (`gemm.Groups`) of at most `pairs_of` pairs."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def gate_up(
-        self, shape: TiledShape, bank: Experts, n_used: int, table: Table, h: Quantized, z: Quantized | Array,
-        beside: Beside | None = None, copiers: int = 0, more: tuple[tuple[str, str], ...] = (),
-    ) -> None:  # fmt: skip
-        """z [T * A, F] of each pair of h [T, D], then of each token of `beside`: in 8 bits, or float32.
+    def pairs_of(self, bank: Experts, each: float) -> int:
+        """How many pairs tiles have at most, for experts that have `each` on average."""
+        found = (self._shapes(bank, few) for few in ((True,) if each <= FEW_PAIRS else (False, True)))
+        return next((shapes[0].tokens for shapes in found if shapes is not None), PLAIN_PAIRS)
 
-        copiers: blocks that copy down parts which enter slots. more: macros.
+    def _shapes(self, bank: Experts, few: bool) -> tuple[TiledShape, TiledShape] | None:
+        """How both halves are launched on tensor cores; None: they are not."""
+        first = tiled_shape(self.device, (bank.gate_type, bank.up_type), bank.n_embd, few)
+        second = tiled_shape(self.device, (bank.down_type,), bank.n_ff, few)
+        return None if first is None or second is None else (first, second)
+
+    def gate_up(
+        self,
+        h: Quantized | Array,
+        n_used: int,
+        bank: Experts,
+        source: Array,
+        tiles: Array,
+        n_tiles: Array,
+        most_tiles: int,
+        pairs: Array,
+        each: int,
+        z: Quantized | Array,
+    ) -> None:
+        """z[p] = act(gate h[t]) * (up h[t]) for each pair p = t * n_used + rank of the tiles.
+
+        h [T, D] is `Quantized` where gate and up are of block types, else float32; z [T * A, F] where down is of one.
+        source: uint64 [E, 3], where the matrices of each expert lie; tiles of one that has 0 there are passed over.
+        tiles int32 [*, 4] and n_tiles int32 [1], at most most_tiles, of `each` pairs or less; pairs int32 [T * A].
         """
-        numbers = {"DOWN_FLOAT": int(not isinstance(z, Quantized)), "COLS": bank.n_embd, "TILES": int(table.source is not None)}
-        defines = (("GATE", bank.gate_type.name), ("UP", bank.up_type.name), *_numbers(numbers), *shape.defines(), *more)
-        if bank.activation == "gelu":
-            defines = (*defines, ("GELU", "1"))
-        if bank.gate_scale is not None:
-            defines = (*defines, ("WEIGHTED", "1"))
-        n_entries, shared_bytes = table.most, shape.shared_bytes
-        args: list[object] = [table.entries, table.n, table.source, table.pairs, n_used, bank.n_ff, h.q, h.d, h.sums]
-        args += [None, z.q, z.d, z.sums] if isinstance(z, Quantized) else [z, None, None, None]
-        if beside is None:
-            args += [None, None, 0, None, None, None]
-        else:
-            n_entries += -(-beside.n_tokens // shape.tokens)
-            args += [beside.gate, beside.up, beside.n_tokens, *beside.gating]
-            if copiers:
-                shared_bytes = max(shared_bytes, 8 * bank.n_embd)
-        args += [copiers, np.int64(bank.part_bytes[2]), bank.gate_scale]
-        grid = copiers + min(n_entries * -(-bank.n_ff // Z_ROWS), shape.per_sm * self.device.n_sm)
-        kernel = self.device.kernel(Module("tiled.cu", defines), "gate_up_tiled")
-        kernel(grid, WARPS * WARP, args, shared_bytes, overlap=table.source is None)
+        gate_float, D = bank.gate_type in FLOAT_TYPES, bank.n_embd
+        rows = (h.q if isinstance(h, Quantized) else h).shape[1]
+        if gate_float != (bank.up_type in FLOAT_TYPES) or gate_float == isinstance(h, Quantized) or rows != D:
+            raise ValueError(
+                f"an FFN of types {bank.gate_type.name}, {bank.up_type.name} takes "
+                f"{'float32' if gate_float else 'quantized'} rows of {D}, and both types must be alike"
+            )
+        shapes = self._shapes(bank, each <= FEW_TOKENS) if each <= GROUP else None
+        if shapes is not None and isinstance(h, Quantized):
+            types = [("GATE", bank.gate_type.name), ("UP", bank.up_type.name)]
+            types += [("DOWN_FLOAT", str(int(not isinstance(z, Quantized)))), ("COLS", str(D))]
+            types += [("GELU", "1")] * (bank.activation == "gelu") + [("WEIGHTED", "1")] * (bank.gate_scale is not None)
+            made = [source, tiles, n_tiles, pairs, n_used, bank.n_ff, h.q, h.d, h.sums, *_rows(z), bank.gate_scale]
+            self._on_tensor_cores("gate_up_tiled", shapes[0], types, made, most_tiles * -(-bank.n_ff // Z_ROWS))
+            return
+        widest = max(row_bytes(t, D, "gate and up") for t in (bank.gate_type, bank.up_type))
+        defines = [("GATE", bank.gate_type.name), ("UP", bank.up_type.name)]
+        defines += [("DOWN_FLOAT", str(int(not isinstance(z, Quantized)))), ("COLS", str(D))]
+        defines += [("GELU", "1")] * (bank.activation == "gelu")
+        defines += [("WEIGHTED", "1")] * (bank.gate_scale is not None)
+        args = [source, tiles, n_tiles, pairs, n_used, bank.n_ff, *_rows(h), *_rows(z), stage_bytes(1, widest)]
+        grid = (-(-bank.n_ff // 32), most_tiles)
+        self._launch("gate_up_plain", grid, defines, [*args, bank.gate_scale], widest, bank.gate_type, bank.up_type)
 
     def down(
-        self, shape: TiledShape, bank: Experts, table: Table, z: Quantized, y: Array, first: int, columns: int
+        self,
+        bank: Experts,
+        source: Array,
+        tiles: Array,
+        n_tiles: Array,
+        most_tiles: int,
+        pairs: Array,
+        each: int,
+        z: Quantized | Array,
+        y: Array,
+        first: int,
+        columns: int,
     ) -> None:
-        """y float32 [T * A, columns]: of each pair rows first .. first + columns of down z."""
-        numbers = {"COLS": bank.n_ff, "TILES": int(table.source is not None)}
-        module = Module("tiled.cu", (("DOWN", bank.down_type.name), *_numbers(numbers), *shape.defines()))
-        args = [table.entries, table.n, table.source, table.pairs, z.q, z.d, z.sums, y, first, columns]
-        grid = min(table.most * -(-columns // ITEM_ROWS), shape.per_sm * self.device.n_sm)
-        self.device.kernel(module, "down_tiled")(
-            grid, WARPS * WARP, args, shape.shared_bytes, overlap=table.source is None
-        )
+        """y[p] = rows first .. first + columns of down z[p], for each pair p of the tiles; y float32 [T * A, columns].
+
+        The rest as of `gate_up`.
+        """
+        shapes = self._shapes(bank, each <= FEW_TOKENS) if each <= GROUP else None
+        if shapes is not None and isinstance(z, Quantized):
+            types = [("DOWN", bank.down_type.name), ("COLS", str(bank.n_ff))]
+            made = [source, tiles, n_tiles, pairs, z.q, z.d, z.sums, y, first, columns]
+            self._on_tensor_cores("down_tiled", shapes[1], types, made, most_tiles * -(-columns // TILE_ROWS))
+            return
+        row = row_bytes(bank.down_type, bank.n_ff, "down")
+        defines = [("DOWN", bank.down_type.name), ("COLS", str(bank.n_ff))]
+        args = [source, tiles, n_tiles, pairs, *_rows(z), y, first, columns, stage_bytes(1, row)]
+        self._launch("down_plain", (-(-columns // 32), most_tiles), defines, args, row, bank.down_type)
+
+    def _on_tensor_cores(
+        self, name: str, shape: TiledShape, types: list[tuple[str, str]], args: list[object], most_blocks: int
+    ) -> None:
+        """Blocks that stay, no more than there is something for."""
+        grid = min(most_blocks, shape.per_sm * self.device.n_sm)
+        kernel = self.device.kernel(Module("tiled.cu", (*types, *shape.defines())), name)
+        kernel(grid, WARPS * WARP, args, shape.shared_bytes)
+
+    def _launch(
+        self, name: str, grid: tuple[int, int], defines: list[tuple[str, str]], args: list[object], row: int,
+        *types: QType,
+    ) -> None:  # fmt: skip
+        """As many warps a block as there is shared memory for the rows of."""
+        room = self.device.max_shared_bytes - STATIC_SHARED - _RESULTS_BYTES - grid_bytes(*types)
+        warps = next((n for n in (_PLAIN_WARPS, 2, 1) if n * stage_bytes(1, row) <= room), 0)
+        if not warps:
+            raise ValueError(f"an FFN's rows of {row} bytes do not fit into shared memory")
+        module = Module("plain_tiles.cu", (*defines, ("WARPS", str(warps))))
+        self.device.kernel(module, name)(grid, warps * WARP, args, warps * stage_bytes(1, row))
 
 
-def _numbers(numbers: dict[str, int]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(n)) for name, n in numbers.items())
+def _rows(h: Quantized | Array) -> list[Array | None]:
+    """Rows as the kernels take them: x, or q, d, sums."""
+    return [None, h.q, h.d, h.sums] if isinstance(h, Quantized) else [h, None, None, None]
