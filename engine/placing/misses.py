@@ -28,7 +28,7 @@ BOUNDS = 2.0  # times what a claim may take until it is waited for no longer
 LEAST_BOUND_US = 10.0
 IDLE_STEPS = 256  # of one token, in which as much is to be gained as jobs take where nothing is handed over:
 LAYER_US = 0.6  # what kernels with jobs take longer, a layer (docs/cuda.md); else it is idle
-IDLE_S = 10.0  # and looks again after so long
+IDLE_TIMES = 15  # for as many times as many steps, of which those that try again are a sixteenth
 NEVER_S = float("inf")
 
 
@@ -149,14 +149,15 @@ class MissGate:
 
     def look(self, tally: Tally, now_s: float, spans: Callable[[], Spans]) -> bool:
         """Look at the counters, before a step; whether table or bound are others now. spans: of the last jobs."""
-        if self.state != "on":
-            return self.state != "off for good" and now_s >= self._retry_s and self._try_again(tally, now_s)
         self._steps += 1
+        if self.state != "on":
+            is_due = self._steps > IDLE_TIMES * IDLE_STEPS if self.state == "idle" else now_s >= self._retry_s
+            return self.state != "off for good" and is_due and self._try_again(tally, now_s)
         new = tally.since(self._from)
         found = new.total
         if found.taken >= FEW_JOBS and found.taken > MOST_TAKEN * found.jobs:
             return self._lose(f"{found.taken} of {found.jobs} jobs were not claimed in time", now_s)
-        if self._steps >= IDLE_STEPS and self._is_idle(tally, now_s):
+        if self._steps >= IDLE_STEPS and self._is_idle(tally):
             return True
         if found.jobs < WINDOW_JOBS:
             return self._free(now_s) and self._divide()
@@ -185,14 +186,13 @@ class MissGate:
             self._rest(now_s)
         return True
 
-    def _is_idle(self, tally: Tally, now_s: float) -> bool:
+    def _is_idle(self, tally: Tally) -> bool:
         """Whether the last steps gained less than it takes that something may be handed over."""
         new = tally.since(self._idle_from).total
         gained_us = new.saved_us(self.costs) - new.waited_us
         self._idle_from, self._steps = tally, 0
         if gained_us >= self._least_us:
             return False
-        self._retry_s = now_s + IDLE_S
         least = f"{self._least_us / IDLE_STEPS:.0f} us a step for it"
         return self._stop("idle", f"too little misses: {max(0.0, gained_us) / IDLE_STEPS:.0f} us are gained, {least}")
 

@@ -13,8 +13,8 @@ from engine.placing.division import COPY_US, Costs
 from engine.placing.misses import (
     FEW_JOBS,
     GOOD_WINDOWS,
-    IDLE_S,
     IDLE_STEPS,
+    IDLE_TIMES,
     LAYER_US,
     LEAST_BOUND_US,
     NOTHING,
@@ -198,7 +198,7 @@ def test_where_too_little_misses_it_is_idle_and_looks_again(gained_us: float) ->
     if gained_us > 4 * LAYER_US:
         assert share == 1.0
     else:
-        assert share == pytest.approx(IDLE_STEPS * 0.01 / (IDLE_S + IDLE_STEPS * 0.01), rel=0.1)
+        assert share == pytest.approx(1 / (1 + IDLE_TIMES), rel=0.15)
     assert not gate.left
 
 

@@ -241,6 +241,34 @@ def test_beside_jobs_drafts_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_the_device
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen3moe", "laguna"])
+def test_what_a_step_has_beside_it_may_change_with_every_step(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of the CPU or none, guesses or none, in any order within a reply: no token, table or counter says so."""
+    monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
+    monkeypatch.setattr(misses, "measure", lambda *_: Costs(1e7, (1e7, 2e7, 3e7), 1e6, n_ff=512))
+    monkeypatch.setattr(misses, "SPIN_US", 3e5)
+    plain = opened(tiny_path(arch), "off", residency_pct=30)
+    expected, before = said_by(plain, 9, 20, n_tokens=20), plain.stats()
+    plain.close()
+    engine = opened(tiny_path(arch), "auto", residency_pct=30, cpu_experts="auto")
+    steps, rng = engine.loaded.steps, np.random.default_rng(5)
+    assert steps.misses is not None and steps.guesses is not None
+    monkeypatch.setattr(steps.misses, "look", lambda: bool(rng.integers(2)))
+    monkeypatch.setattr(steps.guesses, "look", lambda tries: bool(rng.integers(2)))
+    assert said_by(engine, 9, 20, n_tokens=20) == expected
+    assert in_graphs(engine) == {(a, b) for a in (False, True) for b in (False, True)}
+    after = engine.stats()
+    for name in ("hits_by_layer", "misses_by_layer", "map"):
+        assert after[name] == before[name], name
+    assert after["guesses"]["useful"] > 0 < after["cpu_experts"]["computed"] + after["cpu_experts"]["divided"]
+    decision, device = engine.loaded.shares.decision, engine.loaded.backend.gpu
+    launched = {(module, name) for module, name in vars(device)["_kernels"] if name != "poison"}
+    assert decision is not None and launched <= set(decision.kernels)
+    engine.close()
+
+
+@on_the_device
+@pytest.mark.slow
 def test_guesses_can_be_imposed(tmp_path: Path) -> None:
     """All that misses, in layers that there are guesses for; of no other the token is told."""
     c = opened(tiny_path("laguna"), "off", policy="uniform", residency_pct=60)
