@@ -13,10 +13,11 @@ DEVICE void note_own(u64* words) {
         atomicMax(words + JOBS_OWN_NS, clock_ns());
 }
 
-// By the block that asked, once the job is the CPU's: z of the last `units` units of row `place` of Z. Zeros, and a word that
-// says so, where there is no answer.
-DEVICE void fetch_z(const LayerJob& job, u64* words, const Z& to, i64 place, i32 units) {
+// By the block that asked, once the job is the CPU's: z of the last units of row `place` of Z. made_of: the job, as in its
+// record. Zeros, and a word that says so, where there is no answer.
+DEVICE void fetch_z(const LayerJob& job, u64* words, const Z& to, i64 place, i32 made_of) {
     __shared__ i32 done;
+    const i32 units = job_units(made_of);
     __shared__ u64 answered; // when that was known; 0: it was there already
     // Known before the answer: what follows that is in everybody's way.
     const u64 from = load_fresh(words + JOBS_OUTPUTS) + job.place * load_fresh(words + JOBS_OUTPUT_BYTES);
@@ -26,8 +27,9 @@ DEVICE void fetch_z(const LayerJob& job, u64* words, const Z& to, i64 place, i32
         const u64 now = clock_ns();
         answered = done && waited_ns ? now : 0;
         words[JOBS_ANSWERED_NS] = now;
-        atomicAdd(words + JOBS_DIVIDED, (u64)1);
-        atomicAdd(words + JOBS_UNITS, (u64)units);
+        u64* const part = words + JOBS_PARTS + job_part(made_of);
+        atomicAdd(part + PART_DIVIDED, (u64)1);
+        atomicAdd(part + PART_UNITS, (u64)units);
         if (!done)
             words[JOBS_FAILED] = job.number;
     }

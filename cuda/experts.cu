@@ -183,8 +183,9 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
                 const u64 bound_ns = load_fresh(jobs + JOBS_BOUND_NS) * (u64)job_place(record.job), begin = clock_ns();
                 whose = asks ? await_claim(job.record, job.number, bound_ns) : job.heard(-1);
                 if (asks && whose == SPARK_JOB_DECLINED) {
-                    atomicAdd(jobs + JOBS_TAKEN, (u64)1);
-                    atomicAdd(jobs + JOBS_WAITED_NS, clock_ns() - begin);
+                    u64* const part = jobs + JOBS_PARTS + job_part(record.job);
+                    atomicAdd(part + PART_TAKEN, (u64)1);
+                    atomicAdd(part + PART_WAITED_NS, clock_ns() - begin);
                     if (units)
                         jobs[JOBS_ANSWERED_NS] = 0;
 #if GUESSES
@@ -197,7 +198,7 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
             __syncthreads();
             if (whose != SPARK_JOB_DECLINED) {
                 if (asks && units)
-                    fetch_z(job, jobs, {z, zq, zd, zsums, F}, blockIdx.x, units);
+                    fetch_z(job, jobs, {z, zq, zd, zsums, F}, blockIdx.x, record.job);
                 return;
             }
         }
@@ -423,13 +424,21 @@ struct JobSeen {
 // draws is of this step, as that comes from a later kernel. A layer that misses nothing else has waited since the post:
 // its first half had nothing to wait for but the claim. For a divided expert it has waited since the last of its own copies.
 DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
-    bool any = false, divided = false;
+    i32 any = 0;
+    bool divided = false;
     for (i32 a = 0; a < USED; a++) {
-        any |= seen[a].job != 0;
+        any |= seen[a].job;
         divided |= job_units(seen[a].job) > 0;
     }
     if (!any) // and nothing is read, which the end of the kernel would wait for
         return;
+    const i64 at = job_part(any); // all of them are of one layer, and say the same
+    u64* const part = words + JOBS_PARTS + at;
+    volatile u64* const board = (volatile u64*)load_fresh(words + JOBS_BOARD);
+    u64 counts[N_PART]; // with what else is read here, so that one trip does
+#pragma unroll
+    for (i32 i = 0; i < N_PART; i++)
+        counts[i] = load_fresh(part + i);
     const u64 posted = load_fresh(words + JOBS_POSTED_NS);
     const bool alone = load_fresh(words + JOBS_ALONE);
     u64 done = 0, longest = 0;
@@ -438,24 +447,24 @@ DEVICE void note_jobs(u64* words, const JobSeen (&seen)[USED]) {
             continue;
         done++;
         longest = max(longest, alone ? seen[a].known_ns - posted : seen[a].waited_ns);
-        if (seen[a].job == 1 && seen[a].waited_ns) {
+        if (job_place(seen[a].job) == 1 && seen[a].waited_ns) {
             words[JOBS_TRIPS] += 1;
             words[JOBS_TRIPS_NS] += seen[a].known_ns - posted;
         }
     }
-    words[JOBS_DONE] += done;
     // What is read where it lies is not noted, and before the post is of another layer.
     const u64 answered = load_fresh(words + JOBS_ANSWERED_NS), own = max(posted, load_fresh(words + JOBS_OWN_NS));
-    words[JOBS_WAITED_NS] += longest + (divided && answered > own ? answered - own : 0);
-    volatile u64* const board = (volatile u64*)load_fresh(words + JOBS_BOARD);
+    part[PART_LAYERS] = counts[PART_LAYERS] += 1;
+    part[PART_DONE] = counts[PART_DONE] += done;
+    part[PART_WAITED_NS] = counts[PART_WAITED_NS] += longest + (divided && answered > own ? answered - own : 0);
     board[BOARD_FAILED] = load_fresh(words + JOBS_FAILED);
-    board[BOARD_TAKEN] = load_fresh(words + JOBS_TAKEN);
-    board[BOARD_DONE] = words[JOBS_DONE];
-    board[BOARD_WAITED_NS] = words[JOBS_WAITED_NS];
     board[BOARD_TRIPS] = words[JOBS_TRIPS];
     board[BOARD_TRIPS_NS] = words[JOBS_TRIPS_NS];
-    for (i32 i = 0; i < 4; i++)
-        board[BOARD_DIVIDED + i] = load_fresh(words + JOBS_DIVIDED + i);
+    board[BOARD_OVERS] = load_fresh(words + JOBS_OVERS);
+    board[BOARD_OVERS_NS] = load_fresh(words + JOBS_OVERS_NS);
+#pragma unroll
+    for (i32 i = 0; i < N_PART; i++)
+        board[BOARD_PARTS + at + i] = counts[i];
 }
 
 // Rows from row0 on of what the CPU computed, by a warp. The first block asks for the answer and tells the others: hundreds
@@ -521,7 +530,7 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     const i32 job = active_rank ? max(0, (i32)(words[warp][3] >> 32)) : 0;
     if (job && !job_units(job)) { // gate_up has made z of a divided one as of any
         dependency_wait(); // gate_up has told whose it is
-        of_cpu = LayerJob(jobs, job).heard(-1) != SPARK_JOB_DECLINED;
+        of_cpu = LayerJob(jobs, job_place(job)).heard(-1) != SPARK_JOB_DECLINED;
     }
     __shared__ JobSeen seen[USED];
     if (!is_beside && lane == 0)
@@ -540,7 +549,7 @@ KERNEL __launch_bounds__(RANKS * WARP, FOUND ? 32 / RANKS : 0)
     const Input input = global_input(z, zq, zd, zsums);
 #if JOBS
     if (of_cpu)
-        fetch_result(LayerJob(jobs, job), jobs, row0, D, ys[warp], seen[warp]);
+        fetch_result(LayerJob(jobs, job_place(job)), jobs, row0, D, ys[warp], seen[warp]);
 #endif
     if (active_rank && !of_cpu)
         rank.finish(input, t * USED + warp, ys[warp]);

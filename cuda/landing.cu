@@ -238,7 +238,7 @@ KERNEL __launch_bounds__(256, 3) // it shares multiprocessors with the kernels o
     __shared__ i32 chosen[LANDING_SLOTS], state;
     __shared__ LandingLayer l; // in registers it would be most of them
     const u64 step = load_fresh(words + LANDING_STEP); // the first layer's `route` has counted it
-    if (!guesses_in(words, step) || (active_step && !*active_step))
+    if (active_step && !*active_step)
         return;
     for (i32 layer = first; layer < last; layer++) {
         if (threadIdx.x < sizeof(LandingLayer) / 8)

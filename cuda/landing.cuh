@@ -12,11 +12,9 @@
 
 #define LANDING_SLOTS 4  // guesses of a layer
 #define LANDING_ROWS 32  // of gate and of up in a unit
-#define LANDING_EVERY 16 // steps, of which one does what the others do not
 
 enum {
     LANDING_STEP,     // its number, from 1 on, by the first layer's `route`
-    LANDING_MODE,     // below
     LANDING_BEGAN_NS, // when the step's first `route` ran
     LANDING_BOARD,    // address of host memory, to which the last `route` of a step copies the counts
     LANDING_ENTERED,  // the newest layer that may be guessed for, as the one ahead of it has what enters it: landing_layer
@@ -33,13 +31,6 @@ enum {
     LANDING_SETS = LANDING_ARRIVED + 32,
 };
 constexpr i32 LANDING_COUNTS = LANDING_NS + 2 - LANDING_MADE;
-enum { NEVER, MOSTLY, SELDOM, ALWAYS }; // steps with guesses: all but each LANDING_EVERY-th, or only these
-
-DEVICE bool guesses_in(const u64* words, u64 step) {
-    const u64 mode = load_fresh(words + LANDING_MODE);
-    const bool odd = step % LANDING_EVERY == 0;
-    return mode == ALWAYS || (mode == MOSTLY && !odd) || (mode == SELDOM && odd);
-}
 
 // A record's job where its expert was guessed: this minus its landing slot. CROSSES: it misses, and was not guessed.
 #define FIRST_GUESSED (-1)

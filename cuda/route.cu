@@ -7,7 +7,8 @@
 // has the numbers (jobs.cuh). division[how many miss], [A + 1], says how many: experts | units << 8. units: of gate and up of
 // the one before these, 0: it is not divided. It is written between steps.
 // -DGUESSES=1: records of one token's experts that miss name their landing slot in place of a job where they were guessed, and
-// then are not the CPU's, or say that they cross the link (landing.cuh). is_first, is_last: whether the layer is the step's.
+// then are not the CPU's, or say that they cross the link (landing.cuh). is_first, is_last: whether the layer is the step's;
+// these take the time, also of a step without guesses: is_last is 2 there.
 // -DSCALED=1: weights are multiplied by `scale`, then by expert_scale [E] where it is given.
 //
 // route         T <= 32. One block of a multiple of 32 threads, at least max(E, T * A) and at most MOST_THREADS: choice,
@@ -319,7 +320,7 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
         const i32 of_cpu = min(entry & 255, __popc(free)), units = __popc(free) > of_cpu ? entry >> 8 : 0;
         const i32 behind = __popc(free & ~((2u << lane) - 1)), n_jobs = of_cpu + (units > 0); // behind: of later ranks
         if (free >> lane & 1 && behind < n_jobs) // by rank, as blocks begin
-            job = n_jobs - behind | (behind == of_cpu ? units << 8 : 0);
+            job = n_jobs - behind | (behind == of_cpu ? units << 8 : 0) | __popc(misses) << 24;
         if (lane == 0 && n_jobs) {
             const u64 next = load_fresh(division.jobs + JOBS_NEXT);
             division.jobs[JOBS_FIRST] = next;
@@ -360,10 +361,9 @@ DEVICE void settle(Step& step, const Slots& s, const OwnSlot& own, int n_slots, 
 #endif
 
 #if GUESSES
-// What the step took, and all counts to the board; by a warp.
-DEVICE void note_step(u64* words, int lane) {
+// What the step took, with guesses or without, and all counts to the board; by a warp.
+DEVICE void note_step(u64* words, bool with, int lane) {
     if (lane == 0) {
-        const int with = guesses_in(words, load_fresh(words + LANDING_STEP));
         words[LANDING_STEPS + with] += 1;
         words[LANDING_NS + with] += clock_ns() - load_fresh(words + LANDING_BEGAN_NS);
     }
@@ -462,7 +462,7 @@ KERNEL __launch_bounds__(MOST_THREADS) route(const float* logits, int T, int ren
         landing_words[LANDING_BEGAN_NS] = clock_ns();
     }
     if (is_last && i < WARP)
-        note_step(landing_words, lane);
+        note_step(landing_words, is_last == 1, lane);
 #endif
 }
 

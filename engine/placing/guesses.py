@@ -203,6 +203,7 @@ class Timed(NamedTuple):
     with_ns: int
 
 
+ODD_WITH, ODD_WITHOUT = 16, 128  # steps, of which one is of the other kind: where most have guesses, and where not
 TRY_WINDOWS = 64  # before anything is known
 MEMORY = 256  # windows, about, that are looked back on
 MARGIN = 0.01  # of a step's time, by which the other kind is to be faster before it takes over
@@ -210,7 +211,7 @@ ERRORS = 2.0  # standard errors of the difference that it is to be beyond
 
 
 class Gate:
-    """Whether steps are faster with guesses, from times of both kinds of steps, of which one in sixteen is the other.
+    """Whether steps are faster with guesses, from times of both kinds of steps, of which one in `every` is the other.
 
     with_guesses: most steps have them. Both kinds are compared within windows, a step of the rarer kind each, since
     what a step takes changes with the context. No window counts for more than a whole step.
@@ -218,12 +219,23 @@ class Gate:
 
     def __init__(self) -> None:
         self.with_guesses = True
+        self._steps = 0
         self._before = Timed(0, 0, 0, 0)
         self._forget()
 
     def _forget(self) -> None:
         self._weight = self._weight_of_squares = 0.0  # of windows, the older the less
         self._usual_ns = self._gained_ns = self._squares = 0.0  # sums: of the usual kind, of what the other one gained
+
+    @property
+    def every(self) -> int:
+        """Of so many steps one is of the other kind; what loses is tried in less than a hundredth of them."""
+        return ODD_WITH if self.with_guesses else ODD_WITHOUT
+
+    def next(self) -> bool:
+        """Whether the next step has guesses."""
+        self._steps += 1
+        return self.with_guesses != (self._steps % self.every == 0)
 
     def look(self, timed: Timed) -> bool:
         """Whether that changed, after steps whose times are known; timed: all since the start."""

@@ -108,8 +108,11 @@ class AheadOfHost:
         self._describe()
         self._drawn = 1
 
-    def _captured(self, recalls: bool) -> Graph:
-        """A step of the token that was drawn, and the draw of the next. recalls: it may read a part of its context."""
+    def _captured(self, recalls: bool, tries: bool = False) -> Graph:
+        """A step of the token that was drawn, and the draw of the next. recalls: it may read a part of its context.
+
+        tries: as of `Steps.beside`.
+        """
         steps, f, ws = self._steps, self._forward, self._forward.ws
         assert steps.graphs is not None and isinstance(ws, Workspace)
 
@@ -124,7 +127,7 @@ class AheadOfHost:
                 self._drawer.count_left_out(1)
             self._draw(step, logits)
 
-        return steps.graphs.get(("ahead", self._greedy, recalls), work)
+        return steps.graphs.get(("ahead", self._greedy, recalls, *steps.beside(tries)), work)
 
     def _draw(self, step: Step, logits: Array) -> None:
         f = self._forward
@@ -139,7 +142,7 @@ class AheadOfHost:
         while self._drawn < min(self._limit, self._accepted + 1 + self.most):
             self._reserve(self._start + self._drawn + 1)
             recalls = self._reading is not None and self._reading.next(self._drawn - 1)
-            graph = self._captured(recalls)
+            graph = self._captured(recalls, tries=True)
             if self._reading is not None and recalls:
                 self._reading.captured()
             self._steps.begin(1)

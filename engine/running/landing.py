@@ -22,7 +22,7 @@ from engine.memory.residency import Residency
 from engine.models.layers import ModelConfig
 from engine.ops import F32, Limits
 from engine.ops.cuda.device import Device
-from engine.ops.cuda.landing import ALWAYS, F16, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts, Landing, Scoring
+from engine.ops.cuda.landing import F16, FIRST_TARGET, SLOTS, Counts, Landing, Scoring
 from engine.ops.cuda.workspace import Workspace
 from engine.placing.guesses import Chances, Gate, Timed, logistic
 
@@ -33,22 +33,22 @@ _log = logging.getLogger(__name__)
 
 
 class Guesses:
-    """Who has missing experts brought ahead in steps of one token; `begin` before each.
+    """Who has missing experts brought ahead in steps of one token; `look` before each.
 
-    source: what they are guessed by. is_forced: in every step, whatever it costs.
+    source: what they are guessed by. is_forced: in every step, whatever it costs. imposed: whether steps that may be of
+    either kind have guesses, whatever the gate says; None: as it says.
     """
 
     def __init__(self, landing: Landing, source: str, is_forced: bool = False) -> None:
         self.landing, self.source, self.is_forced = landing, source, is_forced
         self.gate = Gate()
+        self.imposed: bool | None = None
         self._wasted_bytes = 0
         self._before = landing.counts()
-        self._tell()
 
     def reset(self) -> None:
         """What was counted until now was to get ready; no step is under way."""
         self.gate, self._wasted_bytes, self._before = Gate(), 0, self.landing.counts(wait=True)
-        self._tell()
 
     @property
     def counts(self) -> Counts:
@@ -60,15 +60,21 @@ class Guesses:
             now.brought_bytes - before.brought_bytes, now.taken_bytes - before.taken_bytes, timed,
         )  # fmt: skip
 
-    def begin(self) -> None:
-        """A step of one token is about to be enqueued."""
-        if not self.is_forced and self.gate.look(self.counts.timed):
-            self._tell()
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether steps have guesses, of the kinds that there are: the usual one first."""
+        return (True,) if self.is_forced else (self.gate.with_guesses, not self.gate.with_guesses)
+
+    def look(self, tries: bool) -> bool:
+        """Before a step of one token is chosen: whether it has guesses. tries: it may be of the rarer kind."""
+        if self.is_forced:
+            return True
+        if tries and self.imposed is not None:
+            return self.imposed
+        if self.gate.look(self.counts.timed):
             said = "on again: steps are" if self.gate.with_guesses else "off: steps are not"
             _log.info("guesses of experts are %s faster with them", said)
-
-    def _tell(self) -> None:
-        self.landing.set_mode(ALWAYS if self.is_forced else MOSTLY if self.gate.with_guesses else SELDOM)
+        return self.gate.next() if tries else self.gate.with_guesses
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, as `stats` of the protocol has them."""

@@ -47,13 +47,14 @@ _log = logging.getLogger(__name__)
 class CpuMisses:
     """Who has the CPU compute a part of what misses in steps of one token. costs: that were measured; found: the cores.
 
-    cpu: whose threads are started. `begin` before each such step, `check` before a token of it counts.
+    cpu: whose threads are started. n_layers: that may hand something over. `look` and `begin` before each such step,
+    `check` before a token of it counts.
     """
 
-    def __init__(self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int) -> None:
+    def __init__(self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int, n_layers: int = 0) -> None:
         self.cpu, self.found = cpu, found
-        self.gate = MissGate(costs, n_used)
-        self._state = self.gate.state
+        self.gate = MissGate(costs, n_used, n_layers)
+        self._state, self._left = self.gate.state, self.gate.left
         self._tell()
 
     @property
@@ -61,11 +62,15 @@ class CpuMisses:
         """Whether anything is handed over."""
         return self.gate.state == "on"
 
-    def begin(self) -> None:
-        """A step of one token is about to be enqueued: threads are awake for it, if it may hand something over."""
+    def look(self) -> bool:
+        """Before a step of one token is chosen: whether it hands something over."""
         self.check()
         if self.gate.look(self.cpu.tally, time.monotonic(), self.cpu.spans):
             self._tell()
+        return self.is_on
+
+    def begin(self) -> None:
+        """Such a step is about to be enqueued: threads are awake for it."""
         if self.is_on:
             self.cpu.pool.wake()
 
@@ -81,9 +86,12 @@ class CpuMisses:
     def _tell(self) -> None:
         gate = self.gate
         self.cpu.divide(gate.table, gate.bound_us)
-        if gate.state == self._state:
+        left, self._left = self._left, gate.left
+        for n in self._left.keys() - left.keys():
+            _log.info("experts on the CPU: none of layers that miss %d for now, %s", n, self._left[n])
+        before, self._state = self._state, gate.state
+        if gate.state == before or {gate.state, before} == {"on", "idle"}:  # comes and goes with what misses
             return
-        self._state = gate.state
         if gate.state == "on":
             _log.info("experts on the CPU are tried again")
         else:
@@ -104,14 +112,14 @@ class CpuMisses:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited."""
-        tally = self.cpu.tally
+        found = self.cpu.tally.total
         return {
             "state": self.gate.state,
             "why": self.gate.why,
-            "computed": tally.done,
-            "divided": tally.divided,
-            "taken_back": tally.taken,
-            "waited_s": round(tally.waited_us / 1e6, 6),
+            "computed": found.done,
+            "divided": found.divided,
+            "taken_back": found.taken,
+            "waited_s": round(found.waited_us / 1e6, 6),
             **self._division(),
         }
 
@@ -168,7 +176,7 @@ def share(
     if costs is None:
         cpu.close()
         return None, ("experts on the CPU: none, its threads do not answer in time",)
-    made = CpuMisses(cpu, costs, found, limits.n_expert_used)
+    made = CpuMisses(cpu, costs, found, limits.n_expert_used, len(residency.banks))
     if not made.is_on:
         made.close()
         return None, (f"experts on the CPU: none, {made.gate.why}",)

@@ -20,6 +20,7 @@ from engine.memory.residency import Residency
 from engine.models.layers import KEPT_TOKENS, Buffers, Step
 from engine.ops import F32, I32, SMALL_TOKENS, ShortRows
 from engine.ops.cuda.device import Device, Graph
+from engine.ops.cuda.workspace import Workspace
 from engine.ops.device import Memory
 from engine.running.forward import GRAPH_TOKENS, Forward
 from engine.running.landing import Guesses
@@ -199,6 +200,8 @@ class Steps:
             brought = self._bring(buffers.experts, spans)
             result = StepResult(self._device, buffers, rows, T, brought, self.check)
         else:
+            if width == 1:
+                self.beside()
             self.begin(width)
             fed = self.forward.feed(step)
             self._bring_drawn(spans, fed)
@@ -242,14 +245,27 @@ class Steps:
             step = replace(self.captured_inputs(T, recalls), apart=apart, decoded=decoded)
             self.forward.run(step, self.residency)
 
-        graph = self.graphs.get((T, apart, decoded, recalls), work)
+        beside = self.beside() if T == 1 else ()
+        graph = self.graphs.get((T, apart, decoded, recalls, *beside), work)
         self.begin(T)  # right before it: who is awake for the step does not stay so while one is captured
         graph.launch()
 
+    def beside(self, tries: bool = False) -> tuple[bool, bool]:
+        """Whether the next step of one token has jobs of the CPU, and guesses: what is captured then has the same.
+
+        What a gate has turned off costs nothing so. tries: it may be of the rarer kind, for comparison.
+        """
+        misses, guesses, ws = self.misses, self.guesses, self.forward.ws
+        if misses is None and guesses is None:
+            return False, False
+        assert isinstance(ws, Workspace)
+        with_jobs, with_guesses = misses is not None and misses.look(), guesses is not None and guesses.look(tries)
+        ws.share_misses(misses.cpu if misses is not None and with_jobs else None)
+        ws.guess_misses(None if guesses is None else guesses.landing, with_guesses)
+        return with_jobs, with_guesses
+
     def begin(self, T: int) -> None:
-        """A step of T tokens is about to be enqueued."""
-        if T == 1 and self.guesses is not None:
-            self.guesses.begin()
+        """A step of T tokens is about to be enqueued; of one token: as `beside` said."""
         if T == 1 and self.misses is not None:
             self.misses.begin()
 

@@ -55,6 +55,7 @@ def warm_up(loaded: Loaded) -> float:
     if loaded.forward.replayed is not None:
         loaded.forward.replayed.reset()
     if loaded.steps.guesses is not None:
+        loaded.steps.guesses.imposed = None
         loaded.steps.guesses.reset()
     return time.perf_counter() - began_s
 
@@ -149,10 +150,11 @@ def _decode(loaded: Loaded) -> None:
     """Replies alone and in all widths of steps that they share, greedy and not."""
     widths = [w for w in GRAPH_TOKENS if 1 < w <= min(loaded.limits.max_sequences, SMALL_TOKENS)]
     for params in _KINDS:
-        with _replies(loaded, 1, 1, params) as (one,):
-            steps = loaded.decoder.alone(one)
-            while not steps.ended:
-                steps.advance()
+        for _ in _kinds_of_guesses(loaded):
+            with _replies(loaded, 1, 1, params) as (one,):
+                steps = loaded.decoder.alone(one)
+                while not steps.ended:
+                    steps.advance()
         for width in widths:
             # So short a context has no room for so many, nor will it have.
             with contextlib.suppress(CapacityError), _replies(loaded, width, 1, params) as together:
@@ -160,6 +162,17 @@ def _decode(loaded: Loaded) -> None:
                     failures = loaded.decoder.together(together, time.perf_counter() + 1)
                     for failure in filter(None, failures):
                         raise failure
+
+
+def _kinds_of_guesses(loaded: Loaded) -> Iterator[None]:
+    """Once for steps with guesses and once for those without, where both kinds are compared; else once."""
+    guesses = loaded.steps.guesses
+    for kind in (None,) if guesses is None else guesses.kinds:
+        if guesses is not None:
+            guesses.imposed = kind
+        yield
+    if guesses is not None:
+        guesses.imposed = None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from tests.ops.test_cuda_experts import A, Types, shared_expert
 E = 20
 K4, Q8, F16, F32 = QType.Q4_K, QType.Q8_0, QType.F16, QType.F32
 NEVER_S = 1e-6  # that a claim is waited for
-OWN_NS = 18  # JOBS_OWN_NS of jobs.cuh
+OWN_NS = 15  # JOBS_OWN_NS of jobs.cuh
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def jobs_of(layer: Layer) -> list[tuple[int, int, bool]]:
     memory = range(device.pointer(layer.bank.slots), device.pointer(layer.bank.slots) + layer.bank.slots.nbytes)
     jobs = active[:, 6:].copy().view(np.int32)[:, 3].tolist()
     free = [int(source) not in memory and int(to) not in memory for source, to in active[:, [0, 3]].tolist()]
-    return [(job & 255, job >> 8, is_free) for job, is_free in zip(jobs, free, strict=True)]
+    return [(job & 255, job >> 8 & 0xFFFF, is_free) for job, is_free in zip(jobs, free, strict=True)]
 
 
 # Types, D, F, rows of the CPU: the last unit, units from the middle on, all; of floats a unit of half as many rows.
@@ -77,16 +77,17 @@ def test_bits_do_not_say_who_computed_rows(device: Any, types: Types, D: int, F:
         assert cpu.pool.drain(LONG_S)
         counts, tally = cpu.counts(), cpu.tally
         assert counts["jobs"] == layer.jobs >= layer.divided > 2 and not counts["failed"]
-        assert tally.done + tally.divided + tally.taken == layer.jobs and tally.taken == counts["taken_back"]
-        assert cpu.pool.counts()["done"] == layer.jobs - tally.taken and not cpu.pool.counts()["refused"]
-        assert tally.rows == tally.divided * -(-rows // 32) * 32 and tally.overs <= tally.divided
+        assert [[part.layers, part.jobs] for part in tally.parts] == layer.parts
+        assert tally.total.jobs == layer.jobs and tally.total.taken == counts["taken_back"]
+        assert cpu.pool.counts()["done"] == layer.jobs - tally.total.taken and not cpu.pool.counts()["refused"]
+        assert tally.total.rows == tally.total.divided * -(-rows // 32) * 32 and tally.overs <= tally.total.divided
         if claimed == "all":
-            assert tally.taken == 0 and tally.divided == layer.divided
+            assert tally.total.taken == 0 and tally.total.divided == layer.divided
             share = (F - first_row(F, rows)) / F * first_share(bank_of(layer.experts(layer.state)))
-            assert sum(n for n, _ in cpu.spans()) == pytest.approx(tally.done + tally.divided * share)
+            assert sum(n for n, _ in cpu.spans()) == pytest.approx(tally.total.done + tally.total.divided * share)
         elif claimed == "none":
-            assert tally.taken == layer.jobs and tally.divided == tally.rows == tally.overs == 0
-            assert tally.waited_us >= NEVER_S * 1e6 * layer.jobs
+            assert tally.total.taken == layer.jobs and tally.total.divided == tally.total.rows == tally.overs == 0
+            assert tally.total.waited_us >= NEVER_S * 1e6 * layer.jobs
 
 
 def test_which_expert_is_divided(device: Any) -> None:
@@ -108,7 +109,7 @@ def test_which_expert_is_divided(device: Any) -> None:
                     expected[free[-n - 1]] = (1, rows // 32)
                 assert [job[:2] for job in made] == [expected.get(rank, (0, 0)) for rank in range(len(made))]
                 seen.add((n, is_divided))
-            assert cpu.counts()["jobs"] == layer.jobs and cpu.tally.divided == layer.divided
+            assert cpu.counts()["jobs"] == layer.jobs and cpu.tally.total.divided == layer.divided
     assert {(0, True), (1, True), (2, True), (1, False), (3, False), (0, False)} <= seen
 
 
@@ -154,7 +155,7 @@ def test_factors_gelu_and_a_shared_expert(device: Any, types: Types, D: int, F: 
                 cpu.pool.wake()
                 layer.step(division=table, shared=shared)
         assert cpu.counts()["jobs"] == layer.jobs and layer.divided > 1
-        assert cpu.tally.divided == (layer.divided if claimed else 0)
+        assert cpu.tally.total.divided == (layer.divided if claimed else 0)
 
 
 def test_what_the_pool_declines_is_the_gpus(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_what_the_pool_declines_is_the_gpus(device: Any, monkeypatch: pytest.Mon
             cpu.pool.wake()
             layer.step(division=table)
         assert cpu.counts()["taken_back"] == layer.jobs == cpu.counts()["jobs"] and layer.divided > 1
-        assert cpu.tally.divided == 0 and cpu.pool.counts()["refused"] > 0 < cpu.pool.counts()["declined"]
+        assert cpu.tally.total.divided == 0 and cpu.pool.counts()["refused"] > 0 < cpu.pool.counts()["declined"]
 
 
 @pytest.mark.parametrize(("types", "F"), [((K4, K4, Q8), 96), ((K4, K4, F16), 80)], ids=["blocks", "floats"])
@@ -190,7 +191,7 @@ def test_rows_that_never_come_end_the_step(device: Any, types: Types, F: int) ->
                 first = first_row(F, 64) * len(values) // F
                 assert (values[first:] == 0).all() and values[:first].any() and 0 < first < len(values)
         assert cpu.counts() == {"jobs": 1, "taken_back": 0, "failed": 1} and cpu.failed == 1
-        assert cpu.tally.divided == 1 and cpu.tally.overs == 0
+        assert cpu.tally.total.divided == 1 and cpu.tally.overs == 0
 
 
 @contextmanager
@@ -226,13 +227,14 @@ def test_a_layer_waits_no_longer_than_behind_its_own_copies(device: Any) -> None
                 cpu.pool.wake()
                 layer.step(division=table)
         tally = cpu.tally
-        assert tally.divided == tally.overs == 2 and tally.waited_us > 0.09e6 and tally.done == tally.trips == 0
-        assert 0 <= tally.overs_us < tally.waited_us  # those threads had claimed what they were held up with
+        assert tally.total.divided == tally.overs == 2 and tally.total.done == tally.trips == 0
+        assert tally.total.waited_us > 0.09e6
+        assert 0 <= tally.overs_us < tally.total.waited_us  # those threads had claimed what they were held up with
         device.write(cpu.words[OWN_NS : OWN_NS + 1], np.array([(1 << 63) - 1], np.uint64))
         while layer.divided < 4:
             cpu.pool.wake()
             layer.step(division=table)
-        assert cpu.tally.divided == 4 and cpu.tally.waited_us == tally.waited_us
+        assert cpu.tally.total.divided == 4 and cpu.tally.total.waited_us == tally.total.waited_us
 
 
 @pytest.mark.parametrize("percent", [10, 40])
@@ -245,11 +247,11 @@ def test_guesses_and_divided_experts_at_once(device: Any, percent: int) -> None:
     cpu.divide(divided(64, 0, 0, 0, 1))
     model.ws.share_misses(cpu)
     try:
-        while cpu.tally.divided < 4 or not model.landing.counts().useful:
+        while cpu.tally.total.divided < 4 or not model.landing.counts().useful:
             cpu.pool.wake()
             model.step()
         tally, counts = cpu.tally, model.landing.counts()
-        assert tally.taken == 0 and cpu.failed == 0
+        assert tally.total.taken == 0 and cpu.failed == 0
         assert counts.taken_bytes == counts.useful * sum(model.bank.part_bytes)
     finally:
         cpu.close()

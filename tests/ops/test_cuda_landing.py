@@ -18,12 +18,8 @@ from engine.ops.cuda.landing import (
     _COUNTS,
     _ENTERED,
     _SETS,
-    ALWAYS,
     COPIERS,
     FIRST_TARGET,
-    MOSTLY,
-    NEVER,
-    SELDOM,
     SLOTS,
     Landing,
     Scoring,
@@ -95,7 +91,6 @@ class Model:
         self.landing = Landing(device, self.bank.limits, banks, [s for s, _ in self.made], EPS, self.state)
         self.landing.at_once = False  # each layer has a residual of its own here
         self.landing.memory[:] = 0xFF if device.name == "emulated" else self.landing.memory[:]
-        self.landing.set_mode(ALWAYS)
         self.ws.guess_misses(self.landing)
         self.wanted: dict[int, list[int]] = {}  # of the last step, by layer
 
@@ -232,7 +227,7 @@ def test_bits_do_not_say_how_much_landed(device: Any, percent: int, types: Types
 
 
 def test_a_layer_that_has_routed_ends_what_it_does_not_miss(device: Any) -> None:
-    """Guesses that come late bring nothing; those of no-ops and of modes without guesses do not begin."""
+    """Guesses that come late bring nothing; those of no-ops and of steps without guesses do not begin."""
     model = Model(device, 30)
     model.step()
     landing, layer = model.landing, FIRST_TARGET
@@ -244,11 +239,11 @@ def test_a_layer_that_has_routed_ends_what_it_does_not_miss(device: Any) -> None
     model.ws.join()
     assert (device.read(landing.words) == words).all()
     model.ws.active_step = None
-    for mode in (NEVER, SELDOM):  # of the first step of sixteen
-        landing.set_mode(mode)
+    model.ws.guess_misses(landing, with_guesses=False)
+    for _ in range(2):
         model.step()
+    model.ws.guess_misses(landing)
     assert landing.counts().made == before.made and landing.counts().timed.without == 2
-    landing.set_mode(ALWAYS)
     step = int(device.read(landing.words)[0])
     device.write(model.set_of(layer)[:1], np.array([step << 14 | layer], np.uint64))
     words = device.read(landing.words)[: _SETS - 32]  # behind them is how far blocks are
@@ -258,16 +253,21 @@ def test_a_layer_that_has_routed_ends_what_it_does_not_miss(device: Any) -> None
     model.step()
 
 
-def test_one_step_in_sixteen_is_another(device: Any) -> None:
-    model = Model(device, 60)
-    for mode, expected in ((MOSTLY, (1, 15)), (SELDOM, (15, 1))):
-        before = model.landing.counts().timed
-        model.landing.set_mode(mode)
-        for _ in range(16):
-            model.step()
-        after = model.landing.counts().timed
-        assert (after.without - before.without, after.with_ - before.with_) == expected
-    assert after.without_ns > 0 < after.with_ns
+def test_steps_without_guesses_are_timed_too(device: Any) -> None:
+    """In any order; what they leave in words that guesses go by does not matter to the next."""
+    model, n = Model(device, 60), [0, 0]
+    for with_guesses in (True, False, False, True, True, False, True):
+        before = model.landing.counts()
+        model.ws.guess_misses(model.landing, with_guesses)
+        model.step()
+        n[with_guesses] += 1
+        after = model.landing.counts()
+        assert (after.timed.without, after.timed.with_) == tuple(n)
+        assert (after.made > before.made) == with_guesses
+        if not with_guesses:  # but for what the last layer took of the step before, which is told now
+            same = {"timed": before.timed, "taken_bytes": before.taken_bytes}
+            assert replace(after, **same) == before and after.timed.with_ns == before.timed.with_ns
+    assert after.timed.without_ns > 0 < after.timed.with_ns and after.useful > 0
 
 
 def test_another_models_tables_are_left_alone(device: Any) -> None:
@@ -295,7 +295,7 @@ def test_shapes_that_the_kernels_do_not_take(device: Any) -> None:
             Landing(device, model.bank.limits, banks, [wrong], EPS, model.state)
     with pytest.raises(ValueError, match=f"1 of {L} layers"):
         Landing(device, model.bank.limits, [*banks, *banks][:L], [s], EPS, model.state)
-    assert _SETS >= 6 + 9 + 32
+    assert _SETS >= 5 + 9 + 32
 
 
 def test_one_launch_guesses_for_all_layers_that_are_told_of(device: Any) -> None:

@@ -19,9 +19,9 @@ from engine.ground.cores import Cores
 from engine.ground.errors import FileFormatError, SparkError, UsageError
 from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
-from engine.ops.cuda.landing import ALWAYS, FIRST_TARGET, MOSTLY, SELDOM, SLOTS, Counts
+from engine.ops.cuda.landing import FIRST_TARGET, SLOTS, Counts
 from engine.placing.division import Costs
-from engine.placing.guesses import Timed
+from engine.placing.guesses import ODD_WITH, ODD_WITHOUT, Timed
 from engine.running import misses, warm
 from engine.running.decoding import Nothing
 from engine.running.landing import Guesses
@@ -138,6 +138,59 @@ def test_what_warms_up_is_not_counted() -> None:
     engine.close()
 
 
+def in_graphs(engine: Engine) -> set[tuple[bool, bool]]:
+    """Jobs of the CPU, and guesses, of captured steps that a reply alone draws from."""
+    graphs = engine.loaded.steps.graphs
+    assert graphs is not None
+    return {name[-2:] for name, _ in graphs._captured if isinstance(name, tuple) and name[0] == "ahead"}
+
+
+@on_the_device
+@pytest.mark.slow
+def test_steps_that_are_off_have_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what they take; each kind is captured when it is needed first, and one in some is of the other."""
+    monkeypatch.setattr("engine.placing.guesses.ODD_WITHOUT", 10)
+    plain = opened(tiny_path("laguna"), "off")
+    expected, lengths = said_by(plain, 9, 20, 41), (9, 20, 41)
+    before = plain.stats()
+    plain.close()
+    engine = opened(tiny_path("laguna"), "auto")
+    guesses = engine.loaded.steps.guesses
+    assert guesses is not None
+    counts = guesses.landing.counts
+    assert said_by(engine, lengths[0]) == expected[:1]
+    first = counts(wait=True)
+    assert first.made > 0 and first.timed.without == 0 and in_graphs(engine) == {(False, True)}
+    guesses.gate.with_guesses, guesses.gate._steps = False, 0
+    assert said_by(engine, lengths[1]) == expected[1:2]
+    second = counts(wait=True)
+    assert second.made == first.made and second.timed.with_ == first.timed.with_
+    assert second.timed.without == N_TOKENS - 1 and in_graphs(engine) == {(False, True), (False, False)}
+    assert said_by(engine, lengths[2]) == expected[2:]  # of which one is the tenth
+    third = counts(wait=True)
+    assert third.timed.with_ == second.timed.with_ + 1 and third.made > second.made
+    after = engine.stats()
+    for name in ("hits_by_layer", "misses_by_layer"):
+        assert after[name] == before[name]
+    decision, device = engine.loaded.shares.decision, engine.loaded.backend.gpu
+    launched = {(module, name) for module, name in vars(device)["_kernels"] if name != "poison"}
+    assert decision is not None and launched <= set(decision.kernels)
+    engine.close()
+
+
+@on_the_device
+@pytest.mark.slow
+def test_both_kinds_are_captured_before_the_first_request() -> None:
+    engine = opened(tiny_path("qwen3moe"), "auto")
+    assert warm.warm_up(engine.loaded) > 0 and in_graphs(engine) == {(False, True), (False, False)}
+    graphs, guesses = engine.loaded.steps.graphs, engine.loaded.steps.guesses
+    assert graphs is not None and guesses is not None and guesses.imposed is None
+    captured = {*graphs._captured}
+    said_by(engine, n_tokens=2 * ODD_WITH)
+    assert guesses.counts.timed.without > 0 and {*graphs._captured} == captured
+    engine.close()
+
+
 @on_the_device
 @pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +241,34 @@ def test_beside_jobs_drafts_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_the_device
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen3moe", "laguna"])
+def test_what_a_step_has_beside_it_may_change_with_every_step(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of the CPU or none, guesses or none, in any order within a reply: no token, table or counter says so."""
+    monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
+    monkeypatch.setattr(misses, "measure", lambda *_: Costs(1e7, (1e7, 2e7, 3e7), 1e6, n_ff=512))
+    monkeypatch.setattr(misses, "SPIN_US", 3e5)
+    plain = opened(tiny_path(arch), "off", residency_pct=30)
+    expected, before = said_by(plain, 9, 20, n_tokens=20), plain.stats()
+    plain.close()
+    engine = opened(tiny_path(arch), "auto", residency_pct=30, cpu_experts="auto")
+    steps, rng = engine.loaded.steps, np.random.default_rng(5)
+    assert steps.misses is not None and steps.guesses is not None
+    monkeypatch.setattr(steps.misses, "look", lambda: bool(rng.integers(2)))
+    monkeypatch.setattr(steps.guesses, "look", lambda tries: bool(rng.integers(2)))
+    assert said_by(engine, 9, 20, n_tokens=20) == expected
+    assert in_graphs(engine) == {(a, b) for a in (False, True) for b in (False, True)}
+    after = engine.stats()
+    for name in ("hits_by_layer", "misses_by_layer", "map"):
+        assert after[name] == before[name], name
+    assert after["guesses"]["useful"] > 0 < after["cpu_experts"]["computed"] + after["cpu_experts"]["divided"]
+    decision, device = engine.loaded.shares.decision, engine.loaded.backend.gpu
+    launched = {(module, name) for module, name in vars(device)["_kernels"] if name != "poison"}
+    assert decision is not None and launched <= set(decision.kernels)
+    engine.close()
+
+
+@on_the_device
+@pytest.mark.slow
 def test_guesses_can_be_imposed(tmp_path: Path) -> None:
     """All that misses, in layers that there are guesses for; of no other the token is told."""
     c = opened(tiny_path("laguna"), "off", policy="uniform", residency_pct=60)
@@ -225,21 +306,16 @@ class Told:
     """Stands for Landing: the host's side alone."""
 
     def __init__(self) -> None:
-        self.modes, self.timed = list[int](), Timed(0, 0, 0, 0)
-
-    def set_mode(self, mode: int) -> None:
-        self.modes.append(mode)
+        self.timed = Timed(0, 0, 0, 0)
 
     def counts(self, wait: bool = False) -> Counts:
         return Counts(9, 4, 7, 900, 300, self.timed)
 
-    def went(self, without_us: int, with_us: int) -> None:
-        """Sixteen steps."""
-        a, b = (1, 15) if self.modes[-1] == MOSTLY else (15, 1)
-        t = self.timed
-        self.timed = Timed(
-            t.without + a, t.with_ + b, t.without_ns + 1000 * a * without_us, t.with_ns + 1000 * b * with_us
-        )  # fmt: skip
+    def went(self, with_guesses: bool, us: int) -> None:
+        """A step."""
+        t, n = self.timed, int(with_guesses)
+        ns = 1000 * us
+        self.timed = Timed(t.without + 1 - n, t.with_ + n, t.without_ns + (1 - n) * ns, t.with_ns + n * ns)
 
 
 def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,29 +323,37 @@ def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCap
     landing.timed = Timed(7, 90, 10**9, 10**9)  # of warming up
     guesses = Guesses(landing, "router")
     guesses.reset()
-    assert landing.modes == [MOSTLY] * 2 and guesses.stats()["steps"] == guesses.stats()["made"] == 0
+    assert guesses.stats()["steps"] == guesses.stats()["made"] == 0 and guesses.kinds == (True, False)
 
-    def run(n: int, without_us: int, with_us: int) -> None:
+    def run(n: int, without_us: int, with_us: int) -> float:
+        """So many steps; the share of those with guesses."""
+        n_with = 0
         for _ in range(n):
-            landing.went(without_us, with_us)
-            guesses.begin()
+            assert guesses.look(False) == guesses.gate.with_guesses
+            with_guesses = guesses.look(True)
+            n_with += with_guesses
+            landing.went(with_guesses, with_us if with_guesses else without_us)
+        return n_with / n
 
     with caplog.at_level("INFO"):
-        run(40, 2000, 2500)  # too few to know
-        assert landing.modes[2:] == [] and guesses.stats()["on"] and guesses.stats()["steps"] == 600
+        assert run(40 * ODD_WITH, 2000, 2500) == 1 - 1 / ODD_WITH  # too few to know
+        assert guesses.stats()["on"] and guesses.stats()["steps"] == 600
         assert (guesses.stats()["without_us"], guesses.stats()["with_us"]) == (2000.0, 2500.0)
-        run(60, 2000, 2500)
-        assert landing.modes[2:] == [SELDOM] and not guesses.stats()["on"]
-        run(200, 2000, 1800)  # what misses is another thing now
-    assert landing.modes[2:] == [SELDOM, MOSTLY]
+        run(60 * ODD_WITH, 2000, 2500)
+        assert not guesses.stats()["on"] and guesses.kinds == (False, True)
+        assert run(20 * ODD_WITHOUT, 2000, 2500) == 1 / ODD_WITHOUT < 0.01
+        assert run(300 * ODD_WITHOUT, 2000, 1800) > 0.5  # what misses is another thing now
+    assert guesses.stats()["on"] and guesses.kinds == (True, False)
     assert [r.getMessage() for r in caplog.records] == [
         "guesses of experts are off: steps are not faster with them",
         "guesses of experts are on again: steps are faster with them",
     ]
+    for kind in guesses.kinds:
+        guesses.imposed = kind
+        assert [guesses.look(True) for _ in range(40)] == [kind] * 40 and guesses.look(False)
     forced = Guesses(landing, "router", is_forced=True)
-    run(200, 2000, 4000)
-    forced.begin()
-    assert landing.modes.count(ALWAYS) == 1
+    run(4000, 2000, 4000)
+    assert [forced.look(True) for _ in range(40)] == [True] * 40 and forced.kinds == (True,)
 
 
 def test_what_was_wasted_never_falls() -> None:

@@ -17,11 +17,14 @@ from engine.ops import Experts, Limits
 from engine.ops.cuda.device import Array, Device
 from engine.ops.jobs import BOTH, DONE, FIRST, MAX_RECORDS, NAP_US, RECORD_BYTES, SPIN_US, Bank, Job, Jobs, Ring
 from engine.placing.division import UNIT_ROWS
-from engine.placing.misses import Table, Tally
+from engine.placing.misses import Part, Table, Tally
 
-# Words of jobs.cuh, and of the board.
-_NEXT, _TAKEN, _FAILED, _BOUND_NS, _N_WORDS = 1, 2, 3, 4, 40
-_BOARD_WORDS, _N_COUNTS = 16, 10
+# Words of jobs.cuh, and of the board; of a part, and from one to the next.
+_NEXT, _FAILED, _BOUND_NS, _PARTS = 1, 2, 3, 19
+_N_COUNTS, _BOARD_PARTS = 5, 8
+_N_PART, _PART_WORDS, _MOST_MISSED, _TAKEN = 6, 8, 16, 4
+_PARTS_WORDS = (_MOST_MISSED + 1) * _PART_WORDS
+_N_WORDS = _PARTS + _PARTS_WORDS + _MOST_MISSED
 # Words of a record (expert_job.h), and int32 of it: bank, part, first, last.
 _ANSWER, _CLAIMED_NS, _DONE_NS = 24, 25, 26
 _WORK = slice(31, 35)
@@ -59,14 +62,16 @@ class CpuExperts:
         self._records = device.page_locked(MAX_RECORDS * RECORD_BYTES)
         self.ring = Ring(self._records)
         self._inputs, self._outputs = (device.page_locked(MAX_RECORDS * each) for _ in range(2))
-        board = device.page_locked(8 * _BOARD_WORDS)
+        board = device.page_locked(8 * (_BOARD_PARTS + _PARTS_WORDS))
         for memory in (self._inputs, self._outputs, board):
             memory[:] = 0
         self._board = board.view(np.uint64)
+        parts = self._board[_BOARD_PARTS:].reshape(-1, _PART_WORDS)
+        self._board_parts = parts[: limits.n_expert_used + 1, :_N_PART]
         self.places = Places(device.pointer(self._inputs), device.pointer(self._outputs), each)
         places = [n for at in (self.places.inputs, self.places.outputs) for n in (at, each)]
         times = [int(s * 1e9) for s in (bound_s, patience_s)]
-        words = [1, 1, 0, 0, *times, self.ring.address, *places, device.pointer(board)]
+        words = [1, 1, 0, *times, self.ring.address, *places, device.pointer(board)]
         self.words = device.upload(np.array(words + [0] * (_N_WORDS - len(words)), np.uint64))
         self.division: Array = device.upload(np.zeros(limits.n_expert_used + 1, np.int32))
         self._pool: Jobs | None = None
@@ -113,7 +118,9 @@ class CpuExperts:
     def counts(self) -> dict[str, int]:
         """Jobs that were handed over, those taken back of them, and the number of one that was never answered, or 0."""
         words = self.device.read(self.words)
-        return {"jobs": int(words[_NEXT]) - 1, "taken_back": int(words[_TAKEN]), "failed": int(words[_FAILED])}
+        parts = words[_PARTS : _PARTS + _PARTS_WORDS].reshape(-1, _PART_WORDS)
+        taken = int(parts[:, _TAKEN].sum())
+        return {"jobs": int(words[_NEXT]) - 1, "taken_back": taken, "failed": int(words[_FAILED])}
 
     @property
     def failed(self) -> int:
@@ -123,11 +130,12 @@ class CpuExperts:
     @property
     def tally(self) -> Tally:
         """What the GPU has said so far; it may be a layer behind. Waits for nothing."""
-        counts = self._board[:_N_COUNTS].tolist()
-        _, taken, done, waited_ns, trips, trips_ns, divided, units, overs, overs_ns = counts
-        return Tally(
-            done, taken, waited_ns / 1e3, trips, trips_ns / 1e3, divided, units * UNIT_ROWS, overs, overs_ns / 1e3
+        _, trips, trips_ns, overs, overs_ns = self._board[:_N_COUNTS].tolist()
+        parts = tuple(
+            Part(layers, done, divided, units * UNIT_ROWS, taken, waited_ns / 1e3)
+            for layers, done, divided, units, taken, waited_ns in self._board_parts.tolist()
         )
+        return Tally(parts, trips, trips_ns / 1e3, overs, overs_ns / 1e3)
 
     def spans(self) -> list[tuple[float, float]]:
         """Of the last jobs that were done: how many overlapped, and us from the first claim to the last answer.

@@ -21,8 +21,7 @@ from engine.placing.guesses import Timed
 
 # Of landing.cuh.
 SLOTS, ROWS, N_COUNTS = 4, 32, 9
-_STEP, _MODE, _BOARD, _ENTERED, _BUSY, _COUNTS, _SETS = 0, 1, 3, 4, 5, 6, 52
-NEVER, MOSTLY, SELDOM, ALWAYS = range(4)
+_STEP, _BOARD, _ENTERED, _BUSY, _COUNTS, _SETS = 0, 2, 3, 4, 5, 52
 
 FIRST_TARGET = 2  # the first MoE layer counts the step, and the next one's guesses would be made beside it
 N_SETS = 2  # of landing slots, which layers have in turn
@@ -198,22 +197,22 @@ class Landing:
         """A step begins."""
         self._under_way, self._entered = False, None
 
-    def ends(self, state: policy.SlotState, layer: int) -> tuple[Argument, ...]:
+    def times(self, state: policy.SlotState, layer: int) -> bool:
+        """Whether a layer's `route` takes the time, also of a step without guesses."""
+        return self.covers(state) and layer in (0, self.n_layer - 1)
+
+    def ends(self, state: policy.SlotState, layer: int, with_guesses: bool = True) -> tuple[Argument, ...]:
         """What `route` needs more."""
         if not self.covers(state):
             return (self.words, None, 0, 0, 0)
-        guessed = self._set(layer) if layer >= FIRST_TARGET else None
-        n_blocks = COPIERS + self._n_groups[layer]
-        return (self.words, guessed, n_blocks, int(layer == 0), int(layer + 1 == self.n_layer))
+        guessed = self._set(layer) if with_guesses and layer >= FIRST_TARGET else None
+        n_blocks, is_last = COPIERS + self._n_groups[layer], layer + 1 == self.n_layer
+        return (self.words, guessed, n_blocks, int(layer == 0), (1 if with_guesses else 2) if is_last else 0)
 
     def units_of(self, bank: Experts) -> tuple[Argument, ...]:
         """What `gate_up` needs more."""
         sizes = map(np.int64, (self._slot_bytes, self._up_at, self._down_at))
         return (self.words, self._set(bank.layer), self._most_units, self.memory[bank.layer % N_SETS], *sizes)
-
-    def set_mode(self, mode: int) -> None:
-        """Which steps have guesses: none (NEVER), all but each 16th, only these (SELDOM), all; between steps."""
-        self.device.write(self.words[_MODE : _MODE + 1], np.array([mode], np.uint64))
 
     def counts(self, wait: bool = False) -> Counts:
         """What the device has said so far; it may be a step behind. wait: all of it, once no step is under way."""

@@ -68,6 +68,7 @@ class Routing:
         self._bypass = (np.uint64(0), *map(np.int64, (0, 0, 0)), 0)
         self.cpu: CpuExperts | None = None  # of a step of one token
         self.landing: Landing | None = None  # the same
+        self.with_guesses = False  # else steps are only timed by it
 
     def pass_through(self, part_bytes: tuple[int, int, int], n_places: int = BYPASS_PLACES) -> None:
         """Allocate memory that experts pass through which miss in a short step and enter no slot.
@@ -114,9 +115,9 @@ class Routing:
         if self.cpu is not None and T == 1:
             module = Module(module.file, (*module.defines, ("JOBS", "1")))
             more = (self.cpu.division, self.cpu.words)
-        if self.landing is not None and T == 1:
+        if self.landing is not None and T == 1 and (self.with_guesses or self.landing.times(state, layer)):
             module = Module(module.file, (*module.defines, ("GUESSES", "1")))
-            more = (*more, *self.landing.ends(state, layer))
+            more = (*more, *self.landing.ends(state, layer, self.with_guesses))
         self.device.kernel(module, "route")(
             1,
             threads,

@@ -111,9 +111,13 @@ class Workspace:
         """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
         self.routing.cpu = self.small_experts.cpu = cpu
 
-    def guess_misses(self, landing: Landing | None) -> None:
-        """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture."""
-        self.landing = self.routing.landing = self.small_experts.landing = landing
+    def guess_misses(self, landing: Landing | None, with_guesses: bool = True) -> None:
+        """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture.
+
+        with_guesses: else a step is without, and tells only what it took, to be compared.
+        """
+        self.routing.landing, self.routing.with_guesses = landing, with_guesses
+        self.landing = self.small_experts.landing = landing if with_guesses else None
 
     def entered(self) -> tuple[Argument, ...]:
         """What the first product of a layer needs more, where guesses wait for what enters it."""
