@@ -137,7 +137,7 @@ def test_a_row_that_is_not_finite_stays_alone(device: Any) -> None:
     assert not nan.any()
 
 
-@pytest.mark.parametrize("K", [77, 24, 680, 36])  # rows of odd lengths, of less than a warp's share, of several for each warp
+@pytest.mark.parametrize("K", [77, 24, 680, 36])  # odd, less than a part of the columns, several parts for each warp
 @pytest.mark.parametrize("qtype", FLOATS, ids=lambda t: t.name)
 def test_float_product(device: Any, qtype: QType, K: int) -> None:
     rng = np.random.default_rng(6)

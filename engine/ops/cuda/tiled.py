@@ -1,7 +1,7 @@
 """Products of experts with tiles of a few rows of activations, with the bits of docs/arithmetic.md.
 
-Kernels: tiled.cu, on tensor cores, for activations in 8 bits; plain_tiles.cu for floats, and for rows that the other has no
-room for: a warp multiplies a row of a matrix with one row of activations after the other.
+Kernels: tiled.cu, on tensor cores, for activations in 8 bits; plain_tiles.cu for floats, and for rows that the other
+has no room for: a warp multiplies a row of a matrix with one row of activations after the other.
 """
 
 from __future__ import annotations
