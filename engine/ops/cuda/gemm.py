@@ -322,7 +322,7 @@ class Gemm:
             fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns, int(add), short))
 
 
-# Every launch asks how it is to be cut, and there are few answers; Python takes longer for one than a small kernel runs.
+# Every launch asks how it is to be cut, and there are few answers: Python takes longer for one than small kernels run.
 
 
 @lru_cache(4096)
@@ -348,7 +348,8 @@ def _tokens(types: tuple[QType, ...], worth: tuple[int, ...], most_bytes: int) -
 @cache
 def _warps(types: tuple[QType, ...], matrices: int, tokens: int, most_bytes: int) -> int:
     """8 warps a block for the largest tiles, where their shared memory allows, else 4."""
-    return 8 if tokens == max(TILE_TOKENS) and all(tile_bytes(t, matrices, tokens, 8) <= most_bytes for t in types) else 4
+    fits = all(tile_bytes(t, matrices, tokens, 8) <= most_bytes for t in types)
+    return 8 if tokens == max(TILE_TOKENS) and fits else 4
 
 
 @cache
