@@ -26,7 +26,7 @@ NEWEST = 0.25  # of an average, what the last window counts
 MOST_DRIFT = 8.0  # of the CPU's rate, up or down, in one window: more is no drift, but a thread that lost its core
 BOUNDS = 2.0  # times what a claim may take until it is waited for no longer
 LEAST_BOUND_US = 10.0
-IDLE_STEPS = 256  # of one token, in which as much is to be gained as jobs take where nothing is handed over:
+IDLE_STEPS = 16  # of one token, in which as much is to be gained as jobs take where nothing is handed over:
 LAYER_US = 0.6  # what kernels with jobs take longer, a layer (docs/cuda.md); else it is idle
 IDLE_TIMES = 15  # for as many times as many steps, of which those that try again are a sixteenth
 NEVER_S = float("inf")
@@ -167,6 +167,8 @@ class MissGate:
             self._good += 1
             if self._good >= GOOD_WINDOWS:
                 self._lost = 0
+        else:  # what was lost is dealt with, and says nothing about how much misses
+            self._idle_from, self._steps = tally, 0
         self._follow(new, spans())
         if self._divide():
             return True
