@@ -1,4 +1,4 @@
-"""Missed experts of steps of 33 to 256 tokens: the CPU's threads take them from one end, PCIe brings them from the other.
+"""Missed experts of steps of 33 to 256 tokens: the CPU's threads take them from one end, PCIe brings the others.
 
 docs/cuda.md, "Experts that the CPU computes". The ring, its numbers and its threads are those of cpu_experts.py; the
 kernels are long_jobs.cu. A layer:
