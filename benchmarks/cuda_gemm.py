@@ -107,7 +107,7 @@ def expert_cases(device: Any) -> Iterator[KernelCase]:
                     yield KernelCase(f"{name} gate, up", ignoring(first), n_bytes, 2 * flops)
                 yield KernelCase(f"{name} down", ignoring(second), used * sizes[2] + z_bytes + 8 * T * D, flops)
                 if not tile and down_type == QType.Q4_K:
-                    group = partial(gemm._group, experts, E, tokens)
+                    group = partial(gemm.group, experts, E, tokens)
                     yield KernelCase(f"{name} grouping", ignoring(group), 8 * T * A)
 
 

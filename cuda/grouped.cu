@@ -28,11 +28,17 @@ DEVICE i32 sum_before(i32 v, i32* sums, i32& total) {
     return before;
 }
 
+// The expert of a pair, or -1 where its token is of the other kind: mask [tokens], where given, has 1 for those of one.
+DEVICE i32 expert_of(const i32* experts, i32 pair, const u8* mask, i32 kind, i32 n_used) {
+    return mask && mask[pair / n_used] != kind ? -1 : experts[pair];
+}
+
 // experts [n_pairs]; pairs [n_pairs], tiles [n_pairs / tile_tokens + n_experts] and n_tiles [1] are written. One
-// block of 1024; shared memory 32 * n_experts words. n_experts <= 1024.
+// block of 1024; shared memory 32 * n_experts words. n_experts <= 1024. With a mask only pairs of tokens that have
+// `kind` there are sorted; n_used: pairs of a token.
 KERNEL __launch_bounds__(GROUP_WARPS* WARP)
     group_tokens(const i32* experts, i32 n_pairs, i32 n_experts, i32 tile_tokens, i32* pairs, int4* tiles,
-                 i32* n_tiles) {
+                 i32* n_tiles, const u8* mask, i32 kind, i32 n_used) {
     DYNAMIC_SHARED(i32, counts);  // [warp][expert]: of the warp's run of pairs; later where its next one goes
     __shared__ i32 sums[2][GROUP_WARPS];
     const i32 thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -45,7 +51,8 @@ KERNEL __launch_bounds__(GROUP_WARPS* WARP)
     for (i32 at = begin + lane; at < end; at += AHEAD * WARP) {
         i32 expert[AHEAD];
 #pragma unroll
-        for (i32 i = 0; i < AHEAD; ++i) expert[i] = at + i * WARP < end ? experts[at + i * WARP] : -1;
+        for (i32 i = 0; i < AHEAD; ++i)
+            expert[i] = at + i * WARP < end ? expert_of(experts, at + i * WARP, mask, kind, n_used) : -1;
 #pragma unroll
         for (i32 i = 0; i < AHEAD; ++i)
             if (expert[i] >= 0) atomicAdd(&mine[expert[i]], 1);
@@ -81,7 +88,7 @@ KERNEL __launch_bounds__(GROUP_WARPS* WARP)
 #pragma unroll
         for (i32 i = 0; i < AHEAD; ++i) {
             const i32 pair = at + i * WARP + lane;
-            expert[i] = pair < end ? experts[pair] : -1;
+            expert[i] = pair < end ? expert_of(experts, pair, mask, kind, n_used) : -1;
         }
 #pragma unroll
         for (i32 i = 0; i < AHEAD; ++i) {
@@ -122,12 +129,12 @@ KERNEL join_exponents(u16* z, const i8* exponents, float* scale, i32 n_pairs, i3
 
 // x [T, D] += (or with `add` 0 becomes) the weighted sum of a token's A rows of y (halves with exponents [T * A, columns rounded up to 16], see
 // store_sixteen), in rank order, for columns from `first` on, a multiple of 4. 4 columns a thread; grid (columns /
-// 512 rounded up, T), block 128.
+// 512 rounded up, T), block 128. mask: tokens that have 1 there are left as they are.
 KERNEL fold_ranks(const u16* y, const i8* exponents, const float* weights, float* x, i32 A, i32 D, i32 first,
-                  i32 columns, i32 add) {
+                  i32 columns, i32 add, const u8* mask) {
     const i32 i = (blockIdx.x * blockDim.x + threadIdx.x) * 4, n = (columns + 15) / 16;
     const u64 t = blockIdx.y;
-    if (i >= columns) return;
+    if (i >= columns || (mask && mask[t])) return;
     // Elements i, i + 2; four words on: i + 1, i + 3.
     const u32* const even = (const u32*)(y + t * A * (n * 16) + i / 16 * 16) + i / 4 % 4;
     float r[4] = {};
@@ -153,4 +160,18 @@ KERNEL fold_ranks(const u16* y, const i8* exponents, const float* weights, float
         for (i32 e = 0; e < 4; ++e)
             if (i + e < columns) to[e] = add ? to[e] + r[e] : r[e];
     }
+}
+
+// The same of floats y [T * A, columns], with the order and the roundings of docs/arithmetic.md, of the tokens that have 1
+// in `mask`, where it is given. A column a thread; grid (columns / block rounded up, T).
+KERNEL fold_floats(const float* y, const float* weights, float* x, i32 A, i32 D, i32 first, i32 columns, i32 add,
+                   const u8* mask) {
+    const i32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    const u64 t = blockIdx.y;
+    if (i >= columns || (mask && !mask[t])) return;
+    float r = 0.0f;
+#pragma unroll 8
+    for (i32 a = 0; a < A; ++a) r = __fmaf_rn(weights[t * A + a], y[(t * A + a) * (u32)columns + i], r);
+    float* const to = x + t * (u32)D + first + i;
+    *to = add ? *to + r : r;
 }

@@ -34,7 +34,7 @@ from engine.memory.forks import Forks
 from engine.memory.host import Claim
 from engine.memory.kv import Data, KVCache, Snapshot
 from engine.memory.prefix_files import ROOM_S, PrefixFiles
-from engine.memory.prefix_tree import Match, Node, PrefixTree
+from engine.memory.prefix_tree import Match, Node, PrefixTree, short_rows
 from engine.ops import I32, KV_BLOCK_TOKENS
 from engine.ops.cuda.failures import translated
 
@@ -103,6 +103,10 @@ class PrefixCache:
         if most is not None and end - begin > most:
             end = self.tree.cut(begin, begin + most, len(tokens))
         return end - begin
+
+    def short_rows(self, begin: int, end: int, n_tokens: int) -> int:
+        """How many of the positions begin .. end of a prompt are short rows, the last of these."""
+        return short_rows(begin, end, n_tokens, self.chunk_tokens)
 
     def last_begin(self, n_tokens: int) -> int:
         """The last place where a prompt of so many tokens may go on after what is remembered."""

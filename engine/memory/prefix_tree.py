@@ -20,9 +20,20 @@ from engine.memory.blocks import BlockPool
 from engine.memory.host import Claim
 from engine.memory.kv import Data, Snapshot
 from engine.memory.order import Oldest
-from engine.ops import I32, KV_BLOCK_TOKENS, SMALL_TOKENS
+from engine.ops import I32, KV_BLOCK_TOKENS, SHORT_ROWS, SMALL_TOKENS
 
 SNAPSHOT_TOKENS = 4096  # between two snapshots in the middle of a long prompt
+
+
+def short_rows(begin: int, end: int, n_tokens: int, chunk_tokens: int) -> int:
+    """How many of the positions begin .. end of a prompt of n_tokens are *short rows*, always the last of these.
+
+    They are what follows the last multiple of chunk_tokens, if that is no more than SHORT_ROWS. A prompt goes on after
+    such multiples alone, so where it is begun, and how it is cut, changes none of them; all of the rows that are read
+    are short where there are no more than that.
+    """
+    first = n_tokens // chunk_tokens * chunk_tokens
+    return max(0, min(end, n_tokens) - max(begin, first)) if n_tokens - first <= SHORT_ROWS else 0
 
 
 @dataclass(eq=False, slots=True)

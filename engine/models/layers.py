@@ -29,6 +29,7 @@ from engine.ops import (
     KVLayer,
     Recall,
     SharedExpert,
+    ShortRows,
 )
 from engine.ops.device import Array
 from engine.ops.interface import Ops, Workspace
@@ -196,7 +197,8 @@ class Step:
     the tokens whose logits are wanted. n_positions: one more than the largest position, as the host knows it (0 in a
     captured graph). apart: every token is of a sequence of its own. decoded: none is of a prompt, which imposed
     choices of experts ask. spans: of a long step of several sequences, the tokens of each and one more than its largest
-    position. recall: where rows may read a part; None: all read all.
+    position. recall: where rows may read a part; None: all read all. short: of a long step, the rows whose experts are
+    computed as in a short one; None: there are none.
     """
 
     tokens: I32
@@ -212,6 +214,7 @@ class Step:
     decoded: bool = False
     spans: tuple[tuple[int, int], ...] = ()
     recall: Recalled | None = None
+    short: ShortRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +444,7 @@ class Pass(Generic[ConfigT]):
         then = (self.norms[behind], self.config.eps) if to is None and behind < len(self.norms) else None
         self.ops.expert_ffn(
             self.ws, b.h, *b.chosen(m), r.banks[m], b.fetches, b.x if to is None else to,
-            add=to is None, shared=shared, then=then,
+            add=to is None, shared=shared, then=then, short=self.step.short,
         )  # fmt: skip
 
 

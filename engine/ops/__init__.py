@@ -30,6 +30,7 @@ GatingKind = Literal["softmax", "sigmoid"]
 
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
+SHORT_ROWS = 256  # at most so many at the end of a prompt have experts as in such a step, in a longer one, too
 CHUNK_BLOCKS = 64  # whose masses are summed together when blocks are chosen
 MASS_UNITS = 1 << 24  # of what a query sees before the tail, as is counted of blocks that are left out
 TAIL_BLOCKS = 3  # full blocks that a row reads anyway, before the one that it lies in
@@ -168,6 +169,18 @@ class Fetches:
 
     rows: I32  # [n_expert, 3]
     count: I32  # [1]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRows:
+    """The rows of a long step whose experts are computed as in a step of SMALL_TOKENS (docs/cuda.md, "Prefill").
+
+    n: how many. first: the first of them. mask: uint8 [T], 1 for these; None: all rows from the first on are.
+    """
+
+    n: int
+    first: int = 0
+    mask: U8 | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from engine.ops import (
     Limits,
     Recall,
     SharedExpert,
+    ShortRows,
 )
 from engine.placing import policy
 
@@ -150,8 +151,12 @@ class Ops(Protocol):
     def expert_ffn(
         self, ws: Scratch, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32,
         add: bool = True, shared: SharedExpert | None = None, then: tuple[F32, float] | None = None,
+        short: ShortRows | None = None,
     ) -> None:  # fmt: skip
-        """The chosen experts, and a shared one; then: a hint, the norm (weight, epsilon) by which x is read next."""
+        """The chosen experts, and a shared one; then: a hint, the norm (weight, epsilon) by which x is read next.
+
+        short: rows of a step of more than SMALL_TOKENS that follow docs/arithmetic.md, where others may not.
+        """
 
     def head(
         self, ws: Scratch, x: F32, rows: I32, norm: F32, eps: float, output: QTensor, logits: F32, softcap: float = 0.0

@@ -28,6 +28,7 @@ from engine.ops import (
     Limits,
     Recall,
     SharedExpert,
+    ShortRows,
     arithmetic,
 )
 from engine.ops.arithmetic import (
@@ -521,11 +522,13 @@ def expert_ffn(
     add: bool = True,
     shared: SharedExpert | None = None,
     then: tuple[F32, float] | None = None,
+    short: ShortRows | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it where `add` is false.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A]. Performs `fetches` first, then
-    reads every expert through `bank.expert_ptr`. What a shared expert gives is added last. then: of no use here.
+    reads every expert through `bank.expert_ptr`. What a shared expert gives is added last. then, short: of no
+    use here, where all rows are computed alike.
     """
     fetch(bank, fetches)
     T, A = experts.shape

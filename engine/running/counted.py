@@ -20,7 +20,7 @@ from engine.memory.shape import cached_tokens
 from engine.models.layers import Architecture, ModelConfig, Step
 from engine.models.loading import Weights
 from engine.models.nextn import Block, WithBlock
-from engine.ops import F32, SMALL_TOKENS, Limits
+from engine.ops import F32, SHORT_ROWS, SMALL_TOKENS, Limits, ShortRows
 from engine.ops.cuda.counting import ALIGN_BYTES, CountingDevice
 from engine.ops.cuda.device import Module
 from engine.placing import placement, policy
@@ -182,6 +182,9 @@ def _run(steps: Steps, drawer: DeviceDrawer, predictor: Predictor | None) -> Non
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
             _step(forward, steps.residency, n, wanted)
+        if n > SMALL_TOKENS and steps.residency.experts:
+            short = min(n, SHORT_ROWS)
+            _step(forward, steps.residency, n, 1, ShortRows(short, n - short))
         if predictor is not None:
             predictor.rehearse(n)
 
@@ -198,13 +201,14 @@ def _draft(drafter: Drafter, forward: Forward) -> None:
     drafter.give_back(ring)
 
 
-def _step(forward: Forward, residency: Residency, n: int, wanted: int) -> None:
+def _step(forward: Forward, residency: Residency, n: int, wanted: int, short: ShortRows | None = None) -> None:
     zeros, groups = np.zeros(n, np.int32), forward.kv.groups
     step = forward.feed(
         Step(
             tokens=zeros, positions=np.arange(n, dtype=np.int32), sequence=zeros, slots=tuple(zeros for _ in groups),
             block_table=tuple(np.zeros((1, forward.table_width), np.int32) for _ in groups),
             states=np.zeros((1, 2), np.int32), counted=np.ones(n, np.uint8), rows=np.zeros(wanted, np.int32),
+            short=short,
         )
     )  # fmt: skip
     forward.run(step, residency)

@@ -125,6 +125,7 @@ class Forward:
             counted=device.empty(T, np.uint8),
             rows=device.empty(limits.max_rows, np.int32),
         )
+        self.short_mask = device.empty(T if L else 0, np.uint8)  # of `ShortRows`
         # Whether somebody reads the features of the next step that is not captured; buffers without room for any.
         self.features_wanted = True
         self._without: Buffers | None = None
@@ -179,10 +180,14 @@ class Forward:
 
     def feed(self, step: Step) -> Step:
         """`bring` a step's inputs; the views of them that `run` takes."""
-        n_positions = int(step.positions.max()) + 1
+        n_positions, short = int(step.positions.max()) + 1, step.short
+        if short is not None and short.mask is not None:
+            mask = self.short_mask[: len(short.mask)]
+            self.ws.feed([(mask, short.mask)])
+            short = dataclasses.replace(short, mask=mask)
         return dataclasses.replace(
             self.bring(step), n_positions=n_positions, apart=step.apart, decoded=step.decoded, spans=step.spans,
-            recall=step.recall,
+            recall=step.recall, short=short,
         )  # fmt: skip
 
     def bring(self, step: Step) -> Step:

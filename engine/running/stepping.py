@@ -18,7 +18,7 @@ from engine.ground.errors import CapacityError
 from engine.memory.blocks import Sequence
 from engine.memory.residency import Residency
 from engine.models.layers import KEPT_TOKENS, Buffers, Step
-from engine.ops import F32, I32, SMALL_TOKENS
+from engine.ops import F32, I32, SMALL_TOKENS, ShortRows
 from engine.ops.cuda.device import Device, Graph
 from engine.ops.device import Memory
 from engine.running.forward import GRAPH_TOKENS, Forward
@@ -35,7 +35,8 @@ class Span:
 
     want: indices within the span whose logits are wanted, MAX_ROWS in a step at most. keep: some of the tokens, of a
     step of at most KEPT_TOKENS, may be taken back. recall: what its rows read, None: all. drawn: the last of the tokens
-    on the device, int32 [n], where the host does not know them yet; `tokens` has anything in their place.
+    on the device, int32 [n], where the host does not know them yet; `tokens` has anything in their place. short: of a
+    prompt, how many of the last tokens have experts as in a short step, whatever the step (`prefix_tree.short_rows`).
     """
 
     sequence: Sequence
@@ -45,6 +46,17 @@ class Span:
     keep: bool = False
     recall: Part | None = None
     drawn: I32 | None = None
+    short: int = 0
+
+
+def short_rows(spans: Many[Span]) -> ShortRows | None:
+    """The short rows of a long step, in host memory; None: there are none."""
+    n = sum(span.short for span in spans)
+    if not n:
+        return None
+    mask = np.concatenate([np.arange(len(s.tokens)) >= len(s.tokens) - s.short for s in spans])
+    first = int(mask.argmax())
+    return ShortRows(n, first, None if first + n == len(mask) else mask.astype(np.uint8))
 
 
 class StepResult:
@@ -340,6 +352,7 @@ class Steps:
             decoded=self.forward.replayed is not None and any(s.keep for s in spans),
             spans=tuple((len(s.tokens), s.sequence.length) for s in spans) if width > SMALL_TOKENS else (),
             recall=recall,
+            short=short_rows(spans) if width > SMALL_TOKENS and self.residency.experts else None,
         )
 
     def tables(self, sequences: list[Sequence]) -> tuple[I32, ...]:

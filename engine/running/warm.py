@@ -18,7 +18,7 @@ import numpy as np
 from engine.ground.errors import CapacityError, DeviceLostError, SparkError
 from engine.ground.sampling import Sampling
 from engine.memory.residency import Residency
-from engine.ops import SMALL_TOKENS
+from engine.ops import SHORT_ROWS, SMALL_TOKENS
 from engine.ops.cuda.failures import translated
 from engine.running.counted import LONG_STEPS
 from engine.running.forward import GRAPH_TOKENS
@@ -83,7 +83,7 @@ def _read(loaded: Loaded, captured: bool = False) -> None:
         with _replies(loaded, 1, n + 1) as (one,):
             assert one.sequence is not None
             tokens = np.asarray(one.history[:n], np.int32)
-            span = Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,))
+            span = Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,), short=min(n, SHORT_ROWS))
             _ = loaded.steps.run([span]).last_residual
             if loaded.predictor is not None:
                 loaded.predictor.follow([Fed(span, n, one.history)])

@@ -168,7 +168,9 @@ class GenerateTask(Reply):
         wanted = (len(part) - 1,) if last and not self.made else ()
         # What was drawn is read as it was then; a prompt reads all.
         recall = self.recall if self.sequence.length >= len(self._reading) else None
-        return Proposal(self, Span(self.sequence, part, np.zeros(len(part), bool), wanted, recall=recall))
+        begin = self.sequence.length
+        short = self.loaded.prefixes.short_rows(begin, begin + len(part), len(self._reading))
+        return Proposal(self, Span(self.sequence, part, np.zeros(len(part), bool), wanted, recall=recall, short=short))
 
     def fed(self, residual: F32, logits: Callable[[], F32] | None) -> list[Event]:
         """Note that the chunk was fed, of whose last token that is the residual; who has a first token to draw is told.
@@ -325,7 +327,7 @@ class Rereading:
         sequence, chunk = self.sequence, prefixes.chunk_tokens
         n = min(prefixes.step_tokens(sequence, self.tokens), chunk - sequence.length % chunk)
         part = self.tokens[sequence.length :][:n]
-        result = self.loaded.steps.run([Span(sequence, part, np.zeros(n, bool))])
+        result = self.loaded.steps.run([Span(sequence, part, np.zeros(n, bool))])  # whole chunks have no short rows
         check_finite(result.last_residual)  # waits for the step: a request waits for no more than that
         prefixes.insert(sequence, self.tokens, again=True)
         return sequence.length == len(self.tokens)
@@ -394,7 +396,8 @@ class ScoreTask:
             for start in range(0, len(tokens), step_tokens):
                 part = slice(start, min(start + step_tokens, len(tokens)))
                 want = (part.stop - part.start - 1,) if part.stop == len(tokens) else ()
-                result = loaded.steps.run([Span(sequence, tokens[part], counted[part], want)])
+                short = loaded.prefixes.short_rows(part.start, part.stop, len(tokens))  # as of a prompt
+                result = loaded.steps.run([Span(sequence, tokens[part], counted[part], want, short=short)])
                 self.read_tokens += part.stop - part.start
                 check_finite(result.residual)
                 if request.logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -235,25 +236,28 @@ def test_experts_in_larger_tiles(device: Any, tokens: int, warps: int, T: int, m
     assert nmse(found - before.astype(np.float64), expected) < 4e-6
 
 
-def test_grouping(device: Any) -> None:
-    from engine.ops.cuda.device import Module
-
+@pytest.mark.parametrize("kind", [None, 0, 1])
+def test_grouping(device: Any, kind: int | None) -> None:
+    """All pairs, or those of the tokens of one kind."""
     rng = np.random.default_rng(9)
     T, A, E, tile = 700, 3, 70, 32
-    experts = choices(rng, T, E, A)
-    pairs, n_tiles = device.empty((T * A,), np.int32), device.empty((1,), np.int32)
-    tiles = device.empty((T * A // tile + E, 4), np.int32)
-    kernel = device.kernel(Module("grouped.cu"), "group_tokens")
-    kernel(1, 1024, (device.upload(experts), T * A, E, tile, pairs, tiles, n_tiles), shared_bytes=128 * E)
-    order = np.argsort(experts.reshape(-1), kind="stable")
-    assert (device.read(pairs) == order).all()
-    counts = np.bincount(experts.reshape(-1), minlength=E)
+    experts, mask = choices(rng, T, E, A), (rng.random(T) < 0.3).astype(np.uint8)
+    gemm = Gemm(device, replace(LIMITS, max_tokens=T, n_expert=E))
+    if kind is None:
+        groups, kept = gemm.group(device.upload(experts), E, tile), np.arange(T * A)
+    else:
+        groups = gemm.group(device.upload(experts), E, tile, device.upload(mask), kind)
+        kept = np.flatnonzero(np.repeat(mask, A) == kind)
+    chosen = experts.reshape(-1)[kept]
+    order = kept[np.argsort(chosen, kind="stable")]
+    assert (device.read(groups.pairs)[: len(kept)] == order).all()
+    counts = np.bincount(chosen, minlength=E)
     starts = np.cumsum(counts) - counts
     expected = [
         (e, starts[e] + i, min(tile, counts[e] - i), 0) for e in range(E) for i in range(0, int(counts[e]), tile)
     ]
-    assert int(device.read(n_tiles)[0]) == len(expected)
-    assert (device.read(tiles)[: len(expected)] == expected).all()
+    assert int(device.read(groups.n_tiles)[0]) == len(expected)
+    assert (device.read(groups.tiles)[: len(expected)] == expected).all()
 
 
 def test_tiles_fit_into_small_devices() -> None:

@@ -54,10 +54,27 @@ class Halves:
     scale: Array
     n_columns: int
 
+    def first(self, n_rows: int) -> Halves:
+        """The first rows."""
+        return self if n_rows == len(self.scale) else Halves(self.values[:n_rows], self.scale[:n_rows], self.n_columns)
+
     @property
     def stride(self) -> int:
         """Halves from row to row."""
         return int(self.values.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Uses of experts, sorted by expert, and cut in tiles.
+
+    pairs: int32 [T * A], token * A + rank. tiles: int32 [*, 4], (expert, first of its pairs, how many, 0), n_tiles
+    int32 [1] of them.
+    """
+
+    pairs: Array
+    tiles: Array
+    n_tiles: Array
 
 
 class _HalvesScratch:
@@ -235,40 +252,43 @@ class Gemm:
         join(-(-n_rows // 8), 256, (z, exponents, scale, n_rows, stride, gate))
 
     def experts(
-        self, h: Halves, experts: Array, weights: Array, bank: Experts, source: Array, x: Array, add: bool = True
-    ) -> None:
+        self, h: Halves, experts: Array, weights: Array, bank: Experts, source: Array, x: Array, add: bool = True,
+        short: Array | None = None,
+    ) -> None:  # fmt: skip
         """x [T, D] += the weighted sum of each row's experts, folded in rank order; or becomes it.
 
         h [T, D]; experts int32, weights float32 [T, A]. source: uint64 [E, 3], addresses of each used expert's gate,
-        up and down in memory of the device.
+        up and down in memory of the device. short: uint8 [T], rows that have 1 there are left as they are.
         """
         T, A = experts.shape
         E, D, F = source.shape[0], bank.n_embd, bank.n_ff
         if h.n_columns != D or h.values.shape[0] != T or x.shape != (T, D) or self._n_ff_exp < F:
             raise ValueError(f"experts [{F}, {D}] of [{h.values.shape[0]}, {h.n_columns}] into {tuple(x.shape)}")
         tokens = self._expert_tokens(T * A / E, bank)
-        self._group(experts, E, tokens)
+        self.group(experts, E, tokens, short, 0)
         self._gate_up(h, A, bank, source, tokens)
-        self._down(weights, bank, source, tokens, x, add)
+        self._down(weights, bank, source, tokens, x, add, short)
 
     def _expert_tokens(self, tokens_per_expert: float, bank: Experts) -> int:
         """Tokens of a tile: a tile half full takes about half the time, a second one dequantizes the weights again."""
         types = (bank.gate_type, bank.up_type, bank.down_type)
         return self._tokens(types, lambda tokens: tokens_per_expert >= (90 if tokens > 64 else 20))
 
-    def _group(self, experts: Array, n_experts: int, tokens: int) -> None:
-        """Sort the pairs (token, rank) by expert and cut them in tiles."""
+    def group(self, experts: Array, n_experts: int, tokens: int, mask: Array | None = None, kind: int = 1) -> Groups:
+        """Sort the pairs (token, rank) by expert and cut them in tiles of so many (scratch).
+
+        mask: uint8 [T]; only pairs of tokens that have `kind` there.
+        """
         kernel = self.device.kernel(Module("grouped.cu"), "group_tokens")
-        args = (
-            experts,
-            experts.shape[0] * experts.shape[1],
-            n_experts,
-            tokens,
-            self._pairs,
-            self._tiles,
-            self._n_tiles,
-        )
-        kernel(1, 1024, args, shared_bytes=128 * n_experts)
+        T, A = experts.shape
+        at = (self._pairs, self._tiles, self._n_tiles)
+        kernel(1, 1024, (experts, T * A, n_experts, tokens, *at, mask, kind, A), shared_bytes=128 * n_experts)
+        return Groups(*at)
+
+    @property
+    def lent(self) -> tuple[Array, Array]:
+        """Memory of what comes between the products of experts, z and y, for who computes some between two calls."""
+        return self._z, self._y
 
     def _gate_up(self, h: Halves, n_ranks: int, bank: Experts, source: Array, tokens: int) -> None:
         """z of every pair, in halves with a scale a row."""
@@ -287,7 +307,10 @@ class Gemm:
         )
         self._join(self._z, self._z_exponents, self._z_scale, n_pairs, stride)
 
-    def _down(self, weights: Array, bank: Experts, source: Array, tokens: int, x: Array, add: bool = True) -> None:
+    def _down(
+        self, weights: Array, bank: Experts, source: Array, tokens: int, x: Array, add: bool = True,
+        short: Array | None = None,
+    ) -> None:  # fmt: skip
         """Add down of every z to x, as many columns at a time as `_y` can hold."""
         (T, A), D, F = weights.shape, bank.n_embd, bank.n_ff
         warps = self._warps((bank.down_type,), 2, tokens)
@@ -305,7 +328,7 @@ class Gemm:
                 (*at, *sizes, *y, first, columns),
                 shared_bytes=tile_bytes(bank.down_type, 2, tokens, warps),
             )
-            fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns, int(add)))
+            fold((-(-columns // 512), T), 128, (*y, weights, x, A, D, first, columns, int(add), short))
 
     def _tokens(self, types: Sequence[QType], is_worth: Callable[[int], bool]) -> int:
         """The largest tile that fits into shared memory and is worth it, else the smallest."""

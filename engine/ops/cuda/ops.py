@@ -1,8 +1,9 @@
 """The CUDA backend: the kernels of `cuda/` with the signatures of `engine/ops/reference.py`.
 
 A step of at most SMALL_TOKENS tokens follows docs/arithmetic.md (attention excepted, whose sums are split by
-position); a longer one runs on tensor cores. Arrays are the device's (see device.py); nothing here waits for the
-device, allocates, or decides by what an array holds, so a whole step can be captured in a graph.
+position); a longer one runs on tensor cores, but for the experts of its short rows. Arrays are the device's (see
+device.py); nothing here waits for the device, allocates, or decides by what an array holds, so a whole step can be
+captured in a graph.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engine.ops import (
     Limits,
     Recall,
     SharedExpert,
+    ShortRows,
 )
 from engine.ops.cuda import recall as recalling
 from engine.ops.cuda import routing
@@ -333,11 +335,13 @@ def expert_ffn(
     add: bool = True,
     shared: SharedExpert | None = None,
     then: tuple[Array, float] | None = None,
+    short: ShortRows | None = None,
 ) -> None:
     """x [T, D] += the weighted sum of each row's experts, folded in rank order, or becomes it; not before `route`.
 
     h [T, D] the normed residual; experts int32, weights float32 [T, A]. What a shared expert gives is added last. then:
-    weight and epsilon of the norm by which x is read next, which a short step can make along with it.
+    weight and epsilon of the norm by which x is read next, which a short step can make along with it. short: rows of a
+    long step that follow docs/arithmetic.md.
     """
     r, s = ws.routing, ws.streaming
     if h.shape[0] <= SMALL_TOKENS:
@@ -356,7 +360,15 @@ def expert_ffn(
             dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
         return
     source = r.source if s is None else s.staging.source[bank.layer % 2]
-    ws.gemm.experts(ws.halves(h), experts, weights, bank, source, x, add)
+    T = h.shape[0]
+    first, mask = (T, None) if short is None else (short.first, short.mask)
+    n_long = first if mask is None else T
+    if short is None or short.n < T:
+        halves = ws.halves(h).first(n_long)
+        ws.gemm.experts(halves, experts[:n_long], weights[:n_long], bank, source, x[:n_long], add, mask)
+    if first < T:
+        some = None if mask is None else mask[first:]
+        ws.short_experts(h[first:], experts[first:], weights[first:], bank, source, x[first:], add, some)
     ws.writes(x)
     if s is not None:
         if bank.poison:

@@ -144,10 +144,10 @@ class Products:
         """h [T, D] = RMS norm of x [T, D] times weight [D]; any T."""
         self._norm(x, None, weight, eps, h, None)
 
-    def quantize(self, x: Array) -> Quantized:
-        """x float32 [T, K] in 8 bits: scratch."""
+    def quantize(self, x: Array, to: Quantized | None = None) -> Quantized:
+        """x float32 [T, K] in 8 bits: scratch, for up to 32 rows, unless it says where to."""
         T, K = x.shape
-        to = self._quantized.rows(T, K)
+        to = self._quantized.rows(T, K) if to is None else to
         grid = -(-T * K // (128 * WARPS))
         kernel = self.device.kernel(Module("norm.cu"), "quantize")
         kernel(grid, WARPS * WARP, (x, T * K, to.q, to.d, to.sums), overlap=True)

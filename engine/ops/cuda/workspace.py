@@ -25,6 +25,7 @@ from engine.ops.cuda.landing import Landing
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
+from engine.ops.cuda.short import ShortExperts
 
 MOST_PREPARED = 2  # arrays
 
@@ -57,6 +58,9 @@ class Workspace:
         self._routing = Routing(device, limits) if limits.n_expert else None
         long = limits.max_tokens > SMALL_TOKENS
         self._gemm = Gemm(device, limits) if long else None
+        self._short_experts: ShortExperts | None = None
+        if self._gemm is not None and limits.n_expert:
+            self._short_experts = ShortExperts(device, limits, self.products, self._gemm)
         self._flash = Flash(device, limits) if long else None
         self._delta = Delta(device, limits) if limits.n_mixed else None
         T, width = limits.max_tokens, limits.head_dim
@@ -84,6 +88,12 @@ class Workspace:
         """Products of long steps."""
         assert self._gemm is not None, "the workspace was made for short steps"
         return self._gemm
+
+    @property
+    def short_experts(self) -> ShortExperts:
+        """Experts of the short rows of long steps."""
+        assert self._short_experts is not None, "the workspace was made for short steps, or for no experts"
+        return self._short_experts
 
     @property
     def flash(self) -> Flash:

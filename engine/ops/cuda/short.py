@@ -1,0 +1,91 @@
+"""Experts of the short rows of a long step, with the bits of docs/arithmetic.md (docs/cuda.md, "Prefill").
+
+The rows are quantized, their pairs sorted by expert and cut in tiles, the tiles multiplied (tiled.py), and the results
+folded in rank order by fold_floats of grouped.cu. What comes between lies where gemm.py has the same of other rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.formats.block_types import FLOAT_TYPES
+from engine.ops import Experts, Limits
+from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.gemm import FOLD_COLUMNS, Gemm
+from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
+from engine.ops.cuda.tiled import TILE_ROWS, TiledExperts
+
+# Results that wait for their sum come in multiples of so many columns: gemm.py has halves of twice as many at least.
+COLUMNS = FOLD_COLUMNS // 2
+ALIGN_BYTES = 16  # of what shares memory
+
+
+class ShortExperts:
+    """x += the weighted experts of each row, for up to as many rows as a step has. Scratch for h is allocated here."""
+
+    def __init__(self, device: Device, limits: Limits, products: Products, gemm: Gemm) -> None:
+        self.device, self.products, self.gemm = device, products, gemm
+        self.tiled = TiledExperts(device)
+        self._h = QuantizedScratch(device, limits.max_tokens, limits.n_embd)
+
+    def __call__(
+        self,
+        h: Array,
+        experts: Array,
+        weights: Array,
+        bank: Experts,
+        source: Array,
+        x: Array,
+        add: bool = True,
+        mask: Array | None = None,
+    ) -> None:
+        """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
+
+        h: the normed residual, float32 [T, D]; experts int32 [T, A]; source: uint64 [E, 3], where each used expert's
+        gate, up and down can be read. mask: uint8 [T], rows that have 0 there are left as they are.
+        """
+        (T, D), A = x.shape, experts.shape[1]
+        if bank.n_embd != D or h.shape != (T, D) or not weights.shape == experts.shape == (T, A):
+            raise ValueError(f"experts: x {x.shape}, h {h.shape}, weights {weights.shape}; {bank.n_embd} columns")
+        each = 4 * bank.n_ff if bank.down_type in FLOAT_TYPES else bank.n_ff + bank.n_ff // 4 + 2 * ALIGN_BYTES
+        # Z of 8 bits fit whole, since there is room for halves; of floats half as many rows fit, or fewer.
+        at_once = min(T, int(self.gemm.lent[0].nbytes) // (A * each))
+        for first in range(0, T, at_once):
+            rows = slice(first, min(T, first + at_once))
+            some = None if mask is None else mask[rows]
+            self._run(h[rows], experts[rows], weights[rows], bank, source, x[rows], add, some)
+
+    def _run(
+        self, h: Array, experts: Array, weights: Array, bank: Experts, source: Array, x: Array, add: bool,
+        mask: Array | None,
+    ) -> None:  # fmt: skip
+        """As a call, of as many rows as z has room for."""
+        (T, D), A, E = x.shape, experts.shape[1], source.shape[0]
+        values: Quantized | Array = h
+        if bank.gate_type not in FLOAT_TYPES:
+            values = self.products.quantize(h, self._h.rows(T, D))
+        groups = self.gemm.group(experts, E, TILE_ROWS, mask)
+        tiles = groups.tiles, groups.n_tiles, T * A // TILE_ROWS + min(E, T * A), groups.pairs
+        z, memory = self._z_of(bank, T * A), self.gemm.lent[1].view(np.float32)
+        self.tiled.gate_up(values, A, bank, source, *tiles, z)
+        fold = self.device.kernel(Module("grouped.cu"), "fold_floats")
+        at_once = memory.shape[0] // (T * A) // COLUMNS * COLUMNS
+        for first in range(0, D, at_once):
+            columns = min(at_once, D - first)
+            y = memory[: T * A * columns].reshape(T * A, columns)
+            self.tiled.down(bank, source, *tiles, z, y, first, columns)
+            fold((-(-columns // 256), T), 256, (y, weights, x, A, D, first, columns, int(add), mask))
+
+    def _z_of(self, bank: Experts, n_pairs: int) -> Quantized | Array:
+        """Memory for the results of so many first halves."""
+        memory, F = self.gemm.lent[0], bank.n_ff
+        if bank.down_type in FLOAT_TYPES:
+            return memory.view(np.float32)[: n_pairs * F].reshape(n_pairs, F)
+        n, n_blocks = n_pairs * F, n_pairs * F // 32
+        at = -(-n // ALIGN_BYTES) * ALIGN_BYTES // 4  # the scales, in words
+        behind = at + -(-4 * n_blocks // ALIGN_BYTES) * ALIGN_BYTES // 4
+        return Quantized(
+            memory.view(np.int8)[:n].reshape(n_pairs, F),
+            memory.view(np.float32)[at : at + n_blocks].reshape(n_pairs, F // 32),
+            memory.view(np.int32)[behind : behind + n_blocks].reshape(n_pairs, F // 32),
+        )
