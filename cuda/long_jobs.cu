@@ -50,39 +50,35 @@ DEVICE i32 count_before(u8* flags, bool flag, i32& total) {
 
 // After `follow`, which wrote `source`. experts [T, A], T <= 256; fetches as of it. A block of at least E threads.
 KERNEL __launch_bounds__(1024)
-    plan_jobs(const i32* experts, i32 T, i32 A, const i32* slot_of, const i32* fetch_rows, const i32* fetch_count,
+    plan_jobs(const i32* experts, i32 T, i32 A, const u64* home_ptr, const i32* fetch_rows, const i32* fetch_count,
               const float* gate_scales, i32 D, i32 bank, i32 most, u64 input, u64 input_scales, u64 outputs, i64 output_bytes,
               i64 gate_bytes, i64 up_bytes, i64 down_bytes, u8* staging, i64 n_bytes, u64* words, u64* state, i32* items,
               u32* masks, u64* source) {
     __shared__ u32 rows_of[EXPERTS][MASKS];
     __shared__ i32 keys[EXPERTS];
-    __shared__ u8 moves[EXPERTS], flags[EXPERTS];
+    __shared__ u8 enters[EXPERTS], flags[EXPERTS];
     __shared__ spark_job records[SPARK_JOB_RECORDS];
-    enum { STAYS, ENTERS, LEAVES };
     const i32 i = threadIdx.x, n = blockDim.x;
     const i64 bytes[3] = {gate_bytes, up_bytes, down_bytes};
     const u64 first = load_fresh(words + JOBS_NEXT);
     if (i < EXPERTS) {
-        moves[i] = STAYS;
+        enters[i] = 0;
         for (i32 w = 0; w < MASKS; w++)
             rows_of[i][w] = 0;
     }
     __syncthreads();
     for (i32 pair = i; pair < T * A; pair += n)
         atomicOr(&rows_of[experts[pair]][pair / A / 32], 1u << (pair / A % 32));
-    for (i32 r = i; r < *fetch_count; r += n) {
-        moves[fetch_rows[r * 3]] = ENTERS;
-        if (fetch_rows[r * 3 + 2] >= 0) // an earlier token of the step may use it: it is in its slot as long
-            moves[fetch_rows[r * 3 + 2]] = LEAVES;
-    }
+    for (i32 r = i; r < *fetch_count; r += n)
+        enters[fetch_rows[r * 3]] = 1;
     __syncthreads();
     i32 count = 0;
     if (i < EXPERTS)
         for (i32 w = 0; w < MASKS; w++)
             count += __popc(rows_of[i][w]);
-    const bool enters = i < EXPERTS && moves[i] == ENTERS;
-    const bool is_missing = count > 0 && (enters || (slot_of[i] < 0 && moves[i] != LEAVES));
-    const bool may_be = is_missing && !enters && count <= SPARK_JOB_TOKENS;
+    // It was at home before the step. What leaves its slot is there until the FFN has ended.
+    const bool is_missing = count > 0 && source[i * 3] == home_ptr[i * 3];
+    const bool may_be = is_missing && !enters[i] && count <= SPARK_JOB_TOKENS;
     const i32 key = may_be ? count * EXPERTS + i : NOBODY;
     if (i < EXPERTS)
         keys[i] = key;

@@ -28,11 +28,15 @@ from engine.ops import Experts, Limits
 from engine.ops.cuda.cpu_experts import PATIENCE_S, CpuExperts
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.handing import HandOver
+from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.workspace import Workspace
-from engine.ops.jobs import Bank
+from engine.ops.jobs import MAX_TOKENS, Bank
 from engine.placing.division import COPY_US, UNIT_ROWS, Costs
+from engine.placing.long_misses import LongTally
 from engine.placing.misses import MissGate, said
 from engine.placing.policy import LRU
+from engine.running import long_misses
+from engine.running.long_misses import LongMisses
 
 SPARE_CORES = 1  # at least, for the thread that launches steps
 AUTO_SPARE_CORES = 2  # and for the server, whose clients read what comes while threads look for work
@@ -47,11 +51,14 @@ _log = logging.getLogger(__name__)
 class CpuMisses:
     """Who has the CPU compute a part of what misses in steps of one token. costs: that were measured; found: the cores.
 
-    cpu: whose threads are started. `begin` before each such step, `check` before a token of it counts.
+    cpu: whose threads are started. `begin` before each such step, `check` before a token of it counts. long: what steps
+    of more tokens offer; None: nothing.
     """
 
-    def __init__(self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int) -> None:
-        self.cpu, self.found = cpu, found
+    def __init__(
+        self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int, long: LongMisses | None = None
+    ) -> None:
+        self.cpu, self.found, self.long = cpu, found, long
         self.gate = MissGate(costs, n_used)
         self._state = self.gate.state
         self._tell()
@@ -68,6 +75,12 @@ class CpuMisses:
             self._tell()
         if self.is_on:
             self.cpu.pool.wake()
+
+    def begin_long(self, n_tokens: int) -> None:
+        """The same of a step of so many tokens."""
+        self.check()
+        if self.long is not None and self.long.takes(n_tokens):
+            self.long.begin()
 
     def check(self) -> None:
         """Raise where a job of a step before was never answered: what that step computed is nothing."""
@@ -103,16 +116,20 @@ class CpuMisses:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited."""
-        tally = self.cpu.tally
+        """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited.
+
+        Those of long steps are among them, and apart.
+        """
+        tally, long = self.cpu.tally, LongTally() if self.long is None else self.long.jobs.tally
         return {
             "state": self.gate.state,
             "why": self.gate.why,
-            "computed": tally.done,
+            "computed": tally.done + long.done,
             "divided": tally.divided,
-            "taken_back": tally.taken,
-            "waited_s": round(tally.waited_us / 1e6, 6),
+            "taken_back": tally.taken + long.taken,
+            "waited_s": round((tally.waited_us + long.waited_us) / 1e6, 6),
             **self._division(),
+            "long": None if self.long is None else self.long.stats(),
         }
 
     def _division(self) -> dict[str, list[int]]:
@@ -153,8 +170,9 @@ def share(
         return None, (f"experts on the CPU: none, {why}",)
     assert isinstance(ws, Workspace) and isinstance(tier, PageLockedTier) and gpu is not None
     cpu = CpuExperts(gpu, limits, banks_of(residency, block))
+    jobs = long_misses.made(gpu, limits, cpu)
     try:
-        cpu.start(found.cpus, SPIN_US, NAP_US)
+        cpu.start(found.cpus, SPIN_US, NAP_US, 1 if jobs is None else MAX_TOKENS)
     except CapacityError as error:
         if options.cpu_experts != "auto":
             raise
@@ -168,11 +186,14 @@ def share(
     if costs is None:
         cpu.close()
         return None, ("experts on the CPU: none, its threads do not answer in time",)
-    made = CpuMisses(cpu, costs, found, limits.n_expert_used)
-    if not made.is_on:
+    long = None if jobs is None else LongMisses(jobs, costs.pcie_us)
+    made = CpuMisses(cpu, costs, found, limits.n_expert_used, long)
+    if not made.is_on and long is None:
         made.close()
         return None, (f"experts on the CPU: none, {made.gate.why}",)
-    ws.share_misses(cpu)
+    ws.share_misses(cpu, jobs)
+    if not made.is_on:
+        return made, (f"experts on the CPU: {found.why}; of steps of one token none, {made.gate.why}",)
     return made, (f"experts on the CPU: {found.why}; {said(costs)}",)
 
 
@@ -266,11 +287,13 @@ def _timed(cpu: CpuExperts, turns: Turns, n: int, n_rows: int = 0) -> float | No
     return median(took)
 
 
-def count(device: Device, limits: Limits, residency: Residency, block: Block | None) -> CpuExperts | None:
+def count(
+    device: Device, limits: Limits, residency: Residency, block: Block | None
+) -> tuple[CpuExperts, LongJobs | None] | None:
     """What `share` allocates, for the memory plan; None where it refuses the model's types."""
     try:
         cpu = CpuExperts(device, limits, banks_of(residency, block))
     except ValueError:
         return None
     HandOver(device, limits, cpu)
-    return cpu
+    return cpu, long_misses.made(device, limits, cpu)

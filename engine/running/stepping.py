@@ -252,6 +252,8 @@ class Steps:
             self.guesses.begin()
         if T == 1 and self.misses is not None:
             self.misses.begin()
+        elif T > SMALL_TOKENS and self.misses is not None:
+            self.misses.begin_long(T)
 
     def check(self) -> None:
         """Raise where a step whose results can be read has failed."""

@@ -127,7 +127,7 @@ class Layer:
             rows = Quantized(device.upload(q), device.upload(d), device.empty(d.shape, np.int32))
         before = jobs.tally
         assert jobs.takes(T)
-        assert jobs.share(rows, experts, self.state, given, fetches, self.staging, 0) is source
+        assert jobs.share(rows, experts, given, fetches, self.staging, 0) is source
         found = np.full((T * A, bank.D), MARK, np.float32)
         for t, end in ((0, T),) if parts == 1 else ((0, T // 3), (T // 3, T)):
             for column in range(0, bank.D, bank.D // parts):
@@ -289,6 +289,6 @@ def test_where_a_step_has_jobs(device: Any) -> None:
         h, experts = device.empty((40, D), np.float32), device.empty((40, A), np.int32)
         fetches = Fetches(device.empty((20, 3), np.int32), device.empty(1, np.int32))
         with pytest.raises(ValueError, match=r"Q4_K experts of rows \[256, 256\]"):
-            jobs.share(h, experts, layer.state, layer.experts(layer.state), fetches, layer.staging, 0)
+            jobs.share(h, experts, layer.experts(layer.state), fetches, layer.staging, 0)
         with pytest.raises(ValueError, match=r"y \(40, 256\) of 40 tokens"):
             jobs.collect(experts, h)

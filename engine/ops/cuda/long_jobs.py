@@ -17,7 +17,6 @@ from engine.ops.cuda.device import Array, Device, Kernel, Module
 from engine.ops.cuda.products import Quantized
 from engine.ops.cuda.routing import Staging
 from engine.ops.jobs import MAX_RECORDS, MAX_ROWS, MAX_TOKENS
-from engine.placing import policy
 from engine.placing.long_misses import LongTally
 
 MOST_ROWS = MAX_ROWS  # tokens of a step that has jobs
@@ -57,9 +56,8 @@ class LongJobs:
         return self.is_on and SMALL_TOKENS < n_tokens <= self.n_rows
 
     def share(
-        self, h: Quantized | Array, experts: Array, state: policy.SlotState, bank: Experts, fetches: Fetches,
-        staging: Staging, which: int,
-    ) -> Array:  # fmt: skip
+        self, h: Quantized | Array, experts: Array, bank: Experts, fetches: Fetches, staging: Staging, which: int
+    ) -> Array:
         """Have what the step misses of a layer brought to buffer `which` of `staging`, and a part computed meanwhile.
 
         After `Routing.advance` with `staging.source[which]` [E, 3], which then says where each expert is during the
@@ -82,7 +80,7 @@ class LongJobs:
             1,
             _PLAN_THREADS,
             (
-                experts, T, A, state.slot_of[bank.layer], fetches.rows, fetches.count, bank.gate_scale, D,
+                experts, T, A, bank.home_ptr, fetches.rows, fetches.count, bank.gate_scale, D,
                 self.cpu.number_of(bank), MAX_RECORDS, rows, scales, *self._output, *sizes, *buffer, words,
                 self._state, self._items, self._masks, source,
             ),

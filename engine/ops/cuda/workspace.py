@@ -22,6 +22,7 @@ from engine.ops.cuda.feeding import Feeding
 from engine.ops.cuda.flash import Flash
 from engine.ops.cuda.gemm import Gemm, Halves
 from engine.ops.cuda.landing import Landing
+from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
@@ -74,6 +75,7 @@ class Workspace:
         self.replay: Replay | None = None
         self.streaming: Streaming | None = None
         self.landing: Landing | None = None
+        self.long_jobs: LongJobs | None = None
         self._feeding = Feeding(device)
         self._prepared: list[_Prepared] = []
 
@@ -107,9 +109,13 @@ class Workspace:
         assert self._delta is not None, "the workspace was made for a model without them"
         return self._delta
 
-    def share_misses(self, cpu: CpuExperts | None) -> None:
-        """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
+    def share_misses(self, cpu: CpuExperts | None, long: LongJobs | None = None) -> None:
+        """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture.
+
+        long: who has it compute some of those of long steps.
+        """
         self.routing.cpu = self.small_experts.cpu = cpu
+        self.long_jobs = long
 
     def guess_misses(self, landing: Landing | None) -> None:
         """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture."""
