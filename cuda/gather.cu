@@ -1,7 +1,7 @@
 // Copies of whole experts: from the slow tier to staging memory ahead of a prefill layer, into slots after it.
 //
-// -DEXPERTS=E (<= 512). Copies are those of pieces.cuh: 8 blocks of 512 threads keep 512 KiB under way, several times what
-// PCIe needs, and leave the other multiprocessors alone.
+// -DEXPERTS=E (<= 512). Copies are those of pieces.cuh: 8 blocks of 512 threads keep 512 KiB under way, several times
+// what PCIe needs, and leave the other multiprocessors alone.
 #include "pieces.cuh"
 
 DEVICE void poison_piece(u8* to, i64 n, int lane) {

@@ -1,23 +1,24 @@
-// Missed experts of a step of 33 to 256 tokens, of which the CPU's threads take some while the others cross PCIe (jobs.cuh).
+// Missed experts of a step of 33 to 256 tokens: the CPU's threads take some while the others cross PCIe (jobs.cuh).
 // Twin of what comes of it: expert_ffn of engine/ops/reference.py, without the fold over ranks.
 //
-// plan_jobs      which missing experts enter no slot and are offered to the CPU, those with the fewest tokens first; their records
+// plan_jobs      which missing experts enter no slot and are offered to the CPU, those with the fewest tokens first
 // hand_rows      the activations of all tokens to host memory, if there are jobs
-// share_experts  posts the jobs, and copies what misses to staging memory: first what has no job, then the jobs' experts, the
-//                last one first. Before it copies one of these it takes its job back. Threads claim jobs in order, so they
-//                come from the other end, and where both meet nothing is left
+// share_experts  posts the jobs, and copies what misses to staging memory: first what has no job, then the jobs'
+//                experts, the last one first. Before it copies one of these it takes its job back. Threads claim jobs
+//                in order, so they come from the other end, and where both meet nothing is left
 // collect_jobs   waits for the answers, and puts y of the CPU's experts where the FFN puts those of the others
 //
-// -DEXPERTS=E (<= 512). `items` [E]: the experts that miss, in the order in which they are copied, those without a job first;
-// item i has place i of the staging memory, as far as that goes: what is beyond it is read where it lies. masks [64, 8]: of each
-// job, in the order of posting, the tokens that use its expert. state: words as below. source [E, 3]: where each expert is
-// during the step; zeros: nowhere, its y are the CPU's.
+// -DEXPERTS=E (<= 512). `items` [E]: the experts that miss, in the order in which they are copied, those without a job
+// first; item i has place i of the staging memory, as far as that goes: what is beyond it is read where it lies. masks
+// [64, 8]: of each job, in the order of posting, the tokens that use its expert. state: words as below. source [E, 3]:
+// where each expert is during the step; zeros: nowhere, its y are the CPU's.
 #include "jobs.cuh"
 #include "pieces.cuh"
 
-// Of the layer: the number of its first job, how many there are, and items without one; items whose copies have nearly ended; blocks
-// that have ended; the longest wait of one of them. Of all layers: those that had jobs, jobs done, jobs taken back, and ns that
-// layers waited for answers. And, for each job of the layer, 4 * number and whose it is, as of JOBS_KNOWN.
+// Of the layer: the number of its first job, how many there are, and items without one; items whose copies have nearly
+// ended; blocks that have ended; the longest wait of one of them. Of all layers: those that had jobs, jobs done, jobs
+// taken back, and ns that layers waited for answers. And, for each job of the layer, 4 * number and whose it is, as of
+// JOBS_KNOWN.
 enum {
     LONG_FIRST, LONG_JOBS, LONG_PLAIN, LONG_BEGUN, LONG_ENDED, LONG_LONGEST,
     LONG_LAYERS, LONG_DONE, LONG_TAKEN, LONG_WAITED_NS,
@@ -35,7 +36,7 @@ DEVICE u64 place_of(u64 number, u64 outputs, i64 output_bytes) {
     return outputs + (number - 1) % SPARK_JOB_RECORDS * (u64)output_bytes;
 }
 
-// Of the threads up to E: how many below this one have the flag, and how many have it. By all; flags: [E] in shared memory.
+// Of the threads up to E: how many below this one have the flag, and how many have it. By all; flags: [E], shared.
 DEVICE i32 count_before(u8* flags, bool flag, i32& total) {
     const i32 i = threadIdx.x;
     if (i < EXPERTS)
@@ -51,9 +52,9 @@ DEVICE i32 count_before(u8* flags, bool flag, i32& total) {
 // After `follow`, which wrote `source`. experts [T, A], T <= 256; fetches as of it. A block of at least E threads.
 KERNEL __launch_bounds__(1024)
     plan_jobs(const i32* experts, i32 T, i32 A, const u64* home_ptr, const i32* fetch_rows, const i32* fetch_count,
-              const float* gate_scales, i32 D, i32 bank, i32 most, u64 input, u64 input_scales, u64 outputs, i64 output_bytes,
-              i64 gate_bytes, i64 up_bytes, i64 down_bytes, u8* staging, i64 n_bytes, u64* words, u64* state, i32* items,
-              u32* masks, u64* source) {
+              const float* gate_scales, i32 D, i32 bank, i32 most, u64 input, u64 input_scales, u64 outputs,
+              i64 output_bytes, i64 gate_bytes, i64 up_bytes, i64 down_bytes, u8* staging, i64 n_bytes, u64* words,
+              u64* state, i32* items, u32* masks, u64* source) {
     __shared__ u32 rows_of[EXPERTS][MASKS];
     __shared__ i32 keys[EXPERTS];
     __shared__ u8 enters[EXPERTS], flags[EXPERTS];
@@ -137,7 +138,7 @@ KERNEL __launch_bounds__(1024)
     }
 }
 
-// h of all tokens to host memory: n floats x, or n bytes q and a float of d for each 32; n is a multiple of 4. Any grid.
+// h of all tokens to host memory: n floats x, or n bytes q, a multiple of 32, and a float of d for each 32. Any grid.
 KERNEL hand_rows(const float* x, const i8* q, const float* d, i64 n, u64 input, u64 input_scales, const u64* state) {
     if (!state[LONG_JOBS])
         return;
@@ -149,9 +150,9 @@ KERNEL hand_rows(const float* x, const i8* q, const float* d, i64 n, u64 input, 
         ((float*)input_scales)[i] = d[i];
 }
 
-// By one thread, of a job that is posted: SPARK_JOB_CLAIMED, it is the CPU's; SPARK_JOB_DECLINED, it is the GPU's, as nobody claimed
-// it within bound_ns (0: so far), or the CPU declined it. Who claimed it and says no more is not waited for longer than
-// patience_ns: then there will be no answer either.
+// By one thread, of a job that is posted: SPARK_JOB_CLAIMED, it is the CPU's; SPARK_JOB_DECLINED, it is the GPU's, as
+// nobody claimed it within bound_ns (0: so far), or the CPU declined it. Who claimed it and says no more is not waited
+// for longer than patience_ns: then there will be no answer either.
 DEVICE i32 settle_job(spark_job* job, u64 number, u64 bound_ns, u64 patience_ns) {
     const u64 begin = clock_ns();
     bool taken = false;
@@ -199,9 +200,9 @@ DEVICE void tell_job(const Shared& s, i32 job, i32 whose, u64* source) {
     store_told(s.state + LONG_KNOWN + job - 1, 4 * s.number(job) + (u64)whose);
 }
 
-// By one warp, which copies nothing, so that its trips over the link are on nobody's way: post the jobs, and take them back
-// from the last on, each while the copy of the item before it ends. It waits for copiers pace_ns at most: they may not have begun,
-// and a job that is taken back too early costs time and nothing else.
+// By one warp, which copies nothing, so that its trips over the link are on nobody's way: post the jobs, and take them
+// back from the last on, each while the copy of the item before it ends. It waits for copiers pace_ns at most: they may
+// not have begun, and a job that is taken back too early costs time and nothing else.
 DEVICE void lead(const Shared& s, u64 pace_ns, u64* source) {
     const i32 lane = threadIdx.x;
     const u64 patience_ns = load_fresh(s.words + JOBS_PATIENCE_NS), bound_ns = load_fresh(s.words + JOBS_BOUND_NS);
@@ -213,7 +214,7 @@ DEVICE void lead(const Shared& s, u64 pace_ns, u64* source) {
     while (left && whose != SPARK_JOB_CLAIMED) {
         if (lane == 0) {
             const u64 begun = (u64)(s.n_plain + s.n_jobs - left);
-            while (load_told(s.state + LONG_BEGUN) < begun && clock_ns() - since < pace_ns) {
+            while (load_fresh(s.state + LONG_BEGUN) < begun && clock_ns() - since < pace_ns) {
             }
             whose = settle_job(s.record(left), s.number(left), 0, patience_ns);
             since = clock_ns();
@@ -228,8 +229,8 @@ DEVICE void lead(const Shared& s, u64 pace_ns, u64* source) {
 }
 
 // The first block leads, its first warp alone; the others copy. At least two blocks, any of them with the same threads.
-KERNEL share_experts(const u64* home_ptr, i64 gate_bytes, i64 up_bytes, i64 down_bytes, u8* staging, i64 n_bytes, i64 pace_ns,
-                     u64* words, u64* state, const i32* items, u64* source) {
+KERNEL share_experts(const u64* home_ptr, i64 gate_bytes, i64 up_bytes, i64 down_bytes, u8* staging, i64 n_bytes,
+                     i64 pace_ns, u64* words, u64* state, const i32* items, u64* source) {
     const i64 bytes[3] = {gate_bytes, up_bytes, down_bytes};
     const i32 lane = threadIdx.x % WARP, n_warps = blockDim.x / WARP;
     const Shared s = {state[LONG_FIRST], (i32)state[LONG_JOBS], (i32)state[LONG_PLAIN], words, state, items};
@@ -255,24 +256,24 @@ KERNEL share_experts(const u64* home_ptr, i64 gate_bytes, i64 up_bytes, i64 down
         bool told = copier > 0 || lane > 0;
         for (; is_copied && piece < per_expert; piece += n_copiers) {
             if (!told && piece + AHEAD * n_copiers >= per_expert) {
-                store_told(state + LONG_BEGUN, (u64)(item + 1));
+                *(volatile u64*)(state + LONG_BEGUN) = (u64)(item + 1);
                 told = true;
             }
             stage_piece(staging, item, home_ptr + items[item] * 3, piece, bytes, lane);
         }
         if (!told)
-            store_told(state + LONG_BEGUN, (u64)(item + 1));
+            *(volatile u64*)(state + LONG_BEGUN) = (u64)(item + 1);
         piece -= is_copied ? per_expert : 0;
     }
 }
 
-// Of job blockIdx.x: once it is answered, columns of its rows of host memory, from the first on, to y [n_tokens * A, columns], at
-// the pairs of n_tokens tokens, from first_token on, that use its expert; zeros, and a word that says so, where there is no answer.
-// experts: of all tokens. counts: it is the layer's first such launch, whose last block tells the host what came of the layer.
-// 64 blocks of at least 256 threads.
-KERNEL collect_jobs(const i32* experts, i32 A, i32 D, u64 outputs, i64 output_bytes, float* y, i32 first_token, i32 n_tokens,
-                    i32 first, i32 columns, i32 counts, u64* board, u64* words, u64* state, const i32* items,
-                    const u32* masks) {
+// Of job blockIdx.x: once it is answered, columns of its rows of host memory, from the first on, to y [n_tokens * A,
+// columns], at the pairs of n_tokens tokens, from first_token on, that use its expert; zeros, and a word that says so,
+// where there is no answer. experts: of all tokens. counts: it is the layer's first such launch, whose last block tells
+// the host what came of the layer. 64 blocks of at least 256 threads.
+KERNEL collect_jobs(const i32* experts, i32 A, i32 D, u64 outputs, i64 output_bytes, float* y, i32 first_token,
+                    i32 n_tokens, i32 first, i32 columns, i32 counts, u64* board, u64* words, u64* state,
+                    const i32* items, const u32* masks) {
     __shared__ i32 pairs[SPARK_JOB_TOKENS];
     __shared__ bool done;
     const Shared s = {state[LONG_FIRST], (i32)state[LONG_JOBS], (i32)state[LONG_PLAIN], words, state, items};

@@ -1,7 +1,7 @@
 // Copies of whole experts by warps: an expert's parts, gate, up and down, in pieces of 4 KiB (gather.cu, long_jobs.cu).
 //
-// Parts are aligned to 16 bytes, their sizes are even. A warp copies a piece with 8 loads of 16 bytes in flight a lane, and never
-// waits for another.
+// Parts are aligned to 16 bytes, their sizes are even. A warp copies a piece with 8 loads of 16 bytes in flight a lane,
+// and never waits for another.
 #pragma once
 
 #include "ptx.cuh"

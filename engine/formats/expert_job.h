@@ -36,7 +36,7 @@ typedef struct spark_job {
 
     /* Of who posts, before `posted`. Addresses as the CPU knows them. */
     unsigned long long source[3]; /* gate, up, down */
-    /* Rows of activations [up to 256, columns], of which those in `token` are used: signed bytes, and a float for each 32 of
+    /* Rows of activations [<= 256, columns], of which those in `token` are used: signed bytes, and a float for each 32 of
      * them; where the weights are floats, floats and no scales. Outputs have a row for each of `token`, of which the
      * columns `first` to `last` are written: y in floats; z as an input of SECOND would be. */
     unsigned long long input, input_scales;

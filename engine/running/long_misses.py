@@ -1,4 +1,4 @@
-"""Missed experts of steps of 33 to 256 tokens that the CPU computes beside a GPU: whether any are offered, and who is awake.
+"""Missed experts of steps of 33 to 256 tokens that the CPU computes beside a GPU: whether any are offered, who wakes.
 
 Part of engine/running/misses.py, which makes the threads. Nothing here waits for the GPU between steps.
 """
@@ -15,7 +15,7 @@ from engine.ops.cuda.device import Device
 from engine.ops.cuda.long_jobs import LongJobs
 from engine.placing.long_misses import LongGate
 
-# Threads are awake from when a step is enqueued: what was enqueued before may run first, and a step may take a fifth of it.
+# Threads are awake from when a step is enqueued: what was enqueued before may run first, and a step may take a fifth.
 AWAKE_S = 1.0
 
 _log = logging.getLogger(__name__)

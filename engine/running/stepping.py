@@ -199,7 +199,7 @@ class Steps:
             brought = self._bring(buffers.experts, spans)
             result = StepResult(self._device, buffers, rows, T, brought, self.check)
         else:
-            self.begin(width)
+            self.begin(width, step.short is not None and step.short.n == width)
             fed = self.forward.feed(step)
             self._bring_drawn(spans, fed)
             try:
@@ -246,13 +246,13 @@ class Steps:
         self.begin(T)  # right before it: who is awake for the step does not stay so while one is captured
         graph.launch()
 
-    def begin(self, T: int) -> None:
-        """A step of T tokens is about to be enqueued."""
+    def begin(self, T: int, is_short: bool = False) -> None:
+        """A step of T tokens is about to be enqueued. is_short: it is a long one whose rows are all short."""
         if T == 1 and self.guesses is not None:
             self.guesses.begin()
         if T == 1 and self.misses is not None:
             self.misses.begin()
-        elif T > SMALL_TOKENS and self.misses is not None:
+        elif is_short and self.misses is not None:
             self.misses.begin_long(T)
 
     def check(self) -> None:

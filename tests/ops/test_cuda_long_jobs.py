@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType as QType
 
 from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.quants import QTensor
-from engine.ops import Experts, Fetches, Gating, arithmetic, reference
+from engine.ops import Experts, Fetches, Gating, ShortRows, arithmetic, reference
+from engine.ops.cuda import ops
 from engine.ops.cuda.cpu_experts import CpuExperts, bank_of
 from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Quantized
@@ -23,7 +24,7 @@ from engine.placing import policy
 from engine.placing.long_misses import LongTally
 from tests.ops import test_cuda_experts
 from tests.ops.test_cuda_experts import A, Bank, Types
-from tests.ops.test_cuda_products import normal
+from tests.ops.test_cuda_products import check, normal
 from tests.ops.test_cuda_routing import assert_same_state, on_device
 
 D, F = 256, 96
@@ -292,3 +293,37 @@ def test_where_a_step_has_jobs(device: Any) -> None:
             jobs.share(h, experts, layer.experts(layer.state), fetches, layer.staging, 0)
         with pytest.raises(ValueError, match=r"y \(40, 256\) of 40 tokens"):
             jobs.collect(experts, h)
+
+
+@pytest.mark.parametrize(
+    ("types", "T", "most"), [((K4, K4, Q8), 40, 256), ((Q8, K4, F16), 150, 150), ((F16, F16, F16), 64, 64)]
+)
+@pytest.mark.parametrize("is_on", [True, False])
+def test_ops_of_a_step_with_short_rows_alone(device: Any, types: Types, T: int, most: int, is_on: bool) -> None:
+    """x of whole experts, whoever computed them; results between them may lie in parts."""
+    layer = Layer(device, 30, types)
+    layer.limits = replace(layer.limits, max_tokens=most)
+    ws = ops.workspace(layer.limits, device)
+    ws.stream_experts(layer.E * staging_bytes(layer.bank.part_bytes), layer.bank.part_bytes)
+    with layer.cpu(0.1) as jobs:
+        ws.share_misses(jobs.cpu, jobs)
+        jobs.is_on = is_on
+        for _ in range(2):
+            jobs.cpu.pool.wake()
+            logits = layer.rng.standard_normal((T, layer.E)).astype(np.float32)
+            h, x = normal(T, D, seed=int(layer.rng.integers(1 << 30))), normal(T, D, seed=5)
+            made = [np.zeros((T, A), np.int32), np.zeros((T, A), np.float32)]
+            rest = (np.ones(T, np.uint8), policy.DEFAULT)
+            fetches = Fetches(np.zeros((layer.E, 3), np.int32), np.zeros(1, np.int32))
+            args = (logits, Gating(), layer.host, layer.experts(layer.host), *rest, *made, fetches)
+            reference.route(None, *args)  # type: ignore[arg-type]
+            given, short, on_it = layer.experts(layer.state), ShortRows(T), device.upload(x)
+            chosen = (device.empty((T, A), np.int32), device.empty((T, A), np.float32))
+            fetched = Fetches(device.empty((layer.E, 3), np.int32), device.empty(1, np.int32))
+            ops.fetch_ahead(ws, on_it, layer.state, given, short)
+            logits, counted = device.upload(logits), device.upload(rest[0])
+            ops.route(ws, logits, Gating(), layer.state, given, counted, policy.DEFAULT, *chosen, fetched, short)
+            ops.expert_ffn(ws, device.upload(h), *chosen, given, fetched, on_it, short=short)
+            check(device.read(on_it), layer.bank.expected(h, *made, x))
+            assert_same_state(device, layer.state, layer.host)
+        assert jobs.tally.done > 0 if is_on else jobs.tally == LongTally()

@@ -115,8 +115,8 @@ def fetch_ahead(
 ) -> None:
     """Begin to bring in the missing experts of `bank`: all that a long step needs soon, or what one token may need.
 
-    Of every MoE layer, in their order, each before the one ahead of it routes. x [T, D]: what enters that one. short: as
-    `expert_ffn` gets it. Where the CPU takes a part of what the step chooses, nothing else is brought.
+    Of every MoE layer, in their order, each before the one ahead of it routes. x [T, D]: what enters that one. short:
+    as `expert_ffn` gets it. Where the CPU takes a part of what the step chooses, nothing else is brought.
     """
     s, n_tokens = ws.streaming, x.shape[0]
     if ws.landing is not None and bank.layer == 0:
