@@ -66,11 +66,13 @@ def prompts_through_daemon(config: EngineConfig, prompts: Prompts, lengths: list
 def feed(loaded: Loaded, sequence: Sequence, tokens: list[int]) -> float:
     """Seconds until the logits of the last of `tokens` are here; chunks lie on the grid of absolute positions."""
     ids, size = np.asarray(tokens, np.int32), loaded.limits.max_tokens
+    end = sequence.length + len(ids)
     began, at, result = time.perf_counter(), 0, None
     while at < len(ids):
         n = min(size - sequence.length % size, len(ids) - at)
         want = (n - 1,) if at + n == len(ids) else ()
-        result = loaded.steps.run([Span(sequence, ids[at : at + n], np.zeros(n, np.bool_), want)])
+        short = loaded.prefixes.short_rows(sequence.length, sequence.length + n, end)
+        result = loaded.steps.run([Span(sequence, ids[at : at + n], np.zeros(n, np.bool_), want, short=short)])
         at += n
     assert result is not None
     if not np.isfinite(result.logits).all():

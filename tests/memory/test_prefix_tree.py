@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.memory.blocks import BlockPool
-from engine.memory.prefix_tree import SNAPSHOT_TOKENS, Node, PrefixTree
-from engine.ops import KV_BLOCK_TOKENS, SMALL_TOKENS
+from engine.memory.prefix_tree import SNAPSHOT_TOKENS, Node, PrefixTree, short_rows
+from engine.ops import KV_BLOCK_TOKENS, SHORT_ROWS, SMALL_TOKENS
 
 CHUNK = 64
 words = st.text("ab", max_size=4)
@@ -91,6 +92,22 @@ def test_the_last_place_is_the_last_of_all(n_tokens: int, step: int) -> None:
     allowed = [n for n in range(n_tokens + 2 * CHUNK) if may_begin(n, n_tokens, step)]
     assert [n for n in range(n_tokens + 2 * CHUNK) if tree.may_begin(n, n_tokens)] == allowed
     assert tree.last_begin(n_tokens) == max([n for n in allowed if n % CHUNK == 0], default=0)
+
+
+@given(st.integers(1, 1600), st.sampled_from([64, 256, 320, 512, 640]), st.data())
+def test_short_rows_are_the_same_wherever_a_prompt_begins_and_is_cut(n: int, chunk: int, data: st.DataObject) -> None:
+    begin, last = chunk * data.draw(st.integers(0, (n - 1) // chunk)), n // chunk * chunk
+    first = last if n - last <= SHORT_ROWS else n
+    if chunk > SHORT_ROWS and n - begin <= SHORT_ROWS:  # few rows that are read are all short
+        assert first == begin
+    cuts = sorted(data.draw(st.sets(st.integers(begin + 1, n))) | {begin, n})
+    found: list[int] = []
+    for start, end in pairwise(cuts):
+        found += range(end - short_rows(start, end, n, chunk), end)
+    assert found == list(range(first, n))
+    assert not short_rows(n, n + 9, n, chunk)  # what is drawn behind it
+    # A chunk that others may go on after is whole, so none of its rows are short.
+    assert not found or found[0] >= last
 
 
 @given(

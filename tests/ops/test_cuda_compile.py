@@ -194,9 +194,9 @@ def test_kernels_compile_for_products_with_factors() -> None:
     config = first_layers(config, 2)
     kernels = launched("sm_80", config, all_of_type(QType.NVFP4), max_tokens=64, module=module, change=with_factors)
     weighted = {m: names for m, names in kernels.items() if ("WEIGHTED", "1") in m.defines}
-    assert {m.file for m in weighted} == {"product.cu", "wide.cu", "experts.cu", "several.cu"}
+    assert {m.file for m in weighted} == {"product.cu", "wide.cu", "experts.cu", "several.cu", "tiled.cu"}
     found = {name for names in weighted.values() for name in names}
-    assert found == {"product", "wide", "gate_up", "gate_up_several", "gate_up_dense"}
+    assert found == {"product", "wide", "gate_up", "gate_up_several", "gate_up_dense", "tiled_gate_up"}
     check("sm_80", weighted)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine.ground.errors import CapacityError
-from engine.ground.protocol import Done, Error, Event, Generate, Tokens
+from engine.ground.protocol import Done, Error, Event, Generate, Score, Tokens
 from engine.ground.sampling import Sampling
-from engine.running.stepping import StepResult
+from engine.running.stepping import Span, StepResult
 from engine.serving.scheduler import Engine
 from engine.serving.tasks import GenerateTask
 
@@ -230,3 +230,33 @@ def test_nine_of_a_model_with_recurrent_layers_run_at_once(opened: Open, backend
         most = max(most, sum(task.decoding for task in engine._running))
     assert found == {i: [token for token, *_ in said] for i, said in expected.items()}
     assert engine.stats()["waits"]["place"] == 1 and most > 4
+
+
+def test_chunks_say_which_of_their_rows_are_short(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many in all, wherever a prompt is cut or goes on; a token that is drawn is none, and a score is a prompt."""
+    engine = opened("cpu", chunk_tokens=512)
+    steps, chunk = engine.loaded.steps, engine.loaded.prefixes.chunk_tokens
+    run, seen = steps.run, list[tuple[int, int, int]]()
+
+    def noted(spans: list[Span]) -> StepResult:
+        seen.extend((s.sequence.length, len(s.tokens), s.short) for s in spans)
+        return run(spans)
+
+    monkeypatch.setattr(steps, "run", noted)
+    prompt = tokens(2, 8 * chunk - 24)
+    for request in (asked(1, tokens(1, 100)), asked(2, prompt), asked(3, tokens(3, 90))):
+        engine.submit(request)
+    drain(engine)
+    rows = [s for s in seen if s[1] > 1]
+    assert {(0, 100, 100), (0, 90, 90)} <= set(rows)
+    assert sum(n for _, _, n in rows) == 190 + chunk - 24 and not any(n for _, one, n in seen if one == 1)
+    assert all(n == 0 or begin + length - n == 7 * chunk for begin, length, n in rows if length > 100)
+    seen.clear()
+    engine.submit(asked(4, (*prompt, *tokens(4, 30))))  # 6 more than whole chunks
+    drain(engine)
+    assert [n for _, _, n in seen if n] == [6]
+    seen.clear()
+    engine.submit(Score(5, prompt))
+    while engine.busy:
+        engine.step()
+    assert seen == [(0, 512, 0), (512, len(prompt) - 512, chunk - 24)]
