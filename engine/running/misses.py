@@ -118,7 +118,7 @@ class CpuMisses:
     def stats(self) -> dict[str, Any]:
         """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited.
 
-        Those of long steps are among them, and apart.
+        What the CPU computed of long steps is among it, and apart with what was taken back there, which is no fault.
         """
         tally, long = self.cpu.tally, LongTally() if self.long is None else self.long.jobs.tally
         return {
@@ -126,7 +126,7 @@ class CpuMisses:
             "why": self.gate.why,
             "computed": tally.done + long.done,
             "divided": tally.divided,
-            "taken_back": tally.taken + long.taken,
+            "taken_back": tally.taken,
             "waited_s": round((tally.waited_us + long.waited_us) / 1e6, 6),
             **self._division(),
             "long": None if self.long is None else self.long.stats(),
@@ -191,7 +191,8 @@ def share(
     if not made.is_on and long is None:
         made.close()
         return None, (f"experts on the CPU: none, {made.gate.why}",)
-    ws.share_misses(cpu, jobs)
+    ws.share_misses(cpu)
+    ws.offer_misses(jobs)
     if not made.is_on:
         return made, (f"experts on the CPU: {found.why}; of steps of one token none, {made.gate.why}",)
     return made, (f"experts on the CPU: {found.why}; {said(costs)}",)

@@ -306,7 +306,7 @@ def test_ops_of_a_step_with_short_rows_alone(device: Any, types: Types, T: int, 
     ws = ops.workspace(layer.limits, device)
     ws.stream_experts(layer.E * staging_bytes(layer.bank.part_bytes), layer.bank.part_bytes)
     with layer.cpu(0.1) as jobs:
-        ws.share_misses(jobs.cpu, jobs)
+        ws.offer_misses(jobs)
         jobs.is_on = is_on
         for _ in range(2):
             jobs.cpu.pool.wake()

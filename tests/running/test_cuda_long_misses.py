@@ -65,6 +65,7 @@ def test_tokens_do_not_say_who_computed(model: Path, percent: int) -> None:
     assert said_by(engine) == expected
     first = engine.stats()["cpu_experts"]
     assert first["long"]["computed"] == first["computed"] > 2 and first["long"]["layers"] > 3
+    assert first["taken_back"] == 0
     decision, device = engine.loaded.shares.decision, engine.loaded.backend.gpu
     launched = {(module, name) for module, name in vars(device)["_kernels"] if name != "poison"}
     assert decision is not None and launched <= set(decision.kernels)  # all of them were planned

@@ -109,13 +109,13 @@ class Workspace:
         assert self._delta is not None, "the workspace was made for a model without them"
         return self._delta
 
-    def share_misses(self, cpu: CpuExperts | None, long: LongJobs | None = None) -> None:
-        """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture.
-
-        long: who has it compute some of those of long steps.
-        """
+    def share_misses(self, cpu: CpuExperts | None) -> None:
+        """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
         self.routing.cpu = self.small_experts.cpu = cpu
-        self.long_jobs = long
+
+    def offer_misses(self, jobs: LongJobs | None) -> None:
+        """Have the CPU compute some of what long steps miss, where `jobs` is on; None: no longer."""
+        self.long_jobs = jobs
 
     def guess_misses(self, landing: Landing | None) -> None:
         """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture."""
