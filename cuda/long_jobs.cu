@@ -307,23 +307,23 @@ KERNEL collect_jobs(const i32* experts, i32 A, i32 D, u64 outputs, i64 output_by
         }
         __syncthreads();
         const u8* const from = (const u8*)place_of(number, outputs, output_bytes);
-        if (D % 4 == 0 && first % 4 == 0 && columns % 4 == 0) {
-            constexpr i32 UNROLL = 4; // reads under way a thread
-            const i32 fours = columns / 4, size = count * fours;
+        if ((D | first | columns) % 2 == 0) {
+            constexpr i32 UNROLL = 8; // reads under way a thread
+            const i32 twos = columns / 2, size = count * twos;
             for (i32 start = i; start < size; start += UNROLL * blockDim.x) {
-                uint4 v[UNROLL];
+                u64 v[UNROLL];
 #pragma unroll
                 for (i32 k = 0; k < UNROLL; k++) {
                     const i32 at = start + k * (i32)blockDim.x;
-                    v[k] = {0, 0, 0, 0};
-                    if (done && at < size && pairs[at / fours] >= 0)
-                        v[k] = load_shared16(from + 4 * ((i64)(at / fours) * D + first + at % fours * 4));
+                    v[k] = 0;
+                    if (done && at < size && pairs[at / twos] >= 0)
+                        v[k] = load_fresh((const u64*)(from + 4 * ((i64)(at / twos) * D + first + at % twos * 2)));
                 }
 #pragma unroll
                 for (i32 k = 0; k < UNROLL; k++) {
                     const i32 at = start + k * (i32)blockDim.x;
-                    if (at < size && pairs[at / fours] >= 0)
-                        *(uint4*)(y + (i64)pairs[at / fours] * columns + at % fours * 4) = v[k];
+                    if (at < size && pairs[at / twos] >= 0)
+                        *(u64*)(y + (i64)pairs[at / twos] * columns + at % twos * 2) = v[k];
                 }
             }
         } else {
