@@ -21,7 +21,8 @@ settings.register_profile("same examples", settings.get_profile("shared machine"
 # What takes longest begins first, lest one worker ends alone with it: most seconds of either suite first.
 LONGEST = (
     "models/test_cuda_families.py", "running/test_cuda_mtp.py", "ops/test_cuda_compile.py", "ops/test_ops.py",
-    "running/test_cuda_engine.py", "cluster/test_ray.py", "cluster/test_ray_calibrate.py", "cluster/test_ray_kills.py",
+    "running/test_cuda_engine.py", "running/test_cuda_short.py", "cluster/test_ray.py",
+    "cluster/test_ray_calibrate.py", "cluster/test_ray_kills.py",
     "cluster/test_ray_store.py", "cluster/test_ray_validate.py", "cluster/test_ray_driver_kills.py",
     "models/test_models.py", "serving/test_drafts.py",
     "pipeline/test_pipeline.py", "running/test_reply_options.py", "running/test_decoding.py", "running/test_kv_pool.py",

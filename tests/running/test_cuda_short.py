@@ -110,7 +110,7 @@ def test_no_residency_changes_a_bit(opened: Open, ahead_tokens: int, monkeypatch
     found = []
     for percent in (100, 60, 10):
         loaded = opened(policy="lru", residency_pct=percent)
-        found.append([alone(loaded, n) for n in (SHORT, CHUNK + 35, 2 * CHUNK + 39, 2 * CHUNK + 41)])
+        found.append([alone(loaded, n) for n in (SHORT, CHUNK + 35, 2 * CHUNK + 39)])
         assert (min(loaded.shares.placement.slots_per_layer) == loaded.source.config.n_expert) == (percent == 100)
     for others in found[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(others, found[0], strict=True))
