@@ -80,6 +80,11 @@ def feed(loaded: Loaded, sequence: Sequence, tokens: list[int]) -> float:
     return time.perf_counter() - began
 
 
+def of_cpu(loaded: Loaded) -> dict[str, Any]:
+    """Where the CPU computes experts, what of long steps it has so far."""
+    return {} if loaded.steps.misses is None else {"cpu_experts": loaded.steps.misses.stats()["long"]}
+
+
 def turns(config: EngineConfig, prompts: Prompts, prefix: int, lengths: list[int], runs: int) -> Any:
     """A row for each number of new tokens on a prefix, and the engine's settings."""
     engine = Engine(config)
@@ -105,7 +110,7 @@ def turns(config: EngineConfig, prompts: Prompts, prefix: int, lengths: list[int
                 "residency_pct": info["residency_pct"], "policy": config.policy, "prefix_tokens": prefix,
                 "prefix_s": prefix_s, "new_tokens": length, "seconds": seconds,
                 "tokens_per_s": spread([length / t for t in times[1:]]), "without_prefix_s": spread(cold[1:]),
-                "ratio": seconds["median"] / statistics.median(cold[1:]),
+                "ratio": seconds["median"] / statistics.median(cold[1:]), **of_cpu(loaded),
             })  # fmt: skip
             ms, ratio = 1e3 * seconds["median"], rows[-1]["ratio"]
             note(f"{config.residency_pct:g}% resident, {length} new on {prefix}: {ms:.1f} ms, {ratio:.2f} x no prefix")
@@ -128,6 +133,7 @@ def main() -> None:
     parser.add_argument("--turns", default="64,512", help="new tokens on the prefix; empty: leave turns out")
     parser.add_argument("--prefix", type=int, default=16384)
     parser.add_argument("--prefix-gib", type=float, default=0.0, metavar="GIB", help="to keep prompts in")
+    parser.add_argument("--cpu-experts", default="off", help="as of `spark serve`")
     parser.add_argument("--runs", type=int, default=5, help="measured repetitions of each kind")
     o = parser.parse_args()
     shape = shape_of(o.model)
@@ -136,7 +142,9 @@ def main() -> None:
     report: dict[str, Any] = {
         "model": shape.name, "model_bytes": shape.file_bytes, "prompts": [], "turns": [], "settings": [],
     }  # fmt: skip
-    base = EngineConfig(model=o.model, device=o.device, kv_type=o.kv_type, prefix_gib=o.prefix_gib)
+    base = EngineConfig(
+        model=o.model, device=o.device, kv_type=o.kv_type, prefix_gib=o.prefix_gib, cpu_experts=o.cpu_experts
+    )
     if o.chunk is not None:
         base = replace(base, chunk_tokens=o.chunk)
     for percent in parse_list(o.residency):

@@ -34,6 +34,7 @@ using namespace spark;
 namespace {
 
 static_assert(sizeof(spark_job) == 256 && offsetof(spark_job, source) == 64 && offsetof(spark_job, answer) == 192);
+static_assert(SPARK_JOB_ROWS == 256); // any byte names a row
 
 constexpr uint64_t kClosed = 0xffffffff; // the lower half of a ticket: no items
 constexpr int64_t kLeastItems = 4;       // for each thread, or items are halved: the last ones end together
@@ -101,7 +102,7 @@ struct spark_jobs {
     spark_jobs(const spark_jobs_plan &plan, const Kernels &kernels);
     ~spark_jobs();
 
-    void wake();
+    void wake(int64_t awake_ns = 0);
     bool drain(int64_t timeout_ns);
     void reset();
     void counts(int64_t *to);
@@ -136,7 +137,7 @@ struct spark_jobs {
     alignas(64) std::atomic<bool> stop_{false}, closing_{false};
     std::atomic<int> held_at_{SPARK_HOLD_NOWHERE};
     std::atomic<int64_t> counts_[SPARK_JOBS_COUNTS] = {};
-    std::atomic<uint64_t> wakes_{0};
+    std::atomic<uint64_t> wakes_{0}, awake_until_{0};
     std::mutex mutex_;
     std::condition_variable bell_, released_;
     int64_t to_hold_ = 0;
@@ -201,7 +202,7 @@ void spark_jobs::serve(int thread, int core) {
         const uint64_t now = now_ns(), wakes = wakes_.load();
         if (!idle_since || wakes != seen)
             idle_since = now, seen = wakes, naps = 0;
-        else if (now - idle_since >= uint64_t(spin_ns_)) {
+        else if (now - idle_since >= uint64_t(spin_ns_) && now >= awake_until_.load(std::memory_order_relaxed)) {
             sleep(thread, seen, nap_ns_ << std::min(naps++, kLongestNap));
             if (thread) // the first thread looks once, and goes on with its nap
                 idle_since = 0;
@@ -221,9 +222,10 @@ void spark_jobs::sleep(int thread, uint64_t seen, int64_t nap_ns) {
     counts_[SPARK_JOBS_ASLEEP]--;
 }
 
-void spark_jobs::wake() {
+void spark_jobs::wake(int64_t awake_ns) {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
+        awake_until_ = std::max(awake_until_.load(), now_ns() + uint64_t(awake_ns));
         wakes_++;
     }
     bell_.notify_all();
@@ -320,9 +322,7 @@ bool spark_jobs::is_valid(const spark_job &job) const {
     const int64_t rows = job.part == SPARK_JOB_FIRST ? bank.n_ff : bank.n_embd;
     if (job.part < SPARK_JOB_FIRST || job.part > SPARK_JOB_BOTH || job.first < 0 || job.first > job.last || job.last > rows)
         return false;
-    if (job.part == SPARK_JOB_FIRST && !is_float(bank.type[2]) && (job.first % kBlock || job.last % kBlock))
-        return false;
-    return std::all_of(job.token, job.token + job.count, [](unsigned char t) { return t < SPARK_JOB_TOKENS; });
+    return job.part != SPARK_JOB_FIRST || is_float(bank.type[2]) || (job.first % kBlock == 0 && job.last % kBlock == 0);
 }
 
 // The job's items are there for all threads. False: a field is not what it may be.
@@ -517,7 +517,7 @@ void spark_jobs_destroy(spark_jobs *jobs) {
         delete jobs;
 }
 
-void spark_jobs_wake(spark_jobs *jobs) { jobs->wake(); }
+void spark_jobs_wake(spark_jobs *jobs, int64_t awake_ns) { jobs->wake(awake_ns); }
 int32_t spark_jobs_drain(spark_jobs *jobs, int64_t timeout_ns) { return jobs->drain(timeout_ns); }
 void spark_jobs_reset(spark_jobs *jobs) { jobs->reset(); }
 void spark_jobs_counts(spark_jobs *jobs, int64_t *counts) { jobs->counts(counts); }

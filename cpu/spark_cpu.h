@@ -287,7 +287,8 @@ enum { SPARK_HOLD_NOWHERE, SPARK_HOLD_BEFORE_CLAIM, SPARK_HOLD_CLAIMED, SPARK_HO
 SPARK_API spark_jobs *spark_jobs_create(const spark_jobs_plan *plan);
 /* Drains, and ends the threads. */
 SPARK_API void spark_jobs_destroy(spark_jobs *jobs);
-SPARK_API void spark_jobs_wake(spark_jobs *jobs);
+/* All look again, and for awake_ns at least nobody sleeps. */
+SPARK_API void spark_jobs_wake(spark_jobs *jobs, int64_t awake_ns);
 /* From now on jobs are declined; 1 when those that were claimed are done, 0 after timeout_ns. */
 SPARK_API int32_t spark_jobs_drain(spark_jobs *jobs, int64_t timeout_ns);
 /* The ring as it was at first, drained or not; only while no job is claimed and none is posted. */

@@ -1,45 +1,8 @@
 // Copies of whole experts: from the slow tier to staging memory ahead of a prefill layer, into slots after it.
 //
-// -DEXPERTS=E (<= 512). Parts (gate, up, down) are aligned to 16 bytes, their sizes are even. A warp copies pieces of
-// 4 KiB, 8 loads of 16 bytes in flight a lane, and never waits for another: 8 blocks of 512 threads keep 512 KiB
-// under way, several times what PCIe needs, and leave the other multiprocessors alone.
-#include "ptx.cuh"
-
-#define LOADS 8
-#define PIECE_BYTES (WARP * 16 * LOADS)
-#define ALIGN_BYTES 256
-
-DEVICE i64 aligned(i64 n) { return (n + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES; }
-
-DEVICE int pieces_of(i64 n) { return (int)((n + PIECE_BYTES - 1) / PIECE_BYTES); }
-
-// The part that piece `piece` of an expert lies in; `piece` becomes its number inside the part.
-DEVICE int part_of(int& piece, const i64 (&bytes)[3]) {
-    int part = 0;
-    while (part < 2 && piece >= pieces_of(bytes[part]))
-        piece -= pieces_of(bytes[part++]);
-    return part;
-}
-
-// Bytes [0, min(n, PIECE_BYTES)) of a piece, by one warp.
-DEVICE void copy_piece(u8* to, const u8* from, i64 n, int lane) {
-    uint4 v[LOADS];
-#pragma unroll
-    for (int k = 0; k < LOADS; k++) {
-        const int at = (k * WARP + lane) * 16;
-        if (at + 16 <= n)
-            v[k] = load_once16(from + at);
-    }
-#pragma unroll
-    for (int k = 0; k < LOADS; k++) {
-        const int at = (k * WARP + lane) * 16;
-        if (at + 16 <= n)
-            *(uint4*)(to + at) = v[k];
-    }
-    const i64 tail = n / 16 * 16;
-    if (n < PIECE_BYTES && tail + lane * 2 < n)
-        *(u16*)(to + tail + lane * 2) = *(const u16*)(from + tail + lane * 2);
-}
+// -DEXPERTS=E (<= 512). Copies are those of pieces.cuh: 8 blocks of 512 threads keep 512 KiB under way, several times
+// what PCIe needs, and leave the other multiprocessors alone.
+#include "pieces.cuh"
 
 DEVICE void poison_piece(u8* to, i64 n, int lane) {
     for (i64 at = lane * 2; at < min(n, (i64)PIECE_BYTES); at += WARP * 2)
@@ -90,13 +53,7 @@ KERNEL gather(const i32* slot_of, const u64* expert_ptr, const u64* home_ptr, i6
     const int per_expert = pieces_of(bytes[0]) + pieces_of(bytes[1]) + pieces_of(bytes[2]);
     for (int work = blockIdx.x * n_warps + warp; work < n * per_expert; work += gridDim.x * n_warps) {
         const int which = work / per_expert;
-        int piece = work % per_expert;
-        const int part = part_of(piece, bytes);
-        u8* at = staging + which * stride;
-        for (int p = 0; p < part; p++)
-            at += aligned(bytes[p]);
-        const i64 begin = (i64)piece * PIECE_BYTES;
-        copy_piece(at + begin, (const u8*)home_ptr[missing[which] * 3 + part] + begin, bytes[part] - begin, lane);
+        stage_piece(staging, which, home_ptr + missing[which] * 3, work % per_expert, bytes, lane);
     }
 }
 

@@ -19,6 +19,7 @@
 #define SPARK_EXPERT_JOB_H
 
 #define SPARK_JOB_TOKENS 32 /* at most */
+#define SPARK_JOB_ROWS 256  /* of activations that a job may name: `token` is a byte */
 #define SPARK_JOB_RECORDS 64 /* at most */
 
 /* What of an expert: act(gate h) * (up h), rows `first` to `last` of gate and up; down z, rows of down, z given; or both,
@@ -35,7 +36,7 @@ typedef struct spark_job {
 
     /* Of who posts, before `posted`. Addresses as the CPU knows them. */
     unsigned long long source[3]; /* gate, up, down */
-    /* Rows of activations [tokens, columns], of which those in `token` are used: signed bytes, and a float for each 32 of
+    /* Rows of activations [<= 256, columns], of which those in `token` are used: signed bytes, and a float for each 32 of
      * them; where the weights are floats, floats and no scales. Outputs have a row for each of `token`, of which the
      * columns `first` to `last` are written: y in floats; z as an input of SECOND would be. */
     unsigned long long input, input_scales;

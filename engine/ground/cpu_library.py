@@ -175,7 +175,7 @@ TEXTS: dict[str, tuple[type[Any] | None, str]] = {
 JOBS: dict[str, tuple[type[Any] | None, str]] = {
     "spark_jobs_create": (c_void_p, "P"),
     "spark_jobs_destroy": (None, "P"),
-    "spark_jobs_wake": (None, "P"),
+    "spark_jobs_wake": (None, "Pi"),
     "spark_jobs_drain": (c_int32, "Pi"),
     "spark_jobs_reset": (None, "P"),
     "spark_jobs_counts": (None, "PP"),

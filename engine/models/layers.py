@@ -438,8 +438,9 @@ class Pass(Generic[ConfigT]):
         assert r is not None
         self.ops.router(self.ws, b.x, norm, self.config.eps, router, b.h if h is None else h, b.router)
         self.ops.route(
-            self.ws, b.router, gating, r.live, r.banks[m], self.step.counted, r.rule, *b.chosen(m), b.fetches
-        )
+            self.ws, b.router, gating, r.live, r.banks[m], self.step.counted, r.rule, *b.chosen(m), b.fetches,
+            short=self.step.short,
+        )  # fmt: skip
 
     def experts(self, m: int, shared: SharedExpert | None = None, to: F32 | None = None) -> None:
         """Experts of MoE layer m, as they were chosen: x += experts(h), or `to` = it."""
@@ -504,12 +505,12 @@ def forward(arch: Architecture, weights: Weights[LayerT], p: Pass[ConfigT]) -> N
     ops.embed(ws, weights.token_embd, p.step.tokens, b.x, scale=weights.embed_scale)
     p.stage_ahead(0)
     if r is not None and moe:
-        ops.fetch_ahead(ws, b.x, r.live, r.banks[0])
+        ops.fetch_ahead(ws, b.x, r.live, r.banks[0], p.step.short)
     for i, layer in enumerate(weights.layers):
         if b.hidden is not None:
             ops.copy(ws, b.x, b.hidden[i])
         if r is not None and i in moe and moe[i] + 1 < len(r.banks):
-            ops.fetch_ahead(ws, b.x, r.live, r.banks[moe[i] + 1])
+            ops.fetch_ahead(ws, b.x, r.live, r.banks[moe[i] + 1], p.step.short)
         arch.layer(p, i, layer)
         if b.features is not None and i in b.captured:
             ops.copy(ws, b.x, b.features[b.captured.index(i)])

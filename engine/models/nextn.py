@@ -223,7 +223,7 @@ def forward(arch: Architecture, block: Block, weights: Weights[Any], p: Pass[Any
     """
     ops, ws, b, eps = p.ops, p.ws, p.b, p.config.eps
     if p.residency is not None:
-        ops.fetch_ahead(ws, b.x, p.residency.live, p.residency.banks[0])
+        ops.fetch_ahead(ws, b.x, p.residency.live, p.residency.banks[0], p.step.short)
     embedded = b.attended(p.config.n_embd)
     ops.embed(ws, block.token_embd or weights.token_embd, p.step.tokens, embedded, scale=weights.embed_scale)
     ops.norm(ws, b.y, norm, eps, b.x)

@@ -321,7 +321,9 @@ def copy(ws: Workspace, x: F32, to: F32) -> None:
     to[...] = x
 
 
-def fetch_ahead(ws: Workspace, x: F32, state: policy.SlotState, bank: Experts) -> None:
+def fetch_ahead(
+    ws: Workspace, x: F32, state: policy.SlotState, bank: Experts, short: ShortRows | None = None
+) -> None:
     """A hint that the experts of `bank` are wanted soon by a step's x [T, D]; nothing can be had ahead of time."""
 
 
@@ -366,6 +368,7 @@ def route(
     experts: I32,
     weights: F32,
     fetches: Fetches,
+    short: ShortRows | None = None,
 ) -> None:
     """Choose experts and weights for each row, and let the slots of the layer of `bank` follow (docs/residency.md).
 

@@ -59,7 +59,9 @@ class Ops(Protocol):
     def embed(self, ws: Scratch, table: QTensor, tokens: I32, x: F32, scale: float = 1.0) -> None:
         """Rows of the embedding table; the first op of a step."""
 
-    def fetch_ahead(self, ws: Scratch, x: F32, state: policy.SlotState, bank: Experts) -> None:
+    def fetch_ahead(
+        self, ws: Scratch, x: F32, state: policy.SlotState, bank: Experts, short: ShortRows | None = None
+    ) -> None:
         """A hint that the experts of `bank` are wanted soon: of every MoE layer, before the one ahead of it routes.
 
         x [T, D]: the residual that enters that one.
@@ -144,9 +146,9 @@ class Ops(Protocol):
 
     def route(
         self, ws: Scratch, logits: F32, gating: Gating, state: policy.SlotState, bank: Experts, counted: U8,
-        rule: policy.Rule, experts: I32, weights: F32, fetches: Fetches,
+        rule: policy.Rule, experts: I32, weights: F32, fetches: Fetches, short: ShortRows | None = None,
     ) -> None:  # fmt: skip
-        """Choose experts, and let the slots of the layer of `bank` follow."""
+        """Choose experts, and let the slots of the layer of `bank` follow. short: as `expert_ffn` gets it."""
 
     def expert_ffn(
         self, ws: Scratch, h: F32, experts: I32, weights: F32, bank: Experts, fetches: Fetches, x: F32,

@@ -27,6 +27,7 @@ from engine.ops.cpu_workspace import ACTIVATIONS, kernels, supported_isas
 FIRST, SECOND, BOTH = 1, 2, 3  # parts of an expert: gate and up, down, both
 NONE, CLAIMED, DONE, DECLINED = range(4)  # what is known of a job
 MAX_TOKENS = 32  # of a job
+MAX_ROWS = 256  # of activations, of which a job names some
 MAX_RECORDS = 64  # of a ring
 RECORD_BYTES = ctypes.sizeof(JobRecord)
 BLOCK = 32  # elements of z that are quantized together: what FIRST may be split at
@@ -103,6 +104,8 @@ class Ring:
         """Write a job to its record, which must be free."""
         if len(job.tokens) > MAX_TOKENS:
             raise ValueError(f"a job has at most {MAX_TOKENS} tokens, got {len(job.tokens)}")
+        if not all(0 <= token < MAX_ROWS for token in job.tokens):
+            raise ValueError(f"tokens of a job: expected rows below {MAX_ROWS}, got {list(job.tokens)}")
         to = self.record(number)
         to.source[:] = job.source
         to.input, to.input_scales = job.input, job.input_scales
@@ -173,9 +176,9 @@ class Jobs:
                 hint="is memory short, or the number of threads limited (ulimit -u)?",
             )
 
-    def wake(self) -> None:
-        """Have all threads look for jobs again, as a step begins."""
-        self._kernels.spark_jobs_wake(self._handle)
+    def wake(self, awake_s: float = 0.0) -> None:
+        """Have all threads look for jobs again, as a step begins; for so long at least, whatever there is to do."""
+        self._kernels.spark_jobs_wake(self._handle, int(awake_s * 1e9))
 
     def drain(self, timeout_s: float) -> bool:
         """Decline what is posted from now on, and wait for what was claimed; whether all of it was done in time."""

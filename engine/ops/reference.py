@@ -390,7 +390,9 @@ def stage_ahead(ws: Workspace, absent: I32, homes: KVLayer, staging: KVLayer) ->
     """A hint that `stage` is asked for this next; nothing can be had ahead of time."""
 
 
-def fetch_ahead(ws: Workspace, x: F32, state: policy.SlotState, bank: Experts) -> None:
+def fetch_ahead(
+    ws: Workspace, x: F32, state: policy.SlotState, bank: Experts, short: ShortRows | None = None
+) -> None:
     """A hint that the experts of `bank` are wanted soon by a step's x [T, D]; nothing can be had ahead of time."""
 
 
@@ -426,6 +428,7 @@ def route(
     experts: I32,
     weights: F32,
     fetches: Fetches,
+    short: ShortRows | None = None,
 ) -> None:
     """Choose experts and weights for each row, and let the slots of the layer of `bank` follow (docs/residency.md).
 

@@ -143,11 +143,14 @@ def count(
             _draft(made, forward)
         for beside, guessed in ((cpu, None), (None, guesses), (cpu, guesses)):
             if beside is not None or guessed is not None:
-                ws.share_misses(beside)
+                ws.share_misses(None if beside is None else beside[0])
                 ws.guess_misses(guessed)
                 _step(forward, residency, 1, 1)
                 if predictor is not None:
                     predictor.rehearse(1)
+        if cpu is not None and (jobs := cpu[1]) is not None:
+            ws.offer_misses(jobs)
+            _step(forward, residency, jobs.n_rows, 1, ShortRows(jobs.n_rows))
     buffers = device.n_bytes - dense.n_bytes - kv.n_bytes - arena + _ROUNDING_BYTES
     return Counted(dense.n_bytes, kv.n_bytes, buffers, tuple(sorted(device.kernels)), homes)
 

@@ -28,11 +28,15 @@ from engine.ops import Experts, Limits
 from engine.ops.cuda.cpu_experts import PATIENCE_S, CpuExperts
 from engine.ops.cuda.device import Device
 from engine.ops.cuda.handing import HandOver
+from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.workspace import Workspace
-from engine.ops.jobs import Bank
+from engine.ops.jobs import MAX_TOKENS, Bank
 from engine.placing.division import COPY_US, UNIT_ROWS, Costs
+from engine.placing.long_misses import LongTally
 from engine.placing.misses import MissGate, said
 from engine.placing.policy import LRU
+from engine.running import long_misses
+from engine.running.long_misses import LongMisses
 
 SPARE_CORES = 1  # at least, for the thread that launches steps
 AUTO_SPARE_CORES = 2  # and for the server, whose clients read what comes while threads look for work
@@ -47,12 +51,15 @@ _log = logging.getLogger(__name__)
 class CpuMisses:
     """Who has the CPU compute a part of what misses in steps of one token. costs: that were measured; found: the cores.
 
-    cpu: whose threads are started. n_layers: that may hand something over. `look` and `begin` before each such step,
-    `check` before a token of it counts.
+    cpu: whose threads are started. n_layers: that may hand something over. long: what steps of more tokens offer; None:
+    nothing. `look` and `begin` before each such step, `check` before a token of it counts.
     """
 
-    def __init__(self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int, n_layers: int = 0) -> None:
-        self.cpu, self.found = cpu, found
+    def __init__(
+        self, cpu: CpuExperts, costs: Costs, found: Cores, n_used: int, n_layers: int = 0,
+        long: LongMisses | None = None,
+    ) -> None:  # fmt: skip
+        self.cpu, self.found, self.long = cpu, found, long
         self.gate = MissGate(costs, n_used, n_layers)
         self._state, self._left = self.gate.state, self.gate.left
         self._tell()
@@ -73,6 +80,12 @@ class CpuMisses:
         """Such a step is about to be enqueued: threads are awake for it."""
         if self.is_on:
             self.cpu.pool.wake()
+
+    def begin_long(self, n_tokens: int) -> None:
+        """The same of a step of so many tokens."""
+        self.check()
+        if self.long is not None and self.long.takes(n_tokens):
+            self.long.begin()
 
     def check(self) -> None:
         """Raise where a job of a step before was never answered: what that step computed is nothing."""
@@ -111,16 +124,20 @@ class CpuMisses:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited."""
-        found = self.cpu.tally.total
+        """Counters since the start: whole and divided experts of the CPU, jobs taken back, seconds layers waited.
+
+        What the CPU computed of long steps is among it, and apart with what was taken back there, which is no fault.
+        """
+        found, long = self.cpu.tally.total, LongTally() if self.long is None else self.long.jobs.tally
         return {
             "state": self.gate.state,
             "why": self.gate.why,
-            "computed": found.done,
+            "computed": found.done + long.done,
             "divided": found.divided,
             "taken_back": found.taken,
-            "waited_s": round(found.waited_us / 1e6, 6),
+            "waited_s": round((found.waited_us + long.waited_us) / 1e6, 6),
             **self._division(),
+            "long": None if self.long is None else self.long.stats(),
         }
 
     def _division(self) -> dict[str, list[int]]:
@@ -161,8 +178,9 @@ def share(
         return None, (f"experts on the CPU: none, {why}",)
     assert isinstance(ws, Workspace) and isinstance(tier, PageLockedTier) and gpu is not None
     cpu = CpuExperts(gpu, limits, banks_of(residency, block))
+    jobs = long_misses.made(gpu, limits, cpu)
     try:
-        cpu.start(found.cpus, SPIN_US, NAP_US)
+        cpu.start(found.cpus, SPIN_US, NAP_US, 1 if jobs is None else MAX_TOKENS)
     except CapacityError as error:
         if options.cpu_experts != "auto":
             raise
@@ -176,11 +194,15 @@ def share(
     if costs is None:
         cpu.close()
         return None, ("experts on the CPU: none, its threads do not answer in time",)
-    made = CpuMisses(cpu, costs, found, limits.n_expert_used, len(residency.banks))
-    if not made.is_on:
+    long = None if jobs is None else LongMisses(jobs, costs.pcie_us)
+    made = CpuMisses(cpu, costs, found, limits.n_expert_used, len(residency.banks), long)
+    if not made.is_on and long is None:
         made.close()
         return None, (f"experts on the CPU: none, {made.gate.why}",)
     ws.share_misses(cpu)
+    ws.offer_misses(jobs)
+    if not made.is_on:
+        return made, (f"experts on the CPU: {found.why}; of steps of one token none, {made.gate.why}",)
     return made, (f"experts on the CPU: {found.why}; {said(costs)}",)
 
 
@@ -274,11 +296,13 @@ def _timed(cpu: CpuExperts, turns: Turns, n: int, n_rows: int = 0) -> float | No
     return median(took)
 
 
-def count(device: Device, limits: Limits, residency: Residency, block: Block | None) -> CpuExperts | None:
+def count(
+    device: Device, limits: Limits, residency: Residency, block: Block | None
+) -> tuple[CpuExperts, LongJobs | None] | None:
     """What `share` allocates, for the memory plan; None where it refuses the model's types."""
     try:
         cpu = CpuExperts(device, limits, banks_of(residency, block))
     except ValueError:
         return None
     HandOver(device, limits, cpu)
-    return cpu
+    return cpu, long_misses.made(device, limits, cpu)

@@ -202,7 +202,7 @@ class Steps:
         else:
             if width == 1:
                 self.beside()
-            self.begin(width)
+            self.begin(width, step.short is not None and step.short.n == width)
             fed = self.forward.feed(step)
             self._bring_drawn(spans, fed)
             try:
@@ -264,10 +264,15 @@ class Steps:
         ws.guess_misses(None if guesses is None else guesses.landing, with_guesses)
         return with_jobs, with_guesses
 
-    def begin(self, T: int) -> None:
-        """A step of T tokens is about to be enqueued; of one token: as `beside` said."""
+    def begin(self, T: int, is_short: bool = False) -> None:
+        """A step of T tokens is about to be enqueued; of one token: as `beside` said.
+
+        is_short: it is a long one whose rows are all short.
+        """
         if T == 1 and self.misses is not None:
             self.misses.begin()
+        elif is_short and self.misses is not None:
+            self.misses.begin_long(T)
 
     def check(self) -> None:
         """Raise where a step whose results can be read has failed."""

@@ -91,9 +91,12 @@ def all_of_type(qtype: QType) -> Callable[[str], QType]:
 
 
 def with_jobs(kernels: Kernels) -> Kernels:
-    """The kernels of one token's experts, one module each, as they are where the CPU computes some of them."""
+    """The kernels of experts, one module each, as they are where the CPU computes some of them."""
     chosen = {next(iter(names & {"route", "gate_up", "down_one"}), ""): module for module, names in kernels.items()}
-    return {replace(m, defines=(*m.defines, ("JOBS", "1"))): {name} for name, m in chosen.items() if name}
+    found = {replace(m, defines=(*m.defines, ("JOBS", "1"))): {name} for name, m in chosen.items() if name}
+    experts = dict(chosen["route"].defines)["EXPERTS"]
+    long = {"plan_jobs", "hand_rows", "share_experts", "collect_jobs"}
+    return found | {Module("long_jobs.cu", (("EXPERTS", experts),)): long}
 
 
 def of_gpu(arch: str) -> Kernels:

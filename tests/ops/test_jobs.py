@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -157,6 +158,20 @@ def test_types_of_three_kinds_and_of_several_banks(ring: Ring, pools: Any) -> No
         np.testing.assert_array_equal(y, e.y)
 
 
+def test_tokens_are_any_of_256_rows(ring: Ring, pools: Any) -> None:
+    for types in ((Q.Q8_0,) * 3, (Q.F32, Q.F16, Q.Q8_0)):
+        bank = Bank(types, 64, 32)
+        pool, e, tokens = pools([bank]), Expert(bank, 256), [255, 0, 32, 31, 200, 7]
+        y = empty(len(tokens), 64)
+        done(ring, [e.job(y, tokens)])
+        np.testing.assert_array_equal(y, e.y[tokens])
+        with pytest.raises(ValueError, match="rows below 256"):
+            ring.post([e.job(y, [256])])
+        assert pool.drain(LONG_S)
+        pool.reset()
+        pool.close()
+
+
 def test_nothing_to_compute_is_done(ring: Ring, pools: Any) -> None:
     pool = pools([bank_of(Q.Q4_K)])
     e, y = Expert(bank_of(Q.Q4_K), 1), empty(1, 512)
@@ -265,7 +280,7 @@ def test_what_is_not_understood_is_given_back(ring: Ring, pools: Any) -> None:
     e, y = Expert(bank, 1), empty(1, 352)
     bad: list[dict[str, Any]] = [
         {"bank": 1}, {"bank": -1}, {"part": 0}, {"part": 4}, {"rows": (0, 353)}, {"rows": (-1, 5)}, {"rows": (9, 8)},
-        {"tokens": ()}, {"tokens": (0,) * 5}, {"tokens": (32,)}, {"part": FIRST, "rows": (0, 97)},
+        {"tokens": ()}, {"tokens": (0,) * 5}, {"part": FIRST, "rows": (0, 97)},
         {"part": FIRST, "rows": (0, 40)}, {"part": FIRST, "rows": (16, 64)},
     ]  # fmt: skip
     good = e.job(y, [0])
@@ -285,6 +300,13 @@ def test_threads_sleep_and_find_what_is_posted_meanwhile(ring: Ring, pools: Any)
     until(lambda: pool.counts()["asleep"] == 3)
     pool.wake()
     done(ring, [e.job(y, [0])])
+    until(lambda: pool.counts()["asleep"] == 3)
+    for awake_s in (0.3, 0.0):  # the second takes nothing from the first
+        pool.wake(awake_s)
+        until(lambda: pool.counts()["asleep"] == 0)
+        time.sleep(0.1)
+        assert pool.counts()["asleep"] == 0
+    until(lambda: pool.counts()["asleep"] == 3)
 
 
 def test_who_opens_a_job_wakes_the_others(ring: Ring, pools: Any) -> None:

@@ -26,7 +26,7 @@ _N_PART, _PART_WORDS, _MOST_MISSED, _TAKEN = 6, 8, 16, 4
 _PARTS_WORDS = (_MOST_MISSED + 1) * _PART_WORDS
 _N_WORDS = _PARTS + _PARTS_WORDS + _MOST_MISSED
 # Words of a record (expert_job.h), and int32 of it: bank, part, first, last.
-_ANSWER, _CLAIMED_NS, _DONE_NS = 24, 25, 26
+_OUTPUT, _ANSWER, _CLAIMED_NS, _DONE_NS = 13, 24, 25, 26
 _WORK = slice(31, 35)
 _ALIGN_BYTES = 64  # of the places of activations and results
 BOUND_S, PATIENCE_S = 1e-3, 10.0
@@ -82,9 +82,11 @@ class CpuExperts:
         assert self._pool is not None, "the threads were not started"
         return self._pool
 
-    def start(self, cores: Sequence[int], spin_us: float = SPIN_US, nap_us: float = NAP_US) -> None:
+    def start(
+        self, cores: Sequence[int], spin_us: float = SPIN_US, nap_us: float = NAP_US, max_tokens: int = 1
+    ) -> None:
         """Start the threads; arguments as of `Jobs`. CapacityError: there is no memory for them, or there are none."""
-        self._pool = Jobs(self.ring, self._banks, cores, max_tokens=1, spin_us=spin_us, nap_us=nap_us)
+        self._pool = Jobs(self.ring, self._banks, cores, max_tokens=max_tokens, spin_us=spin_us, nap_us=nap_us)
 
     @property
     def n_ff(self) -> int:
@@ -147,6 +149,7 @@ class CpuExperts:
         times = words[:, [_CLAIMED_NS, _DONE_NS]].astype(np.int64)
         work = self._records.view(np.int32).reshape(MAX_RECORDS, -1)[:, _WORK].copy()
         still = (words[:, _ANSWER] == before) & (before % 4 == DONE) & (times[:, 0] <= times[:, 1])
+        still &= words[:, _OUTPUT] - np.uint64(self.places.outputs) < self._outputs.nbytes  # not of long_jobs.py
         return overlapping(times[still], np.array([self._amount(*row) for row in work[still].tolist()], float))
 
     def _amount(self, bank: int, part: int, first: int, last: int) -> float:

@@ -33,6 +33,7 @@ from engine.ops.cuda import recall as recalling
 from engine.ops.cuda import routing
 from engine.ops.cuda.device import Array, Device
 from engine.ops.cuda.experts import runs_beside
+from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Quantized
 from engine.ops.cuda.workspace import Workspace as Workspace
 from engine.placing import policy
@@ -109,17 +110,20 @@ def stage_ahead(ws: Workspace, absent: Array, homes: KVLayer, staging: KVLayer) 
     ws.attention.stage_ahead(absent, homes, staging)
 
 
-def fetch_ahead(ws: Workspace, x: Array, state: policy.SlotState, bank: Experts) -> None:
+def fetch_ahead(
+    ws: Workspace, x: Array, state: policy.SlotState, bank: Experts, short: ShortRows | None = None
+) -> None:
     """Begin to bring in the missing experts of `bank`: all that a long step needs soon, or what one token may need.
 
-    Of every MoE layer, in their order, each before the one ahead of it routes. x [T, D]: what enters that one.
+    Of every MoE layer, in their order, each before the one ahead of it routes. x [T, D]: what enters that one. short:
+    as `expert_ffn` gets it. Where the CPU takes a part of what the step chooses, nothing else is brought.
     """
     s, n_tokens = ws.streaming, x.shape[0]
     if ws.landing is not None and bank.layer == 0:
         ws.landing.begin()
     elif ws.landing is not None and n_tokens == 1:
         ws.landing.ahead(x, state, bank.layer, ws.active_step)
-    if s is None or n_tokens < AHEAD_TOKENS:
+    if s is None or n_tokens < AHEAD_TOKENS or _jobs(ws, n_tokens, short) is not None:
         return
     # A wait is for all that is enqueued: the main stream must wait for the layer at hand before the next one's
     # copies are enqueued behind it, or it would wait for those, too.
@@ -272,10 +276,11 @@ def route(
     experts: Array,
     weights: Array,
     fetches: Fetches,
+    short: ShortRows | None = None,
 ) -> None:
     """Choose experts and weights for each row, and let the slots of the layer of `bank` follow (docs/residency.md).
 
-    Shapes as in `reference.route`.
+    Shapes as in `reference.route`. short: as `expert_ffn` gets it.
     """
     ws.writes(weights)
     T, r, s, layer = logits.shape[0], ws.routing, ws.streaming, bank.layer
@@ -286,6 +291,10 @@ def route(
         )  # fmt: skip
         return
     r.choose(logits, gating, experts, weights)
+    if _jobs(ws, T, short) is not None:  # `expert_ffn` brings what misses, when it is known what enters a slot
+        ws.device.wait(None, s.stream)
+        r.advance(experts, counted, state, layer, rule, fetches, s.staging.source[layer % 2])
+        return
     if T >= AHEAD_TOKENS:
         if layer == state.slot_of.shape[0] - 1:  # for the others `fetch_ahead` of the next layer has waited
             ws.device.wait(None, s.stream)
@@ -293,6 +302,13 @@ def route(
         ws.device.wait(None, s.stream)  # only a step that failed half-way can have left copies under way
         s.staging.gather(state, layer, bank, layer % 2, experts)
     r.advance(experts, counted, state, layer, rule, fetches)
+
+
+def _jobs(ws: Workspace, n_tokens: int, short: ShortRows | None) -> LongJobs | None:
+    """Who has the CPU compute some experts of a step, all of whose rows are short; None: nobody."""
+    if ws.streaming is None or ws.long_jobs is None or short is None or short.n < n_tokens:
+        return None
+    return ws.long_jobs if ws.long_jobs.takes(n_tokens) else None
 
 
 def dense_ffn(
@@ -360,7 +376,10 @@ def expert_ffn(
             dense_ffn(ws, h, shared.gate, shared.up, shared.down, x, bank.activation, True, shared.shared_gate)
         return
     source = r.source if s is None else s.staging.source[bank.layer % 2]
-    T = h.shape[0]
+    T, rows = h.shape[0], None
+    if (jobs := _jobs(ws, T, short)) is not None and s is not None:
+        rows = ws.short_experts.rows(h, bank)
+        jobs.share(rows, experts, bank, fetches, s.staging, bank.layer % 2)
     first, mask = (T, None) if short is None else (short.first, short.mask)
     n_long = first if mask is None else T
     if short is None or short.n < T:
@@ -368,7 +387,7 @@ def expert_ffn(
         ws.gemm.experts(halves, experts[:n_long], weights[:n_long], bank, source, x[:n_long], add, mask)
     if first < T:
         some = None if mask is None else mask[first:]
-        ws.short_experts(h[first:], experts[first:], weights[first:], bank, source, x[first:], add, some)
+        ws.short_experts(h[first:], experts[first:], weights[first:], bank, source, x[first:], add, some, rows, jobs)
     ws.writes(x)
     if s is not None:
         if bank.poison:

@@ -6,12 +6,15 @@ folded in rank order by fold_floats of grouped.cu. What comes between lies where
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from engine.formats.block_types import FLOAT_TYPES
 from engine.ops import Experts, Limits
 from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.gemm import FOLD_COLUMNS, Gemm
+from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.tiled import TiledExperts
 
@@ -38,11 +41,14 @@ class ShortExperts:
         x: Array,
         add: bool = True,
         mask: Array | None = None,
+        rows: Quantized | Array | None = None,
+        beside: LongJobs | None = None,
     ) -> None:
         """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
 
         h: the normed residual, float32 [T, D]; experts int32 [T, A]; source: uint64 [E, 3], where each used expert's
         gate, up and down can be read. mask: uint8 [T], rows that have 0 there are left as they are.
+        rows: of h, where they are known. beside: who computes the experts whose source is 0.
         """
         (T, D), A = x.shape, experts.shape[1]
         if bank.n_embd != D or h.shape != (T, D) or not weights.shape == experts.shape == (T, A):
@@ -50,20 +56,27 @@ class ShortExperts:
         each = 4 * bank.n_ff if bank.down_type in FLOAT_TYPES else bank.n_ff + bank.n_ff // 4 + 2 * ALIGN_BYTES
         # Z of 8 bits fit whole, since there is room for halves; of floats half as many rows fit, or fewer.
         at_once = min(T, int(self.gemm.lent[0].nbytes) // (A * each))
+        values = self.rows(h, bank) if rows is None else rows
         for first in range(0, T, at_once):
-            rows = slice(first, min(T, first + at_once))
-            some = None if mask is None else mask[rows]
-            self._run(h[rows], experts[rows], weights[rows], bank, source, x[rows], add, some)
+            part = slice(first, min(T, first + at_once))
+            some = None if mask is None else mask[part]
+
+            def collect(y: Array, column: int, first: int = first) -> None:
+                if beside is not None:
+                    beside.collect(experts, y, first, column)
+
+            self._run(_part(values, part), experts[part], weights[part], bank, source, x[part], add, some, collect)
+
+    def rows(self, h: Array, bank: Experts) -> Quantized | Array:
+        """h float32 [T, D] as experts read it (scratch, unless it is h itself)."""
+        return h if bank.gate_type in FLOAT_TYPES else self.products.quantize(h, self._h.rows(*h.shape))
 
     def _run(
-        self, h: Array, experts: Array, weights: Array, bank: Experts, source: Array, x: Array, add: bool,
-        mask: Array | None,
+        self, values: Quantized | Array, experts: Array, weights: Array, bank: Experts, source: Array, x: Array,
+        add: bool, mask: Array | None, collect: Callable[[Array, int], None],
     ) -> None:  # fmt: skip
         """As a call, of as many rows as z has room for."""
         (T, D), A, E = x.shape, experts.shape[1], source.shape[0]
-        values: Quantized | Array = h
-        if bank.gate_type not in FLOAT_TYPES:
-            values = self.products.quantize(h, self._h.rows(T, D))
         each = self.tiled.pairs_of(bank, T * A / E)
         groups = self.gemm.group(experts, E, each, mask)
         tiles = groups.tiles, groups.n_tiles, T * A // each + min(E, T * A), groups.pairs, each
@@ -75,6 +88,7 @@ class ShortExperts:
             columns = min(at_once, D - first)
             y = memory[: T * A * columns].reshape(T * A, columns)
             self.tiled.down(bank, source, *tiles, z, y, first, columns)
+            collect(y, first)
             fold((-(-columns // 256), T), 256, (y, weights, x, A, D, first, columns, int(add), mask))
 
     def _z_of(self, bank: Experts, n_pairs: int) -> Quantized | Array:
@@ -90,3 +104,9 @@ class ShortExperts:
             memory.view(np.float32)[at : at + n_blocks].reshape(n_pairs, F // 32),
             memory.view(np.int32)[behind : behind + n_blocks].reshape(n_pairs, F // 32),
         )
+
+
+def _part(values: Quantized | Array, rows: slice) -> Quantized | Array:
+    if isinstance(values, Quantized):
+        return Quantized(values.q[rows], values.d[rows], values.sums[rows])
+    return values[rows]

@@ -22,6 +22,7 @@ from engine.ops.cuda.feeding import Feeding
 from engine.ops.cuda.flash import Flash
 from engine.ops.cuda.gemm import Gemm, Halves
 from engine.ops.cuda.landing import Landing
+from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
@@ -74,6 +75,7 @@ class Workspace:
         self.replay: Replay | None = None
         self.streaming: Streaming | None = None
         self.landing: Landing | None = None
+        self.long_jobs: LongJobs | None = None
         self._feeding = Feeding(device)
         self._prepared: list[_Prepared] = []
 
@@ -110,6 +112,10 @@ class Workspace:
     def share_misses(self, cpu: CpuExperts | None) -> None:
         """Have the CPU compute what `cpu` divides of one token's missing experts; None: no longer. Before a capture."""
         self.routing.cpu = self.small_experts.cpu = cpu
+
+    def offer_misses(self, jobs: LongJobs | None) -> None:
+        """Have the CPU compute some of what long steps miss, where `jobs` is on; None: no longer."""
+        self.long_jobs = jobs
 
     def guess_misses(self, landing: Landing | None, with_guesses: bool = True) -> None:
         """Have one token's missing experts guessed and brought ahead; None: no longer. Before a capture.

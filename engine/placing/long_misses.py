@@ -1,0 +1,78 @@
+"""Whether it pays that the CPU takes a part of what steps of many tokens miss, from what comes of it.
+
+Nothing is divided beforehand: the CPU takes experts from one end while PCIe brings them from the other. So all that can
+go wrong is an answer that comes late, or a CPU that takes nothing; either ends it for a while, as in
+engine/placing/misses.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.placing.misses import GOOD_WINDOWS, RETRY_S
+
+WINDOW_JOBS = 1024  # that were done or taken back, after which what came of them is looked at: some layers of a step
+
+
+@dataclass(frozen=True, slots=True)
+class LongTally:
+    """Counters since the start: layers that had jobs, jobs done, jobs taken back, us that layers waited in the end."""
+
+    layers: int = 0
+    done: int = 0
+    taken: int = 0
+    waited_us: float = 0.0
+
+    def since(self, other: LongTally) -> LongTally:
+        """What came after another."""
+        return LongTally(
+            self.layers - other.layers, self.done - other.done, self.taken - other.taken,
+            self.waited_us - other.waited_us,
+        )  # fmt: skip
+
+
+class LongGate:
+    """Whether jobs are offered. pcie_us: of an expert over PCIe, as measured.
+
+    state: "on", "off", or "off for good"; why: it is not on.
+    """
+
+    def __init__(self, pcie_us: float) -> None:
+        self.pcie_us = pcie_us
+        self.state, self.why = "on", ""
+        self._lost = self._good = 0
+        self._retry_s = 0.0
+        self._from = LongTally()
+
+    def look(self, tally: LongTally, now_s: float) -> bool:
+        """Look at the counters before a step; whether the state is another now."""
+        if self.state == "off for good":
+            return False
+        if self.state == "off":
+            if now_s < self._retry_s:
+                return False
+            self.state, self.why, self._from = "on", "", tally
+            return True
+        new = tally.since(self._from)
+        if new.done + new.taken < WINDOW_JOBS:
+            return False
+        self._from = tally
+        if not new.done:
+            return self._lose(f"none of {new.taken} jobs was claimed before PCIe had come to it", now_s)
+        if new.waited_us >= new.done * self.pcie_us:
+            each = new.waited_us / new.done
+            return self._lose(f"an expert was waited for {each:.0f} us, PCIe takes {self.pcie_us:.0f}", now_s)
+        self._good += 1
+        if self._good >= GOOD_WINDOWS:
+            self._lost = 0
+        return False
+
+    def _lose(self, why: str, now_s: float) -> bool:
+        self._good, self.why = 0, why
+        if self._lost >= len(RETRY_S):
+            self.state = "off for good"
+            return True
+        self._retry_s = now_s + RETRY_S[self._lost]
+        self._lost += 1
+        self.state = "off"
+        return True
