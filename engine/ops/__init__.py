@@ -31,7 +31,7 @@ GatingKind = Literal["softmax", "sigmoid"]
 
 KV_BLOCK_TOKENS = 64
 SMALL_TOKENS = 32  # a step of at most so many tokens follows docs/arithmetic.md on every backend (see docs/cuda.md)
-SHORT_ROWS = 256  # at most so many at the end of a prompt have experts as in such a step, in a longer one, too
+SHORT_ROWS = 128  # at most so many at the end of a prompt have experts as in such a step, in a longer one, too
 CHUNK_BLOCKS = 64  # whose masses are summed together when blocks are chosen
 MASS_UNITS = 1 << 24  # of what a query sees before the tail, as is counted of blocks that are left out
 TAIL_BLOCKS = 3  # full blocks that a row reads anyway, before the one that it lies in

@@ -1,4 +1,4 @@
-"""Missed experts of steps of 33 to 256 tokens that the CPU computes beside a GPU: whether any are offered, who wakes.
+"""Missed experts of steps of 33 to 128 tokens that the CPU computes beside a GPU: whether any are offered, who wakes.
 
 Part of engine/running/misses.py, which makes the threads. Nothing here waits for the GPU between steps.
 """

@@ -7,6 +7,7 @@ has no room for: a warp multiplies a row of a matrix with one row of activations
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from gguf import GGMLQuantizationType as QType
 
@@ -53,6 +54,12 @@ class TiledShape:
 
 
 def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: bool) -> TiledShape | None:
+    """`_shape` on a device."""
+    return _shape(types, columns, few, device.max_shared_bytes)
+
+
+@cache
+def _shape(types: tuple[QType, ...], columns: int, few: bool, most_bytes: int) -> TiledShape | None:
     """The most blocks at a time, then the most runs in flight; None: of types or columns that the kernel does not take.
 
     types: of gate and up, or of down, of rows of so many columns. few: most experts have at most FEW_TOKENS pairs.
@@ -73,7 +80,7 @@ def tiled_shape(device: Device, types: tuple[QType, ...], columns: int, few: boo
     for per_sm in range(MOST_BLOCKS, 0, -1):
         for stages in range(most, 1 if per_sm > 1 else 0, -1):  # one is better than none
             used = of_block + WARPS * (of_warp + stages * stage)
-            if per_sm * (used + static + RESERVED) <= device.max_shared_bytes + RESERVED:
+            if per_sm * (used + static + RESERVED) <= most_bytes + RESERVED:
                 return TiledShape(few, stages, per_sm, used)
     return None
 
