@@ -100,6 +100,10 @@ MEASUREMENTS = (
         200,
     ),
     Measurement("prefill", "prefill.py Q4_K_M.gguf", 120),
+    Measurement(
+        "prefill-cpu_experts",
+        "prefill.py Q4_K_M.gguf --residency 100,60 --lengths= --turns 64,128,256,512 --cpu-experts off,auto", 90,
+    ),
     Measurement("memory_plan", "memory_plan.py Q4_K_M.gguf", 60),
     Measurement("exactness", "exactness.py Q4_K_M.gguf --cpu-experts auto --guess on", 120),
     Measurement("calibrate", "calibrate.py Q4_K_M.gguf", 90),

@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--turns", default="64,512", help="new tokens on the prefix; empty: leave turns out")
     parser.add_argument("--prefix", type=int, default=16384)
     parser.add_argument("--prefix-gib", type=float, default=0.0, metavar="GIB", help="to keep prompts in")
-    parser.add_argument("--cpu-experts", default="off", help="as of `spark serve`")
+    parser.add_argument("--cpu-experts", default="off", help="as of `spark serve`; several, one after the other")
     parser.add_argument("--runs", type=int, default=5, help="measured repetitions of each kind")
     o = parser.parse_args()
     shape = shape_of(o.model)
@@ -142,13 +142,13 @@ def main() -> None:
     report: dict[str, Any] = {
         "model": shape.name, "model_bytes": shape.file_bytes, "prompts": [], "turns": [], "settings": [],
     }  # fmt: skip
-    base = EngineConfig(
-        model=o.model, device=o.device, kv_type=o.kv_type, prefix_gib=o.prefix_gib, cpu_experts=o.cpu_experts
-    )
+    base = EngineConfig(model=o.model, device=o.device, kv_type=o.kv_type, prefix_gib=o.prefix_gib)
     if o.chunk is not None:
         base = replace(base, chunk_tokens=o.chunk)
-    for percent in parse_list(o.residency):
-        config = replace(base, policy=policies.ALL.name if percent == 100 else o.policy, residency_pct=percent)
+    ways = o.cpu_experts.split(",")
+    for percent, way in ((p, w) for p in parse_list(o.residency) for w in (ways if p < 100 else ways[:1])):
+        policy = policies.ALL.name if percent == 100 else o.policy
+        config = replace(base, policy=policy, residency_pct=percent, cpu_experts=way)
         for part, function, arguments, ctx in (
             ("prompts", prompts_through_daemon, (lengths,), max(lengths, default=0) + 2),
             # Room for the turn with a prefix and without one, each in whole blocks.
