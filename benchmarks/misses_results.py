@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.markdown import Json, table
+from benchmarks.markdown import Json, spread, table
 
 
 def is_plain(row: Json) -> bool:
@@ -51,4 +51,25 @@ def _said(settings: Json | list[str] | None) -> str:
     return (
         f"{len(settings['cpus'])} threads; an expert takes {settings['pcie_us']:.0f} us over PCIe, 1 to "
         f"{len(settings['cpu_us'])} take {times} us on the CPU, a hand-over {settings['handover_us']:.0f} us"
+    )
+
+
+def turns(made: Json) -> list[str]:
+    """New turns of prefill.py, by who computes what misses; the engine's counters go on from row to row."""
+    rows, before = [], (0, 0)
+    for r in made["turns"]:
+        found, share = r.get("cpu_experts"), ""
+        if found is not None:
+            now = found["computed"], found["taken_back"]
+            before = (0, 0) if now < before else before
+            done, taken = (a - b for a, b in zip(now, before, strict=True))
+            before, share = now, f"{done / (done + taken):.0%}" if done + taken else "nothing"
+        rows.append([
+            f"{r['new_tokens']:,} on {r['prefix_tokens']:,}, {r['residency_pct']:.0f}%",
+            "`off`" if found is None else "`auto`", spread({k: 1e3 * v for k, v in r["seconds"].items()}, 1),
+            f"{1e3 * r['without_prefix_s']['median']:.1f}", share,
+        ])  # fmt: skip
+    return table(
+        ["new tokens, prefix, resident", "experts on the CPU", "ms", "without a prefix, ms", "it took of the offer"],
+        rows,
     )

@@ -265,21 +265,7 @@ def prefill(name: str, made: Json) -> list[str]:
 def turns_beside(name: str, made: Json) -> list[str]:
     """New turns with and without experts on the CPU."""
     lines = ["## New turns, with missed experts on the CPU", "", *origin(name, made), served(made), "", TURNS, ""]
-    rows, before = [], (0, 0)  # what the engine has counted so far
-    for r in made["turns"]:
-        found = r.get("cpu_experts")
-        share = ""
-        if found is not None:
-            now = found["computed"], found["taken_back"]
-            before = (0, 0) if now < before else before
-            new = [a - b for a, b in zip(now, before, strict=True)]
-            before, share = now, f"{100 * new[0] / sum(new):.0f}%" if sum(new) else "none"
-        rows.append([
-            f"{r['new_tokens']:,} on {r['prefix_tokens']:,}, {r['residency_pct']:.0f}%", "off" if found is None else "auto",
-            spread({k: 1e3 * v for k, v in r["seconds"].items()}, 1), f"{1e3 * r['without_prefix_s']['median']:.1f}", share,
-        ])  # fmt: skip
-    columns = ["new tokens, prefix, resident", "CPU", "ms", "without a prefix, ms", "of what was offered, the CPU took"]
-    return lines + table(columns, rows)
+    return lines + misses_results.turns(made)
 
 
 def bench(name: str, made: Json) -> list[str]:
