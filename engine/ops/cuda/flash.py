@@ -131,10 +131,10 @@ class Flash:
         several = block_table.shape[0] > 1 and not spans
         whole = [(0, T, not window, n_positions)]
         for a, b, splits, end in whole if window or several else launches(spans or [(T, n_positions)]):
+            own = [x if x is None or b - a == T else x[a:b] for x in (q, sequence, positions, out, gate)]
             self._launch(
-                q[a:b], kv, block_table, sequence[a:b], positions[a:b], scale, out[a:b], end, splits,
-                window, None if gate is None else gate[a:b], gate_kind,
-            )  # fmt: skip
+                own[0], kv, block_table, own[1], own[2], scale, own[3], end, splits, window, own[4], gate_kind
+            )
 
     def _launch(
         self, q: Array, kv: KVLayer, block_table: Array, sequence: Array, positions: Array, scale: float, out: Array,

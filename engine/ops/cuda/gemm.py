@@ -19,6 +19,7 @@ from engine.formats.block_types import FLOAT_TYPES
 from engine.formats.quants import QTensor, row_bytes
 from engine.ops import Activation, Experts, Limits
 from engine.ops.cuda.device import Array, Device, Module
+from engine.ops.cuda.views import Views
 
 STEP = 64  # of cuda/gemm_tile.cuh: activations are padded to multiples
 TILE_TOKENS = (128, 64, 32)  # that a block can hold
@@ -84,14 +85,15 @@ class _HalvesScratch:
 
     def __init__(self, device: Device, n_rows: int, width: int) -> None:
         self.n_rows, self.width = n_rows, _padded(width)
-        self._values = device.empty((n_rows * self.width,), np.uint16)
-        self._scale = device.empty((n_rows,), np.float32)
+        self._values = Views(device.empty((n_rows * self.width,), np.uint16))
+        self._scale = Views(device.empty((n_rows,), np.float32))
 
     def rows(self, n_rows: int, width: int) -> Halves:
+        """New ones each time, as who has them is known by that (`newest`)."""
         stride = _padded(width)
         if n_rows > self.n_rows or stride > self.width:
             raise ValueError(f"[{n_rows}, {width}] activations in scratch for [{self.n_rows}, {self.width}]")
-        return Halves(self._values[: n_rows * stride].reshape(n_rows, stride), self._scale[:n_rows], width)
+        return Halves(self._values((n_rows, stride)), self._scale((n_rows,)), width)
 
 
 class Gemm:

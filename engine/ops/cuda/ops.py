@@ -153,13 +153,13 @@ def attention_input(
     ws.writes(q, gate_out)
     T = x.shape[0]
     raw_q, raw_k, raw_v = (
-        None if m is None else _rows_of(a, T, m.shape[0])
+        None if m is None else ws.rows_of(a, T, m.shape[0])
         for a, m in ((ws.raw_q, w.wq), (ws.raw_k, w.wk), (ws.raw_v, w.wv))
     )
     products = [(m, y) for m, y in ((w.wq, raw_q), (w.wk, raw_k), (w.wv, raw_v), (w.gate, gate_out)) if m is not None]
     if T <= SMALL_TOKENS:
         matrices, outputs = zip(*products, strict=True)
-        scratch, ready = _rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
+        scratch, ready = ws.rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
         ws.products.norm_several(x, w.norm, eps, matrices, outputs, scratch, ready, ws.entered())
     else:
         halves = ws.gemm.norm_to_halves(x, w.norm, eps)
@@ -167,11 +167,6 @@ def attention_input(
             ws.gemm.product(m, halves, y)
     values = raw_k if w.wv is None else raw_v
     ws.attention.input(raw_q, raw_k, values, w.q_norm, w.k_norm, eps, rope, positions, kv, slots, q, w.v_norm)
-
-
-def _rows_of(array: Array, n_rows: int, width: int) -> Array:
-    """The beginning of an array's memory as [n_rows, width]."""
-    return array.reshape(-1)[: n_rows * width].reshape(n_rows, width)
 
 
 def attention(
@@ -383,11 +378,12 @@ def expert_ffn(
     first, mask = (T, None) if short is None else (short.first, short.mask)
     n_long = first if mask is None else T
     if short is None or short.n < T:
-        halves = ws.halves(h).first(n_long)
-        ws.gemm.experts(halves, experts[:n_long], weights[:n_long], bank, source, x[:n_long], add, mask)
+        own = [a if n_long == T else a[:n_long] for a in (experts, weights, x)]
+        ws.gemm.experts(ws.halves(h).first(n_long), own[0], own[1], bank, source, own[2], add, mask)
     if first < T:
-        some = None if mask is None else mask[first:]
-        ws.short_experts(h[first:], experts[first:], weights[first:], bank, source, x[first:], add, some, rows, jobs)
+        own = [a if first == 0 else a[first:] for a in (h, experts, weights, x)]
+        some = mask if mask is None or first == 0 else mask[first:]
+        ws.short_experts(own[0], own[1], own[2], bank, source, own[3], add, some, rows, jobs)
     ws.writes(x)
     if s is not None:
         if bank.poison:
@@ -431,7 +427,7 @@ def delta_input(
     outputs = (mixed, z, beta, alpha)
     ws.writes(*outputs)
     if x.shape[0] <= SMALL_TOKENS:
-        scratch, ready = _rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
+        scratch, ready = ws.rows_of(ws.normed, *x.shape), ws.prepared_norm(x, w.norm)
         ws.products.norm_several(x, w.norm, eps, w.matrices, outputs, scratch, ready, ws.entered())
     else:
         halves = ws.gemm.norm_to_halves(x, w.norm, eps)

@@ -18,6 +18,7 @@ from engine.formats.grids import GRIDS
 from engine.formats.quants import QTensor
 from engine.ops import SMALL_TOKENS, Limits
 from engine.ops.cuda.device import Argument, Array, Device, Module
+from engine.ops.cuda.views import Views
 from engine.ops.cuda.wide import PARTS, fewest_tokens, wide_shape
 
 WARP = 32
@@ -56,20 +57,16 @@ class QuantizedScratch:
     def __init__(self, device: Device, n_rows: int, width: int) -> None:
         self.n_rows, self.width = n_rows, width
         n_blocks = n_rows * -(-width // 32)
-        self._q = device.empty((n_blocks * 32,), np.int8)
-        self._d = device.empty((n_blocks,), np.float32)
-        self._sums = device.empty((n_blocks,), np.int32)
+        self._q = Views(device.empty((n_blocks * 32,), np.int8))
+        self._d = Views(device.empty((n_blocks,), np.float32))
+        self._sums = Views(device.empty((n_blocks,), np.int32))
 
     def rows(self, n_rows: int, width: int) -> Quantized:
         """The memory as [n_rows, width]."""
         if n_rows > self.n_rows or width > self.width or width % 32:
             raise ValueError(f"[{n_rows}, {width}] activations in scratch for [{self.n_rows}, {self.width}]")
-        n = n_rows * width
-        return Quantized(
-            self._q[:n].reshape(n_rows, width),
-            self._d[: n // 32].reshape(n_rows, width // 32),
-            self._sums[: n // 32].reshape(n_rows, width // 32),
-        )
+        blocks = n_rows, width // 32
+        return Quantized(self._q((n_rows, width)), self._d(blocks), self._sums(blocks))
 
 
 def stage_bytes(rows: int, row_bytes: int) -> int:

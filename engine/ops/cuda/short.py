@@ -7,6 +7,7 @@ folded in rank order by fold_floats of grouped.cu. What comes between lies where
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from engine.ops.cuda.gemm import FOLD_COLUMNS, Gemm
 from engine.ops.cuda.long_jobs import LongJobs
 from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.tiled import TiledExperts
+from engine.ops.cuda.views import Views
 
 # Results that wait for their sum come in multiples of so many columns: gemm.py has halves of twice as many at least.
 COLUMNS = FOLD_COLUMNS // 2
@@ -30,6 +32,7 @@ class ShortExperts:
         self.device, self.products, self.gemm = device, products, gemm
         self.tiled = TiledExperts(device)
         self._h = QuantizedScratch(device, limits.max_tokens, limits.n_embd)
+        self._z, self._y = map(Views, gemm.lent)
 
     def __call__(
         self,
@@ -57,15 +60,15 @@ class ShortExperts:
         # Z of 8 bits fit whole, since there is room for halves; of floats half as many rows fit, or fewer.
         at_once = min(T, int(self.gemm.lent[0].nbytes) // (A * each))
         values = self.rows(h, bank) if rows is None else rows
+        if at_once == T:  # as a rule; views cost more than an argument
+            collected = None if beside is None else partial(beside.collect, experts)
+            self._run(values, experts, weights, bank, source, x, add, mask, collected)
+            return
         for first in range(0, T, at_once):
             part = slice(first, min(T, first + at_once))
             some = None if mask is None else mask[part]
-
-            def collect(y: Array, column: int, first: int = first) -> None:
-                if beside is not None:
-                    beside.collect(experts, y, first, column)
-
-            self._run(_part(values, part), experts[part], weights[part], bank, source, x[part], add, some, collect)
+            collected = None if beside is None else partial(beside.collect, experts, first_token=first)
+            self._run(_part(values, part), experts[part], weights[part], bank, source, x[part], add, some, collected)
 
     def rows(self, h: Array, bank: Experts) -> Quantized | Array:
         """h float32 [T, D] as experts read it (scratch, unless it is h itself)."""
@@ -73,37 +76,34 @@ class ShortExperts:
 
     def _run(
         self, values: Quantized | Array, experts: Array, weights: Array, bank: Experts, source: Array, x: Array,
-        add: bool, mask: Array | None, collect: Callable[[Array, int], None],
+        add: bool, mask: Array | None, collect: Callable[..., None] | None,
     ) -> None:  # fmt: skip
         """As a call, of as many rows as z has room for."""
         (T, D), A, E = x.shape, experts.shape[1], source.shape[0]
         each = self.tiled.pairs_of(bank, T * A / E)
         groups = self.gemm.group(experts, E, each, mask)
         tiles = groups.tiles, groups.n_tiles, T * A // each + min(E, T * A), groups.pairs, each
-        z, memory = self._z_of(bank, T * A), self.gemm.lent[1].view(np.float32)
+        z, room = self._z_of(bank, T * A), int(self._y.array.nbytes) // 4
         self.tiled.gate_up(values, A, bank, source, *tiles, z)
         fold = self.device.kernel(Module("grouped.cu"), "fold_floats")
-        at_once = memory.shape[0] // (T * A) // COLUMNS * COLUMNS
+        at_once = room // (T * A) // COLUMNS * COLUMNS
         for first in range(0, D, at_once):
             columns = min(at_once, D - first)
-            y = memory[: T * A * columns].reshape(T * A, columns)
+            y = self._y((T * A, columns), np.float32)
             self.tiled.down(bank, source, *tiles, z, y, first, columns)
-            collect(y, first)
+            if collect is not None:
+                collect(y, first=first)
             fold((-(-columns // 256), T), 256, (y, weights, x, A, D, first, columns, int(add), mask))
 
     def _z_of(self, bank: Experts, n_pairs: int) -> Quantized | Array:
         """Memory for the results of so many first halves."""
-        memory, F = self.gemm.lent[0], bank.n_ff
+        F, z = bank.n_ff, self._z
         if bank.down_type in FLOAT_TYPES:
-            return memory.view(np.float32)[: n_pairs * F].reshape(n_pairs, F)
-        n, n_blocks = n_pairs * F, n_pairs * F // 32
-        at = -(-n // ALIGN_BYTES) * ALIGN_BYTES // 4  # the scales, in words
-        behind = at + -(-4 * n_blocks // ALIGN_BYTES) * ALIGN_BYTES // 4
-        return Quantized(
-            memory.view(np.int8)[:n].reshape(n_pairs, F),
-            memory.view(np.float32)[at : at + n_blocks].reshape(n_pairs, F // 32),
-            memory.view(np.int32)[behind : behind + n_blocks].reshape(n_pairs, F // 32),
-        )
+            return z((n_pairs, F), np.float32)
+        scales = -(-n_pairs * F // ALIGN_BYTES) * ALIGN_BYTES  # where they begin, and the sums
+        sums = scales + -(-n_pairs * F // 8 // ALIGN_BYTES) * ALIGN_BYTES
+        blocks = n_pairs, F // 32
+        return Quantized(z((n_pairs, F), np.int8), z(blocks, np.float32, scales), z(blocks, np.int32, sums))
 
 
 def _part(values: Quantized | Array, rows: slice) -> Quantized | Array:

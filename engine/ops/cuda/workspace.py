@@ -27,6 +27,7 @@ from engine.ops.cuda.products import Products, Quantized, QuantizedScratch
 from engine.ops.cuda.replay import Replay
 from engine.ops.cuda.routing import Routing, Staging
 from engine.ops.cuda.short import ShortExperts
+from engine.ops.cuda.views import Views
 
 MOST_PREPARED = 2  # arrays
 
@@ -78,6 +79,14 @@ class Workspace:
         self.long_jobs: LongJobs | None = None
         self._feeding = Feeding(device)
         self._prepared: list[_Prepared] = []
+        self._views: dict[int, Views] = {}  # of scratch, by its identity
+
+    def rows_of(self, scratch: Array, n_rows: int, width: int) -> Array:
+        """The beginning of an array of this workspace as [n_rows, width]."""
+        views = self._views.get(id(scratch))
+        if views is None:
+            views = self._views[id(scratch)] = Views(scratch)
+        return views((n_rows, width))
 
     @property
     def routing(self) -> Routing:
