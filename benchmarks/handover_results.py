@@ -12,15 +12,6 @@ median and 99th percentile. *Longer*: a layer, than without. *Bare*: the fold fo
 EXPERTS = """\
 Experts in Q4_K on the CPU, {gib:.1f} GiB of them in turn, so that no cache holds one: us from the first claim to the
 last answer, median and 99th percentile, and the rate of their bytes."""
-
-
-# Until then the reader loaded parts of vectors, and every warp of it asked in host memory whether to stop.
-READER_MENDED = "2026-11-27"
-OLD_READER = """\
-Of before the reader was mended: each line that it read crossed PCIe twice, so its rates are half of what the link
-carried, and hand-overs beside it are to be measured again ([docs/cuda.md](docs/cuda.md), "Experts that the CPU
-computes")."""
-
 UNDER_WAY = """\
 The same, by flags that one block asks, beside a reader of 4 blocks that has no more than so much under way."""
 
@@ -28,8 +19,6 @@ The same, by flags that one block asks, beside a reader of 4 blocks that has no 
 def handover(name: str, made: Json) -> list[str]:
     """The ways of handing over, and what experts take by threads and number."""
     lines = ["## Experts on the CPU beside the GPU", "", *origin(name, made)]
-    if made["created"] < READER_MENDED:
-        lines += [OLD_READER, ""]
     reader = made.get("reader_gb_per_s")
     rate = f" (alone {reader:.1f} GB/s)" if reader else ""
     if made["handovers"]:
