@@ -227,7 +227,7 @@ def test_the_oldest_compiler_takes_every_file() -> None:
 
 
 def test_no_file_is_left_out() -> None:
-    found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"))}
+    found = {module.file for module in (*of_gpu("sm_80"), *of_families("sm_80"), *of_type(QType.F16))}
     assert found == {path.name for path in kernels().glob("*.cu")}
     parts = {(module.file, tuple(name for name, _ in module.defines)) for module in of_families("sm_80")}
     assert ("stage.cu", ("N_HEAD",)) in parts
