@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="generated for each prompt")
     parser.add_argument("--lengths", default="4096,16384,32000", help="of the long prompts")
     parser.add_argument("--residency", default="10,30,60")
-    parser.add_argument("--cpu-experts", default="off", help="of the full shape, too, with fixed slots: auto, threads")
+    parser.add_argument("--cpu-experts", default="off", help="of the full shape, with fixed slots: auto, threads")
     parser.add_argument("--guess", default="off", help="on: missing experts are guessed where not all are resident")
     o = parser.parse_args()
     percents = [float(p) for p in o.residency.split(",")]
@@ -164,8 +164,9 @@ def main() -> None:
         rng = np.random.default_rng(5)
         long = [(tuple(rng.integers(0, 150_000, n).tolist()), Sampling()) for n in lengths]
         base = EngineConfig(
-            o.full_shape, device=o.device, ctx_tokens=max(lengths) + o.tokens, chunk_tokens=4096, poison=True
-        )
+            o.full_shape, device=o.device, ctx_tokens=max(lengths) + o.tokens, chunk_tokens=4096, poison=True,
+            cpu_experts=o.cpu_experts,  # of the resident model, too: by it a prompt has short rows
+        )  # fmt: skip
         others = [{"policy": policies.LRU.name, "residency_pct": percent, "guess": o.guess} for percent in percents]
         if o.cpu_experts != "off":  # with plain LRU all that misses enters a slot
             fixed = {"policy": policies.UNIFORM.name, "cpu_experts": o.cpu_experts, "guess": o.guess}

@@ -51,7 +51,8 @@ class PrefixCache:
     needs snapshots reuses nothing that is not in files. files: None without `--cache-dir`. step_tokens: where prefill
     steps end by themselves, multiples of it; None: of chunk_tokens. cuts: whether one may end earlier for a snapshot,
     which costs a step more; not worth it where every step brings in experts. decoded_differ: whether decoded tokens
-    have other bits than those of a prompt. exact: then, chunks with them are not gone on after.
+    have other bits than those of a prompt. exact: then, chunks with them are not gone on after. has_short: whether the
+    last rows of a prompt are short ones.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PrefixCache:
         cuts: bool = True,
         decoded_differ: bool = False,
         exact: bool = False,
+        has_short: bool = False,
     ) -> None:
+        self.has_short = has_short
         self._kv, self._host, self._files = kv, kv.host, files
         self._groups = kv.full_groups
         self._needs_snapshot = kv.needs_snapshots
@@ -106,7 +109,7 @@ class PrefixCache:
 
     def short_rows(self, begin: int, end: int, n_tokens: int) -> int:
         """How many of the positions begin .. end of a prompt are short rows, the last of these."""
-        return short_rows(begin, end, n_tokens, self.chunk_tokens)
+        return short_rows(begin, end, n_tokens, self.chunk_tokens) if self.has_short else 0
 
     def last_begin(self, n_tokens: int) -> int:
         """The last place where a prompt of so many tokens may go on after what is remembered."""

@@ -138,7 +138,7 @@ def count(
     guesses = None if guess_hidden is None else landing.count(device, limits, residency, guess_hidden)
     if run:
         with forward.kv.as_if_away():  # what is launched then has all kernels
-            _run(steps, drawer, predictor)
+            _run(steps, drawer, predictor, cpu_experts)
         if made is not None:
             _draft(made, forward)
         for beside, guessed in ((cpu, None), (None, guesses), (cpu, guesses)):
@@ -162,8 +162,8 @@ def _rope_shapes(arch: Architecture, config: ModelConfig, n_ctx: int) -> list[F3
     return [np.broadcast_to(table, (n_ctx, *table.shape[1:])) for table in first]
 
 
-def _run(steps: Steps, drawer: DeviceDrawer, predictor: Predictor | None) -> None:
-    """Every kind of step."""
+def _run(steps: Steps, drawer: DeviceDrawer, predictor: Predictor | None, has_short: bool) -> None:
+    """Every kind of step. has_short: long ones may have short rows."""
     forward, limits, sampler = steps.forward, steps.forward.limits, drawer.lend()
     most = limits.max_tokens
     for n in GRAPH_TOKENS:
@@ -185,11 +185,13 @@ def _run(steps: Steps, drawer: DeviceDrawer, predictor: Predictor | None) -> Non
     for n in sorted(lengths):
         for wanted in (1, min(n, limits.max_rows)):
             _step(forward, steps.residency, n, wanted)
-        if n > SMALL_TOKENS and steps.residency.experts:
-            short = min(n, SHORT_ROWS)
-            _step(forward, steps.residency, n, 1, ShortRows(short, n - short))
         if predictor is not None:
             predictor.rehearse(n)
+    if has_short and steps.residency.experts:
+        # How their products are cut follows from how many there are: few behind others, as many as may be, all.
+        for n in sorted(n for n in lengths if n > SMALL_TOKENS):
+            for short in (ShortRows(n), ShortRows(1, n - 1), ShortRows(min(n, SHORT_ROWS), n - min(n, SHORT_ROWS))):
+                _step(forward, steps.residency, n, 1, short)
 
 
 def _draft(drafter: Drafter, forward: Forward) -> None:

@@ -25,6 +25,7 @@ from engine.models.loading import Weights
 from engine.models.nextn import Block, WithBlock
 from engine.ops import F32, I32, SMALL_TOKENS, Fetches, Limits
 from engine.ops.cuda.replay import Replay
+from engine.ops.cuda.views import Views
 from engine.ops.cuda.workspace import Workspace as DeviceWorkspace
 from engine.ops.device import Memory
 from engine.ops.interface import Ops, Workspace
@@ -125,7 +126,7 @@ class Forward:
             counted=device.empty(T, np.uint8),
             rows=device.empty(limits.max_rows, np.int32),
         )
-        self.short_mask = device.empty(T if L else 0, np.uint8)  # of `ShortRows`
+        self._short_masks = Views(device.empty(T if L else 1, np.uint8))  # of `ShortRows`
         # Whether somebody reads the features of the next step that is not captured; buffers without room for any.
         self.features_wanted = True
         self._without: Buffers | None = None
@@ -182,7 +183,7 @@ class Forward:
         """`bring` a step's inputs; the views of them that `run` takes."""
         n_positions, short = int(step.positions.max()) + 1, step.short
         if short is not None and short.mask is not None:
-            mask = self.short_mask[: len(short.mask)]
+            mask = self._short_masks(short.mask.shape)  # the same one again: layouts of what is fed are kept
             self.ws.feed([(mask, short.mask)])
             short = dataclasses.replace(short, mask=mask)
         return dataclasses.replace(

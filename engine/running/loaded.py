@@ -330,6 +330,7 @@ def _remember(options: EngineConfig, source: Source, backend: Backend, shares: S
     return PrefixCache(
         kv, piece, files, step_tokens, cuts=not shares.staging_bytes,
         decoded_differ=backend.name == "cuda" and step_tokens > SMALL_TOKENS, exact=options.exact_prefixes,
+        has_short=options.cpu_experts != "off",
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from engine.placing.long_misses import LongGate
 
 # Threads are awake from when a step is enqueued: what was enqueued before may run first, and a step may take a fifth.
 AWAKE_S = 1.0
+# Steps in a row that handed nothing over, after which threads are awake for one in so many alone.
+QUIET_STEPS, LOOK_STEPS = 4, 16
 
 _log = logging.getLogger(__name__)
 
@@ -27,9 +29,13 @@ class LongMisses:
     def __init__(self, jobs: LongJobs, pcie_us: float) -> None:
         self.jobs = jobs
         self.gate = LongGate(pcie_us)
+        self._layers = self._quiet = 0
 
     def begin(self) -> None:
-        """A step is about to be enqueued: threads are awake for it and while it runs, if it offers anything."""
+        """A step is about to be enqueued: threads are awake for it and while it runs, unless nothing misses of late.
+
+        What then misses is taken back by the GPU, and the next step finds them awake.
+        """
         if self.gate.look(self.jobs.tally, time.monotonic()):
             if self.gate.state == "on":
                 _log.info("experts of long steps on the CPU are tried again")
@@ -38,7 +44,9 @@ class LongMisses:
                 said = "experts of long steps on the CPU are %s: %s"
                 _log.warning(said, state, why, extra={"reason": "cpu_experts"})
         self.jobs.is_on = self.gate.state == "on"
-        if self.jobs.is_on:
+        layers = self.jobs.tally.layers
+        self._quiet, self._layers = 0 if layers > self._layers else self._quiet + 1, layers
+        if self.jobs.is_on and (self._quiet <= QUIET_STEPS or self._quiet % LOOK_STEPS == 0):
             self.jobs.cpu.pool.wake(AWAKE_S)
 
     def takes(self, n_tokens: int) -> bool:

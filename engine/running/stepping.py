@@ -245,7 +245,7 @@ class Steps:
             step = replace(self.captured_inputs(T, recalls), apart=apart, decoded=decoded)
             self.forward.run(step, self.residency)
 
-        beside = self.beside() if T == 1 else ()
+        beside = self.beside(tries=True) if T == 1 else ()
         graph = self.graphs.get((T, apart, decoded, recalls, *beside), work)
         self.begin(T)  # right before it: who is awake for the step does not stay so while one is captured
         graph.launch()

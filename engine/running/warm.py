@@ -84,7 +84,8 @@ def _read(loaded: Loaded, captured: bool = False) -> None:
         with _replies(loaded, 1, n + 1) as (one,):
             assert one.sequence is not None
             tokens = np.asarray(one.history[:n], np.int32)
-            span = Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,), short=min(n, SHORT_ROWS))
+            short = min(n, SHORT_ROWS) if loaded.prefixes.has_short else 0
+            span = Span(one.sequence, tokens, np.zeros(n, bool), (n - 1,), short=short)
             _ = loaded.steps.run([span]).last_residual
             if loaded.predictor is not None:
                 loaded.predictor.follow([Fed(span, n, one.history)])

@@ -1,4 +1,4 @@
-"""A whole model on a device, of whose steps of 33 to 256 tokens the CPU computes a part: its tokens do not say so."""
+"""A whole model on a device, of whose steps of 33 to 128 tokens the CPU computes a part: its tokens do not say so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.placing.division import Costs
 from engine.placing.long_misses import WINDOW_JOBS, LongTally
 from engine.placing.misses import RETRY_S
 from engine.running import long_misses, misses
-from engine.running.long_misses import AWAKE_S, LongMisses
+from engine.running.long_misses import AWAKE_S, LOOK_STEPS, QUIET_STEPS, LongMisses
 from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, config, generate
 from tests.running.test_cuda_misses import SAMPLED, fall_asleep, pool_of
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: COSTS)
-    monkeypatch.setattr(long_jobs, "PACE_S", 0.02)  # emulated copies take long
+    monkeypatch.setattr(long_jobs, "PACE_S", 0.1)  # emulated copies take long, and threads may get no processor
     yield
 
 
@@ -54,9 +54,12 @@ def said_by(engine: Engine, lengths: tuple[int, ...] = LENGTHS) -> list[list[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("percent", [10, 60])
-def test_tokens_do_not_say_who_computed(model: Path, percent: int) -> None:
-    """Without; with the CPU; with nobody who claims; with who was asleep."""
-    plain = opened(model, "off", residency_pct=percent)
+def test_tokens_do_not_say_who_computed(model: Path, percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cores for it; with the CPU; with nobody who claims; with who was asleep."""
+    with monkeypatch.context() as without:
+        without.setattr(cores, "find", lambda **_: Cores((), "no cores"))
+        plain = opened(model, residency_pct=percent)
+    assert "experts on the CPU: none" in "; ".join(plain.ready()["reasons"])
     expected = said_by(plain)
     plain.close()
     engine = opened(model, residency_pct=percent)
@@ -101,7 +104,7 @@ class Said:
     """Stands for LongJobs and its threads: the host's side alone."""
 
     def __init__(self) -> None:
-        self.tally, self.woken, self.is_on, self.n_rows = LongTally(), list[float](), False, 256
+        self.tally, self.woken, self.is_on, self.n_rows = LongTally(), list[float](), False, 128
         self.cpu = self.pool = self
 
     def wake(self, awake_s: float) -> None:
@@ -113,7 +116,7 @@ def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(long_misses, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     jobs: Any = Said()
     long = LongMisses(jobs, 50.0)
-    assert [long.takes(T) for T in (32, 33, 256, 257)] == [False, True, True, False]
+    assert [long.takes(T) for T in (32, 33, 128, 129)] == [False, True, True, False]
     long.begin()
     assert jobs.is_on and jobs.woken == [AWAKE_S]
     with caplog.at_level("INFO"):
@@ -125,3 +128,15 @@ def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog
         assert jobs.is_on and len(jobs.woken) == 2
     assert [getattr(r, "reason", "") for r in caplog.records] == ["cpu_experts", ""]
     assert long.stats()["taken_back"] == WINDOW_JOBS and long.stats()["layers"] == 20
+
+
+def test_threads_sleep_where_nothing_misses_and_wake_with_the_next_step() -> None:
+    jobs: Any = Said()
+    long = LongMisses(jobs, 50.0)
+    for _ in range(QUIET_STEPS + 4 * LOOK_STEPS):
+        long.begin()
+    assert QUIET_STEPS < len(jobs.woken) <= QUIET_STEPS + 5 and jobs.is_on
+    before = len(jobs.woken)
+    jobs.tally = LongTally(3, 0, 3, 0.0)  # taken back, as nobody was awake
+    long.begin()
+    assert len(jobs.woken) == before + 1

@@ -51,7 +51,8 @@ def opened(written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> I
     every: list[Loaded] = []
 
     def open_model(arch: str = "qwen3moe", **options: Any) -> Loaded:
-        every.append(load(config(written(arch), **{"ctx_tokens": 600, "chunk_tokens": 4 * CHUNK} | options)))
+        given = {"ctx_tokens": 600, "chunk_tokens": 4 * CHUNK, "cpu_experts": "auto"} | options
+        every.append(load(config(written(arch), **given)))
         return every[-1]
 
     yield open_model

@@ -234,7 +234,7 @@ def test_nine_of_a_model_with_recurrent_layers_run_at_once(opened: Open, backend
 
 def test_chunks_say_which_of_their_rows_are_short(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many in all, wherever a prompt is cut or goes on; a token that is drawn is none, and a score is a prompt."""
-    engine = opened("cpu", chunk_tokens=512)
+    engine = opened("cpu", chunk_tokens=512, cpu_experts="auto")
     steps, chunk = engine.loaded.steps, engine.loaded.prefixes.chunk_tokens
     run, seen = steps.run, list[tuple[int, int, int]]()
 

@@ -1,4 +1,4 @@
-"""Missed experts of steps of 33 to 256 tokens: the CPU's threads take them from one end, PCIe brings the others.
+"""Missed experts of steps of 33 to 128 tokens: the CPU's threads take them from one end, PCIe brings the others.
 
 docs/cuda.md, "Experts that the CPU computes". The ring, its numbers and its threads are those of cpu_experts.py; the
 kernels are long_jobs.cu. A layer:
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.formats.block_types import FLOAT_TYPES
-from engine.ops import SMALL_TOKENS, Experts, Fetches, Limits
+from engine.ops import SHORT_ROWS, SMALL_TOKENS, Experts, Fetches, Limits
 from engine.ops.cuda.cpu_experts import CpuExperts
 from engine.ops.cuda.device import Array, Device, Kernel, Module
 from engine.ops.cuda.products import Quantized
@@ -19,7 +19,8 @@ from engine.ops.cuda.routing import Staging
 from engine.ops.jobs import MAX_RECORDS, MAX_ROWS, MAX_TOKENS
 from engine.placing.long_misses import LongTally
 
-MOST_ROWS = MAX_ROWS  # tokens of a step that has jobs
+# Tokens of a step that has jobs: of more, an expert takes the CPU longer than PCIe.
+MOST_ROWS = min(SHORT_ROWS, MAX_ROWS)
 PACE_S = 1e-3  # that copies before a job are waited for, at most, until it is taken back: PCIe brings several meanwhile
 # Words of long_jobs.cu: all of them, and the first of the counts, of which the board has as many.
 _N_STATE, _N_COUNTS = 16 + MAX_RECORDS, 4
@@ -33,12 +34,12 @@ class LongJobs:
     back. Steps follow one another, with those of `cpu`: a layer's jobs are all answered or taken back in its `collect`.
     """
 
-    def __init__(self, device: Device, limits: Limits, cpu: CpuExperts, pace_s: float = PACE_S) -> None:
+    def __init__(self, device: Device, limits: Limits, cpu: CpuExperts, pace_s: float | None = None) -> None:
         self.device, self.cpu = device, cpu
         self.is_on = True
         self.n_rows, self.n_embd, self._n_expert = min(MOST_ROWS, limits.max_tokens), limits.n_embd, limits.n_expert
         self._module = Module("long_jobs.cu", (("EXPERTS", str(limits.n_expert)),))
-        self._pace_ns = int(pace_s * 1e9)
+        self._pace_ns = int((PACE_S if pace_s is None else pace_s) * 1e9)
         # Floats, or 8 bits and a float for each 32.
         self._inputs = device.page_locked(4 * self.n_rows * self.n_embd)
         self._each = 4 * min(MAX_TOKENS, self.n_rows) * self.n_embd
@@ -49,7 +50,7 @@ class LongJobs:
         self._board = board.view(np.uint64)
         self._state = device.upload(np.zeros(_N_STATE, np.uint64))
         self._items = device.empty(limits.n_expert, np.int32)
-        self._masks = device.empty((MAX_RECORDS, MOST_ROWS // 32), np.uint32)
+        self._masks = device.empty((MAX_RECORDS, MAX_ROWS // 32), np.uint32)
 
     def takes(self, n_tokens: int) -> bool:
         """Whether a step of so many tokens offers jobs."""

@@ -375,7 +375,7 @@ def expert_ffn(
     if (jobs := _jobs(ws, T, short)) is not None and s is not None:
         rows = ws.short_experts.rows(h, bank)
         jobs.share(rows, experts, bank, fetches, s.staging, bank.layer % 2)
-    first, mask = (T, None) if short is None else (short.first, short.mask)
+    first, mask, n_short = (T, None, 0) if short is None else (short.first, short.mask, short.n)
     n_long = first if mask is None else T
     if short is None or short.n < T:
         own = [a if n_long == T else a[:n_long] for a in (experts, weights, x)]
@@ -383,7 +383,7 @@ def expert_ffn(
     if first < T:
         own = [a if first == 0 else a[first:] for a in (h, experts, weights, x)]
         some = mask if mask is None or first == 0 else mask[first:]
-        ws.short_experts(own[0], own[1], own[2], bank, source, own[3], add, some, rows, jobs)
+        ws.short_experts(own[0], own[1], own[2], bank, source, own[3], add, some, rows, jobs, n_short)
     ws.writes(x)
     if s is not None:
         if bank.poison:

@@ -46,29 +46,33 @@ class ShortExperts:
         mask: Array | None = None,
         rows: Quantized | Array | None = None,
         beside: LongJobs | None = None,
+        n_short: int | None = None,
     ) -> None:
         """x float32 [T, D] += the fold over ranks of weights [T, A] times each expert's output; or becomes it.
 
         h: the normed residual, float32 [T, D]; experts int32 [T, A]; source: uint64 [E, 3], where each used expert's
         gate, up and down can be read. mask: uint8 [T], rows that have 0 there are left as they are.
-        rows: of h, where they are known. beside: who computes the experts whose source is 0.
+        n_short: how many have not; None: all. rows: of h, where they are known. beside: who computes the experts whose
+        source is 0.
         """
         (T, D), A = x.shape, experts.shape[1]
         if bank.n_embd != D or h.shape != (T, D) or not weights.shape == experts.shape == (T, A):
             raise ValueError(f"experts: x {x.shape}, h {h.shape}, weights {weights.shape}; {bank.n_embd} columns")
-        each = 4 * bank.n_ff if bank.down_type in FLOAT_TYPES else bank.n_ff + bank.n_ff // 4 + 2 * ALIGN_BYTES
+        of_pair = 4 * bank.n_ff if bank.down_type in FLOAT_TYPES else bank.n_ff + bank.n_ff // 4 + 2 * ALIGN_BYTES
         # Z of 8 bits fit whole, since there is room for halves; of floats half as many rows fit, or fewer.
-        at_once = min(T, int(self.gemm.lent[0].nbytes) // (A * each))
+        at_once = min(T, int(self.gemm.lent[0].nbytes) // (A * of_pair))
         values = self.rows(h, bank) if rows is None else rows
+        each = self.tiled.pairs_of(bank, (n_short or T) * A / source.shape[0])
         if at_once == T:  # as a rule; views cost more than an argument
             collected = None if beside is None else partial(beside.collect, experts)
-            self._run(values, experts, weights, bank, source, x, add, mask, collected)
+            self._run(values, experts, weights, bank, source, x, add, mask, each, collected)
             return
         for first in range(0, T, at_once):
             part = slice(first, min(T, first + at_once))
             some = None if mask is None else mask[part]
             collected = None if beside is None else partial(beside.collect, experts, first_token=first)
-            self._run(_part(values, part), experts[part], weights[part], bank, source, x[part], add, some, collected)
+            own = _part(values, part), experts[part], weights[part]
+            self._run(*own, bank, source, x[part], add, some, each, collected)
 
     def rows(self, h: Array, bank: Experts) -> Quantized | Array:
         """h float32 [T, D] as experts read it (scratch, unless it is h itself)."""
@@ -76,11 +80,10 @@ class ShortExperts:
 
     def _run(
         self, values: Quantized | Array, experts: Array, weights: Array, bank: Experts, source: Array, x: Array,
-        add: bool, mask: Array | None, collect: Callable[..., None] | None,
+        add: bool, mask: Array | None, each: int, collect: Callable[..., None] | None,
     ) -> None:  # fmt: skip
-        """As a call, of as many rows as z has room for."""
+        """As a call, of as many rows as z has room for. each: pairs of a tile."""
         (T, D), A, E = x.shape, experts.shape[1], source.shape[0]
-        each = self.tiled.pairs_of(bank, T * A / E)
         groups = self.gemm.group(experts, E, each, mask)
         tiles = groups.tiles, groups.n_tiles, T * A // each + min(E, T * A), groups.pairs, each
         z, room = self._z_of(bank, T * A), int(self._y.array.nbytes) // 4
