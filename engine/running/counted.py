@@ -91,6 +91,7 @@ def count(
     pool_tokens: int | None = None,
     recall: Part | None = None,
     cpu_experts: bool = False,
+    short_rows: bool | None = None,
     guess_hidden: int | None = None,
 ) -> Counted:
     """Allocate and run a model on `device`, which must be fresh.
@@ -98,7 +99,8 @@ def count(
     arch, config, weights, block: as `Forward` takes them; experts of the block count as dense. The tables are counted
     for all experts in slots, the most there can be. pool_tokens: of the cache, on the device; None: the context.
     recall: as `Forward` takes it.
-    cpu_experts: with what it takes that the CPU computes some, and kernels of both kinds. guess_hidden: with what it
+    cpu_experts: with what it takes that the CPU computes some, and kernels of both kinds. short_rows: with those of
+    short rows; None: as cpu_experts. guess_hidden: with what it
     takes that some are guessed, and hidden units of the MLPs which do that; None: none are. run: without it `kernels`
     is incomplete, and the count takes a third of the time.
     """
@@ -138,7 +140,7 @@ def count(
     guesses = None if guess_hidden is None else landing.count(device, limits, residency, guess_hidden)
     if run:
         with forward.kv.as_if_away():  # what is launched then has all kernels
-            _run(steps, drawer, predictor, cpu_experts)
+            _run(steps, drawer, predictor, cpu_experts if short_rows is None else short_rows)
         if made is not None:
             _draft(made, forward)
         for beside, guessed in ((cpu, None), (None, guesses), (cpu, guesses)):

@@ -78,7 +78,7 @@ def launched(
     device = CountingDevice(arch, n_sm, shared_kib << 10)
     weights = change(module.load(Shapes(config, type_of), config))
     limits = dryrun.limits_of(config, 8192, max_tokens, 8)
-    parts = {"pool_tokens": pool_tokens, "recall": recall, "guess_hidden": guess_hidden}
+    parts = {"pool_tokens": pool_tokens, "recall": recall, "guess_hidden": guess_hidden, "short_rows": True}
     counted = count(device, module, config, weights, limits, kv_type, **parts)
     found: Kernels = {}
     for source, name in counted.kernels:
