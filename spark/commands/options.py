@@ -199,7 +199,8 @@ IdleOption = Annotated[
 CpuExpertsOption = Annotated[
     str,
     typer.Option(
-        "--cpu-experts", metavar="auto|off|N", help="Let the CPU's threads compute a part of what misses on a GPU."
+        "--cpu-experts", metavar="auto|off|N",
+        help="Let the CPU's threads compute a part of what misses on a GPU, and prompts end as decoding computes.",
     ),
 ]
 GuessOption = Annotated[
