@@ -20,7 +20,6 @@ from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.cuda.products import STATIC_SHARED, WARP, Quantized, grid_bytes, stage_bytes
 from engine.ops.cuda.wide import FEW_TOKENS, GROUP, RESERVED, RUN_COLUMNS, TILE_ROWS, run_stage_bytes
 
-LEAST_PAIRS = FEW_TOKENS  # of a tile that is full
 FEW_PAIRS = 3.0  # of an expert, on average, up to which tiles have room for FEW_TOKENS
 WARPS = 8  # of a block
 Z_ROWS = 32  # of gate and up whose results one block quantizes
@@ -128,19 +127,15 @@ class TiledExperts:
                 f"an FFN of types {bank.gate_type.name}, {bank.up_type.name} takes "
                 f"{'float32' if gate_float else 'quantized'} rows of {D}, and both types must be alike"
             )
-        shapes = self._shapes(bank, each <= FEW_TOKENS) if each <= GROUP else None
-        if shapes is not None and isinstance(h, Quantized):
-            types = [("GATE", bank.gate_type.name), ("UP", bank.up_type.name)]
-            types += [("DOWN_FLOAT", str(int(not isinstance(z, Quantized)))), ("COLS", str(D))]
-            types += [("GELU", "1")] * (bank.activation == "gelu") + [("WEIGHTED", "1")] * (bank.gate_scale is not None)
-            made = [source, tiles, n_tiles, pairs, n_used, bank.n_ff, h.q, h.d, h.sums, *_rows(z), bank.gate_scale]
-            self._on_tensor_cores("gate_up_tiled", shapes[0], types, made, most_tiles * -(-bank.n_ff // Z_ROWS))
-            return
-        widest = max(row_bytes(t, D, "gate and up") for t in (bank.gate_type, bank.up_type))
         defines = [("GATE", bank.gate_type.name), ("UP", bank.up_type.name)]
         defines += [("DOWN_FLOAT", str(int(not isinstance(z, Quantized)))), ("COLS", str(D))]
-        defines += [("GELU", "1")] * (bank.activation == "gelu")
-        defines += [("WEIGHTED", "1")] * (bank.gate_scale is not None)
+        defines += [("GELU", "1")] * (bank.activation == "gelu") + [("WEIGHTED", "1")] * (bank.gate_scale is not None)
+        shapes = self._shapes(bank, each <= FEW_TOKENS) if each <= GROUP else None
+        if shapes is not None and isinstance(h, Quantized):
+            made = [source, tiles, n_tiles, pairs, n_used, bank.n_ff, h.q, h.d, h.sums, *_rows(z), bank.gate_scale]
+            self._on_tensor_cores("gate_up_tiled", shapes[0], defines, made, most_tiles * -(-bank.n_ff // Z_ROWS))
+            return
+        widest = max(row_bytes(t, D, "gate and up") for t in (bank.gate_type, bank.up_type))
         args = [source, tiles, n_tiles, pairs, n_used, bank.n_ff, *_rows(h), *_rows(z), stage_bytes(1, widest)]
         grid = (-(-bank.n_ff // 32), most_tiles)
         self._launch("gate_up_plain", grid, defines, [*args, bank.gate_scale], widest, bank.gate_type, bank.up_type)
