@@ -78,6 +78,13 @@ bool bind_to(int core) {
 #endif
 }
 
+// What a thread is called in /proc, where whoever looks for those that compute experts finds them.
+void name_thread() {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), SPARK_JOBS_THREAD);
+#endif
+}
+
 // A job that is open. What is not atomic is written while the ticket is closed and read by who holds an item.
 struct Slot {
     // The number's lower half, then the next item. A claim is a compare-and-swap of the whole, so that it fails if the
@@ -187,6 +194,7 @@ spark_jobs::~spark_jobs() {
 // --- threads ---
 
 void spark_jobs::serve(int thread, int core) {
+    name_thread();
     if (bind_to(core))
         counts_[SPARK_JOBS_BOUND]++;
     uint64_t idle_since = 0, seen = wakes_.load();

@@ -283,6 +283,9 @@ enum {
 /* Where spark_jobs_hold stops threads: before a job is claimed, claimed and not looked at, in the middle of its items. */
 enum { SPARK_HOLD_NOWHERE, SPARK_HOLD_BEFORE_CLAIM, SPARK_HOLD_CLAIMED, SPARK_HOLD_ITEM };
 
+/* What the threads are called where the system names them (/proc/PID/task/TID/comm). */
+#define SPARK_JOBS_THREAD "spark-experts"
+
 /* NULL when memory or threads run out, or the plan has what there is not. */
 SPARK_API spark_jobs *spark_jobs_create(const spark_jobs_plan *plan);
 /* Drains, and ends the threads. */

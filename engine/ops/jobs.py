@@ -35,6 +35,7 @@ COUNTS = ("done", "declined", "refused", "bound", "asleep", "held")
 HOLDS = ("nowhere", "before claim", "claimed", "item")
 SPIN_US = 200.0  # of a thread without work, before it sleeps
 NAP_US = 200.0  # of the thread that looks now and then
+THREAD_NAME = "spark-experts"  # as /proc has it (SPARK_JOBS_THREAD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -21,7 +22,21 @@ from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
 from engine.formats.quants import QTensor
 from engine.ground.cpu_library import JobRecord
 from engine.ops import arithmetic, cpu
-from engine.ops.jobs import BOTH, CLAIMED, DECLINED, DONE, FIRST, NONE, RECORD_BYTES, SECOND, Bank, Job, Jobs, Ring
+from engine.ops.jobs import (
+    BOTH,
+    CLAIMED,
+    DECLINED,
+    DONE,
+    FIRST,
+    NONE,
+    RECORD_BYTES,
+    SECOND,
+    THREAD_NAME,
+    Bank,
+    Job,
+    Jobs,
+    Ring,
+)
 from tests.gguf_files import random_blocks
 
 Q = QType
@@ -347,6 +362,17 @@ def test_a_pool_closes_while_a_thread_is_held(ring: Ring, pools: Any) -> None:
     until(lambda: pool.counts()["held"] == 1)
     pool.close()
     assert ring.wait(number, 0) == DONE and (y == e.y).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc names threads")
+def test_threads_have_a_name(ring: Ring) -> None:
+    def named() -> int:
+        return sum(path.read_text() == f"{THREAD_NAME}\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+    before = named()
+    pool = Jobs(ring, [Bank((Q.Q4_K, Q.Q4_K, Q.Q6_K), 256, 256)], [-1, -1])
+    until(lambda: named() == before + 2)
+    pool.close()
 
 
 def test_threads_are_bound_to_cores(ring: Ring) -> None:
