@@ -36,12 +36,13 @@ WARM_TOKENS = 64  # of each reply of a first round: enough for the last one to b
 
 
 class Reader(threading.Thread):
-    """Reads one request's events and notes when its tokens came; starts at once."""
+    """Reads one request's events and notes when its tokens came; starts at once. draft: whether any may be drafted."""
 
-    def __init__(self, client: DaemonClient, prompt: list[int], n_tokens: int) -> None:
+    def __init__(self, client: DaemonClient, prompt: list[int], n_tokens: int, draft: bool = True) -> None:
         super().__init__(daemon=True)
-        self.events = client.generate(prompt, max_tokens=n_tokens, stop_tokens=[])
+        self.events = client.generate(prompt, max_tokens=n_tokens, stop_tokens=[], draft=draft)
         self.arrivals: list[tuple[float, int]] = []
+        self.tokens: list[int] = []
         self.done: Done | None = None
         self.start()
 
@@ -50,6 +51,7 @@ class Reader(threading.Thread):
         for event in self.events:
             if isinstance(event, Tokens):
                 self.arrivals.append((time.perf_counter(), len(event.tokens)))
+                self.tokens += event.tokens
             elif isinstance(event, Done):
                 self.done = event
 
