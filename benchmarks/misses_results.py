@@ -1,8 +1,18 @@
-"""What decode.py measured of misses that the CPU computes or that were guessed, as tables (benchmarks/render.py)."""
+"""What was measured of misses that the CPU computes or that were guessed, as tables (benchmarks/render.py).
+
+By decode.py, prefill.py, never_below.py and predictions.py.
+"""
 
 from __future__ import annotations
 
-from benchmarks.markdown import Json, spread, table
+from benchmarks.markdown import Json, origin, spread, table
+
+BELOW = """\
+Replies with `--cpu-experts {cpu} --guess auto` beside those with both off, in turns, {pairs} of each; {tokens:,} tokens
+from the fault on, {rate:g}% of active experts missed where the case does not say otherwise. Gates begin anew with each
+reply. *Of PCIe alone*: medians, and the least and the largest of a pair. Promised is {least:g}; below it: {below}.
+The daemon said: {said}. The first reply of a kind, whose steps are captured, takes up to {once:.0f} ms more, once a
+start."""
 
 
 def is_plain(row: Json) -> bool:
@@ -73,3 +83,44 @@ def turns(made: Json) -> list[str]:
         ["new tokens, prefix, resident", "experts on the CPU", "ms", "without a prefix, ms", "it took of the offer"],
         rows,
     )
+
+
+def never_below(name: str, made: Json) -> list[str]:
+    """Faults, and what decoding has left of its speed without experts on the CPU and guesses."""
+    below = [row["case"] for row in made["rows"] if row.get("ratio", 1.0) < made["least"]]
+    words = made["command"].split()
+    captures = [ms for kind, ms in made["first_of_a_kind_ms"].items() if kind.startswith("on: greedy")]
+    text = BELOW.format(
+        cpu=words[words.index("--cpu-experts") + 1] if "--cpu-experts" in words else "auto", pairs=made["pairs"],
+        tokens=made["tokens"], rate=made["rate_pct"], least=made["least"], below=", ".join(below) or "none",
+        said=made["said"], once=max([0.0, *captures]),
+    )  # fmt: skip
+    return [
+        "## Never below PCIe alone", "", *origin(name, made), text, "",
+        *table(
+            ["case", "off, tokens/s", "on, tokens/s", "of PCIe alone", "jobs done (taken back)", "gates in the end"],
+            [[f"{r['case']}: {r['what']}, {r['begins']}" + (f" ({r['how']})" if r.get("how") else ""), *_case(r)]
+             for r in made["rows"]],
+        ),
+    ]  # fmt: skip
+
+
+def _case(row: Json) -> list[str]:
+    failed = f"failed: {row['error'].splitlines()[0]}" if "error" in row else ""
+    if "ratio" not in row:
+        return [failed, "", "", "", ""]
+    low, high = row["ratios"]
+    same = "" if row["identical"] else ", OTHER TOKENS"
+    jobs, guesses = row.get("jobs"), row.get("guesses")
+    done = f"{jobs['computed'] + jobs['divided']:,} ({jobs['taken_back']:,})" if jobs else ""
+    gates = [f"jobs {row['gate']}" + (f" ({row['why']})" if row["why"] else "")] if jobs else []
+    if guesses is not None:
+        made = f", {guesses['useful']:,} of {guesses['made']:,} right" if guesses["made"] else ""
+        gates.append(f"guesses {'on' if row['guesses_on'] else 'off'}{made}")
+    return [
+        spread(row["off_tokens_per_s"], 1), spread(row["on_tokens_per_s"], 1),
+        f"{row['ratio']:.3f} ({low:.3f} to {high:.3f}){same}", done, "; ".join([*gates, *([failed] if failed else [])]),
+    ]  # fmt: skip
+
+
+SECTIONS = {"never_below.json": never_below}

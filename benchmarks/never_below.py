@@ -310,8 +310,10 @@ def one_reply(bench: Bench, side: Side, case: Case, pair: int) -> Run:
                         how = stack.enter_context(case.fault(bench, side))
             elif isinstance(event, Done):
                 done = event
-    if done is None or len(tokens) != n or last_s <= began_s:
+    if done is None or len(tokens) != n:
         raise RuntimeError(f"asked for {n} tokens, got {len(tokens)}")
+    if base == n or last_s <= began_s:
+        raise RuntimeError(f"all {n} tokens came at once, before the fault")
     misses = None
     if bench.routes is not None and case.is_checked:
         misses = bench.routes.misses(case, n - 1), list(done.residency["misses_by_layer"])

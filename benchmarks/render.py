@@ -475,6 +475,7 @@ SECTIONS = {
     "cuda_wide.json": partial(cuda_kernels, title="CUDA kernels: ways to make products of a few rows"),
     "cuda_types.json": partial(cuda_kernels, title="CUDA kernels: every block type"),
     **handover_results.SECTIONS,
+    **misses_results.SECTIONS,
     "profile_step.json": profile_step,
     **{f"profile_step-{key}.json": profile_step for key in (*FAMILIES, *SHARED, *GIVEN)},
     "next_turn.json": next_turn,
