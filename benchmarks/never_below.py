@@ -57,6 +57,7 @@ from spark.daemon.client import DaemonClient, Deadlines  # noqa: E402
 from spark.pipeline.bench import check_settings  # noqa: E402
 from spark.results import write_json  # noqa: E402
 
+DAEMON = ROOT / "benchmarks" / "watched_daemon.py"
 LEAST = 0.99  # of the speed of PCIe alone
 EXTRA = 8  # tokens more than are counted, since several may come at once
 SPOILED = 8  # of so many predicted tokens one is another
@@ -171,8 +172,8 @@ class Side:
             note(f"{self.name}: loaded again")
             self.close()
         if self._client is None:
-            command = [sys.executable, str(ROOT / "benchmarks" / "watched_daemon.py")]
-            client = DaemonClient([*command, *protocol.command_line(self.config)], deadlines=self.deadlines)
+            command = [sys.executable, str(DAEMON), *protocol.command_line(self.config)]
+            client = DaemonClient(command, deadlines=self.deadlines)
             try:
                 check_settings(self.config, client.ready.info)
             except BaseException:

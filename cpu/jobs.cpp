@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
@@ -20,8 +21,10 @@
 #include <unistd.h>
 
 #if defined(__linux__)
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -85,6 +88,47 @@ void name_thread() {
 #endif
 }
 
+// What threads sleep at. Who rings waits for nobody, and nobody who sleeps has a lock: one that is stopped, or has lost its
+// core, would have whoever launches steps wait for it. (A condition variable's notifier waits until those that it woke
+// before have left, in glibc before 2.41.)
+class Bell {
+  public:
+    uint32_t rung() const { return rings_.load(); }
+
+    void ring() {
+        rings_++;
+#if defined(__linux__)
+        syscall(SYS_futex, &rings_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+        { const std::lock_guard<std::mutex> lock(mutex_); }
+        sleepers_.notify_all();
+#endif
+    }
+
+    // Sleep until it was rung after `seen`, or so long; less than 0: as long as it takes. It may be for less.
+    void wait(uint32_t seen, int64_t ns) {
+#if defined(__linux__)
+        const timespec most{time_t(ns / 1000000000), long(ns % 1000000000)};
+        syscall(SYS_futex, &rings_, FUTEX_WAIT_PRIVATE, seen, ns < 0 ? nullptr : &most, nullptr, 0);
+#else
+        std::unique_lock<std::mutex> lock(mutex_);
+        const auto rang = [&] { return rings_.load() != seen; };
+        if (ns < 0)
+            sleepers_.wait(lock, rang);
+        else
+            sleepers_.wait_for(lock, std::chrono::nanoseconds(ns), rang);
+#endif
+    }
+
+  private:
+    std::atomic<uint32_t> rings_{0};
+#if !defined(__linux__)
+    std::mutex mutex_;
+    std::condition_variable sleepers_;
+#endif
+};
+static_assert(sizeof(std::atomic<uint32_t>) == 4);
+
 // A job that is open. What is not atomic is written while the ticket is closed and read by who holds an item.
 struct Slot {
     // The number's lower half, then the next item. A claim is a compare-and-swap of the whole, so that it fails if the
@@ -145,8 +189,9 @@ struct spark_jobs {
     std::atomic<int> held_at_{SPARK_HOLD_NOWHERE};
     std::atomic<int64_t> counts_[SPARK_JOBS_COUNTS] = {};
     std::atomic<uint64_t> wakes_{0}, awake_until_{0};
-    std::mutex mutex_;
-    std::condition_variable bell_, released_;
+    Bell bell_;
+    std::mutex mutex_; // of what tests hold
+    std::condition_variable released_;
     int64_t to_hold_ = 0;
     std::vector<std::thread> threads_;
 };
@@ -219,24 +264,30 @@ void spark_jobs::serve(int thread, int core) {
 }
 
 void spark_jobs::sleep(int thread, uint64_t seen, int64_t nap_ns) {
-    std::unique_lock<std::mutex> lock(mutex_);
     counts_[SPARK_JOBS_ASLEEP]++; // sequentially consistent, as is open_: who opens a job sees the sleeper, or it the job
     const bool open = open_.load(); // and nothing to do: others have its last items, or one of them was stopped
-    const auto awake = [&] { return stop_.load() || (!open && open_.load()) || wakes_.load() != seen; };
-    if (thread && !open)
-        bell_.wait(lock, awake);
-    else
-        bell_.wait_for(lock, std::chrono::nanoseconds(open ? nap_ns_ : nap_ns), awake);
+    const bool naps = !thread || open;
+    const uint64_t until = now_ns() + uint64_t(open ? nap_ns_ : nap_ns);
+    while (true) {
+        const uint32_t rung = bell_.rung(); // before it looks: what changes afterwards rings
+        if (stop_.load() || (!open && open_.load()) || wakes_.load() != seen)
+            break;
+        const uint64_t now = naps ? now_ns() : 0;
+        if (naps && now >= until)
+            break;
+        bell_.wait(rung, naps ? int64_t(until - now) : -1);
+    }
     counts_[SPARK_JOBS_ASLEEP]--;
 }
 
 void spark_jobs::wake(int64_t awake_ns) {
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        awake_until_ = std::max(awake_until_.load(), now_ns() + uint64_t(awake_ns));
-        wakes_++;
+    const uint64_t until = now_ns() + uint64_t(awake_ns);
+    uint64_t before = awake_until_.load();
+    while (before < until && !awake_until_.compare_exchange_weak(before, until)) {
     }
-    bell_.notify_all();
+    wakes_++;
+    if (counts_[SPARK_JOBS_ASLEEP].load() > 0)
+        bell_.ring();
 }
 
 void spark_jobs::rest(int place) {
@@ -371,10 +422,8 @@ bool spark_jobs::open(Slot &slot, spark_job &record, uint64_t number) {
     }
     slot.ticket.store(number << 32, std::memory_order_release);
     open_.fetch_or(uint64_t(1) << (&slot - slots_.data()));
-    if (counts_[SPARK_JOBS_ASLEEP].load() > 0) {
-        { const std::lock_guard<std::mutex> lock(mutex_); }
-        bell_.notify_all();
-    }
+    if (counts_[SPARK_JOBS_ASLEEP].load() > 0)
+        bell_.ring();
     return true;
 }
 

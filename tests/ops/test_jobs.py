@@ -6,6 +6,9 @@ Here the host posts what a GPU will, by the same loads and stores.
 from __future__ import annotations
 
 import random
+import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +21,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
+from benchmarks.faults import may_trace, stopped, threads_of
 from engine.formats.block_types import FLOAT_TYPES, NATIVE_TYPES
 from engine.formats.quants import QTensor
 from engine.ground.cpu_library import JobRecord
@@ -373,6 +377,49 @@ def test_threads_have_a_name(ring: Ring) -> None:
     pool = Jobs(ring, [Bank((Q.Q4_K, Q.Q4_K, Q.Q6_K), 256, 256)], [-1, -1])
     until(lambda: named() == before + 2)
     pool.close()
+
+
+WAKER = """
+import sys
+import time
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from gguf import GGMLQuantizationType as Q
+from engine.ops.jobs import RECORD_BYTES, Bank, Jobs, Ring
+memory = np.zeros(RECORD_BYTES + 64, np.uint8)
+skew = -memory.ctypes.data % 64
+ring = Ring(memory[skew : skew + RECORD_BYTES])
+pool = Jobs(ring, [Bank((Q.Q8_0,) * 3, 64, 64)], [-1] * 3, spin_us=200, nap_us=1e6)
+while pool.counts()["asleep"] < 3:
+    time.sleep(0.001)
+print("ready", flush=True)
+for _ in sys.stdin:
+    pool.wake()
+    print("woken", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are stopped by ptrace")
+def test_who_wakes_threads_waits_for_none_that_is_stopped() -> None:
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAKER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        if not may_trace(process.pid):
+            pytest.skip("ptrace is not permitted")
+        with stopped(threads_of(process.pid)[:2]):
+            for _ in range(5):
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert select.select([process.stdout], [], [], 20)[0], "it waits"
+                assert process.stdout.readline() == "woken\n"
+                time.sleep(0.02)  # so that the third one sleeps again
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_threads_are_bound_to_cores(ring: Ring) -> None:
