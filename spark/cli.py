@@ -464,6 +464,9 @@ def bench(
     Every residency serves the same prompts, each once, so no expert is there because it was just used for the same
     text. The tokens must be the same at all of them. Then each prompt comes again with its reply as a prediction: the
     most that drafts can give, as where text is copied. That is left out with --draft off.
+
+    On a GPU the speed at residencies between that with the fewest misses and that with the most is also predicted, from
+    these two and from what the engine measured of an expert, and shown beside what was measured.
     """
     from spark.commands.tables import show_bench
     from spark.daemon.client import Deadlines

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from engine.placing.division import COPY_US, Costs, divide
+from engine.placing.division import COPY_US, Costs, divide, makespan
 
 WINDOW_JOBS = 64  # after which what came of them is looked at
 FEW_JOBS = 8  # taken back, after which nobody waits for more; of an entry, to be blamed for what a window loses
@@ -141,6 +141,11 @@ class MissGate:
         """How long the claim of a layer's first job is waited for."""
         costs = self.costs
         return max(LEAST_BOUND_US, BOUNDS * max(costs.handover_us, costs.busy_us or 0.0, costs.of_cpu(1)))
+
+    @property
+    def layer_us(self) -> tuple[float, ...]:
+        """What 0, 1, ... misses of a layer take by the costs, divided as the table says."""
+        return tuple(makespan(n, experts, rows, self.costs) for n, (experts, rows) in enumerate(self.table))
 
     @property
     def left(self) -> dict[int, str]:

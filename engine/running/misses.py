@@ -120,6 +120,7 @@ class CpuMisses:
             "handover_us": round(costs.handover_us, 2),
             "busy_handover_us": None if costs.busy_us is None else round(costs.busy_us, 2),
             "split_us": round(costs.split_us, 2),
+            "layer_us": [round(us, 2) for us in self.gate.layer_us],
             **self._division(),
         }
 

@@ -200,7 +200,30 @@ def show_bench(report: BenchReport) -> None:
     )
     columns = ["resident", "policy", "misses", "decode\ntokens/s", "prefill\ntokens/s", "fast\nMiB", "same\ntokens"]
     table(title, columns, rows)
+    _show_predictions(report)
     _show_drafts(report)
+
+
+def _show_predictions(report: BenchReport) -> None:
+    """Print what was predicted of the residencies that nothing was fitted to, beside what was measured."""
+    if report.line is None or all(row.predicted_tokens_per_s is None for row in report.rows):
+        return
+    rows = []
+    for row in report.rows:
+        said, measured = row.predicted_tokens_per_s, row.decode_tokens_per_s
+        cells = ["fitted", ""] if said is None else [f"{said:,.1f}", f"{said / measured:.2f}"]
+        rows.append([f"{row.residency_pct:.1f}%", f"{row.missed_us / 1e3:.2f}", f"{measured:,.1f}", *cells])
+    title = (
+        f"A token takes {report.line.t0_ms:.2f} ms where nothing is missing, and {report.line.scale:.2f} times what "
+        "its misses take alone"
+    )
+    table(title, ["resident", "misses\nms", "measured\ntokens/s", "predicted\ntokens/s", "of it"], rows)
+    for costs in [s["cpu_experts"] for s in report.settings if s.get("cpu_experts")][:1]:
+        alone, times = (", ".join(f"{us:.0f}" for us in costs[name]) for name in ("cpu_us", "layer_us"))
+        note(
+            f"an expert takes {costs['pcie_us']:.0f} us over PCIe, a hand-over {costs['handover_us']:.0f}, 1, 2, ... "
+            f"experts on the CPU {alone}; 0, 1, ... misses of a layer, divided between both, {times}"
+        )
 
 
 def _show_drafts(report: BenchReport) -> None:

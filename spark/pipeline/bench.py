@@ -5,7 +5,8 @@
 Every residency serves the same prompts, each prompt once and the first as a warm-up: nothing that is reported
 was seen before, and nothing is drafted. Then all come again, with the reply of before as a prediction: text that is
 copied, where drafts give most. Prefixes of the prompts, and their experts, may be there by then. A daemon that says it
-runs with other settings than it was asked for is an error, not a row.
+runs with other settings than it was asked for is an error, not a row. On a GPU the residencies between that with the
+fewest misses and that with the most are predicted from these two (spark/pipeline/predict.py), beside what was measured.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from engine.ground.protocol import Done
 from engine.placing import policies
 from engine.text import tokenizer
 from spark.daemon.client import DaemonClient, Deadlines
-from spark.pipeline import replay
+from spark.pipeline import predict, replay
+from spark.pipeline.predict import Line
 from spark.pipeline.replay import Progress
 from spark.pipeline.tokens import read_tokens
 
@@ -59,6 +61,8 @@ class BenchRow:
     accepted_pct of the tokens that were drafted, draft_identical_tokens: whether the tokens were those of the first.
     step_ms: what steps of so many tokens of one reply take, by that number, as text; break_even_acceptance: of those
     with more than one, the chance of each token to be accepted from which on they are faster; None: they never are.
+    missed_us: what a token's misses take alone, as the engine's figures have it. predicted_tokens_per_s: by the line
+    through the other rows, which is fitted to two; None: this is one of them, or there is no line.
     """
 
     residency_pct: float
@@ -76,6 +80,8 @@ class BenchRow:
     draft_identical_tokens: bool | None = None
     step_ms: Mapping[str, float] = field(default_factory=dict)
     break_even_acceptance: Mapping[str, float | None] = field(default_factory=dict)
+    missed_us: float = 0.0
+    predicted_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class BenchReport:
     """Rows in the order of the residencies asked for.
 
     prompts: where they come from. settings: what the daemon said of itself when it was ready, a record a row.
-    skipped: residencies that do not fit on the device, and why.
+    skipped: residencies that do not fit on the device, and why. line: what rows are predicted by; None: nothing.
     """
 
     device: str
@@ -94,6 +100,7 @@ class BenchReport:
     rows: tuple[BenchRow, ...]
     settings: tuple[dict[str, Any], ...]
     skipped: tuple[tuple[float, str], ...] = ()
+    line: Line | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as `--json` writes it."""
@@ -106,6 +113,7 @@ class BenchReport:
             "rows": [{name: getattr(row, name) for name in BenchRow.__slots__} for row in self.rows],
             "settings": list(self.settings),
             "skipped": [{"residency_pct": percent, "reason": reason} for percent, reason in self.skipped],
+            "line": None if self.line is None else {"t0_ms": self.line.t0_ms, "scale": self.line.scale},
         }
 
 
@@ -145,10 +153,25 @@ def bench(config: EngineConfig, options: BenchOptions, deadlines: Deadlines, pro
         settings.append({key: info[key] for key in info if key not in ("files", "model")})
         expected = expected or made
         rows.append(replace(row, identical_tokens=made == expected if rows else None))
+    line, rows = predicted(rows) if device == "cuda" else (None, rows)  # on a host nothing has to be brought
     return BenchReport(
         device, str(config.model), source, options.prompt_tokens, options.generate_tokens, tuple(rows),
-        tuple(settings), tuple(skipped),
+        tuple(settings), tuple(skipped), line,
     )  # fmt: skip
+
+
+def predicted(rows: Sequence[BenchRow]) -> tuple[Line | None, list[BenchRow]]:
+    """The line through the rows with the fewest and the most misses, and the rows with what it says of the others."""
+    ends = predict.anchors([row.missed_us for row in rows])
+    if ends is None:
+        return None, list(rows)
+    least, most = (rows[i] for i in ends)
+    speeds = 1e3 / least.decode_tokens_per_s, 1e3 / most.decode_tokens_per_s
+    line = predict.fit((least.missed_us, most.missed_us), speeds)
+    return line, [
+        row if i in ends else replace(row, predicted_tokens_per_s=1e3 / line.ms(row.missed_us))
+        for i, row in enumerate(rows)
+    ]
 
 
 def check_settings(asked: EngineConfig, info: Mapping[str, Any]) -> None:
@@ -206,6 +229,8 @@ def _serve(
     prefill = [done.usage.prompt_tokens / done.timing.prefill_s for done in ended]
     hits, misses = (sum(done.residency[name] for done in ended) for name in ("hits", "misses"))
     info = client.ready.info
+    steps = max(1, sum(done.usage.completion_tokens - 1 for done in ended))
+    by_layer = np.sum([done.residency["misses_by_layer"] for done in ended], axis=0) / steps
     row = BenchRow(
         residency_pct=info["residency_pct"],
         policy=info["policy"],
@@ -216,6 +241,7 @@ def _serve(
         prefill_spread=(min(prefill), max(prefill)),
         device_bytes=info["plan"]["device_bytes"],
         identical_tokens=None,
+        missed_us=predict.missed_us(info, by_layer.tolist()),
     )
     return row, tokens
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.placing.division import COPY_US, Costs
+from engine.placing.division import COPY_US, Costs, divide
 from engine.placing.misses import (
     FEW_JOBS,
     GOOD_WINDOWS,
@@ -324,3 +324,10 @@ def test_what_late_answers_cost_is_bounded(costs: Costs, missed: tuple[int, ...]
     assert all(gate.table[n] == NOTHING for n in missed)
     assert (gate.state == "off for good") == (len(set(missed)) == N_USED)
     assert lost_us <= ((1 + len(RETRY_S)) * 2 * WINDOW_JOBS + IDLE_STEPS) * costs.pcie_us  # what it idled through
+
+
+def test_what_misses_of_a_layer_take_follows_from_the_table() -> None:
+    gate = MissGate(COSTS, 3)
+    assert gate.layer_us == tuple(divide(n, COSTS).us for n in range(4)) and gate.layer_us[3] < 3 * COSTS.pcie_us
+    gate._stop("off", "asked for")
+    assert gate.layer_us == (0, 60, 120, 180)

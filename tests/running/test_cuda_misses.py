@@ -22,7 +22,7 @@ from engine.ground.errors import DeviceLostError, UsageError
 from engine.ground.protocol import Done, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.ops.jobs import Jobs
-from engine.placing.division import COPY_US, Costs
+from engine.placing.division import COPY_US, Costs, divide
 from engine.placing.misses import FEW_JOBS, RETRY_S, Part, Table, Tally
 from engine.running import misses
 from engine.running.loaded import load
@@ -179,6 +179,7 @@ def test_tokens_do_not_say_who_computed_which_rows(model: Path, monkeypatch: pyt
     engine = opened(model, residency_pct=60)
     ready, shared = engine.ready()["cpu_experts"], misses_of(engine)
     assert ready["division"] == [0, 0, 1, 1] and ready["divided_rows"] == [0, 352, 0, 352]
+    assert ready["layer_us"] == [0.0, *(round(divide(n, IN_ROWS).us, 2) for n in (1, 2, 3))]
     tokens, first = said_by(engine, 41), engine.stats()["cpu_experts"]
     assert first["divided"] > 3 and first["computed"] > 0 == first["taken_back"]
     assert first["divided_rows"] == ready["divided_rows"]
