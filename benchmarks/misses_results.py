@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from benchmarks.markdown import Json, origin, spread, table
 
+PREDICTED = """\
+What `spark bench` predicts (spark/pipeline/predict.py): a line through two places, at {fit}% missed of the first
+residency, says what a token takes at all others. *Of it*: predicted by measured tokens/s; promised is {least:.2f} to
+{most:.2f}. {worst}"""
 BELOW = """\
 Replies with `--cpu-experts {cpu} --guess auto` beside those with both off, in turns, {pairs} of each; {tokens:,} tokens
 from the fault on, {rate:g}% of active experts missed where the case does not say otherwise. Gates begin anew with each
@@ -123,4 +127,37 @@ def _case(row: Json) -> list[str]:
     ]  # fmt: skip
 
 
-SECTIONS = {"never_below.json": never_below}
+def predictions(name: str, made: Json) -> list[str]:
+    """Predicted speeds beside those that were measured."""
+    of = {"predictions-laguna.json": ": Laguna-XS.2"}.get(name, "")
+    found = [
+        f"{'`spark bench`' if what == 'bench' else f'`--cpu-experts {what}`'} {ratio:.3f}"
+        for what, ratio in made["worst"].items() if ratio is not None
+    ]  # fmt: skip
+    off = made["most_wrong"]
+    text = PREDICTED.format(
+        fit=" and ".join(f"{pct:g}" for pct in made["fit_pct"]), least=1 - off, most=1 + off,
+        worst=f"Furthest from 1: {', '.join(found)}.",
+    )  # fmt: skip
+    rows = [
+        [f"`{r['cpu_experts']}`, {r['residency_pct']:g}%, {r['miss_pct']:.1f}%", spread(r["decode_tokens_per_s"], 1),
+         *(["fitted", ""] if r["fitted"] else _said_of(r))]
+        for r in made["rows"]
+    ]  # fmt: skip
+    for r in made.get("bench", {}).get("rows", []):
+        low, high = r["decode_spread"]
+        measured = f"{r['decode_tokens_per_s']:,.1f} ({low:,.1f} to {high:,.1f})"
+        place = f"`spark bench`, {r['residency_pct']:.1f}%, {r['miss_pct']:.1f}%"
+        rows.append([place, measured, *(["fitted", ""] if r["predicted_of_measured"] is None else _said_of(r))])
+    columns = ["experts on the CPU, resident, missed", "measured tokens/s", "predicted", "of it"]
+    return [f"## Predicted speed{of}", "", *origin(name, made), text, "", *table(columns, rows)]
+
+
+def _said_of(row: Json) -> list[str]:
+    return [f"{row['predicted_tokens_per_s']:,.1f}", f"{row['predicted_of_measured']:.3f}"]
+
+
+SECTIONS = {
+    "never_below.json": never_below,
+    **{f"predictions{model}.json": predictions for model in ("", "-laguna")},
+}

@@ -100,6 +100,7 @@ MEASUREMENTS = (
         200,
     ),
     Measurement("never_below", "never_below.py Q4_K_M.gguf", 280),
+    Measurement("predictions", "predictions.py Q4_K_M.gguf", 200),
     Measurement("prefill", "prefill.py Q4_K_M.gguf", 120),
     Measurement(
         "prefill-cpu_experts",
@@ -140,6 +141,7 @@ MEASUREMENTS = (
     Measurement("recall_speed-qwen3", "recall_speed.py long.gguf --runs 3", 60),
     Measurement("draft_speed-laguna", "draft_speed.py laguna.gguf --parts rates --depths 512 --runs 2", 45),
     Measurement("decode-laguna", "decode.py laguna.gguf --policies= --tokens 128", 150),
+    Measurement("predictions-laguna", "predictions.py laguna.gguf", 200),
     Measurement("prefill-laguna", "prefill.py laguna.gguf --turns=", 90),
     Measurement("calibrate-gemma", "calibrate.py gemma.gguf --residency 100,60 --windows 6", 60),
 )  # fmt: skip
