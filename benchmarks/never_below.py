@@ -231,7 +231,7 @@ class Bench:
         return self._neighbors[key]
 
     def load(self, wants_second: bool) -> None:
-        """Load all daemons at the same time."""
+        """Load all daemons: that with experts on the CPU alone, since it measures what they take as it loads."""
         errors: list[BaseException] = []
 
         def opened(side: Side) -> None:
@@ -240,15 +240,18 @@ class Bench:
             except BaseException as error:
                 errors.append(error)
 
-        sides = [self.off, self.on, *([self.second] if wants_second else [])]
-        threads = [threading.Thread(target=opened, args=(side,)) for side in sides]
+        first = [self.off, self.second] if wants_second else [self.off]
+        threads = [threading.Thread(target=opened, args=(side,)) for side in first]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        _, _ = self.off.client, self.on.client  # whatever was wrong is wrong again; the second one's case will tell
-        if errors:
-            note(f"of the daemons {len(errors)} had to be loaded again: {errors[0]}")
+        if errors:  # what is wrong with the side that is off is wrong again, and its case tells of the second one
+            note(f"a daemon has to be loaded again: {errors[0]}")
+        for neighbors in self._neighbors.values():
+            with suppress(RuntimeError):  # so will theirs
+                neighbors.ready()
+        _, _ = self.off.client, self.on.client
         self.traces = may_trace(self.on.client.pid)
 
     def prompt(self, case: Case, pair: int, number: int = 0) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.batched import Reader
 from benchmarks.driving import Prompts
-from benchmarks.faults import moved, quota, stopped
+from benchmarks.faults import moved, quota, stopped, threads_of
 from benchmarks.watched_daemon import order
 
 WITHIN_S = 0.01  # that threads are held within a job
@@ -135,7 +135,7 @@ def second_daemon(bench: Any, side: Any) -> Iterator[str]:
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
     try:
-        yield "a daemon with the same model, experts on the CPU and guesses"
+        yield f"{len(threads_of(client.pid))} threads"
     finally:
         stop.set()
         thread.join(bench.o.case_seconds)
