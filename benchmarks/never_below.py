@@ -216,7 +216,7 @@ class Bench:
         self.off = Side("off", config, o.case_seconds)
         on = replace(config, cpu_experts=o.cpu_experts, guess="auto", replay_guesses=o.guesses_file)
         self.on = Side("on", on, o.case_seconds)
-        self.second = Side("second", replace(on, ctx_tokens=2048), o.case_seconds)
+        self.second = Side("second", replace(on, ctx_tokens=512), o.case_seconds)
         self.cpus = sorted(os.sched_getaffinity(0))
         self.nodes = nodes()
         self.traces = False

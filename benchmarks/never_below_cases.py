@@ -128,7 +128,8 @@ def second_daemon(bench: Any, side: Any) -> Iterator[str]:
         try:
             while not stop.is_set():
                 prompt = Prompts(bench.shape.n_vocab, seed=next(_prompts)).next(3)
-                client.generate(prompt, max_tokens=SECOND_TOKENS, stop_tokens=[], draft=False).result()
+                with client.generate(prompt, max_tokens=SECOND_TOKENS, stop_tokens=[], draft=False) as stream:
+                    any(stop.is_set() for _ in stream)  # to its end, or until it is not wanted
         except BaseException as error:
             wrong.append(error)
 
