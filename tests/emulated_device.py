@@ -94,7 +94,7 @@ def compile_module(module: Module, effort: str = "-O1") -> Path:
         return path
     with tempfile.TemporaryDirectory(dir=folder) as work:
         stem = Path(work) / "module"
-        _run(module, ["g++", "-E", "-std=c++17", f"-I{EMULATOR}", "-x", "c++", "-", "-o", f"{stem}.ii"], text)
+        _run(module, ["g++", "-E", *FLAGS, f"-I{EMULATOR}", "-x", "c++", "-", "-o", f"{stem}.ii"], text)
         preprocessed = Path(f"{stem}.ii").read_text()
         with Path(f"{stem}.ii").open("w") as file:
             file.write(re.sub(BOUNDS, "", preprocessed) + '\n# 1 "trampolines"\n')

@@ -20,14 +20,17 @@ typedef long long i64;
 
 // --- half precision -------------------------------------------------------------------------------
 
-DEVICE float half_to_float(u16 h) { return (float)emulator_bits<_Float16>(h); }
-
-template <class T>
-DEVICE u16 emulator_round_to_half(T f) {
-    return f != f ? 0x7fff : emulator_bits<u16>((_Float16)f);
+DEVICE float half_to_float(u16 h) {
+#ifdef __F16C__
+    // What enters a double would be converted by a function of the compiler's library.
+    typedef short halves __attribute__((vector_size(16)));
+    return __builtin_ia32_vcvtph2ps((halves){(short)h})[0];
+#else
+    return (float)emulator_bits<_Float16>(h);
+#endif
 }
 
-DEVICE u16 float_to_half(float f) { return emulator_round_to_half(f); }
+DEVICE u16 float_to_half(float f) { return f != f ? 0x7fff : emulator_bits<u16>((_Float16)f); }
 
 DEVICE u32 pack_halves(float low, float high) { return float_to_half(low) | (u32)float_to_half(high) << 16; }
 
@@ -41,9 +44,14 @@ DEVICE u32 half2_mul(u32 a, u32 b) {
                        half_to_float((u16)(a >> 16)) * half_to_float((u16)(b >> 16)));
 }
 
-// The product is exact in a double, and where the sum is not, it is far from halfway between two halves.
+// The product is exact in a double, and where the sum is not, it is far from halfway between two halves. On its way to a
+// half it is rounded to an odd float where it is none, which lies on the same side of what is halfway.
 DEVICE u16 emulator_half_fma(u16 a, u16 b, u16 c) {
-    return emulator_round_to_half((double)half_to_float(a) * (double)half_to_float(b) + (double)half_to_float(c));
+    const double sum = (double)half_to_float(a) * (double)half_to_float(b) + (double)half_to_float(c);
+    const float near = (float)sum;
+    if ((double)near == sum || sum != sum) return float_to_half(near);
+    const bool is_beyond = __builtin_fabs((double)near) > __builtin_fabs(sum);
+    return float_to_half(__uint_as_float((__float_as_uint(near) - is_beyond) | 1));
 }
 
 DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
@@ -58,9 +66,7 @@ DEVICE u32 and_or(u32 a, u32 mask, u32 pattern) { return (a & mask) | pattern; }
 DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selectors) { return __byte_perm(a, b, selectors); }
 
 DEVICE i32 dot4_unsigned(u32 a, i32 b, i32 c) {
-    u32 sum = (u32)c;
-    for (i32 i = 0; i < 32; i += 8) sum += (u32)((i32)(a >> i & 0xff) * (i32)(i8)((u32)b >> i));
-    return (i32)sum;
+    return (i32)emulator_dot4(a, false, (u32)b, true, (u32)c);
 }
 
 // --- memory ---------------------------------------------------------------------------------------
@@ -155,13 +161,16 @@ DEVICE void settle(float& v) { (void)v; }
 DEVICE void dependency_wait() { emulator::n_dependency_waits++; }
 DEVICE void dependency_release() {}
 
+// A product on tensor cores is thousands of operations of the CPU's, whatever the optimization of the module around it.
+#define EMULATOR_FAST __attribute__((optimize("O3", "fp-contract=off")))
+
 // --- tensor cores: lane i holds, of a row group i / 4, columns by i % 4, as the PTX manual draws them --
 
 template <bool transposed>
 struct EmulatorLoadMatrix {
     const void* row;
     u32 r[4];
-    static void run(EmulatorLoadMatrix** lanes, u32) {
+    EMULATOR_FAST static void run(EmulatorLoadMatrix** lanes, u32) {
         for (int lane = 0; lane < 32; lane++)
             for (int m = 0; m < 4; m++) {
                 u16 pair[2];
@@ -197,7 +206,7 @@ struct EmulatorMma {
     static float value(u16 h) { return half_to_float(h); }
     static i32 value(i8 v) { return v; }
     static float value(u32 v) { return __uint_as_float(v & 0xffffe000u); }
-    static void run(EmulatorMma** lanes, u32) {
+    EMULATOR_FAST static void run(EmulatorMma** lanes, u32) {
         const int n = 4 / sizeof(Element);  // elements of a register
         Sum a[16][k], b[k][8], d[16][8];
         for (int lane = 0; lane < 32; lane++) {
@@ -245,7 +254,7 @@ template <class First, int k>
 struct EmulatorByteMma {
     u32 a[4], b[2];
     i32* d;
-    static void run(EmulatorByteMma** lanes, u32) {
+    EMULATOR_FAST static void run(EmulatorByteMma** lanes, u32) {
         i32 a[16][k], b[k][8];
         for (int lane = 0; lane < 32; lane++) {
             int group = lane / 4, first = lane % 4 * 4;
