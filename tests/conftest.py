@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Where Python is told to keep no bytecode, each of some hundred processes would compile the whole program again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Libraries would start a thread for each core in each of these processes, which then wait for one another's cores.
+for libraries_threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(libraries_threads, "1")
 
 # How long an example takes tells of what else the machine does, two of these processes among it.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +58,23 @@ def pytest_configure(config: pytest.Config) -> None:
     # A background shell and nohup ignore these, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    from tests import gguf_files
+
+    # One folder for all processes of a session, which the first of them makes and removes.
+    given = getattr(config, "workerinput", {}).get("kept_in")
+    if given is None:
+        folder = tempfile.TemporaryDirectory(prefix="spark-tests-")
+        config.add_cleanup(folder.cleanup)
+        given = folder.name
+    gguf_files.kept_in = Path(given)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker of pytest-xdist what the session shares."""
+    from tests import gguf_files
+
+    node.workerinput["kept_in"] = str(gguf_files.kept_in)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
