@@ -154,6 +154,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
     const u8* const gate = gate_matrix + (i64)row0 * GATE_BYTES;
     const u8* const up = up_matrix + (i64)row0 * UP_BYTES;
 #else
+    if ((i32)blockIdx.y >= copiers)
+        fill_grids<GATE, UP>();
     // In this order: when the kernel behind begins, the table is complete (down_one reads it before it waits).
     dependency_wait();
     dependency_release();
@@ -286,8 +288,8 @@ KERNEL __launch_bounds__(WARPS * WARP, 2)
 #pragma unroll
     for (i32 i = 0; i < STAGES; i++)
         issue((warp + i * WARPS) * ROWS, stages + 2 * i * stage_bytes);
-    fill_grids<GATE, UP>();
 #if DENSE
+    fill_grids<GATE, UP>();
     dependency_wait();
 #endif
 
