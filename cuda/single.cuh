@@ -196,6 +196,60 @@ struct Single<Q6_K> : MovedTerm<Q6_K> {
     }
 };
 
+// --- six bits of scale and minimum --------------------------------------------------------------------
+
+// Where block s of a superblock of Q4_K or Q5_K has them in its first 16 bytes.
+struct ScaleBits {
+    u32 selector, byte, shift, low, high;
+};
+
+DEVICE ScaleBits scale_bits(u32 s) {
+    const u32 j = s % 4;
+    const bool first = s < 4;
+    return {j | (j + 4) << 8, 0x4440u | j, first ? 0u : 2u, first ? 0x003f003fu : 0x00300030u, first ? 0 : 0x000f000fu};
+}
+
+// Scale times a factor, minimum times another, as halves; bias: -1024 times both. 1024 + n is the bits of n below the
+// exponent of 1024, so all is exact.
+DEVICE u32 scale_and_minimum(const uint4& h, const ScaleBits& at, u32 factor, u32 bias) {
+    const u32 four = __byte_perm(h.w, 0, at.byte) * 0x1001u;
+    const u32 six = and_or(__byte_perm(h.y, h.z, at.selector) >> at.shift, at.low, 0x64006400u);
+    return half2_fma(and_or(four, at.high, six), factor, bias);
+}
+
+// --- bits that lie in planes --------------------------------------------------------------------------
+
+// Q5_K: bit s of 32 bytes is the fifth one of block s. Both parts are masked where they are.
+template <>
+struct Single<Q5_K> {
+    static constexpr bool ARRANGED = true, FIXED = true;
+
+    DEVICE void arrange(const Activations& a, i32, Arranged& to) {
+#pragma unroll
+        for (i32 i = 0; i < 8; i++)
+            to.x[i] = a.q[i];
+    }
+    DEVICE float term(const u8* stage, i32 offset, i32 b, const Activations& a, const Arranged& x) {
+        const i32 s = b & 7, at = block_at<Q5_K>(offset, b), shift = 4 * (s & 1);
+        const u32 low_mask = 0x0f0f0f0fu << shift, high_mask = 0x01010101u << s;
+        const uint4 h = *(const uint4*)(stage + at);
+        u32 low[8], high[8];
+        load_32_bytes(stage, at + 48 + 32 * (s >> 1), low);
+        load_32_bytes(stage, at + 16, high);
+        i32 four = 0, fifth = 0;
+#pragma unroll
+        for (i32 i = 0; i < 8; i++) {
+            four = dot4_unsigned(low[i] & low_mask, x.x[i], four);
+            fifth = dot4_unsigned(high[i] & high_mask, x.x[i], fifth);
+        }
+        const i32 total = (four >> shift) + 16 * (fifth >> s);
+        const u32 pair = scale_and_minimum(h, scale_bits(s), 0x3c003c00u, 0xe400e400u); // times 1
+        const float scale = half_to_float((u16)h.x) * half_to_float((u16)pair);
+        const float minimum = half_to_float((u16)(h.x >> 16)) * half_to_float((u16)(pair >> 16));
+        return __fmaf_rn(scale, (float)total, -(minimum * (float)a.sum));
+    }
+};
+
 // --- grids --------------------------------------------------------------------------------------------
 
 // Eight signs s as the top bits of eight nibbles: those of weights 3, 7, 2, 6, 1, 5, 0, 4. The four copies do not meet.
@@ -322,24 +376,20 @@ constexpr i32 SPLIT_BYTES = 4 * BlockType<Q4_K>::BLOCK_BYTES; // that a warp rea
 struct SplitLane {
     i32 head, at;                        // offsets of the superblock and of the piece
     u32 own, other;                      // masks of the two blocks' bits
-    u32 selector, byte, shift, low, high; // where the six bits of scale and minimum are
+    ScaleBits bits;
     u32 factor, bias;                    // halves: the scale makes up for bits that were not shifted down
 };
 
 DEVICE SplitLane split_lane() {
     const i32 lane = threadIdx.x % WARP;
-    const u32 s = lane % 8, j = s % 4;
-    const bool odd = s & 1, first = s < 4;
+    const u32 s = lane % 8;
+    const bool odd = s & 1;
     SplitLane l;
     l.head = lane / 8 * BlockType<Q4_K>::BLOCK_BYTES;
     l.at = l.head + 16 + 16 * s;
     l.own = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
     l.other = ~l.own;
-    l.selector = j | (j + 4) << 8;
-    l.byte = 0x4440u | j;
-    l.shift = first ? 0 : 2;
-    l.low = first ? 0x003f003fu : 0x00300030u;
-    l.high = first ? 0 : 0x000f000fu;
+    l.bits = scale_bits(s);
     l.factor = odd ? 0x3c002c00u : 0x3c003c00u; // (1, 1 / 16) or (1, 1)
     l.bias = odd ? 0xe400d400u : 0xe400e400u;   // 1024 times that, negative
     return l;
@@ -357,10 +407,7 @@ DEVICE float split_term(const u8* head, const u8* piece, const SplitLane& l, con
     for (i32 i = 0; i < 4; i++)
         own = dot4_unsigned(words[i] & l.own, x.own[i], own);
     own += __shfl_xor_sync(FULL_WARP, other, 1);
-    // Scale and minimum, two halves at once: 1024 + n is the bits of n below the exponent of 1024. All is exact.
-    const u32 four = __byte_perm(h.w, 0, l.byte) * 0x1001u;
-    const u32 bits = and_or(four, l.high, and_or(__byte_perm(h.y, h.z, l.selector) >> l.shift, l.low, 0x64006400u));
-    const u32 pair = half2_fma(bits, l.factor, l.bias);
+    const u32 pair = scale_and_minimum(h, l.bits, l.factor, l.bias);
     const float scale = half_to_float((u16)h.x) * half_to_float((u16)pair);
     const float minimum = half_to_float((u16)(h.x >> 16)) * half_to_float((u16)(pair >> 16));
     return __fmaf_rn(scale, (float)own, -(minimum * x.sum));
