@@ -57,7 +57,7 @@ DEVICE float e8m0_to_float(u32 e) { return __uint_as_float(e < 2 ? 0x00200000u <
 // NVFP4's two neighboring scales, half of what UE4M3 says, as halves: the low 16 bits of `e` have them. 0x7f is 0.
 DEVICE u32 ue4m3_to_halves(u32 e) {
     const u32 seven = e & 0x7f7fu, bits = __byte_perm(seven, 0, 0x4140u) << 7;
-    const u32 dropped = permute_or_sign(seven + 0x0101u, 0, 0x9988u); // the sign of a byte that was 0x7f, twice
+    const u32 dropped = permute_or_sign((seven + 0x0101u) & ~e, 0, 0x9988u); // the sign of a byte that was 0x7f, twice
     return half2_mul(bits & ~dropped, 0x58005800u); // 128
 }
 
