@@ -16,7 +16,7 @@
 // Macros, and those of experts.cuh.
 //   ROWS             of each matrix at a time a warp: 1, 2 or 4. In down_one 4
 //   STAGES           of those in flight
-//   WARPS            at most 8
+//   WARPS            at most 8; of gate_up 16
 //   USED             experts a token: A (down_one)
 //   FOUND            in down_one 1: there are several tokens, whose records are looked for among the pairs
 //   Z_ROWS           32, or with DOWN_FLOAT a smaller multiple of ROWS * WARPS: few rows on many multiprocessors

@@ -98,7 +98,7 @@ DEVICE float activate(float x) { return GELU ? gelu(x) : silu(x); }
 // Every thread has UNROLL reads under way; a block reads 16 * UNROLL * blockDim.x consecutive bytes at once. More than keeps the
 // link busy only makes a queue, and where the CPU has experts its answers wait in it (engine/ops/cuda/handing.py).
 DEVICE void copy_part(u8* to, const u8* from, i64 n_bytes, i32 block, i32 n_blocks) {
-    constexpr i32 UNROLL = JOBS ? 2 : 4;
+    constexpr i32 UNROLL = (JOBS ? 2 : 4) / (WARPS > 8 ? WARPS / 8 : 1);
     const i64 n = (n_bytes + 15) / 16, n_threads = blockDim.x, step = n_blocks * n_threads * UNROLL;
     for (i64 start = block * n_threads * UNROLL + threadIdx.x; start < n; start += step) {
         uint4 v[UNROLL];

@@ -30,6 +30,7 @@ from engine.ops.cuda.products import (
     stage_bytes,
 )
 
+MANY_LOOKUPS = {QType.IQ3_XXS, QType.IQ3_S}
 Norm = tuple[Array, float]  # weight [D] and epsilon
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
 SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
@@ -43,6 +44,7 @@ SEVERAL_WARPS = 4  # of a block, where a step has several
 SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
 ROW_TOKENS = 4  # up to so many, a warp of down_several has eight rows, then sixteen
+MANY_WARPS = 16  # of a block of gate_up, where terms wait for long chains: types that look up each four weights
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
 
@@ -122,7 +124,9 @@ class SmallExperts:
         down_float = bank.down_type in FLOAT_TYPES
         T = (h.q if isinstance(h, Quantized) else h).shape[0]
         if T == 1:
-            shape = _first_half(self.device, h, bank.gate_type, bank.up_type, down_float, bank.activation)
+            types = bank.gate_type, bank.up_type
+            warps = MANY_WARPS if {*types} <= MANY_LOOKUPS else WARPS
+            shape = _first_half(self.device, h, *types, down_float, bank.activation, most_warps=warps)
         else:
             shape = _first_half_of_several(self.device, h, bank)
         defines, shared_bytes = shape.defines, shape.shared_bytes
@@ -150,6 +154,7 @@ class SmallExperts:
         if T == 1:
             kernel = self.device.kernel(Module("experts.cu", defines), "gate_up")
             grid: int | tuple[int, int] = (n_records, copiers + n_blocks)
+            shared_bytes = max(shared_bytes, _crowding(self.device, n_records * n_blocks))
         else:
             kernel = self.device.kernel(Module("several.cu", defines), "gate_up_several")
             grid = copiers + n_records * n_blocks
@@ -341,6 +346,7 @@ def _first_half(
     down_float: bool,
     activation: Activation,
     z_rows: int = Z_ROWS,
+    most_warps: int = WARPS,
 ) -> _FirstHalf:
     D = (h.q if isinstance(h, Quantized) else h).shape[1]
     widest = max(row_bytes(t, D, "gate and up") for t in (gate, up))
@@ -348,10 +354,10 @@ def _first_half(
     held = gate not in FLOAT_TYPES and paired[0] == paired[1] and held_columns(gate) >= D
     fixed, grids = 0 if held else shared_input_bytes(D, gate in FLOAT_TYPES), grid_bytes(gate, up)
     # All rows of a block at once, if two blocks then share a multiprocessor.
-    half, most = device.max_shared_bytes // 2 - 2 * STATIC_SHARED - fixed - grids, z_rows // WARPS
-    rows = next(n for n in (4, 2, 1) if n == 1 or (n <= most and 2 * WARPS * stage_bytes(n, widest) <= half))
+    half, most = device.max_shared_bytes // 2 - 2 * STATIC_SHARED - fixed - grids, z_rows // most_warps
+    rows = next(n for n in (4, 2, 1) if n == 1 or (n <= most and 2 * most_warps * stage_bytes(n, widest) <= half))
     stage = stage_bytes(rows, widest)
-    stages, warps = _stages_and_warps(device, 2 * stage, fixed + grids, -(-z_rows // (WARPS * rows)))
+    stages, warps = _stages_and_warps(device, 2 * stage, fixed + grids, z_rows, rows, most_warps)
     numbers = {"DOWN_FLOAT": int(down_float), "COLS": D, "ROWS": rows, "STAGES": stages}
     numbers |= {"WARPS": warps} | ({"GELU": 1} if activation == "gelu" else {})
     numbers |= {} if z_rows == Z_ROWS else {"Z_ROWS": z_rows}
@@ -411,10 +417,12 @@ def _z_bytes(n_ff: int, is_float: bool) -> int:
     return shared_input_bytes(n_ff, is_float) + -(-n_ff // 2 // 16) * 16
 
 
-def _stages_and_warps(device: Device, stage: int, fixed: int, most: int) -> tuple[int, int]:
-    """At most so many stages of `stage` bytes a warp and warps a block, beside `fixed` bytes of shared memory."""
-    for warps in (WARPS, WARPS // 2, WARPS // 4, 1):
-        if stages := _stages(device, warps * stage, fixed, most):
+def _stages_and_warps(
+    device: Device, stage: int, fixed: int, z_rows: int, rows: int, most_warps: int
+) -> tuple[int, int]:
+    """Stages of `stage` bytes and `rows` rows a warp, and warps a block, beside `fixed` bytes of shared memory."""
+    for warps in (most_warps, WARPS, WARPS // 2, WARPS // 4, 1):
+        if stages := _stages(device, warps * stage, fixed, -(-z_rows // (most_warps * rows))):
             return stages, warps
     raise ValueError(f"an FFN's rows of {stage} bytes do not fit into shared memory")
 
