@@ -66,7 +66,7 @@ def begin(engine: Any, at: int, with_guesses: bool, with_jobs: bool) -> dict[str
     if guesses is not None:
         guesses.gate = Gate()
         guesses.gate._before = guesses.counts.timed
-        guesses.gate.with_guesses = with_guesses
+        guesses.gate.with_guesses, guesses.gate._is_new = with_guesses, False  # as one is in the middle of a day
     return {"jobs": misses is not None and misses.is_on, "guesses": guesses is not None and with_guesses}
 
 

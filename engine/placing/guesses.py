@@ -204,10 +204,12 @@ class Timed(NamedTuple):
 
 
 ODD_WITH, ODD_WITHOUT = 16, 128  # steps, of which one is of the other kind: where most have guesses, and where not
-TRY_WINDOWS = 64  # before anything is known
+ODD_FIRST = 4  # until anything is known
+EARLY_WINDOWS = 8  # after which a large difference is believed, and
+TRY_WINDOWS = 64  # after which a small one is
 MEMORY = 256  # windows, about, that are looked back on
 MARGIN = 0.01  # of a step's time, by which the other kind is to be faster before it takes over
-ERRORS = 2.0  # standard errors of the difference that it is to be beyond
+EARLY_ERRORS, ERRORS = 4.0, 2.0  # standard errors of the difference that it is to be beyond
 
 
 class Gate:
@@ -220,16 +222,20 @@ class Gate:
     def __init__(self) -> None:
         self.with_guesses = True
         self._steps = 0
+        self._is_new = True
         self._before = Timed(0, 0, 0, 0)
         self._forget()
 
     def _forget(self) -> None:
+        self._windows = 0
         self._weight = self._weight_of_squares = 0.0  # of windows, the older the less
         self._usual_ns = self._gained_ns = self._squares = 0.0  # sums: of the usual kind, of what the other one gained
 
     @property
     def every(self) -> int:
         """Of so many steps one is of the other kind; what loses is tried in less than a hundredth of them."""
+        if self._is_new:
+            return ODD_FIRST
         return ODD_WITH if self.with_guesses else ODD_WITHOUT
 
     def next(self) -> bool:
@@ -253,12 +259,15 @@ class Gate:
         self._usual_ns = kept * self._usual_ns + usual_ns
         self._gained_ns = kept * self._gained_ns + gained_ns
         self._squares = kept * self._squares + gained_ns * gained_ns
-        if self._weight < TRY_WINDOWS:
+        self._windows += 1
+        if self._windows < EARLY_WINDOWS:
             return False
+        self._is_new = False
         usual, gained = self._usual_ns / self._weight, self._gained_ns / self._weight
         variance = max(0.0, self._squares / self._weight - gained * gained)
         error = math.sqrt(variance * self._weight_of_squares) / self._weight
-        if gained <= MARGIN * usual + ERRORS * error:
+        errors = EARLY_ERRORS if self._windows < TRY_WINDOWS else ERRORS
+        if gained <= MARGIN * usual + errors * error:
             return False
         self.with_guesses = not self.with_guesses
         self._forget()

@@ -21,7 +21,7 @@ from engine.ground.protocol import Error, Event, Generate, Tokens
 from engine.ground.sampling import Sampling
 from engine.ops.cuda.landing import FIRST_TARGET, SLOTS, Counts
 from engine.placing.division import Costs
-from engine.placing.guesses import ODD_WITH, ODD_WITHOUT, Timed
+from engine.placing.guesses import EARLY_WINDOWS, ODD_FIRST, ODD_WITH, ODD_WITHOUT, Timed
 from engine.running import misses, warm
 from engine.running.decoding import Nothing
 from engine.running.landing import Guesses
@@ -150,6 +150,7 @@ def in_graphs(engine: Engine) -> set[tuple[bool, bool]]:
 def test_steps_that_are_off_have_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what they take; each kind is captured when it is needed first, and one in some is of the other."""
     monkeypatch.setattr("engine.placing.guesses.ODD_WITHOUT", 10)
+    monkeypatch.setattr("engine.placing.guesses.ODD_FIRST", 100)
     plain = opened(tiny_path("laguna"), "off")
     expected, lengths = said_by(plain, 9, 20, 41), (9, 20, 41)
     before = plain.stats()
@@ -161,7 +162,7 @@ def test_steps_that_are_off_have_no_guesses(monkeypatch: pytest.MonkeyPatch) -> 
     assert said_by(engine, lengths[0]) == expected[:1]
     first = counts(wait=True)
     assert first.made > 0 and first.timed.without == 0 and in_graphs(engine) == {(False, True)}
-    guesses.gate.with_guesses, guesses.gate._steps = False, 0
+    guesses.gate.with_guesses, guesses.gate._steps, guesses.gate._is_new = False, 0, False
     assert said_by(engine, lengths[1]) == expected[1:2]
     second = counts(wait=True)
     assert second.made == first.made and second.timed.with_ == first.timed.with_
@@ -336,10 +337,10 @@ def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCap
         return n_with / n
 
     with caplog.at_level("INFO"):
-        assert run(40 * ODD_WITH, 2000, 2500) == 1 - 1 / ODD_WITH  # too few to know
-        assert guesses.stats()["on"] and guesses.stats()["steps"] == 600
+        assert run((EARLY_WINDOWS - 1) * ODD_FIRST, 2000, 2500) == 1 - 1 / ODD_FIRST  # too few to know
+        assert guesses.stats()["on"] and guesses.stats()["steps"] == (EARLY_WINDOWS - 1) * (ODD_FIRST - 1)
         assert (guesses.stats()["without_us"], guesses.stats()["with_us"]) == (2000.0, 2500.0)
-        run(60 * ODD_WITH, 2000, 2500)
+        run(2 * ODD_FIRST, 2000, 2500)
         assert not guesses.stats()["on"] and guesses.kinds == (False, True)
         assert run(20 * ODD_WITHOUT, 2000, 2500) == 1 / ODD_WITHOUT < 0.01
         assert run(300 * ODD_WITHOUT, 2000, 1800) > 0.5  # what misses is another thing now
