@@ -25,11 +25,12 @@ from benchmarks import (  # noqa: E402
     kv_results,
     misses_results,
     mutant_results,
+    readme_results,
     robustness,
     server_results,
 )
 from benchmarks.markdown import Json, origin, percent, spread, table  # noqa: E402
-from engine.placing.policies import POLICIES as RUNGS  # noqa: E402
+from benchmarks.readme_results import FAMILIES, NAMES, misses_of  # noqa: E402
 from engine.placing.policies import UNIFORM  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
@@ -87,14 +88,6 @@ run hold, absolute times are of that day.
 """
 
 
-NAMES = {each.name: each.label for each in RUNGS} | {"belady": "bound (Belady)"}
-
-
-def misses_of(row: Json) -> str:
-    """Misses a token, and the interval around them."""
-    if row["misses_low"] is None or not row["misses_per_token"]:
-        return f"{row['misses_per_token']:.2f}"
-    return f"{row['misses_per_token']:.2f} ({row['misses_low']:.2f} to {row['misses_high']:.2f})"
 
 
 def ladder(report: Json) -> list[str]:
@@ -436,7 +429,6 @@ def soak(name: str, made: Json) -> list[str]:
     return ["## Soak", "", *origin(name, made), text, "", f"Growth from the second quarter to the last: {grown}.", ""]
 
 
-FAMILIES = {"laguna": "Laguna-XS.2", "qwen36": "Qwen3.6-35B-A3B"}
 DENSE = {"dense": "Qwen3.6-27B"}
 MIXTURES = {"q4": "Q4_K_M", "q3": "Q3_K_M", "iq2": "UD-IQ2_XXS"}
 # Of a measurement that has a file of its own.
@@ -502,65 +494,6 @@ SECTIONS = {
 }
 
 
-def readme_table(made: Json) -> list[str]:
-    """Misses a token of each policy, a column for each residency."""
-    report = made["results"]["validate"]
-    parts = report["residencies"]
-    rows = []
-    for i, row in enumerate(parts[0]["rows"]):
-        same = [part["rows"][i]["identical_tokens"] for part in parts]
-        rows.append([NAMES[row["policy"]], *(misses_of(part["rows"][i]) for part in parts),
-                     "" if None in same else "yes" if all(same) else "NO"])  # fmt: skip
-    return [
-        f"Misses a token on held-out sessions of the bundled model ({report['generated_tokens']:,} generated tokens of "
-        f"{report['sessions']} sessions, 24 uses each; 95% intervals; {report['prompts']} prompts served; "
-        "[RESULTS.md](RESULTS.md)):",
-        "",
-        *table(["policy", *(f"{part['residency_pct']:g}% resident" for part in parts), "same tokens"], rows),
-        *(f"At {part['residency_pct']:g}%: {part['verdict']}.  " for part in parts),
-        "",
-    ]
-
-
-def gpu_table(made: dict[str, Json]) -> list[str]:
-    """Speed on the GPU for the README, of what has been measured."""
-    rows = []
-    if "decode.json" in made:
-        report = made["decode.json"]
-        rows += [[f"decode at depth {r['depth_tokens']:,}, all resident", spread(r["decode_tokens_per_s"], 1)]
-                 for r in report.get("all_resident", [])]  # fmt: skip
-        rows += [
-            [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed",
-             spread(r["decode_tokens_per_s"], 1)]
-            for r in report.get("curve", [])
-            if round(r["miss_pct"], 1) in (0, 1, 6.6, 20) and misses_results.is_plain(r)
-        ]  # fmt: skip
-    if "prefill.json" in made:
-        rows += [[f"prefill of {r['prompt_tokens']:,}, {r['residency_pct']:.0f}% resident",
-                  spread(r["prefill_tokens_per_s"])] for r in made["prefill.json"]["prompts"]]  # fmt: skip
-    for key, model in FAMILIES.items():
-        for r in made.get(f"decode-{key}.json", {}).get("all_resident", []):
-            rows.append([f"{model}, decode at depth {r['depth_tokens']:,}", spread(r["decode_tokens_per_s"], 1)])
-    if not rows:
-        return []
-    one = made.get("decode.json") or made["prefill.json"]
-    about = f"{one['model']} ({one['model_bytes'] / 2**30:.1f} GiB) on one {one['host']['gpu']}, batch 1:"
-    return [about, "", *table(["", "tokens/s"], rows), *real_policies(made.get("decode-policies.json"))]
-
-
-def real_policies(made: Json | None) -> list[str]:
-    """What policies make of sessions that they were not fitted to, on the GPU."""
-    if made is None:
-        return []
-    speed = {(r["residency_pct"], r["policy"]): spread(r["decode_tokens_per_s"], 1) for r in made["policies"]}
-    percents, served = (list(dict.fromkeys(key)) for key in zip(*speed, strict=True))
-    text = "The same, tokens/s under real policies on sessions of the model of routing that they were not fitted to:"
-    return [text, "", *table(
-        ["policy", *(f"{percent:g}% resident" for percent in percents)],
-        [[NAMES[policy], *(speed[percent, policy] for percent in percents)] for policy in served],
-    )]  # fmt: skip
-
-
 def documents() -> dict[Path, str]:
     """The files that are rendered, and what they should hold."""
     made = {name: json.loads((RESULTS / name).read_text()) for name in SECTIONS if (RESULTS / name).exists()}
@@ -571,7 +504,7 @@ def documents() -> dict[Path, str]:
     readme, faults = ROOT / "README.md", ROOT / "docs" / "mutation.md"
     rendered = {
         ROOT / "RESULTS.md": "\n".join(lines),
-        readme: between(readme, BEGIN, END, [*gpu_table(made), *readme_table(made["pipeline.json"])]),
+        readme: between(readme, BEGIN, END, readme_results.tables(made)),
     }
     if (planted := RESULTS / "mutants.json").exists():
         lines = mutant_results.page(json.loads(planted.read_text()))

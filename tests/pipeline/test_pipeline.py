@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as QType
 
-from benchmarks import render
+from benchmarks import readme_results, render
 from engine.formats import profile as profiles
 from engine.formats.gguf import open_model
 from engine.formats.gguf_header import StringArray
@@ -557,7 +557,7 @@ def test_report_has_the_keys_of_its_format(ladder: validate.ValidateReport) -> N
 
 def test_the_readme_shows_every_residency(ladder: validate.ValidateReport) -> None:
     made = {"results": {"validate": json.loads(json.dumps(ladder.to_json()))}}
-    text = "\n".join(render.readme_table(made))
+    text = "\n".join(readme_results.quality(made))
     assert "| policy | 60% resident | 30% resident | same tokens |" in text
     assert text.count("| yes |") == 4 and "NO" not in text
     spark = ladder.ladders[1].rows[4]
