@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +51,23 @@ FLOAT_BITS = {
 }
 
 Tensor = np.ndarray | tuple[np.ndarray, QType] | QTensor
+# Where the processes of a test session find what another has quantized; None: nothing is kept.
+kept_in: Path | None = None
+
+
+def quantized(values: np.ndarray, qtype: QType, name: str) -> np.ndarray:
+    """What `quantize` makes of them, once for all tests: most models of theirs have the same few sets of values."""
+    if kept_in is None or qtype in FLOAT_BITS or values.size < 1 << 12:
+        return quantize(values, qtype, name=name)
+    x = np.ascontiguousarray(values, np.float32)
+    key = hashlib.sha1(repr((x.shape, qtype.name)).encode() + x.tobytes(), usedforsecurity=False).hexdigest()
+    path = kept_in / key
+    if not path.exists():
+        made = quantize(x, qtype, name=name)
+        own = path.with_suffix(f".{os.getpid()}")
+        made.tofile(own)
+        own.replace(path)
+    return np.fromfile(path, np.uint8).reshape(*x.shape[:-1], row_bytes(qtype, x.shape[-1], name))
 
 
 def write_gguf(
@@ -69,7 +88,7 @@ def write_gguf(
             writer.add_tensor(name, data, raw_dtype=tensor.qtype)
         else:
             array, qtype = tensor if isinstance(tensor, tuple) else (tensor, QType.F32)
-            writer.add_tensor(name, quantize(array, qtype, name=name), raw_dtype=qtype)
+            writer.add_tensor(name, quantized(array, qtype, name), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

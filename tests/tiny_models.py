@@ -31,7 +31,7 @@ from tests.gguf_files import random_blocks, write_gguf
 
 __all__ = [
     "ALL_F32", "BLOCK_TYPES", "MODELS", "everything", "float_logits", "k_quant_mix", "nmse", "random_path",
-    "read_weights", "tiny_path", "transformers_choices", "transformers_logits", "write_tiny",
+    "read_weights", "tiny", "tiny_path", "transformers_choices", "transformers_logits", "write_tiny",
 ]  # fmt: skip
 
 Tensors = dict[str, np.ndarray]
@@ -79,6 +79,20 @@ def fuse(tensors: Tensors, *kinds: tuple[str, tuple[str, ...]]) -> Tensors:
     return out
 
 
+def tiny(arch: str, seed: int = 0, **changes: Any) -> tuple[Any, Tensors]:
+    """`tiny` of an architecture: configuration and tensors, which are drawn once for the tests that take the same."""
+    config, tensors = _drawn(arch, seed, tuple(sorted(changes.items())))
+    return config, dict(tensors)
+
+
+@functools.lru_cache(maxsize=12)
+def _drawn(arch: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> tuple[Any, Tensors]:
+    config, tensors = models.find(arch).tiny(np.random.default_rng(seed), **dict(changes))
+    for values in tensors.values():
+        values.flags.writeable = False
+    return config, tensors
+
+
 def write_tiny(
     path: Path, types=ALL_F32, seed: int = 0, arch: ModuleType = qwen3moe, variant: dict[str, Any] | None = None,
     fused: tuple[tuple[str, tuple[str, ...]], ...] | None = None, **smaller: int,
@@ -88,7 +102,7 @@ def write_tiny(
     variant: fields of its configuration that are to be other than in `tiny`. fused: tensors that are in one, as the
     published converter has them by default. smaller: fields that are to be less; tensors are cut to fit.
     """
-    config, tensors = arch.tiny(np.random.default_rng(seed), **(variant or {}))
+    config, tensors = tiny(arch.ARCH, seed, **(variant or {}))
     config = replace(config, **smaller)
     tensors = {name: tensors[name][tuple(map(slice, shape))] for name, shape in config.tensors().items()}
     tensors = fuse(tensors, *(FUSED.get(arch.ARCH, ()) if fused is None else fused))

@@ -22,7 +22,7 @@ from engine.running.dryrun import plan_only
 from engine.running.loaded import load
 from engine.running.stepping import Span
 from tests.gguf_files import write_gguf
-from tests.tiny_models import ALL_F32, everything, nmse, read_weights, tiny_path, transformers_logits, write_tiny
+from tests.tiny_models import ALL_F32, everything, nmse, read_weights, tiny, tiny_path, transformers_logits, write_tiny
 
 Q8 = everything(QType.Q8_0)
 TOKENS = np.random.default_rng(9).integers(0, 301, 40).astype(np.int32)
@@ -40,7 +40,7 @@ def logits(path: Path) -> np.ndarray:
 
 def written(path: Path, arch: str, more: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
     """A tiny model with other keys; `tensors` replace or join its own."""
-    config, own = models.find(arch).tiny(np.random.default_rng(0))
+    config, own = tiny(arch)
     metadata = {"general.architecture": arch, **config.metadata()} | {f"{arch}.{key}": v for key, v in more.items()}
     write_gguf(path, metadata, own | (tensors or {}))
     return path
@@ -132,7 +132,7 @@ def test_a_tensor_that_is_there_alone_and_fused_is_refused(tmp_path: Path) -> No
 
 def test_a_vector_may_be_a_matrix_of_one_row(tmp_path: Path) -> None:
     """As converters write the gate of shared experts; the model's id, which profiles hold, is the same."""
-    _, own = models.find("qwen35moe").tiny(np.random.default_rng(0))
+    _, own = tiny("qwen35moe")
     gates = {name: values[None] for name, values in own.items() if "ffn_gate_inp_shexp" in name}
     assert gates
     path = written(tmp_path / "x.gguf", "qwen35moe", {}, gates)

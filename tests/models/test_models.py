@@ -26,6 +26,7 @@ from tests.tiny_models import (
     nmse,
     random_path,
     read_weights,
+    tiny,
     tiny_path,
     transformers_choices,
     transformers_logits,
@@ -138,7 +139,7 @@ def test_factors_beside_a_matrix_multiply_its_products(name: str) -> None:
 
 
 def test_a_factor_is_of_an_nvfp4_matrix_and_of_its_shape(tmp_path: Path) -> None:
-    config, tensors = models.find("qwen3moe").tiny(np.random.default_rng(1))
+    config, tensors = tiny("qwen3moe", 1)
     metadata, key = {"general.architecture": "qwen3moe", **config.metadata()}, "blk.1.ffn_up_exps"
     one, each = np.ones(1, np.float32), np.ones(config.n_expert, np.float32)
     assert f"{key}.scale is not part of qwen3moe" in str(refused(tmp_path, metadata, tensors | {f"{key}.scale": each}))
@@ -249,7 +250,7 @@ def refused(path: Path, metadata: dict[str, Any], tensors: dict[str, Any]) -> Sp
 
 @pytest.mark.parametrize("arch", models.known())
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, arch: str) -> None:
-    config, tensors = models.find(arch).tiny(np.random.default_rng(1))
+    config, tensors = tiny(arch, 1)
     metadata = {"general.architecture": arch, **config.metadata()}
     layer = config.kv_groups[0].layers[0]
     broken = dict(tensors)
@@ -300,14 +301,14 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, arch: str) -> N
 def test_what_is_not_implemented_is_refused_by_name(
     tmp_path: Path, arch: str, key: str, value: Any, message: str
 ) -> None:
-    config, tensors = models.find(arch).tiny(np.random.default_rng(1))
+    config, tensors = tiny(arch, 1)
     metadata = {"general.architecture": arch, **config.metadata()} | {f"{arch}.{key}": value}
     assert message in str(refused(tmp_path, metadata, tensors))
 
 
 def test_what_text_does_not_need_is_skipped(tmp_path: Path) -> None:
     """Blocks that predict further tokens, and a vision encoder in the same file."""
-    config, tensors = models.find("qwen35").tiny(np.random.default_rng(0))
+    config, tensors = tiny("qwen35")
     metadata = {"general.architecture": "qwen35", **config.metadata()}
     metadata |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     last = {name.replace("blk.2.", "blk.4."): value for name, value in tensors.items() if name.startswith("blk.2.")}
