@@ -34,7 +34,7 @@ PROMPT = np.random.default_rng(50).integers(0, 301, 97).astype(np.int32)
 
 def config(path: Path, **options: Any) -> EngineConfig:
     return EngineConfig(
-        **{"model": path, "device": "cuda", "threads": 2, "ctx_tokens": 130, "chunk_tokens": 40, "poison": True}
+        **{"model": path, "device": "cuda", "threads": 1, "ctx_tokens": 130, "chunk_tokens": 40, "poison": True}
         | options
     )
 

@@ -37,7 +37,7 @@ N_TOKENS = 24
 
 @pytest.fixture(scope="module", params=models.known())
 def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
-    made = load(EngineConfig(model=tiny_path(request.param), device="cpu", threads=2, ctx_tokens=400, chunk_tokens=64))
+    made = load(EngineConfig(model=tiny_path(request.param), device="cpu", threads=1, ctx_tokens=400, chunk_tokens=64))
     yield made
     made.close()
     assert made.kv.free_blocks == made.kv.n_blocks

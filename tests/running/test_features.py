@@ -34,7 +34,7 @@ def fed(loaded: Loaded) -> tuple[list[np.ndarray], list[np.ndarray | None], list
 
 @pytest.mark.parametrize("name", models.known())
 def test_features_are_what_leaves_a_layer(name: str) -> None:
-    made = load(EngineConfig(model=tiny_path(name), device="cpu", threads=2, ctx_tokens=128, chunk_tokens=64))
+    made = load(EngineConfig(model=tiny_path(name), device="cpu", threads=1, ctx_tokens=128, chunk_tokens=64))
     plain, nothing, _ = fed(made)
     assert made.forward.buffers.features is None and nothing == [None] * len(CHUNKS)
     last = made.forward.config.n_layer - 1

@@ -26,7 +26,7 @@ N_TOKENS = 16
 
 
 def opened(arch: str, **options: Any) -> Loaded:
-    config: dict[str, Any] = {"ctx_tokens": 130, "chunk_tokens": 64, "threads": 2, "draft": "off"} | options
+    config: dict[str, Any] = {"ctx_tokens": 130, "chunk_tokens": 64, "threads": 1, "draft": "off"} | options
     return load(EngineConfig(model=tiny_path(arch), device="cpu", **config))
 
 

@@ -28,7 +28,7 @@ SAMPLING = [Sampling(), Sampling(0.9, seed=4)]
 
 
 def options(arch: str = "qwen3moe", **more: Any) -> EngineConfig:
-    settings: dict[str, Any] = {"ctx_tokens": 130, "chunk_tokens": 64, "threads": 2, "draft": "off", "device": "cpu"}
+    settings: dict[str, Any] = {"ctx_tokens": 130, "chunk_tokens": 64, "threads": 1, "draft": "off", "device": "cpu"}
     return EngineConfig(tiny_path(arch), **settings | {"policy": "spark", "residency_pct": 40, "poison": True} | more)
 
 

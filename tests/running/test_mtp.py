@@ -27,7 +27,7 @@ N_TOKENS = 20
 
 
 def loaded_for(arch: str, **options: Any) -> Loaded:
-    config: dict[str, Any] = {"ctx_tokens": 300, "chunk_tokens": 64, "threads": 2} | options
+    config: dict[str, Any] = {"ctx_tokens": 300, "chunk_tokens": 64, "threads": 1} | options
     return load(EngineConfig(**{"model": block_path(arch), "device": "cpu", "draft": "mtp"} | config))
 
 

@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def opened(model: Path, **options) -> Loaded:
-    return load(EngineConfig(model=model, device="cpu", threads=2, ctx_tokens=600, chunk_tokens=CHUNK, **options))
+    return load(EngineConfig(model=model, device="cpu", threads=1, ctx_tokens=600, chunk_tokens=CHUNK, **options))
 
 
 def feed(loaded: Loaded, sequence: Sequence, tokens: np.ndarray, remember: bool = True) -> np.ndarray:

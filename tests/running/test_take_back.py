@@ -24,7 +24,7 @@ PROMPT = 75  # longer than the windows of the tiny models
 @pytest.fixture(scope="module", params=models.known())
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     path = write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", k_quant_mix, arch=models.find(request.param))
-    made = load(EngineConfig(model=path, device="cpu", threads=2, ctx_tokens=600, chunk_tokens=64))
+    made = load(EngineConfig(model=path, device="cpu", threads=1, ctx_tokens=600, chunk_tokens=64))
     yield made
     assert made.kv.free_blocks == made.kv.n_blocks
     made.close()

@@ -232,7 +232,7 @@ def test_a_file_that_was_replaced_is_told(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    made = Engine(EngineConfig(model=NANO, device="cpu", threads=2, ctx_tokens=512, chunk_tokens=128))
+    made = Engine(EngineConfig(model=NANO, device="cpu", threads=1, ctx_tokens=512, chunk_tokens=128))
     yield made
     made.close()
 

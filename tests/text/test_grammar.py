@@ -417,7 +417,7 @@ def test_a_schema_that_is_none_ends_in_a_refusal_or_a_grammar(schema: Any, form:
 
 @pytest.fixture(scope="module")
 def engine():
-    made = Engine(EngineConfig(model=NANO, device="cpu", threads=2, ctx_tokens=512, chunk_tokens=128))
+    made = Engine(EngineConfig(model=NANO, device="cpu", threads=1, ctx_tokens=512, chunk_tokens=128))
     yield made
     assert made.loaded.kv.free_blocks == made.loaded.kv.n_blocks
     made.close()
@@ -551,7 +551,7 @@ def test_a_device_draws_as_the_host_would(
 
     monkeypatch.setattr(DeviceDrawer, "draw", compared)
     model = write_tiny(tmp_path / "tiny.gguf", k_quant_mix, n_layer=2, n_expert_used=3)
-    made = Engine(EngineConfig(model=model, device="cuda", threads=2, ctx_tokens=130, chunk_tokens=40, poison=True))
+    made = Engine(EngineConfig(model=model, device="cuda", threads=1, ctx_tokens=130, chunk_tokens=40, poison=True))
     vocabulary = Vocabulary(Bytes(), made.loaded.source.config.n_vocab)  # type: ignore[arg-type]
     made.loaded.forms.open = lambda text, stop: FormHere(begin(text, vocabulary, stop))  # type: ignore[assignment,method-assign]
     sampling = Sampling(temperature=temperature, top_p=0.95, repetition_penalty=1.2, seed=9)
