@@ -80,6 +80,13 @@ def _key_prefix() -> bytes:
     return b"\0".join([version, repr((FLAGS, cpu and cpu[0])).encode(), headers])
 
 
+def folder() -> Path:
+    """Where compiled modules are kept from one run of the tests to the next."""
+    found = Path(tempfile.gettempdir()) / f"spark-cuda-emulator-{os.getuid()}"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
 def compile_module(module: Module, effort: str = "-O1") -> Path:
     """The shared library of a module, from the cache in the folder for temporary files or from g++.
 
@@ -87,12 +94,10 @@ def compile_module(module: Module, effort: str = "-O1") -> Path:
     """
     text = f'#include "runtime.h"\n{library.source(module, (EMULATOR, kernels()))}\n'
     key = hashlib.sha256(b"\0".join([_key_prefix(), effort.encode(), text.encode()])).hexdigest()[:32]
-    folder = Path(tempfile.gettempdir()) / f"spark-cuda-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{Path(module.file).stem}-{key}.so"
+    path = folder() / f"{Path(module.file).stem}-{key}.so"
     if path.exists():
         return path
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
         stem = Path(work) / "module"
         _run(module, ["g++", "-E", *FLAGS, f"-I{EMULATOR}", "-x", "c++", "-", "-o", f"{stem}.ii"], text)
         preprocessed = Path(f"{stem}.ii").read_text()
