@@ -115,8 +115,8 @@ def test_an_entry_that_loses_is_tried_again_later_and_later_and_in_the_end_never
     """Single misses lose a little, and others gain: that is all that is left to PCIe."""
     gate, tally, now_s, tried = MissGate(IN_ROWS, N_USED), Tally(), 0.0, list[float]()
     single_us, before = IN_ROWS.amount(320) * 60, gate.table
-    for _ in range(200_000):
-        now_s += 0.01
+    for _ in range(100_000):
+        now_s += 0.02
         if gate.table[1] != NOTHING and (not tried or now_s - tried[-1] > 20):
             tried.append(now_s)
         tally = with_rows(tally, 4 * (gate.table[1] != NOTHING), 320, waited_us=4.0 * single_us * 0.9)
@@ -298,8 +298,8 @@ def test_what_it_says_is_in_order(
 def test_what_a_fault_costs_is_bounded(fault: tuple[int, int], missed: tuple[int, ...]) -> None:
     """us that are lost until it is off for good: a job that nobody claims costs the bound."""
     gate, tally, now_s, lost_us = MissGate(COSTS, N_USED), Tally(), 0.0, 0.0
-    for i in range(100_000):
-        now_s += 0.01
+    for i in range(25_000):
+        now_s += 0.04
         if gate.state == "on":
             lost_us += fault[1] * gate.bound_us
             tally = plus(tally, *fault, waited_us=fault[1] * gate.bound_us, missed=missed[i % len(missed)])
@@ -312,8 +312,8 @@ def test_what_a_fault_costs_is_bounded(fault: tuple[int, int], missed: tuple[int
 def test_what_late_answers_cost_is_bounded(costs: Costs, missed: tuple[int, ...]) -> None:
     """Each job is waited for twice as long as PCIe takes for it: some windows a try, four tries, and never again."""
     gate, tally, now_s, lost_us = MissGate(costs, N_USED), Tally(), 0.0, 0.0
-    for i in range(200_000):
-        now_s, n = now_s + 0.01, missed[i % len(missed)]
+    for i in range(50_000):
+        now_s, n = now_s + 0.04, missed[i % len(missed)]
         experts, rows = gate.table[n]
         part = Part(1, experts, int(rows > 0), rows)
         if part.jobs:

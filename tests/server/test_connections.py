@@ -288,7 +288,7 @@ def test_who_shuts_his_side_after_the_request_gets_the_answer(slow_one: Running,
 
 @pytest.fixture(scope="module")
 def slow_one() -> Iterator[Running]:
-    with running(fake(step_s=0.02)) as made:
+    with running(fake(step_s=0.01)) as made:
         yield made
 
 
