@@ -37,19 +37,20 @@ def parts(arch: str, own: bool = True, **changes: Any) -> tuple[Any, dict[str, A
 
 
 @functools.cache
-def block_path(arch: str, types: Any = k_quant_mix, own: bool = True, n_vocab: int = 301) -> Path:
-    """Such a model in a file; written once for all tests."""
-    _, metadata, tensors = parts(arch, own, n_vocab=n_vocab)
+def block_path(arch: str, types: Any = k_quant_mix, own: bool = True, **changes: int) -> Path:
+    """Such a model in a file, with other fields than `tiny` has; written once for all tests."""
+    _, metadata, tensors = parts(arch, own, **changes)
     path = Path(tempfile.mkdtemp(dir=_folder.name)) / f"{arch}.gguf"
     write_gguf(path, metadata, {name: (v, fitting(types(name), v.shape[-1])) for name, v in tensors.items()})
     return path
 
 
 def apart(
-    folder: Path, arch: str, types: Any = k_quant_mix, own: bool = True, name: str = "mtp-tiny.gguf", ends: bool = True
-) -> tuple[Path, Path]:
+    folder: Path, arch: str, types: Any = k_quant_mix, own: bool = True, name: str = "mtp-tiny.gguf",
+    ends: bool = True, **changes: int,
+) -> tuple[Path, Path]:  # fmt: skip
     """The same model in two files of a folder: without the block, and the block; ends: with the model's ends."""
-    config, metadata, tensors = parts(arch, own)
+    config, metadata, tensors = parts(arch, own, **changes)
     typed = {n: (v, fitting(types(n), v.shape[-1])) for n, v in tensors.items()}
     block = {n: v for n, v in typed.items() if n.startswith(f"blk.{config.n_layer}.")}
     model = {n: v for n, v in typed.items() if n not in block}

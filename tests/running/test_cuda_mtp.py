@@ -31,6 +31,12 @@ from tests.tiny_models import nmse
 pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.slow]
 
 TOKENS = np.random.default_rng(50).integers(0, 301, 60).astype(np.int32)
+# Every kind of layer, and no more of it than emulation has time for.
+LESS = {"qwen35": {"n_ff": 512}, "qwen35moe": {"n_expert_used": 2, "n_ff_shared": 256}}
+
+
+def small(arch: str, own: bool = True, **more: int) -> Path:
+    return block_path(arch, own=own, **LESS[arch], **more)
 
 
 def drafted(loaded: Loaded, chunks: list[int]) -> tuple[tuple[int, ...], np.ndarray]:
@@ -55,7 +61,7 @@ def drafted(loaded: Loaded, chunks: list[int]) -> tuple[tuple[int, ...], np.ndar
 ])  # fmt: skip
 def test_drafts_are_near_those_of_the_cpu(arch: str, residency: int, warm: bool) -> None:
     """In long steps, small and captured ones, and where the model's own experts are brought in."""
-    path, chunks = block_path(arch, own=False), [40, 9, 1, 1]
+    path, chunks = small(arch, own=False), [40, 9, 1, 1]
     cpu = load(config(path, device="cpu", draft="mtp"))
     (tokens, expected), options = drafted(cpu, chunks), {"residency_pct": residency}
     cuda = load(config(path, draft="mtp", **options))
@@ -71,7 +77,7 @@ def test_drafts_are_near_those_of_the_cpu(arch: str, residency: int, warm: bool)
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_the_plan_has_the_block(arch: str) -> None:
-    path = block_path(arch)
+    path = small(arch)
     options: dict[str, Any] = {"ctx_tokens": 130, "chunk_tokens": 40}
     plain, found = (dryrun.plan_only(EngineConfig(path, "cuda", draft=draft, **options)) for draft in ("off", "mtp"))
     loaded = load(config(path, draft="mtp"))
@@ -85,7 +91,7 @@ def test_the_plan_has_the_block(arch: str) -> None:
 
 @pytest.mark.parametrize("residency", [100, 40])
 def test_drafts_change_no_token(residency: int) -> None:
-    loaded = load(config(block_path("qwen35moe"), residency_pct=residency, draft="mtp"))
+    loaded = load(config(small("qwen35moe"), residency_pct=residency, draft="mtp"))
     prompts, sampling = [TOKENS[:9], TOKENS[20:25]], [Sampling(), Sampling(0.9, seed=4)]
     expected = said(loaded, loaded.decoder, prompts, sampling, 6)
     for decoder in (Telling(loaded, 3), Telling(loaded, 3, expected)):
@@ -102,7 +108,7 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
     vectors, nor where a draw depends on the last.
     """
     monkeypatch.setattr(mtp, "TIMED_CHAINS", 0)
-    path = block_path(arch, n_vocab=304)
+    path = small(arch, n_vocab=304)
     options: dict[str, Any] = {"residency_pct": residency, "policy": "lru"} if arch == "qwen35moe" else {}
     penalized = Sampling(0.7, seed=5, frequency_penalty=0.4)
     requests = [
@@ -184,7 +190,7 @@ def test_what_is_under_way_changes_no_token(monkeypatch: pytest.MonkeyPatch, arc
 def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp, "SHORT_HEAD", 200)
     monkeypatch.setattr(mtp, "SOON", 0.05)
-    loaded = load(config(block_path("qwen35", n_vocab=304), draft="mtp"))
+    loaded = load(config(small("qwen35", n_vocab=304), draft="mtp"))
     predictor, device, sequence = loaded.predictor, loaded.backend.device, loaded.kv.sequence()
     assert predictor is not None
     history: list[int] = []
@@ -222,9 +228,9 @@ def test_a_short_head_drafts_for_text_of_its_tokens(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path: Path) -> None:
-    model, path = apart(tmp_path, "qwen35moe")
+    model, path = apart(tmp_path, "qwen35moe", **LESS["qwen35moe"])
     found = []
-    for of, draft in ((block_path("qwen35moe"), "mtp"), (model, "mtp"), (model, str(path))):
+    for of, draft in ((small("qwen35moe"), "mtp"), (model, "mtp"), (model, str(path))):
         loaded = load(config(of, draft=draft, residency_pct=40))
         tokens, logits = drafted(loaded, [40, 8, 1])
         plan = loaded.plan()
@@ -238,7 +244,7 @@ def test_a_block_in_a_file_of_its_own_has_the_bits_of_one_in_the_models(tmp_path
 def test_auto_loads_without_a_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `auto` has blocks: what was left out when the device was shared out is nowhere afterwards."""
     monkeypatch.setattr(draft_files, "AUTO_HAS_BLOCKS", True)
-    loaded = load(config(block_path("qwen35moe"), draft="auto"))
+    loaded = load(config(small("qwen35moe"), draft="auto"))
     assert loaded.predictor is not None and loaded.source.drafts.is_found
     drafts_bytes = loaded.plan()["drafts_bytes"]
     loaded.close()
@@ -250,10 +256,10 @@ def test_auto_loads_without_a_block_that_does_not_fit(monkeypatch: pytest.Monkey
         return decide(sharing, *arguments)
 
     monkeypatch.setattr(dryrun.Sharing, "_decide", full)
-    loaded = load(config(block_path("qwen35moe"), draft="auto"))
+    loaded = load(config(small("qwen35moe"), draft="auto"))
     assert loaded.predictor is None and loaded.forward.block is None and loaded.drafts is not None
     assert loaded.source.warnings == ("no block drafts, since with it there is no plan: it is too much",)
     assert loaded.plan()["drafts_bytes"] == 0 < drafts_bytes
     loaded.close()
     with pytest.raises(CapacityError):
-        load(config(block_path("qwen35moe"), draft="mtp"))
+        load(config(small("qwen35moe"), draft="mtp"))
