@@ -165,7 +165,7 @@ class Expected:
         return profiles.format(replace(found, created="")) == profiles.format(replace(self.profile, created=""))
 
 
-def on_one_machine(folder: Path, n_tokens: int = 16_000) -> Expected:
+def on_one_machine(folder: Path, n_tokens: int) -> Expected:
     """Count with one daemon."""
     tokens = write_tokens(folder, n_tokens)
     options = calibrate.CalibrateOptions(tokens, folder / "one.csv", trace_dir=folder / "one")

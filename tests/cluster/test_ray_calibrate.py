@@ -23,8 +23,8 @@ from tests.command_line import NANO, none_left, spark
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    return clusters.on_one_machine(tmp_path_factory.mktemp("one"))
+def expected(one_machine: Callable[[int], Expected]) -> Expected:
+    return one_machine(16_000)
 
 
 @pytest.fixture(scope="module")

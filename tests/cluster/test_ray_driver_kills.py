@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ RUNS = 2  # benchmarks/cluster_kills.py does ten
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    return clusters.on_one_machine(tmp_path_factory.mktemp("one"))
+def expected(one_machine: Callable[[int], Expected]) -> Expected:
+    return one_machine(16_000)
 
 
 @pytest.fixture(scope="module")

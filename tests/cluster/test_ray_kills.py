@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ PER_TEST = 6
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    return clusters.on_one_machine(tmp_path_factory.mktemp("one"))
+def expected(one_machine: Callable[[int], Expected]) -> Expected:
+    return one_machine(16_000)
 
 
 @pytest.fixture(scope="module")

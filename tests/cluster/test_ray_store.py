@@ -6,7 +6,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    return clusters.on_one_machine(tmp_path_factory.mktemp("one"), 9_000)
+def expected(one_machine: Callable[[int], Expected]) -> Expected:
+    return one_machine(9_000)
 
 
 @pytest.fixture(scope="module")
