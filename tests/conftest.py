@@ -41,6 +41,9 @@ LONGEST = (
     "server/test_page.py", "models/test_sidecar.py", "ops/test_cuda_attention.py", "running/test_together.py",
     "commands/test_cli_signals.py", "ops/test_cuda_products.py", "memory/test_cuda_prefix.py", "server/test_serve.py",
     "pipeline/test_storage.py", "placing/test_plan.py", "ops/test_cuda_flash.py", "server/test_connections.py",
+    "extract/test_homes.py", "ops/test_cuda_recall.py", "commands/test_launch.py", "ops/test_cuda_long_jobs.py",
+    "models/test_nextn.py", "drafting/test_inspected.py", "serving/test_families.py", "running/test_restored.py",
+    "pipeline/test_bench.py", "text/test_forms.py", "daemon/test_client.py", "models/test_conventions.py",
 )  # fmt: skip
 
 
