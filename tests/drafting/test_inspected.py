@@ -15,7 +15,7 @@ from engine.ground.errors import SparkError
 from engine.running.inspection import inspect
 from tests.command_line import NANO, environment, refused, spark
 from tests.dflash_twin import DIALECTS, Shape, random_drafter, write_drafter
-from tests.formats.test_gguf_malformed import mutate
+from tests.formats.test_gguf_malformed import mutate, rewrite
 
 HIDDEN = environment(CUDA_VISIBLE_DEVICES="-1")
 SHAPE = Shape(window=100, own={"output": np.zeros((45, 256), np.float32), "d2t": np.arange(45)})
@@ -65,7 +65,7 @@ def test_mutated_headers_are_explained(tmp_path: Path) -> None:
     end = whole.index(b"blk.2.ffn_down.weight") + 100
     read = 0
     for _ in range(1500):
-        path.write_bytes(mutate(whole, end, rng))
+        rewrite(path, mutate(whole, end, rng))
         try:
             with open_header(path) as file:
                 report = inspect(file).report

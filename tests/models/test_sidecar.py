@@ -26,7 +26,7 @@ from engine.running.source import open_source
 from engine.running.stepping import Span
 from tests.command_line import environment, refused, spark
 from tests.dflash_twin import Shape, random_drafter, write_drafter
-from tests.formats.test_gguf_malformed import mutate
+from tests.formats.test_gguf_malformed import mutate, rewrite
 from tests.gguf_files import write_gguf
 from tests.nextn_models import FAMILIES, Twin, apart, block_path, parts, states
 from tests.telling import Telling, said
@@ -344,7 +344,7 @@ def test_mutated_headers_are_explained(tmp_path: Path) -> None:
         config = open_source(options(model, "off")).config
         arch = models.find("qwen35")
         for _ in range(1000):
-            path.write_bytes(mutate(whole, end, rng))
+            rewrite(path, mutate(whole, end, rng))
             try:
                 draft_files.find(replace(options(model), draft=str(path)), of, arch, config)
                 read += 1
