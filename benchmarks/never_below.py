@@ -214,7 +214,9 @@ class Bench:
     def __init__(self, o: argparse.Namespace, shape: Shape, config: EngineConfig, routes: Routes | None) -> None:
         self.o, self.shape, self.routes = o, shape, routes
         self.off = Side("off", config, o.case_seconds)
-        on = replace(config, cpu_experts=o.cpu_experts, guess="auto", replay_guesses=o.guesses_file)
+        on = replace(config, cpu_experts=o.cpu_experts, guess=o.guess)
+        if o.guess != "off":
+            on = replace(on, replay_guesses=o.guesses_file)
         self.on = Side("on", on, o.case_seconds)
         self.second = Side("second", replace(on, ctx_tokens=512), o.case_seconds)
         self.cpus = sorted(os.sched_getaffinity(0))
@@ -498,7 +500,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=16384, help="prompt tokens of the deep case")
     parser.add_argument("--beside", type=int, default=8192, help="tokens of the prompt that is read beside a reply")
     parser.add_argument("--residency", type=float, default=60.0, help="percent of the expert bytes")
-    parser.add_argument("--cpu-experts", default="auto", help="auto, or a number of threads")
+    parser.add_argument("--cpu-experts", default="auto", help="of the side that is on: auto, a number of threads, off")
+    parser.add_argument("--guess", default="auto", choices=("auto", "on", "off"), help="of the same side")
     parser.add_argument("--case-seconds", type=float, default=60.0, help="for a request, and to begin pairs of a case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--list", action="store_true", help="say what the cases are, and measure nothing")

@@ -210,6 +210,7 @@ class Case:
 
 
 CASES = (
+    Case("quiet", "nothing goes wrong: what the others are to be seen beside", with_reply=True),
     Case("stopped-before", "all CPU threads are stopped before a job, for good", stopped_before, with_reply=True),
     Case("stopped-within", f"CPU threads are stopped within a job for {1e3 * WITHIN_S:.0f} ms", stopped_within),
     Case("slowed", "the CPU computes experts at a quarter of its rate", slowed, with_reply=True),

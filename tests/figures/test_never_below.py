@@ -54,8 +54,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc and ptrace are
 # --- the list and the figures -------------------------------------------------------------------------
 
 
-def test_twenty_cases_say_what_they_are() -> None:
-    assert len(CASES) == len({case.name for case in CASES}) == 20
+def test_twenty_cases_and_a_quiet_one_say_what_they_are() -> None:
+    assert len(CASES) == len({case.name for case in CASES}) == 21
     for case in CASES:
         assert len(case.what) >= 20 and "\n" not in case.what and "," not in case.name
         assert case.begins(32) in ("with the reply", "at token 32", "when the last reply has begun")
