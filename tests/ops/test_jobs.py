@@ -320,7 +320,7 @@ def test_threads_sleep_and_find_what_is_posted_meanwhile(ring: Ring, pools: Any)
     pool.wake()
     done(ring, [e.job(y, [0])])
     until(lambda: pool.counts()["asleep"] == 3)
-    for awake_s in (0.3, 0.0):  # the second takes nothing from the first
+    for awake_s in (1.5, 0.0):  # the second takes nothing from the first
         pool.wake(awake_s)
         until(lambda: pool.counts()["asleep"] == 0)
         time.sleep(0.1)

@@ -269,7 +269,7 @@ def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
     for request in requests:
         engine.submit(request)
     assert said(drain(engine)) == expected
-    assert len(together) > 8 and not any(together)  # how many depends on how long steps take
+    assert together and not any(together)  # how many depends on how long steps take
     engine.submit(requests[0])
     events = drain(engine)  # alone there is a state to spare
     assert said(events)[1] == expected[1] and drafted(events)[0] > 0
