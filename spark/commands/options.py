@@ -200,7 +200,7 @@ CpuExpertsOption = Annotated[
     str,
     typer.Option(
         "--cpu-experts", metavar="auto|off|N",
-        help="Let the CPU's threads compute a part of what misses on a GPU, and prompts end as decoding computes.",
+        help="Let the CPU's threads compute a part of what misses on a GPU. The ends of prompts then have other bits.",
     ),
 ]
 GuessOption = Annotated[

@@ -252,7 +252,7 @@ def test_a_prediction_outside_the_vocabulary_is_refused(opened: Open) -> None:
 @pytest.mark.usefixtures("short_units")
 def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
     engine = opened(arch="qwen35", parallel=2)
-    requests = [Generate(i, tuple(TEXT[i : 50 + i]), 30, SAMPLED, ()) for i in (1, 2)]
+    requests = [Generate(i, tuple(TEXT[i : 50 + i]), 60, SAMPLED, ()) for i in (1, 2)]
     plain = opened(arch="qwen35", draft="off")
     for request in requests:
         plain.submit(request)
@@ -269,7 +269,7 @@ def test_where_states_are_short_nobody_drafts(opened: Open) -> None:
     for request in requests:
         engine.submit(request)
     assert said(drain(engine)) == expected
-    assert together and not any(together)  # how many depends on how long steps take
+    assert len(together) > 8 and not any(together)  # how many depends on how long steps take
     engine.submit(requests[0])
     events = drain(engine)  # alone there is a state to spare
     assert said(events)[1] == expected[1] and drafted(events)[0] > 0

@@ -30,7 +30,6 @@ from engine.ops.cuda.products import (
     stage_bytes,
 )
 
-MANY_LOOKUPS = {QType.IQ3_XXS, QType.IQ3_S}
 Norm = tuple[Array, float]  # weight [D] and epsilon
 Z_ROWS = 32  # rows of gate and up whose results one block quantizes
 SPREAD_ROWS = 8  # the same where a dense FFN has fewer such blocks than there are multiprocessors
@@ -44,7 +43,8 @@ SEVERAL_WARPS = 4  # of a block, where a step has several
 SEVERAL_BLOCKS = {"gate_up_several": 3, "down_several": 5}  # of a multiprocessor, as registers allow
 SEVERAL_COPIERS = 16  # blocks that together write the down part of each missed expert to its slot
 ROW_TOKENS = 4  # up to so many, a warp of down_several has eight rows, then sixteen
-MANY_WARPS = 16  # of a block of gate_up, where terms wait for long chains: types that look up each four weights
+MANY_LOOKUPS = {QType.IQ3_XXS, QType.IQ3_S}  # each four weights are looked up, and terms wait for that
+MANY_WARPS = 16  # of a block of gate_up then
 FEW_TOKENS = 8  # a step of so many keeps fewer results of gate and up in shared memory
 
 
