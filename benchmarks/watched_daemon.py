@@ -65,7 +65,9 @@ def begin(engine: Any, at: int, with_guesses: bool, with_jobs: bool) -> dict[str
             misses.long.gate._from = misses.long.jobs.tally
     if guesses is not None:
         guesses.gate = Gate()
-        guesses.gate._before = guesses.counts.timed
+        counts = guesses.counts
+        guesses.gate._before = counts.timed
+        guesses.gate._made, guesses.gate._useful = counts.made, counts.useful
         guesses.gate.with_guesses, guesses.gate._is_new = with_guesses, False  # as one is in the middle of a day
     return {"jobs": misses is not None and misses.is_on, "guesses": guesses is not None and with_guesses}
 

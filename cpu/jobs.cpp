@@ -28,6 +28,7 @@
 #endif
 
 #include "bell.h"
+#include "presence.h"
 #include "workspace.h"
 
 using namespace spark;
@@ -111,6 +112,8 @@ struct spark_jobs {
     ~spark_jobs();
 
     void wake(int64_t awake_ns = 0);
+    void dismiss();
+    int64_t missing(int64_t for_ns) const { return presence_.missing(now_ns(), uint64_t(for_ns)); }
     bool drain(int64_t timeout_ns);
     void reset();
     void counts(int64_t *to);
@@ -146,6 +149,8 @@ struct spark_jobs {
     std::atomic<int> held_at_{SPARK_HOLD_NOWHERE};
     std::atomic<int64_t> counts_[SPARK_JOBS_COUNTS] = {};
     std::atomic<uint64_t> wakes_{0}, awake_until_{0};
+    std::atomic<uint64_t> dismissed_{~uint64_t(0)}; // the wakes after which nobody needs to look
+    Presence presence_;
     Bell bell_;
     std::mutex mutex_; // of what tests hold
     std::condition_variable released_;
@@ -157,7 +162,7 @@ spark_jobs::spark_jobs(const spark_jobs_plan &plan, const Kernels &kernels)
     : kernels_(kernels), ring_(plan.ring), n_records_(plan.n_records), n_threads_(plan.threads), max_tokens_(plan.max_tokens),
       spin_ns_(plan.spin_ns), nap_ns_(plan.nap_ns), banks_(plan.banks, plan.banks + plan.n_banks), process_(getpid()),
       slots_(size_t(plan.n_records)),
-      scratch_(plan.threads * 2 * plan.max_tokens * kChunkRows) {
+      scratch_(plan.threads * 2 * plan.max_tokens * kChunkRows), presence_(plan.threads) {
     int64_t widest = 0, n_ff = 0;
     for (const spark_bank &bank : banks_) {
         widest = std::max({widest, bank.n_embd, bank.n_ff});
@@ -203,6 +208,7 @@ void spark_jobs::serve(int thread, int core) {
     int looks = 0, naps = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
         if (take_one(thread) || claim_next()) {
+            presence_.sign(thread, now_ns());
             idle_since = 0, looks = 0, naps = 0;
             continue;
         }
@@ -210,9 +216,11 @@ void spark_jobs::serve(int thread, int core) {
         if (++looks % kLooks)
             continue;
         const uint64_t now = now_ns(), wakes = wakes_.load();
+        presence_.sign(thread, now);
+        const bool patient = now - idle_since < uint64_t(spin_ns_) && dismissed_.load(std::memory_order_relaxed) != wakes;
         if (!idle_since || wakes != seen)
             idle_since = now, seen = wakes, naps = 0;
-        else if (now - idle_since >= uint64_t(spin_ns_) && now >= awake_until_.load(std::memory_order_relaxed)) {
+        else if (!patient && now >= awake_until_.load(std::memory_order_relaxed)) {
             sleep(thread, seen, nap_ns_ << std::min(naps++, kLongestNap));
             if (thread) // the first thread looks once, and goes on with its nap
                 idle_since = 0;
@@ -238,13 +246,20 @@ void spark_jobs::sleep(int thread, uint64_t seen, int64_t nap_ns) {
 }
 
 void spark_jobs::wake(int64_t awake_ns) {
-    const uint64_t until = now_ns() + uint64_t(awake_ns);
+    const uint64_t now = now_ns(), until = now + uint64_t(awake_ns);
     uint64_t before = awake_until_.load();
     while (before < until && !awake_until_.compare_exchange_weak(before, until)) {
     }
     wakes_++;
+    presence_.expect(now, std::max(awake_until_.load(), now + uint64_t(spin_ns_)));
     if (counts_[SPARK_JOBS_ASLEEP].load() > 0)
         bell_.ring();
+}
+
+void spark_jobs::dismiss() {
+    awake_until_ = 0;
+    dismissed_ = wakes_.load();
+    presence_.expect(0, 0);
 }
 
 void spark_jobs::rest(int place) {
@@ -532,6 +547,8 @@ void spark_jobs_destroy(spark_jobs *jobs) {
 }
 
 void spark_jobs_wake(spark_jobs *jobs, int64_t awake_ns) { jobs->wake(awake_ns); }
+void spark_jobs_dismiss(spark_jobs *jobs) { jobs->dismiss(); }
+int64_t spark_jobs_missing(const spark_jobs *jobs, int64_t for_ns) { return jobs->missing(for_ns); }
 int32_t spark_jobs_drain(spark_jobs *jobs, int64_t timeout_ns) { return jobs->drain(timeout_ns); }
 void spark_jobs_reset(spark_jobs *jobs) { jobs->reset(); }
 void spark_jobs_counts(spark_jobs *jobs, int64_t *counts) { jobs->counts(counts); }

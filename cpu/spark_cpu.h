@@ -292,6 +292,10 @@ SPARK_API spark_jobs *spark_jobs_create(const spark_jobs_plan *plan);
 SPARK_API void spark_jobs_destroy(spark_jobs *jobs);
 /* All look again, and for awake_ns at least nobody sleeps. */
 SPARK_API void spark_jobs_wake(spark_jobs *jobs, int64_t awake_ns);
+/* Until then nobody needs to look: all sleep as soon as they find nothing to do. */
+SPARK_API void spark_jobs_dismiss(spark_jobs *jobs);
+/* Threads that should be awake and have given no sign for for_ns: they are stopped, or others have their cores. */
+SPARK_API int64_t spark_jobs_missing(const spark_jobs *jobs, int64_t for_ns);
 /* From now on jobs are declined; 1 when those that were claimed are done, 0 after timeout_ns. */
 SPARK_API int32_t spark_jobs_drain(spark_jobs *jobs, int64_t timeout_ns);
 /* The ring as it was at first, drained or not; only while no job is claimed and none is posted. */

@@ -8,6 +8,7 @@ core is taken, of the fast kind, near the GPU, and fewer than the quota has.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 _CPUS = Path("sys/devices/system/cpu")
 _NODES = Path("sys/devices/system/node")
 _CGROUPS = Path("sys/fs/cgroup")
+_MOST_BYTES = 4096  # of a file of /proc or a cgroup that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,44 @@ def _quota(root: Path) -> float | None:
         if quota is not None and quota > 0 and period:
             found.append(quota / period)
     return min(found, default=None)
+
+
+class Quota:
+    """The CPUs that the process may use at a time, looked at as often as one likes: files stay open, some us a look."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._files: list[tuple[int, bytes]] = []  # what was read of each
+        self._cpus: float | None = None
+        self._open()
+
+    def cpus(self) -> float | None:
+        """As many as there are now; None: as many as the machine has."""
+        try:
+            is_same = all(os.pread(file, _MOST_BYTES, 0) == text for file, text in self._files)
+        except OSError:  # a group that is gone
+            is_same = False
+        if not is_same:
+            self._open()
+        return self._cpus
+
+    def _open(self) -> None:
+        self.close()
+        names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        paths = [self._root / "proc/self/cgroup"]
+        paths += [folder / name for folder in _cgroups(self._root, "cpu") for name in names]
+        for path in paths:
+            with contextlib.suppress(OSError):
+                file = os.open(path, os.O_RDONLY)
+                self._files.append((file, b""))
+                self._files[-1] = file, os.pread(file, _MOST_BYTES, 0)
+        self._cpus = _quota(self._root)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file, _ in self._files:
+            os.close(file)
+        self._files = []
 
 
 def _fast(root: Path) -> set[int]:

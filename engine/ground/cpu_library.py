@@ -176,6 +176,8 @@ JOBS: dict[str, tuple[type[Any] | None, str]] = {
     "spark_jobs_create": (c_void_p, "P"),
     "spark_jobs_destroy": (None, "P"),
     "spark_jobs_wake": (None, "Pi"),
+    "spark_jobs_dismiss": (None, "P"),
+    "spark_jobs_missing": (c_int64, "Pi"),
     "spark_jobs_drain": (c_int32, "Pi"),
     "spark_jobs_reset": (None, "P"),
     "spark_jobs_counts": (None, "PP"),

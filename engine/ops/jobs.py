@@ -181,6 +181,14 @@ class Jobs:
         """Have all threads look for jobs again, as a step begins; for so long at least, whatever there is to do."""
         self._kernels.spark_jobs_wake(self._handle, int(awake_s * 1e9))
 
+    def dismiss(self) -> None:
+        """Nobody needs to look until `wake` is called: all sleep as soon as they find nothing to do."""
+        self._kernels.spark_jobs_dismiss(self._handle)
+
+    def missing(self, for_s: float) -> int:
+        """Threads that should be awake and have given no sign for so long: stopped, or others have their cores."""
+        return int(self._kernels.spark_jobs_missing(self._handle, int(for_s * 1e9)))
+
     def drain(self, timeout_s: float) -> bool:
         """Decline what is posted from now on, and wait for what was claimed; whether all of it was done in time."""
         return bool(self._kernels.spark_jobs_drain(self._handle, int(timeout_s * 1e9)))

@@ -210,6 +210,8 @@ TRY_WINDOWS = 64  # after which a small one is
 MEMORY = 256  # windows, about, that are looked back on
 MARGIN = 0.01  # of a step's time, by which the other kind is to be faster before it takes over
 EARLY_ERRORS, ERRORS = 4.0, 2.0  # standard errors of the difference that it is to be beyond
+MANY_GUESSES = 256  # some steps', of which
+LEAST_USEFUL = 1 / 16  # are to be right, or times need not be asked: the others crossed the link for nothing
 
 
 class Gate:
@@ -224,6 +226,7 @@ class Gate:
         self._steps = 0
         self._is_new = True
         self._before = Timed(0, 0, 0, 0)
+        self._made = self._useful = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -270,6 +273,18 @@ class Gate:
         if gained <= MARGIN * usual + errors * error:
             return False
         self.with_guesses = not self.with_guesses
+        self._forget()
+        return True
+
+    def weigh(self, made: int, useful: int) -> bool:
+        """Whether they are off from now on, as hardly any of the last ones was right; made, useful: since the start."""
+        n, right = made - self._made, useful - self._useful
+        if n < MANY_GUESSES:
+            return False
+        self._made, self._useful = made, useful
+        if not self.with_guesses or right >= LEAST_USEFUL * n:
+            return False
+        self.with_guesses = self._is_new = False
         self._forget()
         return True
 

@@ -161,7 +161,7 @@ class MissGate:
         new = tally.since(self._from)
         found = new.total
         if found.taken >= FEW_JOBS and found.taken > MOST_TAKEN * found.jobs:
-            return self._lose(f"{found.taken} of {found.jobs} jobs were not claimed in time", now_s)
+            return self.lose(f"{found.taken} of {found.jobs} jobs were not claimed in time", now_s)
         if self._steps >= IDLE_STEPS and self._is_idle(tally):
             return True
         if found.jobs < WINDOW_JOBS:
@@ -177,7 +177,16 @@ class MissGate:
         self._follow(new, spans())
         if self._divide():
             return True
-        return self._rest(now_s) or self._lose(f"PCIe alone is as fast now: {said(self.costs)}", now_s)
+        return self._rest(now_s) or self.lose(f"PCIe alone is as fast now: {said(self.costs)}", now_s)
+
+    def lose(self, why: str, now_s: float) -> bool:
+        """Be off, for a reason that no counter knows; it is tried again as after any loss."""
+        self._good = 0
+        if self._lost >= len(RETRY_S):
+            return self._stop("off for good", why)
+        self._retry_s = now_s + RETRY_S[self._lost]
+        self._lost += 1
+        return self._stop("off", why)
 
     def _try_again(self, tally: Tally, now_s: float) -> bool:
         """Be on, unless all entries are left to PCIe for longer; if it was off, as if nothing had been seen before."""
@@ -286,14 +295,6 @@ class MissGate:
         found = zip(self._entries, self._found(), strict=True)
         self.table = tuple(NOTHING if entry.retry_s else division for entry, division in found)
         return any(division != NOTHING for division in self.table)
-
-    def _lose(self, why: str, now_s: float) -> bool:
-        self._good = 0
-        if self._lost >= len(RETRY_S):
-            return self._stop("off for good", why)
-        self._retry_s = now_s + RETRY_S[self._lost]
-        self._lost += 1
-        return self._stop("off", why)
 
     def _stop(self, state: str, why: str) -> bool:
         self.state, self.why, self.table = state, why, (NOTHING,) * (self.n_used + 1)

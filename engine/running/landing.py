@@ -71,7 +71,10 @@ class Guesses:
             return True
         if tries and self.imposed is not None:
             return self.imposed
-        if self.gate.look(self.counts.timed):
+        counts = self.counts
+        if self.gate.weigh(counts.made, counts.useful):
+            _log.info("guesses of experts are off: hardly any of them is right")
+        elif self.gate.look(counts.timed):
             said = "on again: steps are" if self.gate.with_guesses else "off: steps are not"
             _log.info("guesses of experts are %s faster with them", said)
         return self.gate.next() if tries else self.gate.with_guesses

@@ -31,11 +31,15 @@ class LongMisses:
         self.gate = LongGate(pcie_us)
         self._layers = self._quiet = 0
 
-    def begin(self) -> None:
+    def begin(self, is_crowded: bool = False) -> None:
         """A step is about to be enqueued: threads are awake for it and while it runs, unless nothing misses of late.
 
-        What then misses is taken back by the GPU, and the next step finds them awake.
+        What then misses is taken back by the GPU, and the next step finds them awake. is_crowded: threads would look
+        for work on cores that others need, so the step offers nothing.
         """
+        if is_crowded:
+            self.jobs.is_on = False
+            return
         if self.gate.look(self.jobs.tally, time.monotonic()):
             if self.gate.state == "on":
                 _log.info("experts of long steps on the CPU are tried again")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.ground import cores
 from engine.ground.config import EngineConfig
-from engine.ground.cores import Cores
+from engine.ground.cores import Cores, Quota
 from engine.ground.errors import CapacityError, DeviceLostError, UsageError
 from engine.memory.residency import Residency
 from engine.memory.slowtier import PageLockedTier
@@ -36,6 +36,7 @@ from engine.placing.long_misses import LongTally
 from engine.placing.misses import MissGate, said
 from engine.placing.policy import LRU
 from engine.running import long_misses
+from engine.running.crowd import Crowd
 from engine.running.long_misses import LongMisses
 
 SPARE_CORES = 1  # at least, for the thread that launches steps
@@ -60,6 +61,7 @@ class CpuMisses:
         long: LongMisses | None = None,
     ) -> None:  # fmt: skip
         self.cpu, self.found, self.long = cpu, found, long
+        self.crowd = Crowd(cpu.pool, Quota())
         self.gate = MissGate(costs, n_used, n_layers)
         self._state, self._left = self.gate.state, self.gate.left
         self._tell()
@@ -72,7 +74,12 @@ class CpuMisses:
     def look(self) -> bool:
         """Before a step of one token is chosen: whether it hands something over."""
         self.check()
-        if self.gate.look(self.cpu.tally, time.monotonic(), self.cpu.spans):
+        now_s = time.monotonic()
+        changed = self.gate.look(self.cpu.tally, now_s, self.cpu.spans)
+        if self.is_on and (why := self.crowd.why(now_s)):
+            changed = self.gate.lose(why, now_s)
+            self.cpu.pool.dismiss()
+        if changed:
             self._tell()
         return self.is_on
 
@@ -85,7 +92,7 @@ class CpuMisses:
         """The same of a step of so many tokens."""
         self.check()
         if self.long is not None and self.long.takes(n_tokens):
-            self.long.begin()
+            self.long.begin(is_crowded=bool(self.crowd.of_quota()))
 
     def check(self) -> None:
         """Raise where a job of a step before was never answered: what that step computed is nothing."""
@@ -148,6 +155,7 @@ class CpuMisses:
     def close(self) -> None:
         """End the threads."""
         self.cpu.close()
+        self.crowd.quota.close()
 
 
 def banks_of(residency: Residency, block: Block | None) -> list[Bank]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ground.cores import cpu_list, find
+from engine.ground.cores import Quota, cpu_list, find
 
 GPU = "0000:1B:00.0"
 
@@ -88,6 +88,29 @@ def test_affinity_on_the_other_node_than_the_gpu(tmp_path: Path) -> None:
     put(tmp_path, {"proc/self/status": "Cpus_allowed_list:\t4-6"})
     cores = find(tmp_path, GPU, spare=0)
     assert cores.cpus == (4, 5, 6) and "allowed by the process's affinity" in cores.why
+
+
+def test_a_quota_that_changes(tmp_path: Path) -> None:
+    """The number, the group that the process is in, and whether there is any."""
+    put(tmp_path, {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"})
+    quota = Quota(tmp_path)
+    assert quota.cpus() is None
+    put(tmp_path, {"sys/fs/cgroup/a/cpu.max": "250000 100000"})
+    assert quota.cpus() == quota.cpus() == 2.5
+    put(tmp_path, {"sys/fs/cgroup/a/b/cpu.max": "100000 100000", "proc/self/cgroup": "0::/a/b"})
+    assert quota.cpus() == 1.0
+    put(tmp_path, {"proc/self/cgroup": "3:cpu:/c", "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": 50000})
+    put(tmp_path, {"sys/fs/cgroup/cpu/c/cpu.cfs_period_us": 200000})
+    assert quota.cpus() == 0.25
+    put(tmp_path, {"sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": -1})
+    assert quota.cpus() is None
+    quota.close()
+
+
+def test_a_machine_without_groups_has_no_quota(tmp_path: Path) -> None:
+    quota = Quota(tmp_path)
+    assert quota.cpus() is None
+    quota.close()
 
 
 def test_a_quota_of_one_and_a_half(tmp_path: Path) -> None:

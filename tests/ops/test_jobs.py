@@ -422,6 +422,55 @@ def test_who_wakes_threads_waits_for_none_that_is_stopped() -> None:
         process.communicate()
 
 
+PRESENT = WAKER.split("for _ in")[0] + """
+for line in sys.stdin:
+    order = line.strip()
+    if order == "dismiss":
+        pool.dismiss()
+        while pool.counts()["asleep"] < 3:
+            time.sleep(0.001)
+    elif order == "wake":
+        pool.wake(600)
+        while pool.counts()["asleep"]:
+            time.sleep(0.001)
+    print(pool.missing(0.5), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are stopped by ptrace")
+def test_threads_that_are_stopped_are_missing_while_they_should_be_awake() -> None:
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRESENT, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+
+    def answer(order: str = "look") -> int:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{order}\n")
+        process.stdin.flush()
+        assert select.select([process.stdout], [], [], LONG_S)[0], "it waits"
+        return int(process.stdout.readline())
+
+    try:
+        assert process.stdout.readline() == "ready\n"
+        if not may_trace(process.pid):
+            pytest.skip("ptrace is not permitted")
+        time.sleep(0.6)
+        assert answer() == 0  # asleep, as they may be
+        answer("wake")
+        until(lambda: answer() == 0)
+        with stopped(threads_of(process.pid)[:2]):
+            until(lambda: answer() == 2)
+        until(lambda: answer() == 0)
+        assert answer("dismiss") == 0  # and 600 s are not waited for
+        answer("wake")
+        until(lambda: answer() == 0)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_threads_are_bound_to_cores(ring: Ring) -> None:
     import os
 

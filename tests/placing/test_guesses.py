@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.placing import guesses
-from engine.placing.guesses import EARLY_WINDOWS, MEMORY, ODD_FIRST, ODD_WITH, Chances, Gate, Record, Timed
+from engine.placing.guesses import (
+    EARLY_WINDOWS,
+    MANY_GUESSES,
+    MEMORY,
+    ODD_FIRST,
+    ODD_WITH,
+    Chances,
+    Gate,
+    Record,
+    Timed,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, 1, allow_subnormal=False)
@@ -166,6 +176,23 @@ def steps(before: Timed, n_without: int, n_with: int, without_us: float, with_us
         before.without + n_without, before.with_ + n_with,
         before.without_ns + int(1e3 * n_without * without_us), before.with_ns + int(1e3 * n_with * with_us),
     )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.floats(0, 1)), max_size=30))
+def test_guesses_of_which_hardly_any_is_right_are_off_at_once(steps):
+    """So many guesses a step, of which such a share is right."""
+    gate, made, useful = Gate(), 0, 0
+    from_made = from_useful = 0
+    for n, share in steps:
+        made, useful, had = made + n, useful + round(n * share), gate.with_guesses
+        changed = gate.weigh(made, useful)
+        if made - from_made < MANY_GUESSES:
+            assert not changed
+            continue
+        is_useless = 16 * (useful - from_useful) < made - from_made
+        from_made, from_useful = made, useful
+        assert changed == (had and is_useless) and gate.with_guesses == (had and not is_useless)
+        assert gate.with_guesses or gate.every > ODD_WITH
 
 
 def windows(gate: Gate, timed: Timed, n: int, without_us: float, with_us: float) -> tuple[Timed, int]:

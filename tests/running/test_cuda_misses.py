@@ -24,7 +24,7 @@ from engine.ground.sampling import Sampling
 from engine.ops.jobs import Jobs
 from engine.placing.division import COPY_US, Costs, divide
 from engine.placing.misses import FEW_JOBS, RETRY_S, Part, Table, Tally
-from engine.running import misses
+from engine.running import crowd, misses
 from engine.running.loaded import load
 from engine.running.misses import CpuMisses
 from engine.serving.scheduler import Engine
@@ -50,13 +50,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads on any core, costs with which the CPU gets something, and no thread that runs on afterwards."""
+    """Two threads on any core, costs with which the CPU gets something, and no thread that runs on afterwards.
+
+    Their cores are other tests', too, and a step of an emulated GPU takes long: nobody looks for who is missing.
+    """
+    monkeypatch.setattr(crowd, "MISSING_S", 1e6)
+    monkeypatch.setattr(misses, "Quota", Unlimited)
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: COSTS)
     monkeypatch.setattr(misses, "SPIN_US", 3e5)  # emulated steps take long
     before = n_threads()
     yield
     assert n_threads() == before
+
+
+class Unlimited:
+    """Stands for Quota: CPUs that the process may use."""
+
+    n_cpus: float | None = None
+
+    def cpus(self) -> float | None:
+        return self.n_cpus
+
+    def close(self) -> None:
+        pass
 
 
 def n_threads() -> int:
@@ -287,14 +304,21 @@ def test_what_is_measured_as_it_loads(model: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Said:
-    """Stands for CpuExperts and its threads: the host's side alone."""
+    """Stands for CpuExperts and its threads: the host's side alone. n_missing: threads that are not there."""
 
     def __init__(self) -> None:
         self.tally, self.failed, self.told, self.n_woken = Tally(), 0, list[tuple[Table, float]](), 0
+        self.n_threads, self.n_missing, self.n_dismissed = 8, 0, 0
         self.pool = self
 
     def wake(self) -> None:
         self.n_woken += 1
+
+    def dismiss(self) -> None:
+        self.n_dismissed += 1
+
+    def missing(self, for_s: float) -> int:
+        return self.n_missing
 
     def divide(self, table: Table, bound_us: float) -> None:
         self.told.append((table, bound_us))
@@ -305,6 +329,37 @@ class Said:
 
 def whole(*experts: int) -> Table:
     return tuple((n, 0) for n in experts)
+
+
+def test_threads_that_lose_their_cores_get_nothing(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Where more than a quarter is missing at two looks a while apart, or the quota is too small from one on."""
+    now_s = [100.0]
+    monkeypatch.setattr("engine.running.misses.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    cpu: Any = Said()
+    shared = CpuMisses(cpu, QUICK, Cores((4, 5), "2 cores"), A)
+    looks = ((2, 0.0), (3, 0.0), (3, 0.5), (1, 2.0), (3, 0.0), (3, 0.9))  # missing, and ms since the look before
+    for n, more_ms in looks:
+        cpu.n_missing, now_s[0] = n, now_s[0] + more_ms / 1e3
+        assert shared.look(), (n, more_ms)
+    now_s[0] += 0.2e-3
+    assert not shared.look() and cpu.n_dismissed == 1 and cpu.told[-1][0] == whole(0, 0, 0, 0)
+    assert shared.gate.state == "off" and shared.gate.why.startswith("3 of 8 threads are stopped")
+    cpu.n_missing = 0
+    now_s[0] += RETRY_S[0]
+    assert shared.look() and cpu.n_dismissed == 1
+
+    monkeypatch.setattr(Unlimited, "n_cpus", 9.0)
+    assert shared.look()
+    monkeypatch.setattr(Unlimited, "n_cpus", 8.5)
+    assert not shared.look() and cpu.n_dismissed == 2
+    assert "quota of the cgroup is 8.5 CPUs now, for 8 threads" in shared.gate.why
+    assert [r.getMessage() for r in caplog.records if getattr(r, "reason", "") == "cpu_experts"][1].endswith(
+        shared.gate.why
+    )
+    now_s[0] += RETRY_S[1]
+    assert not shared.look() and shared.gate.state == "off"  # tried, and off again before anything is handed over
+    shared.begin()
+    assert cpu.n_woken == 0
 
 
 def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
