@@ -13,7 +13,8 @@
 // among them. Before, list is scratch for scores.
 //
 // Macros: HEAD_DIM, at most 512; of summarize K_TYPE (kv_types.cuh), HOMES (homes.cuh) and SUMMING_THREADS, those of a block;
-// of the others GROUP, query heads of a KV head, at most 16.
+// of the others GROUP, query heads of a KV head, at most 16, and STAGES, sketches of a warp under way: 4, 2, 1, or 0: they
+// are read where they lie.
 #include "arithmetic.cuh"
 #include "homes.cuh"
 #include "kv_types.cuh"
@@ -158,7 +159,18 @@ DEVICE Whole whole_of(const float* chunks, i32 n, i32 n_most) {
     return {top, fold(sum)};
 }
 
-// A warp has a block at a time: a lane has every 32nd channel, then two keys.
+// A sketch on its way to shared memory, by a warp.
+constexpr i32 UNIT = SKETCH_BYTES % 16 ? 4 : 16, STAGE = (SKETCH_BYTES + 15) / 16 * 16, BLOCKS = CHUNK / WARPS; // of a warp
+DEVICE void fetch_sketch(u8* to, const u8* from) {
+    for (i32 i = UNIT * (threadIdx.x % WARP); i < SKETCH_BYTES; i += UNIT * WARP) {
+        if constexpr (UNIT == 16)
+            copy16_async(to + i, from + i);
+        else
+            copy4_async(to + i, from + i);
+    }
+}
+
+// A warp has a block at a time: a lane has every 32nd channel, then two keys. Sketches of STAGES blocks are under way.
 KERNEL __launch_bounds__(WARPS * WARP)
 weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence, const i32* positions, const i32* most,
       i32 n_head, i32 width, float scale, float* masses) {
@@ -166,26 +178,47 @@ weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence
     dependency_wait();
     __shared__ float queries[GROUP][HEAD_DIM], zs[GROUP][CHUNK], tops[GROUP][CHUNK];
     __shared__ int4 counted[WARPS][HEADS][WORDS]; // queries times steps in 8 bits, by rank
+    DYNAMIC_SHARED(u8, memory);
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i32 head = blockIdx.y, n_head_kv = gridDim.y, t = blockIdx.z, s = sequence[t];
     const i32 behind = max(positions[t] / KV_BLOCK - TAIL_BLOCKS, 0), b0 = blockIdx.x * CHUNK;
     const i64 first = (i64)t * n_head + head * GROUP; // of the query heads
     if (most[s] < 0 || behind <= b0)
         return;
+    constexpr i32 RING = STAGES > 0 ? STAGES : 1;
+    u8* const stages = memory + warp * STAGES * STAGE;
+    const i32 own_block = lane < BLOCKS && b0 + warp + lane * WARPS < behind
+                              ? blocks[(i64)s * width + b0 + warp + lane * WARPS] : -1;
+    const auto sketch_of = [&](i32 block) { return sketches + ((i64)block * n_head_kv + head) * SKETCH_BYTES; };
+    const auto issue = [&](i32 n) {
+        if (STAGES == 0)
+            return;
+        const i32 block = n < BLOCKS ? __shfl_sync(FULL_WARP, own_block, n) : -1;
+        if (block >= 0)
+            fetch_sketch(stages + n % RING * STAGE, sketch_of(block));
+        copies_commit();
+    };
+#pragma unroll
+    for (i32 n = 0; n < STAGES; n++)
+        issue(n);
     for (i32 i = threadIdx.x; i < GROUP * HEAD_DIM; i += blockDim.x)
         queries[i / HEAD_DIM][i % HEAD_DIM] = q[first * HEAD_DIM + i];
     for (i32 i = lane; i < HEADS * WORDS; i += WARP) // what is behind the last rank stays 0
         counted[warp][i / WORDS][i % WORDS] = make_int4(0, 0, 0, 0);
     __syncthreads();
 #pragma unroll 1
-    for (i32 i = warp; i < CHUNK; i += WARPS) {
-        const i32 block = b0 + i < behind ? blocks[(i64)s * width + b0 + i] : -1;
+    for (i32 n = 0; n < BLOCKS; n++) {
+        const i32 i = warp + n * WARPS;
+        const i32 block = __shfl_sync(FULL_WARP, own_block, n);
+        copies_wait<RING - 1>();
+        __syncwarp(); // what other lanes have brought is there
         if (block < 0) {
             for (i32 h = lane; h < GROUP; h += WARP)
                 zs[h][i] = 0.0f, tops[h][i] = LEAST;
+            issue(n + STAGES);
             continue;
         }
-        const u8* const of = sketches + ((i64)block * n_head_kv + head) * SKETCH_BYTES;
+        const u8* const of = STAGES ? stages + n % RING * STAGE : sketch_of(block);
         u32 codes[WORDS][2];
 #pragma unroll
         for (i32 w = 0; w < WORDS; w++)
@@ -270,6 +303,8 @@ weigh(const float* q, const u8* sketches, const i32* blocks, const i32* sequence
             if (lane % EACH == 0 && h < GROUP)
                 zs[h][i] = z, tops[h][i] = own_top;
         }
+        __syncwarp(); // the stage is free
+        issue(n + STAGES);
     }
     __syncthreads();
     for (i32 h = warp; h < GROUP; h += WARPS) {
@@ -331,12 +366,29 @@ score(const i32* blocks, const i32* sequence, const i32* positions, const i32* m
     scores[((i64)t * n_head_kv + head) * width + b] = best;
 }
 
+// The sum of what all threads of a block have, for all of them.
+DEVICE i32 sum_of_block(i32 own, i32 (&sums)[WARPS]) {
+    own = __reduce_add_sync(FULL_WARP, own);
+    __syncthreads(); // nobody reads what was there before
+    if (threadIdx.x % WARP == 0)
+        sums[threadIdx.x / WARP] = own;
+    __syncthreads();
+    i32 sum = 0;
+#pragma unroll
+    for (i32 i = 0; i < WARPS; i++)
+        sum += sums[i];
+    return sum;
+}
+
+// Scores of n_held blocks have room in shared memory, which all passes over them read: all of a row's, or they stay where
+// they are.
 KERNEL __launch_bounds__(WARPS * WARP)
 choose(const i32* sequence, const i32* positions, const i32* most, const i32* leave, i32 n_head, i32 width,
-       const float* masses, u8* chosen, float* left, i32* read, i32* list, i32* last) {
+       const float* masses, u8* chosen, float* left, i32* read, i32* list, i32* last, i32 n_held) {
     dependency_release();
     dependency_wait();
     __shared__ i32 counts[256], found[2], sums[2][WARPS];
+    DYNAMIC_SHARED(i32, held);
     __shared__ u32 units[GROUP][256], below[GROUP], digits[GROUP];
     const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_threads = WARPS * WARP;
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, t = blockIdx.y, s = sequence[t];
@@ -345,11 +397,16 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     chosen += ((i64)t * n_head_kv + head) * width, list += ((i64)t * n_head_kv + head) * width;
     masses += first * 2 * width, left += first * 2, read += t * n_head_kv + head, last += t * n_head_kv + head;
 
+    const bool holds = behind <= n_held;
+    i32* const scores = holds ? held : list;
     i32 wanted = most[s], candidates = 0;
-    for (i32 b0 = 0; b0 < behind && wanted >= 0; b0 += n_threads) {
-        const i32 b = b0 + threadIdx.x;
-        candidates += __syncthreads_count(b < behind && list[b] >= 0);
+    for (i32 b = threadIdx.x; b < behind && wanted >= 0; b += n_threads) { // who wrote one reads it, or waits below
+        const i32 score = list[b];
+        candidates += score >= 0;
+        if (holds)
+            held[b] = score;
     }
+    candidates = sum_of_block(candidates, sums[0]);
     const i32 may_leave = leave[s];
     const bool all = wanted < 0 || !candidates || (may_leave < 0 && candidates <= wanted);
     for (i32 b = threadIdx.x; b < width; b += n_threads)
@@ -375,7 +432,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
                 units[i / 256][i % 256] = 0;
             __syncthreads();
             for (i32 b = threadIdx.x; b < behind; b += n_threads) {
-                const i32 score = list[b];
+                const i32 score = scores[b];
                 if (score < 0 || (shift < 24 && score >> (shift + 8) != (i32)(least >> (shift + 8))))
                     continue;
                 for (i32 h = 0; h < GROUP; h++) {
@@ -423,11 +480,9 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         }
         least = min(least, NAN_BITS);
         i32 needed = 0;
-        for (i32 b0 = 0; b0 < behind; b0 += n_threads) {
-            const i32 b = b0 + threadIdx.x;
-            needed += __syncthreads_count(b < behind && list[b] >= (i32)least);
-        }
-        wanted = min(wanted, needed);
+        for (i32 b = threadIdx.x; b < behind; b += n_threads)
+            needed += scores[b] >= (i32)least;
+        wanted = min(wanted, sum_of_block(needed, sums[0]));
     }
 
     // The `wanted`-th largest score, byte by byte; how many of its like are read.
@@ -438,7 +493,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
             counts[i] = 0;
         __syncthreads();
         for (i32 b = threadIdx.x; b < behind; b += n_threads) {
-            const i32 score = list[b];
+            const i32 score = scores[b];
             if (score >= 0 && (shift == 24 || score >> (shift + 8) == bound >> (shift + 8)))
                 atomicAdd(&counts[score >> shift & 255], 1);
         }
@@ -477,7 +532,8 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
     const i32 end = min(begin + each, behind);
     i32 n_ties = 0;
     for (i32 b0 = begin; b0 < end; b0 += WARP)
-        n_ties += __popc(__ballot_sync(FULL_WARP, b0 + lane < end && list[b0 + lane] == bound));
+        n_ties += __popc(__ballot_sync(FULL_WARP, b0 + lane < end && scores[b0 + lane] == bound));
+    __syncthreads(); // nobody reads the sums of before
     if (lane == 0)
         sums[0][warp] = n_ties;
     __syncthreads();
@@ -485,7 +541,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         ties -= sums[0][i];
     i32 n_read = 0;
     for (i32 b0 = begin; b0 < end; b0 += WARP) {
-        const i32 b = b0 + lane, score = b < end ? list[b] : 0;
+        const i32 b = b0 + lane, score = b < end ? scores[b] : 0;
         const bool tie = b < end && score == bound;
         const u32 alike = __ballot_sync(FULL_WARP, tie);
         const bool reads = b < end && (score < 0 || score > bound || (tie && __popc(alike & ((1u << lane) - 1)) < ties));
@@ -493,6 +549,8 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         n_read += __popc(__ballot_sync(FULL_WARP, reads));
         if (b < end)
             chosen[b] = reads;
+        if (b < end && holds)
+            held[b] = reads;
     }
     if (lane == 0)
         sums[1][warp] = n_read;
@@ -503,7 +561,7 @@ choose(const i32* sequence, const i32* positions, const i32* most, const i32* le
         n_listed += sums[1][i];
     }
     for (i32 b0 = begin; b0 < end; b0 += WARP) {
-        const bool reads = b0 + lane < end && chosen[b0 + lane];
+        const bool reads = b0 + lane < end && (holds ? held[b0 + lane] != 0 : chosen[b0 + lane] != 0);
         const u32 listed = __ballot_sync(FULL_WARP, reads);
         if (reads)
             list[at + __popc(listed & ((1u << lane) - 1))] = b0 + lane;

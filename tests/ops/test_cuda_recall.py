@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.ops import KV_BLOCK_TOKENS, MASS_UNITS, Limits, cpu, reference
+from engine.ops.cuda import recall as recall_ops
 from engine.ops.sketches import sketch_bytes
 from tests.device_ops import DeviceOps
 from tests.ops.test_ops import same_bits, workspace
@@ -118,11 +119,22 @@ def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "most", "leave"),
-    [(600, 130, -1), (3, 150, -1), (40, 1, -1), (600, 999, MASS_UNITS // 50), (9, 999, 1000)],
+    ("kinds", "most", "leave", "room"),
+    [
+        (600, 130, -1, 4), (3, 150, -1, 2), (40, 1, -1, 1), (600, 999, MASS_UNITS // 50, 0), (9, 999, 1000, 0),
+        (600, 9, -1, 0),
+    ],
 )
-def test_many_blocks(device: Any, kinds: int, most: int, leave: int) -> None:
-    """Each of the warps that choose has several runs of blocks; of so many kinds, so that some are equally good."""
+def test_many_blocks(
+    device: Any, monkeypatch: pytest.MonkeyPatch, kinds: int, most: int, leave: int, room: int
+) -> None:
+    """Each of the warps that choose has several runs of blocks; of so many kinds, so that some are equally good.
+
+    room: sketches of a warp that have some in shared memory; without, scores have none there, either.
+    """
+    stage, most_bytes = 16 * (-(-sketch_bytes(32) // 16) * 16), device.max_shared_bytes
+    monkeypatch.setattr(recall_ops, "WEIGHING_SHARED", most_bytes - 3 * 4 * (32 + 128) - room * stage)
+    monkeypatch.setattr(recall_ops, "CHOICE_SHARED", 20 << 10 if room else most_bytes)
     here = context(8, "f16", (35_000,), (1,), 6, 2, 32)
     blocks = here.kv.k.reshape(-1, N, *here.kv.k.shape[1:])
     blocks[here.table[0, :540]] = blocks[here.table[0, np.arange(540) % kinds]]

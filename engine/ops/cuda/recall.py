@@ -19,9 +19,12 @@ from engine.ops.cuda.device import Array, Device, Module
 from engine.ops.sketches import sketch_bytes
 
 CHOSEN = Module("chosen.cu")
+WARP = 32
 THREADS = 512  # WARPS of recall.cu and chosen.cu
 SUMMING_THREADS = 256
 MAX_HEAD_DIM = 512
+CHOICE_SHARED = 20 << 10  # shared memory that choose has beside scores, at most
+WEIGHING_SHARED = 9 << 10  # that weigh has beside queries, results and sketches, at most
 STEP_AT = 3  # of a control block (cuda/step.cuh)
 
 
@@ -60,20 +63,27 @@ def choose(
     (T, H, head_dim), (_, K, n_bytes), W = q.shape, sketches.shape, blocks.shape[1]
     if H % K or H // K > MAX_GROUP or T > SMALL_TOKENS or n_bytes != sketch_bytes(head_dim):
         raise ValueError(f"a choice of {T} rows of {H} heads of {head_dim} by sketches {sketches.shape}")
-    module = Module("recall.cu", (("HEAD_DIM", str(head_dim)), ("GROUP", str(H // K))))
+    stage = THREADS // WARP * -(-n_bytes // 16) * 16
+    others = H // K * 4 * (head_dim + 2 * CHUNK_BLOCKS) + WEIGHING_SHARED
+    stages = next((n for n in (4, 2, 1) if n * stage <= device.max_shared_bytes - others), 0)
+    numbers = {"HEAD_DIM": head_dim, "GROUP": H // K, "STAGES": stages}
+    module = Module("recall.cu", tuple((name, str(n)) for name, n in numbers.items()))
     launch = partial(device.kernel, module)
     of, shape = (blocks, sequence, positions, most), (H, W)
     launch("weigh")(
-        (-(-W // CHUNK_BLOCKS), K, T), THREADS, (q, sketches, *of, *shape, float(scale), recall.masses), overlap=True
+        (-(-W // CHUNK_BLOCKS), K, T), THREADS, (q, sketches, *of, *shape, float(scale), recall.masses),
+        stages * stage, overlap=True,
     )  # fmt: skip
     launch("score")(
         (-(-W // THREADS), K, T), THREADS,
         (*of, keep, *shape, recall.masses, recall.left, recall.scores), overlap=True,
     )  # fmt: skip
+    n_held = W if device.max_shared_bytes - CHOICE_SHARED >= 4 * W else 0
     launch("choose")(
         (K, T), THREADS,
-        (*of[1:], leave, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last),
-        overlap=True,
+        (*of[1:], leave, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last,
+         n_held),
+        4 * n_held, overlap=True,
     )  # fmt: skip
 
 
