@@ -63,7 +63,7 @@ LEAST = 0.99  # of the speed of PCIe alone
 EXTRA = 8  # tokens more than are counted, since several may come at once
 SPOILED = 8  # of so many predicted tokens one is another
 WARM_TOKENS = 24
-SETTLE_S = 0.75  # after 0.2 s nothing was left of the other process (H100, 60% resident: 274, then 614 tokens/s)
+SETTLE_S = 0.5  # after 0.2 s nothing was left of the other process (H100, 60% resident: 274, then 614 tokens/s)
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=7)
 
 

@@ -42,6 +42,8 @@ constexpr uint64_t kClosed = 0xffffffff; // the lower half of a ticket: no items
 constexpr int64_t kLeastItems = 4;       // for each thread, or items are halved: the last ones end together
 constexpr int kLongestNap = 6;           // how often a nap without work becomes twice as long
 constexpr int kLooks = 64;               // of a thread that has nothing to do, between two at the clock
+constexpr uint64_t kLostNs = 500000;     // from one look to the next: another one had the core, and
+constexpr uint64_t kPoliteNs = 10000000; // gets it back at each look for so long: it may be a thread with half a job
 
 template <class T> T loaded(const T &word, int order = __ATOMIC_ACQUIRE) { return __atomic_load_n(&word, order); }
 template <class T> void stored(T &word, T value, int order = __ATOMIC_RELEASE) { __atomic_store_n(&word, value, order); }
@@ -204,11 +206,11 @@ void spark_jobs::serve(int thread, int core) {
     name_thread();
     if (bind_to(core))
         counts_[SPARK_JOBS_BOUND]++;
-    uint64_t idle_since = 0, seen = wakes_.load();
+    uint64_t idle_since = 0, seen = wakes_.load(), last = now_ns(), polite_until = 0;
     int looks = 0, naps = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
         if (take_one(thread) || claim_next()) {
-            presence_.sign(thread, now_ns());
+            presence_.sign(thread, last = now_ns());
             idle_since = 0, looks = 0, naps = 0;
             continue;
         }
@@ -217,6 +219,11 @@ void spark_jobs::serve(int thread, int core) {
             continue;
         const uint64_t now = now_ns(), wakes = wakes_.load();
         presence_.sign(thread, now);
+        if (now - last > kLostNs)
+            polite_until = now + kPoliteNs;
+        if (now < polite_until)
+            std::this_thread::yield();
+        last = now;
         const bool patient = now - idle_since < uint64_t(spin_ns_) && dismissed_.load(std::memory_order_relaxed) != wakes;
         if (!idle_since || wakes != seen)
             idle_since = now, seen = wakes, naps = 0;
@@ -224,6 +231,7 @@ void spark_jobs::serve(int thread, int core) {
             sleep(thread, seen, nap_ns_ << std::min(naps++, kLongestNap));
             if (thread) // the first thread looks once, and goes on with its nap
                 idle_since = 0;
+            last = now_ns();
         }
     }
 }

@@ -147,6 +147,7 @@ class AheadOfHost:
                 self._reading.captured()
             self._steps.begin(1)
             graph.launch()
+            self._steps.look()
             self._describe()
             self._drawn += 1
 

@@ -12,6 +12,7 @@ from engine.ops.jobs import Jobs
 MISSING_S = 1e-3  # without a sign: an item of a job takes a tenth of that
 MOST_MISSING = 0.25  # of the threads, at two looks in a row so far apart
 LOOK_S = 1e-3
+LONG_MISSING_S, MOST_LONG_MISSING = 4e-3, 0.5  # at one look: who waits for a step looks when it is over
 
 
 class Crowd:
@@ -33,13 +34,14 @@ class Crowd:
         return f"the quota of the cgroup is {cpus:g} CPUs now, for {self.pool.n_threads} threads and who launches steps"
 
     def _of_others(self, now_s: float) -> str:
-        n = self.pool.missing(MISSING_S)
-        if n <= MOST_MISSING * self.pool.n_threads:
+        n, n_threads = self.pool.missing(MISSING_S), self.pool.n_threads
+        if n <= MOST_MISSING * n_threads:
             self._missing_s = None
             return ""
         if self._missing_s is None:
             self._missing_s = now_s
-        if now_s - self._missing_s < LOOK_S:
+        is_long = self.pool.missing(LONG_MISSING_S) > MOST_LONG_MISSING * n_threads
+        if now_s - self._missing_s < LOOK_S and not is_long:
             return ""
         self._missing_s = None
         return f"{n} of {self.pool.n_threads} threads are stopped, or others have their cores"

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Guesses:
-    """Who has missing experts brought ahead in steps of one token; `look` before each.
+    """Who has missing experts brought ahead in steps of one token; `next` before each, `look` behind it.
 
     source: what they are guessed by. is_forced: in every step, whatever it costs. imposed: whether steps that may be of
     either kind have guesses, whatever the gate says; None: as it says.
@@ -65,19 +65,24 @@ class Guesses:
         """Whether steps have guesses, of the kinds that there are: the usual one first."""
         return (True,) if self.is_forced else (self.gate.with_guesses, not self.gate.with_guesses)
 
-    def look(self, tries: bool) -> bool:
+    def next(self, tries: bool) -> bool:
         """Before a step of one token is chosen: whether it has guesses. tries: it may be of the rarer kind."""
         if self.is_forced:
             return True
         if tries and self.imposed is not None:
             return self.imposed
+        return self.gate.next() if tries else self.gate.with_guesses
+
+    def look(self) -> None:
+        """When such a step is enqueued: whether those that follow have guesses, by what is known of those before."""
+        if self.is_forced or self.imposed is not None:
+            return
         counts = self.counts
         if self.gate.weigh(counts.made, counts.useful):
             _log.info("guesses of experts are off: hardly any of them is right")
         elif self.gate.look(counts.timed):
             said = "on again: steps are" if self.gate.with_guesses else "off: steps are not"
             _log.info("guesses of experts are %s faster with them", said)
-        return self.gate.next() if tries else self.gate.with_guesses
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, as `stats` of the protocol has them."""

@@ -53,7 +53,7 @@ class CpuMisses:
     """Who has the CPU compute a part of what misses in steps of one token. costs: that were measured; found: the cores.
 
     cpu: whose threads are started. n_layers: that may hand something over. long: what steps of more tokens offer; None:
-    nothing. `look` and `begin` before each such step, `check` before a token of it counts.
+    nothing. `begin` before each such step, `look` behind it, `check` before a token of it counts.
     """
 
     def __init__(
@@ -71,9 +71,8 @@ class CpuMisses:
         """Whether anything is handed over."""
         return self.gate.state == "on"
 
-    def look(self) -> bool:
-        """Before a step of one token is chosen: whether it hands something over."""
-        self.check()
+    def look(self) -> None:
+        """When a step of one token is enqueued: what those that follow hand over, by what is known of those before."""
         now_s = time.monotonic()
         changed = self.gate.look(self.cpu.tally, now_s, self.cpu.spans)
         if self.is_on and (why := self.crowd.why(now_s)):
@@ -81,7 +80,6 @@ class CpuMisses:
             self.cpu.pool.dismiss()
         if changed:
             self._tell()
-        return self.is_on
 
     def begin(self) -> None:
         """Such a step is about to be enqueued: threads are awake for it."""

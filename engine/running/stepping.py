@@ -209,6 +209,8 @@ class Steps:
                 buffers = self.forward.run(fed, self.residency)
             finally:
                 self.forward.join()
+            if width == 1:
+                self.look()
             result = StepResult(self._device, buffers, check=self.check)
         for span in spans:  # what the step alone could see of a window may serve another sequence's next chunk
             span.sequence.reserve(0)
@@ -249,6 +251,8 @@ class Steps:
         graph = self.graphs.get((T, apart, decoded, recalls, *beside), work)
         self.begin(T)  # right before it: who is awake for the step does not stay so while one is captured
         graph.launch()
+        if T == 1:
+            self.look()
 
     def beside(self, tries: bool = False) -> tuple[bool, bool]:
         """Whether the next step of one token has jobs of the CPU, and guesses: what is captured then has the same.
@@ -259,7 +263,8 @@ class Steps:
         if misses is None and guesses is None:
             return False, False
         assert isinstance(ws, Workspace)
-        with_jobs, with_guesses = misses is not None and misses.look(), guesses is not None and guesses.look(tries)
+        self.check()
+        with_jobs, with_guesses = misses is not None and misses.is_on, guesses is not None and guesses.next(tries)
         ws.share_misses(misses.cpu if misses is not None and with_jobs else None)
         ws.guess_misses(None if guesses is None else guesses.landing, with_guesses)
         return with_jobs, with_guesses
@@ -273,6 +278,13 @@ class Steps:
             self.misses.begin()
         elif is_short and self.misses is not None:
             self.misses.begin_long(T)
+
+    def look(self) -> None:
+        """A step of one token is enqueued: gates look at those before. Who waits for the step loses nothing by it."""
+        if self.misses is not None:
+            self.misses.look()
+        if self.guesses is not None:
+            self.guesses.look()
 
     def check(self) -> None:
         """Raise where a step whose results can be read has failed."""

@@ -254,8 +254,10 @@ def test_what_a_step_has_beside_it_may_change_with_every_step(arch: str, monkeyp
     engine = opened(tiny_path(arch), "auto", residency_pct=30, cpu_experts="auto")
     steps, rng = engine.loaded.steps, np.random.default_rng(5)
     assert steps.misses is not None and steps.guesses is not None
-    monkeypatch.setattr(steps.misses, "look", lambda: bool(rng.integers(2)))
-    monkeypatch.setattr(steps.guesses, "look", lambda tries: bool(rng.integers(2)))
+    gate = steps.misses.gate
+    monkeypatch.setattr(steps.misses, "look", lambda: setattr(gate, "state", ("on", "idle")[rng.integers(2)]))
+    monkeypatch.setattr(steps.guesses, "look", lambda: None)
+    monkeypatch.setattr(steps.guesses, "next", lambda tries: bool(rng.integers(2)))
     assert said_by(engine, 9, 20, n_tokens=20) == expected
     assert in_graphs(engine) == {(a, b) for a in (False, True) for b in (False, True)}
     after = engine.stats()
@@ -330,8 +332,9 @@ def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCap
         """So many steps; the share of those with guesses."""
         n_with = 0
         for _ in range(n):
-            assert guesses.look(False) == guesses.gate.with_guesses
-            with_guesses = guesses.look(True)
+            guesses.look()
+            assert guesses.next(False) == guesses.gate.with_guesses
+            with_guesses = guesses.next(True)
             n_with += with_guesses
             landing.went(with_guesses, with_us if with_guesses else without_us)
         return n_with / n
@@ -351,10 +354,10 @@ def test_guesses_are_made_while_steps_are_faster_with_them(caplog: pytest.LogCap
     ]
     for kind in guesses.kinds:
         guesses.imposed = kind
-        assert [guesses.look(True) for _ in range(40)] == [kind] * 40 and guesses.look(False)
+        assert [guesses.next(True) for _ in range(40)] == [kind] * 40 and guesses.next(False)
     forced = Guesses(landing, "router", is_forced=True)
     run(4000, 2000, 4000)
-    assert [forced.look(True) for _ in range(40)] == [True] * 40 and forced.kinds == (True,)
+    assert [forced.next(True) for _ in range(40)] == [True] * 40 and forced.kinds == (True,)
 
 
 def test_what_was_wasted_never_falls() -> None:

@@ -308,7 +308,7 @@ class Said:
 
     def __init__(self) -> None:
         self.tally, self.failed, self.told, self.n_woken = Tally(), 0, list[tuple[Table, float]](), 0
-        self.n_threads, self.n_missing, self.n_dismissed = 8, 0, 0
+        self.n_threads, self.n_missing, self.n_long_missing, self.n_dismissed = 8, 0, 0, 0
         self.pool = self
 
     def wake(self) -> None:
@@ -318,7 +318,7 @@ class Said:
         self.n_dismissed += 1
 
     def missing(self, for_s: float) -> int:
-        return self.n_missing
+        return self.n_missing if for_s < 2e-3 else self.n_long_missing
 
     def divide(self, table: Table, bound_us: float) -> None:
         self.told.append((table, bound_us))
@@ -331,8 +331,15 @@ def whole(*experts: int) -> Table:
     return tuple((n, 0) for n in experts)
 
 
+def looked(shared: CpuMisses) -> bool:
+    """Whether anything is handed over, after a look."""
+    shared.look()
+    return shared.is_on
+
+
 def test_threads_that_lose_their_cores_get_nothing(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Where more than a quarter is missing at two looks a while apart, or the quota is too small from one on."""
+    """Where a quarter is missing at two looks a while apart, half for long, or the quota is too small from one on."""
+    monkeypatch.setattr(crowd, "MISSING_S", 1e-3)
     now_s = [100.0]
     monkeypatch.setattr("engine.running.misses.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     cpu: Any = Said()
@@ -340,24 +347,30 @@ def test_threads_that_lose_their_cores_get_nothing(monkeypatch: pytest.MonkeyPat
     looks = ((2, 0.0), (3, 0.0), (3, 0.5), (1, 2.0), (3, 0.0), (3, 0.9))  # missing, and ms since the look before
     for n, more_ms in looks:
         cpu.n_missing, now_s[0] = n, now_s[0] + more_ms / 1e3
-        assert shared.look(), (n, more_ms)
+        assert looked(shared), (n, more_ms)
     now_s[0] += 0.2e-3
-    assert not shared.look() and cpu.n_dismissed == 1 and cpu.told[-1][0] == whole(0, 0, 0, 0)
+    assert not looked(shared) and cpu.n_dismissed == 1 and cpu.told[-1][0] == whole(0, 0, 0, 0)
     assert shared.gate.state == "off" and shared.gate.why.startswith("3 of 8 threads are stopped")
     cpu.n_missing = 0
     now_s[0] += RETRY_S[0]
-    assert shared.look() and cpu.n_dismissed == 1
+    assert looked(shared) and cpu.n_dismissed == 1
+    cpu.n_missing, cpu.n_long_missing = 5, 4
+    assert looked(shared)
+    cpu.n_long_missing = 5
+    assert not looked(shared) and cpu.n_dismissed == 2
+    cpu.n_missing = 0
+    now_s[0] += RETRY_S[1]
 
     monkeypatch.setattr(Unlimited, "n_cpus", 9.0)
-    assert shared.look()
+    assert looked(shared)
     monkeypatch.setattr(Unlimited, "n_cpus", 8.5)
-    assert not shared.look() and cpu.n_dismissed == 2
+    assert not looked(shared) and cpu.n_dismissed == 3
     assert "quota of the cgroup is 8.5 CPUs now, for 8 threads" in shared.gate.why
-    assert [r.getMessage() for r in caplog.records if getattr(r, "reason", "") == "cpu_experts"][1].endswith(
+    assert [r.getMessage() for r in caplog.records if getattr(r, "reason", "") == "cpu_experts"][2].endswith(
         shared.gate.why
     )
-    now_s[0] += RETRY_S[1]
-    assert not shared.look() and shared.gate.state == "off"  # tried, and off again before anything is handed over
+    now_s[0] += RETRY_S[2]
+    assert not looked(shared) and shared.gate.state == "off for good"  # tried, and nothing was handed over
     shared.begin()
     assert cpu.n_woken == 0
 
@@ -370,26 +383,25 @@ def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog
     assert cpu.told == [(whole(0, 1, 2, 3), 20.0)] and cpu.n_woken == 0
     assert shared.settings()["cpus"] == [4, 5] and shared.settings()["division"] == [0, 1, 2, 3]
     for _ in range(3):
-        assert shared.look()
+        assert looked(shared)
         shared.begin()
     assert cpu.n_woken == 3 and len(cpu.told) == 1
     with caplog.at_level("INFO"):
         cpu.tally = Tally((Part(), Part(9, 2, taken=FEW_JOBS, waited_us=400.0)))
-        assert not shared.look()
+        assert not looked(shared)
         shared.begin()
         assert cpu.told[-1][0] == whole(0, 0, 0, 0) and cpu.n_woken == 3 and not shared.is_on
         said = shared.stats()
         assert (said["computed"], said["taken_back"], said["waited_s"], said["state"]) == (2, FEW_JOBS, 0.0004, "off")
-        assert not shared.look()
+        assert not looked(shared)
         now_s[0] += RETRY_S[0]
-        assert shared.look()
+        assert looked(shared)
         shared.begin()
         assert cpu.told[-1][0] == whole(0, 1, 2, 3) and cpu.n_woken == 4 and shared.is_on
     assert [getattr(r, "reason", "") for r in caplog.records] == ["cpu_experts", ""] and len(cpu.told) == 3
     cpu.failed = 7
-    for ask in (shared.check, shared.look):
-        with pytest.raises(DeviceLostError, match="job 7"):
-            ask()
+    with pytest.raises(DeviceLostError, match="job 7"):
+        shared.check()
 
 
 def test_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
