@@ -50,7 +50,7 @@ def speed(made: dict[str, Json]) -> list[str]:
         rows += [[f"decode at depth {r['depth_tokens']:,}, all resident", spread(r["decode_tokens_per_s"], 1)]
                  for r in report.get("all_resident", [])]  # fmt: skip
         rows += [
-            [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed",
+            [f"decode, {report['curve_settings']['residency_pct']:.0f}% resident, {r['miss_pct']:.1f}% missed, by PCIe",
              spread(r["decode_tokens_per_s"], 1)]
             for r in report.get("curve", [])
             if round(r["miss_pct"], 1) in (0, 1, 6.6, 20) and misses_results.is_plain(r)
@@ -58,7 +58,7 @@ def speed(made: dict[str, Json]) -> list[str]:
     if "decode-cpu_experts.json" in made:
         report = made["decode-cpu_experts.json"]
         rows += [
-            [f"the same, {r['miss_pct']:.1f}% missed, `--cpu-experts auto`", spread(r["decode_tokens_per_s"], 1)]
+            [f"the same, {r['miss_pct']:.1f}% missed, with the CPU", spread(r["decode_tokens_per_s"], 1)]
             for r in report["curve"]
             if round(r["miss_pct"], 1) in (1, 6.6, 20) and r["cpu_experts"] == "auto" and r["guesses"] == "off"
         ]

@@ -12,8 +12,10 @@ from spark.commands.options import (
     CacheOption,
     ChunkOption,
     ContextOption,
+    CpuExpertsOption,
     DraftOption,
     ExpectOption,
+    GuessOption,
     JsonOption,
     KVOption,
     Model,
@@ -23,6 +25,7 @@ from spark.commands.options import (
     ReadyOption,
     SparkOption,
     VramsOption,
+    cpu_experts,
     drafts,
     kv,
     placed_by,
@@ -54,7 +57,7 @@ def inspect(
 
     config = EngineConfig(
         model=model, device="cuda", policy=policies.served(False).name, ctx_tokens=ctx, kv_type=kv(kv_type),
-        chunk_tokens=chunk,
+        chunk_tokens=chunk, cpu_experts="auto", guess="auto",
     )  # fmt: skip
     report = planning.inspect(config, vram or (), ready_timeout)
     save(json_file, report.to_json())
@@ -75,6 +78,8 @@ def plan(
     kv_type: KVOption = "f16",
     chunk: ChunkOption = None,
     parallel: ParallelOption = None,
+    on_cpu: CpuExpertsOption = "auto",
+    guess: GuessOption = "auto",
     draft: DraftOption = "auto",
     ready_timeout: ReadyOption = 120.0,
     json_file: JsonOption = None,
@@ -104,6 +109,8 @@ def plan(
         kv_type=kv(kv_type),
         chunk_tokens=chunk,
         parallel=parallel,
+        cpu_experts=cpu_experts(on_cpu),
+        guess=guess,
         draft=drafts(draft),
     )
     report = planning.plan(config, vram or (), ready_timeout)

@@ -46,6 +46,7 @@ class Decision:
 
     plan: all of it. limits: of a step. kernels: to be compiled and loaded. drafts: what drafts, as far as there is
     room for it. reasons: why what was not asked for was chosen. pool_tokens: of the cache, on the device; None: all.
+    has_guesses: there is room for what guesses which experts miss.
     """
 
     plan: plan.MemoryPlan
@@ -56,6 +57,7 @@ class Decision:
     drafts: DraftFiles
     reasons: tuple[str, ...]
     pool_tokens: int | None = None
+    has_guesses: bool = False
 
     @property
     def modules(self) -> tuple[Module, ...]:
@@ -120,12 +122,23 @@ class Sharing:
             return self._decide_guesses(cap_bytes, context_bytes, context_measured)
 
     def _decide_guesses(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
-        """Without guesses where all experts fit then, since nothing misses; else with them, if they are asked for."""
+        """Without guesses where all experts fit then, since nothing misses; else with them, if they are asked for.
+
+        Where there is no room for them `auto` does without, too.
+        """
         self._guesses = False
-        made = self._decide(cap_bytes, context_bytes, context_measured)
-        if made.plan.share.resident or not landing.wanted(self.options):
-            return made
+        is_wanted = landing.wanted(self.options)
+        if not is_wanted or self.experts.bytes <= cap_bytes - context_bytes:
+            made = self._decide(cap_bytes, context_bytes, context_measured)
+            if made.plan.share.resident or not is_wanted:
+                return made
         self._guesses = True
+        try:
+            return self._decide(cap_bytes, context_bytes, context_measured)
+        except CapacityError:
+            if self.options.guess != "auto":
+                raise
+        self._guesses = False
         return self._decide(cap_bytes, context_bytes, context_measured)
 
     def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
@@ -206,8 +219,9 @@ class Sharing:
             found.homes_bytes,
         )  # fmt: skip
         return Decision(
-            whole, limits, made.placement, made.rule, found.kernels, self.drafts, (*reasons, *made.reasons), self._pool
-        )
+            whole, limits, made.placement, made.rule, found.kernels, self.drafts, (*reasons, *made.reasons), self._pool,
+            self._guesses,
+        )  # fmt: skip
 
     def _tries(self, room_bytes: int) -> list[tuple[int, int]]:
         """Requests at a time and tokens of a prefill step, in the order to try; room_bytes: of all but the context."""

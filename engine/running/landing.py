@@ -108,13 +108,18 @@ def wanted(options: EngineConfig) -> bool:
 
 def guess(
     options: EngineConfig, file: GGUFFile, config: ModelConfig, pregate: Pregate | None, gpu: Device, ws: Workspace,
-    limits: Limits, residency: Residency,
+    limits: Limits, residency: Residency, has_room: bool = True,
 ) -> tuple[Guesses | None, tuple[str, ...]]:  # fmt: skip
-    """Have missing experts brought ahead, if that is asked for and something misses; and what is said of it."""
+    """Have missing experts brought ahead, if that is asked for and something misses; and what is said of it.
+
+    has_room: on the device, as was decided before.
+    """
     if not wanted(options):
         return None, ()
     if not residency.tier.n_bytes:
         return None, ("guesses: none, all experts are resident",)
+    if not has_room:
+        return None, ("guesses: none, the GPU has no room for what makes them",)
     if not _fits(limits, len(config.moe_layers)):
         return None, (f"guesses: none for {len(config.moe_layers)} layers of experts of {limits.n_embd} columns",)
     kind, scorings = scorings_of(file, config.moe_layers, pregate)
@@ -204,8 +209,7 @@ def hidden_units(options: EngineConfig) -> int:
     return pregates.hidden_units(path) if options.pregate is not None or path.exists() else 0
 
 
-def said_on_host(options: EngineConfig) -> tuple[str, ...]:
-    """What is said where there is no GPU to bring anything to; UsageError where that has to be."""
+def refuse_on_host(options: EngineConfig) -> None:
+    """UsageError where guesses are to be brought to a GPU in any case, and there is none."""
     if options.guess == "on":
         raise UsageError("--guess on brings guesses to a GPU, and this is the CPU", hint="--guess auto does without")
-    return ("guesses: none, they are brought to a GPU, and this is the CPU",) if wanted(options) else ()

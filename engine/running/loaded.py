@@ -167,10 +167,11 @@ def load(options: EngineConfig, progress: Progress = lambda stage, done, total: 
             graphs = None if gpu is None else Graphs(gpu, lambda: forward.kv.stages, forward.join)
             steps = Steps(forward, residency, graphs)
             if gpu is None:
-                guesses_said += landing.said_on_host(options)
+                landing.refuse_on_host(options)
             elif isinstance(forward.ws, Workspace):
                 found = landing.guess(
-                    options, source.file, source.config, pregate, gpu, forward.ws, shares.limits, residency
+                    options, source.file, source.config, pregate, gpu, forward.ws, shares.limits, residency,
+                    shares.decision is None or shares.decision.has_guesses,
                 )  # fmt: skip
                 steps.guesses, guesses_said = found
             steps.misses, misses_said = share(

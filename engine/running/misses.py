@@ -173,7 +173,7 @@ def share(
     gpu, bus: beside which they compute, and its PCI address, where there is one and it is known. UsageError: a number
     of threads is asked for, and they cannot be had.
     """
-    if options.cpu_experts == "off":
+    if options.cpu_experts == "off" or (options.cpu_experts == "auto" and gpu is None):
         return None, ()
     tier = residency.tier
     if gpu is not None and not tier.n_bytes:

@@ -200,13 +200,14 @@ CpuExpertsOption = Annotated[
     str,
     typer.Option(
         "--cpu-experts", metavar="auto|off|N",
-        help="Let the CPU's threads compute a part of what misses on a GPU. The ends of prompts then have other bits.",
+        help="On a GPU, threads of the CPU that compute a part of what misses, while it pays. With off the ends of "
+        "prompts have other bits.",
     ),
 ]
 GuessOption = Annotated[
     Literal["auto", "off"],
     typer.Option(
-        "--guess", help="Bring experts that a layer is likely to miss while the one before computes, if that pays."
+        "--guess", help="On a GPU, bring experts that a layer is likely to miss ahead, while that pays."
     ),
 ]
 AllowOriginOption = Annotated[
@@ -311,8 +312,8 @@ class Served:
     cache_dir_gib: CacheDirGibOption = 32.0
     exact_prefixes: ExactOption = False
     idle_release: IdleOption = None
-    cpu_experts: CpuExpertsOption = "off"
-    guess: GuessOption = "off"
+    cpu_experts: CpuExpertsOption = "auto"
+    guess: GuessOption = "auto"
     draft: DraftOption = "auto"
     draft_memory: DraftMemoryOption = 64.0
     kv_recall: LeftOutOption = None

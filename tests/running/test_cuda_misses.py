@@ -409,7 +409,7 @@ def test_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="beside a GPU, and this is the CPU"):
         load(replace(on_cpu, cpu_experts="2"))
     loaded = load(replace(on_cpu, cpu_experts="auto"))
-    assert any(reason.startswith("experts on the CPU: none, they are computed beside") for reason in loaded.reasons)
+    assert not any("experts on the CPU" in reason for reason in loaded.reasons)  # as nobody expects any
     loaded.close()
 
 

@@ -30,7 +30,7 @@ from engine.formats.block_types import NATIVE_TYPES
 from engine.formats.gguf import open_header, open_model
 from engine.formats.gguf_header import UnfinishedHeaderError, read_header
 from engine.ground.config import EngineConfig
-from engine.ground.errors import ModelFormatError, SparkError
+from engine.ground.errors import CapacityError, ModelFormatError, SparkError
 from engine.ops.cuda.counting import CountingDevice
 from engine.placing import plan
 from engine.running import dryrun, probe
@@ -149,6 +149,35 @@ def test_a_plan_by_the_header_is_that_of_the_weights(name: str) -> None:
     decision = sharing.decide(cap_bytes=1 << 30, context_bytes=plan.CONTEXT_BYTES, context_measured=False)
     found = dryrun.plan_only(options)
     assert found["file"]["missing"] == [] and found["plan"] == decision.plan.to_json()
+
+
+def test_guesses_are_left_out_where_they_have_no_room() -> None:
+    """At every cap with a plan without them there is one with `auto`, and with them as soon as they fit."""
+    options = EngineConfig(tiny_path("laguna"), "cuda", "uniform", ctx_tokens=128, parallel=1)
+    source = open_source(options)
+    model = source.arch, source.config, source.weights, 128, None, CountingDevice()
+    sharings = {guess: dryrun.Sharing(replace(options, guess=guess), *model) for guess in ("off", "auto", "on")}
+
+    def decided(guess: str, cap_bytes: int) -> dryrun.Decision | None:
+        try:
+            return sharings[guess].decide(cap_bytes=cap_bytes, context_bytes=0)
+        except CapacityError:
+            return None
+
+    seen = set()
+    for cap_bytes in range(0, 40 << 20, 1 << 15):
+        off, auto, on = (decided(guess, cap_bytes) for guess in sharings)
+        assert (off is None) == (auto is None)
+        if off is None or auto is None:
+            assert on is None
+            continue
+        is_whole = off.plan.share.resident > 0
+        assert not off.has_guesses and auto.has_guesses == (on is not None and not is_whole)
+        seen.add((auto.has_guesses, is_whole))
+        assert auto.plan == (off if on is None else on).plan
+        if is_whole:
+            break
+    assert seen == {(False, False), (True, False), (False, True)}
 
 
 def test_weights_are_neither_read_nor_allocated(tmp_path: Path) -> None:
