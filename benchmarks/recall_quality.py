@@ -238,18 +238,18 @@ def main() -> None:
     o = parser.parse_args()
     choices, tasks, begin = tuple(o.choices.split(",")), o.tasks.split(","), time.perf_counter()
     plan = Plan(o.model, o.length, o.cases, o.each, choices, o.threads)
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(o.jobs, mp_context=get_context("spawn")) as pool:
-        tables = list(pool.map(partial(measure, plan), tasks))
-    for task, table in zip(tasks, tables, strict=True):
-        note(f"{task}: all {table[0]['right']:.1%}")
-        for name in choices:
-            note(f"  {name}: " + ", ".join(f"{r['share']}% {r['right']:.1%}" for r in table if r["choice"] == name))
-    rows = [row for table in tables for row in table]
-    found, seconds = verdict(rows), time.perf_counter() - begin
-    note(f"{found}, {seconds:.0f} s")
-    if o.json:
-        made = {"model": o.model.name, "bytes": o.model.stat().st_size, "length": o.length, "seconds": seconds}
-        write_json(o.json, made | {"rows": rows} | found)
+        for task, table in zip(tasks, pool.map(partial(measure, plan), tasks), strict=True):
+            note(f"{task}: all {table[0]['right']:.1%}")
+            for name in choices:
+                note(f"  {name}: " + ", ".join(f"{r['share']}% {r['right']:.1%}" for r in table if r["choice"] == name))
+            rows += table
+            found, seconds = verdict(rows), time.perf_counter() - begin
+            note(f"{found}, {seconds:.0f} s")
+            if o.json:  # what there is: a run may take hours
+                made = {"model": o.model.name, "bytes": o.model.stat().st_size, "length": o.length, "seconds": seconds}
+                write_json(o.json, made | {"rows": rows} | found)
 
 
 if __name__ == "__main__":
