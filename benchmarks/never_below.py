@@ -12,9 +12,9 @@ reports.
 The gates begin anew before each reply (benchmarks/watched_daemon.py): what a case found is not known to the next.
 Where a case says nothing else guesses begin as off, as a gate leaves them that has seen no use in them, with one step
 in 128 that has some. Steps of every kind are captured before, which a daemon does once, when a gate first changes
-sides; how long that takes is reported apart. Before a reply nothing runs for SETTLE_S: for some 0.3 s after a process
-has used the GPU another one gets half of it. A case that fails is a row with its error, and one that takes too long
-ends its daemon, which is loaded again.
+sides; how long that takes is reported apart. Before a reply nothing runs for SETTLE_S: for some 0.3 s who
+follows another process on the GPU gets half of it. A case that fails is a row with its error, and one that takes too
+long ends its daemon, which is loaded again.
 """
 
 from __future__ import annotations

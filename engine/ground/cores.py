@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 _CPUS = Path("sys/devices/system/cpu")
 _NODES = Path("sys/devices/system/node")
 _CGROUPS = Path("sys/fs/cgroup")
+REOPEN_S = 1.0
 _MOST_BYTES = 4096  # of a file of /proc or a cgroup that are compared
 
 
@@ -132,18 +134,23 @@ def _quota(root: Path) -> float | None:
 
 
 class Quota:
-    """The CPUs that the process may use at a time, looked at as often as one likes: files stay open, some us a look."""
+    """The CPUs that the process may use at a time, looked at as often as one likes: files stay open, some us a look.
+
+    Files that were not there are looked for once in REOPEN_S.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._files: list[tuple[int, bytes]] = []  # what was read of each
         self._cpus: float | None = None
+        self._opened_s = 0.0
         self._open()
 
     def cpus(self) -> float | None:
         """As many as there are now; None: as many as the machine has."""
         try:
-            is_same = all(os.pread(file, _MOST_BYTES, 0) == text for file, text in self._files)
+            is_same = time.monotonic() - self._opened_s < REOPEN_S
+            is_same &= all(os.pread(file, _MOST_BYTES, 0) == text for file, text in self._files)
         except OSError:  # a group that is gone
             is_same = False
         if not is_same:
@@ -152,6 +159,7 @@ class Quota:
 
     def _open(self) -> None:
         self.close()
+        self._opened_s = time.monotonic()
         names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
         paths = [self._root / "proc/self/cgroup"]
         paths += [folder / name for folder in _cgroups(self._root, "cpu") for name in names]

@@ -153,7 +153,7 @@ class MissGate:
         return {n: entry.why for n, entry in enumerate(self._entries) if entry.retry_s}
 
     def look(self, tally: Tally, now_s: float, spans: Callable[[], Spans]) -> bool:
-        """Look at the counters, before a step; whether table or bound are others now. spans: of the last jobs."""
+        """Look at the counters, behind a step; whether table or bound are others now. spans: of the last jobs."""
         self._steps += 1
         if self.state != "on":
             is_due = self._steps > IDLE_TIMES * IDLE_STEPS if self.state == "idle" else now_s >= self._retry_s
@@ -179,12 +179,12 @@ class MissGate:
             return True
         return self._rest(now_s) or self.lose(f"PCIe alone is as fast now: {said(self.costs)}", now_s)
 
-    def lose(self, why: str, now_s: float) -> bool:
-        """Be off, for a reason that no counter knows; it is tried again as after any loss."""
+    def lose(self, why: str, now_s: float, may_end: bool = True) -> bool:
+        """Be off, and try again later and later. may_end: in the end never; False: what others do may pass."""
         self._good = 0
-        if self._lost >= len(RETRY_S):
+        if may_end and self._lost >= len(RETRY_S):
             return self._stop("off for good", why)
-        self._retry_s = now_s + RETRY_S[self._lost]
+        self._retry_s = now_s + RETRY_S[min(self._lost, len(RETRY_S) - 1)]
         self._lost += 1
         return self._stop("off", why)
 

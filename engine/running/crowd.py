@@ -1,4 +1,4 @@
-"""Whether the threads that compute experts have the cores that they were promised, as a look between two steps tells.
+"""Whether the threads that compute experts have the cores that they were promised, as a look behind each step tells.
 
 A thread that lost its core in the middle of a job has a layer wait for as long as others keep it: milliseconds, where a
 job takes tens of microseconds. What the jobs took says so too late, so the threads say who is there.
@@ -12,7 +12,7 @@ from engine.ops.jobs import Jobs
 MISSING_S = 1e-3  # without a sign: an item of a job takes a tenth of that
 MOST_MISSING = 0.25  # of the threads, at two looks in a row so far apart
 LOOK_S = 1e-3
-LONG_MISSING_S, MOST_LONG_MISSING = 4e-3, 0.5  # at one look: who waits for a step looks when it is over
+LONG_MISSING_S, MOST_LONG_MISSING = 4e-3, 0.5  # at one look: where the host waits for steps the next one may be late
 
 
 class Crowd:
@@ -23,7 +23,7 @@ class Crowd:
         self._missing_s: float | None = None  # when too many were missed first
 
     def why(self, now_s: float) -> str:
-        """What keeps the threads from their cores; empty: nothing. Before a step."""
+        """What keeps the threads from their cores; empty: nothing. When a step of one token is enqueued."""
         return self.of_quota() or self._of_others(now_s)
 
     def of_quota(self) -> str:

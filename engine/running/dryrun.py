@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -139,7 +139,8 @@ class Sharing:
             if self.options.guess != "auto":
                 raise
         self._guesses = False
-        return self._decide(cap_bytes, context_bytes, context_measured)
+        made = self._decide(cap_bytes, context_bytes, context_measured)
+        return replace(made, reasons=(*made.reasons, "guesses: none, the GPU has no room for what makes them"))
 
     def _decide(self, cap_bytes: int, context_bytes: int, context_measured: bool) -> Decision:
         """With the first pool under which all experts fit, else the last that there is a plan for."""

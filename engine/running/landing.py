@@ -112,14 +112,14 @@ def guess(
 ) -> tuple[Guesses | None, tuple[str, ...]]:  # fmt: skip
     """Have missing experts brought ahead, if that is asked for and something misses; and what is said of it.
 
-    has_room: on the device, as was decided before.
+    has_room: on the device; that there is none was said when it was decided.
     """
     if not wanted(options):
         return None, ()
     if not residency.tier.n_bytes:
         return None, ("guesses: none, all experts are resident",)
     if not has_room:
-        return None, ("guesses: none, the GPU has no room for what makes them",)
+        return None, ()
     if not _fits(limits, len(config.moe_layers)):
         return None, (f"guesses: none for {len(config.moe_layers)} layers of experts of {limits.n_embd} columns",)
     kind, scorings = scorings_of(file, config.moe_layers, pregate)

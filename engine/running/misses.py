@@ -62,6 +62,7 @@ class CpuMisses:
     ) -> None:  # fmt: skip
         self.cpu, self.found, self.long = cpu, found, long
         self.crowd = Crowd(cpu.pool, Quota())
+        self._is_crowded = False  # the gate is off for that
         self.gate = MissGate(costs, n_used, n_layers)
         self._state, self._left = self.gate.state, self.gate.left
         self._tell()
@@ -75,8 +76,10 @@ class CpuMisses:
         """When a step of one token is enqueued: what those that follow hand over, by what is known of those before."""
         now_s = time.monotonic()
         changed = self.gate.look(self.cpu.tally, now_s, self.cpu.spans)
+        self._is_crowded &= not self.is_on
         if self.is_on and (why := self.crowd.why(now_s)):
-            changed = self.gate.lose(why, now_s)
+            changed = self.gate.lose(why, now_s, may_end=False)
+            self._is_crowded = True
             self.cpu.pool.dismiss()
         if changed:
             self._tell()
@@ -90,7 +93,7 @@ class CpuMisses:
         """The same of a step of so many tokens."""
         self.check()
         if self.long is not None and self.long.takes(n_tokens):
-            self.long.begin(is_crowded=bool(self.crowd.of_quota()))
+            self.long.begin(self._is_crowded or bool(self.crowd.of_quota()))
 
     def check(self) -> None:
         """Raise where a job of a step before was never answered: what that step computed is nothing."""

@@ -32,6 +32,7 @@ from engine.running import misses
 from engine.serving.scheduler import Engine
 from tests.engine_runs import config
 from tests.tiny_models import k_quant_mix, write_tiny
+from tests.uncrowded import leave_alone
 
 NANO = Path(__file__).parents[2] / "data" / "nano" / "nano.gguf"
 CHILD = """
@@ -340,6 +341,7 @@ def test_neighbors_that_cannot_be_are_an_error() -> None:
 
 @pytest.mark.usefixtures("on_the_device")
 def test_gates_begin_anew_when_they_are_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_alone(monkeypatch)
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: Costs(1e7, (2e6, 4e6, 6e6), 1e6))
     monkeypatch.setattr(Engine, "warm_up", lambda engine: None)
@@ -361,7 +363,8 @@ def test_gates_begin_anew_when_they_are_told_to(tmp_path: Path, monkeypatch: pyt
         replay = engine.loaded.forward.replayed
         assert replay.device.read(replay.counter).tolist() == [17]
         assert not watched_daemon.order(client, begin=0, jobs=False)["jobs"] and steps.guesses.gate.with_guesses
-        assert not steps.misses.look() and set(steps.misses.gate.table) == {NOTHING}
+        steps.misses.look()
+        assert not steps.misses.is_on and set(steps.misses.gate.table) == {NOTHING}
         assert "counts" in str(engine.profile("read", None))
         pool = steps.misses.cpu.pool
         held: list[tuple[str, int]] = []

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.ground import cores
 from engine.ground.cores import Quota, cpu_list, find
 
 GPU = "0000:1B:00.0"
@@ -104,6 +105,16 @@ def test_a_quota_that_changes(tmp_path: Path) -> None:
     assert quota.cpus() == 0.25
     put(tmp_path, {"sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": -1})
     assert quota.cpus() is None
+    quota.close()
+
+
+def test_a_quota_that_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, {"proc/self/cgroup": "0::/a"})
+    quota = Quota(tmp_path)
+    assert quota.cpus() is None
+    put(tmp_path, {"sys/fs/cgroup/a/cpu.max": "250000 100000"})
+    monkeypatch.setattr(cores, "REOPEN_S", 0.0)
+    assert quota.cpus() == 2.5
     quota.close()
 
 

@@ -29,6 +29,7 @@ from engine.running.loaded import load
 from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, Says, config, generate
 from tests.tiny_models import k_quant_mix, tiny_path, write_tiny
+from tests.uncrowded import leave_alone
 
 N_TOKENS = 9
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, seed=5)
@@ -217,6 +218,7 @@ def test_a_step_that_fails_leaves_nothing_to_wait_for(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_beside_jobs_drafts_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU gets what was not guessed; steps of several tokens have no guesses, and leave no trace in the next."""
+    leave_alone(monkeypatch)
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: Costs(1e7, (2e6, 4e6, 6e6), 1e6))
     monkeypatch.setattr(misses, "SPIN_US", 3e5)
@@ -245,6 +247,7 @@ def test_beside_jobs_drafts_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arch", ["qwen3moe", "laguna"])
 def test_what_a_step_has_beside_it_may_change_with_every_step(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs of the CPU or none, guesses or none, in any order within a reply: no token, table or counter says so."""
+    leave_alone(monkeypatch)
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: Costs(1e7, (1e7, 2e7, 3e7), 1e6, n_ff=512))
     monkeypatch.setattr(misses, "SPIN_US", 3e5)

@@ -23,6 +23,7 @@ from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, config, generate
 from tests.running.test_cuda_misses import SAMPLED, fall_asleep, pool_of
 from tests.tiny_models import k_quant_mix, write_tiny
+from tests.uncrowded import leave_alone
 
 LENGTHS = (33, 64, 97)
 # One token's gate finds nothing to gain, so that only long steps hand over.
@@ -37,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    leave_alone(monkeypatch)
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: COSTS)
     monkeypatch.setattr(long_jobs, "PACE_S", 0.1)  # emulated copies take long, and threads may get no processor

@@ -30,6 +30,7 @@ from engine.running.misses import CpuMisses
 from engine.serving.scheduler import Engine
 from tests.engine_runs import PROMPT, config, generate
 from tests.tiny_models import k_quant_mix, tiny_path, write_tiny
+from tests.uncrowded import Unlimited, leave_alone
 
 L, E, A = 2, 11, 3
 N_TOKENS = 6
@@ -50,30 +51,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads on any core, costs with which the CPU gets something, and no thread that runs on afterwards.
-
-    Their cores are other tests', too, and a step of an emulated GPU takes long: nobody looks for who is missing.
-    """
-    monkeypatch.setattr(crowd, "MISSING_S", 1e6)
-    monkeypatch.setattr(misses, "Quota", Unlimited)
+    """Two threads on any core, costs with which the CPU gets something, and no thread that runs on afterwards."""
+    leave_alone(monkeypatch)
     monkeypatch.setattr(cores, "find", lambda **_: Cores((-1, -1), "2 cores"))
     monkeypatch.setattr(misses, "measure", lambda *_: COSTS)
     monkeypatch.setattr(misses, "SPIN_US", 3e5)  # emulated steps take long
     before = n_threads()
     yield
     assert n_threads() == before
-
-
-class Unlimited:
-    """Stands for Quota: CPUs that the process may use."""
-
-    n_cpus: float | None = None
-
-    def cpus(self) -> float | None:
-        return self.n_cpus
-
-    def close(self) -> None:
-        pass
 
 
 def n_threads() -> int:
@@ -370,9 +355,32 @@ def test_threads_that_lose_their_cores_get_nothing(monkeypatch: pytest.MonkeyPat
         shared.gate.why
     )
     now_s[0] += RETRY_S[2]
-    assert not looked(shared) and shared.gate.state == "off for good"  # tried, and nothing was handed over
+    for _ in range(2):  # tried, and nothing was handed over; never given up
+        assert not looked(shared) and shared.gate.state == "off"
+        now_s[0] += RETRY_S[2]
     shared.begin()
     assert cpu.n_woken == 0
+
+
+def test_long_steps_offer_nothing_to_threads_without_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, told = [100.0], list[bool]()
+    monkeypatch.setattr("engine.running.misses.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(crowd, "MISSING_S", 1e-3)
+    cpu: Any = Said()
+    long: Any = SimpleNamespace(takes=lambda n: n > 32, begin=told.append)
+    shared = CpuMisses(cpu, QUICK, Cores((4, 5), "2 cores"), A, long=long)
+    shared.begin_long(64)
+    cpu.n_missing = cpu.n_long_missing = 8
+    assert not looked(shared)
+    shared.begin_long(64)
+    cpu.n_missing = cpu.n_long_missing = 0
+    now_s[0] += RETRY_S[0]
+    assert looked(shared) and looked(shared)
+    shared.begin_long(64)
+    monkeypatch.setattr(Unlimited, "n_cpus", 1.0)
+    shared.begin_long(64)
+    shared.begin_long(32)
+    assert told == [False, True, False, True]
 
 
 def test_threads_are_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

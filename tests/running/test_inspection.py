@@ -174,6 +174,7 @@ def test_guesses_are_left_out_where_they_have_no_room() -> None:
         is_whole = off.plan.share.resident > 0
         assert not off.has_guesses and auto.has_guesses == (on is not None and not is_whole)
         seen.add((auto.has_guesses, is_whole))
+        assert any("no room for what makes them" in r for r in auto.reasons) == (not auto.has_guesses and not is_whole)
         assert auto.plan == (off if on is None else on).plan
         if is_whole:
             break
