@@ -318,7 +318,8 @@ def recall_quality(name: str, made: Json) -> list[str]:
     if agree:
         lines.append(f"99% of the agent's replies are those of all blocks from: {', '.join(agree)}.")
     columns = ["task", "all", "chosen by", *(f"{share}%" for share in shares)]
-    head = ["## Answers from a part of the context", "", *origin(name, made), text, ""]
+    of = ": a small model" if name == "recall_quality-cpu.json" else ""
+    head = [f"## Answers from a part of the context{of}", "", *origin(name, made), text, ""]
     return [*head, *table(columns, rows), *lines, ""]
 
 
