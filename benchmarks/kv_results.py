@@ -318,7 +318,7 @@ def recall_quality(name: str, made: Json) -> list[str]:
     if agree:
         lines.append(f"99% of the agent's replies are those of all blocks from: {', '.join(agree)}.")
     columns = ["task", "all", "chosen by", *(f"{share}%" for share in shares)]
-    of = ": a small model" if name == "recall_quality-cpu.json" else ""
+    of = {"recall_quality-cpu.json": ": a small model", "recall_quality-16k.json": ", 16,384 tokens"}.get(name, "")
     head = [f"## Answers from a part of the context{of}", "", *origin(name, made), text, ""]
     return [*head, *table(columns, rows), *lines, ""]
 
@@ -337,6 +337,7 @@ SECTIONS = {
     "recall.json": recall,
     "recall_mass.json": recall_mass,
     "recall_quality.json": recall_quality,
+    "recall_quality-16k.json": recall_quality,
     "recall_quality-cpu.json": recall_quality,
     "recall_speed.json": partial(recall_speed, "Qwen3.6-35B-A3B's"),
     "recall_speed-qwen3.json": partial(recall_speed, "Qwen3-30B-A3B's"),
