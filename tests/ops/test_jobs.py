@@ -399,27 +399,46 @@ for _ in sys.stdin:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are stopped by ptrace")
-def test_who_wakes_threads_waits_for_none_that_is_stopped() -> None:
-    root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAKER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
+class Helper:
+    """A process that runs a script, a line of it for each line that it is given; its threads may be stopped."""
+
+    def __init__(self, script: str) -> None:
+        command = [sys.executable, "-c", script, str(Path(__file__).parents[2])]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+
+    @property
+    def threads(self) -> list[int]:
+        return threads_of(self.process.pid)
+
+    def answer(self, line: str = "") -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], LONG_S)[0], "it waits"
+        return self.process.stdout.readline().rstrip()
+
+
+@pytest.fixture
+def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
+    if sys.platform != "linux":
+        pytest.skip("threads are stopped by ptrace")
+    made = Helper(request.param)
     try:
-        assert process.stdout.readline() == "ready\n"
-        if not may_trace(process.pid):
+        if not may_trace(made.process.pid):
             pytest.skip("ptrace is not permitted")
-        with stopped(threads_of(process.pid)[:2]):
-            for _ in range(5):
-                process.stdin.write("\n")
-                process.stdin.flush()
-                assert select.select([process.stdout], [], [], 20)[0], "it waits"
-                assert process.stdout.readline() == "woken\n"
-                time.sleep(0.02)  # so that the third one sleeps again
+        yield made
     finally:
-        process.kill()
-        process.communicate()
+        made.process.kill()
+        made.process.communicate()
+
+
+@pytest.mark.parametrize("helper", [WAKER], indirect=True)
+def test_who_wakes_threads_waits_for_none_that_is_stopped(helper: Helper) -> None:
+    with stopped(helper.threads[:2]):
+        for _ in range(5):
+            assert helper.answer() == "woken"
+            time.sleep(0.02)  # so that the third one sleeps again
 
 
 PRESENT = WAKER.split("for _ in")[0] + """
@@ -437,38 +456,18 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are stopped by ptrace")
-def test_threads_that_are_stopped_are_missing_while_they_should_be_awake() -> None:
-    root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRESENT, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-
-    def answer(order: str = "look") -> int:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{order}\n")
-        process.stdin.flush()
-        assert select.select([process.stdout], [], [], LONG_S)[0], "it waits"
-        return int(process.stdout.readline())
-
-    try:
-        assert process.stdout.readline() == "ready\n"
-        if not may_trace(process.pid):
-            pytest.skip("ptrace is not permitted")
-        time.sleep(0.6)
-        assert answer() == 0  # asleep, as they may be
-        answer("wake")
-        until(lambda: answer() == 0)
-        with stopped(threads_of(process.pid)[:2]):
-            until(lambda: answer() == 2)
-        until(lambda: answer() == 0)
-        assert answer("dismiss") == 0  # and 600 s are not waited for
-        answer("wake")
-        until(lambda: answer() == 0)
-    finally:
-        process.kill()
-        process.communicate()
+@pytest.mark.parametrize("helper", [PRESENT], indirect=True)
+def test_threads_that_are_stopped_are_missing_while_they_should_be_awake(helper: Helper) -> None:
+    time.sleep(0.6)
+    assert helper.answer("look") == "0"  # asleep, as they may be
+    helper.answer("wake")
+    until(lambda: helper.answer("look") == "0")
+    with stopped(helper.threads[:2]):
+        until(lambda: helper.answer("look") == "2")
+    until(lambda: helper.answer("look") == "0")
+    assert helper.answer("dismiss") == "0"  # and 600 s are not waited for
+    helper.answer("wake")
+    until(lambda: helper.answer("look") == "0")
 
 
 def test_threads_are_bound_to_cores(ring: Ring) -> None:
