@@ -93,7 +93,7 @@ void summarize(const spark_kv &kv, int64_t place, int64_t kv_head, uint8_t *sket
     });
 }
 
-constexpr int64_t kChunk = 64; // blocks whose masses are summed together
+constexpr int64_t kChunk = 8; // blocks whose masses are summed together
 
 inline float dot_half(const float *x, const uint16_t *y, int64_t n) {
     Sum s;

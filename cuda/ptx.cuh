@@ -289,6 +289,13 @@ DEVICE void mma_bytes(i32 (&d)[4], u32 a0, u32 a1, u32 b, i32 c) {
             : "r"(a0), "r"(a1), "r"(b), "r"(c));
 }
 
+// The larger one, NaN where one of them is.
+DEVICE float larger_or_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
 // 2^x, approximate (2 ulp): attention only.
 DEVICE float exp2_fast(float x) {
     float r;

@@ -291,6 +291,8 @@ DEVICE void mma_bytes(i32 (&d)[4], u32 a0, u32 a1, u32 b, i32 c, EMULATOR_SITE("
     else emulator_mma_bytes<u8, 16>(d, {a0, a1, 0, 0}, b, 0, c, site);
 }
 
+DEVICE float larger_or_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7fffffffu) : a > b ? a : b; }
+
 DEVICE float exp2_fast(float x) { return exp2f(x); }
 
 DEVICE float reciprocal_fast(float x) { return 1.0f / x; }

@@ -195,9 +195,9 @@ def test_kernels_compile_for_every_type(qtype: QType) -> None:
 def test_kernels_compile_for_types_of_the_cache(kv_type: str) -> None:
     kernels = launched("sm_80", OTHER, all_of_type(QType.Q8_0), kv_type, max_tokens=64, recall=Part(64))
     k, v = (("K_TYPE", f"KV_{pair_of(kv_type).k.name.upper()}"), ("V_TYPE", f"KV_{pair_of(kv_type).v.name.upper()}"))
-    of_keys = {m for m in kernels if m.file == "recall.cu" and k in m.defines}
+    of_keys = {m for m in kernels if m.file == "summarize.cu" and k in m.defines}
     typed = {m: names for m, names in kernels.items() if {k, v} <= set(m.defines) or m in of_keys}
-    assert {module.file for module in typed} == {"attention.cu", "flash.cu", "rope.cu", "recall.cu"}
+    assert {module.file for module in typed} == {"attention.cu", "flash.cu", "rope.cu", "summarize.cu"}
     check("sm_80", typed)
 
 

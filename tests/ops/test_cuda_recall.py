@@ -13,7 +13,7 @@ from engine.ops.cuda import recall as recall_ops
 from engine.ops.sketches import sketch_bytes
 from tests.device_ops import DeviceOps
 from tests.ops.test_ops import same_bits, workspace
-from tests.ops.test_recall import CASES, CHOICES, Context, context, twin
+from tests.ops.test_recall import CASES, CHOICES, Context, blank, context, twin
 from tests.tiny_models import nmse
 
 N = KV_BLOCK_TOKENS
@@ -119,22 +119,19 @@ def test_equal_blocks_are_read_from_the_first_on(device: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "most", "leave", "room"),
+    ("kinds", "most", "leave", "way"),
     [
-        (600, 130, -1, 4), (3, 150, -1, 2), (40, 1, -1, 1), (600, 999, MASS_UNITS // 50, 0), (9, 999, 1000, 0),
+        (600, 130, -1, 0), (3, 150, -1, 1), (40, 1, -1, 2), (600, 999, MASS_UNITS // 50, 3), (9, 999, 1000, 1),
         (600, 9, -1, 0),
     ],
 )
-def test_many_blocks(
-    device: Any, monkeypatch: pytest.MonkeyPatch, kinds: int, most: int, leave: int, room: int
-) -> None:
+def test_many_blocks(device: Any, monkeypatch: pytest.MonkeyPatch, kinds: int, most: int, leave: int, way: int) -> None:
     """Each of the warps that choose has several runs of blocks; of so many kinds, so that some are equally good.
 
-    room: sketches of a warp that have some in shared memory; without, scores have none there, either.
+    way: of WEIGHERS. Warps that weigh have many chunks.
     """
-    stage, most_bytes = 16 * (-(-sketch_bytes(32) // 16) * 16), device.max_shared_bytes
-    monkeypatch.setattr(recall_ops, "WEIGHING_SHARED", most_bytes - 3 * 4 * (32 + 128) - room * stage)
-    monkeypatch.setattr(recall_ops, "CHOICE_SHARED", 20 << 10 if room else most_bytes)
+    monkeypatch.setattr(recall_ops, "WEIGHERS", recall_ops.WEIGHERS[way : way + 1])
+    monkeypatch.setattr(device, "n_sm", 3)
     here = context(8, "f16", (35_000,), (1,), 6, 2, 32)
     blocks = here.kv.k.reshape(-1, N, *here.kv.k.shape[1:])
     blocks[here.table[0, :540]] = blocks[here.table[0, np.arange(540) % kinds]]
@@ -144,6 +141,28 @@ def test_many_blocks(
     assert nmse(out, wanted) < 1e-6
     listed = recall.scores.view(np.int32)[0, 1]
     assert listed[: recall.last[0, 1] // N + 1].tolist() == np.flatnonzero(chosen.chosen[0, 1]).tolist()
+
+
+@pytest.mark.parametrize(("W", "most", "leave"), [(4300, 70, -1), (4300, 999, MASS_UNITS // 20), (4301, 9, -1)])
+def test_more_blocks_than_the_threads_of_a_block_hold(device: Any, W: int, most: int, leave: int) -> None:
+    """Of a few sketches, some numbers of which are of no block; W: whose flags are words, and are not."""
+    here, rng = context(8, "f16", (3000,), (1,), 2, 1, 32), np.random.default_rng(W)
+    here.kv.k[:] *= 3
+    here.numbers = rng.integers(-1, 40, (1, W)).astype(np.int32)
+    here.positions[:], here.keep = W * N - 70, (rng.random((1, W)) < 0.01).astype(np.uint8)
+    sketches = np.zeros((41, 1, sketch_bytes(32)), np.uint8)
+    cpu.summarize(workspace(cpu.supported_isas()[-1]), here.kv, *(np.arange(40, dtype=np.int32),) * 2, sketches)
+    made = []
+    for ops, ws in ((ops_of(device, here), None), (cpu, workspace(cpu.supported_isas()[-1]))):
+        recall = blank(1, 2, 1, W)
+        limits = np.array([most], np.int32), np.array([leave], np.int32)
+        of = here.numbers, here.sequence, here.positions, *limits, here.keep, here.scale
+        ops.choose(ws, here.q, sketches, *of, recall)
+        made.append(recall)
+    for name in ("chosen", "left", "read"):
+        assert same_bits(getattr(made[0], name), getattr(made[1], name)), name
+    listed = made[0].scores.view(np.int32)[0, 0]
+    assert listed[: made[0].last[0, 0] // N + 1].tolist() == np.flatnonzero(made[1].chosen[0, 0]).tolist()
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])

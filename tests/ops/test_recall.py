@@ -21,6 +21,16 @@ from tests.ops.test_ops import same_bits, workspace
 N = KV_BLOCK_TOKENS
 
 
+def blank(T: int, H: int, K: int, W: int) -> Recall:
+    """What nothing has been written to yet."""
+    return Recall(
+        np.full((T, K, W), 9, np.uint8), np.full((T, H, 2), np.nan, np.float32),
+        np.full((T, H), np.nan, np.float32), np.full((T, K), -9, np.int32),
+        np.full((T, H, 2, W), np.nan, np.float32), np.full((T, K, W), np.nan, np.float32),
+        np.full((T, K), -1, np.int32),
+    )  # fmt: skip
+
+
 @dataclass
 class Context:
     """Sequences of `lengths` positions, the last `new` of which are the step's rows; blocks and numbers shuffled."""
@@ -41,12 +51,7 @@ class Context:
         sketches = np.full((self.numbers.max() + 2, K, sketch_bytes(d)), 7, np.uint8)
         there = self.table >= 0
         ops.summarize(ws, self.kv, self.table[there], self.numbers[there], sketches)
-        recall = Recall(
-            np.full((T, K, W), 9, np.uint8), np.full((T, H, 2), np.nan, np.float32),
-            np.full((T, H), np.nan, np.float32), np.full((T, K), -9, np.int32),
-            np.full((T, H, 2, W), np.nan, np.float32), np.full((T, K, W), np.nan, np.float32),
-            np.full((T, K), -1, np.int32),
-        )  # fmt: skip
+        recall = blank(T, H, K, W)
         most = self.most if most is None else np.full_like(self.most, most)
         ops.choose(
             ws, self.q, sketches, self.numbers, self.sequence, self.positions, most, np.full_like(most, leave),
@@ -93,6 +98,7 @@ CASES: dict[str, Any] = {
     "q8_0": ("q8_0", (833, 641), (2, 1), 4, 2, 96),
     "q4_0": ("q4_0", (900,), (2,), 6, 3, 128),
     "q8_0,q4_0": ("q8_0,q4_0", (768, 575), (1, 6), 8, 4, 32),
+    "f16 of sixteen heads": ("f16", (700,), (2,), 16, 1, 48),
     "f16 wide heads": ("f16", (800,), (2,), 2, 1, 512),
 }
 

@@ -1,6 +1,6 @@
-"""Which blocks of their contexts the rows of a step read, and what follows from it, on a device (recall.cu, chosen.cu).
+"""Which blocks of their contexts the rows of a step read, and what follows from it, on a device.
 
-Twins: summarize, choose, find_absent of engine/ops/reference.py.
+Kernels: summarize.cu, weigh.cu, recall.cu, chosen.cu. Twins: summarize, choose, find_absent of engine/ops/reference.py.
 
 Attention that reads a part (attention.py) goes by two arrays of `Recall` that `choose` leaves: `scores`, which by then
 has the numbers of the blocks that are read one after the other, int32 [T, K, W], and `last`.
@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from engine.ops import CHUNK_BLOCKS, KV_BLOCK_TOKENS, SMALL_TOKENS, KVLayer, Recall
 from engine.ops.cuda.attention import MAX_GROUP, home_macros, kind_macros
 from engine.ops.cuda.device import Array, Device, Module
-from engine.ops.sketches import sketch_bytes
+from engine.ops.sketches import n_kept, sketch_bytes
 
 CHOSEN = Module("chosen.cu")
 WARP = 32
 THREADS = 512  # WARPS of recall.cu and chosen.cu
 SUMMING_THREADS = 256
 MAX_HEAD_DIM = 512
-CHOICE_SHARED = 20 << 10  # shared memory that choose has beside scores, at most
-WEIGHING_SHARED = 9 << 10  # that weigh has beside queries, results and sketches, at most
+BLOCK_SHARED = 1 << 10  # shared memory that the driver takes beside a block's, and has beside max_shared_bytes
+# Warps of a block of weigh, sketches of each under way, and blocks of a multiprocessor.
+WEIGHERS = ((8, 2, 2), (8, 1, 1), (4, 1, 1), (2, 1, 1))
 STEP_AT = 3  # of a control block (cuda/step.cuh)
 
 
@@ -39,7 +40,7 @@ def summarize(device: Device, kv: KVLayer, places: Array, blocks: Array, sketche
         homes = kv.k.shape[0] // KV_BLOCK_TOKENS, k, k, scale, scale
     threads = ("SUMMING_THREADS", str(SUMMING_THREADS))
     macros = (("HEAD_DIM", str(head_dim)), threads, kind_macros(kv)[0], *home_macros(kv))
-    kernel = device.kernel(Module("recall.cu", macros), "summarize")
+    kernel = device.kernel(Module("summarize.cu", macros), "summarize")
     kernel((n, K), SUMMING_THREADS, (kv.k, kv.k_scale, places, blocks, sketches, *homes))
 
 
@@ -63,28 +64,37 @@ def choose(
     (T, H, head_dim), (_, K, n_bytes), W = q.shape, sketches.shape, blocks.shape[1]
     if H % K or H // K > MAX_GROUP or T > SMALL_TOKENS or n_bytes != sketch_bytes(head_dim):
         raise ValueError(f"a choice of {T} rows of {H} heads of {head_dim} by sketches {sketches.shape}")
-    stage = THREADS // WARP * -(-n_bytes // 16) * 16
-    others = H // K * 4 * (head_dim + 2 * CHUNK_BLOCKS) + WEIGHING_SHARED
-    stages = next((n for n in (4, 2, 1) if n * stage <= device.max_shared_bytes - others), 0)
-    numbers = {"HEAD_DIM": head_dim, "GROUP": H // K, "STAGES": stages}
-    module = Module("recall.cu", tuple((name, str(n)) for name, n in numbers.items()))
-    launch = partial(device.kernel, module)
+    warps, stages, resident, shared = _weighing(head_dim, H // K, device.max_shared_bytes)
+    of_heads = ("HEAD_DIM", str(head_dim)), ("GROUP", str(H // K))
+    of_weigh = ("WEIGHERS", str(warps)), ("STAGES", str(stages)), ("RESIDENT", str(resident))
     of, shape = (blocks, sequence, positions, most), (H, W)
-    launch("weigh")(
-        (-(-W // CHUNK_BLOCKS), K, T), THREADS, (q, sketches, *of, *shape, float(scale), recall.masses),
-        stages * stage, overlap=True,
-    )  # fmt: skip
+    n_blocks = min(-(-W // CHUNK_BLOCKS), max(1, resident * device.n_sm // (K * T)))
+    device.kernel(Module("weigh.cu", (*of_heads, *of_weigh)), "weigh")(
+        (K, n_blocks, T), WARP * warps, (q, sketches, *of, *shape, float(scale), recall.masses), shared, overlap=True
+    )
+    launch = partial(device.kernel, Module("recall.cu", of_heads))
     launch("score")(
         (-(-W // THREADS), K, T), THREADS,
         (*of, keep, *shape, recall.masses, recall.left, recall.scores), overlap=True,
     )  # fmt: skip
-    n_held = W if device.max_shared_bytes - CHOICE_SHARED >= 4 * W else 0
     launch("choose")(
         (K, T), THREADS,
-        (*of[1:], leave, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last,
-         n_held),
-        4 * n_held, overlap=True,
+        (*of[1:], leave, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last),
+        overlap=True,
     )  # fmt: skip
+
+
+def _weighing(head_dim: int, group: int, most: int) -> tuple[int, int, int, int]:
+    """The first of WEIGHERS for which `most` bytes of shared memory are enough, and what a block asks for."""
+    words, planes = -(-n_kept(head_dim) // 16), -(-group // 4)
+    stage = -(-(sketch_bytes(head_dim) + 32 * words) // 16) * 16
+    counted = 8 * 64 * (-(-words // 4) | 1)  # eight heads of a warp
+    for warps, stages, resident in WEIGHERS:
+        shared = 16 * head_dim * planes + warps * (counted + stages * stage)
+        static = 64 * planes * CHUNK_BLOCKS + 2 * warps * n_kept(head_dim)
+        if resident * (shared + static + BLOCK_SHARED) <= most + BLOCK_SHARED:
+            return warps, stages, resident, shared
+    raise ValueError(f"{group} heads of {head_dim} for {most} bytes of shared memory")
 
 
 def find_absent(
