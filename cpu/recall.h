@@ -186,7 +186,7 @@ inline float mass_of(const float *q, int64_t n, const uint8_t *sketch, const Ske
 // the masses of blocks is not needed any more.
 inline int64_t needed(const RecallRow &row) {
     const auto units = [&](int64_t h, int64_t b) {
-        const float share = row.mass[2 * h * row.width + b] / row.left[2 * h + 1];
+        const float share = row.mass[2 * h * row.width + b] * (1.0f / row.left[2 * h + 1]);
         return share >= 1.0f ? 1 << 24 : share > 0.0f ? int32_t(share * 0x1p24f) : 0;
     };
     const auto below = [&](int64_t h) { return reinterpret_cast<int32_t *>(row.mass + (2 * h + 1) * row.width); };
@@ -276,9 +276,9 @@ void choose(const RecallRow &row) {
             for (int64_t b = c * kChunk; b < std::min(behind, (c + 1) * kChunk); b++)
                 mass[b] *= factor;
         }
-        const float total = sum32(chunk_sum, n_chunks);
+        const float total = sum32(chunk_sum, n_chunks), in_one = 1.0f / total;
         for (int64_t b = 0; b < behind; b++) {
-            const float share = mass[b] / total;
+            const float share = mass[b] * in_one;
             const int32_t bits = share == share ? int32_t(float_to_bits(share)) : 0x7fc00000;
             row.score[b] = row.score[b] >= 0 && bits > row.score[b] ? bits : row.score[b];
         }

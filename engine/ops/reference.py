@@ -322,7 +322,7 @@ def choose(
             factor = np.where(chunk_top == -np.inf, np.float32(0), exp(chunk_top - top))
             total = sum32((chunk_sum * factor).T)
             mass = mass * factor[chunks]
-            share = (mass / total).reshape(behind, K, -1)
+            share = (mass * (np.float32(1) / total)).reshape(behind, K, -1)
             # Not below 0, so their bits are ordered as they are; a NaN is above all.
             bits = np.where(np.isnan(share), np.float32(np.nan), share).view(np.int32).max(axis=2)
             order = np.argsort(np.where(kept[:, None], 1, -bits), axis=0, kind="stable")
