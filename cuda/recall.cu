@@ -4,19 +4,20 @@
 // Kernels.
 //   summarize   (summarize.cu) sketches
 //   weigh       (weigh.cu) masses [T, H, 2, W]: of each block before the tail, by its chunk's top; tops and sums of the chunks
-//   choose      what a row reads. Grid (K, T), blocks of WARPS warps
-// It writes chosen uint8 [T, K, W], left [T, H, 2], read int32 [T, K], how many blocks that are,
+//   score       scores of these blocks, and of all of them the top and the sum                (ceil(W / SPAN), K, T)
+//   choose      what a row reads                                                              (K, T)
+// Blocks have WARPS warps. choose writes chosen uint8 [T, K, W], left [T, H, 2], read int32 [T, K], how many blocks that are,
 // and what attention goes by: list int32 [T, K, W], the blocks that are read one after the other, and last int32 [T, K], the
-// row's position among them.
+// row's position among them. Before, list is scratch for scores.
 //
 // Macros: HEAD_DIM; GROUP, query heads of a KV head, at most 16.
 #include "recall.cuh"
 
-constexpr i32 WARPS = 16, THREADS = WARPS * WARP;
+constexpr i32 WARPS = 16, SPAN = WARPS * WARP; // blocks of a thread block of `score`
 
-// Of a head, for all lanes: the largest score of any key, the sum of all masses, and one by that. chunks: its largest and its sums.
+// Of a head, for all lanes: the largest score of any key, and the sum of all masses. chunks: its largest and its sums.
 struct Whole {
-    float top, total, inverse;
+    float top, total;
 };
 
 DEVICE float factor_of(float top_of_chunk, float top) {
@@ -51,8 +52,48 @@ DEVICE Whole whole_of(const float* chunks, i32 n, i32 n_most) {
             if (from + i * WARP < n) // what is behind the last chunk is +0
                 sum = sum + sums[i] * factor_of(tops[i], top);
     }
-    sum = fold(sum);
-    return {top, sum, 1.0f / sum};
+    return {top, fold(sum)};
+}
+
+// A block's threads have SPAN blocks of keys; the first writes `left`, in which the sum is that of all masses.
+KERNEL __launch_bounds__(WARPS * WARP)
+score(const i32* blocks, const i32* sequence, const i32* positions, const i32* most, const u8* keep, i32 n_head,
+      i32 width, const float* masses, float* left, i32* scores) {
+    dependency_release();
+    dependency_wait();
+    __shared__ float factors[GROUP][SPAN / CHUNK], inverse[GROUP]; // of chunks; one by the sum of all
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const i32 head = blockIdx.y, n_head_kv = gridDim.y, t = blockIdx.z, s = sequence[t];
+    const i32 behind = max(positions[t] / KV_BLOCK - TAIL_BLOCKS, 0), b = blockIdx.x * SPAN + threadIdx.x;
+    const i32 n_chunks = (behind + CHUNK - 1) / CHUNK, most_chunks = (width + CHUNK - 1) / CHUNK;
+    if (most[s] < 0 || behind <= (i32)blockIdx.x * SPAN)
+        return;
+    masses += ((i64)t * n_head + head * GROUP) * 2 * width, left += ((i64)t * n_head + head * GROUP) * 2;
+    float mass[GROUP]; // loads that nothing waits for yet
+#pragma unroll
+    for (i32 h = 0; h < GROUP; h++)
+        mass[h] = b < behind ? masses[2 * h * width + b] : 0.0f;
+    const bool is_kept = b == 0 || b >= behind || keep[(i64)s * width + b] || blocks[(i64)s * width + b] < 0;
+    for (i32 h = warp; h < GROUP; h += WARPS) {
+        const float* const chunks = masses + 2 * h * width + width;
+        const Whole whole = whole_of(chunks, n_chunks, most_chunks);
+        for (i32 i = lane; i < SPAN / CHUNK; i += WARP)
+            if (const i32 chunk = blockIdx.x * (SPAN / CHUNK) + i; chunk < n_chunks)
+                factors[h][i] = factor_of(chunks[chunk], whole.top);
+        if (lane == 0)
+            inverse[h] = 1.0f / whole.total;
+        if (lane == 0 && blockIdx.x == 0)
+            left[2 * h] = whole.top, left[2 * h + 1] = whole.total;
+    }
+    __syncthreads();
+    if (b >= behind)
+        return;
+    float share = 0.0f; // the largest of any head
+#pragma unroll
+    for (i32 h = 0; h < GROUP; h++)
+        share = larger_or_nan(share, mass[h] * factors[h][threadIdx.x / CHUNK] * inverse[h]);
+    const i32 best = is_kept ? -1 : share == share ? __float_as_int(share) : (i32)NAN_BITS;
+    scores[((i64)t * n_head_kv + head) * width + b] = best;
 }
 
 // The sum of what all threads of a block have, for all of them.
@@ -69,40 +110,43 @@ DEVICE i32 sum_of_block(i32 own, i32 (&sums)[WARPS]) {
     return sum;
 }
 
-constexpr i32 DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, MOST_OWN = CHUNK, LISTED = 1024;
-static_assert(DIGITS == 4 * THREADS, "a thread has four counts");
+constexpr i32 DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, OWN = 8, LISTED = 1024;
+static_assert(DIGITS == 4 * WARPS * WARP, "a thread has four counts");
 
-// The scores of a row's blocks before its tail, -1: no candidate. A thread has `n` in a row, 1, 2, 4 or 8, all of one chunk. They
-// stay in registers, unless there are more than all threads have: then they are in `list`, too.
+// A row's scores: OWN of a thread in a row, in registers unless there are more than all threads have.
 struct Scores {
-    i32* list;
-    i32 behind, n, own[MOST_OWN];
+    static constexpr i32 AT_ONCE = OWN * WARPS * WARP;
+    const i32* list;
+    i32 behind;
+    bool aligned; // to 16 bytes
+    i32 own[OWN];
 
-    __device__ Scores(i32* list, i32 behind) : list(list), behind(behind), n(1), own{} {
-        while (n < MOST_OWN && n * THREADS < behind)
-            n *= 2;
-    }
-    __device__ i32 at_once() const { return n * THREADS; }
-    __device__ bool in_registers() const { return behind <= at_once(); }
-    __device__ i32 first(i32 from) const { return from + n * (i32)threadIdx.x; }
+    __device__ Scores(const i32* list, i32 behind, bool aligned) : list(list), behind(behind), aligned(aligned) { load(0); }
 
     __device__ void load(i32 from) {
-        if (in_registers())
-            return;
+        const i32 b = from + OWN * threadIdx.x;
+        if (aligned && b + OWN <= behind) {
 #pragma unroll
-        for (i32 i = 0; i < MOST_OWN; i++)
-            own[i] = first(from) + i < behind ? list[first(from) + i] : -1;
+            for (i32 i = 0; i < OWN; i += 4) {
+                const int4 four = *(const int4*)(list + b + i);
+                own[i] = four.x, own[i + 1] = four.y, own[i + 2] = four.z, own[i + 3] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (i32 i = 0; i < OWN; i++)
+                own[i] = b + i < behind ? list[b + i] : -1;
+        }
     }
     // f(block, score), of what is no candidate too.
     template <class F>
     __device__ void each(const F& f) {
 #pragma unroll 1
-        for (i32 from = 0; from < behind; from += at_once()) {
-            load(from);
+        for (i32 from = 0; from < behind; from += AT_ONCE) {
+            if (behind > AT_ONCE)
+                load(from);
 #pragma unroll
-            for (i32 i = 0; i < MOST_OWN; i++)
-                if (i < n)
-                    f(first(from) + i, own[i]);
+            for (i32 i = 0; i < OWN; i++)
+                f(from + OWN * (i32)threadIdx.x + i, own[i]);
         }
     }
 };
@@ -129,88 +173,38 @@ DEVICE u32 sum_before(u32 own, u32 (&sums)[WARPS], u32& all) {
     return before;
 }
 
-KERNEL __launch_bounds__(THREADS)
-choose(const i32* blocks, const i32* sequence, const i32* positions, const i32* most, const i32* leave, const u8* keep,
-       i32 n_head, i32 width, const float* masses, u8* chosen, float* left, i32* read, i32* list, i32* last) {
+KERNEL __launch_bounds__(WARPS * WARP)
+choose(const i32* sequence, const i32* positions, const i32* most, const i32* leave, i32 n_head, i32 width,
+       const float* masses, u8* chosen, float* left, i32* read, i32* list, i32* last) {
     dependency_release();
     dependency_wait();
-    __shared__ Whole whole[GROUP];
     __shared__ i32 found[3], sums[WARPS], order[LISTED]; // order: the first of the list
     __shared__ u32 halves[2][WARPS];
     __shared__ int4 room[GROUP * 64 > DIGITS / 4 ? GROUP * 64 : DIGITS / 4]; // of one of these, then the other
     u32(*const units)[256] = (u32(*)[256])room;
     i32* const counts = (i32*)room;
     __shared__ u32 below[GROUP], digits[GROUP];
-    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const i32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_threads = WARPS * WARP;
     const i32 head = blockIdx.x, n_head_kv = gridDim.x, t = blockIdx.y, s = sequence[t];
     const i32 position = positions[t], row_block = position / KV_BLOCK, behind = max(row_block - TAIL_BLOCKS, 0);
-    const i32 n_chunks = (behind + CHUNK - 1) / CHUNK, most_chunks = (width + CHUNK - 1) / CHUNK;
     const i64 first = (i64)t * n_head + head * GROUP;
     chosen += ((i64)t * n_head_kv + head) * width, list += ((i64)t * n_head_kv + head) * width;
     masses += first * 2 * width, left += first * 2, read += t * n_head_kv + head, last += t * n_head_kv + head;
-    blocks += (i64)s * width, keep += (i64)s * width;
 
     i32 wanted = most[s], candidates = 0;
-    Scores scores(list, wanted < 0 ? 0 : behind);
-    // A block's masses, and whether it is a candidate: of the next one under way, nothing waits for them yet.
-    float coming[GROUP], tops[GROUP]; // tops: of its chunk
-    bool coming_is = false;
-    const auto load = [&](i32 b, bool new_chunk) {
-        coming_is = b > 0 && b < scores.behind && !keep[b] && blocks[b] >= 0;
-#pragma unroll
-        for (i32 h = 0; h < GROUP; h++) {
-            const float* const of = masses + 2 * h * width;
-            coming[h] = b < scores.behind ? of[b] : 0.0f;
-            if (new_chunk)
-                tops[h] = b < scores.behind ? of[width + b / CHUNK] : LEAST;
-        }
-    };
-    load(scores.first(0), true);
-    if (wanted >= 0) {
-        for (i32 h = warp; h < GROUP; h += WARPS) {
-            const Whole of = whole_of(masses + (2 * h + 1) * width, n_chunks, most_chunks);
-            if (lane == 0)
-                whole[h] = of;
-        }
-        __syncthreads();
-    }
-#pragma unroll 1
-    for (i32 from = 0; from < scores.behind; from += scores.at_once()) {
-        const i32 b0 = scores.first(from);
-        float factors[GROUP], inverse[GROUP];
-#pragma unroll
-        for (i32 h = 0; h < GROUP; h++)
-            factors[h] = factor_of(tops[h], whole[h].top), inverse[h] = whole[h].inverse;
-#pragma unroll 1
-        for (i32 i = 0; i < scores.n; i++) { // the largest share of any head
-            const bool is = coming_is;
-            float mass[GROUP], share = 0.0f;
-#pragma unroll
-            for (i32 h = 0; h < GROUP; h++)
-                mass[h] = coming[h];
-            const bool last_one = i + 1 == scores.n;
-            load(last_one ? scores.first(from + scores.at_once()) : b0 + i + 1, last_one);
-#pragma unroll
-            for (i32 h = 0; h < GROUP; h++)
-                share = larger_or_nan(share, mass[h] * factors[h] * inverse[h]);
-            const i32 best = !is ? -1 : share == share ? __float_as_int(share) : (i32)NAN_BITS;
-            candidates += is;
-#pragma unroll
-            for (i32 j = 0; j < MOST_OWN; j++)
-                scores.own[j] = j == i ? best : scores.own[j];
-            if (!scores.in_registers() && b0 + i < behind)
-                list[b0 + i] = best;
-        }
-    }
+    Scores scores(list, wanted < 0 ? 0 : behind, width % 4 == 0);
+    scores.each([&](i32, i32 score) { candidates += score >= 0; });
     candidates = sum_of_block(candidates, sums);
     const i32 may_leave = leave[s];
     const bool all = wanted < 0 || !candidates || (may_leave < 0 && candidates <= wanted);
     if (all) {
-        for (i32 b = threadIdx.x; b < width; b += THREADS)
+#pragma unroll 1
+        for (i32 b = threadIdx.x; b < width; b += n_threads)
             chosen[b] = b <= row_block;
-        for (i32 b = threadIdx.x; b <= row_block; b += THREADS)
+#pragma unroll 1
+        for (i32 b = threadIdx.x; b <= row_block; b += n_threads)
             list[b] = b;
-        for (i32 h = threadIdx.x; h < GROUP; h += THREADS)
+        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
             left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
         if (threadIdx.x == 0)
             *last = position, *read = row_block + 1;
@@ -220,11 +214,11 @@ choose(const i32* blocks, const i32* sequence, const i32* positions, const i32* 
     wanted = min(wanted, candidates);
     if (may_leave >= 0) { // the largest `least`, byte by byte, below which no head has more units than it may leave
         u32 least = 0;
-        for (i32 h = threadIdx.x; h < GROUP; h += THREADS)
+        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
             below[h] = 0;
 #pragma unroll 1
         for (i32 shift = 24; shift >= 0; shift -= 8) {
-            for (i32 i = threadIdx.x; i < GROUP * 256; i += THREADS)
+            for (i32 i = threadIdx.x; i < GROUP * 256; i += n_threads)
                 units[i / 256][i % 256] = 0;
             __syncthreads();
             scores.each([&](i32 b, i32 score) {
@@ -232,8 +226,8 @@ choose(const i32* blocks, const i32* sequence, const i32* positions, const i32* 
                     return;
 #pragma unroll 1
                 for (i32 h = 0; h < GROUP; h++) {
-                    const float* const of = masses + 2 * h * width;
-                    const float share = of[b] * factor_of(of[width + b / CHUNK], whole[h].top) * whole[h].inverse;
+                    const float *const mass = masses + 2 * h * width, factor = factor_of(mass[width + b / CHUNK], left[2 * h]);
+                    const float share = mass[b] * factor * (1.0f / left[2 * h + 1]);
                     atomicAdd(&units[h][score >> shift & 255],
                               share >= 1.0f ? 1u << 24 : share > 0.0f ? (u32)(share * 0x1p24f) : 0u);
                 }
@@ -334,59 +328,73 @@ choose(const i32* blocks, const i32* sequence, const i32* positions, const i32* 
     const auto is_sure = [&](i32 b, i32 score) { return b < behind && (score < 0 || score > bound); };
     i32 n_listed = 0, n_ties = 0;
 #pragma unroll 1
-    for (i32 from = 0, turn = 0; from < behind; from += scores.at_once(), turn++) {
-        const i32 b0 = scores.first(from);
-        scores.load(from);
+    for (i32 from = 0, turn = 0; from < behind; from += Scores::AT_ONCE, turn++) {
+        const i32 b0 = from + OWN * threadIdx.x;
+        if (behind > Scores::AT_ONCE)
+            scores.load(from);
         u32 own = 0, all_of; // ties; from bit 16 on what is read for sure
 #pragma unroll
-        for (i32 i = 0; i < MOST_OWN; i++)
-            if (i < scores.n)
-                own += is_tie(scores.own[i]) ? 1u : is_sure(b0 + i, scores.own[i]) ? 1u << 16 : 0u;
+        for (i32 i = 0; i < OWN; i++)
+            own += is_tie(scores.own[i]) ? 1u : is_sure(b0 + i, scores.own[i]) ? 1u << 16 : 0u;
         const u32 before = sum_before(own, halves[turn % 2], all_of);
         i32 tie = n_ties + (i32)(before & 0xffff), at = n_listed + (i32)(before >> 16) + min(tie, ties) - min(n_ties, ties);
+        u32 flags = 0;
 #pragma unroll
-        for (i32 i = 0; i < MOST_OWN; i++) {
-            if (i >= scores.n || b0 + i >= behind)
-                continue;
-            const bool is = is_tie(scores.own[i]), reads = is ? tie < ties : is_sure(b0 + i, scores.own[i]);
+        for (i32 i = 0; i < OWN; i++) {
+            const bool is = is_tie(scores.own[i]);
+            flags |= (u32)(is ? tie < ties : is_sure(b0 + i, scores.own[i])) << i;
             tie += is;
-            chosen[b0 + i] = reads;
-            if (reads) {
-                list[at] = b0 + i;
-                if (at < LISTED)
-                    order[at] = b0 + i;
-                at++;
-            }
+        }
+#pragma unroll 1
+        for (u32 reads = flags; reads; reads &= reads - 1, at++) {
+            const i32 b = b0 + __ffs((i32)reads) - 1;
+            list[at] = b;
+            if (at < LISTED)
+                order[at] = b;
+        }
+        const auto below = [&](i32 b) { return (1u << min(max(b - b0, 0), OWN)) - 1; };
+        flags |= below(row_block + 1) & ~below(behind);
+        if (width % 4 == 0) {
+#pragma unroll
+            for (i32 i = 0; i < OWN; i += 4)
+                if (b0 + i < width)
+                    *(u32*)(chosen + b0 + i) = (flags >> i & 15) * 0x00204081u & 0x01010101u; // a byte for each bit
+        } else {
+#pragma unroll 1
+            for (i32 i = 0; i < OWN && b0 + i < width; i++)
+                chosen[b0 + i] = flags >> i & 1;
         }
         const i32 ties_here = (i32)(all_of & 0xffff);
         n_listed += (i32)(all_of >> 16) + min(n_ties + ties_here, ties) - min(n_ties, ties);
         n_ties += ties_here;
     }
-    for (i32 b = behind + threadIdx.x; b < width; b += THREADS) {
+    const i32 covered = (behind + Scores::AT_ONCE - 1) / Scores::AT_ONCE * Scores::AT_ONCE;
+#pragma unroll 1
+    for (i32 b = covered + threadIdx.x; b < width; b += n_threads)
         chosen[b] = b <= row_block;
-        if (b <= row_block)
-            list[n_listed + b - behind] = b;
-    }
+#pragma unroll 1
+    for (i32 b = behind + threadIdx.x; b <= row_block; b += n_threads)
+        list[n_listed + b - behind] = b;
     if (threadIdx.x == 0) {
         *last = (n_listed + row_block - behind) * KV_BLOCK + position % KV_BLOCK;
         *read = n_listed + row_block - behind + 1;
     }
     __syncthreads(); // the list is there
     if (wanted == candidates) {
-        for (i32 h = threadIdx.x; h < GROUP; h += THREADS)
+        for (i32 h = threadIdx.x; h < GROUP; h += n_threads)
             left[2 * h] = LEAST, left[2 * h + 1] = 0.0f;
         return;
     }
     for (i32 h = warp; h < GROUP; h += WARPS) {
         const float *const mass = masses + 2 * h * width, *const chunks = mass + width;
         float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 2
         for (i32 i = lane; i < n_listed; i += WARP) {
             const i32 b = i < LISTED ? order[i] : list[i];
-            sum = sum + mass[b] * factor_of(chunks[b / CHUNK], whole[h].top);
+            sum = sum + mass[b] * factor_of(chunks[b / CHUNK], left[2 * h]);
         }
-        const float rest = whole[h].total - fold(sum);
+        const float rest = left[2 * h + 1] - fold(sum);
         if (lane == 0)
-            left[2 * h] = whole[h].top, left[2 * h + 1] = rest < 0.0f ? 0.0f : rest;
+            left[2 * h + 1] = rest < 0.0f ? 0.0f : rest;
     }
 }

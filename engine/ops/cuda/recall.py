@@ -8,6 +8,8 @@ has the numbers of the blocks that are read one after the other, int32 [T, K, W]
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,9 +72,14 @@ def choose(
     device.kernel(Module("weigh.cu", (*of_heads, *of_weigh)), "weigh")(
         (K, n_blocks, T), WARP * warps, (q, sketches, *of, *shape, float(scale), recall.masses), shared, overlap=True
     )
-    device.kernel(Module("recall.cu", of_heads), "choose")(
+    launch = partial(device.kernel, Module("recall.cu", of_heads))
+    launch("score")(
+        (-(-W // THREADS), K, T), THREADS,
+        (*of, keep, *shape, recall.masses, recall.left, recall.scores), overlap=True,
+    )  # fmt: skip
+    launch("choose")(
         (K, T), THREADS,
-        (*of, leave, keep, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last),
+        (*of[1:], leave, *shape, recall.masses, recall.chosen, recall.left, recall.read, recall.scores, recall.last),
         overlap=True,
     )  # fmt: skip
 
